@@ -1,0 +1,96 @@
+"""Small questions that every pass asks of an fx graph.
+
+An op may return several tensors (split, topk); a :class:`Value` is one of them. The ``operator.getitem`` nodes that
+pick them are names, not ops: :func:`value_of` looks through them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Output number ``index`` of an op (0 for the ops with one output)."""
+
+    node: fx.Node
+    index: int = 0
+
+    @property
+    def fake(self) -> torch.Tensor:
+        """The fake tensor that stands for it: shape (batch size symbolic), dtype."""
+        val = self.node.meta["val"]
+        return val if isinstance(val, torch.Tensor) else val[self.index]
+
+
+def is_getitem(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def value_of(node: fx.Node) -> Value:
+    """The value that a node names, seen through ``getitem``."""
+    if is_getitem(node):
+        source, index = node.args
+        assert isinstance(source, fx.Node) and isinstance(index, int)
+        return Value(source, index)
+    return Value(node)
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether the node is one tensor (sizes and tuples are not)."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_op(node: fx.Node) -> bool:
+    """Whether the node computes tensors: not a placeholder, a size, a ``getitem`` or the output."""
+    if node.op != "call_function" or is_getitem(node):
+        return False
+    val = node.meta.get("val")
+    return isinstance(val, torch.Tensor) or isinstance(val, tuple | list)
+
+
+def _argument_nodes(argument: object) -> Iterator[fx.Node]:
+    if isinstance(argument, fx.Node):
+        yield argument
+    elif isinstance(argument, tuple | list):
+        for item in argument:
+            yield from _argument_nodes(item)
+    elif isinstance(argument, dict):
+        for item in argument.values():
+            yield from _argument_nodes(item)
+
+
+def input_nodes(node: fx.Node) -> list[fx.Node]:
+    """The tensor arguments of an op in order, args before kwargs, lists flattened, repeats kept."""
+    found = [*_argument_nodes(node.args), *_argument_nodes(node.kwargs)]
+    return [argument for argument in found if is_tensor(argument)]
+
+
+def inputs(node: fx.Node) -> list[Value]:
+    """The values of :func:`input_nodes`, in the same order."""
+    return [value_of(argument) for argument in input_nodes(node)]
+
+
+def outputs(node: fx.Node) -> list[Value]:
+    """The tensors that an op returns, in order."""
+    val = node.meta.get("val")
+    if isinstance(val, torch.Tensor):
+        return [Value(node)]
+    return [Value(node, index) for index, item in enumerate(val) if isinstance(item, torch.Tensor)]
+
+
+def module_path(node: fx.Node) -> str:
+    """The qualified name of the module that the op was written in, '' for the model itself."""
+    path: str = node.meta.get("path", "")
+    return path
+
+
+def source_line(node: fx.Node) -> str:
+    """``file:line`` of the user's or library's code that produced the op, '' when unknown."""
+    line: str = node.meta.get("source", "")
+    return line

@@ -1,0 +1,186 @@
+"""What the emitted files promise the runtime: one JSON file beside the stages' sources.
+
+The manifest holds everything that a rank needs besides the stage's code: who runs which stage, what crosses between
+stages, how each parameter is stored, how outputs of microbatches and replicas combine. Shapes use the string ``"b"``
+(or ``"4b"``: four times) for the number of samples in one microbatch on one rank.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autopart.runtime.errors import PlanError
+
+VERSION = 1
+FILE_NAME = "manifest.json"
+
+Size = int | str
+
+
+def size_of(size: Size, batch: int) -> int:
+    """The number that a size of the manifest stands for when a microbatch has ``batch`` samples."""
+    if isinstance(size, int):
+        return size
+    return int(size[:-1] or 1) * batch
+
+
+@dataclass(frozen=True, slots=True)
+class ValueSpec:
+    """A tensor that crosses between stages; ``shape`` is what one rank holds (already its tensor shard)."""
+
+    name: str
+    shape: tuple[Size, ...]
+    dtype: str
+    source: int
+    targets: tuple[int, ...]
+    needs_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """A leaf of the user's inputs, named by its path (``input_ids``, ``batch.pixels``, ``pairs.0``).
+
+    batch_dim: the dim that holds samples; None: every rank takes it whole.
+    shape: with "b" at batch_dim. kind "tensor"; a "constant" was fixed at capture and has to be equal.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[Size, ...] = ()
+    dtype: str = ""
+    batch_dim: int | None = None
+    constant: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSpec:
+    """A leaf of the model's outputs, named by its path in the returned structure.
+
+    combine: how the pieces of microbatches and data-parallel replicas make the whole: "sum", "cat" (along batch_dim),
+    "same" (equal everywhere), "constant". placements: how it lies on the stage's tensor axes (always "R" so far).
+    """
+
+    name: str
+    stage: int
+    combine: str
+    shape: tuple[Size, ...] = ()
+    dtype: str = ""
+    batch_dim: int = 0
+    constant: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """A parameter or buffer under its original qualified name.
+
+    shape: of the whole. stages: those that use it (several: tied, gradients summed over them).
+    placements: one per tensor axis of the mesh (Placement text); "B" means whole on every rank with partial gradients,
+    summed over the axis once per step. aliases: further names of the same tensor.
+    persistent: False for buffers that are not part of the state dict. mutated: a buffer that the forward updates.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    stages: tuple[int, ...]
+    placements: tuple[str, ...]
+    aliases: tuple[str, ...] = ()
+    trainable: bool = True
+    buffer: bool = False
+    persistent: bool = True
+    mutated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """One stage: its source file, the ranks that run it (row-major over the mesh), its mesh, and what it exchanges.
+
+    mesh: (axis name, size) pairs, outermost first; "dp" is the data axis, all others are tensor axes.
+    inputs, receives, totals: keyword arguments of ``Stage.forward`` besides ``b`` and ``B``.
+    sends, outputs: what it returns, in this order, as one tuple.
+    """
+
+    file: str
+    devices: tuple[int, ...]
+    mesh: tuple[tuple[str, int], ...]
+    inputs: tuple[str, ...]
+    receives: tuple[str, ...]
+    totals: tuple[str, ...]
+    sends: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The whole program. ``schedule`` names a schedule of :mod:`autopart.runtime.schedule`.
+
+    totals: values computed once per step from the inputs of the whole batch (such as the number of valid labels), by
+    ``totals.py``'s function ``totals(*, b, B, <totals_inputs>)`` which returns them as a tuple.
+    loss: name of the output that is the loss; None when the user's code computes it from the outputs.
+    batch_splittable: False when the model mixes samples: one microbatch, one replica.
+    """
+
+    fingerprint: str
+    world_size: int
+    schedule: str
+    microbatches: int
+    stages: tuple[StageSpec, ...]
+    values: tuple[ValueSpec, ...]
+    inputs: tuple[InputSpec, ...]
+    outputs: tuple[OutputSpec, ...]
+    parameters: tuple[ParameterSpec, ...]
+    parameter_order: tuple[str, ...]
+    input_names: tuple[str, ...]
+    loss: str | None
+    totals: tuple[str, ...] = ()
+    totals_inputs: tuple[str, ...] = ()
+    output_structure: Any = None
+    batch_splittable: bool = True
+    imports: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    def save(self, directory: Path) -> None:
+        text = json.dumps({"version": VERSION, **asdict(self)}, indent=1)
+        (directory / FILE_NAME).write_text(text + "\n")
+
+    @staticmethod
+    def load(directory: Path) -> Manifest:
+        """Reads a manifest. Raises PlanError when it is missing, unreadable or of another version."""
+        path = directory / FILE_NAME
+        try:
+            data = json.loads(path.read_text())
+        except OSError as error:
+            raise PlanError(f"no emitted program in {directory}: {error}; write one with 'autopart emit'") from error
+        except json.JSONDecodeError as error:
+            raise PlanError(f"{path} is not readable as JSON: {error}; emit the program again") from error
+        version = data.pop("version", None)
+        if version != VERSION:
+            raise PlanError(f"{path} has version {version}, this autopart reads {VERSION}; emit the program again")
+        try:
+            return Manifest(
+                **{
+                    **data,
+                    "stages": tuple(
+                        StageSpec(**{**_tuples(item), "mesh": tuple((name, size) for name, size in item["mesh"])})
+                        for item in data["stages"]
+                    ),
+                    "values": tuple(ValueSpec(**_tuples(item)) for item in data["values"]),
+                    "inputs": tuple(InputSpec(**_tuples(item)) for item in data["inputs"]),
+                    "outputs": tuple(OutputSpec(**_tuples(item)) for item in data["outputs"]),
+                    "parameters": tuple(ParameterSpec(**_tuples(item)) for item in data["parameters"]),
+                    **{key: tuple(data[key]) for key in _NAME_LISTS},
+                }
+            )
+        except (KeyError, TypeError) as error:
+            raise PlanError(f"{path} is not a complete manifest: {error}; emit the program again") from error
+
+
+_NAME_LISTS = ("parameter_order", "input_names", "totals", "totals_inputs", "imports", "notes")
+
+
+def _tuples(item: dict[str, Any]) -> dict[str, Any]:
+    keep = ("constant",)
+    return {key: tuple(value) if isinstance(value, list) and key not in keep else value for key, value in item.items()}

@@ -1,0 +1,130 @@
+"""How a tensor lies on one mesh axis, forward and backward, and what that makes of its shape.
+
+A value that is used on the ranks of a mesh axis has a placement for itself and one for its gradient. Four pairs are
+enough, and they are closed under differentiation:
+
+========  =====================  ====================  ==========================================================
+letter    value on the ranks     its gradient          example
+========  =====================  ====================  ==========================================================
+``R``     replicated             replicated            the residual stream under Megatron's split
+``S``     sharded on a dim       sharded alike         an activation between a column and a row split
+``P``     partial sum            replicated            the output of a row split, before its all-reduce
+``B``     replicated             partial sum           the input of a column split: broadcast, gradients to be summed
+========  =====================  ====================  ==========================================================
+
+``B`` is the transpose of ``P``: the forward of one is the backward of the other. A transition between two pairs is one
+collective forward and one backward; :mod:`autopart.runtime.collectives` has one function for each.
+
+A sharded dim may hold several outer blocks, each of which is sharded by itself: GPT-2's fused projection yields
+``(3, heads, head_dim)`` in one dim, and its heads are sharded inside each of the three blocks. ``S2/3`` is dim 2 seen
+as ``(3, n)`` with ``n`` sharded. The number of blocks may be a multiple of the batch size: ``S0/b``, ``S0/4b``.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+class Kind(enum.Enum):
+    REPLICATE = "R"
+    SHARD = "S"
+    PARTIAL = "P"
+    BROADCAST = "B"
+
+
+_SHARD_TEXT = re.compile(r"S(\d+)(?:/(\d*)(b?))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Placement of a value and of its gradient on one mesh axis.
+
+    kind: the pair, see the module's table.
+    dim: the sharded tensor dim (SHARD only; never negative).
+    outer: blocks in that dim outside the sharded part (SHARD only); times the local batch size if ``batched``.
+    """
+
+    kind: Kind
+    dim: int = 0
+    outer: int = 1
+    batched: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind is not Kind.SHARD and (self.dim, self.outer, self.batched) != (0, 1, False):
+            raise ValueError(f"only a sharded placement has a dim: {self.kind}")
+        if self.dim < 0 or self.outer < 1:
+            raise ValueError(f"a sharded dim is counted from the left and has at least one block: {self}")
+
+    def __str__(self) -> str:
+        if self.kind is not Kind.SHARD:
+            return self.kind.value
+        if self.outer == 1 and not self.batched:
+            return f"S{self.dim}"
+        blocks = "" if self.outer == 1 else str(self.outer)
+        return f"S{self.dim}/{blocks}{'b' if self.batched else ''}"
+
+    @staticmethod
+    def parse(text: str) -> Placement:
+        """Reads what ``str`` writes: ``R``, ``P``, ``B``, ``S1``, ``S2/3``, ``S0/4b``. Raises ValueError."""
+        if text in ("R", "P", "B"):
+            return Placement(Kind(text))
+        match = _SHARD_TEXT.fullmatch(text)
+        if match is None or text.endswith("/"):
+            raise ValueError(f"not a placement: {text!r}; expected R, P, B, S<dim> or S<dim>/<blocks>")
+        dim, blocks, batched = match.groups()
+        return Placement(Kind.SHARD, int(dim), int(blocks or 1), bool(batched))
+
+    @property
+    def is_shard(self) -> bool:
+        return self.kind is Kind.SHARD
+
+    def blocks(self, batch: int) -> int:
+        """The number of outer blocks for a local batch of that many samples."""
+        return self.outer * batch if self.batched else self.outer
+
+
+REPLICATE = Placement(Kind.REPLICATE)
+PARTIAL = Placement(Kind.PARTIAL)
+BROADCAST = Placement(Kind.BROADCAST)
+
+
+def shard(dim: int, outer: int = 1, batched: bool = False) -> Placement:
+    """Sharded on ``dim``, inside ``outer`` blocks (times the batch size if ``batched``)."""
+    return Placement(Kind.SHARD, dim, outer, batched)
+
+
+def local_size(size: int, parts: int) -> int:
+    """The size of one of ``parts`` equal shares of a dim; the strategies offered always divide."""
+    assert size % parts == 0, f"a dim of {size} does not divide into {parts}"
+    return size // parts
+
+
+def take_shard(tensor: Tensor, placement: Placement, index: int, parts: int, batch: int = 1) -> Tensor:
+    """The share of rank ``index`` of ``parts``: a view where the dim has one block, else a copy."""
+    if not placement.is_shard or parts == 1:
+        return tensor
+    dim, outer = placement.dim, placement.blocks(batch)
+    inner = tensor.size(dim) // outer
+    share = local_size(inner, parts)
+    if outer == 1:
+        return tensor.narrow(dim, index * share, share)
+    split = tensor.unflatten(dim, (outer, inner)).narrow(dim + 1, index * share, share)
+    return split.flatten(dim, dim + 1)
+
+
+def join_shards(shares: Sequence[Tensor], placement: Placement, batch: int = 1) -> Tensor:
+    """The whole tensor from every rank's share: the inverse of :func:`take_shard`."""
+    import torch
+
+    if not placement.is_shard or len(shares) == 1:
+        return shares[0]
+    dim, outer = placement.dim, placement.blocks(batch)
+    if outer == 1:
+        return torch.cat(tuple(shares), dim)
+    blocks = [share.unflatten(dim, (outer, share.size(dim) // outer)) for share in shares]
+    return torch.cat(blocks, dim + 1).flatten(dim, dim + 1)
