@@ -1,0 +1,429 @@
+"""Capture: an unmodified nn.Module becomes a Program.
+
+torch.export (non-strict, training IR) traces the model once with fake tensors; the batch size stays symbolic. The
+model is wrapped so that the trace sees a flat list of tensors in and out: nested inputs, dataclasses and
+transformers' outputs keep their names, one tensor that is passed twice stays two inputs, and what is not a tensor
+(a cache object, None, a number) does not reach the graph.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from autopart.passes.normalize import normalize
+from autopart.passes.program import OutputInfo, Program, Role, TensorInfo, mark_differentiable
+from autopart.runtime.errors import CaptureError
+from autopart.runtime.manifest import InputSpec
+from autopart.runtime.structure import bind, flatten, rebuild
+
+TARGETS = "targets"
+
+
+class LossOutput(NamedTuple):
+    """What a model with a separate ``loss_fn`` returns: the loss, and the model's own output."""
+
+    loss: torch.Tensor
+    output: Any
+
+
+class _Returned:
+    """What the traced forward returned: named leaves and the structure around them."""
+
+    def __init__(self) -> None:
+        self.leaves: list[tuple[str, Any]] = []
+        self.structure: Any = None
+
+
+class _Flat(nn.Module):
+    """The model with a flat list of tensors in and out."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, structure: Any, leaves: list[Any]):
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self._structure = structure
+        self._leaves = leaves
+        # export restores attributes that a forward assigns, so the outputs are kept in an object
+        self.returned = _Returned()
+
+    def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+        kwargs = rebuild(self._structure, leaves)
+        if self.loss_fn is None:
+            result = self.model(**kwargs)
+        else:
+            targets = kwargs.pop(TARGETS)
+            result = self.model(**kwargs)
+            result = LossOutput(self.loss_fn(result, targets), result)
+        self.returned.leaves, self.returned.structure = flatten(result)
+        return [leaf for _, leaf in self.returned.leaves if isinstance(leaf, torch.Tensor)]
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
+    name: str = "",
+) -> Program:
+    """Captures the training computation of ``model`` on example inputs.
+
+    args, kwargs: example inputs, any nesting; on the model's device, or fake, or on meta with a meta model. With
+    ``loss_fn``, ``kwargs["targets"]`` is what ``loss_fn(model(...), targets)`` compares with.
+    batch_dims: which dim of an input holds samples, by input path; None: the input is shared by all samples. By
+    default every tensor whose dim 0 has the size of the first tensor's dim 0.
+    Raises CaptureError naming the module path and source line that cannot be captured.
+    """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"expected an nn.Module, got {type(model).__name__}; wrap the function in a module")
+    kwargs = dict(kwargs or {})
+    targets = {TARGETS: kwargs.pop(TARGETS)} if loss_fn is not None and TARGETS in kwargs else {}
+    if loss_fn is not None and not targets:
+        raise CaptureError(f"a model with loss_fn needs the keyword input {TARGETS!r}: loss_fn(model(...), {TARGETS})")
+    bound = {**bind(model.forward, args, kwargs), **targets}
+    named, structure = flatten(bound)
+    dims = _batch_dims(named, batch_dims or {})
+    named, batch = _examples(named, dims)
+    flat = _Flat(model, loss_fn, structure, [leaf for _, leaf in named])
+    with _training(model):
+        exported, static_batch = _export(flat, named, dims)
+    return _assemble(flat, exported, named, dims, tuple(bound), batch, static_batch, name or type(model).__name__)
+
+
+def _batch_dims(named: list[tuple[str, Any]], given: Mapping[str, int | None]) -> dict[str, int | None]:
+    """The dim that holds samples, for every tensor input."""
+    tensors = {path: leaf for path, leaf in named if isinstance(leaf, torch.Tensor)}
+    unknown = set(given) - set(tensors)
+    if unknown:
+        raise CaptureError(f"batch_dims names {sorted(unknown)}, the tensor inputs are {sorted(tensors)}")
+    if not tensors:
+        raise CaptureError("the model takes no tensor input, so there is no batch to split; pass example tensors")
+    sizes = [leaf.shape[given.get(path) or 0] for path, leaf in tensors.items() if leaf.dim() and given.get(path, 0) is not None]
+    batch = sizes[0] if sizes else None
+    found: dict[str, int | None] = {}
+    for path, leaf in tensors.items():
+        if path in given:
+            found[path] = given[path]
+        else:
+            found[path] = 0 if leaf.dim() and leaf.shape[0] == batch else None
+    return found
+
+
+def _examples(named: list[tuple[str, Any]], dims: dict[str, int | None]) -> tuple[list[tuple[str, Any]], int]:
+    """The example leaves with one storage each, and at least two samples: export takes a size of 1 for a constant."""
+    seen: list[torch.Tensor] = []
+    result: list[tuple[str, Any]] = []
+    batch = 1
+    for path, leaf in named:
+        if isinstance(leaf, torch.Tensor):
+            if any(leaf is other for other in seen):
+                leaf = leaf.clone()
+            seen.append(leaf)
+            dim = dims[path]
+            if dim is not None:
+                batch = leaf.shape[dim]
+                if batch == 1:
+                    leaf = leaf.repeat_interleave(2, dim)
+        result.append((path, leaf))
+    return result, int(batch)
+
+
+@contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    """Training mode for the trace: submodules that the user froze in eval mode stay so if the model itself trains."""
+    if model.training:
+        yield
+        return
+    modes = {module: module.training for module in model.modules()}
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _export(
+    flat: _Flat, named: list[tuple[str, Any]], dims: dict[str, int | None]
+) -> tuple[torch.export.ExportedProgram, str]:
+    tensors = [(path, leaf) for path, leaf in named if isinstance(leaf, torch.Tensor)]
+    arguments = tuple(leaf for _, leaf in tensors)
+    symbol = torch.export.Dim("batch", min=1)
+    shapes = [None if dims[path] is None else {dims[path]: symbol} for path, _ in tensors]
+    reason = ""
+    for dynamic in (tuple(shapes), None):
+        where = _Where(flat)
+        try:
+            with where:
+                specs = None if dynamic is None else (dynamic,)
+                return torch.export.export(flat, arguments, dynamic_shapes=specs, strict=False), reason
+        except Exception as error:
+            if dynamic is not None and _fixes_batch(error):
+                reason = _first_line(error)
+                continue
+            raise _capture_error(error, where) from error
+    raise AssertionError("unreachable")
+
+
+def _fixes_batch(error: Exception) -> bool:
+    text = str(error)
+    return "Constraints violated" in text or "specialized" in text or "constant" in text and "batch" in text
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+class _Where:
+    """Follows which module's forward is running, so that a failure can name it."""
+
+    def __init__(self, root: nn.Module):
+        self._names = {id(module): name for name, module in root.named_modules()}
+        self._stack: list[str] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        def enter(module: nn.Module, _inputs: Any) -> None:
+            if id(module) in self._names:
+                self._stack.append(self._names[id(module)])
+
+        def leave(module: nn.Module, _inputs: Any, _output: Any) -> None:
+            if id(module) in self._names and self._stack:
+                self._stack.pop()
+
+        self._handles = [
+            nn.modules.module.register_module_forward_pre_hook(enter),
+            nn.modules.module.register_module_forward_hook(leave),
+        ]
+
+    def __exit__(self, *_exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def path(self) -> str:
+        names = [name.removeprefix("model").strip(".") for name in self._stack]
+        return next((name for name in reversed(names) if name), "")
+
+
+def _capture_error(error: Exception, where: _Where) -> CaptureError:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "/torch/" not in frame.filename and "/autopart/" not in frame.filename]
+    place = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "unknown source line"
+    text = _first_line(error)
+    suggestion = "the line cannot be traced with symbolic sizes; express it with tensor ops"
+    if "data-dependent" in str(error).lower() or "GuardOnDataDependent" in type(error).__name__:
+        suggestion = (
+            "the branch depends on tensor values; replace it with torch.where, or decide it from the configuration"
+        )
+    elif isinstance(error, torch._dynamo.exc.Unsupported):
+        suggestion = "replace the construct, or move it out of forward"
+    elif isinstance(error, TypeError | AttributeError | RuntimeError | ValueError | KeyError | IndexError):
+        suggestion = "run the model once on these inputs; if that fails too, the inputs do not fit the model"
+    return CaptureError(
+        f"cannot capture module {where.path or '(root)'} at {place}\n  {type(error).__name__}: {text}\n  {suggestion}"
+    )
+
+
+def _assemble(
+    flat: _Flat,
+    exported: torch.export.ExportedProgram,
+    named: list[tuple[str, Any]],
+    dims: dict[str, int | None],
+    input_names: tuple[str, ...],
+    batch: int,
+    static_batch: str,
+    name: str,
+) -> Program:
+    kinds = torch.export.graph_signature.InputKind
+    tensors, canonical = _tensors(flat)
+    paths = iter([path for path, leaf in named if isinstance(leaf, torch.Tensor)])
+    names: dict[str, str] = {}
+    roles: dict[str, tuple[Role, str]] = {}
+    constants: dict[str, torch.Tensor] = {}
+    for spec in exported.graph_signature.input_specs:
+        argument = getattr(spec.arg, "name", "")
+        if spec.kind in (kinds.PARAMETER, kinds.BUFFER):
+            qualified = canonical[_strip(str(spec.target))]
+            names[argument] = ("p_" if spec.kind is kinds.PARAMETER else "b_") + qualified.replace(".", "_")
+            roles[argument] = (Role.BUFFER if tensors[qualified].buffer else Role.PARAMETER, qualified)
+        elif spec.kind is kinds.CONSTANT_TENSOR:
+            value = exported.constants[str(spec.target)]
+            qualified = _strip(str(spec.target))
+            tensors[qualified] = TensorInfo(
+                qualified, tuple(value.shape), value.dtype, trainable=False, buffer=True, persistent=False
+            )
+            names[argument] = "c_" + qualified.replace(".", "_")
+            roles[argument] = (Role.BUFFER, qualified)
+            constants[qualified] = value
+        elif spec.kind is kinds.USER_INPUT:
+            path = next(paths)
+            names[argument] = "".join(char if char.isalnum() else "_" for char in path)
+            roles[argument] = (Role.INPUT, path)
+        else:
+            raise CaptureError(f"the model captures a {spec.kind} ({spec.target}), which cannot be partitioned")
+    symbol = _symbol(exported, roles, dims)
+    if symbol is None and not static_batch:
+        static_batch = "no input has a dim for samples"
+    normal = normalize(exported.graph_module, names, symbol)
+    graph = normal.graph
+    normal.batch.meta.update(role=Role.BATCH, name="b", path="", source="")
+    first: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "placeholder" or node is normal.batch:
+            continue
+        role, qualified = roles[node.meta["exported"]]
+        node.meta.update(role=role, name=qualified)
+        if role in (Role.PARAMETER, Role.BUFFER):
+            node.meta["trainable"] = tensors[qualified].trainable
+            if qualified in first:
+                node.replace_all_uses_with(first[qualified])
+                graph.erase_node(node)
+                continue
+            first[qualified] = node
+    updates = {roles[exported_name][1]: new for exported_name, new in normal.buffer_updates.items()
+               if roles[exported_name][0] is Role.BUFFER}
+    notes = [
+        f"the input {roles[exported_name][1]!r} is written by the model; the parallel model leaves it as it is"
+        for exported_name in normal.buffer_updates
+        if roles[exported_name][0] is Role.INPUT
+    ]
+    _strip_paths(graph)
+    output_node = next(node for node in graph.nodes if node.op == "output")
+    nodes = list(output_node.args[0])
+    output_node.args = ((*nodes, *updates.values()),)
+    mark_differentiable(graph)
+    outputs, loss = _outputs(flat, nodes)
+    for qualified, info in tensors.items():
+        if info.buffer and not info.persistent and qualified not in constants:
+            constants[qualified] = _lookup(flat, qualified)
+    graph.lint()
+    return Program(
+        name=name,
+        graph=graph,
+        tensors=tensors,
+        inputs=tuple(_input(path, leaf, dims) for path, leaf in named),
+        input_names=input_names,
+        outputs=tuple(outputs),
+        output_structure=flat.returned.structure,
+        updated_buffers=tuple(updates),
+        loss=loss,
+        batch=batch,
+        static_batch=static_batch,
+        constants=constants,
+        notes=tuple(notes),
+        imports=_imports(graph),
+    )
+
+
+def _strip(qualified: str) -> str:
+    return qualified.removeprefix("model.")
+
+
+def _strip_paths(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        path = node.meta.get("path", "")
+        node.meta["path"] = "" if path == "model" else _strip(path)
+
+
+def _tensors(flat: _Flat) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Parameters and buffers by their first qualified name, and the first name for every name: tied by identity."""
+    groups: dict[int, list[str]] = {}
+    objects: dict[int, tuple[torch.Tensor, bool]] = {}
+    for buffer, items in (
+        (False, flat.named_parameters(remove_duplicate=False)),
+        (True, flat.named_buffers(remove_duplicate=False)),
+    ):
+        for qualified, tensor in items:
+            groups.setdefault(id(tensor), []).append(_strip(qualified))
+            objects[id(tensor)] = (tensor, buffer)
+    transient = {
+        f"{_strip(prefix)}.{name}".strip(".") if prefix != "model" else name
+        for prefix, module in flat.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    tensors: dict[str, TensorInfo] = {}
+    canonical: dict[str, str] = {}
+    for key, names in groups.items():
+        tensor, buffer = objects[key]
+        for alias in names:
+            canonical[alias] = names[0]
+        tensors[names[0]] = TensorInfo(
+            name=names[0],
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            trainable=not buffer and tensor.requires_grad,
+            buffer=buffer,
+            persistent=names[0] not in transient,
+            aliases=tuple(names[1:]),
+        )
+    return tensors, canonical
+
+
+def _lookup(flat: _Flat, qualified: str) -> torch.Tensor:
+    return dict(flat.named_buffers(remove_duplicate=False))[f"model.{qualified}"].detach()
+
+
+def _symbol(
+    exported: torch.export.ExportedProgram, roles: dict[str, tuple[Role, str]], dims: dict[str, int | None]
+) -> torch.SymInt | None:
+    for node in exported.graph.nodes:
+        if node.op == "placeholder" and roles[node.name][0] is Role.INPUT:
+            dim = dims[roles[node.name][1]]
+            if dim is not None and isinstance(node.meta["val"].shape[dim], torch.SymInt):
+                return node.meta["val"].shape[dim]
+    return None
+
+
+def _outputs(flat: _Flat, nodes: list[fx.Node]) -> tuple[list[OutputInfo], str | None]:
+    remaining = iter(nodes)
+    outputs = [
+        OutputInfo(path, next(remaining)) if isinstance(leaf, torch.Tensor) else OutputInfo(path, None, _plain(leaf))
+        for path, leaf in flat.returned.leaves
+    ]
+    scalars = [
+        info.name
+        for info in outputs
+        if info.node is not None and info.node.meta["val"].dim() == 0 and info.node.meta.get("differentiable")
+    ]
+    tensors = [info.name for info in outputs if info.node is not None]
+    for scalar in scalars:
+        if scalar.split(".")[-1] == "loss" or scalar == tensors[0]:
+            return outputs, scalar
+    return outputs, None
+
+
+def _plain(leaf: Any) -> Any:
+    """Numbers, strings and None pass through; objects (a cache) are left out of a parallel model's output."""
+    return leaf if isinstance(leaf, int | float | str | bool | None) else None
+
+
+def _input(path: str, leaf: Any, dims: dict[str, int | None]) -> InputSpec:
+    if not isinstance(leaf, torch.Tensor):
+        return InputSpec(path, "constant", constant=_plain(leaf))
+    dim = dims[path]
+    shape = tuple("b" if position == dim else int(size) for position, size in enumerate(leaf.shape))
+    return InputSpec(path, "tensor", shape, str(leaf.dtype).removeprefix("torch."), dim)
+
+
+def _imports(graph: fx.Graph) -> tuple[str, ...]:
+    """Modules that call the custom ops in the graph; importing one defines the op where the emitted code runs."""
+    files = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items())}
+    found: set[str] = set()
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims", "prim"):
+            module = files.get(node.meta.get("source", "").rpartition(":")[0])
+            if module is not None and module != "__main__":
+                found.add(module)
+    return tuple(sorted(found))

@@ -1,0 +1,134 @@
+"""In-place ops made functional: who shares storage with whom, and what a write changes.
+
+Every tensor of the new graph is a *base* or a chain of view ops on one. A write to a view makes a new base by
+scattering the written piece back through the chain; views of that base that were taken before are taken again from
+the new base when they are next used.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopart.runtime.errors import CaptureError
+
+aten = torch.ops.aten
+
+Emit = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], fx.Node]
+
+
+def functional_overload(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """``aten.add.Tensor`` for ``aten.add_.Tensor``; None when there is no op that returns the new value instead."""
+    namespace, name = target._schema.name.split("::")
+    if not name.endswith("_") or namespace != "aten":
+        return None
+    packet = getattr(torch.ops.aten, name[:-1], None)
+    overload = getattr(packet, target._overloadname, None) if packet is not None else None
+    if overload is not None:
+        return overload
+    return {"zero_": aten.zeros_like.default}.get(name)
+
+
+@dataclass(slots=True)
+class _View:
+    """How a node was taken: ``target(source, *rest)``, from which base, and at which version of that base."""
+
+    base: fx.Node
+    source: fx.Node
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    version: int
+
+
+class Aliases:
+    """Storage of a graph under construction."""
+
+    def __init__(self) -> None:
+        self._views: dict[fx.Node, _View] = {}
+        self._root: dict[fx.Node, fx.Node] = {}
+        self._now: dict[fx.Node, fx.Node] = {}
+        self._version: dict[fx.Node, int] = {}
+        self._retaken: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def _base(self, node: fx.Node) -> fx.Node:
+        """The node that owns the storage, as it was before any write."""
+        if node in self._views:
+            return self._views[node].base
+        return self._root.get(node, node)
+
+    def view(
+        self, node: fx.Node, source: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Records that ``node`` may share storage with ``source``."""
+        base = self._base(source)
+        self._views[node] = _View(base, source, target, args, kwargs, self._version.get(base, 0))
+
+    def current(self, node: fx.Node, emit: Emit) -> fx.Node:
+        """What the node's storage holds now: itself, or the view taken again after a write."""
+        record = self._views.get(node)
+        if record is None:
+            return self._now.get(self._root.get(node, node), node)
+        version = self._version.get(record.base, 0)
+        if record.version == version:
+            return node
+        key = (node, version)
+        if key not in self._retaken:
+            args = (self.current(record.source, emit), *record.args[1:])
+            again = emit(record.target, args, record.kwargs)
+            self._retaken[key] = again
+            self._views[again] = _View(record.base, args[0], record.target, args, record.kwargs, version)
+        return self._retaken[key]
+
+    def write(self, written: fx.Node, new: fx.Node, emit: Emit) -> fx.Node:
+        """Records that the storage of ``written`` now holds ``new``; returns the node to use in its place."""
+        record = self._views.get(written)
+        if record is None:
+            root = self._root.get(written, written)
+            self._root[new] = root
+            self._now[root] = new
+            self._version[root] = self._version.get(root, 0) + 1
+            return new
+        parent = self._views[record.source].source if record.target is operator.getitem else record.source
+        whole = _scatter(record, self.current(parent, emit), new, emit)
+        self.write(parent, whole, emit)
+        return written
+
+    def updates(self) -> dict[fx.Node, fx.Node]:
+        """Placeholders whose storage was written, with their final values."""
+        return {node: new for node, new in self._now.items() if node.op == "placeholder"}
+
+
+def _scatter(record: _View, source: fx.Node, piece: fx.Node, emit: Emit) -> fx.Node:
+    """The source of a view with ``piece`` in place of what the view showed."""
+    target, rest = record.target, record.args[1:]
+    if target is aten.slice.Tensor:
+        return emit(aten.slice_scatter.default, (source, piece, *rest), record.kwargs)
+    if target is aten.select.int:
+        return emit(aten.select_scatter.default, (source, piece, *rest), record.kwargs)
+    if target is aten.transpose.int:
+        return emit(aten.transpose.int, (piece, *rest), {})
+    if target is aten.permute.default:
+        order = list(rest[0])
+        return emit(aten.permute.default, (piece, [order.index(dim) for dim in range(len(order))]), {})
+    if target is aten.unsqueeze.default:
+        return emit(aten.squeeze.dim, (piece, rest[0]), {})
+    if target in (aten.reshape.default, aten.squeeze.dim, aten.squeeze.default, aten.detach.default):
+        shape = source.meta["val"].shape
+        if all(isinstance(size, int) for size in shape):
+            return emit(aten.reshape.default, (piece, list(shape)), {})
+        return emit(aten.view_as.default, (piece, source), {})
+    if target is operator.getitem:
+        split = record.source
+        sizes, dim = split.args[1], split.args[2]
+        start = sum(sizes[: rest[0]])
+        return emit(aten.slice_scatter.default, (source, piece, dim, start, start + sizes[rest[0]]), {})
+    raise CaptureError(
+        f"a tensor is written through {target} (module {source.meta.get('path') or '(root)'}, "
+        f"{source.meta.get('source')}); write into a copy and use that instead"
+    )

@@ -1,0 +1,408 @@
+"""Normalization: an exported training graph becomes a functional graph in a small op vocabulary.
+
+Afterwards the graph has
+
+- no higher-order wrappers: regions without gradient are inlined and their results detached;
+- no guards, asserts or sizes read off tensors: a size is a number or an expression in the batch size ``b``;
+- no in-place ops and no aliases that matter: an op that wrote into a tensor makes a new one, views of it are taken
+  again, and a buffer that was written is listed in :attr:`Normalized.buffer_updates`;
+- one spelling per meaning: every reshaping is ``aten.reshape`` with explicit sizes, every split
+  ``aten.split_with_sizes``, every cast ``aten.to.dtype``, every bitwise operator ``aten.bitwise_*``.
+
+Values are unchanged bit by bit: no op is replaced by one that computes differently.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopart.passes.functional import Aliases, functional_overload
+from autopart.passes.sizes import extent
+from autopart.runtime.errors import CaptureError
+
+aten = torch.ops.aten
+
+_RESHAPES = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.view_as.default,
+    aten.reshape_as.default,
+    aten.ravel.default,
+}
+_CASTS = {
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+    aten._to_copy.default,
+    aten.type_as.default,
+}
+_COPIES = {aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.lift.default}
+_SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.split.sizes}
+_BITWISE = {
+    aten.__and__.Tensor: aten.bitwise_and.Tensor,
+    aten.__and__.Scalar: aten.bitwise_and.Scalar,
+    aten.__or__.Tensor: aten.bitwise_or.Tensor,
+    aten.__or__.Scalar: aten.bitwise_or.Scalar,
+    aten.__xor__.Tensor: aten.bitwise_xor.Tensor,
+    aten.__xor__.Scalar: aten.bitwise_xor.Scalar,
+}
+_TRANSPOSES = {
+    aten.t.default: (0, 1),
+    aten.mT.default: (-2, -1),
+    aten.numpy_T.default: (0, 1),
+    aten.adjoint.default: (-2, -1),
+}
+# Checks that export leaves behind; they hold for the captured sizes and have no value.
+_DROPPED = ("_assert", "sym_constrain", "_guards", "assert_tensor_metadata", "constrain_range", "_record_function")
+
+
+@dataclass(slots=True)
+class Normalized:
+    """A functional graph. Its placeholders are those of the exported graph, preceded by ``b``, the batch size."""
+
+    graph: fx.Graph
+    batch: fx.Node
+    buffer_updates: dict[str, fx.Node]
+
+
+class _Normalizer:
+    def __init__(self, root: fx.GraphModule, names: Mapping[str, str], batch_symbol: torch.SymInt | None):
+        self.root = root
+        self.names = names
+        self.graph = fx.Graph()
+        self.batch = self.graph.placeholder("b")
+        self.batch.meta["val"] = batch_symbol
+        self.env: dict[fx.Node, Any] = {}
+        self.aliases = Aliases()
+        self.sizes: dict[int, fx.Node] = {}
+        self.fake_mode = next(
+            node.meta["val"].fake_mode
+            for node in root.graph.nodes
+            if hasattr(node.meta.get("val"), "fake_mode")
+        )
+        self.extra_names: set[str] = set()
+        self.region_meta: dict[str, Any] = {}
+
+    # -- values ---------------------------------------------------------------------------------------------------
+
+    def size(self, value: Any, original: Any = None) -> Any:
+        """A size as the new graph writes it: a number, ``b``, or a multiple of it."""
+        if isinstance(value, int):
+            return value
+        found = extent(value)
+        if found is None:
+            if isinstance(original, fx.Node):
+                return self.look(original)
+            return -1
+        if not found.batched:
+            return found.coefficient
+        if found.coefficient == 1:
+            return self.batch
+        if found.coefficient not in self.sizes:
+            with self.graph.inserting_after(self.batch):
+                node = self.graph.call_function(operator.mul, (found.coefficient, self.batch))
+            node.meta["val"] = value
+            self.sizes[found.coefficient] = node
+        return self.sizes[found.coefficient]
+
+    def look(self, argument: Any) -> Any:
+        """The new graph's counterpart of an argument, views of written tensors taken again."""
+        if isinstance(argument, fx.Node):
+            new = self.env[argument]
+            return self.aliases.current(new, self.replay) if isinstance(new, fx.Node) else new
+        if isinstance(argument, tuple | list):
+            return type(argument)(self.look(item) for item in argument)
+        if isinstance(argument, dict):
+            return {key: self.look(item) for key, item in argument.items()}
+        if isinstance(argument, torch.SymInt):
+            return self.size(argument)
+        return argument
+
+    def emit(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node) -> fx.Node:
+        """Adds an op; its fake value is computed unless it is the exported node's own."""
+        node = self.graph.call_function(target, args, kwargs)
+        self.describe(node, like)
+        if target is like.target:
+            node.meta["val"] = like.meta.get("val")
+        else:
+            with self.fake_mode, torch.no_grad():
+                node.meta["val"] = target(*fakes(args), **fakes(kwargs))
+        return node
+
+    def replay(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        with self.fake_mode, torch.no_grad():
+            node.meta["val"] = target(*fakes(args), **fakes(kwargs))
+        source = next(argument for argument in args if isinstance(argument, fx.Node))
+        node.meta["path"] = source.meta.get("path", "")
+        node.meta["source"] = source.meta.get("source", "")
+        return node
+
+    def describe(self, node: fx.Node, like: fx.Node) -> None:
+        node.meta["path"], node.meta["source"] = origin(like)
+        if not node.meta["path"] and self.region_meta:
+            node.meta.update(self.region_meta)
+
+    # -- nodes ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Normalized:
+        for node in self.root.graph.nodes:
+            if node.op == "placeholder":
+                new = self.graph.placeholder(self.names.get(node.name, node.name))
+                new.meta.update(val=node.meta["val"], path="", source="", exported=node.name)
+                self.env[node] = new
+            elif node.op == "output":
+                self.graph.output(self.look(node.args[0]))
+            else:
+                self.one(node, self.root)
+        updates = self.aliases.updates()
+        self.prune({*updates.values()})
+        return Normalized(self.graph, self.batch, {node.meta["exported"]: new for node, new in updates.items()})
+
+    def one(self, node: fx.Node, root: fx.GraphModule) -> None:
+        if node.op == "get_attr":
+            self.env[node] = getattr(root, str(node.target))
+            return
+        if node.op == "call_module":
+            assert str(node.target).startswith("_guards"), f"module call {node.target} in an exported graph"
+            return
+        name = str(node.target)
+        if any(part in name for part in _DROPPED):
+            return
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            self.region(node)
+            return
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt | int) and not isinstance(value, bool):
+            self.env[node] = self.symbolic(node, value)
+            return
+        if isinstance(value, torch.SymBool | torch.SymFloat | bool | float):
+            args, kwargs = self.look(node.args), self.look(dict(node.kwargs))
+            self.env[node] = self.emit(node.target, args, kwargs, node)
+            return
+        self.env[node] = self.op(node)
+
+    def symbolic(self, node: fx.Node, value: Any) -> Any:
+        if isinstance(value, int) or extent(value) is not None:
+            return self.size(value)
+        if node.target is aten.sym_size.int:
+            new = self.graph.call_function(aten.sym_size.int, self.look(node.args))
+        else:
+            new = self.graph.call_function(node.target, self.look(node.args), self.look(dict(node.kwargs)))
+        new.meta.update(val=value, path="", source="")
+        return new
+
+    def region(self, node: fx.Node) -> None:
+        """Inlines a higher-order wrapper: grad mode switched, autocast entered."""
+        name = node.target.name()  # type: ignore[union-attr]
+        args = list(node.args)
+        if name == "wrap_with_set_grad_enabled":
+            detach, body, operands = args[0] is False, args[1], args[2:]
+        elif name == "wrap_with_autocast":
+            if args[2]:
+                path, source = origin(node)
+                raise CaptureError(
+                    f"module {path or '(root)'} enters torch.autocast inside its forward ({source}); "
+                    "enter autocast around the call of the parallel model instead"
+                )
+            detach, body, operands = False, args[4], args[5:]
+        else:
+            path, source = origin(node)
+            raise CaptureError(
+                f"the higher-order op {name} in module {path or '(root)'} ({source}) cannot be partitioned; "
+                "rewrite it with plain tensor ops"
+            )
+        sub = self.env[body] if isinstance(body, fx.Node) else body
+        assert isinstance(sub, fx.GraphModule)
+        formals = [inner for inner in sub.graph.nodes if inner.op == "placeholder"]
+        for formal, operand in zip(formals, operands, strict=True):
+            self.env[formal] = self.look(operand)
+        saved, (path, source) = self.region_meta, origin(node)
+        self.region_meta = {"path": path, "source": source} if path else saved
+        for inner in sub.graph.nodes:
+            if inner.op == "output":
+                result = self.look(inner.args[0])
+                self.env[node] = self.detached(result, node) if detach else result
+            elif inner.op != "placeholder":
+                self.one(inner, sub)
+        self.region_meta = saved
+
+    def detached(self, result: Any, like: fx.Node) -> Any:
+        if isinstance(result, tuple | list):
+            return type(result)(self.detached(item, like) for item in result)
+        if isinstance(result, fx.Node) and isinstance(result.meta.get("val"), torch.Tensor):
+            node = self.graph.call_function(aten.detach.default, (result,))
+            node.meta.update(result.meta)
+            return node
+        return result
+
+    def op(self, node: fx.Node) -> Any:
+        target = node.target
+        if target is operator.getitem:
+            source = self.look(node.args[0])
+            if isinstance(source, tuple | list):
+                return source[node.args[1]]
+            new = self.emit(target, (source, node.args[1]), {}, node)
+            if source.target is aten.split_with_sizes.default:
+                self.aliases.view(new, source, target, new.args, {})
+            return new
+        if not isinstance(target, torch._ops.OpOverload):
+            return self.emit(target, self.look(node.args), self.look(dict(node.kwargs)), node)
+        if target is aten.detach_.default:
+            return self.view(node, aten.detach.default, self.look(node.args), {})
+        if target._schema.is_mutable and not target.name().startswith("aten::batch_norm"):
+            return self.write(node, target)
+        args, kwargs = self.look(node.args), self.look(dict(node.kwargs))
+        kwargs.pop("pin_memory", None)
+        kwargs.pop("layout", None)
+        value = node.meta["val"]
+        if target in _COPIES or (target is aten.slice.Tensor and _is_whole_slice(args, kwargs)):
+            return args[0]
+        if target in _CASTS:
+            if value.dtype == fakes(args[0]).dtype:
+                return args[0]
+            return self.emit(aten.to.dtype, (args[0], value.dtype), {}, node)
+        if target in _RESHAPES:
+            return self.view(node, aten.reshape.default, (args[0], self.shape(node, args)), {})
+        if target is aten.expand.default:
+            sizes = [self.size(size, original) for size, original in zip(value.shape, _padded(args[1], value), strict=True)]
+            return self.view(node, target, (args[0], sizes), kwargs)
+        if target in _SPLITS:
+            dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+            sizes = [piece.shape[dim] for piece in value]
+            if all(isinstance(size, int) for size in sizes):
+                return self.view(node, aten.split_with_sizes.default, (args[0], sizes, dim % args[0].meta["val"].dim()), {})
+        if target in _BITWISE:
+            return self.emit(_BITWISE[target], args, kwargs, node)
+        if target in _TRANSPOSES and value.dim() >= 2:
+            return self.view(node, aten.transpose.int, (args[0], *_TRANSPOSES[target]), {})
+        if target._schema.returns and _is_view(target):
+            return self.view(node, target, args, kwargs)
+        return self.emit(target, args, kwargs, node)
+
+    def shape(self, node: fx.Node, args: tuple[Any, ...]) -> list[Any]:
+        """Explicit sizes of a reshape; what the batch size does not describe stays as the model wrote it."""
+        value = node.meta["val"]
+        sizes = [self.size(size) for size in value.shape]
+        if sizes.count(-1) > 1:
+            assert len(args) > 1, f"reshape of {node} has sizes that the batch size does not describe"
+            return list(args[1])
+        return sizes
+
+    def view(self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        node = self.emit(target, args, kwargs, like)
+        self.aliases.view(node, args[0], target, args, kwargs)
+        return node
+
+    def write(self, node: fx.Node, target: torch._ops.OpOverload) -> fx.Node:
+        """An op that writes into its first argument becomes one that returns the new value."""
+        args, kwargs = self.look(node.args), self.look(dict(node.kwargs))
+        written = args[0]
+        assert isinstance(written, fx.Node)
+        functional = functional_overload(target)
+        if functional is None:
+            path, source = origin(node)
+            raise CaptureError(
+                f"{target} writes into a tensor and has no functional form (module {path or '(root)'}, {source}); "
+                "use the op that returns a new tensor"
+            )
+        if functional is aten.copy.default:
+            new = self.copied(node, args)
+        else:
+            new = self.emit(functional, args, kwargs, node)
+            if new.meta["val"].dtype != written.meta["val"].dtype:
+                new = self.emit(aten.to.dtype, (new, written.meta["val"].dtype), {}, node)
+        return self.aliases.write(written, new, self.replay)
+
+    def copied(self, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+        target_fake, source = args[0].meta["val"], args[1]
+        if source.meta["val"].dtype != target_fake.dtype:
+            source = self.emit(aten.to.dtype, (source, target_fake.dtype), {}, node)
+        if source.meta["val"].shape != target_fake.shape:
+            sizes = [self.size(size) for size in target_fake.shape]
+            source = self.emit(aten.expand.default, (source, sizes), {}, node)
+        return source
+
+    def prune(self, keep: set[fx.Node]) -> None:
+        """Drops what no output needs; ops that update running statistics stay."""
+        needed = set(keep)
+        for node in reversed(self.graph.nodes):
+            updates = "batch_norm" in str(node.target) and node.op == "call_function"
+            if node.op in ("placeholder", "output") or updates or node in needed:
+                needed.update(node.all_input_nodes)
+                continue
+            if not any(user in needed for user in node.users):
+                if not node.users:
+                    self.graph.erase_node(node)
+            else:
+                needed.update(node.all_input_nodes)
+
+
+def fakes(argument: Any) -> Any:
+    """Nodes replaced by their fake values, inside nested lists and dicts."""
+    if isinstance(argument, fx.Node):
+        return argument.meta["val"]
+    if isinstance(argument, tuple | list):
+        return type(argument)(fakes(item) for item in argument)
+    if isinstance(argument, dict):
+        return {key: fakes(item) for key, item in argument.items()}
+    return argument
+
+
+def origin(node: fx.Node) -> tuple[str, str]:
+    """Module path and ``file:line`` of an exported node, '' where export does not say."""
+    path = ""
+    stack = node.meta.get("nn_module_stack")
+    if stack:
+        path = next(reversed(stack.values()))[0]
+        path = path.split("@")[0].removeprefix("L['self']").strip(".")
+    source = ""
+    trace = node.meta.get("stack_trace") or ""
+    for line in reversed(trace.splitlines()):
+        stripped = line.strip()
+        if stripped.startswith("File "):
+            file, number = stripped.split(", ")[:2]
+            source = f"{file[6:-1]}:{number.removeprefix('line ')}"
+            break
+    return path, source
+
+
+def _padded(sizes: Any, value: torch.Tensor) -> list[Any]:
+    """The model's own size arguments, aligned to the result's dims from the right."""
+    return [None] * (value.dim() - len(sizes)) + list(sizes)
+
+
+def _is_view(target: torch._ops.OpOverload) -> bool:
+    """Whether the op's result may share storage with its first argument."""
+    alias = target._schema.returns[0].alias_info
+    return alias is not None and not alias.is_write
+
+
+def _is_whole_slice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    start = args[2] if len(args) > 2 else kwargs.get("start")
+    end = args[3] if len(args) > 3 else kwargs.get("end")
+    step = args[4] if len(args) > 4 else kwargs.get("step", 1)
+    if start not in (None, 0) or step != 1:
+        return False
+    size = args[0].meta["val"].shape[dim]
+    return end is None or (isinstance(end, int) and (end == 2**63 - 1 or (isinstance(size, int) and end >= size)))
+
+
+def normalize(root: fx.GraphModule, names: Mapping[str, str], batch_symbol: torch.SymInt | None) -> Normalized:
+    """The functional form of an exported training graph.
+
+    names: new names of its placeholders. batch_symbol: the size that export left symbolic, None when it is fixed.
+    Raises CaptureError for autocast regions, higher-order ops and writes that have no functional form.
+    """
+    return _Normalizer(root, names, batch_symbol).run()

@@ -1,0 +1,142 @@
+"""The captured model: one functional graph, and what its placeholders and outputs stand for."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopart.passes.graph import is_getitem
+from autopart.runtime.manifest import InputSpec
+
+
+class Role(enum.Enum):
+    """What a placeholder of the graph stands for (``node.meta["role"]``)."""
+
+    BATCH = "batch"
+    GLOBAL_BATCH = "global batch"
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    INPUT = "input"
+    TOTAL = "total"
+    RECEIVED = "received"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A parameter or buffer: ``name`` is the first qualified name, ``aliases`` the further names it is tied to."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    buffer: bool = False
+    persistent: bool = True
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OutputInfo:
+    """A leaf of what the model returns; ``constant`` when it is not a tensor."""
+
+    name: str
+    node: fx.Node | None
+    constant: Any = None
+
+
+@dataclass(slots=True)
+class Program:
+    """A model as autopart sees it. Passes do not change a Program; they make new graphs from its own.
+
+    graph: functional; its placeholders carry ``meta["role"]`` and, for tensors, ``meta["name"]``; its output is the
+    tuple of :attr:`outputs`' nodes followed by the new values of :attr:`updated_buffers`.
+    batch: samples in the example inputs. static_batch: why the batch size is fixed, '' when it is symbolic.
+    loss: name of the output that is the loss, None when the user's code computes it.
+    constants: tensors that the state dict does not hold (non-persistent buffers, literals), where they are real.
+    """
+
+    name: str
+    graph: fx.Graph
+    tensors: dict[str, TensorInfo]
+    inputs: tuple[InputSpec, ...]
+    input_names: tuple[str, ...]
+    outputs: tuple[OutputInfo, ...]
+    output_structure: Any
+    updated_buffers: tuple[str, ...]
+    loss: str | None
+    batch: int
+    static_batch: str = ""
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
+    _fingerprint: str = ""
+
+    @property
+    def parameters(self) -> list[TensorInfo]:
+        return [info for info in self.tensors.values() if not info.buffer]
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(torch.Size(info.shape).numel() for info in self.parameters)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when an op, a size, a constant or a parameter's name changes; not with weights or devices."""
+        if not self._fingerprint:
+            self._fingerprint = _digest(self)
+        return self._fingerprint
+
+    def placeholders(self, *roles: Role) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op == "placeholder" and node.meta["role"] in roles]
+
+
+def _digest(program: Program) -> str:
+    digest = hashlib.sha256()
+    for info in program.tensors.values():
+        digest.update(f"{info.name}{info.shape}{info.dtype}{info.trainable}{info.aliases}".encode())
+    numbers: dict[fx.Node, int] = {}
+    for number, node in enumerate(program.graph.nodes):
+        numbers[node] = number
+
+        def name(argument: fx.Node) -> str:
+            return f"%{numbers[argument]}"  # noqa: B023  (used at once)
+
+        kwargs = {key: value for key, value in node.kwargs.items() if key != "device"}
+        arguments = fx.node.map_arg((node.args, kwargs), lambda argument: _Text(name(argument)))
+        value = node.meta.get("val")
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) and not is_getitem(node) else ""
+        sizes = [str(size) if isinstance(size, int) else "b" for size in shape]
+        digest.update(f"{node.op}{node.target if node.op != 'placeholder' else ''}{arguments}{sizes}".encode())
+    return digest.hexdigest()[:16]
+
+
+class _Text(str):
+    """A string that prints without quotes, for node numbers inside argument lists."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def mark_differentiable(graph: fx.Graph) -> None:
+    """Sets ``meta["differentiable"]``: whether a gradient flows through the node (some trainable tensor reaches it)."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder":
+            node.meta["differentiable"] = bool(node.meta.get("trainable", node.meta.get("differentiable", False)))
+            continue
+        if node.op != "call_function":
+            continue
+        tensors = value if isinstance(value, tuple | list) else (value,)
+        floating = any(isinstance(item, torch.Tensor) and item.is_floating_point() for item in tensors)
+        if is_getitem(node):
+            floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        stops = node.target in (torch.ops.aten.detach.default, torch.ops.aten.zeros_like.default)
+        node.meta["differentiable"] = (
+            floating and not stops and any(source.meta.get("differentiable") for source in node.all_input_nodes)
+        )
