@@ -8,6 +8,7 @@ transformers' outputs keep their names, one tensor that is passed twice stays tw
 
 from __future__ import annotations
 
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from autopart.passes.normalize import normalize
 from autopart.passes.program import OutputInfo, Program, Role, TensorInfo, mark_differentiable
 from autopart.runtime.errors import CaptureError
 from autopart.runtime.manifest import InputSpec
-from autopart.runtime.structure import bind, flatten, rebuild
+from autopart.runtime.structure import flatten, rebuild
 
 TARGETS = "targets"
 
@@ -37,14 +38,16 @@ class _Returned:
     """What the traced forward returned: named leaves and the structure around them."""
 
     def __init__(self) -> None:
-        self.leaves: list[tuple[str, Any]] = []
+        self.leaves: dict[str, Any] = {}
         self.structure: Any = None
 
 
 class _Flat(nn.Module):
     """The model with a flat list of tensors in and out."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, structure: Any, leaves: list[Any]):
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, structure: Any, leaves: dict[str, Any]
+    ):
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
@@ -55,7 +58,9 @@ class _Flat(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         remaining = iter(tensors)
-        leaves = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+        leaves = {
+            path: next(remaining) if isinstance(leaf, torch.Tensor) else leaf for path, leaf in self._leaves.items()
+        }
         kwargs = rebuild(self._structure, leaves)
         if self.loss_fn is None:
             result = self.model(**kwargs)
@@ -64,7 +69,7 @@ class _Flat(nn.Module):
             result = self.model(**kwargs)
             result = LossOutput(self.loss_fn(result, targets), result)
         self.returned.leaves, self.returned.structure = flatten(result)
-        return [leaf for _, leaf in self.returned.leaves if isinstance(leaf, torch.Tensor)]
+        return [leaf for leaf in self.returned.leaves.values() if isinstance(leaf, torch.Tensor)]
 
 
 def capture(
@@ -94,21 +99,43 @@ def capture(
     named, structure = flatten(bound)
     dims = _batch_dims(named, batch_dims or {})
     named, batch = _examples(named, dims)
-    flat = _Flat(model, loss_fn, structure, [leaf for _, leaf in named])
+    flat = _Flat(model, loss_fn, structure, named)
     with _training(model):
         exported, static_batch = _export(flat, named, dims)
     return _assemble(flat, exported, named, dims, tuple(bound), batch, static_batch, name or type(model).__name__)
 
 
-def _batch_dims(named: list[tuple[str, Any]], given: Mapping[str, int | None]) -> dict[str, int | None]:
+def bind(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, ``*args`` refused, ``**kwargs`` merged. Raises CaptureError if they do not fit."""
+    signature = inspect.signature(forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise CaptureError(f"the example inputs do not fit the model's forward{signature}: {error}") from error
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            raise CaptureError(
+                f"forward takes *{name}; pass the inputs by name, or wrap the model in one that names them"
+            )
+        named.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
+    return named
+
+
+def _batch_dims(named: dict[str, Any], given: Mapping[str, int | None]) -> dict[str, int | None]:
     """The dim that holds samples, for every tensor input."""
-    tensors = {path: leaf for path, leaf in named if isinstance(leaf, torch.Tensor)}
+    tensors = {path: leaf for path, leaf in named.items() if isinstance(leaf, torch.Tensor)}
     unknown = set(given) - set(tensors)
     if unknown:
         raise CaptureError(f"batch_dims names {sorted(unknown)}, the tensor inputs are {sorted(tensors)}")
     if not tensors:
         raise CaptureError("the model takes no tensor input, so there is no batch to split; pass example tensors")
-    sizes = [leaf.shape[given.get(path) or 0] for path, leaf in tensors.items() if leaf.dim() and given.get(path, 0) is not None]
+    sizes = [
+        leaf.shape[given.get(path) or 0]
+        for path, leaf in tensors.items()
+        if leaf.dim() and given.get(path, 0) is not None
+    ]
     batch = sizes[0] if sizes else None
     found: dict[str, int | None] = {}
     for path, leaf in tensors.items():
@@ -119,12 +146,12 @@ def _batch_dims(named: list[tuple[str, Any]], given: Mapping[str, int | None]) -
     return found
 
 
-def _examples(named: list[tuple[str, Any]], dims: dict[str, int | None]) -> tuple[list[tuple[str, Any]], int]:
+def _examples(named: dict[str, Any], dims: dict[str, int | None]) -> tuple[dict[str, Any], int]:
     """The example leaves with one storage each, and at least two samples: export takes a size of 1 for a constant."""
     seen: list[torch.Tensor] = []
-    result: list[tuple[str, Any]] = []
+    result: dict[str, Any] = {}
     batch = 1
-    for path, leaf in named:
+    for path, leaf in named.items():
         if isinstance(leaf, torch.Tensor):
             if any(leaf is other for other in seen):
                 leaf = leaf.clone()
@@ -134,7 +161,7 @@ def _examples(named: list[tuple[str, Any]], dims: dict[str, int | None]) -> tupl
                 batch = leaf.shape[dim]
                 if batch == 1:
                     leaf = leaf.repeat_interleave(2, dim)
-        result.append((path, leaf))
+        result[path] = leaf
     return result, int(batch)
 
 
@@ -154,9 +181,9 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 
 def _export(
-    flat: _Flat, named: list[tuple[str, Any]], dims: dict[str, int | None]
+    flat: _Flat, named: dict[str, Any], dims: dict[str, int | None]
 ) -> tuple[torch.export.ExportedProgram, str]:
-    tensors = [(path, leaf) for path, leaf in named if isinstance(leaf, torch.Tensor)]
+    tensors = [(path, leaf) for path, leaf in named.items() if isinstance(leaf, torch.Tensor)]
     arguments = tuple(leaf for _, leaf in tensors)
     symbol = torch.export.Dim("batch", min=1)
     shapes = [None if dims[path] is None else {dims[path]: symbol} for path, _ in tensors]
@@ -239,7 +266,7 @@ def _capture_error(error: Exception, where: _Where) -> CaptureError:
 def _assemble(
     flat: _Flat,
     exported: torch.export.ExportedProgram,
-    named: list[tuple[str, Any]],
+    named: dict[str, Any],
     dims: dict[str, int | None],
     input_names: tuple[str, ...],
     batch: int,
@@ -248,7 +275,7 @@ def _assemble(
 ) -> Program:
     kinds = torch.export.graph_signature.InputKind
     tensors, canonical = _tensors(flat)
-    paths = iter([path for path, leaf in named if isinstance(leaf, torch.Tensor)])
+    paths = iter([path for path, leaf in named.items() if isinstance(leaf, torch.Tensor)])
     names: dict[str, str] = {}
     roles: dict[str, tuple[Role, str]] = {}
     constants: dict[str, torch.Tensor] = {}
@@ -292,8 +319,11 @@ def _assemble(
                 graph.erase_node(node)
                 continue
             first[qualified] = node
-    updates = {roles[exported_name][1]: new for exported_name, new in normal.buffer_updates.items()
-               if roles[exported_name][0] is Role.BUFFER}
+    updates = {
+        roles[exported_name][1]: new
+        for exported_name, new in normal.buffer_updates.items()
+        if roles[exported_name][0] is Role.BUFFER
+    }
     notes = [
         f"the input {roles[exported_name][1]!r} is written by the model; the parallel model leaves it as it is"
         for exported_name in normal.buffer_updates
@@ -313,7 +343,7 @@ def _assemble(
         name=name,
         graph=graph,
         tensors=tensors,
-        inputs=tuple(_input(path, leaf, dims) for path, leaf in named),
+        inputs=tuple(_input(path, leaf, dims) for path, leaf in named.items()),
         input_names=input_names,
         outputs=tuple(outputs),
         output_structure=flat.returned.structure,
@@ -390,7 +420,7 @@ def _outputs(flat: _Flat, nodes: list[fx.Node]) -> tuple[list[OutputInfo], str |
     remaining = iter(nodes)
     outputs = [
         OutputInfo(path, next(remaining)) if isinstance(leaf, torch.Tensor) else OutputInfo(path, None, _plain(leaf))
-        for path, leaf in flat.returned.leaves
+        for path, leaf in flat.returned.leaves.items()
     ]
     scalars = [
         info.name

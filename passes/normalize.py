@@ -86,9 +86,7 @@ class _Normalizer:
         self.aliases = Aliases()
         self.sizes: dict[int, fx.Node] = {}
         self.fake_mode = next(
-            node.meta["val"].fake_mode
-            for node in root.graph.nodes
-            if hasattr(node.meta.get("val"), "fake_mode")
+            node.meta["val"].fake_mode for node in root.graph.nodes if hasattr(node.meta.get("val"), "fake_mode")
         )
         self.extra_names: set[str] = set()
         self.region_meta: dict[str, Any] = {}
@@ -275,13 +273,17 @@ class _Normalizer:
         if target in _RESHAPES:
             return self.view(node, aten.reshape.default, (args[0], self.shape(node, args)), {})
         if target is aten.expand.default:
-            sizes = [self.size(size, original) for size, original in zip(value.shape, _padded(args[1], value), strict=True)]
+            sizes = [
+                self.size(size, original) for size, original in zip(value.shape, _padded(args[1], value), strict=True)
+            ]
             return self.view(node, target, (args[0], sizes), kwargs)
         if target in _SPLITS:
             dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
             sizes = [piece.shape[dim] for piece in value]
             if all(isinstance(size, int) for size in sizes):
-                return self.view(node, aten.split_with_sizes.default, (args[0], sizes, dim % args[0].meta["val"].dim()), {})
+                return self.view(
+                    node, aten.split_with_sizes.default, (args[0], sizes, dim % args[0].meta["val"].dim()), {}
+                )
         if target in _BITWISE:
             return self.emit(_BITWISE[target], args, kwargs, node)
         if target in _TRANSPOSES and value.dim() >= 2:

@@ -1,0 +1,43 @@
+# demo, test, test-all and lint. Each first makes the environment in .venv, and makes it anew when pyproject.toml changes.
+
+PYTHON ?= python3
+# Installed first and by its exact version: pip takes the build for this machine that its configuration offers under it.
+TORCH ?= torch==2.13.0
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+LINT := build/lint
+SCRIPTS := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py examples/*.py benchmarks/*.py))))
+
+# One thread per process: the tests are processes, and start more of them.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-all lint
+.DELETE_ON_ERROR:
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q -n 2
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -q -n 2 -m "slow or not slow"
+
+# mypy finds packages by their folders only, so it is shown the import package as it is installed: autopart/, with
+# passes/ and runtime/ inside. It runs in that tree, where the folder autopart/ of the repository is out of its sight.
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@rm -rf $(LINT) && mkdir -p $(LINT)/autopart
+	@ln -s $(CURDIR)/autopart/* $(CURDIR)/passes $(CURDIR)/runtime $(LINT)/autopart/
+	@ln -s $(addprefix $(CURDIR)/,$(SCRIPTS)) $(LINT)/
+	cd $(LINT) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache autopart $(SCRIPTS)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("autopart needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	@echo "Installing into .venv"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $@

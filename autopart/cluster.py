@@ -1,0 +1,244 @@
+"""The machines to plan for: devices, nodes, and two levels of links.
+
+A cluster is a row of nodes; each node holds equal devices, nodes may differ from each other. Devices are numbered
+through the cluster, node after node, as torchrun numbers its ranks. Two devices of one node are joined by the node's
+``inside`` link, devices of two nodes by the slower of the nodes' shares of their network ports.
+
+Descriptions: ``4x8xA100-80GB`` (4 nodes of 8), ``8xH100`` (one node), ``cpu:4``, several kinds joined with ``+``, and
+network ports after ``@``: ``4x8xV100-16GB@Ethernet-25`` (one port a node), ``2x8xH100@4*InfiniBand-400`` (four).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from autopart.cost import devices as presets
+from autopart.cost.devices import Device, Link
+from autopart.runtime.errors import ClusterError
+
+__all__ = ["Cluster", "Device", "Link", "Node"]
+
+_NODES = re.compile(r"(?:(\d+)x)?(\d+)x([^@x][^@]*)(?:@(?:(\d+)\*)?([^@]+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """``count`` equal devices and how they are joined.
+
+    inside: the link of each device to its neighbours in the node.
+    port: one network port of the node; ports: how many there are, shared evenly by the devices.
+    """
+
+    device: Device
+    count: int
+    inside: Link
+    port: Link
+    ports: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.ports < 1:
+            raise ClusterError(f"a node has at least one device and one network port: {self.count}, {self.ports}")
+
+    @property
+    def network(self) -> Link:
+        """One device's share of the node's ports, when all devices send at once."""
+        return replace(self.port, bandwidth=self.port.bandwidth * self.ports / self.count)
+
+    @staticmethod
+    def of(device: Device, count: int, port: Link | None = None, ports: int | None = None) -> Node:
+        """A node with the device's usual links, or with ``ports`` (default 1) of the given network ports."""
+        default = presets.defaults(device.name)
+        if port is None:
+            return Node(device, count, default.inside, default.between, max(1, round(default.ports_per_device * count)))
+        return Node(device, count, default.inside, port, ports or 1)
+
+    def __str__(self) -> str:
+        text = f"{self.count}x{self.device.name}"
+        if self.device.name == "CPU" and self.device != presets.device("CPU"):
+            text = f"cpu:{self.count}"
+        usual = Node.of(self.device, self.count) if self.device.name in presets.devices() else None
+        if usual is not None and (self.port.name, self.ports) == (usual.port.name, usual.ports):
+            return text
+        return f"{text}@{'' if self.ports == 1 else f'{self.ports}*'}{self.port.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A row of nodes. Devices are numbered from 0, node after node."""
+
+    nodes: tuple[Node, ...]
+    _node_of: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            raise ClusterError("a cluster has at least one node")
+        node_of = tuple(index for index, node in enumerate(self.nodes) for _ in range(node.count))
+        object.__setattr__(self, "_node_of", node_of)
+
+    @property
+    def device_count(self) -> int:
+        return len(self._node_of)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        return tuple(node.device for node in self.nodes for _ in range(node.count))
+
+    def node_of(self, device: int) -> int:
+        """The number of the node that holds the device. Raises ClusterError when there is no such device."""
+        if not 0 <= device < self.device_count:
+            raise ClusterError(f"there is no device {device} in {self}, which has {self.device_count} devices")
+        return self._node_of[device]
+
+    def device(self, index: int) -> Device:
+        return self.nodes[self.node_of(index)].device
+
+    def link(self, i: int, j: int) -> Link:
+        """What joins two different devices."""
+        if i == j:
+            raise ClusterError(f"device {i} needs no link to itself")
+        first, second = self.node_of(i), self.node_of(j)
+        if first == second:
+            return self.nodes[first].inside
+        return _slower(self.nodes[first].network, self.nodes[second].network)
+
+    def group_link(self, devices: Sequence[int]) -> Link:
+        """The slowest level that a group of devices crosses; one device alone gets its node's inner link.
+
+        Where a group has several devices on each node, as many rings cross the network at once as the node with the
+        fewest has (NCCL gives each its own port), until the inner links become the narrow place: ``rings``.
+        """
+        members: dict[int, int] = {}
+        for device in devices:
+            members[self.node_of(device)] = members.get(self.node_of(device), 0) + 1
+        if not members:
+            raise ClusterError("a group has at least one device")
+        used = [self.nodes[index] for index in members]
+        inside = used[0].inside
+        for node in used[1:]:
+            inside = _slower(inside, node.inside)
+        if len(used) == 1:
+            return inside
+        network = used[0].network
+        for node in used[1:]:
+            network = _slower(network, node.network)
+        rings = max(1.0, min(float(min(members.values())), inside.bandwidth / network.bandwidth))
+        return replace(network, rings=rings)
+
+    def __str__(self) -> str:
+        return "+".join(_group_text(str(node), count) for node, count in _runs(self.nodes))
+
+    @staticmethod
+    def parse(text: str) -> Cluster:
+        """Reads a description. Raises ClusterError that says what was expected, and for unknown devices which exist."""
+        nodes: list[Node] = []
+        for part in text.replace(" ", "").split("+"):
+            if part.lower().startswith("cpu:"):
+                if not part[4:].isdecimal() or int(part[4:]) < 1:
+                    raise ClusterError(f"cannot read {part!r}: expected cpu:COUNT, such as cpu:4")
+                nodes.append(_host_node(int(part[4:])))
+                continue
+            match = _NODES.fullmatch(part)
+            if match is None or int(match[1] or 1) < 1 or int(match[2]) < 1:
+                raise ClusterError(
+                    f"cannot read the cluster {text!r} at {part!r}: expected NODESxDEVICESxNAME (4x8xA100-80GB), "
+                    "DEVICESxNAME (8xH100) or cpu:COUNT, joined with '+', network ports after '@' (@Ethernet-25)"
+                )
+            device = presets.device(match[3])
+            port = presets.link(match[5]) if match[5] else None
+            node = Node.of(device, int(match[2]), port, int(match[4]) if match[4] else None)
+            nodes += [node] * int(match[1] or 1)
+        return Cluster(tuple(nodes))
+
+    @staticmethod
+    def local(n: int | None = None) -> Cluster:
+        """This host's CUDA devices, or ``n`` CPU devices that share its memory and cores.
+
+        n: devices of the whole job, default WORLD_SIZE, else those present. Under torchrun on several hosts
+        (LOCAL_WORLD_SIZE below WORLD_SIZE) every host is taken to be like this one. Raises ClusterError when
+        there are fewer devices than ranks, or when the GPU is not among the presets.
+        """
+        import torch
+
+        total = n if n is not None else int(os.environ.get("WORLD_SIZE", 0)) or None
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) if n is None else 0
+        if not torch.cuda.is_available():
+            count = per_node or total or 1
+            nodes = 1 if total is None else max(1, total // count)
+            return Cluster((_host_node(count),) * nodes)
+        present = torch.cuda.device_count()
+        count = per_node or total or present
+        if count > present:
+            raise ClusterError(f"{count} devices were asked for, this host has {present}; start fewer processes per host")
+        device = presets.from_cuda_name(torch.cuda.get_device_name(0))
+        memory = min(device.memory_bytes, torch.cuda.get_device_properties(0).total_memory)
+        node = Node.of(replace(device, memory_bytes=memory), count)
+        return Cluster((node,) * (1 if total is None else max(1, total // count)))
+
+    @staticmethod
+    def load(path: str | Path) -> Cluster:
+        """Reads a cluster file, see :meth:`save`. Raises ClusterError that names the file and the key."""
+        from autopart.cost.cluster_file import read_nodes
+
+        try:
+            data = tomllib.loads(Path(path).read_text())
+        except OSError as error:
+            raise ClusterError(f"cannot read the cluster file {path}: {error.strerror}") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ClusterError(f"{path} is not valid TOML: {error}") from error
+        return Cluster(
+            tuple(
+                Node(device, count, inside, port, ports)
+                for repeat, device, count, inside, port, ports in read_nodes(data, str(path))
+                for _ in range(repeat)
+            )
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Writes the cluster as TOML: its devices, its links, and the nodes that use them by name."""
+        from autopart.cost.cluster_file import write_nodes
+
+        nodes = [
+            (count, node.device, node.count, node.inside, node.port, node.ports) for node, count in _runs(self.nodes)
+        ]
+        Path(path).write_text(write_nodes(nodes))
+
+
+def _slower(first: Link, second: Link) -> Link:
+    slow = min(first, second, key=lambda link: link.bandwidth)
+    return replace(slow, latency_s=max(first.latency_s, second.latency_s))
+
+
+def _runs(nodes: Sequence[Node]) -> Iterator[tuple[Node, int]]:
+    """Equal neighbours counted together."""
+    start = 0
+    for index in range(1, len(nodes) + 1):
+        if index == len(nodes) or nodes[index] != nodes[start]:
+            yield nodes[start], index - start
+            start = index
+
+
+def _group_text(node: str, count: int) -> str:
+    if node.startswith("cpu:"):
+        return "+".join([node] * count)
+    return node if count == 1 else f"{count}x{node}"
+
+
+def _host_node(count: int) -> Node:
+    """``count`` CPU devices that share this host's memory and cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    core = presets.device("CPU")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    share = cores / count
+    peaks: Mapping[str, float] = {name: rate * share for name, rate in core.peak_flops.items()}
+    device = replace(
+        core,
+        memory_bytes=memory // count if memory else core.memory_bytes,
+        peak_flops=peaks,
+        memory_bandwidth=core.memory_bandwidth * share,
+    )
+    return Node.of(device, count)

@@ -1,0 +1,169 @@
+"""The TOML form of a cluster.
+
+::
+
+    [[nodes]]                        # a row of equal nodes; repeat the table for other kinds
+    count = 4                        # how many (default 1)
+    device = "A100-80GB"             # a preset, or a table [devices.NAME] of this file
+    devices = 8                      # per node
+    inside = "NVLink3"               # default: the device's usual link; a preset or [links.NAME]
+    port = "InfiniBand-200"          # one network port; default: the device's usual
+    ports = 8                        # per node, shared by its devices
+
+    [devices.Mine]
+    kind = "cuda"
+    memory_gib = 24
+    peak_flops = { float32 = 30e12, bfloat16 = 120e12 }    # FLOP/s
+    memory_bandwidth = 900e9                               # bytes/s
+    launch_s = 5e-6
+
+    [links.Mine]
+    bandwidth = 20e9                                       # bytes/s of one device in one direction
+    latency_s = 3e-6
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autopart.cost import devices as presets
+from autopart.cost.devices import GIB, Device, Link
+from autopart.runtime.errors import ClusterError
+
+_TOP = ("nodes", "devices", "links")
+_NODE = ("count", "device", "devices", "inside", "port", "ports")
+_DEVICE = ("kind", "memory_gib", "peak_flops", "memory_bandwidth", "launch_s")
+_LINK = ("bandwidth", "latency_s")
+
+Row = tuple[int, Device, int, Link, Link, int]
+"""How many nodes, their device, devices per node, inner link, network port, ports per node."""
+
+
+def read_nodes(data: Mapping[str, Any], file: str) -> list[Row]:
+    """The rows of ``[[nodes]]``. Raises ClusterError naming the file and the key."""
+    _check_keys(data, _TOP, file, "")
+    own_devices = {
+        name: _read_device(name, table, f"{file}: devices.{name}") for name, table in _tables(data, "devices", file)
+    }
+    own_links = {name: _read_link(name, table, f"{file}: links.{name}") for name, table in _tables(data, "links", file)}
+    rows = data.get("nodes")
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise ClusterError(f"{file}: nodes: expected at least one [[nodes]] table with device and devices")
+    return [_read_row(row, own_devices, own_links, f"{file}: nodes[{index}]") for index, row in enumerate(rows)]
+
+
+def _read_row(row: Mapping[str, Any], devices: Mapping[str, Device], links: Mapping[str, Link], where: str) -> Row:
+    _check_keys(row, _NODE, where, ".")
+    device_name = row.get("device")
+    if not isinstance(device_name, str):
+        raise ClusterError(f"{where}.device: expected the name of a device, found {device_name!r}")
+    try:
+        device = devices.get(device_name) or presets.device(device_name)
+    except ClusterError as error:
+        raise ClusterError(f"{where}.device: {error}") from error
+    count = _count(row, "devices", where, None)
+    usual = presets.defaults(device.name)
+
+    def link(key: str, default: Link) -> Link:
+        name = row.get(key)
+        if name is None:
+            return default
+        try:
+            return links.get(str(name)) or presets.link(str(name))
+        except ClusterError as error:
+            raise ClusterError(f"{where}.{key}: {error}") from error
+
+    ports = _count(row, "ports", where, max(1, round(usual.ports_per_device * count)))
+    return (
+        _count(row, "count", where, 1),
+        device,
+        count,
+        link("inside", usual.inside),
+        link("port", usual.between),
+        ports,
+    )
+
+
+def _count(row: Mapping[str, Any], key: str, where: str, default: int | None) -> int:
+    value = row.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ClusterError(f"{where}.{key}: expected a whole number of at least 1, found {value!r}")
+    return value
+
+
+def _read_device(name: str, table: object, where: str) -> Device:
+    assert isinstance(table, dict)
+    _check_keys(table, _DEVICE, where, ".")
+    for key in _DEVICE:
+        if key not in table:
+            raise ClusterError(f"{where}.{key}: missing")
+        numeric = key not in ("kind", "peak_flops")
+        if numeric and (isinstance(table[key], bool) or not isinstance(table[key], int | float)):
+            raise ClusterError(f"{where}.{key}: expected a number, found {table[key]!r}")
+    if not isinstance(table["peak_flops"], dict):
+        raise ClusterError(f"{where}.peak_flops: expected a table of FLOP/s by dtype, such as {{ float32 = 10e12 }}")
+    _check_keys(table["peak_flops"], presets.DTYPES, f"{where}.peak_flops", ".")
+    try:
+        return presets.device_from_table(name, table)
+    except (TypeError, ClusterError) as error:
+        raise ClusterError(f"{where}: {error}") from error
+
+
+def _read_link(name: str, table: object, where: str) -> Link:
+    assert isinstance(table, dict)
+    _check_keys(table, _LINK, where, ".")
+    for key in _LINK:
+        if key not in table:
+            raise ClusterError(f"{where}.{key}: missing")
+    try:
+        return presets.link_from_table(name, table)
+    except (TypeError, ClusterError) as error:
+        raise ClusterError(f"{where}: {error}") from error
+
+
+def _tables(data: Mapping[str, Any], key: str, file: str) -> list[tuple[str, Any]]:
+    found = data.get(key, {})
+    if not isinstance(found, dict):
+        raise ClusterError(f"{file}: {key}: expected tables [{key}.NAME]")
+    for name, table in found.items():
+        if not isinstance(table, dict):
+            raise ClusterError(f"{file}: {key}.{name}: expected a table, found {table!r}")
+    return list(found.items())
+
+
+def _check_keys(table: Mapping[str, Any], known: Sequence[str], where: str, dot: str) -> None:
+    for key in table:
+        if key not in known:
+            raise ClusterError(f"{where}{dot or ': '}{key}: unknown key; expected {', '.join(known)}")
+
+
+def write_nodes(rows: Sequence[Row]) -> str:
+    """TOML text that :func:`read_nodes` reads back. Raises ClusterError when two devices or links share a name."""
+    devices: dict[str, Device] = {}
+    links: dict[str, Link] = {}
+    lines = ["# A cluster for autopart. Units: GiB, FLOP/s, bytes/s, seconds."]
+    for repeat, device, count, inside, port, ports in rows:
+        _add(devices, device)
+        _add(links, inside)
+        _add(links, port)
+        lines += ["", "[[nodes]]", f"count = {repeat}", f"device = {_text(device.name)}", f"devices = {count}"]
+        lines += [f"inside = {_text(inside.name)}", f"port = {_text(port.name)}", f"ports = {ports}"]
+    for device in devices.values():
+        peaks = ", ".join(f"{_text(name)} = {rate!r}" for name, rate in device.peak_flops.items())
+        lines += ["", f"[devices.{_text(device.name)}]", f"kind = {_text(device.kind)}"]
+        lines += [f"memory_gib = {device.memory_bytes / GIB!r}", f"peak_flops = {{ {peaks} }}"]
+        lines += [f"memory_bandwidth = {device.memory_bandwidth!r}", f"launch_s = {device.launch_s!r}"]
+    for link in links.values():
+        lines += ["", f"[links.{_text(link.name)}]", f"bandwidth = {link.bandwidth!r}", f"latency_s = {link.latency_s!r}"]
+    return "\n".join(lines) + "\n"
+
+
+def _add(known: dict[str, Any], item: Device | Link) -> None:
+    if known.setdefault(item.name, item) != item:
+        raise ClusterError(f"two different devices or links are called {item.name}; give them different names")
+
+
+def _text(value: str) -> str:
+    return json.dumps(value)

@@ -1,0 +1,140 @@
+"""Seconds of collectives, and what a change of placement costs forward and backward.
+
+Ring algorithms with n devices, payload B bytes, link bandwidth W, step latency a (Patarasu and Yuan: Bandwidth optimal
+all-reduce algorithms for clusters of workstations, JPDC 69(2), 2009; Thakur, Rabenseifner, Gropp, 2005)::
+
+    all_reduce       2 (n-1)/n B / W + 2 (n-1) a       B: bytes of the tensor
+    all_gather         (n-1)/n B / W +   (n-1) a       B: bytes of the gathered result
+    reduce_scatter     (n-1)/n B / W +   (n-1) a       B: bytes of the input
+    all_to_all         (n-1)/n B / W +   (n-1) a       B: bytes of the local tensor
+    send                     B / W +         a       B: bytes sent
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopart.cost.compute import DEFAULT, Efficiency, copy_seconds
+from autopart.cost.devices import Device, Link
+from autopart.runtime import transitions
+from autopart.runtime.placement import Placement
+
+ALL_REDUCE = "all_reduce"
+ALL_GATHER = "all_gather"
+REDUCE_SCATTER = "reduce_scatter"
+ALL_TO_ALL = "all_to_all"
+
+CALL_S = 6.6e-6
+"""Seconds that one collective takes on empty tensors (baseLat of a ring in NCCL's src/graph/tuning.cc)."""
+
+
+def all_reduce_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency = DEFAULT) -> float:
+    return _ring_seconds(2, num_bytes, parts, link, efficiency)
+
+
+def all_gather_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency = DEFAULT) -> float:
+    return _ring_seconds(1, num_bytes, parts, link, efficiency)
+
+
+def reduce_scatter_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency = DEFAULT) -> float:
+    return _ring_seconds(1, num_bytes, parts, link, efficiency)
+
+
+def all_to_all_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency = DEFAULT) -> float:
+    """Every device sends to every other, so that rings beside each other do not help: each has its own link only."""
+    if parts == 1:
+        return 0.0
+    return CALL_S + (parts - 1) * (num_bytes / parts / (link.bandwidth * efficiency.network) + link.latency_s)
+
+
+def send_seconds(num_bytes: float, link: Link, efficiency: Efficiency = DEFAULT) -> float:
+    return CALL_S + num_bytes / (link.bandwidth * efficiency.network) + link.latency_s
+
+
+def _ring_seconds(rounds: int, num_bytes: float, parts: int, link: Link, efficiency: Efficiency) -> float:
+    if parts == 1:
+        return 0.0
+    step = num_bytes / parts / (link.ring_bandwidth * efficiency.network) + link.latency_s
+    return CALL_S + rounds * (parts - 1) * step
+
+
+_SECONDS = {
+    ALL_REDUCE: all_reduce_seconds,
+    ALL_GATHER: all_gather_seconds,
+    REDUCE_SCATTER: reduce_scatter_seconds,
+    ALL_TO_ALL: all_to_all_seconds,
+}
+
+
+def collective_seconds(
+    kind: str, num_bytes: float, parts: int, link: Link, efficiency: Efficiency = DEFAULT
+) -> float:
+    """Seconds of a collective by its name; payload as in the module's table. KeyError for other names."""
+    return _SECONDS[kind](num_bytes, parts, link, efficiency)
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """What takes a value from one placement to another, and its gradient back.
+
+    forward_kind, backward_kind: the collective, None where nothing is sent (identity, slice, zeroing).
+    forward_bytes, backward_bytes: its payload by the module's table. forward_s, backward_s: with local copies.
+    """
+
+    forward_kind: str | None
+    backward_kind: str | None
+    forward_bytes: int
+    backward_bytes: int
+    forward_s: float
+    backward_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+def transition(
+    source: Placement,
+    target: Placement,
+    num_bytes: int,
+    parts: int,
+    link: Link,
+    device: Device,
+    differentiable: bool = True,
+    efficiency: Efficiency = DEFAULT,
+) -> Transition:
+    """The cost of using a value placed as ``source`` where ``target`` is needed, and of its gradient's way back.
+
+    num_bytes: of the value as one rank would hold it without this axis' sharding (all other axes applied).
+    parts: size of the axis. differentiable: False for integers and values without gradient: nothing backward.
+    The collectives are those that :mod:`autopart.runtime.transitions` calls.
+    """
+    call = transitions.transition(source, target) if parts > 1 else None
+    if call is None:
+        return Transition(None, None, 0, 0, 0.0, 0.0)
+    share = num_bytes // parts
+    # A slice reads and writes one share, padding reads a share and writes the whole, zeroing writes the whole.
+    slices, pads = 2 * share, num_bytes + share
+    copied_forward, copied_backward = {
+        "split": (slices, 0),
+        "keep_on_first": (num_bytes, 0),
+        "all_gather": (0, slices),
+        "pad": (pads, slices),
+        "keep_gradients_on_first": (0, num_bytes),
+        "split_pad_gradients": (slices, pads),
+        "keep_all_on_first": (num_bytes, num_bytes),
+    }.get(call.name, (0, 0))
+
+    def one_way(kind: str | None, copied: int) -> tuple[int, float]:
+        """Payload and seconds of one direction."""
+        local = copy_seconds(device, copied, efficiency) + device.launch_s if copied else 0.0
+        if kind is None:
+            return 0, local
+        payload = share if kind == ALL_TO_ALL else num_bytes
+        return payload, local + collective_seconds(kind, payload, parts, link, efficiency)
+
+    forward_bytes, forward_s = one_way(call.forward, copied_forward)
+    if not differentiable:
+        return Transition(call.forward, None, forward_bytes, 0, forward_s, 0.0)
+    backward_bytes, backward_s = one_way(call.backward, copied_backward)
+    return Transition(call.forward, call.backward, forward_bytes, backward_bytes, forward_s, backward_s)

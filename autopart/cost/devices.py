@@ -1,0 +1,156 @@
+"""Devices and links: their types, and those that ``devices.toml`` knows by name."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from autopart.runtime.errors import ClusterError
+
+GIB = 2**30
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator, or a CPU process's share of its host.
+
+    kind: "cpu" or "cuda". memory_bytes: of its own memory. peak_flops: FLOP/s of dense contractions by dtype name.
+    memory_bandwidth: bytes/s. launch_s: seconds from the start of one small op to the start of the next.
+    """
+
+    name: str
+    kind: str
+    memory_bytes: int
+    peak_flops: Mapping[str, float] = field(hash=False)
+    memory_bandwidth: float
+    launch_s: float
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("cpu", "cuda"):
+            raise ClusterError(f"device {self.name}: kind is {self.kind!r}, expected cpu or cuda")
+        if self.memory_bytes <= 0 or self.memory_bandwidth <= 0 or self.launch_s < 0:
+            raise ClusterError(f"device {self.name}: memory and bandwidth are above zero, launch_s is not below")
+        if "float32" not in self.peak_flops or min(self.peak_flops.values()) <= 0:
+            raise ClusterError(f"device {self.name}: peak_flops has rates above zero, float32 among them")
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s in a dtype ("bfloat16"); float32's rate for dtypes that are not listed."""
+        return self.peak_flops.get(dtype, self.peak_flops["float32"])
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What joins devices.
+
+    bandwidth: bytes/s of one device in one direction. latency_s: seconds of one step.
+    rings: how many devices of each node send between nodes at once, which ring collectives profit from.
+    """
+
+    name: str
+    bandwidth: float
+    latency_s: float
+    rings: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.bandwidth <= 0 or self.latency_s < 0 or self.rings < 1:
+            raise ClusterError(f"link {self.name}: bandwidth is above zero, latency not below, rings at least 1")
+
+    @property
+    def ring_bandwidth(self) -> float:
+        """Bytes/s that a ring collective moves through the group's narrowest cut."""
+        return self.bandwidth * self.rings
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """The links that a device usually has, and network ports per device."""
+
+    inside: Link
+    between: Link
+    ports_per_device: float
+
+
+def device_from_table(name: str, table: Mapping[str, Any]) -> Device:
+    """A device from a TOML table with the keys of ``devices.toml``. Raises KeyError, TypeError or ClusterError."""
+    return Device(
+        name,
+        str(table["kind"]),
+        round(_number(table["memory_gib"]) * GIB),
+        {str(key): _number(rate) for key, rate in table["peak_flops"].items()},
+        _number(table["memory_bandwidth"]),
+        _number(table["launch_s"]),
+    )
+
+
+def link_from_table(name: str, table: Mapping[str, Any]) -> Link:
+    """A link from a TOML table with ``bandwidth`` and ``latency_s``. Raises KeyError, TypeError or ClusterError."""
+    return Link(name, _number(table["bandwidth"]), _number(table["latency_s"]))
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"expected a number, found {value!r}")
+    return float(value)
+
+
+@cache
+def _tables() -> dict[str, Any]:
+    return tomllib.loads(resources.files("autopart.cost").joinpath("devices.toml").read_text())
+
+
+@cache
+def devices() -> dict[str, Device]:
+    """All preset devices by name."""
+    return {name: device_from_table(name, table) for name, table in _tables()["devices"].items()}
+
+
+@cache
+def links() -> dict[str, Link]:
+    """All preset links by name."""
+    return {name: link_from_table(name, table) for name, table in _tables()["links"].items()}
+
+
+def device(name: str) -> Device:
+    """The preset of that name (case does not matter). Raises ClusterError with near names and all presets."""
+    return devices()[_lookup(name, devices(), "device")]
+
+
+def link(name: str) -> Link:
+    """The preset link of that name (case does not matter). Raises ClusterError with near names and all presets."""
+    return links()[_lookup(name, links(), "link")]
+
+
+def defaults(name: str) -> Defaults:
+    """The usual links of a preset device, or of the CPU's for a device that is no preset."""
+    table = _tables()["devices"].get(name) or _tables()["devices"]["CPU"]
+    return Defaults(links()[table["inside"]], links()[table["between"]], float(table["ports_per_device"]))
+
+
+def from_cuda_name(name: str) -> Device:
+    """The preset for the name that the CUDA driver reports ("NVIDIA A100-SXM4-80GB"). Raises ClusterError."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    fitting = [preset for preset in devices() if set(preset.lower().split("-")) <= words]
+    if not fitting:
+        raise ClusterError(
+            f"no preset fits the GPU {name!r} (presets: {', '.join(devices())}); "
+            "describe it in a cluster.toml and use Cluster.load"
+        )
+    return devices()[max(fitting, key=len)]
+
+
+def _lookup(name: str, known: Iterable[str], what: str) -> str:
+    names = {preset.lower(): preset for preset in known}
+    if name.lower() in names:
+        return names[name.lower()]
+    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(names[key] for key in near)}? " if near else ""
+    raise ClusterError(
+        f"unknown {what} {name!r}; {hint}known: {', '.join(names.values())}; describe others in a cluster.toml"
+    )

@@ -1,0 +1,66 @@
+"""Float64 throughout: the precision in which a parallel program and its original can be compared closely.
+
+A model converted with ``.double()`` is not yet computed in float64: libraries widen their half-precision models by
+asking for float32 by name (transformers' losses, RMS norms, routers and rotary tables do), which in a float64 model
+narrows instead. Sums then differ in the seventh digit when they are split over microbatches or ranks.
+
+    with float64_throughout():          # around capture
+        program = capture(model, args, kwargs)
+    with eager_in_float64(model):       # around the original, run in one process
+        loss = model(*args, **kwargs).loss
+
+What is captured inside holds float64 by itself: emitted code needs no context.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+
+class _Widen(TorchFunctionMode):
+    """Every float32 that is asked for by name becomes float64."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        return func(*map(_widen, args), **{name: _widen(value) for name, value in (kwargs or {}).items()})
+
+
+def _widen(argument: object) -> object:
+    return torch.float64 if argument is torch.float32 else argument
+
+
+@contextlib.contextmanager
+def float64_throughout() -> Iterator[None]:
+    """Inside, conversions to float32 and tensors made as float32 are float64. For models whose weights are float64."""
+    with _Widen():
+        yield
+
+
+@contextlib.contextmanager
+def eager_in_float64(model: nn.Module) -> Iterator[nn.Module]:
+    """Runs a float64 model eagerly in float64 throughout; a model of another precision is left alone.
+
+    transformers computes a mixture of experts as one grouped matrix product, which torch offers up to float32 only (a
+    captured graph holds transformers' own op instead, which has no such limit). Inside the context the experts are a
+    loop, which cannot be captured.
+    """
+    if all(parameter.dtype != torch.float64 for parameter in model.parameters()):
+        yield model
+        return
+    chosen = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    select = getattr(model, "set_experts_implementation", None)
+    with contextlib.ExitStack() as stack:
+        if chosen == "grouped_mm" and select is not None:
+            select("eager")
+            stack.callback(select, chosen)
+        stack.enter_context(float64_throughout())
+        yield model

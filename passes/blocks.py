@@ -1,0 +1,218 @@
+"""Blocks: the pieces of a graph that pipeline stages are made of, and which of them repeat.
+
+Values that depend on no parameter and on no chance (masks, position ids, rotary tables) are *free*: every stage that
+uses one computes it itself (RaNNC's cloning, arXiv 2103.16063, section III-A). The other ops form a chain in the order
+of the graph; any run of that chain is convex, since the order is topological. The chain is cut where few values cross:
+at the positions where the number of crossing values is at a local minimum, which are the residual streams between
+sublayers. Blocks with equal text, up to the names of what they read, repeat and are folded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopart.passes import graph as graphs
+from autopart.passes.graph import Value
+from autopart.passes.program import Role
+from autopart.passes.sizes import extent
+
+_MOST_SHARE = 1 / 12
+"""A block that holds more than this share of the work is cut further, where the fewest bytes cross."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A run of the chain. nodes: its ops in order. signature: equal for blocks that compute the same."""
+
+    index: int
+    nodes: tuple[fx.Node, ...]
+    signature: str
+
+
+def free_nodes(graph: fx.Graph, updated_buffers: Sequence[str] = ()) -> set[fx.Node]:
+    """The nodes that depend on no parameter, no updated buffer and no random number; sizes included."""
+    free: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            role = node.meta["role"]
+            if role is Role.PARAMETER or role is Role.RECEIVED:
+                continue
+            if role is Role.BUFFER and node.meta["name"] in updated_buffers:
+                continue
+            free.add(node)
+        elif node.op == "call_function" and all(source in free for source in node.all_input_nodes):
+            if not is_random(node) and not updates_buffers(node):
+                free.add(node)
+    return free
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the op draws random numbers in training."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    name = str(node.target)
+    if torch.Tag.nondeterministic_seeded not in node.target.tags and "dropout" not in name:
+        return False
+    if "scaled_dot_product_attention" in name:
+        probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return probability != 0.0
+    if "dropout" in name:
+        return node.args[1] != 0.0 and bool(node.args[2])
+    return True
+
+
+def updates_buffers(node: fx.Node) -> bool:
+    """Whether the op writes into running statistics."""
+    return "batch_norm" in str(node.target)
+
+
+def chain(graph: fx.Graph, free: set[fx.Node]) -> list[fx.Node]:
+    """The ops that are not free, in order (``getitem`` and sizes belong to the op that they read)."""
+    return [node for node in graph.nodes if graphs.is_op(node) and node not in free]
+
+
+def value_bytes(value: Value, batch: int) -> int:
+    """Bytes of a value for a batch of that many samples."""
+    fake = value.fake
+    total = fake.element_size()
+    for size in fake.shape:
+        found = extent(size)
+        total *= found.at(batch) if found is not None else int(size)
+    return total
+
+
+def crossing(ops: Sequence[fx.Node]) -> list[tuple[Value, ...]]:
+    """For every position of the chain (before op ``i``; the last is its end) the values that live across it."""
+    position = {node: index for index, node in enumerate(ops)}
+    last: dict[Value, int] = {}
+    for index, node in enumerate(ops):
+        for value in graphs.inputs(node):
+            if value.node in position:
+                last[value] = index
+    starts: dict[int, list[Value]] = {}
+    for value in last:
+        starts.setdefault(position[value.node] + 1, []).append(value)
+    live: dict[Value, None] = {}
+    result: list[tuple[Value, ...]] = []
+    for cut in range(len(ops) + 1):
+        for value in starts.get(cut, ()):
+            live[value] = None
+        for value in [value for value in live if last[value] < cut]:
+            del live[value]
+        result.append(tuple(live))
+    return result
+
+
+def cut_positions(ops: Sequence[fx.Node], weight: Callable[[fx.Node], float], batch: int) -> list[int]:
+    """Where the chain may be cut into stages, both ends included."""
+    lives = crossing(ops)
+    counts = [len(live) for live in lives]
+    cuts = [0]
+    for position in range(1, len(ops)):
+        left = next((counts[other] for other in range(position - 1, 0, -1) if counts[other] != counts[position]), 10**9)
+        if counts[position] < left and counts[position + 1] > counts[position]:
+            cuts.append(position)
+    cuts.append(len(ops))
+    total = sum(weight(node) for node in ops) or 1.0
+    refined = [0]
+    for start, end in pairwise(cuts):
+        refined.extend(_refine(ops, lives, weight, batch, start, end, total * _MOST_SHARE))
+        refined.append(end)
+    return sorted(set(refined))
+
+
+def _refine(
+    ops: Sequence[fx.Node],
+    lives: Sequence[tuple[Value, ...]],
+    weight: Callable[[fx.Node], float],
+    batch: int,
+    start: int,
+    end: int,
+    limit: float,
+) -> list[int]:
+    """Further cuts inside a heavy block: both parts keep a fifth of its work, and the fewest bytes cross."""
+    weights = [weight(node) for node in ops[start:end]]
+    whole = sum(weights)
+    if end - start < 2 or whole <= limit:
+        return []
+    choices: list[tuple[int, int]] = []
+    before = 0.0
+    for position in range(start + 1, end):
+        before += weights[position - start - 1]
+        if 0.2 * whole <= before <= 0.8 * whole:
+            choices.append((sum(value_bytes(value, batch) for value in lives[position]), position))
+    if not choices:
+        return []
+    _, cut = min(choices)
+    return [
+        *_refine(ops, lives, weight, batch, start, cut, limit),
+        cut,
+        *_refine(ops, lives, weight, batch, cut, end, limit),
+    ]
+
+
+def find_blocks(graph: fx.Graph, free: set[fx.Node], weight: Callable[[fx.Node], float], batch: int) -> list[Block]:
+    """The blocks of a graph in order. weight: seconds or FLOPs of an op; batch: samples, to weigh what crosses."""
+    ops = chain(graph, free)
+    shared = _shared_parameters(ops, cuts := cut_positions(ops, weight, batch))
+    return [
+        Block(index, tuple(ops[start:end]), _signature(ops[start:end], shared))
+        for index, (start, end) in enumerate(pairwise(cuts))
+    ]
+
+
+def _shared_parameters(ops: Sequence[fx.Node], cuts: Sequence[int]) -> set[fx.Node]:
+    """Parameters that several blocks read: they tell blocks apart."""
+    home: dict[fx.Node, int] = {}
+    shared: set[fx.Node] = set()
+    for index, (start, end) in enumerate(pairwise(cuts)):
+        for node in ops[start:end]:
+            for value in graphs.inputs(node):
+                if value.node.op == "placeholder" and home.setdefault(value.node, index) != index:
+                    shared.add(value.node)
+    return shared
+
+
+def _signature(nodes: Sequence[fx.Node], shared: set[fx.Node]) -> str:
+    numbers: dict[Value, str] = {}
+    outside: dict[fx.Node, str] = {}
+
+    def describe(value: Value) -> str:
+        shape = [str(extent(size) or size) for size in value.fake.shape]
+        return f"{value.fake.dtype}{shape}"
+
+    def name(node: fx.Node) -> str:
+        if not graphs.is_tensor(node):
+            return f"size {node.meta['val']}" if "val" in node.meta else str(node)
+        value = graphs.value_of(node)
+        if value in numbers:
+            return numbers[value]
+        if value.node not in outside:
+            kind = value.node.meta["role"].value if value.node.op == "placeholder" else "value"
+            label = value.node.meta["name"] if value.node in shared else str(len(outside))
+            outside[value.node] = f"{kind} {label} {describe(value)}"
+        return f"{outside[value.node]}.{value.index}"
+
+    def text(argument: Any) -> str:
+        if isinstance(argument, fx.Node):
+            return name(argument)
+        if isinstance(argument, tuple | list):
+            return f"[{', '.join(text(item) for item in argument)}]"
+        if isinstance(argument, dict):
+            return f"{{{', '.join(f'{key}: {text(item)}' for key, item in argument.items() if key != 'device')}}}"
+        return repr(argument)
+
+    lines = []
+    for index, node in enumerate(nodes):
+        lines.append(f"{node.target}{text(node.args)}{text(node.kwargs)}")
+        for value in graphs.outputs(node):
+            numbers[value] = f"%{index}.{value.index}"
+            lines.append(describe(value))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

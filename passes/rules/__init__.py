@@ -1,0 +1,24 @@
+"""What each op allows: one line of factors per op, and the sharding strategies that follow from it."""
+
+from autopart.passes.rules.book import RuleBook, flops, name_of
+from autopart.passes.rules.matching import factor_of, follow, is_differentiable
+from autopart.passes.rules.notation import Annotation, Rule, RuleError
+from autopart.passes.rules.strategies import Strategy, localized, strategies
+from autopart.passes.rules.table import RULES, default_rules
+
+__all__ = [
+    "RULES",
+    "Annotation",
+    "Rule",
+    "RuleBook",
+    "RuleError",
+    "Strategy",
+    "default_rules",
+    "factor_of",
+    "flops",
+    "follow",
+    "is_differentiable",
+    "localized",
+    "name_of",
+    "strategies",
+]

@@ -1,0 +1,241 @@
+"""All ways to run each op of a graph on one mesh axis.
+
+Every op can be replicated (R), or replicated with its gradients partial sums (B: a gradient is linear in what comes in,
+so this holds for every op). An op with a rule can also take partial sums in each group of operands it is linear in (P),
+and can shard each factor that is not frozen. A factor may be sharded inside several outer blocks; which numbers of
+blocks are worth offering follows from the ops around: a fused projection is sharded inside three blocks because the
+split that reads it is. Candidate placements of every value are therefore propagated along the graph to a fixpoint.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopart.passes import graph as graphs
+from autopart.passes.graph import Value
+from autopart.passes.rules import matching
+from autopart.passes.rules.book import Arguments, Local, RuleBook, name_of
+from autopart.passes.rules.matching import Sharding, is_differentiable
+from autopart.passes.rules.notation import Dims, Extents, Rule
+from autopart.passes.rules.table import RULES
+from autopart.passes.sizes import ONE, Extent
+from autopart.runtime.placement import BROADCAST, REPLICATE, Kind, Placement
+from torch import fx
+
+_MOST_BLOCKS = 8
+"""Numbers of outer blocks offered per factor: real models need one or two, and each costs the solver a choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One way to run one op on one mesh axis.
+
+    name: ``R``, ``B``, ``P`` (``P0``, ``P1`` … where the op is linear in several groups of operands), the sharded
+        factor (``n``; ``n/3`` inside three blocks), or for a placeholder its placement.
+    inputs, outputs: placements aligned with ``passes.graph.inputs`` and ``outputs`` of the node.
+    """
+
+    name: str
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
+
+
+def sharding_name(sharding: Sharding) -> str:
+    factor, outer = sharding
+    return factor if outer == ONE else f"{factor}/{outer}"
+
+
+def divides(rule: Rule, sharding: Sharding, parts: int, batch: bool) -> bool:
+    """Whether a factor may be sharded that many ways. Batched factors are taken to divide; the caller sees to it."""
+    factor, outer = sharding
+    size = rule.sizes[factor]
+    inner = None if size is None or factor in rule.frozen else size.over(outer)
+    if inner is None or inner.batched != batch:
+        return False
+    return batch or inner.coefficient % parts == 0
+
+
+def _tensors(node: fx.Node) -> bool:
+    return graphs.is_op(node) or (node.op in ("placeholder", "get_attr") and graphs.is_tensor(node))
+
+
+class _Candidates:
+    """Candidate sharded placements of every value, and the shardings of every op that they belong to."""
+
+    def __init__(self, graph: fx.Graph, parts: int, rules: RuleBook, batch: bool) -> None:
+        self.parts, self.batch = parts, batch
+        self.rules = {node: rules.rule(node) for node in graph.nodes if graphs.is_op(node)}
+        self.placements: dict[Value, dict[Placement, None]] = {}
+        self.shardings: dict[fx.Node, dict[Sharding, None]] = {node: {} for node in self.rules}
+        self.readers: dict[Value, list[tuple[fx.Node, Dims]]] = {}
+        for node, rule in self.rules.items():
+            if rule is not None:
+                for value, dims in self._values(node, rule):
+                    self.readers.setdefault(value, []).append((node, dims))
+        self.pending: deque[tuple[Value, Placement]] = deque()
+
+    @staticmethod
+    def _values(node: fx.Node, rule: Rule) -> Iterable[tuple[Value, Dims]]:
+        yield from zip(graphs.inputs(node), rule.inputs, strict=True)
+        yield from zip(graphs.outputs(node), rule.outputs, strict=True)
+
+    def offer(self, node: fx.Node, rule: Rule, sharding: Sharding) -> None:
+        found = self.shardings[node]
+        if sharding in found or not divides(rule, sharding, self.parts, self.batch):
+            return
+        if sum(factor == sharding[0] for factor, _ in found) >= _MOST_BLOCKS:
+            return
+        found[sharding] = None
+        for value, dims in self._values(node, rule):
+            placement = matching.placed(rule, dims, sharding)
+            known = self.placements.setdefault(value, {})
+            if placement is not None and placement not in known:
+                known[placement] = None
+                self.pending.append((value, placement))
+
+    def propagate(self) -> None:
+        """Every op starts from its factors in one block; each new placement of a value is shown to all its users."""
+        for node, rule in self.rules.items():
+            for factor in rule.factors if rule is not None else ():
+                assert rule is not None
+                self.offer(node, rule, (factor, ONE))
+        while self.pending:
+            value, placement = self.pending.popleft()
+            for node, dims in self.readers.get(value, ()):
+                rule = self.rules[node]
+                assert rule is not None
+                sharding = matching.match(rule, dims, placement)
+                if sharding is not None:
+                    self.offer(node, rule, sharding)
+
+
+def _source_strategies(node: fx.Node, placements: Iterable[Placement]) -> tuple[Strategy, ...]:
+    """A parameter, buffer or input: replicated, its gradient a partial sum, or stored sharded."""
+    value = Value(node)
+    whole = [REPLICATE, BROADCAST] if is_differentiable(value) else [REPLICATE]
+    return tuple(Strategy(str(placement), (), (placement,)) for placement in [*whole, *placements])
+
+
+def _op_strategies(node: fx.Node, rule: Rule | None, shardings: Iterable[Sharding]) -> Iterable[Strategy]:
+    inputs, outputs = graphs.inputs(node), graphs.outputs(node)
+    yield Strategy("R", (REPLICATE,) * len(inputs), (REPLICATE,) * len(outputs))
+    if any(is_differentiable(value) for value in [*inputs, *outputs]):
+        settle = matching.settle
+        yield Strategy(
+            "B",
+            tuple(settle(BROADCAST, value) for value in inputs),
+            tuple(settle(BROADCAST, value) for value in outputs),
+        )
+        for index, group in enumerate(rule.linear if rule is not None else ()):
+            assert rule is not None
+            if any(is_differentiable(inputs[operand]) for operand in group):
+                name = "P" if len(rule.linear) == 1 else f"P{index}"
+                yield Strategy(name, *matching.partial_sums(rule, node, group))
+    for sharding in shardings:
+        assert rule is not None
+        yield Strategy(sharding_name(sharding), *matching.sharded(rule, node, sharding))
+
+
+def _distinct(node: fx.Node, parts: int, found: Iterable[Strategy], rules: RuleBook) -> tuple[Strategy, ...]:
+    """Without repeats (B is R where nothing has a gradient) and without those whose sizes cannot be written down."""
+    kept: dict[tuple[tuple[Placement, ...], tuple[Placement, ...]], Strategy] = {}
+    for strategy in found:
+        key = (strategy.inputs, strategy.outputs)
+        if key not in kept and _localized(node, [(strategy, parts)], rules) is not None:
+            kept[key] = strategy
+    return tuple(kept.values())
+
+
+def strategies(
+    graph: fx.Graph, parts: int, rules: RuleBook = RULES, batch: bool = False
+) -> dict[fx.Node, tuple[Strategy, ...]]:
+    """The strategies of every op, parameter, buffer and input on a mesh axis of ``parts`` ranks.
+
+    ``batch``: consider only factors that hold the batch size, instead of only those that do not. Sizes, ``getitem``
+    and the output are not in the result. Raises RuleError where a rule does not fit its op.
+    """
+    candidates = _Candidates(graph, parts, rules, batch)
+    candidates.propagate()
+    result: dict[fx.Node, tuple[Strategy, ...]] = {}
+    for node in graph.nodes:
+        if not _tensors(node):
+            continue
+        if graphs.is_op(node):
+            found = _op_strategies(node, candidates.rules[node], candidates.shardings[node])
+            result[node] = _distinct(node, parts, found, rules)
+        else:
+            result[node] = _source_strategies(node, candidates.placements.get(Value(node), ()))
+    return result
+
+
+def op_strategies(
+    node: fx.Node, parts: int, shardings: Sequence[Sharding], rules: RuleBook = RULES
+) -> tuple[Strategy, ...]:
+    """The strategies of one op for shardings chosen by the caller."""
+    return _distinct(node, parts, _op_strategies(node, rules.rule(node), shardings), rules)
+
+
+def sharding_of(rule: Rule, strategy: Strategy) -> Sharding | None:
+    """The factor that a strategy of an op with this rule shards; None for R, B and P."""
+    sides = [*zip(rule.inputs, strategy.inputs, strict=True), *zip(rule.outputs, strategy.outputs, strict=True)]
+    for dims, placement in sides:
+        if placement.kind is Kind.SHARD:
+            sharding = matching.match(rule, dims, placement)
+            assert sharding is not None, f"{strategy} does not shard a factor of {rule}"
+            return sharding
+    return None
+
+
+def _localized(node: fx.Node, applied: Sequence[tuple[Strategy, int]], rules: RuleBook) -> Arguments | None:
+    unchanged = tuple(node.args), dict(node.kwargs)
+    localizer = rules.local.get(name_of(node))
+    rule = rules.rule(node)
+    if localizer is None or rule is None:
+        return unchanged
+    sizes = dict(rule.sizes)
+    for strategy, parts in applied:
+        sharding = sharding_of(rule, strategy)
+        if sharding is None:
+            continue
+        factor, outer = sharding
+        size = sizes[factor]
+        assert size is not None
+        inner = rule.size(factor).over(outer)
+        # A shard of the batch has the batch size's multiples unchanged: the local batch size stands for b.
+        if inner is not None and not inner.batched:
+            share = size.over(Extent(parts))
+            assert share is not None, f"{size} does not divide into {parts}"
+            sizes[factor] = share
+    if sizes == dict(rule.sizes):
+        return unchanged
+
+    def local_shape(dims: Dims) -> Extents:
+        shape: list[Extent | None] = []
+        for dim in dims:
+            total: Extent | None = ONE
+            for name in dim:
+                size = sizes[name]
+                total = None if total is None or size is None else total.times(size)
+            shape.append(total)
+        return tuple(shape)
+
+    return localizer(node, Local(rule, sizes, tuple(local_shape(dims) for dims in rule.outputs)))
+
+
+def localized(
+    node: fx.Node, applied: Sequence[tuple[Strategy, int]], rules: RuleBook = RULES
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The op's arguments on one rank, with sizes divided where its strategies shard them.
+
+    applied: the strategy and the number of ranks of every mesh axis. The strategies that :func:`strategies` returns
+    can always be written down.
+    """
+    found = _localized(node, applied, rules)
+    assert found is not None, f"{node.name}: no local sizes for {[str(item) for item, _ in applied]}"
+    return found

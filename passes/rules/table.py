@@ -1,0 +1,24 @@
+"""The rules that autopart comes with."""
+
+from __future__ import annotations
+
+from autopart.passes.rules import (
+    table_contractions,
+    table_elementwise,
+    table_indexing,
+    table_reductions,
+    table_shape,
+)
+from autopart.passes.rules.book import RuleBook
+from autopart.passes.rules.localize import localizers
+
+
+def default_rules() -> RuleBook:
+    """A book of all built-in rules; extend it with :meth:`RuleBook.extended`."""
+    tables = (table_contractions, table_elementwise, table_indexing, table_reductions, table_shape)
+    merged = {name: entry for module in tables for name, entry in module.table().items()}
+    assert len(merged) == sum(len(module.table()) for module in tables), "an op has rules in two tables"
+    return RuleBook(merged, localizers())
+
+
+RULES = default_rules()

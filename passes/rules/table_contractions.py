@@ -1,0 +1,163 @@
+"""Rules of the ops that multiply arrays: matrix products, convolutions, attention, grouped products.
+
+All are linear in each factor of the product, and jointly so with an added bias. ``products`` says what FLOPs count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopart.passes import graph
+from autopart.passes.rules.arguments import argument, names, operands, rank_of
+from autopart.passes.rules.book import Entry
+from autopart.passes.rules.notation import Annotation
+from autopart.passes.sizes import Extent
+from torch import fx
+
+
+def _product(text: str, factors: str, bias: int | None = None) -> Annotation:
+    """A product of two operands; ``bias`` is the index of an operand added to it (0 or 2), if there is one."""
+    if bias is None:
+        return Annotation(text, linear=((0,), (1,)), products=(factors,))
+    first, second = (operand for operand in range(3) if operand != bias)
+    return Annotation(text, linear=((first, bias), (second, bias)), affine=(bias,), products=(factors,))
+
+
+def _addmm(node: fx.Node) -> Annotation:
+    """The added operand broadcasts to ``m n``."""
+    added = ("", "n", "m n")[rank_of(node, 0)]
+    return _product(f"{added}, m k, k n -> m n", "m n k", bias=0)
+
+
+def _baddbmm(node: fx.Node) -> Annotation:
+    added = ("", "n", "m n", "b m n")[rank_of(node, 0)]
+    return _product(f"{added}, b m k, b k n -> b m n", "b m n k", bias=0)
+
+
+def _linear(node: fx.Node) -> Annotation:
+    if operands(node) == 3:
+        return _product("*b k, n k, n -> *b n", "*b n k", bias=2)
+    return _product("*b k, n k -> *b n", "*b n k")
+
+
+def _matmul(node: fx.Node) -> Annotation:
+    """numpy's rules: a vector on the left lacks m, one on the right lacks n; batch dims broadcast."""
+    left, right = rank_of(node, 0), rank_of(node, 1)
+    m, n = ("" if left == 1 else "m"), ("" if right == 1 else "n")
+    a = f"*b {m} k" if left > 1 else "k"
+    b = f"*b k {n}" if right > 1 else "k"
+    runs = "*b " if left > 1 or right > 1 else ""
+    return _product(f"{a}, {b} -> {runs}{m} {n}", f"{runs}{m} {n} k")
+
+
+def _einsum(node: fx.Node) -> Annotation | None:
+    """The equation is the rule. Diagonals (a letter twice in one operand) and ellipses are left out."""
+    equation = str(argument(node, 0, "equation")).replace(" ", "")
+    if "." in equation:
+        return None
+    left, arrow, right = equation.partition("->")
+    letters = left.replace(",", "")
+    if not arrow:
+        right = "".join(sorted({letter for letter in letters if letters.count(letter) == 1}))
+    parts = left.split(",")
+    if any(len(set(part)) < len(part) for part in parts):
+        return None
+    text = ", ".join(" ".join(part) for part in parts) + " -> " + " ".join(right)
+    products = (" ".join(dict.fromkeys(letters)),) if len(parts) > 1 else ()
+    return Annotation(text, linear=tuple((index,) for index in range(len(parts))), products=products)
+
+
+def _convolution(node: fx.Node) -> Annotation:
+    """conv1d, conv2d, conv3d. Space is frozen: a shard would need its neighbours' border."""
+    space = rank_of(node, 1) - 2
+    batch = "b " if rank_of(node) == space + 2 else ""
+    kernel, output = [" ".join(f"^{name}" for name in names(space, prefix)) for prefix in ("k", "s")]
+    hole = " ".join(["_"] * space)
+    factors = f"{batch}o c {kernel} {output}".replace("^", "")
+    groups = int(argument(node, 6, "groups", 1))
+    if groups == 1:
+        into, weight, out, bias = "c", "o c", "o", "o"
+    else:
+        into, weight, out, bias = "(g c)", "(g o) c", "(g o)", "(g o)"
+        factors = f"g {factors}"
+    text = f"{batch}{into} {hole}, {weight} {kernel}"
+    if operands(node) == 3:
+        rule = _product(f"{text}, {bias} -> {batch}{out} {output}", factors, bias=2)
+    else:
+        rule = _product(f"{text} -> {batch}{out} {output}", factors)
+    return replace(rule, sizes={"g": Extent(groups)}) if groups > 1 else rule
+
+
+def _transposed_convolution(node: fx.Node) -> Annotation | None:
+    if argument(node, 6, "groups", 1) != 1:
+        return None
+    space = rank_of(node, 1) - 2
+    batch = "b " if rank_of(node) == space + 2 else ""
+    kernel, source = [" ".join(f"^{name}" for name in names(space, prefix)) for prefix in ("k", "s")]
+    text = f"{batch}c {source}, c o {kernel}"
+    output = f"{batch}o {' '.join(['_'] * space)}"
+    factors = f"{batch}o c {kernel} {source}".replace("^", "")
+    if operands(node) == 3:
+        return _product(f"{text}, o -> {output}", factors, bias=2)
+    return _product(f"{text} -> {output}", factors)
+
+
+def _attention(node: fx.Node) -> Annotation | None:
+    """Queries are independent of each other, keys are not (softmax). A causal mask ties queries to their position."""
+    query, key = graph.inputs(node)[:2]
+    rank = query.fake.dim()
+    if rank != key.fake.dim() or rank < 3:
+        return None
+    causal = bool(argument(node, 5, "is_causal", False))
+    random = bool(argument(node, 4, "dropout_p", 0.0))
+    mask = operands(node) == 4
+    lead = "b " * (rank > 3) + " ".join(names(rank - 4, "e"))
+    q = "^q" if causal else "q"
+    heads, shared = "h", "h"
+    if argument(node, 7, "enable_gqa", False) and query.fake.shape[-3] != key.fake.shape[-3]:
+        heads = "(h g)"
+    text = f"{lead} {heads} {q} ^d, {lead} {shared} ^k ^d, {lead} {shared} ^k ^v"
+    if mask:
+        terms = [*lead.split(), heads, q, "^k"]
+        text += ", " + " ".join(terms[len(terms) - rank_of(node, 3) :])
+    batch = f"{lead} h {'g ' if heads != 'h' else ''}"
+    return Annotation(
+        f"{text} -> {lead} {heads} {q} ^v",
+        linear=((2,),) if not random else (),
+        products=(f"{batch} q k d", f"{batch} q k v"),
+        random=random,
+    )
+
+
+def _grouped_product(node: fx.Node) -> Annotation | None:
+    """Tokens sorted by expert times their expert's matrix; ``offs`` says where each expert's tokens end."""
+    if operands(node) != 3 or (rank_of(node, 0), rank_of(node, 1)) != (2, 3):
+        return None
+    return _product("^t k, ^e k n, ^e -> ^t n", "t k n")
+
+
+def table() -> dict[str, Entry]:
+    """The rules of this file by op name."""
+    convolutions = ("conv1d", "conv2d", "conv3d")
+    return {
+        "aten.linear.default": _linear,
+        "aten.mm.default": _product("m k, k n -> m n", "m n k"),
+        "aten.bmm.default": _product("b m k, b k n -> b m n", "b m n k"),
+        "aten.addmm.default": _addmm,
+        "aten.baddbmm.default": _baddbmm,
+        "aten.matmul.default": _matmul,
+        "aten.mv.default": _product("m k, k -> m", "m k"),
+        "aten.dot.default": _product("k, k ->", "k"),
+        "aten.outer.default": _product("m, n -> m n", "m n"),
+        "aten.einsum.default": _einsum,
+        **{f"aten.{name}.default": _convolution for name in convolutions},
+        **{f"aten.{name}.padding": _convolution for name in convolutions},
+        **{
+            f"aten.{name}": _transposed_convolution
+            for name in ("conv_transpose1d.default", "conv_transpose2d.input", "conv_transpose3d.input")
+        },
+        "aten.scaled_dot_product_attention.default": _attention,
+        "aten._grouped_mm.default": _grouped_product,
+        # Only there once transformers is loaded, hence by name.
+        "transformers.grouped_mm_fallback.default": _grouped_product,
+    }

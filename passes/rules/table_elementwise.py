@@ -1,0 +1,155 @@
+"""Rules of the ops that work on every element by itself, of casts and copies, and of constant tensors."""
+
+from __future__ import annotations
+
+from autopart.passes import graph
+from autopart.passes.rules.arguments import argument, names, operands, words
+from autopart.passes.rules.book import Entry
+from autopart.passes.rules.notation import Annotation
+from torch import fx
+
+# Smooth or not, none of these is linear: a function of a sum is not the sum of the function.
+_UNARY = words("""
+abs acos acosh asin asinh atan atanh ceil celu cos cosh digamma elu erf erfc erfinv exp exp2 expm1 floor frac
+gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not
+bitwise_not mish nan_to_num reciprocal relu relu6 round rsqrt selu sgn sigmoid sign silu sin sinh softplus softshrink
+sqrt square tan tanh trunc clamp clamp_min clamp_max threshold
+""")
+_LINEAR_UNARY = words("neg clone contiguous alias detach lift_fresh_copy")
+_BINARY = words("""
+atan2.default maximum.default minimum.default max.other min.other fmod.Tensor fmod.Scalar remainder.Tensor
+remainder.Scalar pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar floor_divide.default floor_divide.Scalar
+eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar
+logical_and.default logical_or.default logical_xor.default bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor
+bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar bitwise_left_shift.Tensor bitwise_right_shift.Tensor
+hypot.default xlogy.Tensor clamp.Tensor isclose.default logaddexp.default
+""")
+_LIKE = words("zeros_like ones_like full_like empty_like")
+_RANDOM_LIKE = words("rand_like randn_like bernoulli")
+
+
+def elementwise(node: fx.Node) -> str:
+    """``*d, *d -> *d`` for as many operands as the op has."""
+    return ", ".join(["*d"] * operands(node)) + " -> *d"
+
+
+def _linear_unary(node: fx.Node) -> Annotation:
+    return Annotation("*d -> *d", linear=((0,),))
+
+
+def _cast(node: fx.Node) -> Annotation:
+    """Between floating-point types a cast is linear (to rounding); to and from others it is not."""
+    (source,) = graph.inputs(node)
+    target = graph.outputs(node)[0].fake
+    both = source.fake.is_floating_point() and target.is_floating_point()
+    return Annotation("*d -> *d", linear=((0,),) if both else ())
+
+
+def _sum_of_two(node: fx.Node) -> Annotation:
+    """``add`` and ``sub``: jointly linear in both tensors; a constant other than zero breaks linearity."""
+    count = operands(node)
+    constants = [item for item in node.args[:2] if isinstance(item, int | float)]
+    linear = (tuple(range(count)),) if count == 2 or constants == [0] else ()
+    return Annotation(elementwise(node), linear=linear)
+
+
+def _multiply(node: fx.Node) -> Annotation:
+    return Annotation(elementwise(node), linear=tuple((index,) for index in range(operands(node))))
+
+
+def _divide(node: fx.Node) -> Annotation:
+    """Linear in the dividend, unless rounded."""
+    dividend = isinstance(node.args[0], fx.Node) and node.kwargs.get("rounding_mode") is None
+    return Annotation(elementwise(node), linear=((0,),) if dividend else ())
+
+
+def _where(node: fx.Node) -> Annotation:
+    """Jointly linear in both branches; a scalar branch must be zero for that."""
+    branches = node.args[1:3]
+    scalars = [item for item in branches if not isinstance(item, fx.Node)]
+    tensors = tuple(range(1, operands(node)))
+    linear = (tensors,) if tensors and all(item == 0 for item in scalars) else ()
+    return Annotation(elementwise(node), linear=linear)
+
+
+def _masked_fill(node: fx.Node) -> Annotation:
+    value = argument(node, 2, "value")
+    if isinstance(value, fx.Node):
+        return Annotation("*d, *d, -> *d", linear=((0, 2),))
+    return Annotation("*d, *d -> *d", linear=((0,),) if value == 0 else ())
+
+
+def _addc(node: fx.Node) -> Annotation:
+    """addcmul ``x + v a b``: linear in (x, a) and (x, b); addcdiv ``x + v a / b``: in (x, a)."""
+    both = "addcmul" in str(node.target)
+    return Annotation("*d, *d, *d -> *d", linear=((0, 1), (0, 2)) if both else ((0, 1),))
+
+
+def _lerp(node: fx.Node) -> Annotation:
+    return Annotation(elementwise(node), linear=((0, 1),))
+
+
+def _copy(node: fx.Node) -> Annotation:
+    """``copy(self, src)`` is ``src`` in the shape and type of ``self``."""
+    return Annotation("*d, *d -> *d", linear=((0, 1),))
+
+
+def _dropout(node: fx.Node) -> Annotation:
+    """A partial sum passes only if nothing is dropped: the ranks would have to drop the same elements."""
+    drops = bool(argument(node, 1, "p", 0.5)) and argument(node, 2, "train", True) is not False
+    outputs = ", ".join(["*d"] * len(graph.outputs(node)))
+    return Annotation(f"*d -> {outputs}", linear=() if drops or "," in outputs else ((0,),), random=drops)
+
+
+def _constant(node: fx.Node) -> str:
+    """A tensor filled with one value: every dim may be sharded; a tensor operand lends only its type."""
+    output = " ".join(names(graph.outputs(node)[0].fake.dim()))
+    inputs = ", ".join(" ".join(["_"] * value.fake.dim()) for value in graph.inputs(node))
+    return f"{inputs} -> {output}"
+
+
+def _overload(name: str) -> str:
+    return f"aten.{name}" if "." in name else f"aten.{name}.default"
+
+
+def table() -> dict[str, Entry]:
+    """The rules of this file by op name."""
+    return {
+        **{_overload(name): "*d -> *d" for name in _UNARY},
+        **{_overload(name): _linear_unary for name in _LINEAR_UNARY},
+        **{_overload(name): elementwise for name in _BINARY},
+        "aten.bucketize.Tensor": "*d, _ -> *d",
+        "aten.to.dtype": _cast,
+        "aten._to_copy.default": _cast,
+        "aten.add.Tensor": _sum_of_two,
+        "aten.sub.Tensor": _sum_of_two,
+        "aten.mul.Tensor": _multiply,
+        "aten.div.Tensor": _divide,
+        "aten.div.Tensor_mode": _divide,
+        "aten.where.self": _where,
+        "aten.where.ScalarOther": _where,
+        "aten.where.ScalarSelf": _where,
+        "aten.where.Scalar": elementwise,
+        "aten.masked_fill.Scalar": _masked_fill,
+        "aten.masked_fill.Tensor": _masked_fill,
+        "aten.addcmul.default": _addc,
+        "aten.addcdiv.default": _addc,
+        "aten.lerp.Scalar": _lerp,
+        "aten.lerp.Tensor": _lerp,
+        "aten.copy.default": _copy,
+        "aten.fill.Scalar": "*d -> *d",
+        "aten.dropout.default": _dropout,
+        "aten.native_dropout.default": _dropout,
+        "aten.feature_dropout.default": Annotation("^*d -> ^*d", random=True),
+        **{_overload(name): "*d -> *d" for name in _LIKE},
+        **{_overload(name): Annotation("*d -> *d", random=True) for name in _RANDOM_LIKE},
+        **{f"aten.{name}.default": _constant for name in ("full", "new_full", "new_ones", "new_zeros", "new_empty")},
+        **{
+            f"aten.{name}": _constant
+            for name in ("zeros.default", "ones.default", "empty.memory_format", "scalar_tensor.default")
+        },
+        # Positions: what an element holds depends on where it stands.
+        "aten.arange.default": "-> _",
+        "aten.arange.start": "-> _",
+        "aten.arange.start_step": "-> _",
+    }

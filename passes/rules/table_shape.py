@@ -1,0 +1,267 @@
+"""Rules of the ops that rearrange, cut, join and repeat elements without changing them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopart.passes import graph
+from autopart.passes.rules.arguments import argument, dims_of, names, operands, positive, rank_of
+from autopart.passes.rules.book import Entry, shape_of
+from autopart.passes.rules.notation import Annotation
+from autopart.passes.rules.reshape import reshape_annotation
+from autopart.passes.sizes import ONE, Extent, extent
+from torch import fx
+
+
+def _linear(before: Sequence[str], after: Sequence[str], sizes: dict[str, Extent] | None = None) -> Annotation:
+    return Annotation(f"{' '.join(before)} -> {' '.join(after)}", linear=((0,),), sizes=sizes or {})
+
+
+def _reshape(node: fx.Node) -> Annotation | None:
+    return reshape_annotation(shape_of(graph.inputs(node)[0].fake), shape_of(graph.outputs(node)[0].fake))
+
+
+def _transpose(node: fx.Node) -> Annotation:
+    rank = rank_of(node)
+    before = names(rank)
+    after = list(before)
+    if rank:
+        first, second = (positive(argument(node, index, name), rank) for index, name in ((1, "dim0"), (2, "dim1")))
+        after[first], after[second] = before[second], before[first]
+    return _linear(before, after)
+
+
+def _matrix_transpose(node: fx.Node) -> Annotation:
+    before = names(rank_of(node))
+    return _linear(before, before[::-1])
+
+
+def _permute(node: fx.Node) -> Annotation:
+    rank = rank_of(node)
+    before = names(rank)
+    return _linear(before, [before[positive(dim, rank)] for dim in argument(node, 1, "dims")])
+
+
+def _unsqueeze(node: fx.Node) -> Annotation:
+    rank = rank_of(node)
+    before = names(rank)
+    dim = positive(argument(node, 1, "dim"), rank + 1)
+    return _linear(before, [*before[:dim], "1", *before[dim:]])
+
+
+def _squeeze(node: fx.Node) -> Annotation:
+    shape = shape_of(graph.inputs(node)[0].fake)
+    chosen = dims_of(node, 1, "dim")
+    gone = {dim for dim in chosen if shape[dim] == ONE}
+    before = ["1" if dim in gone else name for dim, name in enumerate(names(len(shape)))]
+    return _linear(before, [name for dim, name in enumerate(before) if dim not in gone])
+
+
+def _expand(node: fx.Node) -> Annotation:
+    """A broadcast dim becomes a factor of its own: every shard repeats the same elements."""
+    before, after = shape_of(graph.inputs(node)[0].fake), shape_of(graph.outputs(node)[0].fake)
+    new = len(after) - len(before)
+    output = names(len(after))
+    source = ["1" if before[dim] == ONE != after[dim + new] else output[dim + new] for dim in range(len(before))]
+    if operands(node) == 2:  # expand_as: the second operand lends its shape
+        return Annotation(f"{' '.join(source)}, {' '.join(output)} -> {' '.join(output)}", linear=((0,),))
+    return _linear(source, output)
+
+
+def _split(node: fx.Node) -> Annotation:
+    """Equal pieces share their factor: a shard of the whole, taken inside every piece, splits into shards."""
+    rank = rank_of(node)
+    dim = positive(argument(node, 2, "dim", 0), rank)
+    before = names(rank)
+    pieces = [shape_of(value.fake)[dim] for value in graph.outputs(node)]
+    outputs = []
+    if len(set(pieces)) == 1 and pieces[0] is not None:
+        output = list(before)
+        output[dim] = "n"
+        before[dim] = "(^c n)"
+        outputs = [" ".join(output)] * len(pieces)
+        sizes = {"c": Extent(len(pieces)), "n": pieces[0]}
+    else:
+        before[dim] = "_"
+        outputs = [" ".join(before)] * len(pieces)
+        sizes = {}
+    return Annotation(f"{' '.join(before)} -> {', '.join(outputs)}", linear=((0,),), sizes=sizes)
+
+
+def _slice(node: fx.Node) -> Annotation:
+    """The whole dim, one of its equal blocks (rotary embeddings take halves), or a frozen dim."""
+    rank = rank_of(node)
+    dim = positive(argument(node, 1, "dim", 0), rank)
+    start, step = argument(node, 2, "start"), argument(node, 4, "step", 1)
+    before = names(rank)
+    after = list(before)
+    whole = extent(graph.inputs(node)[0].fake.shape[dim])
+    part = extent(graph.outputs(node)[0].fake.shape[dim])
+    if whole is not None and whole == part and step == 1:
+        return _linear(before, after)
+    count = None if whole is None or part is None else whole.over(part)
+    static = whole is not None and not whole.batched and isinstance(start, int | None) and step == 1
+    if static and whole is not None and part is not None and count is not None:
+        first = min(max(_from_left(start or 0, whole.coefficient), 0), whole.coefficient)
+        if first % part.coefficient == 0:
+            before[dim], after[dim] = "(^c n)", "n"
+            return _linear(before, after, {"c": count, "n": part})
+    before[dim] = after[dim] = "_"
+    return _linear(before, after)
+
+
+def _from_left(index: int, size: int) -> int:
+    return index + size if index < 0 else index
+
+
+def _select(node: fx.Node) -> Annotation:
+    rank = rank_of(node)
+    dim = positive(argument(node, 1, "dim"), rank)
+    before = names(rank)
+    return _linear([*before[:dim], "_", *before[dim + 1 :]], [*before[:dim], *before[dim + 1 :]])
+
+
+def _cat(node: fx.Node) -> Annotation | None:
+    """Operands of the same size share their factor, as in :func:`_split`; legacy empty operands are left out."""
+    tensors = [value.fake for value in graph.inputs(node)]
+    rank = tensors[0].dim()
+    if any(tensor.dim() != rank for tensor in tensors):
+        return None
+    dim = positive(argument(node, 1, "dim", 0), rank)
+    sizes = [extent(tensor.shape[dim]) for tensor in tensors]
+    part, whole = names(rank), names(rank)
+    group = tuple(range(len(tensors)))
+    if len(set(sizes)) == 1 and sizes[0] is not None:
+        part[dim], whole[dim] = "n", "(^c n)"
+        text = f"{', '.join([' '.join(part)] * len(tensors))} -> {' '.join(whole)}"
+        return Annotation(text, linear=(group,), sizes={"c": Extent(len(tensors)), "n": sizes[0]})
+    part[dim] = whole[dim] = "_"
+    return Annotation(f"{', '.join([' '.join(part)] * len(tensors))} -> {' '.join(whole)}", linear=(group,))
+
+
+def _stack(node: fx.Node) -> Annotation:
+    rank = rank_of(node)
+    dim = positive(argument(node, 1, "dim", 0), rank + 1)
+    before = names(rank)
+    text = ", ".join([" ".join(before)] * operands(node))
+    after = " ".join([*before[:dim], "_", *before[dim:]])
+    return Annotation(f"{text} -> {after}", linear=(tuple(range(operands(node))),))
+
+
+def _repeat(node: fx.Node) -> Annotation:
+    """``repeat``: the copies stand outside the dim."""
+    before = names(rank_of(node))
+    counts = argument(node, 1, "repeats")
+    new = len(counts) - len(before)
+    after, sizes = [], {}
+    for index, count in enumerate(counts):
+        number = extent(count.meta["val"] if isinstance(count, fx.Node) else count)
+        copies = f"r{index}"
+        if number == ONE and index >= new:
+            after.append(before[index - new])
+            continue
+        if number is None:
+            copies = f"^{copies}"
+        else:
+            sizes[copies] = number
+        after.append(copies if index < new else f"({copies} {before[index - new]})")
+    return _linear(before, after, sizes)
+
+
+def _repeat_interleave(node: fx.Node) -> Annotation | None:
+    """With one count for all elements the copies stand inside the dim."""
+    dim = argument(node, 2, "dim")
+    repeats = argument(node, 1, "repeats")
+    if not isinstance(repeats, int) or dim is None:
+        return None
+    before = names(rank_of(node))
+    after = list(before)
+    dim = positive(dim, len(before))
+    after[dim] = f"({before[dim]} r)"
+    return _linear(before, after, {"r": Extent(repeats)})
+
+
+def _frozen_dims(node: fx.Node, dims: Sequence[int]) -> Annotation:
+    frozen = ["^" + name if dim in dims else name for dim, name in enumerate(names(rank_of(node)))]
+    return _linear(frozen, frozen)
+
+
+def _flip(node: fx.Node) -> Annotation:
+    return _frozen_dims(node, dims_of(node, 1, "dims"))
+
+
+def _roll(node: fx.Node) -> Annotation | None:
+    return _frozen_dims(node, dims_of(node, 2, "dims")) if argument(node, 2, "dims") else None
+
+
+def _triangle(node: fx.Node) -> Annotation:
+    return Annotation("*b ^m ^n -> *b ^m ^n", linear=((0,),))
+
+
+def _diagonal(node: fx.Node) -> Annotation:
+    rank = rank_of(node)
+    first, second = (
+        positive(argument(node, index, name, default), rank)
+        for index, name, default in ((2, "dim1", 0), (3, "dim2", 1))
+    )
+    before = ["_" if dim in (first, second) else name for dim, name in enumerate(names(rank))]
+    return _linear(before, [*(name for name in before if name != "_"), "_"])
+
+
+def _pad(node: fx.Node) -> Annotation:
+    """Dims that grow are frozen; filled with anything but zero the op is no longer linear."""
+    before, after = shape_of(graph.inputs(node)[0].fake), shape_of(graph.outputs(node)[0].fake)
+    padding = argument(node, 1, "pad")
+    touched = {len(before) - 1 - index // 2 for index, width in enumerate(padding) if width != 0}
+    terms = ["_" if dim in touched else name for dim, name in enumerate(names(len(before)))]
+    plain = "constant_pad_nd" in str(node.target)
+    mode = "constant" if plain else argument(node, 2, "mode", "constant")
+    value = argument(node, 2, "value", 0) if plain else argument(node, 3, "value", None)
+    linear = ((0,),) if mode != "constant" or not value else ()
+    assert len(after) == len(before)
+    return Annotation(f"{' '.join(terms)} -> {' '.join(terms)}", linear=linear)
+
+
+def _scatter_into(node: fx.Node) -> Annotation:
+    """slice_scatter and select_scatter: ``src`` replaces a part of ``self`` along a frozen dim."""
+    select = "select" in str(node.target)
+    rank = rank_of(node)
+    dim = positive(argument(node, 2, "dim", 0), rank)
+    whole = names(rank)
+    whole[dim] = "^w"
+    part = [*whole[:dim], *([] if select else ["_"]), *whole[dim + 1 :]]
+    return Annotation(f"{' '.join(whole)}, {' '.join(part)} -> {' '.join(whole)}", linear=((0, 1),))
+
+
+def table() -> dict[str, Entry]:
+    """The rules of this file by op name."""
+    return {
+        "aten.reshape.default": _reshape,
+        "aten.view.default": _reshape,
+        "aten._unsafe_view.default": _reshape,
+        "aten.transpose.int": _transpose,
+        "aten.t.default": _matrix_transpose,
+        "aten.permute.default": _permute,
+        "aten.unsqueeze.default": _unsqueeze,
+        "aten.squeeze.default": _squeeze,
+        "aten.squeeze.dim": _squeeze,
+        "aten.squeeze.dims": _squeeze,
+        "aten.expand.default": _expand,
+        "aten.expand_as.default": _expand,
+        "aten.split_with_sizes.default": _split,
+        "aten.slice.Tensor": _slice,
+        "aten.select.int": _select,
+        "aten.cat.default": _cat,
+        "aten.stack.default": _stack,
+        "aten.repeat.default": _repeat,
+        "aten.repeat_interleave.self_int": _repeat_interleave,
+        "aten.flip.default": _flip,
+        "aten.roll.default": _roll,
+        "aten.tril.default": _triangle,
+        "aten.triu.default": _triangle,
+        "aten.diagonal.default": _diagonal,
+        "aten.pad.default": _pad,
+        "aten.constant_pad_nd.default": _pad,
+        "aten.slice_scatter.default": _scatter_into,
+        "aten.select_scatter.default": _scatter_into,
+    }

@@ -1,0 +1,297 @@
+"""What autograd keeps for the backward pass, op by op.
+
+The rules restate for each op what torch's ``derivatives.yaml`` saves, under eager execution: which of its inputs and
+outputs (:func:`saved_tensors`), and what it allocates besides, such as a dropout mask (:func:`saved_inside`). A tensor
+that several ops keep, or that is kept through views, is in memory once: :func:`saved_values` unites them.
+
+Ops without a rule are taken to keep every input and output, which errs towards more memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import fx
+
+from autopart.passes.amounts import ZERO, Amount, numel, product, stored_bytes, tensor_bytes, total
+from autopart.passes.graph import Value, inputs, is_op, is_tensor, outputs, value_of
+from autopart.passes.storage import argument, is_view, merges_leading_dims, op_name, storage_of
+
+_NOTHING = {
+    *("add", "sub", "rsub", "neg", "sum", "mean", "cat", "stack", "concat", "pad", "constant_pad_nd", "clone"),
+    *("contiguous", "reshape", "flatten", "_unsafe_view", "to", "type_as", "_to_copy", "cumsum", "roll", "flip"),
+    *("repeat", "tril", "triu", "floor", "ceil", "round", "sign", "fill", "zeros_like", "ones_like", "full_like"),
+    *("empty_like", "new_ones", "new_zeros", "new_full", "arange", "full", "zeros", "ones", "masked_select"),
+    *("pixel_shuffle", "pixel_unshuffle", "upsample_nearest2d", "upsample_bilinear2d", "logical_not", "ravel"),
+    *("reflection_pad1d", "reflection_pad2d", "replication_pad2d", "im2col", "col2im", "alias", "slice_scatter"),
+    *("select_scatter", "lerp", "where_self", "reshape_as", "hstack", "vstack", "repeat_interleave"),
+}
+_INPUT = {
+    *("gelu", "silu", "mish", "hardswish", "hardtanh", "hardsigmoid", "leaky_relu", "elu", "selu", "celu", "softplus"),
+    *("softshrink", "hardshrink", "relu6", "threshold", "clamp", "clamp_min", "clamp_max", "abs", "sin", "cos", "log"),
+    *("log2", "log10", "log1p", "erf", "log_sigmoid", "glu", "var", "square", "pow_scalar", "avg_pool1d", "atan"),
+    *("avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "acos", "asin"),
+}
+_OUTPUT = {
+    *("relu", "tanh", "sigmoid", "exp", "exp2", "expm1", "sqrt", "rsqrt", "reciprocal", "softmax", "log_softmax"),
+    *("_softmax", "_log_softmax", "tan", "special_softmax"),
+}
+_BOTH = {"amax", "amin", "logsumexp", "norm", "linalg_vector_norm", "std", "prod", "cumprod", "max_full", "min_full"}
+_PRODUCTS = {"mul", "mm", "bmm", "matmul", "dot", "mv", "outer", "einsum", "linear", "addmm", "baddbmm", "addbmm"}
+_CONVOLUTIONS = {
+    *("conv1d", "conv2d", "conv3d", "convolution", "_convolution"),
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+}
+_GROUPED = {"_grouped_mm", "grouped_mm", "grouped_mm_fallback"}
+_LOSSES = {
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "nll_loss"),
+    *("binary_cross_entropy_with_logits", "nll_loss_nd", "soft_margin_loss"),
+}
+# Ops whose backward needs only where values went: positions of their index arguments.
+_INDEXED = {
+    "embedding": (1,),
+    "gather": (2,),
+    "index_select": (2,),
+    "index_add": (2,),
+    "scatter": (2,),
+    "scatter_add": (2,),
+    "masked_fill": (1,),
+    "masked_scatter": (1,),
+    "take_along_dim": (1,),
+}
+_POOLS = {"max_pool1d": 8, "max_pool2d": 8, "max_pool3d": 8, "adaptive_max_pool2d": 8}
+
+
+def needs_gradient(value: Value) -> bool:
+    """Whether gradients flow to the value: ``meta["differentiable"]`` of its producer, else any floating point."""
+    marked = value.node.meta.get("differentiable")
+    fake = value.fake
+    real = fake.dtype.is_floating_point or fake.dtype.is_complex
+    return real if marked is None else bool(marked) and real
+
+
+def is_differentiated(node: fx.Node) -> bool:
+    """Whether the op has a backward: a differentiable output made from a differentiable input."""
+    return any(map(needs_gradient, outputs(node))) and any(map(needs_gradient, inputs(node)))
+
+
+def _operand(node: fx.Node, position: int, name: str = "") -> Value | None:
+    found = argument(node, position, name)
+    return value_of(found) if isinstance(found, fx.Node) and is_tensor(found) else None
+
+
+def _operands(node: fx.Node) -> list[Value]:
+    """The factors of a product: what is added to it (bias) or only says where groups end is left out."""
+    name = op_name(node)
+    if name in ("addmm", "baddbmm", "addbmm"):
+        found = [_operand(node, 1, "mat1"), _operand(node, 2, "mat2")]
+    elif name == "linear" or name in _CONVOLUTIONS or name in _GROUPED:
+        found = [_operand(node, 0, "input"), _operand(node, 1, "weight")]
+    else:
+        found = list(inputs(node))
+    return [value for value in found if value is not None]
+
+
+def _copied(node: fx.Node) -> list[Value]:
+    """Operands of matmul with more than three dims that it first copies to merge its batch dims."""
+    if op_name(node) != "matmul":
+        return []
+    return [value for value in _operands(node) if value.fake.dim() > 3 and not merges_leading_dims(value.fake)]
+
+
+def _saved_factors(node: fx.Node) -> list[Value]:
+    """Each factor of a product is kept for the gradients of the others."""
+    factors = _operands(node)
+    kept = []
+    for index, factor in enumerate(factors):
+        others = factors[:index] + factors[index + 1 :]
+        if any(map(needs_gradient, others)):
+            kept.append(factor)
+    copied = _copied(node)
+    return [factor for factor in kept if factor not in copied]
+
+
+def _first(node: fx.Node) -> list[Value]:
+    return inputs(node)[:1]
+
+
+def _saved_div(node: fx.Node) -> list[Value]:
+    above, below = _operand(node, 0), _operand(node, 1)
+    if above is None or below is None:
+        return []
+    return [above, below] if needs_gradient(below) else [below]
+
+
+def _saved_pow(node: fx.Node) -> list[Value]:
+    return [*inputs(node), *outputs(node)] if len(inputs(node)) > 1 else _first(node)
+
+
+def _saved_where(node: fx.Node) -> list[Value]:
+    return _first(node)
+
+
+def _saved_index(node: fx.Node) -> list[Value]:
+    return inputs(node)[1:]
+
+
+def _saved_index_put(node: fx.Node) -> list[Value]:
+    indices = argument(node, 1, "indices", ())
+    return [value_of(item) for item in indices if isinstance(item, fx.Node)]
+
+
+def _saved_chosen(node: fx.Node) -> list[Value]:
+    """sort, topk, max over a dim: the positions, their second output."""
+    found = outputs(node)
+    return found[1:2] if len(found) > 1 else [*inputs(node), *found]
+
+
+def _saved_norm(node: fx.Node) -> list[Value]:
+    weight_at = {"layer_norm": 2, "rms_norm": 2, "group_norm": 2, "batch_norm": 1, "instance_norm": 1}[op_name(node)]
+    weight = _operand(node, weight_at, "weight")
+    return _first(node) + ([weight] if weight is not None else [])
+
+
+def _saved_attention(node: fx.Node) -> list[Value]:
+    mask = _operand(node, 3, "attn_mask")
+    kept = [*inputs(node)[:3], *outputs(node)]
+    return [*kept, mask] if mask is not None and mask.fake.dtype != torch.bool else kept
+
+
+def _saved_cross_entropy(node: fx.Node) -> list[Value]:
+    return inputs(node)[1:]
+
+
+def _saved_nothing(node: fx.Node) -> list[Value]:
+    return []
+
+
+def _rules() -> dict[str, Callable[[fx.Node], list[Value]]]:
+    rules: dict[str, Callable[[fx.Node], list[Value]]] = {}
+    rules.update(dict.fromkeys(_NOTHING, _saved_nothing))
+    rules.update(dict.fromkeys(_INPUT, _first))
+    rules.update(dict.fromkeys(_OUTPUT, lambda node: outputs(node)[:1]))
+    rules.update(dict.fromkeys(_BOTH, lambda node: [*_first(node), *outputs(node)[:1]]))
+    rules.update(dict.fromkeys(_PRODUCTS | _CONVOLUTIONS | _GROUPED, _saved_factors))
+    rules.update(dict.fromkeys(_LOSSES, lambda node: inputs(node)[:2]))
+    rules.update(dict.fromkeys(("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"), _saved_norm))
+    rules.update(dict.fromkeys(("sort", "topk", "max", "min", "median", "kthvalue", "mode"), _saved_chosen))
+    rules.update(dict.fromkeys(("index_put", "_unsafe_index_put"), _saved_index_put))
+    rules.update(dict.fromkeys(("index", "_unsafe_index"), _saved_index))
+    rules.update(dict.fromkeys(_POOLS, _first))
+    rules.update(
+        div=_saved_div,
+        pow=_saved_pow,
+        where=_saved_where,
+        dropout=_saved_nothing,
+        native_dropout=_saved_nothing,
+        scaled_dot_product_attention=_saved_attention,
+        cross_entropy_loss=_saved_cross_entropy,
+    )
+    for name, positions in _INDEXED.items():
+        rules[name] = _positions(positions)
+    return rules
+
+
+def _positions(positions: tuple[int, ...]) -> Callable[[fx.Node], list[Value]]:
+    def rule(node: fx.Node) -> list[Value]:
+        found = (node.args[position] for position in positions if position < len(node.args))
+        return [value_of(item) for item in found if isinstance(item, fx.Node) and is_tensor(item)]
+
+    return rule
+
+
+_RULES = _rules()
+
+
+def _rule_name(node: fx.Node) -> str:
+    """In-place ops keep what their functional form keeps."""
+    name = op_name(node)
+    return name[:-1] if name.endswith("_") and not name.endswith("__") and name not in _RULES else name
+
+
+def has_rule(node: fx.Node) -> bool:
+    return is_view(node) or _rule_name(node) in _RULES
+
+
+def saved_tensors(node: fx.Node, kind: str = "cuda") -> list[Value]:
+    """The inputs and outputs that an op keeps for its backward on devices of a kind ("cuda" or "cpu").
+
+    Nothing for views and for ops without a backward.
+    """
+    if not is_op(node) or is_view(node) or not is_differentiated(node) or _is_unfused_attention(node, kind):
+        return []
+    rule = _RULES.get(_rule_name(node))
+    kept = rule(node) if rule is not None else [*inputs(node), *outputs(node)]
+    return list(dict.fromkeys(kept))
+
+
+def saved_inside(node: fx.Node, kind: str = "cuda") -> Amount:
+    """Bytes that an op keeps besides its inputs and outputs, on devices of a kind ("cuda" or "cpu")."""
+    if not is_op(node) or is_view(node) or not is_differentiated(node):
+        return ZERO
+    name = _rule_name(node)
+    if name in ("dropout", "native_dropout"):
+        # CUDA keeps one byte per element, the CPU multiplies by scaled noise of the input's type.
+        return numel(node.meta["val"]) if kind == "cuda" else tensor_bytes(node.meta["val"])
+    if name in _POOLS:
+        return numel(outputs(node)[0].fake) * _POOLS[name]
+    if name == "cross_entropy_loss":
+        return tensor_bytes(inputs(node)[0].fake)
+    if name == "matmul":
+        return total(tensor_bytes(value.fake) for value in _copied(node))
+    if name in ("layer_norm", "rms_norm"):
+        normalized = argument(node, 1, "normalized_shape", [])
+        rows = product(node.meta["val"].shape[: node.meta["val"].dim() - len(normalized)])
+        return rows * (8 if name == "layer_norm" else 4)
+    if name == "group_norm":
+        return product(node.meta["val"].shape[:1]) * int(argument(node, 1, "num_groups")) * 8
+    if name == "batch_norm":
+        return product(node.meta["val"].shape[1:2]) * 8
+    if name == "scaled_dot_product_attention":
+        return _attention_inside(node, kind)
+    return ZERO
+
+
+def _is_unfused_attention(node: fx.Node, kind: str) -> bool:
+    """The CPU's fused kernel has neither dropout nor a gradient of the mask."""
+    if kind != "cpu" or op_name(node) != "scaled_dot_product_attention":
+        return False
+    mask = _operand(node, 3, "attn_mask")
+    return bool(argument(node, 4, "dropout_p", 0.0)) or (mask is not None and needs_gradient(mask))
+
+
+def _attention_inside(node: fx.Node, kind: str) -> Amount:
+    """Log-sum-exp per query in float32, and the additive mask that a boolean mask is turned into."""
+    query, key, value = (item.fake for item in inputs(node)[:3])
+    scores = product(query.shape[:-1]) * product(key.shape[-2:-1])
+    if _is_unfused_attention(node, kind):
+        # Probabilities, with dropout also the noise and their product, and copies of the operands.
+        operands = total(tensor_bytes(item) for item in (query, key, value))
+        return scores * ((3 if argument(node, 4, "dropout_p", 0.0) else 1) * query.element_size()) + operands
+    mask = _operand(node, 3, "attn_mask")
+    additive = ZERO
+    if mask is not None and mask.fake.dtype == torch.bool:
+        additive = numel(mask.fake) * query.element_size()
+    return product(query.shape[:-1]) * 4 + additive
+
+
+def saved_values(nodes: Iterable[fx.Node], kind: str = "cuda", skip_placeholders: bool = True) -> list[Value]:
+    """The distinct values in memory until the backward of ``nodes``: each owner of a kept view once, in order.
+
+    skip_placeholders: leave out parameters, buffers and inputs, which are in memory anyway.
+    """
+    kept: dict[Value, None] = {}
+    for node in nodes:
+        for value in saved_tensors(node, kind):
+            owner = storage_of(value)
+            if owner.node.op == "call_function" or not skip_placeholders:
+                kept[owner] = None
+    return list(kept)
+
+
+def saved_bytes(nodes: Iterable[fx.Node], kind: str = "cuda", skip_placeholders: bool = True) -> Amount:
+    """Bytes kept until the backward of ``nodes``, each storage once."""
+    listed = list(nodes)
+    kept = total(stored_bytes(value.fake) for value in saved_values(listed, kind, skip_placeholders))
+    return kept + total(saved_inside(node, kind) for node in listed)

@@ -1,0 +1,240 @@
+"""Moves a tensor from one placement to another on one mesh axis, forward and backward.
+
+One function for each pair of placements (:mod:`autopart.runtime.placement`), named by what the forward does; where the
+gradient needs something other than the mirror image, the name says that too. ``n`` is the axis' size:
+
+=========  ==================================  ==========================  ==========================
+from, to   function                            forward                     backward
+=========  ==================================  ==========================  ==========================
+R -> S     ``split``                           take own share              all-gather
+R -> B     ``sum_gradients``                   nothing                     all-reduce
+R -> P     ``keep_on_first``                   zeros but on rank 0         nothing
+S -> R     ``all_gather``                      all-gather                  take own share
+S -> B     ``all_gather_scatter_gradients``    all-gather                  reduce-scatter
+S -> P     ``pad``                             zeros around own share      take own share
+S -> S'    ``all_to_all``                      all-to-all                  all-to-all
+P -> R     ``all_reduce``                      all-reduce                  nothing
+P -> S     ``reduce_scatter``                  reduce-scatter              all-gather
+P -> B     ``all_reduce_sum_gradients``        all-reduce                  all-reduce
+B -> R     ``keep_gradients_on_first``         nothing                     zeros but on rank 0
+B -> S     ``split_pad_gradients``             take own share              zeros around own share
+B -> P     ``keep_all_on_first``               zeros but on rank 0         zeros but on rank 0
+=========  ==================================  ==========================  ==========================
+
+All take ``(x, axis)``; those with a sharded end also ``dim`` and ``outer``, the number of blocks in that dim outside
+the sharded part. An axis of one rank returns ``x`` itself. Tensors of any dtype pass forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopart.runtime.mesh import Axis
+from autopart.runtime.placement import join_shards, shard, take_shard
+from autopart.runtime.traffic import Phase, payload
+
+# An operation without autograd: takes the tensor and the phase under which to count.
+_Operation = Callable[[Tensor, Phase], Tensor]
+
+# torch 2.13 renamed these two; 2.11 knows the old names alone.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# --- Operations without autograd ---
+
+
+def gather_shards(x: Tensor, axis: Axis, dim: int, outer: int, phase: Phase) -> Tensor:
+    """The whole tensor from every rank's share."""
+    gathered = x.new_empty((axis.size, *x.shape))
+    axis.traffic.add("all_gather", axis.name, phase, payload(gathered))
+    _gather_single(gathered.flatten(), x.detach().contiguous().flatten(), group=axis.group)
+    if dim == 0 and outer == 1 and x.dim():
+        return gathered.flatten(0, 1)
+    return join_shards(gathered.unbind(), shard(dim, outer))
+
+
+def sum_over(x: Tensor, axis: Axis, phase: Phase) -> Tensor:
+    """The sum of all ranks' tensors, a new tensor on every rank."""
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    sum_in_place(total, axis, phase)
+    return total
+
+
+def sum_in_place(x: Tensor, axis: Axis, phase: Phase) -> None:
+    """Replaces a contiguous tensor by the sum over the axis."""
+    if axis.size == 1:
+        return
+    axis.traffic.add("all_reduce", axis.name, phase, payload(x))
+    dist.all_reduce(x, group=axis.group)
+
+
+def broadcast_in_place(x: Tensor, axis: Axis, source: int, phase: Phase) -> None:
+    """Replaces a contiguous tensor by the one of the rank with index ``source`` on the axis."""
+    if axis.size == 1:
+        return
+    axis.traffic.add("broadcast", axis.name, phase, payload(x))
+    dist.broadcast(x, group=axis.group, group_src=source)
+
+
+def _scatter_sums(x: Tensor, axis: Axis, dim: int, outer: int, phase: Phase) -> Tensor:
+    shares = torch.stack([take_shard(x.detach(), shard(dim, outer), i, axis.size) for i in range(axis.size)])
+    axis.traffic.add("reduce_scatter", axis.name, phase, payload(shares))
+    own = torch.empty_like(shares[0])
+    try:
+        _scatter_single(own.flatten(), shares.flatten(), group=axis.group)
+    except RuntimeError as error:
+        # gloo in some versions of torch: every rank sums everything and keeps its share.
+        if "support" not in str(error):
+            raise
+        dist.all_reduce(shares, group=axis.group)
+        own = shares[axis.index].clone()
+    return own
+
+
+def _exchange(x: Tensor, axis: Axis, source: tuple[int, int], target: tuple[int, int], phase: Phase) -> Tensor:
+    """From shards of ``source`` (dim, outer) to shards of ``target``."""
+    if source[0] == target[0]:
+        # One dim in other blocks: what a rank needs may come from anywhere in the dim.
+        return _own_share(gather_shards(x, axis, *source, phase), axis, *target)
+    parts = torch.stack([take_shard(x.detach(), shard(*target), i, axis.size) for i in range(axis.size)])
+    axis.traffic.add("all_to_all", axis.name, phase, payload(parts))
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=axis.group)
+    return join_shards(received.unbind(), shard(*source))
+
+
+def _own_share(x: Tensor, axis: Axis, dim: int, outer: int) -> Tensor:
+    # A copy, not a view: a view would keep the whole tensor alive, and custom functions must not return views.
+    share = take_shard(x.detach(), shard(dim, outer), axis.index, axis.size)
+    return share.clone(memory_format=torch.contiguous_format)
+
+
+def _padded(x: Tensor, axis: Axis, dim: int, outer: int) -> Tensor:
+    """Zeros in the shape of the whole, with this rank's share in its place."""
+    blocks = x.detach().unflatten(dim, (outer, x.size(dim) // outer))
+    share = blocks.size(dim + 1)
+    whole = x.new_zeros((*x.shape[:dim], outer, share * axis.size, *x.shape[dim + 1 :]))
+    whole.narrow(dim + 1, axis.index * share, share).copy_(blocks)
+    return whole.flatten(dim, dim + 1)
+
+
+def _first_only(x: Tensor, axis: Axis) -> Tensor:
+    return x if axis.index == 0 else torch.zeros_like(x)
+
+
+class _Transition(torch.autograd.Function):
+    """Runs one operation forward and another backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: _Operation, backward: _Operation) -> Tensor:
+        ctx.operation = backward
+        return forward(x, "forward")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.operation(gradient, "backward"), None, None
+
+
+def _apply(x: Tensor, axis: Axis, forward: _Operation, backward: _Operation) -> Tensor:
+    return x if axis.size == 1 else _Transition.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+
+
+def _same(x: Tensor, phase: Phase) -> Tensor:
+    return x
+
+
+# --- The transitions ---
+
+
+def split(x: Tensor, axis: Axis, dim: int, outer: int = 1) -> Tensor:
+    """R -> S: takes this rank's share of a replicated tensor; gradients are all-gathered."""
+    return _apply(
+        x, axis, lambda x, _: _own_share(x, axis, dim, outer), lambda g, p: gather_shards(g, axis, dim, outer, p)
+    )
+
+
+def sum_gradients(x: Tensor, axis: Axis) -> Tensor:
+    """R -> B: the same tensor; the ranks' gradients are summed."""
+    return _apply(x, axis, _same, lambda g, p: sum_over(g, axis, p))
+
+
+def keep_on_first(x: Tensor, axis: Axis) -> Tensor:
+    """R -> P: the tensor on rank 0 of the axis, zeros elsewhere; every rank's gradient passes."""
+    return _apply(x, axis, lambda x, _: _first_only(x, axis), _same)
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int, outer: int = 1) -> Tensor:
+    """S -> R: the whole on every rank; each takes its share of the replicated gradient."""
+    return _apply(
+        x, axis, lambda x, p: gather_shards(x, axis, dim, outer, p), lambda g, _: _own_share(g, axis, dim, outer)
+    )
+
+
+def all_gather_scatter_gradients(x: Tensor, axis: Axis, dim: int, outer: int = 1) -> Tensor:
+    """S -> B: the whole on every rank; the ranks' gradients are summed and each takes its share."""
+    return _apply(
+        x,
+        axis,
+        lambda x, p: gather_shards(x, axis, dim, outer, p),
+        lambda g, p: _scatter_sums(g, axis, dim, outer, p),
+    )
+
+
+def pad(x: Tensor, axis: Axis, dim: int, outer: int = 1) -> Tensor:
+    """S -> P: zeros around this rank's share; each takes its share of the replicated gradient."""
+    return _apply(x, axis, lambda x, _: _padded(x, axis, dim, outer), lambda g, _: _own_share(g, axis, dim, outer))
+
+
+def all_to_all(x: Tensor, axis: Axis, dim: int, to_dim: int, outer: int = 1, to_outer: int = 1) -> Tensor:
+    """S -> S': from shards of ``dim`` (in ``outer`` blocks) to shards of ``to_dim`` (in ``to_outer`` blocks).
+
+    With ``dim == to_dim`` (other blocks of the same dim) the whole is all-gathered, both ways.
+    """
+    source, target = (dim, outer), (to_dim, to_outer)
+    return _apply(
+        x,
+        axis,
+        lambda x, p: _exchange(x, axis, source, target, p),
+        lambda g, p: _exchange(g, axis, target, source, p),
+    )
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """P -> R: the sum on every rank; the replicated gradient passes."""
+    return _apply(x, axis, lambda x, p: sum_over(x, axis, p), _same)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int, outer: int = 1) -> Tensor:
+    """P -> S: this rank's share of the sum; gradients are all-gathered."""
+    return _apply(
+        x,
+        axis,
+        lambda x, p: _scatter_sums(x, axis, dim, outer, p),
+        lambda g, p: gather_shards(g, axis, dim, outer, p),
+    )
+
+
+def all_reduce_sum_gradients(x: Tensor, axis: Axis) -> Tensor:
+    """P -> B: the sum on every rank; the ranks' gradients are summed as well."""
+    return _apply(x, axis, lambda x, p: sum_over(x, axis, p), lambda g, p: sum_over(g, axis, p))
+
+
+def keep_gradients_on_first(x: Tensor, axis: Axis) -> Tensor:
+    """B -> R: the same tensor; of the replicated gradients the one of rank 0 counts."""
+    return _apply(x, axis, _same, lambda g, _: _first_only(g, axis))
+
+
+def split_pad_gradients(x: Tensor, axis: Axis, dim: int, outer: int = 1) -> Tensor:
+    """B -> S: takes this rank's share; its gradient is padded with zeros to a partial one of the whole."""
+    return _apply(x, axis, lambda x, _: _own_share(x, axis, dim, outer), lambda g, _: _padded(g, axis, dim, outer))
+
+
+def keep_all_on_first(x: Tensor, axis: Axis) -> Tensor:
+    """B -> P: the tensor on rank 0, zeros elsewhere; gradients alike."""
+    return _apply(x, axis, lambda x, _: _first_only(x, axis), lambda g, _: _first_only(g, axis))

@@ -1,0 +1,187 @@
+"""Runs one stage's action list on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopart.runtime.errors import PlanError
+from autopart.runtime.links import Links
+from autopart.runtime.manifest import Manifest, StageSpec, ValueSpec
+from autopart.runtime.mesh import Mesh
+from autopart.runtime.schedule import Action, Work
+
+# What starts the backward of a microbatch: output name -> gradient; None or missing: the output has none.
+Seeds = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What a step gives to a stage besides what other stages send.
+
+    inputs: microbatch -> the stage's inputs by name. samples: per microbatch on this rank (``b``); batch: in the whole
+    step (``B``). totals: by name.
+    """
+
+    inputs: Callable[[int], Mapping[str, Tensor]]
+    samples: int
+    batch: int
+    totals: Mapping[str, Tensor]
+
+
+@dataclass(slots=True)
+class _Microbatch:
+    """What is kept of a microbatch between its actions."""
+
+    received: dict[str, Tensor] = field(default_factory=dict)
+    sent: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    gradients: list[tuple[ValueSpec, Tensor]] = field(default_factory=list)
+    arriving: list[dist.Work] = field(default_factory=list)
+
+    def wait(self) -> None:
+        for work in self.arriving:
+            work.wait()
+        self.arriving.clear()
+
+
+class Run:
+    """One batch on its way through a stage: forward, and if ``train`` backward.
+
+    outputs: per microbatch, the stage's outputs by name, detached. Gradients gather in the parameters' ``.grad``;
+    ``reduce`` is what REDUCE calls.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        manifest: Manifest,
+        mesh: Mesh,
+        links: Links,
+        feed: Feed,
+        train: bool,
+        seeds: Seeds | None = None,
+        reduce: Callable[[], None] | None = None,
+    ) -> None:
+        self._module = module
+        self._spec: StageSpec = manifest.stages[mesh.stage]
+        self._mesh = mesh
+        self._links = links
+        self._feed = feed
+        self._train = train
+        self._reduce = reduce
+        self._microbatches: dict[int, _Microbatch] = {}
+        self._step = mesh.step
+        self.seeds = seeds
+        self.outputs: dict[int, dict[str, Tensor]] = {}
+
+    def execute(self, actions: Sequence[Action]) -> None:
+        """Does the actions in order. Raises what the stage raises; PlanError if the stage is not as the manifest says."""
+        with torch.set_grad_enabled(self._train):
+            for action in actions:
+                self._do(action)
+            self._links.flush()
+
+    def _do(self, action: Action) -> None:
+        if action.work is Work.REDUCE:
+            if self._reduce is not None:
+                self._reduce()
+            return
+        assert action.microbatch is not None
+        if action.work.is_compute:
+            # A recomputed forward inside a backward draws its random numbers again by these two.
+            self._mesh.step, self._mesh.microbatch = self._step, action.microbatch
+        state = self._microbatches.setdefault(action.microbatch, _Microbatch())
+        match action.work:
+            case Work.FORWARD:
+                self._forward(action.microbatch, state)
+            case Work.BACKWARD:
+                self._backward(action.microbatch, state)
+            case Work.SEND_ACTIVATION:
+                assert action.peer is not None
+                for value in self._links.outgoing[action.peer]:
+                    self._send(value, state.sent[value.name], action, "forward")
+            case Work.RECV_ACTIVATION:
+                assert action.peer is not None
+                for value in self._links.incoming[action.peer]:
+                    state.received[value.name] = self._receive(value, state, action, "forward")
+            case Work.SEND_GRADIENT:
+                assert action.peer is not None
+                for value in self._links.incoming[action.peer]:
+                    if value.needs_grad:
+                        leaf = state.received.pop(value.name)
+                        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                        self._send(value, gradient, action, "backward")
+            case Work.RECV_GRADIENT:
+                assert action.peer is not None
+                for value in self._links.outgoing[action.peer]:
+                    if value.needs_grad:
+                        gradient = self._receive(value, state, action, "backward")
+                        state.gradients.append((value, gradient))
+            case Work.WEIGHT:
+                pass  # the backward above computes the weights' gradients as well
+
+    def _send(self, value: ValueSpec, tensor: Tensor, action: Action, phase: str) -> None:
+        assert action.peer is not None and action.microbatch is not None
+        self._links.send(value, tensor, action.peer, action.microbatch, self._feed.samples, phase)  # type: ignore[arg-type]
+
+    def _receive(self, value: ValueSpec, state: _Microbatch, action: Action, phase: str) -> Tensor:
+        assert action.peer is not None and action.microbatch is not None
+        tensor, work = self._links.receive(value, action.peer, action.microbatch, self._feed.samples, phase)  # type: ignore[arg-type]
+        state.arriving.append(work)
+        if phase == "forward" and value.needs_grad and self._train:
+            tensor.requires_grad_()
+        return tensor
+
+    def _forward(self, microbatch: int, state: _Microbatch) -> None:
+        state.wait()
+        spec, feed = self._spec, self._feed
+        inputs = feed.inputs(microbatch)
+        arguments = {
+            **{name: inputs[name] for name in spec.inputs},
+            **{name: state.received[name] for name in spec.receives},
+            **{name: feed.totals[name] for name in spec.totals},
+        }
+        results = self._module(b=feed.samples, B=feed.batch, **arguments)
+        if not isinstance(results, tuple) or len(results) != len(spec.sends) + len(spec.outputs):
+            raise PlanError(
+                f"{spec.file} has to return a tuple of {len(spec.sends)} values to send {list(spec.sends)} and "
+                f"{len(spec.outputs)} outputs {list(spec.outputs)}; emit the program again, or mend the edited stage"
+            )
+        state.sent = dict(zip(spec.sends, results, strict=False))
+        state.outputs = dict(zip(spec.outputs, results[len(spec.sends) :], strict=True))
+        self.outputs[microbatch] = {name: tensor.detach() for name, tensor in state.outputs.items()}
+
+    def _backward(self, microbatch: int, state: _Microbatch) -> None:
+        state.wait()
+        tensors: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for name, incoming in _sum_by_value(state.gradients).items():
+            if state.sent[name].requires_grad:
+                tensors.append(state.sent[name])
+                gradients.append(incoming)
+        seeds = {} if self.seeds is None else self.seeds(microbatch, state.outputs)
+        for name, seed in seeds.items():
+            output = state.outputs.get(name)
+            if seed is not None and output is not None and output.requires_grad:
+                tensors.append(output)
+                gradients.append(seed)
+        # Nothing else may hold the graph's ends while it is walked: their memory is then freed on the way.
+        state.sent, state.outputs, state.gradients = {}, {}, []
+        if tensors:
+            torch.autograd.backward(tensors, gradients)
+
+
+def _sum_by_value(gradients: Sequence[tuple[ValueSpec, Tensor]]) -> dict[str, Tensor]:
+    """The gradients of each value, summed over the stages that use it (in place on the first)."""
+    sums: dict[str, Tensor] = {}
+    for value, gradient in gradients:
+        if value.name in sums:
+            sums[value.name] += gradient
+        else:
+            sums[value.name] = gradient
+    return sums

@@ -1,0 +1,158 @@
+"""Checks what the user passes against what was captured, and cuts it into replicas' shares and microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from autopart.runtime.errors import BatchError, InputError
+from autopart.runtime.links import dtype_of
+from autopart.runtime.manifest import InputSpec, Manifest, Size, size_of
+from autopart.runtime.structure import flatten
+
+BatchMode = Literal["global", "local"]
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How a batch is divided: ``batch`` samples over ``replicas`` (this rank's is ``replica``) and ``microbatches``.
+
+    offset: the samples before those that this rank was given (0 when it was given the whole batch).
+    """
+
+    batch: int
+    replicas: int
+    replica: int
+    microbatches: int
+    offset: int = 0
+
+    @property
+    def samples(self) -> int:
+        """Samples in one microbatch on one rank."""
+        return self.batch // (self.replicas * self.microbatches)
+
+    def start(self, microbatch: int) -> int:
+        """The first sample of this rank's microbatch, counted in the whole batch: contiguous, replica by replica."""
+        return (self.replica * self.microbatches + microbatch) * self.samples
+
+
+def bind(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of a call's arguments by path. Raises InputError for too many or doubled arguments."""
+    names = manifest.input_names
+    if len(args) > len(names):
+        raise InputError(f"{len(args)} positional inputs were given, the model was captured with {list(names)}")
+    arguments = dict(zip(names, args, strict=False))
+    doubled = sorted(arguments.keys() & kwargs.keys())
+    if doubled:
+        raise InputError(f"input {doubled[0]!r} is given twice, by position and by name")
+    arguments.update(kwargs)
+    leaves: dict[str, Any] = {}
+    for name, value in arguments.items():
+        leaves.update(flatten(value, name)[0])
+    return leaves
+
+
+def check(manifest: Manifest, leaves: Mapping[str, Any]) -> int:
+    """The number of samples in these inputs.
+
+    Raises InputError that names the input, what was expected and what was found: for missing and unknown inputs,
+    shapes, dtypes, sizes of the batch that contradict each other, and constants that differ from the captured ones.
+    """
+    specs = {spec.name: spec for spec in manifest.inputs}
+    for name, leaf in leaves.items():
+        if name not in specs:
+            raise InputError(
+                f"input {name!r} ({_describe(leaf)}) was not there when the model was captured; expected are "
+                f"{sorted(specs)}. Capture the model again with it"
+            )
+    batch: int | None = None
+    for spec in manifest.inputs:
+        leaf = leaves.get(spec.name)
+        if spec.kind == "constant":
+            if type(leaf) is not type(spec.constant) or leaf != spec.constant:
+                raise InputError(
+                    f"input {spec.name!r} was {spec.constant!r} when the model was captured and is now {leaf!r}; "
+                    "it is part of the plan: pass the same value, or capture the model again"
+                )
+            continue
+        if not isinstance(leaf, Tensor):
+            found = "is missing" if leaf is None else f"is {_describe(leaf)}"
+            raise InputError(
+                f"input {spec.name!r} {found}; expected is a tensor {spec.dtype} {_shape_text(spec.shape)}"
+            )
+        batch = _check_tensor(spec, leaf, batch)
+    return 1 if batch is None else batch
+
+
+def _check_tensor(spec: InputSpec, leaf: Tensor, batch: int | None) -> int | None:
+    where = f"input {spec.name!r} has the shape {list(leaf.shape)}; expected is {_shape_text(spec.shape)}"
+    if leaf.dtype != dtype_of(spec.dtype):
+        raise InputError(f"input {spec.name!r} has the dtype {leaf.dtype}; expected is {dtype_of(spec.dtype)}")
+    if leaf.requires_grad:
+        raise InputError(f"input {spec.name!r} requires a gradient, which a parallel model does not give; detach it")
+    if leaf.dim() != len(spec.shape):
+        raise InputError(where)
+    for size, found in zip(spec.shape, leaf.shape, strict=True):
+        if isinstance(size, str):
+            factor = size_of(size, 1)
+            if found % factor or (batch is not None and found != factor * batch) or found == 0:
+                raise InputError(where + ("" if batch is None else f" with b = {batch} as in the inputs before"))
+            batch = found // factor
+        elif size != found:
+            raise InputError(where + ", with b samples" * ("b" in _shape_text(spec.shape)))
+    return batch
+
+
+def divide(manifest: Manifest, found: int, replicas: int, replica: int, mode: BatchMode, train: bool) -> Division:
+    """How a batch of ``found`` samples is divided.
+
+    In training the samples must divide by replicas times microbatches. In evaluation, where nothing is summed, a batch
+    that does not is run in fewer microbatches, or if need be whole on every replica.
+
+    Raises BatchError which names the sizes that would do.
+    """
+    local = mode == "local"
+    batch = found * replicas if local else found
+    parts = replicas * manifest.microbatches
+    if batch % parts == 0:
+        return Division(batch, replicas, replica, manifest.microbatches, replica * found if local else 0)
+    if train:
+        unit = manifest.microbatches if local else parts
+        lower = found // unit * unit
+        sizes = f"{lower} or {lower + unit}" if lower else f"{unit} or {2 * unit}"
+        split = f"{manifest.microbatches} microbatches" + ("" if local else f" on {replicas} replicas")
+        raise BatchError(
+            f"a batch of {found} samples cannot be split into {split} of equal size; "
+            f"multiples of {unit} would do, such as {sizes}"
+        )
+    if batch % replicas:
+        replicas, replica = 1, 0
+    count = max(k for k in range(1, manifest.microbatches + 1) if (batch // replicas) % k == 0)
+    return Division(batch, replicas, replica, count, replica * found if local else 0)
+
+
+def microbatch_of(
+    specs: Sequence[InputSpec], leaves: Mapping[str, Any], division: Division, microbatch: int, device: torch.device
+) -> dict[str, Tensor]:
+    """These inputs' share of a microbatch, on the device."""
+    share: dict[str, Tensor] = {}
+    for spec in specs:
+        tensor: Tensor = leaves[spec.name]
+        if spec.batch_dim is not None:
+            rows = size_of(spec.shape[spec.batch_dim], 1) if isinstance(spec.shape[spec.batch_dim], str) else 1
+            start = division.start(microbatch) - division.offset
+            tensor = tensor.narrow(spec.batch_dim, start * rows, division.samples * rows)
+        share[spec.name] = tensor.to(device, non_blocking=True)
+    return share
+
+
+def _describe(leaf: Any) -> str:
+    return f"a tensor {leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def _shape_text(shape: Sequence[Size]) -> str:
+    return f"[{', '.join(map(str, shape))}]"

@@ -1,0 +1,143 @@
+"""Imports emitted files and puts this rank's share of the weights into a stage."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from autopart.runtime.errors import PlanError
+from autopart.runtime.links import dtype_of
+from autopart.runtime.manifest import Manifest, ParameterSpec
+from autopart.runtime.mesh import Mesh
+from autopart.runtime.placement import Placement, local_size, take_shard
+from autopart.runtime.rng import derive_seed
+
+Originals = Mapping[str, "Tensor | None"]
+
+
+def import_file(path: Path, imports: tuple[str, ...] = ()) -> ModuleType:
+    """Imports one emitted file. imports: modules to import before, such as those that register custom operators.
+
+    Raises PlanError when the file is missing or one of the modules cannot be imported.
+    """
+    for module in imports:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise PlanError(f"{path.name} needs the module {module!r}, which fails to import: {error}") from error
+    if not path.is_file():
+        raise PlanError(f"the emitted file {path} is missing; emit the program again")
+    # Under its own name in sys.modules, so that two programs may be loaded side by side.
+    name = f"autopart_emitted_{derive_seed(path.resolve()):x}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module_ = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module_
+    spec.loader.exec_module(module_)
+    return module_
+
+
+def build_stage(directory: Path, manifest: Manifest, mesh: Mesh) -> nn.Module:
+    """This rank's stage with empty parameters (on the meta device)."""
+    path = directory / manifest.stages[mesh.stage].file
+    module = import_file(path, manifest.imports)
+    if not hasattr(module, "Stage"):
+        raise PlanError(f"{path} defines no class Stage; emit the program again")
+    with torch.device("meta"):
+        stage: nn.Module = module.Stage(mesh)
+    return stage
+
+
+def local_shape(spec: ParameterSpec, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of this rank's share."""
+    shape = list(spec.shape)
+    for axis, text in zip(mesh.tensor_axes, spec.placements, strict=False):
+        placement = Placement.parse(text)
+        if placement.is_shard:
+            shape[placement.dim] = local_size(shape[placement.dim], axis.size)
+    return tuple(shape)
+
+
+def local_share(tensor: Tensor, spec: ParameterSpec, mesh: Mesh) -> Tensor:
+    """This rank's share of the whole tensor; a view where possible. Raises PlanError for another shape."""
+    if tuple(tensor.shape) != spec.shape:
+        raise PlanError(f"{spec.name} has the shape {list(tensor.shape)}, the plan was made for {list(spec.shape)}")
+    for axis, text in zip(mesh.tensor_axes, spec.placements, strict=False):
+        tensor = take_shard(tensor, Placement.parse(text), axis.index, axis.size)
+    return tensor
+
+
+def place(stage: nn.Module, manifest: Manifest, mesh: Mesh, originals: Originals) -> None:
+    """Replaces a stage's empty parameters and buffers by this rank's shares of the originals.
+
+    An original ``nn.Parameter`` is kept: the very same object, with its data replaced by the share, goes into the
+    stage, so that an optimizer made before goes on working. Originals that this rank does not run are emptied. Without
+    an original (None, missing, or on the meta device) a tensor starts as zeros, to be loaded later.
+
+    Raises PlanError when the stage's names or shapes are not those of the manifest.
+    """
+    specs = {name: spec for spec in manifest.parameters for name in (spec.name, *spec.aliases)}
+    placed: dict[str, Tensor] = {}
+    members = [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False)]
+    for name, empty in members:
+        spec = specs.get(name)
+        if spec is None:
+            raise PlanError(f"{manifest.stages[mesh.stage].file} has a parameter {name!r} that the manifest lacks")
+        if tuple(empty.shape) != local_shape(spec, mesh):
+            raise PlanError(
+                f"{manifest.stages[mesh.stage].file} declares {name!r} as {list(empty.shape)}, but the share of a rank "
+                f"is {list(local_shape(spec, mesh))}"
+            )
+        if spec.name not in placed:
+            placed[spec.name] = _place_one(spec, mesh, _original(spec, originals))
+        _replace(stage, name, placed[spec.name])
+    for spec in manifest.parameters:
+        original = _original(spec, originals)
+        if spec.name not in placed and isinstance(original, nn.Parameter):
+            original.data = original.data.new_empty(0)
+            original.grad = None
+
+
+def _original(spec: ParameterSpec, originals: Originals) -> Tensor | None:
+    for name in (spec.name, *spec.aliases):
+        if originals.get(name) is not None:
+            return originals[name]
+    return None
+
+
+def _place_one(spec: ParameterSpec, mesh: Mesh, original: Tensor | None) -> Tensor:
+    if original is None or original.is_meta:
+        data = torch.zeros(local_shape(spec, mesh), dtype=dtype_of(spec.dtype), device=mesh.device)
+    else:
+        share = local_share(original.detach(), spec, mesh).to(mesh.device)
+        # A share that is a view would keep the whole alive.
+        data = share if share.untyped_storage().nbytes() == share.nbytes else share.clone().contiguous()
+    if spec.buffer:
+        # The model that was captured keeps its own; running statistics here go their own way.
+        return data.clone() if original is not None else data
+    if not isinstance(original, nn.Parameter):
+        return nn.Parameter(data, requires_grad=spec.trainable)
+    if original.is_meta:
+        return nn.Parameter(data, requires_grad=original.requires_grad)
+    original.data = data
+    original.grad = None
+    return original
+
+
+def _replace(stage: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, last = name.rpartition(".")
+    owner = stage
+    for part in path.split(".") if path else ():
+        child = owner._modules[part]
+        assert child is not None
+        owner = child
+    if isinstance(tensor, nn.Parameter):
+        owner._parameters[last] = tensor
+    else:
+        owner._buffers[last] = tensor

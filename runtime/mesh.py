@@ -1,0 +1,204 @@
+"""Where a rank stands: its stage, its coordinates on the stage's mesh, and the process group of each axis."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopart.runtime.errors import ClusterError, PlanError
+from autopart.runtime.manifest import Manifest
+from autopart.runtime.rng import derive_seed, seeded
+from autopart.runtime.traffic import Traffic
+
+DATA_AXIS = "dp"
+STAGE_AXIS = "stage"
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One mesh axis as a rank sees it: ``index`` of ``size``; ``group`` connects the ranks along the axis.
+
+    A group is there whenever the size is above one. Collectives on the axis are counted in ``traffic``.
+    """
+
+    name: str
+    size: int = 1
+    index: int = 0
+    group: dist.ProcessGroup | None = None
+    traffic: Traffic = field(default_factory=Traffic, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.index < self.size, f"index {self.index} on an axis of {self.size}"
+
+
+def job_size() -> int:
+    """The number of processes in this job: of the process group, or as torchrun announces it."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def pick_device() -> torch.device:
+    """This process's GPU (LOCAL_RANK, as torchrun sets it), or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def connect(device: torch.device, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    """Initialises torch.distributed from torchrun's environment, unless the script did it or there is one process."""
+    if job_size() == 1 or dist.is_initialized():
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        # gloo beside NCCL: tensors that live on the CPU, such as gathered checkpoints, can then be exchanged as well.
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    atexit.register(_disconnect)
+
+
+def _disconnect() -> None:
+    # After an uncaught exception (the interpreter has set sys.last_type) peers may be stuck in a collective; waiting
+    # for them here would keep torchrun from seeing this process fail.
+    if dist.is_initialized() and not hasattr(sys, "last_type"):
+        dist.destroy_process_group()
+
+
+class Mesh:
+    """A rank's place in the job. ``mesh["tp"]`` is an :class:`Axis`; axes of one rank have no process group.
+
+    stage: index of the stage that this rank runs. axes: name -> Axis, in mesh order.
+    data: the data axis. tensor_axes: the others. stages: the axis that joins the same coordinates of all stages.
+    step, microbatch: what is being computed; set by the executor, read by :meth:`random`.
+
+    Built on every rank of the job, in the same order among other process groups. Raises ClusterError when the job
+    has another size than the plan, PlanError when the stages do not share the ranks evenly.
+    """
+
+    def __init__(self, manifest: Manifest, device: torch.device | None = None, seed: int | None = None) -> None:
+        check_job_size(manifest.world_size)
+        self.world_size = manifest.world_size
+        self.device = pick_device() if device is None else device
+        connect(self.device)
+        self.rank = dist.get_rank() if self.world_size > 1 else 0
+        self.traffic = Traffic()
+        self.microbatches = manifest.microbatches
+        self.step = 0
+        self.microbatch = 0
+        self._layout = _layout(manifest)
+        shape = manifest.stages[0].mesh
+        position = (self._layout == self.rank).nonzero()[0].tolist()
+        self.stage: int = position[0]
+        self.coordinates: tuple[int, ...] = tuple(position[1:])
+        self.seed = self._agree(torch.initial_seed() if seed is None else seed)
+        names = (STAGE_AXIS, *(name for name, _ in shape))
+        self.device_mesh = (
+            DeviceMesh(self.device.type, self._layout, mesh_dim_names=names) if self.world_size > 1 else None
+        )
+        axes = [
+            Axis(
+                name,
+                size,
+                index,
+                self.device_mesh.get_group(name) if self.device_mesh is not None and size > 1 else None,
+                self.traffic,
+            )
+            for name, size, index in zip(names, self._layout.shape, position, strict=True)
+        ]
+        self.stages = axes[0]
+        self.axes: dict[str, Axis] = {axis.name: axis for axis in axes[1:]}
+        self.data = self.axes.get(DATA_AXIS, Axis(DATA_AXIS, traffic=self.traffic))
+        self.tensor_axes = tuple(axis for axis in self.axes.values() if axis.name != DATA_AXIS)
+        self._ties = self._tie_groups(manifest)
+
+    def __getitem__(self, name: str) -> Axis:
+        return self.axes[name]
+
+    def __repr__(self) -> str:
+        where = ", ".join(f"{axis.name} {axis.index}/{axis.size}" for axis in self.axes.values())
+        return f"Mesh(rank {self.rank}, stage {self.stage}, {where})"
+
+    def peer(self, stage: int) -> int:
+        """The rank that has this rank's coordinates in another stage."""
+        return int(self._layout[(stage, *self.coordinates)])
+
+    def tie(self, stages: tuple[int, ...]) -> Axis:
+        """The axis that joins this rank with its peers in ``stages``, over which a tied parameter is summed."""
+        return self._ties[stages]
+
+    def random(
+        self, path: str, key: int, over: tuple[str, ...] = (), training: bool = True
+    ) -> AbstractContextManager[None]:
+        """A block in which torch's random functions draw what belongs to this rank's share.
+
+        path, key: the module and the number of the call, so that no two calls draw alike. over: the axes on which the
+        value is sharded, coordinates on which change the numbers; ranks that differ on other axes draw the same.
+        The numbers also change with the step and the microbatch, and come back when a microbatch is recomputed.
+
+        On one process with one microbatch nothing is touched: the numbers are those of the original model.
+        """
+        if not training or (self.world_size == 1 and self.microbatches == 1):
+            return nullcontext()
+        coordinates = tuple(self.axes[name].index for name in over if name in self.axes)
+        return seeded(self.device, derive_seed(self.seed, self.step, self.microbatch, path, key, coordinates))
+
+    def _agree(self, seed: int) -> int:
+        """Rank 0's seed, on all ranks."""
+        if self.world_size == 1:
+            return seed
+        # Seeds are unsigned 64-bit numbers; tensors hold signed ones.
+        shared = torch.tensor([seed % 2**63], dtype=torch.int64, device=self.device)
+        dist.broadcast(shared, 0)
+        return int(shared.item())
+
+    def _tie_groups(self, manifest: Manifest) -> dict[tuple[int, ...], Axis]:
+        """One axis per set of stages that share a parameter. Every rank makes every group, in the same order."""
+        sets = dict.fromkeys(spec.stages for spec in manifest.parameters if len(spec.stages) > 1 and not spec.buffer)
+        ties: dict[tuple[int, ...], Axis] = {}
+        for stages in sets:
+            if len(stages) == self.stages.size:
+                ties[stages] = self.stages
+                continue
+            columns = self._layout[list(stages)].flatten(1).T.tolist()
+            for ranks in columns:
+                group = dist.new_group(ranks)
+                if self.rank in ranks:
+                    ties[stages] = Axis(STAGE_AXIS, len(stages), stages.index(self.stage), group, self.traffic)
+        return ties
+
+
+def check_job_size(planned: int) -> None:
+    """Raises ClusterError when the job does not have as many processes as the plan."""
+    found = job_size()
+    if found != planned:
+        raise ClusterError(
+            f"the plan is for {planned} ranks, but this job has {found}; "
+            f"start it with 'torchrun --nproc-per-node={planned} ...' (in all {planned} processes over the nodes), "
+            f"or plan again for {found}"
+        )
+
+
+def _layout(manifest: Manifest) -> torch.Tensor:
+    """The ranks as a tensor [stages, *mesh]. Raises PlanError if stages overlap or their meshes differ."""
+    shape = manifest.stages[0].mesh
+    sizes = [size for _, size in shape]
+    for index, stage in enumerate(manifest.stages):
+        if stage.mesh != shape:
+            raise PlanError(f"stage {index} has the mesh {stage.mesh}, stage 0 has {shape}; all must be equal")
+        if len(stage.devices) != math.prod(sizes):
+            raise PlanError(f"stage {index} has {len(stage.devices)} devices for a mesh of {math.prod(sizes)}")
+    ranks = [rank for stage in manifest.stages for rank in stage.devices]
+    if sorted(ranks) != list(range(manifest.world_size)):
+        raise PlanError(f"the stages' devices {ranks} are not the ranks 0..{manifest.world_size - 1}, each once")
+    return torch.tensor(ranks, dtype=torch.int).reshape(len(manifest.stages), *sizes)

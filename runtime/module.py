@@ -1,0 +1,362 @@
+"""The user's view of the parallel program: a module that is called like the original one."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from autopart.runtime.dry_run import dry_run
+from autopart.runtime.errors import PlanError
+from autopart.runtime.executor import Feed, Run
+from autopart.runtime.gradients import (
+    BUCKET_BYTES,
+    GradientSums,
+    average_buffers,
+    clip_gradients,
+    separate_gradients,
+)
+from autopart.runtime.inputs import BatchMode, Division, bind, check, divide, microbatch_of
+from autopart.runtime.links import Links, dtype_of, edges_of
+from autopart.runtime.loading import Originals, build_stage, import_file, place
+from autopart.runtime.manifest import Manifest, OutputSpec
+from autopart.runtime.mesh import Mesh
+from autopart.runtime.outputs import collect, gradient_piece
+from autopart.runtime.schedule import (
+    Schedule,
+    backward_part,
+    forward_only,
+    forward_part,
+    gpipe,
+    make_schedule,
+    post_receives_early,
+)
+from autopart.runtime.state import gather_state, load_state
+from autopart.runtime.structure import rebuild
+from autopart.runtime.traffic import Traffic
+
+
+class ParallelModule(nn.Module):
+    """Runs an emitted program; built on every rank of the job.
+
+    directory: what was emitted. originals: the original model's parameters and buffers by name, see
+    :func:`autopart.runtime.loading.place`; None: zeros, to be filled by :meth:`load_state_dict`.
+    batch: "global": every rank is called with the same whole batch; "local": each replica with its own part.
+    outputs: "loss": in training only the loss is returned, all other outputs are None; "all": all of them.
+    seed: of the random numbers; by default rank 0's ``torch.initial_seed()``.
+
+    In training a call runs the whole schedule, forward and backward, and returns the loss of the whole batch;
+    ``loss.backward()`` adds the gradients, times the gradient that comes in, to this rank's parameters. Where the model
+    has no loss inside, a call runs forward and the backward runs in the user's ``backward()``.
+
+    In evaluation (``model.eval()``) and under ``torch.no_grad()`` a call runs forward only and returns all outputs.
+
+    All ranks have to make the same calls: also of :meth:`state_dict`, which gathers the weights of all.
+
+    Raises ClusterError when the job has another size than the plan, PlanError when the emitted files contradict.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        originals: Originals | None = None,
+        *,
+        batch: BatchMode = "global",
+        outputs: Literal["loss", "all"] = "loss",
+        device: torch.device | None = None,
+        seed: int | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        super().__init__()
+        directory = Path(directory)
+        self.manifest = Manifest.load(directory)
+        self.mesh = Mesh(self.manifest, device, seed)
+        self.batch: BatchMode = batch
+        self.returned = outputs
+        self.stage = build_stage(directory, self.manifest, self.mesh)
+        place(self.stage, self.manifest, self.mesh, {} if originals is None else originals)
+        self._tensors = _own_tensors(self.stage, self.manifest)
+        trainable = [name for name in self.manifest.parameter_order if name in self._tensors]
+        self._parameters_in_order = {
+            name: tensor for name in trainable if isinstance(tensor := self._tensors[name], nn.Parameter)
+        }
+        self._sums = GradientSums(self.manifest, self.mesh, self._parameters_in_order, bucket_bytes)
+        self._links = Links(self.manifest, self.mesh)
+        self._totals = import_file(directory / "totals.py").totals if self.manifest.totals else None
+        self._inputs = [s for s in self.manifest.inputs if s.name in self.manifest.stages[self.mesh.stage].inputs]
+        self.schedule = self._make_schedule()
+        self._actions = post_receives_early(self.schedule.stages[self.mesh.stage])
+        self._outputs = [spec for spec in self.manifest.outputs if spec.combine != "constant"]
+        self._steps = 0
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has exchanged so far."""
+        return self.mesh.traffic
+
+    # --- Calls ---
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's outputs for this batch; see the class. Raises InputError and BatchError."""
+        try:
+            return self._call(args, kwargs)
+        except Exception:
+            self._report_failure()
+            raise
+
+    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        train = self.training and torch.is_grad_enabled()
+        leaves = bind(self.manifest, args, kwargs)
+        found = check(self.manifest, leaves)
+        data = self.mesh.data
+        division = divide(self.manifest, found, data.size, data.index, self.batch, train)
+        feed = self._feed(leaves, division)
+        if self.training:
+            self._steps += 1
+        self.mesh.step = self._steps
+        if not train:
+            return self._evaluate(feed, division)
+        return self._train_with_loss(feed, division) if self.manifest.loss else self._train_without(feed, division)
+
+    def _feed(self, leaves: Mapping[str, Any], division: Division) -> Feed:
+        totals = self._compute_totals(leaves, division)
+        device = self.mesh.device
+        return Feed(
+            lambda k: microbatch_of(self._inputs, leaves, division, k, device), division.samples, division.batch, totals
+        )
+
+    def _compute_totals(self, leaves: Mapping[str, Any], division: Division) -> dict[str, Tensor]:
+        """Values of the whole batch. With local batches the inputs that they need are gathered from all replicas."""
+        if self._totals is None or not self.manifest.stages[self.mesh.stage].totals:
+            return {}
+        from autopart.runtime.collectives import gather_shards
+
+        whole: dict[str, Tensor] = {}
+        for spec in self.manifest.inputs:
+            if spec.name in self.manifest.totals_inputs:
+                tensor = leaves[spec.name].to(self.mesh.device)
+                if self.batch == "local" and spec.batch_dim is not None and self.mesh.data.size > 1:
+                    tensor = gather_shards(tensor, self.mesh.data, spec.batch_dim, 1, "step")
+                whole[spec.name] = tensor
+        with torch.no_grad():
+            results = self._totals(b=division.batch, B=division.batch, **whole)
+        return dict(zip(self.manifest.totals, results, strict=True))
+
+    def _train_with_loss(self, feed: Feed, division: Division) -> Any:
+        loss_name = self.manifest.loss
+        assert loss_name is not None
+
+        def seeds(microbatch: int, outputs: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+            return {loss_name: torch.ones_like(outputs[loss_name])} if loss_name in outputs else {}
+
+        run = self._run(feed, train=True, seeds=seeds)
+        parameters = self._trainable()
+        with separate_gradients(parameters) as gradients:
+            run.execute(self._actions)
+        average_buffers(self.manifest, self.mesh, self._buffers_by_name())
+        wanted = [spec for spec in self._outputs if self.returned == "all" or spec.name == loss_name]
+        values: dict[str, Any] = {spec.name: collect(spec, run.outputs, division, self.mesh) for spec in wanted}
+        anchor = torch.zeros((), requires_grad=True, device=self.mesh.device)
+        values[loss_name] = _HandOut.apply(values[loss_name], gradients, anchor, *parameters)
+        if self.returned == "all":
+            values.update(self._constants())
+        return rebuild(self.manifest.output_structure, values)
+
+    def _train_without(self, feed: Feed, division: Division) -> Any:
+        if division.microbatches > 1 or self.schedule.stages[1:]:
+            warnings.warn(
+                "the loss is computed outside the model, so every stage keeps the activations of all "
+                f"{division.microbatches} microbatches until backward(), and each rank receives all outputs; "
+                "autopart.parallelize(model, loss_fn=...) moves the loss inside and avoids both",
+                stacklevel=4,
+            )
+        parameters = self._trainable()
+        run = self._run(feed, train=True)
+        actions = forward_part(self.schedule).stages[self.mesh.stage]
+        run.execute(post_receives_early(actions))
+        average_buffers(self.manifest, self.mesh, self._buffers_by_name())
+        values: dict[str, Any] = {spec.name: collect(spec, run.outputs, division, self.mesh) for spec in self._outputs}
+        differentiable = [spec for spec in self._outputs if dtype_of(spec.dtype).is_floating_point]
+        anchor = torch.zeros((), requires_grad=True, device=self.mesh.device)
+        later = _Later(self, run, differentiable, division, parameters)
+        attached = _RunBackward.apply(
+            later, len(differentiable), *(values[s.name] for s in differentiable), anchor, *parameters
+        )
+        values.update({spec.name: value for spec, value in zip(differentiable, attached, strict=True)})
+        return rebuild(self.manifest.output_structure, {**values, **self._constants()})
+
+    def _evaluate(self, feed: Feed, division: Division) -> Any:
+        schedule = forward_only(len(self.manifest.stages), division.microbatches, edges_of(self.manifest)[0])
+        run = self._run(feed, train=False)
+        run.execute(post_receives_early(schedule.stages[self.mesh.stage]))
+        if self.training:
+            average_buffers(self.manifest, self.mesh, self._buffers_by_name())
+        values: dict[str, Any] = {spec.name: collect(spec, run.outputs, division, self.mesh) for spec in self._outputs}
+        return rebuild(self.manifest.output_structure, {**values, **self._constants()})
+
+    def _run(self, feed: Feed, train: bool, seeds: Any = None) -> Run:
+        return Run(self.stage, self.manifest, self.mesh, self._links, feed, train, seeds, self._sums.reduce)
+
+    def _make_schedule(self) -> Schedule:
+        """Raises ScheduleError when the manifest's own schedule would deadlock."""
+        edges, gradient_edges = edges_of(self.manifest)
+        count, microbatches = len(self.manifest.stages), self.manifest.microbatches
+        if self.manifest.loss is None:
+            return gpipe(count, microbatches, edges, gradient_edges)
+        schedule = make_schedule(self.manifest.schedule, count, microbatches, edges, gradient_edges)
+        if self.manifest.schedule not in ("gpipe", "1f1b"):
+            dry_run(schedule)
+        return schedule
+
+    def _trainable(self) -> list[nn.Parameter]:
+        return [p for p in self._parameters_in_order.values() if p.requires_grad]
+
+    def _buffers_by_name(self) -> dict[str, Tensor]:
+        # Read anew: a stage may assign a new tensor to a buffer that it updates.
+        return {name: buffer for name, buffer in self.stage.named_buffers()}
+
+    def _constants(self) -> dict[str, Any]:
+        return {spec.name: spec.constant for spec in self.manifest.outputs if spec.combine == "constant"}
+
+    def _report_failure(self) -> None:
+        """Says which rank failed first: its peers fail moments later, because their connections break."""
+        if self.mesh.world_size == 1:
+            return
+        text = traceback.format_exc()
+        if re.search(r"closed by peer|Connection reset|Broken pipe", text):
+            text = "lost the connection to another rank; its own message says why\n"
+        print(f"[autopart] rank {self.mesh.rank} (stage {self.mesh.stage}) failed: {text}", file=sys.stderr, flush=True)
+
+    # --- The module's own interface, under the original names ---
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters (its shares of its stage) under their original names."""
+        return self.stage.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """This rank's buffers under their original names."""
+        return self.stage.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """The whole model's state on every rank; all ranks have to call it. See :meth:`full_state_dict`."""
+        state = self.full_state_dict()
+        destination = {} if destination is None else destination
+        destination.update({prefix + name: tensor for name, tensor in state.items()})
+        return destination
+
+    def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
+        """The whole model's state as full tensors on the CPU, as the original's ``state_dict()``. All ranks call it.
+
+        rank0_only: the other ranks return an empty dict.
+        """
+        return gather_state(self.manifest, self.mesh, self._all_tensors(), rank0_only)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads the original's state dict: each rank takes its share. Raises InputError where it does not fit."""
+        if assign:
+            raise PlanError("load_state_dict(assign=True) would undo the division of the weights; leave assign out")
+        return _IncompatibleKeys(*load_state(self.manifest, self.mesh, self._all_tensors(), state_dict, strict))
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales the gradients of all ranks to a 2-norm of at most ``max_norm`` over the whole model; all ranks call it.
+
+        Returns the norm before. ``torch.nn.utils.clip_grad_norm_`` would see this rank's parameters alone.
+        """
+        return clip_gradients(self.manifest, self.mesh, self._parameters_in_order, max_norm)
+
+    def _all_tensors(self) -> dict[str, Tensor]:
+        return {**self._tensors, **{k: v for k, v in _own_tensors(self.stage, self.manifest).items()}}
+
+
+def _own_tensors(stage: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
+    """A stage's parameters and buffers by their spec's name."""
+    main = {name: spec.name for spec in manifest.parameters for name in (spec.name, *spec.aliases)}
+    members = [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False)]
+    return {main[name]: tensor for name, tensor in members}
+
+
+class _HandOut(torch.autograd.Function):
+    """The loss, whose gradients are known already: backward scales them and gives them to the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], anchor: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients of this step were handed out already; call the model again")
+        # Scaled in place and let go: a copy would double the memory of all gradients.
+        gradients, ctx.gradients = ctx.gradients, None
+        return (None, None, None, *(None if g is None else _scale(g, gradient) for g in gradients))
+
+
+def _scale(tensor: Tensor, factor: Tensor) -> Tensor:
+    """Multiplies in place; by way of float32 for narrow dtypes, which could not hold a loss scaler's factor."""
+    factor = factor.reshape(())
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        return tensor.copy_(tensor.float() * factor.float())
+    return tensor.mul_(factor)
+
+
+class _Later:
+    """A batch whose forward is done and whose backward waits for the gradients of the outputs."""
+
+    def __init__(
+        self,
+        module: ParallelModule,
+        run: Run,
+        outputs: Sequence[OutputSpec],
+        division: Division,
+        parameters: list[nn.Parameter],
+    ) -> None:
+        self.module, self.run, self.outputs, self.division, self.parameters = module, run, outputs, division, parameters
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        def seeds(microbatch: int, outputs: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+            return {
+                spec.name: gradient_piece(spec, gradient, self.division, microbatch)
+                for spec, gradient in zip(self.outputs, gradients, strict=True)
+                if gradient is not None
+            }
+
+        self.run.seeds = seeds
+        actions = backward_part(self.module.schedule).stages[self.module.mesh.stage]
+        with separate_gradients(self.parameters) as made:
+            try:
+                self.run.execute(post_receives_early(actions))
+            except Exception:
+                self.module._report_failure()
+                raise
+        return made
+
+
+class _RunBackward(torch.autograd.Function):
+    """The outputs of a forward; backward runs the schedule's backward half."""
+
+    @staticmethod
+    def forward(ctx: Any, later: _Later, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.later = later
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # type: ignore[override]
+        if ctx.later is None:
+            raise RuntimeError("the backward of this batch has run already; call the model again")
+        later, ctx.later = ctx.later, None
+        made = later.backward(gradients)
+        return (None, None, *(None for _ in gradients), None, *made)

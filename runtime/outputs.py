@@ -1,0 +1,59 @@
+"""Puts the outputs of microbatches and replicas together, on every rank; cuts their gradients apart again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from autopart.runtime.collectives import broadcast_in_place, gather_shards, sum_in_place
+from autopart.runtime.inputs import Division
+from autopart.runtime.links import dtype_of
+from autopart.runtime.manifest import OutputSpec, size_of
+from autopart.runtime.mesh import Axis, Mesh
+
+
+def collect(spec: OutputSpec, outputs: Mapping[int, Mapping[str, Tensor]], division: Division, mesh: Mesh) -> Tensor:
+    """One output of the whole batch, equal on all ranks.
+
+    outputs: what this rank computed, by microbatch and name; only ranks of the output's stage need to have it. All
+    ranks call it for the same outputs in the same order.
+    """
+    if mesh.stage == spec.stage:
+        pieces = [outputs[k][spec.name] for k in range(division.microbatches)]
+        # A batch that was not divided over the replicas is whole on each.
+        data = mesh.data if division.replicas > 1 else Axis(mesh.data.name, traffic=mesh.traffic)
+        whole = _combine(spec, pieces, data)
+    else:
+        batch = division.batch if spec.combine == "cat" else division.samples
+        shape = [size_of(size, batch) for size in spec.shape]
+        whole = torch.empty(shape, dtype=dtype_of(spec.dtype), device=mesh.device)
+    broadcast_in_place(whole, mesh.stages, spec.stage, "step")
+    return whole
+
+
+def _combine(spec: OutputSpec, pieces: Sequence[Tensor], data: Axis) -> Tensor:
+    if spec.combine == "same":
+        return pieces[0].clone(memory_format=torch.contiguous_format)
+    if spec.combine == "sum":
+        total = torch.stack(tuple(pieces)).sum(0) if len(pieces) > 1 else pieces[0].clone()
+        sum_in_place(total, data, "step")
+        return total
+    assert spec.combine == "cat", f"unknown way to combine an output: {spec.combine!r}"
+    whole = torch.cat(tuple(pieces), spec.batch_dim)
+    if data.size > 1:
+        whole = gather_shards(whole, data, spec.batch_dim, 1, "step")
+    return whole.contiguous()
+
+
+def gradient_piece(spec: OutputSpec, gradient: Tensor, division: Division, microbatch: int) -> Tensor | None:
+    """What of the whole output's gradient belongs to this rank's microbatch."""
+    if spec.combine == "sum":
+        return gradient
+    if spec.combine == "same":
+        # Every microbatch and replica computes the same value; one of them stands for it.
+        return gradient if microbatch == 0 and division.replica == 0 else torch.zeros_like(gradient)
+    size = gradient.size(spec.batch_dim) // (division.replicas * division.microbatches)
+    index = division.replica * division.microbatches + microbatch
+    return gradient.narrow(spec.batch_dim, index * size, size)
