@@ -173,7 +173,9 @@ class Cluster:
         present = torch.cuda.device_count()
         count = per_node or total or present
         if count > present:
-            raise ClusterError(f"{count} devices were asked for, this host has {present}; start fewer processes per host")
+            raise ClusterError(
+                f"{count} devices were asked for, this host has {present}; start fewer processes per host"
+            )
         device = presets.from_cuda_name(torch.cuda.get_device_name(0))
         memory = min(device.memory_bytes, torch.cuda.get_device_properties(0).total_memory)
         node = Node.of(replace(device, memory_bytes=memory), count)

@@ -74,7 +74,9 @@ def load_hf(spec: str, meta: bool, dtype: torch.dtype | None, batch: int | None)
         if name not in _DTYPES:
             raise ModelError(f"{spec}: dtype={name} is unknown; use one of {', '.join(_DTYPES)}")
         dtype = dtype or _DTYPES[name]
-    shape: dict[str, int] = {key: _positive(spec, key, given.pop(key)) for key in ("batch", "seq", "image") if key in given}
+    shape: dict[str, int] = {
+        key: _positive(spec, key, given.pop(key)) for key in ("batch", "seq", "image") if key in given
+    }
     unused = "image" if task != "image-classification" else "seq"
     if unused in shape:
         raise ModelError(f"{spec}: {unused}= does not apply to {task}")

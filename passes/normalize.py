@@ -318,7 +318,9 @@ class _Normalizer:
                 f"{target} writes into a tensor and has no functional form (module {path or '(root)'}, {source}); "
                 "use the op that returns a new tensor"
             )
-        if functional is aten.copy.default:
+        if functional is aten.fill.Scalar:
+            new = self.emit(aten.full_like.default, (written, args[1]), {}, node)
+        elif functional in (aten.copy.default, aten.fill.Tensor):
             new = self.copied(node, args)
         else:
             new = self.emit(functional, args, kwargs, node)

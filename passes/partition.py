@@ -125,7 +125,7 @@ def _build(
     for value, crossing in received.items():
         new = graph.placeholder(crossing.name)
         meta = {key: item for key, item in value.node.meta.items() if key != "val"}
-        new.meta.update(meta, val=value.fake, role=Role.RECEIVED, name=crossing.name)
+        new.meta.update(meta, val=value.fake, role=Role.RECEIVED, name=crossing.name, index=value.index)
         origin[new] = value.node
         for node in whole.nodes:
             if graphs.is_tensor(node) and node.op == "call_function" and graphs.value_of(node) == value:

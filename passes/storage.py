@@ -45,7 +45,7 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the op's outputs are its first tensor argument's memory, seen with another shape or not at all changed."""
+    """Whether the op's outputs are its first tensor argument's memory, reshaped or unchanged."""
     if node.op != "call_function":
         return False
     name = op_name(node)
@@ -90,7 +90,7 @@ def can_view(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
 
 
 def merges_leading_dims(tensor: torch.Tensor) -> bool:
-    """Whether all dims but the last two of a fake tensor can be seen as one without a copy (as batched matmul needs)."""
+    """Whether all dims but the last two can be seen as one without a copy, as batched matmul needs."""
     layout = _layout(tensor)
     if layout is None:
         return False

@@ -137,12 +137,12 @@ class _Transition(torch.autograd.Function):
         return forward(x, "forward")
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.operation(gradient, "backward"), None, None
 
 
 def _apply(x: Tensor, axis: Axis, forward: _Operation, backward: _Operation) -> Tensor:
-    return x if axis.size == 1 else _Transition.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return x if axis.size == 1 else _Transition.apply(x, forward, backward)
 
 
 def _same(x: Tensor, phase: Phase) -> Tensor:

@@ -14,6 +14,7 @@ from autopart.runtime.links import Links
 from autopart.runtime.manifest import Manifest, StageSpec, ValueSpec
 from autopart.runtime.mesh import Mesh
 from autopart.runtime.schedule import Action, Work
+from autopart.runtime.traffic import Phase
 
 # What starts the backward of a microbatch: output name -> gradient; None or missing: the output has none.
 Seeds = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor | None]]
@@ -80,7 +81,7 @@ class Run:
         self.outputs: dict[int, dict[str, Tensor]] = {}
 
     def execute(self, actions: Sequence[Action]) -> None:
-        """Does the actions in order. Raises what the stage raises; PlanError if the stage is not as the manifest says."""
+        """Does the actions in order. Raises what the stage raises; PlanError if it returns another number of values."""
         with torch.set_grad_enabled(self._train):
             for action in actions:
                 self._do(action)
@@ -125,13 +126,13 @@ class Run:
             case Work.WEIGHT:
                 pass  # the backward above computes the weights' gradients as well
 
-    def _send(self, value: ValueSpec, tensor: Tensor, action: Action, phase: str) -> None:
+    def _send(self, value: ValueSpec, tensor: Tensor, action: Action, phase: Phase) -> None:
         assert action.peer is not None and action.microbatch is not None
-        self._links.send(value, tensor, action.peer, action.microbatch, self._feed.samples, phase)  # type: ignore[arg-type]
+        self._links.send(value, tensor, action.peer, action.microbatch, self._feed.samples, phase)
 
-    def _receive(self, value: ValueSpec, state: _Microbatch, action: Action, phase: str) -> Tensor:
+    def _receive(self, value: ValueSpec, state: _Microbatch, action: Action, phase: Phase) -> Tensor:
         assert action.peer is not None and action.microbatch is not None
-        tensor, work = self._links.receive(value, action.peer, action.microbatch, self._feed.samples, phase)  # type: ignore[arg-type]
+        tensor, work = self._links.receive(value, action.peer, action.microbatch, self._feed.samples, phase)
         state.arriving.append(work)
         if phase == "forward" and value.needs_grad and self._train:
             tensor.requires_grad_()

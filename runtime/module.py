@@ -7,6 +7,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from autopart.runtime.attach import hand_out, run_later
+from autopart.runtime.collectives import gather_shards
 from autopart.runtime.dry_run import dry_run
 from autopart.runtime.errors import PlanError
 from autopart.runtime.executor import Feed, Run
@@ -27,7 +30,7 @@ from autopart.runtime.gradients import (
 from autopart.runtime.inputs import BatchMode, Division, bind, check, divide, microbatch_of
 from autopart.runtime.links import Links, dtype_of, edges_of
 from autopart.runtime.loading import Originals, build_stage, import_file, place
-from autopart.runtime.manifest import Manifest, OutputSpec
+from autopart.runtime.manifest import Manifest
 from autopart.runtime.mesh import Mesh
 from autopart.runtime.outputs import collect, gradient_piece
 from autopart.runtime.schedule import (
@@ -83,10 +86,11 @@ class ParallelModule(nn.Module):
         self.returned = outputs
         self.stage = build_stage(directory, self.manifest, self.mesh)
         place(self.stage, self.manifest, self.mesh, {} if originals is None else originals)
-        self._tensors = _own_tensors(self.stage, self.manifest)
-        trainable = [name for name in self.manifest.parameter_order if name in self._tensors]
+        tensors = _own_tensors(self.stage, self.manifest)
         self._parameters_in_order = {
-            name: tensor for name in trainable if isinstance(tensor := self._tensors[name], nn.Parameter)
+            name: tensor
+            for name in self.manifest.parameter_order
+            if isinstance(tensor := tensors.get(name), nn.Parameter)
         }
         self._sums = GradientSums(self.manifest, self.mesh, self._parameters_in_order, bucket_bytes)
         self._links = Links(self.manifest, self.mesh)
@@ -106,11 +110,8 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's outputs for this batch; see the class. Raises InputError and BatchError."""
-        try:
+        with self._reporting():
             return self._call(args, kwargs)
-        except Exception:
-            self._report_failure()
-            raise
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         train = self.training and torch.is_grad_enabled()
@@ -137,8 +138,6 @@ class ParallelModule(nn.Module):
         """Values of the whole batch. With local batches the inputs that they need are gathered from all replicas."""
         if self._totals is None or not self.manifest.stages[self.mesh.stage].totals:
             return {}
-        from autopart.runtime.collectives import gather_shards
-
         whole: dict[str, Tensor] = {}
         for spec in self.manifest.inputs:
             if spec.name in self.manifest.totals_inputs:
@@ -164,8 +163,7 @@ class ParallelModule(nn.Module):
         average_buffers(self.manifest, self.mesh, self._buffers_by_name())
         wanted = [spec for spec in self._outputs if self.returned == "all" or spec.name == loss_name]
         values: dict[str, Any] = {spec.name: collect(spec, run.outputs, division, self.mesh) for spec in wanted}
-        anchor = torch.zeros((), requires_grad=True, device=self.mesh.device)
-        values[loss_name] = _HandOut.apply(values[loss_name], gradients, anchor, *parameters)
+        values[loss_name] = hand_out(values[loss_name], gradients, parameters)
         if self.returned == "all":
             values.update(self._constants())
         return rebuild(self.manifest.output_structure, values)
@@ -185,11 +183,19 @@ class ParallelModule(nn.Module):
         average_buffers(self.manifest, self.mesh, self._buffers_by_name())
         values: dict[str, Any] = {spec.name: collect(spec, run.outputs, division, self.mesh) for spec in self._outputs}
         differentiable = [spec for spec in self._outputs if dtype_of(spec.dtype).is_floating_point]
-        anchor = torch.zeros((), requires_grad=True, device=self.mesh.device)
-        later = _Later(self, run, differentiable, division, parameters)
-        attached = _RunBackward.apply(
-            later, len(differentiable), *(values[s.name] for s in differentiable), anchor, *parameters
-        )
+
+        def backward(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+            run.seeds = lambda microbatch, _: {
+                spec.name: gradient_piece(spec, gradient, division, microbatch)
+                for spec, gradient in zip(differentiable, gradients, strict=True)
+                if gradient is not None
+            }
+            actions = backward_part(self.schedule).stages[self.mesh.stage]
+            with separate_gradients(parameters) as made, self._reporting():
+                run.execute(post_receives_early(actions))
+            return made
+
+        attached = run_later([values[spec.name] for spec in differentiable], backward, parameters)
         values.update({spec.name: value for spec, value in zip(differentiable, attached, strict=True)})
         return rebuild(self.manifest.output_structure, {**values, **self._constants()})
 
@@ -221,19 +227,24 @@ class ParallelModule(nn.Module):
 
     def _buffers_by_name(self) -> dict[str, Tensor]:
         # Read anew: a stage may assign a new tensor to a buffer that it updates.
-        return {name: buffer for name, buffer in self.stage.named_buffers()}
+        return dict(self.stage.named_buffers())
 
     def _constants(self) -> dict[str, Any]:
         return {spec.name: spec.constant for spec in self.manifest.outputs if spec.combine == "constant"}
 
-    def _report_failure(self) -> None:
-        """Says which rank failed first: its peers fail moments later, because their connections break."""
-        if self.mesh.world_size == 1:
-            return
-        text = traceback.format_exc()
-        if re.search(r"closed by peer|Connection reset|Broken pipe", text):
-            text = "lost the connection to another rank; its own message says why\n"
-        print(f"[autopart] rank {self.mesh.rank} (stage {self.mesh.stage}) failed: {text}", file=sys.stderr, flush=True)
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Says at once which rank failed and why: its peers fail moments later, because their connections break."""
+        try:
+            yield
+        except Exception:
+            if self.mesh.world_size > 1:
+                text = traceback.format_exc()
+                if re.search(r"closed by peer|Connection reset|Broken pipe", text):
+                    text = "lost the connection to another rank; its own message says why"
+                where = f"rank {self.mesh.rank} (stage {self.mesh.stage})"
+                print(f"[autopart] {where} failed: {text}", file=sys.stderr, flush=True)
+            raise
 
     # --- The module's own interface, under the original names ---
 
@@ -261,23 +272,22 @@ class ParallelModule(nn.Module):
 
         rank0_only: the other ranks return an empty dict.
         """
-        return gather_state(self.manifest, self.mesh, self._all_tensors(), rank0_only)
+        return gather_state(self.manifest, self.mesh, _own_tensors(self.stage, self.manifest), rank0_only)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads the original's state dict: each rank takes its share. Raises InputError where it does not fit."""
         if assign:
             raise PlanError("load_state_dict(assign=True) would undo the division of the weights; leave assign out")
-        return _IncompatibleKeys(*load_state(self.manifest, self.mesh, self._all_tensors(), state_dict, strict))
+        return _IncompatibleKeys(
+            *load_state(self.manifest, self.mesh, _own_tensors(self.stage, self.manifest), state_dict, strict)
+        )
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales the gradients of all ranks to a 2-norm of at most ``max_norm`` over the whole model; all ranks call it.
+        """Scales the gradients of all ranks to a 2-norm of at most ``max_norm`` over the whole model.
 
-        Returns the norm before. ``torch.nn.utils.clip_grad_norm_`` would see this rank's parameters alone.
+        Returns the norm before. All ranks call it; ``torch.nn.utils.clip_grad_norm_`` would see this rank's parameters alone.
         """
         return clip_gradients(self.manifest, self.mesh, self._parameters_in_order, max_norm)
-
-    def _all_tensors(self) -> dict[str, Tensor]:
-        return {**self._tensors, **{k: v for k, v in _own_tensors(self.stage, self.manifest).items()}}
 
 
 def _own_tensors(stage: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
@@ -285,78 +295,3 @@ def _own_tensors(stage: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
     main = {name: spec.name for spec in manifest.parameters for name in (spec.name, *spec.aliases)}
     members = [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False)]
     return {main[name]: tensor for name, tensor in members}
-
-
-class _HandOut(torch.autograd.Function):
-    """The loss, whose gradients are known already: backward scales them and gives them to the parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], anchor: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        if ctx.gradients is None:
-            raise RuntimeError("the gradients of this step were handed out already; call the model again")
-        # Scaled in place and let go: a copy would double the memory of all gradients.
-        gradients, ctx.gradients = ctx.gradients, None
-        return (None, None, None, *(None if g is None else _scale(g, gradient) for g in gradients))
-
-
-def _scale(tensor: Tensor, factor: Tensor) -> Tensor:
-    """Multiplies in place; by way of float32 for narrow dtypes, which could not hold a loss scaler's factor."""
-    factor = factor.reshape(())
-    if tensor.dtype in (torch.float16, torch.bfloat16):
-        return tensor.copy_(tensor.float() * factor.float())
-    return tensor.mul_(factor)
-
-
-class _Later:
-    """A batch whose forward is done and whose backward waits for the gradients of the outputs."""
-
-    def __init__(
-        self,
-        module: ParallelModule,
-        run: Run,
-        outputs: Sequence[OutputSpec],
-        division: Division,
-        parameters: list[nn.Parameter],
-    ) -> None:
-        self.module, self.run, self.outputs, self.division, self.parameters = module, run, outputs, division, parameters
-
-    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        def seeds(microbatch: int, outputs: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-            return {
-                spec.name: gradient_piece(spec, gradient, self.division, microbatch)
-                for spec, gradient in zip(self.outputs, gradients, strict=True)
-                if gradient is not None
-            }
-
-        self.run.seeds = seeds
-        actions = backward_part(self.module.schedule).stages[self.module.mesh.stage]
-        with separate_gradients(self.parameters) as made:
-            try:
-                self.run.execute(post_receives_early(actions))
-            except Exception:
-                self.module._report_failure()
-                raise
-        return made
-
-
-class _RunBackward(torch.autograd.Function):
-    """The outputs of a forward; backward runs the schedule's backward half."""
-
-    @staticmethod
-    def forward(ctx: Any, later: _Later, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.later = later
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # type: ignore[override]
-        if ctx.later is None:
-            raise RuntimeError("the backward of this batch has run already; call the model again")
-        later, ctx.later = ctx.later, None
-        made = later.backward(gradients)
-        return (None, None, *(None for _ in gradients), None, *made)

@@ -23,7 +23,7 @@ class Namespace(nn.Module):
         # The dictionaries first: a child may bear the name of one of nn.Module's own methods, such as "type".
         for members in (self._modules, self._parameters, self._buffers):
             if name in members:
-                return members[name]  # type: ignore[return-value]
+                return members[name]
         raise KeyError(f"{type(self).__name__} has no member {name!r}; it has {sorted(self._names())}")
 
     def __setitem__(self, name: str, member: nn.Module | Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""The whole model's weights as full tensors under their original names: gathered from all ranks, and given out again."""
+"""The whole model's weights as full tensors under their original names: gathered and given out again."""
 
 from __future__ import annotations
 

@@ -19,12 +19,17 @@ F64 = torch.float64
 
 @dataclass(frozen=True)
 class Case:
-    """A call of one op on real tensors; ``minimum`` strategies must be on offer, so that a check is not empty."""
+    """A call of one op on real tensors.
+
+    minimum: strategies that must be on offer, so that a check is not empty.
+    constant: tensors by index that have no gradient (running statistics, class weights).
+    """
 
     op: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     minimum: int = 1
+    constant: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         shapes = ["x".join(map(str, arg.shape)) for arg in self.args if isinstance(arg, Tensor)]
@@ -103,7 +108,7 @@ def _unary() -> list[Case]:
         Case("aten.dropout.default", (f(4, 6), 0.5, False), minimum=5),
         Case("aten.native_dropout.default", (f(4, 6), 0.5, True)),
         Case("aten.feature_dropout.default", (f(4, 6, 2), 0.5, True)),
-        Case("aten.copy.default", (f(4, 6), f(6))),
+        Case("aten.copy.default", (f(4, 6), f(6)), minimum=3, constant=(0, 1)),
     ]
 
 
@@ -111,8 +116,8 @@ def _binary() -> list[Case]:
     floats = """atan2.default maximum.default minimum.default max.other min.other fmod.Tensor remainder.Tensor
     pow.Tensor_Tensor eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor logical_and.default
     logical_or.default logical_xor.default hypot.default xlogy.Tensor isclose.default logaddexp.default
-    floor_divide.default add.Tensor sub.Tensor mul.Tensor div.Tensor"""
-    scalars = """fmod.Scalar remainder.Scalar pow.Tensor_Scalar floor_divide.Scalar eq.Scalar ne.Scalar lt.Scalar
+    add.Tensor sub.Tensor mul.Tensor div.Tensor"""
+    scalars = """fmod.Scalar remainder.Scalar pow.Tensor_Scalar eq.Scalar ne.Scalar lt.Scalar
     le.Scalar gt.Scalar ge.Scalar"""
     bits = "bitwise_and bitwise_or bitwise_xor"
     return [
@@ -124,6 +129,9 @@ def _binary() -> list[Case]:
         *[Case(f"aten.{name}", (f(4, 6), 2), minimum=4) for name in scalars.split()],
         *[Case(f"aten.{name}.Tensor", (i(8, 4, 6), i(8, 4, 1))) for name in bits.split()],
         *[Case(f"aten.{name}.Scalar", (i(8, 4, 6), 3)) for name in bits.split()],
+        Case("aten.floor_divide.default", (i(8, 4, 6), 2), minimum=3),
+        Case("aten.floor_divide.default", (f(4, 6), f(6)), minimum=3, constant=(0, 1)),
+        Case("aten.floor_divide.Scalar", (i(8, 4, 6), 2), minimum=3),
         Case("aten.bitwise_left_shift.Tensor", (i(8, 4, 6), i(3, 6))),
         Case("aten.bitwise_right_shift.Tensor", (i(8, 4, 6), i(3, 6))),
         Case("aten.pow.Scalar", (2.0, f(4, 6))),
@@ -199,7 +207,7 @@ def _contractions() -> list[Case]:
         Case("aten.einsum.default", ("ij,jk", [f(4, 6), f(6, 8)])),
         Case("aten.einsum.default", ("...i,ij->...j", [f(4, 6), f(6, 8)]), minimum=2),
         Case("aten.conv1d.default", (f(2, 4, 9), f(6, 4, 3), f(6)), minimum=7),
-        Case("aten.conv1d.padding", (f(2, 4, 9), f(6, 4, 3), f(6), 1, "same")),
+        Case("aten.conv1d.padding", (f(2, 4, 9), f(6, 4, 3), f(6), [1], "same")),
         Case("aten.conv2d.default", (f(2, 4, 8, 8), f(6, 4, 3, 3), f(6), [2, 2], [1, 1]), minimum=7),
         Case("aten.conv2d.default", (f(2, 4, 8, 8), f(6, 4, 3, 3)), minimum=7),
         Case("aten.conv2d.default", (f(4, 8, 8), f(6, 4, 3, 3), f(6))),
@@ -210,7 +218,7 @@ def _contractions() -> list[Case]:
         Case("aten.conv3d.padding", (f(2, 4, 4, 4, 4), f(6, 4, 3, 3, 3))),
         Case("aten.conv_transpose1d.default", (f(2, 4, 5), f(4, 6, 3), f(6)), minimum=7),
         Case("aten.conv_transpose2d.input", (f(2, 4, 5, 5), f(4, 6, 3, 3))),
-        Case("aten.conv_transpose2d.input", (f(2, 4, 5, 5), f(4, 2, 3, 3), None, 1, 0, 0, 2), minimum=2),
+        Case("aten.conv_transpose2d.input", (f(2, 4, 5, 5), f(4, 2, 3, 3), None, [1, 1], [0, 0], [0, 0], 2), minimum=2),
         Case("aten.conv_transpose3d.input", (f(2, 4, 2, 2, 2), f(4, 6, 3, 3, 3))),
         *_attention(),
         Case("transformers.grouped_mm_fallback.default", (f(8, 4), f(3, 4, 6), ends), minimum=6),
@@ -260,6 +268,8 @@ def _shapes() -> list[Case]:
         Case("aten.select.int", (f(4, 8), 1, 2), minimum=4),
         Case("aten.cat.default", ([f(4, 2), f(4, 2)], 1), minimum=5),
         Case("aten.cat.default", ([f(4, 2), f(4, 3)], -1), minimum=4),
+        Case("aten.cat.default", ([f(0), f(4, 6), f(4, 6)], 0), minimum=5),
+        Case("aten.cat.default", ([f(0), f(4, 6)], 1), minimum=5),
         Case("aten.stack.default", ([f(4, 6), f(4, 6)], 1), minimum=5),
         Case("aten.repeat.default", (f(4, 6), [2, 1, 4]), minimum=6),
         Case("aten.repeat_interleave.self_int", (f(4, 6), 2, 1), minimum=6),
@@ -312,14 +322,19 @@ def _normalisations_and_losses() -> list[Case]:
     statistics = (f(4), f(4), f(4), f(4))
     elementwise = "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss binary_cross_entropy"
     position = {"binary_cross_entropy": (None,)}
+    constant = {"soft_margin_loss": (1,)}
     classes = ("cross_entropy_loss", "nll_loss_nd")
     return [
         Case("aten.layer_norm.default", (f(2, 4, 6), [6], f(6), f(6)), minimum=4),
         Case("aten.layer_norm.default", (f(2, 4, 6), [4, 6]), minimum=3),
         Case("aten.rms_norm.default", (f(2, 4, 6), [6], f(6)), minimum=4),
         Case("aten.group_norm.default", (f(2, 4, 3), 2, f(4), f(4)), minimum=3),
-        Case("aten.batch_norm.default", (f(2, 4, 3, 3), *statistics, True, 0.1, 1e-5, False), minimum=3),
-        Case("aten.batch_norm.default", (f(2, 4, 3, 3), *statistics, False, 0.1, 1e-5, False), minimum=4),
+        Case(
+            "aten.batch_norm.default", (f(2, 4, 3, 3), *statistics, True, 0.1, 1e-5, False), minimum=3, constant=(3, 4)
+        ),
+        Case(
+            "aten.batch_norm.default", (f(2, 4, 3, 3), *statistics, False, 0.1, 1e-5, False), minimum=4, constant=(3, 4)
+        ),
         Case("aten.batch_norm.default", (f(2, 4, 3), None, None, None, None, True, 0.1, 1e-5, False), minimum=3),
         *[
             Case(f"aten.{name}.default", (f(2, 4, *[6] * int(name[-2])), [2] * int(name[-2])), minimum=4)
@@ -333,7 +348,13 @@ def _normalisations_and_losses() -> list[Case]:
         Case("aten.upsample_bilinear2d.vec", (f(2, 4, 3, 3), [6, 6], False, None), minimum=5),
         Case("aten.upsample_bicubic2d.vec", (f(2, 4, 3, 3), [6, 6], False, None), minimum=5),
         *[
-            Case(f"aten.{name}.default", (f(*scores), i(6, *target), weight, reduction), minimum=2 + (reduction != 1))
+            Case(
+                f"aten.{name}.default",
+                (f(*scores), i(6, *target), weight, reduction),
+                {},
+                2 + (reduction != 1),
+                (2,) * (weight is not None),
+            )
             for name in classes
             for scores, target in (((4, 6), (4,)), ((4, 6, 2), (4, 2)))
             for weight in (None, f(6))
@@ -343,12 +364,21 @@ def _normalisations_and_losses() -> list[Case]:
         Case("aten.cross_entropy_loss.default", (f(4, 6), f(4, 6), None, 2, -100, 0.1), minimum=3),
         *[Case("aten.nll_loss.default", (f(4, 6), i(6, 4), None, reduction)) for reduction in (0, 1, 2)],
         *[
-            Case(f"aten.{name}.default", (f(4, 6), f(4, 6), *position.get(name, ()), reduction), minimum=2)
+            Case(
+                f"aten.{name}.default",
+                (f(4, 6), f(4, 6), *position.get(name, ()), reduction),
+                minimum=2,
+                constant=constant.get(name, ()),
+            )
             for name in elementwise.split()
             for reduction in (0, 1, 2)
         ],
         *[
-            Case("aten.binary_cross_entropy_with_logits.default", (f(4, 6), f(4, 6), None, f(6), reduction))
+            Case(
+                "aten.binary_cross_entropy_with_logits.default",
+                (f(4, 6), f(4, 6), None, f(6), reduction),
+                constant=(2,),
+            )
             for reduction in (0, 1, 2)
         ],
     ]
@@ -361,7 +391,6 @@ def _indexing() -> list[Case]:
         Case("aten.index.Tensor", (f(4, 6), [i(4, 8)]), minimum=5),
         Case("aten.index.Tensor", (f(4, 6, 2), [None, i(6, 4, 1), i(2, 2)]), minimum=5),
         Case("aten.index.Tensor", (f(4, 6, 2), [i(4, 8), None, i(2, 8)]), minimum=5),
-        Case("aten.index.Tensor", (f(4, 6), [m(4, 6) | True]), minimum=2),
         Case("aten.index_put.default", (f(8, 6), [torch.randperm(8)[:4]], f(4, 6)), minimum=4),
         Case("aten.index_put.default", (f(8, 6), [i(8, 4)], f(4, 6), True), minimum=5),
         Case("aten.index_put.default", (f(8, 6), [i(8, 4)], f()), minimum=4),
@@ -381,7 +410,6 @@ def _indexing() -> list[Case]:
         Case("aten.argsort.default", (f(4, 6), 0), minimum=3),
         Case("aten.one_hot.default", (i(6, 4, 2), 6), minimum=3),
         Case("aten.histc.default", (f(6), 4, 0, 1)),
-        Case("aten.bincount.default", (i(6, 8), None, 6)),
     ]
 
 
@@ -404,6 +432,8 @@ NOT_ON_CPU = {"aten._grouped_mm.default"}
 def test_every_strategy_equals_the_whole(case: Case) -> None:
     torch.manual_seed(1)
     node, tensors = call(overload(case.op), *case.args, **case.kwargs)
+    for index in case.constant:
+        node.all_input_nodes[index].meta["differentiable"] = False
     results = check(node, operands=tensors)
     assert not [f"{result.strategy}: {result.message}" for result in results if not result.ok]
     assert len(results) >= case.minimum, [str(result.strategy) for result in results]
@@ -415,17 +445,16 @@ def test_every_op_in_the_book_is_in_the_catalogue() -> None:
     assert set(RULES.entries) - {case.op for case in CASES} == NOT_ON_CPU
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("b n -> b n", "softmax with its dim sharded"),
-        ("^b n -> b n", "softmax with its dim sharded"),
-    ],
-)
-def test_a_wrong_rule_is_found(text: str, why: str) -> None:
+def test_a_wrong_rule_is_found() -> None:
     node, _ = call(torch.ops.aten.softmax.int, f(4, 6), -1)
-    results = check(node, rules=RULES.extended({"aten.softmax.int": text}))
-    assert [result.strategy.name for result in results if not result.ok] == ["n"], why
+    results = check(node, rules=RULES.extended({"aten.softmax.int": "b n -> b n"}))
+    assert [result.strategy.name for result in results if not result.ok] == ["n", "n/3"]
+
+
+def test_a_wrong_sum_is_found() -> None:
+    node, _ = call(torch.ops.aten.amax.default, f(4, 6), [1])
+    results = check(node, rules=RULES.extended({"aten.amax.default": "b n -> b"}))
+    assert [result.strategy.name for result in results if not result.ok] == ["n", "n/3"]
 
 
 def test_a_wrong_claim_of_linearity_is_found() -> None:

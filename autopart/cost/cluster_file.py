@@ -156,7 +156,12 @@ def write_nodes(rows: Sequence[Row]) -> str:
         lines += [f"memory_gib = {device.memory_bytes / GIB!r}", f"peak_flops = {{ {peaks} }}"]
         lines += [f"memory_bandwidth = {device.memory_bandwidth!r}", f"launch_s = {device.launch_s!r}"]
     for link in links.values():
-        lines += ["", f"[links.{_text(link.name)}]", f"bandwidth = {link.bandwidth!r}", f"latency_s = {link.latency_s!r}"]
+        lines += [
+            "",
+            f"[links.{_text(link.name)}]",
+            f"bandwidth = {link.bandwidth!r}",
+            f"latency_s = {link.latency_s!r}",
+        ]
     return "\n".join(lines) + "\n"
 
 

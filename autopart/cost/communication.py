@@ -66,9 +66,7 @@ _SECONDS = {
 }
 
 
-def collective_seconds(
-    kind: str, num_bytes: float, parts: int, link: Link, efficiency: Efficiency = DEFAULT
-) -> float:
+def collective_seconds(kind: str, num_bytes: float, parts: int, link: Link, efficiency: Efficiency = DEFAULT) -> float:
     """Seconds of a collective by its name; payload as in the module's table. KeyError for other names."""
     return _SECONDS[kind](num_bytes, parts, link, efficiency)
 

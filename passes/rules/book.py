@@ -40,7 +40,8 @@ def name_of(node: fx.Node) -> str:
         return str(target)
     if isinstance(target, str):
         return target
-    return f"{target.__module__}.{target.__qualname__}"
+    module, name = getattr(target, "__module__", ""), getattr(target, "__qualname__", "")
+    return f"{module}.{name}" if name else str(target)
 
 
 def shape_of(tensor: torch.Tensor) -> Extents:

@@ -142,12 +142,14 @@ def _op_strategies(node: fx.Node, rule: Rule | None, shardings: Iterable[Shardin
         yield Strategy(sharding_name(sharding), *matching.sharded(rule, node, sharding))
 
 
-def _distinct(node: fx.Node, parts: int, found: Iterable[Strategy], rules: RuleBook) -> tuple[Strategy, ...]:
+def _distinct(
+    node: fx.Node, rule: Rule | None, parts: int, found: Iterable[Strategy], rules: RuleBook
+) -> tuple[Strategy, ...]:
     """Without repeats (B is R where nothing has a gradient) and without those whose sizes cannot be written down."""
     kept: dict[tuple[tuple[Placement, ...], tuple[Placement, ...]], Strategy] = {}
     for strategy in found:
         key = (strategy.inputs, strategy.outputs)
-        if key not in kept and _localized(node, [(strategy, parts)], rules) is not None:
+        if key not in kept and _localized(node, [(strategy, parts)], rules, rule) is not None:
             kept[key] = strategy
     return tuple(kept.values())
 
@@ -167,8 +169,9 @@ def strategies(
         if not _tensors(node):
             continue
         if graphs.is_op(node):
-            found = _op_strategies(node, candidates.rules[node], candidates.shardings[node])
-            result[node] = _distinct(node, parts, found, rules)
+            rule = candidates.rules[node]
+            found = _op_strategies(node, rule, candidates.shardings[node])
+            result[node] = _distinct(node, rule, parts, found, rules)
         else:
             result[node] = _source_strategies(node, candidates.placements.get(Value(node), ()))
     return result
@@ -178,7 +181,8 @@ def op_strategies(
     node: fx.Node, parts: int, shardings: Sequence[Sharding], rules: RuleBook = RULES
 ) -> tuple[Strategy, ...]:
     """The strategies of one op for shardings chosen by the caller."""
-    return _distinct(node, parts, _op_strategies(node, rules.rule(node), shardings), rules)
+    rule = rules.rule(node)
+    return _distinct(node, rule, parts, _op_strategies(node, rule, shardings), rules)
 
 
 def sharding_of(rule: Rule, strategy: Strategy) -> Sharding | None:
@@ -192,10 +196,11 @@ def sharding_of(rule: Rule, strategy: Strategy) -> Sharding | None:
     return None
 
 
-def _localized(node: fx.Node, applied: Sequence[tuple[Strategy, int]], rules: RuleBook) -> Arguments | None:
+def _localized(
+    node: fx.Node, applied: Sequence[tuple[Strategy, int]], rules: RuleBook, rule: Rule | None
+) -> Arguments | None:
     unchanged = tuple(node.args), dict(node.kwargs)
     localizer = rules.local.get(name_of(node))
-    rule = rules.rule(node)
     if localizer is None or rule is None:
         return unchanged
     sizes = dict(rule.sizes)
@@ -236,6 +241,6 @@ def localized(
     applied: the strategy and the number of ranks of every mesh axis. The strategies that :func:`strategies` returns
     can always be written down.
     """
-    found = _localized(node, applied, rules)
+    found = _localized(node, applied, rules, rules.rule(node))
     assert found is not None, f"{node.name}: no local sizes for {[str(item) for item, _ in applied]}"
     return found

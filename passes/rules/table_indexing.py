@@ -159,5 +159,4 @@ def table() -> dict[str, Entry]:
         "aten.argsort.default": _chosen(1),
         "aten.one_hot.default": _one_hot,
         "aten.histc.default": "^*d -> _",
-        "aten.bincount.default": "^*d -> _",
     }

@@ -74,7 +74,6 @@ def _split(node: fx.Node) -> Annotation:
     dim = positive(argument(node, 2, "dim", 0), rank)
     before = names(rank)
     pieces = [shape_of(value.fake)[dim] for value in graph.outputs(node)]
-    outputs = []
     if len(set(pieces)) == 1 and pieces[0] is not None:
         output = list(before)
         output[dim] = "n"
@@ -122,21 +121,23 @@ def _select(node: fx.Node) -> Annotation:
 
 
 def _cat(node: fx.Node) -> Annotation | None:
-    """Operands of the same size share their factor, as in :func:`_split`; legacy empty operands are left out."""
-    tensors = [value.fake for value in graph.inputs(node)]
-    rank = tensors[0].dim()
-    if any(tensor.dim() != rank for tensor in tensors):
-        return None
+    """Operands of the same size share their factor, as in :func:`_split`. Empty vectors join with anything."""
+    shapes = [shape_of(value.fake) for value in graph.inputs(node)]
+    rank = graph.outputs(node)[0].fake.dim()
+    empty = [len(shape) == 1 < rank for shape in shapes]
     dim = positive(argument(node, 1, "dim", 0), rank)
-    sizes = [extent(tensor.shape[dim]) for tensor in tensors]
+    pieces = {shape[dim] for shape, hole in zip(shapes, empty, strict=True) if not hole}
+    size = pieces.pop() if len(pieces) == 1 else None
     part, whole = names(rank), names(rank)
-    group = tuple(range(len(tensors)))
-    if len(set(sizes)) == 1 and sizes[0] is not None:
+    sizes: dict[str, Extent] = {}
+    if size is not None:
         part[dim], whole[dim] = "n", "(^c n)"
-        text = f"{', '.join([' '.join(part)] * len(tensors))} -> {' '.join(whole)}"
-        return Annotation(text, linear=(group,), sizes={"c": Extent(len(tensors)), "n": sizes[0]})
-    part[dim] = whole[dim] = "_"
-    return Annotation(f"{', '.join([' '.join(part)] * len(tensors))} -> {' '.join(whole)}", linear=(group,))
+        sizes = {"c": Extent(empty.count(False)), "n": size}
+    else:
+        part[dim] = whole[dim] = "_"
+    terms = ["_" if hole else " ".join(part) for hole in empty]
+    group = tuple(index for index, hole in enumerate(empty) if not hole)
+    return Annotation(f"{', '.join(terms)} -> {' '.join(whole)}", linear=(group,), sizes=sizes)
 
 
 def _stack(node: fx.Node) -> Annotation:

@@ -1,0 +1,344 @@
+"""A plan: who runs what, how it is split, and what that is predicted to cost.
+
+What the solver returns and what a user writes by hand are the same type. A plan is one JSON file; every key is a field
+of :class:`Plan` or :class:`StagePlan`, and reading checks each and says where and what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from autopart.runtime.errors import PlanError
+from autopart.runtime.placement import Placement
+
+VERSION = 1
+SCHEDULES = ("gpipe", "1f1b")
+RECOMPUTE = ("none", "full")
+
+Mesh = tuple[tuple[str, int], ...]
+_P = TypeVar("_P", "Plan", "StagePlan")
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One pipeline stage.
+
+    devices: numbers in the cluster, row-major over the mesh. mesh: (axis name, size), the data axis "dp" first, then
+    tensor axes. blocks: half-open range of the model's block numbers. first_op, last_op: names of the ops at its ends.
+    forward_s, backward_s: seconds of one microbatch with collectives. memory_bytes, capacity_bytes: predicted peak and
+    what a device has. parameters: numbers held by one device. collectives: by kind, calls and payload bytes per
+    microbatch, such as ``{"all_reduce": {"calls": 4, "bytes": 8388608}}``.
+    """
+
+    devices: tuple[int, ...]
+    mesh: Mesh
+    blocks: tuple[int, int]
+    first_op: str = ""
+    last_op: str = ""
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    memory_bytes: int = 0
+    capacity_bytes: int = 0
+    parameters: int = 0
+    collectives: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.mesh]
+        _require(bool(self.mesh) and names[0] == "dp", f"mesh: the first axis is 'dp', found {names}; write ['dp', 1]")
+        _require(len(set(names)) == len(names), f"mesh: two axes are both called one of {names}; rename one")
+        _require(all(size >= 1 for _, size in self.mesh), "mesh: an axis has at least 1 device")
+        _require(all(name.isidentifier() for name in names), f"mesh: axis names are identifiers, found {names}")
+        size = math.prod(size for _, size in self.mesh)
+        _require(
+            size == len(self.devices), f"mesh: {size} positions for {len(self.devices)} devices; make the product equal"
+        )
+        _require(len(set(self.devices)) == len(self.devices), "devices: a device is named twice; each has one place")
+        _require(all(device >= 0 for device in self.devices), "devices: numbers count from 0")
+        first, end = self.blocks
+        _require(0 <= first < end, f"blocks: expected [first, end) with first < end, found [{first}, {end})")
+        for name in ("forward_s", "backward_s", "memory_bytes", "capacity_bytes", "parameters"):
+            value = getattr(self, name)
+            _require(value >= 0 and math.isfinite(value), f"{name}: expected a number of at least 0, found {value}")
+
+    @property
+    def dp(self) -> int:
+        return self.mesh[0][1]
+
+    @property
+    def tp(self) -> int:
+        """The product of the tensor axes."""
+        return math.prod(size for _, size in self.mesh[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The whole program for one model on one cluster, and the account of how it was chosen.
+
+    batch: samples of a step over all replicas. dtype: of activations. strategies: by op pattern
+    (``h.*.mlp.c_fc:addmm``, ``*`` for a layer's index) the strategy's name; what is not listed is replicated ("R"). storage: by parameter
+    pattern how it is stored, one Placement per tensor axis joined with a comma; not listed: as it is used.
+    step_time_s: predicted seconds of a step. bound_s: no plan of the searched space is faster. gap:
+    ``step_time_s / bound_s - 1``. solve_s, total_s: seconds the solver and all of planning took.
+    tokens, flops: of one step, 0 when unknown. considered: other candidates, as rows for the report.
+    """
+
+    fingerprint: str
+    model: str
+    cluster: str
+    batch: int
+    dtype: str
+    schedule: str
+    microbatches: int
+    stages: tuple[StagePlan, ...]
+    recompute: str = "none"
+    strategies: Mapping[str, str] = field(default_factory=dict, hash=False)
+    storage: Mapping[str, str] = field(default_factory=dict, hash=False)
+    step_time_s: float = 0.0
+    bound_s: float = 0.0
+    gap: float = 0.0
+    solve_s: float = 0.0
+    total_s: float = 0.0
+    tokens: int = 0
+    flops: float = 0.0
+    notes: tuple[str, ...] = ()
+    considered: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
+
+    def __post_init__(self) -> None:
+        _require(self.schedule in SCHEDULES, f"schedule: {self.schedule!r} is not one of {', '.join(SCHEDULES)}")
+        _require(self.recompute in RECOMPUTE, f"recompute: {self.recompute!r} is not one of {', '.join(RECOMPUTE)}")
+        _require(self.batch >= 1 and self.microbatches >= 1, "batch and microbatches: at least 1")
+        _require(bool(self.stages), "stages: a plan has at least one stage")
+        used = [device for stage in self.stages for device in stage.devices]
+        _require(len(set(used)) == len(used), "stages: a device is in two stages; each runs one")
+        for index, (before, after) in enumerate(zip(self.stages, self.stages[1:], strict=False)):
+            _require(
+                before.blocks[1] == after.blocks[0],
+                f"stages[{index + 1}].blocks: starts at {after.blocks[0]}, the stage before ends at {before.blocks[1]}",
+            )
+        _require(self.stages[0].blocks[0] == 0, "stages[0].blocks: the first stage starts at block 0")
+        for index, stage in enumerate(self.stages):
+            samples = self.microbatches * stage.dp
+            _require(
+                self.batch % samples == 0,
+                f"stages[{index}]: a batch of {self.batch} does not divide into {self.microbatches} microbatches on "
+                f"{stage.dp} replicas; make batch a multiple of {samples}",
+            )
+        for name in ("step_time_s", "bound_s", "gap", "solve_s", "total_s", "tokens", "flops"):
+            value = getattr(self, name)
+            _require(value >= 0 and math.isfinite(value), f"{name}: expected a number of at least 0, found {value}")
+        for pattern, text in self.storage.items():
+            for item in text.split(","):
+                try:
+                    Placement.parse(item.strip())
+                except ValueError as error:
+                    raise PlanError(f"storage[{pattern!r}]: {error}") from error
+
+    @property
+    def pp(self) -> int:
+        return len(self.stages)
+
+    @property
+    def dp(self) -> int:
+        """Replicas, where all stages have equally many; else the most."""
+        return max(stage.dp for stage in self.stages)
+
+    @property
+    def tp(self) -> int:
+        """Devices that share one replica of a stage, where stages agree; else the most."""
+        return max(stage.tp for stage in self.stages)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all stages have one mesh."""
+        return len({stage.mesh for stage in self.stages}) == 1
+
+    @property
+    def device_count(self) -> int:
+        return sum(len(stage.devices) for stage in self.stages)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_time_s if self.step_time_s else 0.0
+
+    @property
+    def tflops_per_device(self) -> float:
+        """10^12 model FLOPs per second and device (recomputation not counted)."""
+        return self.flops / self.step_time_s / self.device_count / 1e12 if self.step_time_s else 0.0
+
+    def to_json_object(self) -> dict[str, Any]:
+        """The summary that the command line prints with ``--json``."""
+        return {
+            "step_time_s": self.step_time_s,
+            "bound_s": self.bound_s,
+            "gap": self.gap,
+            "solve_s": self.solve_s,
+            "total_s": self.total_s,
+            "schedule": self.schedule,
+            "microbatches": self.microbatches,
+            "dp": self.dp,
+            "tp": self.tp,
+            "pp": self.pp,
+            "tokens_per_s": self.tokens_per_s,
+            "tflops_per_device": self.tflops_per_device,
+            "stages": [
+                {
+                    "devices": list(stage.devices),
+                    "mesh": [list(axis) for axis in stage.mesh],
+                    "blocks": list(stage.blocks),
+                    "forward_s": stage.forward_s,
+                    "backward_s": stage.backward_s,
+                    "memory_bytes": stage.memory_bytes,
+                    "capacity_bytes": stage.capacity_bytes,
+                    "parameters": stage.parameters,
+                    "collectives": {kind: dict(count) for kind, count in stage.collectives.items()},
+                }
+                for stage in self.stages
+            ],
+        }
+
+    def to_json(self) -> str:
+        """The file's text: one key per line, short lists on one line."""
+        return _pretty({"version": VERSION, **asdict(self)}) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan; a reader finds the old file or the whole new one, never a part."""
+        target = Path(path)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            temporary.write_text(self.to_json())
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @staticmethod
+    def from_json(text: str, where: str = "plan") -> Plan:
+        """Reads what :meth:`to_json` writes. Raises PlanError with the place and what is expected there."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"{where}:{error.lineno}: not readable as JSON: {error.msg}") from error
+        if not isinstance(data, dict):
+            raise PlanError(f"{where}: expected an object, found {type(data).__name__}")
+        version = data.pop("version", None)
+        if version != VERSION:
+            raise PlanError(f"{where}: version: found {version!r}, this autopart reads {VERSION}; make the plan again")
+        raw_stages = data.get("stages")
+        if not isinstance(raw_stages, list):
+            raise PlanError(f"{where}: stages: expected a list of stages, found {raw_stages!r}")
+        stages = tuple(_build(StagePlan, item, f"{where}: stages[{index}]") for index, item in enumerate(raw_stages))
+        return _build(Plan, {**data, "stages": stages}, where)
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Reads a plan file. Raises PlanError."""
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise PlanError(f"cannot read the plan {path}: {error.strerror}; make one with 'autopart plan'") from error
+        except UnicodeDecodeError as error:
+            raise PlanError(f"{path} is not a text file; make a plan with 'autopart plan'") from error
+        return Plan.from_json(text, str(path))
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise PlanError(message)
+
+
+def _build(kind: type[_P], data: object, where: str) -> _P:
+    """A dataclass from a JSON object, each field's type checked."""
+    if not isinstance(data, dict):
+        raise PlanError(f"{where}: expected an object, found {data!r}")
+    known = {item.name: item for item in fields(kind)}
+    for key in data:
+        if key not in known:
+            raise PlanError(f"{where}: {key}: unknown field; remove it (known: {', '.join(known)})")
+    values = {key: _convert(str(known[key].type), value, f"{where}: {key}") for key, value in data.items()}
+    for name, item in known.items():
+        if name not in values and item.default is MISSING and item.default_factory is MISSING:
+            raise PlanError(f"{where}: {name}: missing")
+    try:
+        return kind(**values)
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from error
+
+
+def _convert(kind: str, value: Any, where: str) -> Any:
+    """A JSON value as the annotated type; ``kind`` is the annotation's text."""
+    expected = _CHECKS[kind]
+    if not expected[1](value):
+        raise PlanError(f"{where}: expected {expected[0]}, found {json.dumps(value)}")
+    if kind == "float":
+        return float(value)
+    if kind == "Mesh":
+        return tuple((name, size) for name, size in value)
+    return tuple(value) if kind.startswith("tuple") else value
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_mesh(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(axis, list) and len(axis) == 2 and isinstance(axis[0], str) and _is_int(axis[1]) for axis in value
+    )
+
+
+def _is_collectives(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(count, dict) and set(count) == {"calls", "bytes"} and all(map(_is_int, count.values()))
+        for count in value.values()
+    )
+
+
+# Annotation -> what to tell the user, and the check of the JSON value.
+_CHECKS: dict[str, tuple[str, Any]] = {
+    "str": ("a string", lambda value: isinstance(value, str)),
+    "int": ("a whole number", _is_int),
+    "float": ("a number", _is_number),
+    "Mesh": ('a list of [axis name, size], such as [["dp", 2], ["tp", 4]]', _is_mesh),
+    "tuple[int, ...]": ("a list of whole numbers", lambda value: isinstance(value, list) and all(map(_is_int, value))),
+    "tuple[int, int]": (
+        "[first, end]",
+        lambda value: isinstance(value, list) and len(value) == 2 and all(map(_is_int, value)),
+    ),
+    "tuple[str, ...]": (
+        "a list of strings",
+        lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+    ),
+    "tuple[StagePlan, ...]": ("stages", lambda value: isinstance(value, tuple)),
+    "tuple[Mapping[str, Any], ...]": (
+        "a list of objects",
+        lambda value: isinstance(value, list) and all(isinstance(item, dict) for item in value),
+    ),
+    "Mapping[str, str]": (
+        "an object of strings",
+        lambda value: isinstance(value, dict) and all(isinstance(item, str) for item in value.values()),
+    ),
+    "Mapping[str, Mapping[str, int]]": ('an object such as {"all_reduce": {"calls": 4, "bytes": 64}}', _is_collectives),
+}
+
+
+def _pretty(value: Any, indent: int = 0, width: int = 110) -> str:
+    """JSON with whatever fits a line on one line."""
+    flat = json.dumps(value)
+    if len(flat) + indent <= width and not (isinstance(value, dict) and "stages" in value):
+        return flat
+    inner = " " * (indent + 2)
+    if isinstance(value, dict):
+        items = [f"{inner}{json.dumps(key)}: {_pretty(item, indent + 2)}" for key, item in value.items()]
+        return "{\n" + ",\n".join(items) + "\n" + " " * indent + "}"
+    if isinstance(value, list | tuple):
+        return "[\n" + ",\n".join(f"{inner}{_pretty(item, indent + 2)}" for item in value) + "\n" + " " * indent + "]"
+    return flat

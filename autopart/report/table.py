@@ -1,0 +1,102 @@
+"""Plans as text: a few lines on the whole, a table of the stages, a table of what else was considered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tabulate import tabulate
+
+from autopart.plan import Plan, StagePlan
+from autopart.report.units import format_bytes, format_count, format_seconds, format_share
+
+_HEADERS = (
+    *("stage", "devices", "blocks", "mesh", "parameters", "forward", "backward", "memory / capacity"),
+    "collectives per microbatch",
+)
+
+
+def plan_text(plan: Plan) -> str:
+    """The header lines and the stages' table."""
+    return "\n".join([*plan_header(plan), "", stage_table(plan.stages)])
+
+
+def plan_header(plan: Plan) -> list[str]:
+    """What the plan is for, its predicted time, and how good that is at most."""
+    layout = f"pp {plan.pp} x dp {plan.dp} x tp {plan.tp}"
+    if not plan.is_uniform:
+        layout += " (at most; stages differ)"
+    lines = [
+        f"{plan.model} on {plan.cluster}: batch {plan.batch}, {plan.dtype}, {layout}",
+        f"schedule {plan.schedule}, {plan.microbatches} microbatches, recompute {plan.recompute}",
+        f"step time {format_seconds(plan.step_time_s)}, lower bound {format_seconds(plan.bound_s)}, "
+        f"gap {format_share(plan.gap)}; solved in {format_seconds(plan.solve_s)}, "
+        f"planned in {format_seconds(plan.total_s)}",
+    ]
+    if plan.tokens or plan.flops:
+        lines.append(f"{format_count(plan.tokens_per_s)} tokens/s, {plan.tflops_per_device:.1f} TFLOP/s per device")
+    return [*lines, *(f"note: {note}" for note in plan.notes)]
+
+
+def stage_table(stages: Sequence[StagePlan]) -> str:
+    return tabulate([_stage_row(index, stage) for index, stage in enumerate(stages)], headers=_HEADERS)
+
+
+def _stage_row(index: int, stage: StagePlan) -> tuple[object, ...]:
+    return (
+        index,
+        format_devices(stage.devices),
+        f"{stage.blocks[0]}-{stage.blocks[1] - 1}",
+        " x ".join(f"{name} {size}" for name, size in stage.mesh),
+        format_count(stage.parameters),
+        format_seconds(stage.forward_s),
+        format_seconds(stage.backward_s),
+        format_memory(stage.memory_bytes, stage.capacity_bytes),
+        format_collectives(stage.collectives),
+    )
+
+
+def format_memory(used: int, capacity: int) -> str:
+    """``12.3 GiB / 80 GiB (15.4%)``, marked when it does not fit."""
+    if not capacity:
+        return format_bytes(used)
+    mark = " OVER" if used > capacity else ""
+    return f"{format_bytes(used)} / {format_bytes(capacity)} ({format_share(used / capacity)}){mark}"
+
+
+def format_devices(devices: Sequence[int]) -> str:
+    """Runs of neighbours as ranges: ``0-7, 16-23``."""
+    runs: list[list[int]] = []
+    for device in devices:
+        if runs and device == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], device]
+        else:
+            runs.append([device])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def format_collectives(collectives: Mapping[str, Mapping[str, int]]) -> str:
+    """``4 all_reduce 8 MiB``, one after another."""
+    parts = [f"{count['calls']} {kind} {format_bytes(count['bytes'])}" for kind, count in collectives.items()]
+    return ", ".join(parts) or "-"
+
+
+def considered_table(rows: Sequence[Mapping[str, object]]) -> str:
+    """What else was considered; columns in the order in which keys first appear, units by the keys' endings."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    return tabulate([[_cell(key, row.get(key)) for key in keys] for row in rows], headers=[_title(key) for key in keys])
+
+
+def _title(key: str) -> str:
+    return key.removesuffix("_bytes").removesuffix("_s").replace("_", " ")
+
+
+def _cell(key: str, value: object) -> object:
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if key.endswith("_s"):
+        return format_seconds(value)
+    if key.endswith("_bytes"):
+        return format_bytes(value)
+    return format_share(value) if key == "gap" else value

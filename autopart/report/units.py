@@ -1,0 +1,45 @@
+"""Numbers for people: a few digits and a unit."""
+
+from __future__ import annotations
+
+_BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_COUNTS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3))
+_SECONDS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
+
+
+def format_bytes(number: float) -> str:
+    """``1536`` as ``1.5 KiB``."""
+    size, unit = float(number), 0
+    while abs(size) >= 1024 and unit < len(_BYTES) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{int(number)} B" if unit == 0 else f"{_digits(size)} {_BYTES[unit]}"
+
+
+def format_count(number: float) -> str:
+    """``124439808`` as ``124M``; B is 10^9, as parameters are counted."""
+    for suffix, size in _COUNTS:
+        if abs(number) >= size:
+            return f"{_digits(number / size)}{suffix}"
+    return f"{number:g}"
+
+
+def format_seconds(number: float) -> str:
+    """``0.0123`` as ``12.3 ms``; minutes and hours from 100 s on."""
+    if abs(number) >= 100:
+        minutes, seconds = divmod(round(number), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
+    for unit, size in _SECONDS:
+        if abs(number) >= size:
+            return f"{_digits(number / size)} {unit}"
+    return "0 s" if number == 0 else f"{number:.1e} s"
+
+
+def format_share(number: float) -> str:
+    """``0.0123`` as ``1.2%``."""
+    return f"{number * 100:.1f}%"
+
+
+def _digits(number: float) -> str:
+    """Three digits, but no exponent."""
+    return f"{number:.0f}" if abs(number) >= 100 else f"{number:.3g}"

@@ -1,0 +1,266 @@
+r"""Cuts a chain of n blocks into p pipeline stages, for the shortest step of m microbatches that fits in memory.
+
+A stage s has the blocks a .. b - 1. Its busy time per microbatch t_s holds its blocks' forward and backward and its own
+sends and receives, which are taken as not overlapped. With x_i the seconds of crossing cut position i, both ways:
+
+    minimise  sum of all blocks' seconds + sum_{cuts i} x_i            the first microbatch's way through and back
+              + (m - 1) max_s t_s                                      the others behind it, at the slowest stage's pace
+              + max_s step_end_s + sum_{tied groups over several stages} seconds                  once per step
+
+    state + tied + in_flight[s] * activations + transient peak + buffers + overhead <= capacity[s]   for every stage s
+
+As a way through the arcs (s, a, b) of :mod:`autopart.solver.stages_graph`, of which those that do not fit are left out:
+
+    y[s,a,b] in {0, 1};    sum_b y[0,0,b] = 1                                                          _add_flow
+    sum_a y[s,a,b] = sum_c y[s+1,b,c]            at every cut b between s and s + 1                    _add_flow
+    T >= sum_{a,b} t[a,b] y[s,a,b]               for every stage s                                     _add_maximum
+    E >= sum_{a,b} step_end[a,b] y[s,a,b]        for every stage s                                     _add_maximum
+    minimise  sum once[a,b] y[s,a,b] + (m - 1) T + E
+
+The two maxima are what makes it hard: with both bounded from above, the cheapest sum is a shortest way. So the search
+first goes over boxes of (T, E): in a box, the cheapest sum under its upper limits with the smallest T and the smallest E
+under them bounds every way from below, and each way found is a candidate. Boxes that may hold something better are
+halved. If that takes more than ``max_programs`` boxes, the arcs that can still be part of a better way form the model
+above, which SCIP solves. Objective and bound count as equal when they differ by less than TOLERANCE of the objective.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopart.runtime.errors import InfeasibleError, PlanError
+from autopart.solver.linear import LinearModel
+from autopart.solver.stages_graph import Array, StageGraph, cheapest, smallest_maximum, sums_through
+from autopart.solver.stages_problem import StageProblem, StageSolution
+from autopart.solver.tensor_problem import relative_gap
+
+TOLERANCE = 1e-9
+MAX_PROGRAMS = 300
+_SCALE = 1e4
+
+
+def solve(problem: StageProblem, time_limit_s: float = 60.0, *, max_programs: int = MAX_PROGRAMS) -> StageSolution:
+    """The cut into stages with the shortest step, or the best found in ``time_limit_s``.
+
+    max_programs: boxes to go over before the integer solver takes the rest. Raises InfeasibleError, with the stage and
+    the bytes that bind and the capacity that would do, when no cut fits; PlanError when there are too few blocks.
+    """
+    start = time.perf_counter()
+    if problem.stages > len(problem.blocks):
+        raise PlanError(
+            f"{problem.stages} stages need as many blocks, but there are {len(problem.blocks)}; "
+            f"use at most {len(problem.blocks)} stages"
+        )
+    graph = StageGraph.build(problem)
+    floor = smallest_maximum(np.where(graph.fits, graph.floor, np.inf))
+    if floor is None:
+        raise _infeasible(problem, graph)
+    search = _BoxSearch(problem, graph)
+    bound = search.run(max_programs, start + time_limit_s)
+    method = "dynamic program"
+    if not search.meets(bound):
+        left = max(0.1, start + time_limit_s - time.perf_counter())
+        proved = _solve_rest(search, left)
+        bound, method = max(bound, min(proved, search.objective)), "mip"
+    if search.meets(bound):
+        bound = search.objective
+    return StageSolution(
+        boundaries=search.boundaries,
+        objective=search.objective,
+        bound=bound,
+        gap=relative_gap(search.objective, bound),
+        lower_bound_s=floor[0],
+        seconds=time.perf_counter() - start,
+        programs=search.programs,
+        method=method,
+    )
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Box:
+    """Ways whose largest busy time lies in (above, upto] x their largest step end in the same; ordered by bound."""
+
+    bound: float
+    busy_upto: float
+    step_end_upto: float
+    busy_above: float
+    step_end_above: float
+
+
+class _BoxSearch:
+    """Best-first search over boxes of (T, E), and the best cut found."""
+
+    def __init__(self, problem: StageProblem, graph: StageGraph) -> None:
+        self.problem = problem
+        self.graph = graph
+        self.boundaries: tuple[int, ...] = ()
+        self.objective = math.inf
+        self.programs = 0
+        self.pace = problem.microbatches - 1
+        self.base = math.fsum(block.seconds for block in problem.blocks)
+        self._fits = graph.fits
+        used = self._fits.any(axis=0)
+        self._busy_values = np.unique(graph.busy[used])
+        self._step_end_values = np.unique(graph.step_end[used])
+
+    def meets(self, bound: float) -> bool:
+        return self.objective - bound <= TOLERANCE * self.objective
+
+    def run(self, max_programs: int, until: float) -> float:
+        """Searches until proved, out of boxes or out of time; returns a bound in seconds. The first box always runs."""
+        heap = [_Box(0.0, self._busy_values[-1], self._step_end_values[-1], -1.0, -1.0)]
+        while heap:
+            if self.boundaries and (
+                self.meets(heap[0].bound) or self.programs >= max_programs or time.perf_counter() > until
+            ):
+                return heap[0].bound
+            for child in self._halves(heapq.heappop(heap)):
+                heapq.heappush(heap, child)
+        return self.objective
+
+    def arcs(self, costs: Array, busy_upto: float = math.inf, step_end_upto: float = math.inf) -> Array:
+        """``costs`` per arc [stage, first, last], infinite for arcs that do not fit or exceed the limits."""
+        allowed = (self.graph.busy <= busy_upto) & (self.graph.step_end <= step_end_upto)
+        return np.where(self._fits & allowed, costs, np.inf)
+
+    def _halves(self, box: _Box) -> list[_Box]:
+        """Bounds a box, tries the ways found for it, and splits it unless it holds nothing better."""
+        self.programs += 1
+        limits = box.busy_upto, box.step_end_upto
+        once = cheapest(self.arcs(self.graph.once, *limits))
+        busy = smallest_maximum(self.arcs(self.graph.busy, *limits))
+        step_end = smallest_maximum(self.arcs(self.graph.step_end, *limits))
+        if once is None or busy is None or step_end is None:
+            return []
+        for _, boundaries in (once, busy, step_end):
+            self.offer(boundaries)
+        slowest = self._busy_values[self._busy_values > box.busy_above]
+        longest = self._step_end_values[self._step_end_values > box.step_end_above]
+        least_busy, least_end = max(busy[0], slowest[0]), max(step_end[0], longest[0])
+        fixed = self.base + once[0]
+        bound = max(box.bound, fixed + self.pace * least_busy + least_end)
+        if self.meets(bound):
+            return []
+        room = self.objective - fixed
+        most_busy = min(box.busy_upto, (room - least_end) / self.pace) if self.pace else box.busy_upto
+        most_end = min(box.step_end_upto, room - self.pace * least_busy)
+        slowest = slowest[(slowest >= least_busy) & (slowest <= most_busy)]
+        longest = longest[(longest >= least_end) & (longest <= most_end)]
+        if not len(slowest) or not len(longest):
+            return []
+        by_busy = self.pace * (slowest[-1] - slowest[0]) >= longest[-1] - longest[0]
+        if len(slowest if by_busy else longest) == 1:
+            by_busy = not by_busy
+        values = slowest if by_busy else longest
+        if len(values) == 1:
+            only = _Box(bound, slowest[0], longest[0], box.busy_above, box.step_end_above)
+            return [only] if (only.busy_upto, only.step_end_upto) != limits else []
+        middle, after = values[(len(values) - 1) // 2], values[(len(values) - 1) // 2 + 1]
+        if by_busy:
+            above = max(bound, fixed + self.pace * after + least_end)
+            return [
+                _Box(bound, middle, most_end, box.busy_above, box.step_end_above),
+                _Box(above, most_busy, most_end, middle, box.step_end_above),
+            ]
+        above = max(bound, fixed + self.pace * least_busy + after)
+        return [
+            _Box(bound, most_busy, middle, box.busy_above, box.step_end_above),
+            _Box(above, most_busy, most_end, box.busy_above, middle),
+        ]
+
+    def offer(self, boundaries: tuple[int, ...]) -> None:
+        """Keeps the cut if its step is shorter than that of the one kept so far."""
+        objective = self.problem.objective(boundaries)
+        if objective < self.objective:
+            self.boundaries, self.objective = boundaries, objective
+
+
+def _solve_rest(search: _BoxSearch, time_limit_s: float) -> float:
+    """Offers the optimum of the arcs that may be part of a better way; returns a bound in seconds."""
+    graph, pace = search.graph, search.pace
+    ends = [smallest_maximum(search.arcs(costs)) for costs in (graph.busy, graph.step_end)]
+    least_busy, least_end = (end[0] if end else 0.0 for end in ends)
+    through = sums_through(search.arcs(graph.once))
+    at_least = search.base + through + pace * np.maximum(graph.busy, least_busy) + np.maximum(graph.step_end, least_end)
+    model = _WayModel(search, [tuple(map(int, arc)) for arc in np.argwhere(at_least < search.objective)])
+    if not model.arcs:
+        return search.objective
+    answer = model.linear.solve(time_limit_s)
+    if answer.values is not None:
+        search.offer(model.boundaries(answer.values))
+    return answer.bound * model.unit + search.base
+
+
+class _WayModel:
+    """The model of this file's docstring over some arcs; its costs are seconds / ``unit``, without the blocks' own."""
+
+    def __init__(self, search: _BoxSearch, arcs: Sequence[tuple[int, ...]]) -> None:
+        self.arcs = arcs
+        self.unit = search.objective / _SCALE
+        self.linear = LinearModel()
+        self._stages = search.problem.stages
+        self._blocks = len(search.problem.blocks)
+        once = search.graph.once / self.unit
+        self._y = [self.linear.add_variable(float(once[a, b]), integer=True) for _, a, b in arcs]
+        self._add_flow()
+        if search.pace:
+            self._add_maximum(search.graph.busy / self.unit, float(search.pace))
+        self._add_maximum(search.graph.step_end / self.unit, 1.0)
+
+    def boundaries(self, values: Sequence[float]) -> tuple[int, ...]:
+        used = [arc for arc, y in zip(self.arcs, self._y, strict=True) if values[y] > 0.5]
+        return (0, *(last for _, _, last in sorted(used)))
+
+    def _add_flow(self) -> None:
+        """As many arcs enter a cut as leave it; one leaves the beginning."""
+        leaving, entering = defaultdict(list), defaultdict(list)
+        for (stage, first, last), y in zip(self.arcs, self._y, strict=True):
+            leaving[stage, first].append(y)
+            entering[stage + 1, last].append(y)
+        for node in sorted({*leaving, *entering}):
+            if node == (self._stages, self._blocks):
+                continue
+            ins, outs = entering[node], leaving[node]
+            born = 1.0 if node == (0, 0) else 0.0
+            self.linear.add_row([*outs, *ins], [1.0] * len(outs) + [-1.0] * len(ins), lower=born, upper=born)
+
+    def _add_maximum(self, seconds: Array, weight: float) -> None:
+        """The maximum is at least what the arc of each stage takes."""
+        maximum = self.linear.add_variable(weight, upper=math.inf)
+        for _, group in itertools.groupby(zip(self.arcs, self._y, strict=True), key=lambda item: item[0][0]):
+            rows = [(y, -float(seconds[first, last])) for (_, first, last), y in group]
+            self.linear.add_row([maximum, *(y for y, _ in rows)], [1.0, *(value for _, value in rows)], lower=0.0)
+
+
+def _infeasible(problem: StageProblem, graph: StageGraph) -> InfeasibleError:
+    """Which stage is over memory at least, by how many bytes, and the capacity that would do."""
+    least = smallest_maximum(graph.excess)
+    if least is None:
+        return InfeasibleError(
+            f"no cut of {len(problem.blocks)} blocks into {problem.stages} stages has the pinned cuts {problem.pins}: "
+            "a pin leaves too few blocks before, behind or between; move it or use fewer stages"
+        )
+    over, boundaries = least
+    spans = list(itertools.pairwise(boundaries))
+    stage = max(range(problem.stages), key=lambda s: graph.excess[s, spans[s][0], spans[s][1]])
+    first, last = spans[stage]
+    blocks = problem.blocks[first:last]
+    named = blocks[0].name if len(blocks) == 1 else f"{blocks[0].name} .. {blocks[-1].name}"
+    state = math.fsum(block.state_bytes for block in blocks)
+    kept = problem.in_flight[stage] * math.fsum(block.activation_bytes for block in blocks)
+    return InfeasibleError(
+        f"no cut into {problem.stages} stages fits: in the best one stage {stage} ({named}) holds "
+        f"{problem.stage_bytes(stage, first, last):.0f} bytes, {over:.0f} over its capacity of "
+        f"{problem.capacity_bytes[stage]:.0f}; {state:.0f} of them are parameter state and {kept:.0f} activations of "
+        f"{problem.in_flight[stage]} microbatches. A capacity of {math.ceil(problem.capacity_bytes[stage] + over)} "
+        f"there, and {math.ceil(over)} more bytes on every stage, would do; or more stages, smaller microbatches, "
+        "recomputation"
+    )

@@ -1,0 +1,1 @@
+"""Source text: readable stage files and the manifest that binds them together."""

@@ -1,0 +1,237 @@
+"""Tensor sharding of one stage: ops get their local sizes, edges their collectives.
+
+Given one strategy per op and mesh axis, every value has a placement per axis, and so has every use of it. Where they
+differ a transition is inserted, once per value and target and shared by all uses that want the same: what the solver
+charged is what stands in the graph. A rank's program is the result; sizes in it are those of the rank's share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopart.passes import graph as graphs
+from autopart.passes.graph import Value
+from autopart.passes.partition import StageGraph
+from autopart.passes.program import Role
+from autopart.passes.rules import RULES, RuleBook, Strategy, localized
+from autopart.passes.sizes import Extent, extent
+from autopart.runtime import collectives
+from autopart.runtime.placement import REPLICATE, Placement
+from autopart.runtime.transitions import Transition, transition
+
+Placements = tuple[Placement, ...]
+"""One placement per tensor axis of the mesh."""
+Axes = tuple[tuple[str, int], ...]
+"""Names and sizes of the tensor axes, outermost first."""
+
+
+def value_placements(value: Value, strategies: Mapping[fx.Node, tuple[Strategy, ...]], axes: Axes) -> Placements:
+    """How an op's output lies on the axes; replicated where no strategy was chosen (free values)."""
+    chosen = strategies.get(value.node)
+    if chosen is None:
+        return (REPLICATE,) * len(axes)
+    position = graphs.outputs(value.node).index(value)
+    return tuple(strategy.outputs[position] for strategy in chosen)
+
+
+def local_extents(fake: torch.Tensor, placements: Placements, axes: Axes) -> tuple[Extent | None, ...]:
+    """The sizes of one rank's part of a tensor."""
+    sizes = [extent(size) for size in fake.shape]
+    for placement, (_, parts) in zip(placements, axes, strict=True):
+        found = sizes[placement.dim] if placement.is_shard else None
+        if found is not None:
+            share = found.over(Extent(parts))
+            assert share is not None, f"a dim of {found} does not divide into {parts}"
+            sizes[placement.dim] = share
+    return tuple(sizes)
+
+
+def shard_stage(
+    stage: StageGraph,
+    axes: Axes,
+    strategies: Mapping[fx.Node, tuple[Strategy, ...]],
+    storage: Mapping[str, Placements],
+    rules: RuleBook = RULES,
+) -> fx.Graph:
+    """One rank's graph of a stage.
+
+    strategies: for the ops of the *whole* graph, one strategy per axis; ops without one are replicated.
+    storage: placements of parameters and buffers by name, replicated where absent.
+    Nodes of the result have ``meta["placements"]`` (a tuple of them for ops with several outputs, by index);
+    inserted collectives have ``meta["transition"]`` = (axis name, :class:`Transition`).
+    """
+    return _Sharder(stage, axes, strategies, storage, rules).run()
+
+
+class _Sharder:
+    def __init__(
+        self,
+        stage: StageGraph,
+        axes: Axes,
+        strategies: Mapping[fx.Node, tuple[Strategy, ...]],
+        storage: Mapping[str, Placements],
+        rules: RuleBook,
+    ) -> None:
+        self.stage, self.axes, self.strategies, self.storage, self.rules = stage, axes, strategies, storage, rules
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.placements: dict[Value, Placements] = {}
+        self.converted: dict[tuple[fx.Node, Placements], fx.Node] = {}
+        self.replicated: Placements = (REPLICATE,) * len(axes)
+
+    def run(self) -> fx.Graph:
+        for node in self.stage.graph.nodes:
+            if node.op == "placeholder":
+                self.placeholder(node)
+            elif node.op == "output":
+                self.output(node)
+            elif graphs.is_op(node):
+                self.op(node)
+            else:
+                new = self.graph.node_copy(node, lambda argument: self.env[argument])
+                if graphs.is_tensor(node):
+                    new.meta["placements"] = self.placements[graphs.value_of(node)]
+                self.env[node] = new
+        self.graph.eliminate_dead_code(is_impure_node=_has_effect)
+        self.graph.lint()
+        return self.graph
+
+    def placeholder(self, node: fx.Node) -> None:
+        new = self.graph.node_copy(node)
+        self.env[node] = new
+        if not graphs.is_tensor(node):
+            return
+        role = node.meta["role"]
+        if role in (Role.PARAMETER, Role.BUFFER):
+            placements = self.storage.get(node.meta["name"], self.replicated)
+        elif role is Role.RECEIVED:
+            source = self.stage.origin[node]
+            value = Value(source, node.meta["index"])
+            placements = value_placements(value, self.strategies, self.axes)
+        else:
+            placements = self.replicated
+        self.placements[Value(node)] = placements
+        new.meta["placements"] = placements
+
+    def op(self, node: fx.Node) -> None:
+        chosen = self.strategies.get(self.stage.origin[node])
+        sources = graphs.input_nodes(node)
+        outputs = graphs.outputs(node)
+        if chosen is None:
+            wanted = [self.replicated] * len(sources)
+            given = [self.replicated] * len(outputs)
+            args, kwargs = node.args, node.kwargs
+        else:
+            wanted = [tuple(strategy.inputs[index] for strategy in chosen) for index in range(len(sources))]
+            given = [tuple(strategy.outputs[index] for strategy in chosen) for index in range(len(outputs))]
+            sizes = [parts for _, parts in self.axes]
+            args, kwargs = localized(node, list(zip(chosen, sizes, strict=True)), self.rules)
+        tensors = iter([self.convert(source, target) for source, target in zip(sources, wanted, strict=True)])
+
+        def replace(argument: fx.Node) -> fx.Node:
+            return next(tensors) if graphs.is_tensor(argument) else self.env[argument]
+
+        new_args: Any = fx.node.map_arg(args, replace)
+        new_kwargs: Any = fx.node.map_arg(kwargs, replace)
+        new = self.graph.call_function(node.target, new_args, new_kwargs)  # type: ignore[arg-type]
+        new.meta.update(node.meta)
+        new.meta["placements"] = given[0] if isinstance(node.meta["val"], torch.Tensor) else tuple(given)
+        if chosen is not None:
+            new.meta["strategies"] = tuple(strategy.name for strategy in chosen)
+        self.env[node] = new
+        for value, placements in zip(outputs, given, strict=True):
+            self.placements[value] = placements
+
+    def convert(self, source: fx.Node, target: Placements) -> fx.Node:
+        """The value in the wanted placements, by collectives where it is not there yet."""
+        current = self.placements[graphs.value_of(source)]
+        if current == target:
+            return self.env[source]
+        key = (self.env[source], target)
+        if key not in self.converted:
+            node = self.env[source]
+            for index, (name, parts) in enumerate(self.axes):
+                step = transition(current[index], target[index]) if parts > 1 else None
+                if step is not None:
+                    node = self.insert(node, name, step, current, index)
+                    current = (*current[:index], target[index], *current[index + 1 :])
+            self.converted[key] = node
+        return self.converted[key]
+
+    def insert(self, source: fx.Node, axis: str, step: Transition, before: Placements, index: int) -> fx.Node:
+        keywords = {name: self.expression(text) for name, text in step.arguments}
+        node = self.graph.call_function(getattr(collectives, step.name), (source, axis), keywords)
+        node.meta.update({key: source.meta.get(key) for key in ("val", "path", "source", "differentiable")})
+        node.meta["transition"] = (axis, step)
+        node.meta["placements"] = (*before[:index], step.target, *before[index + 1 :])
+        return node
+
+    def expression(self, text: str) -> Any:
+        """A number of blocks: a number, ``b`` or a multiple of it."""
+        if text.isdigit():
+            return int(text)
+        batch = self.graph.find_nodes(op="placeholder", target="b")[0]
+        if text == "b":
+            return batch
+        import operator
+
+        node = self.graph.call_function(operator.mul, (int(text.split(" ")[0]), batch))
+        node.meta["val"] = int(text.split(" ")[0]) * batch.meta["val"]
+        return node
+
+    def output(self, node: fx.Node) -> None:
+        stage = self.stage
+        results = list(node.args[0])  # type: ignore[arg-type]
+        kept: list[fx.Node] = []
+        for index, result in enumerate(results):
+            if index < len(stage.sends):
+                kept.append(self.env[result])
+            elif index < len(stage.sends) + len(stage.outputs):
+                kept.append(self.convert(result, self.replicated))
+            else:
+                name = stage.updates[index - len(stage.sends) - len(stage.outputs)]
+                kept.append(self.convert(result, self.storage.get(name, self.replicated)))
+        self.graph.output(tuple(kept))
+
+
+def _has_effect(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "output") or "batch_norm" in str(node.target)
+
+
+def collective_counts(graph: fx.Graph, axes: Axes, batch: int) -> dict[tuple[str, str], dict[str, list[int]]]:
+    """Calls and bytes of the collectives in a rank's graph, one microbatch of ``batch`` samples.
+
+    Keyed by (axis, "forward" or "backward"), then by operation: [calls, bytes], counted as
+    :mod:`autopart.runtime.traffic` counts them.
+    """
+    sizes = dict(axes)
+    counts: dict[tuple[str, str], dict[str, list[int]]] = {}
+    for node in graph.nodes:
+        if "transition" not in node.meta:
+            continue
+        axis, step = node.meta["transition"]
+        source: Placements = node.args[0].meta["placements"]
+        index = [name for name, _ in axes].index(axis)
+        others = tuple(
+            REPLICATE if position == index else placement for position, placement in enumerate(source)
+        )
+        whole = node.meta["val"].element_size()
+        for size in local_extents(node.meta["val"], others, axes):
+            assert size is not None
+            whole *= size.at(batch)
+        for direction, operation in (("forward", step.forward), ("backward", step.backward)):
+            if operation is None or (direction == "backward" and not node.meta.get("differentiable")):
+                continue
+            entry = counts.setdefault((axis, direction), {}).setdefault(operation, [0, 0])
+            entry[0] += 1
+            entry[1] += whole // sizes[axis] if operation == "all_to_all" else whole
+    return counts
+
+
+def transitions_of(graph: fx.Graph) -> Sequence[tuple[fx.Node, str, Transition]]:
+    """The inserted collectives in order: node, axis, transition."""
+    return [(node, *node.meta["transition"]) for node in graph.nodes if "transition" in node.meta]

@@ -1,0 +1,70 @@
+"""Ties a step's results into autograd, so that the user's ``loss.backward()`` reaches the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Runs the backward half of a schedule: gradients of the outputs -> gradients of the parameters.
+Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
+
+
+def hand_out(loss: Tensor, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
+    """The loss, attached to gradients that are known already; they are given away by its first backward."""
+    return _HandOut.apply(loss, list(gradients), _anchor(loss), *parameters)
+
+
+def run_later(outputs: Sequence[Tensor], backward: Backward, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The outputs, attached to a backward that has yet to run."""
+    return _RunBackward.apply(backward, len(outputs), *outputs, _anchor(outputs[0]), *parameters)
+
+
+def _anchor(like: Tensor) -> Tensor:
+    # A rank without parameters takes part in the backward as well.
+    return torch.zeros((), requires_grad=True, device=like.device)
+
+
+class _HandOut(torch.autograd.Function):
+    """The loss, whose gradients are known already: backward scales them and gives them to the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], anchor: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients of this step were handed out already; call the model again")
+        # Scaled in place and let go: a copy would double the memory of all gradients.
+        gradients, ctx.gradients = ctx.gradients, None
+        return (None, None, None, *(None if g is None else _scale(g, gradient) for g in gradients))
+
+
+def _scale(tensor: Tensor, factor: Tensor) -> Tensor:
+    """Multiplies in place; by way of float32 for narrow dtypes, which could not hold a loss scaler's factor."""
+    factor = factor.reshape(())
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        return tensor.copy_(tensor.float() * factor.float())
+    return tensor.mul_(factor)
+
+
+class _RunBackward(torch.autograd.Function):
+    """The outputs of a forward; backward runs the schedule's backward half."""
+
+    @staticmethod
+    def forward(ctx: Any, later: Backward, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.later = later
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if ctx.later is None:
+            raise RuntimeError("the backward of this batch has run already; call the model again")
+        later, ctx.later = ctx.later, None
+        made = later(gradients)
+        return (None, None, *(None for _ in gradients), None, *made)

@@ -1,0 +1,141 @@
+"""Runs a function on a few local processes that form one gloo job, and fails with the child's own traceback.
+
+Processes are kept for the next call with as many of them, because starting one takes seconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+
+_MOST_KEPT = 6
+
+
+class ChildFailure(AssertionError):
+    """A process failed; ``failures`` has the traceback of each rank that did, in the order of failing."""
+
+    def __init__(self, failures: dict[int, str]) -> None:
+        self.failures = failures
+        super().__init__("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in failures.items()))
+
+
+def launch(function: Callable[..., Any], processes: int, *args: Any, timeout: float = 90.0) -> list[Any]:
+    """Runs ``function(*args)`` in each process, with torch.distributed ready; returns what each rank returns.
+
+    ``function`` is a top-level function of an importable module (it is pickled); arguments and results are pickled.
+    With one process it runs right here. Raises ChildFailure with the tracebacks when one fails, TimeoutError (naming
+    the ranks) when one hangs.
+    """
+    if processes == 1:
+        return [function(*args)]
+    job = _jobs.pop(processes, None) or _Job(processes)
+    # Before the call: a job that fails is not used again.
+    results = job.call(function, args, timeout)
+    while _jobs and sum(_jobs) + processes > _MOST_KEPT:
+        _jobs.pop(next(iter(_jobs))).stop()
+    _jobs[processes] = job
+    return results
+
+
+class _Job:
+    """Processes that wait for functions to run."""
+
+    def __init__(self, processes: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.children: list[BaseProcess] = []
+        # A file, not a port: tests that run side by side never meet.
+        store = str(Path(mkdtemp()) / "store")
+        for rank in range(processes):
+            here, there = context.Pipe()
+            child = context.Process(target=_serve, args=(there, rank, processes, store), daemon=True)
+            child.start()
+            there.close()
+            self.pipes.append(here)
+            self.children.append(child)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        try:
+            for pipe in self.pipes:
+                pipe.send_bytes(pickle.dumps((function, args)))
+            return _gather(self.pipes, timeout)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for child in self.children:
+            child.kill()
+            child.join()
+
+
+_jobs: dict[int, _Job] = {}
+
+
+@atexit.register
+def _stop_all() -> None:
+    for job in _jobs.values():
+        job.stop()
+
+
+def _serve(pipe: Connection, rank: int, processes: int, store: str) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
+    while True:
+        try:
+            request = pipe.recv_bytes()
+        except EOFError:
+            return
+        try:
+            function, args = pickle.loads(request)
+            answer = True, function(*args)
+        except BaseException:
+            pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+            # Without leaving properly: connections close, and peers that wait for this rank fail as well.
+            os._exit(1)
+        pipe.send_bytes(pickle.dumps(answer))
+
+
+def _gather(pipes: list[Connection], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    end = time.monotonic() + timeout
+    while waiting:
+        ready = wait(list(waiting), max(0.0, end - time.monotonic()))
+        if not ready and not failures:
+            raise TimeoutError(f"ranks {sorted(waiting.values())} did not finish within {timeout:g} s")
+        if not ready:
+            break
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                good, value = pickle.loads(pipe.recv_bytes())
+            except (EOFError, OSError):
+                good, value = False, "the process died without a word"
+            if good:
+                results[rank] = value
+            else:
+                failures[rank] = value
+                end = min(end, time.monotonic() + 10)  # what the others say may tell more
+    if failures:
+        raise ChildFailure(failures)
+    return [results[rank] for rank in range(len(pipes))]

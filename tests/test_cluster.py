@@ -1,0 +1,237 @@
+"""Descriptions of clusters: text, TOML, presets, links."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopart.cluster import Cluster, Device, Link, Node
+from autopart.cost import devices as presets
+from autopart.runtime.errors import ClusterError
+
+TEXTS = [
+    "4x8xA100-80GB",
+    "8xH100",
+    "1xRTX-3090",
+    "4x8xV100-16GB@Ethernet-25",
+    "2x8xH100@4*InfiniBand-400+8xRTX-5000",
+    "4xCPU",
+    "cpu:4",
+    "cpu:2+cpu:2",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_round_trip(text: str) -> None:
+    assert str(Cluster.parse(text)) == text
+    assert Cluster.parse(str(Cluster.parse(text))) == Cluster.parse(text)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_file_round_trip(text: str, tmp_path: Path) -> None:
+    cluster = Cluster.parse(text)
+    cluster.save(tmp_path / "cluster.toml")
+    assert Cluster.load(tmp_path / "cluster.toml") == cluster
+
+
+def test_parse_numbers() -> None:
+    cluster = Cluster.parse("4x8xa100-80gb")
+    assert cluster.device_count == 32
+    assert len(cluster.nodes) == 4
+    assert cluster.device(31).memory_bytes == 80 * 2**30
+    assert cluster.device(0).peak("bfloat16") == 312e12
+    assert cluster.device(0).peak("int64") == 19.5e12
+    assert Cluster.parse("1x8xH100") == Cluster.parse("8xH100")
+    assert len({Cluster.parse("8xH100"), Cluster.parse("8xH100")}) == 1
+
+
+def test_two_levels_of_links() -> None:
+    cluster = Cluster.parse("2x8xA100-80GB")
+    assert cluster.link(0, 7).name == "NVLink3"
+    assert cluster.link(7, 8).name == "InfiniBand-200"
+    assert cluster.link(7, 8).bandwidth == 25e9
+    assert cluster.group_link([0, 1, 2]).bandwidth == 300e9
+    assert cluster.group_link([3]).name == "NVLink3"
+    # One device per node has one port; eight per node send through eight.
+    assert cluster.group_link([0, 8]).ring_bandwidth == 25e9
+    assert cluster.group_link(range(16)).ring_bandwidth == 200e9
+    assert cluster.group_link(range(16)).bandwidth == 25e9
+    with pytest.raises(ClusterError, match="no device 16"):
+        cluster.link(0, 16)
+    with pytest.raises(ClusterError, match="itself"):
+        cluster.link(1, 1)
+
+
+def test_shared_port_and_rings() -> None:
+    cluster = Cluster.parse("2x8xV100-16GB@Ethernet-25")
+    assert cluster.link(0, 8).bandwidth == 25e9 / 8 / 8
+    assert cluster.group_link(range(16)).ring_bandwidth == 25e9 / 8
+    assert cluster.group_link([0, 1, 8]).rings == 1
+
+
+def test_rings_end_at_the_inner_link() -> None:
+    cluster = Cluster.parse("2x8xRTX-4090@8*InfiniBand-400")
+    assert cluster.group_link(range(16)).ring_bandwidth == pytest.approx(50e9)  # one port is faster than PCIe already
+    cluster = Cluster.parse("2x8xRTX-4090@8*Ethernet-100")
+    assert cluster.group_link(range(16)).ring_bandwidth == pytest.approx(31.5e9)
+
+
+def test_nodes_may_differ() -> None:
+    cluster = Cluster.parse("8xH100+4xA100-40GB")
+    assert [device.name for device in cluster.devices] == ["H100"] * 8 + ["A100-40GB"] * 4
+    assert cluster.link(0, 11).name == "InfiniBand-200"
+    assert cluster.node_of(7) == 0 and cluster.node_of(8) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("8xA100", ["A100-80GB", "A100-40GB", "RTX-4090", "cluster.toml"]),
+        ("8xH1000", ["H100", "did you mean"]),
+        ("8xH100@NVLink9", ["unknown link", "NVLink4"]),
+        ("eight", ["NODESxDEVICESxNAME"]),
+        ("cpu:many", ["cpu:4"]),
+        ("0x8xH100", ["expected"]),
+        ("8xH100@0*Ethernet-25", ["one network port"]),
+        ("", ["expected"]),
+    ],
+)
+def test_errors_say_what_to_do(text: str, words: list[str]) -> None:
+    with pytest.raises(ClusterError) as error:
+        Cluster.parse(text)
+    for word in words:
+        assert word in str(error.value)
+
+
+GOOD = """
+[[nodes]]
+count = 2
+device = "Mine"
+devices = 4
+inside = "PCIe-4"
+port = "Wire"
+ports = 2
+
+[devices.Mine]
+kind = "cuda"
+memory_gib = 24
+peak_flops = { float32 = 30e12, bfloat16 = 120e12 }
+memory_bandwidth = 900e9
+launch_s = 5e-6
+
+[links.Wire]
+bandwidth = 20e9
+latency_s = 3e-6
+"""
+
+
+def test_own_devices(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(GOOD)
+    cluster = Cluster.load(path)
+    assert cluster.device_count == 8
+    assert cluster.device(0) == Device(
+        "Mine", "cuda", 24 * 2**30, {"float32": 30e12, "bfloat16": 120e12}, 900e9, 5e-6
+    )
+    assert cluster.link(0, 4) == Link("Wire", 10e9, 3e-6)
+    cluster.save(path)
+    assert Cluster.load(path) == cluster
+    assert str(cluster) == "2x4xMine@2*Wire"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("devices = 4", 'devices = "4"', "nodes[0].devices"),
+        ("devices = 4", "devices = 0", "nodes[0].devices"),
+        ("devices = 4", "device_count = 4", "nodes[0].device_count"),
+        ('device = "Mine"', 'device = "Yours"', "nodes[0].device"),
+        ('device = "Mine"', "device = 3", "nodes[0].device"),
+        ('"PCIe-4"', '"PCIe-9"', "nodes[0].inside"),
+        ("memory_gib = 24", 'memory_gib = "24"', "devices.Mine.memory_gib"),
+        ("memory_gib = 24", "memory_gib = -1", "devices.Mine"),
+        ("memory_gib = 24", "", "devices.Mine.memory_gib"),
+        ("float32 = 30e12", 'float32 = "fast"', "devices.Mine"),
+        ("float32 = 30e12", "float23 = 30e12", "devices.Mine.peak_flops.float23"),
+        ('kind = "cuda"', 'kind = "tpu"', "devices.Mine"),
+        ("bandwidth = 20e9", "bandwidth = 0", "links.Wire"),
+        ("latency_s = 3e-6", "", "links.Wire.latency_s"),
+        ("[[nodes]]", "[[node]]", "node"),
+        ("[[nodes]]", "[nodes", "TOML"),
+    ],
+)
+def test_file_errors_name_file_and_key(old: str, new: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    assert old in GOOD
+    path.write_text(GOOD.replace(old, new, 1))
+    with pytest.raises(ClusterError) as error:
+        Cluster.load(path)
+    assert str(path) in str(error.value)
+    assert words in str(error.value)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"none\.toml"):
+        Cluster.load(tmp_path / "none.toml")
+
+
+def test_save_refuses_two_devices_of_one_name(tmp_path: Path) -> None:
+    device = presets.device("H100")
+    cluster = Cluster((Node.of(device, 1), Node.of(replace(device, launch_s=1.0), 1)))
+    with pytest.raises(ClusterError, match="H100"):
+        cluster.save(tmp_path / "cluster.toml")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has GPUs: local clusters are made of those")
+def test_local_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    one, four = Cluster.local(1), Cluster.local(4)
+    assert Cluster.local() == one
+    assert four == Cluster.parse("cpu:4")
+    assert four.device(0).memory_bytes == one.device(0).memory_bytes // 4
+    assert four.device(0).peak("float32") == pytest.approx(one.device(0).peak("float32") / 4)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert Cluster.local() == four
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert [node.count for node in Cluster.local().nodes] == [2, 2]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_local_cuda() -> None:
+    cluster = Cluster.local(1)
+    assert cluster.device(0).kind == "cuda"
+    assert cluster.device(0).memory_bytes <= torch.cuda.get_device_properties(0).total_memory
+
+
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("Tesla V100-SXM2-32GB", "V100-32GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("Quadro RTX 5000", "RTX-5000"),
+    ],
+)
+def test_names_that_the_driver_reports(reported: str, name: str) -> None:
+    assert presets.from_cuda_name(reported).name == name
+
+
+def test_unknown_gpu() -> None:
+    with pytest.raises(ClusterError, match=r"cluster\.toml"):
+        presets.from_cuda_name("Tesla K80")
+
+
+def test_every_preset_is_sound() -> None:
+    assert {"CPU", "V100-16GB", "V100-32GB", "A100-40GB", "A100-80GB", "H100", "H200"} <= set(presets.devices())
+    for name, device in presets.devices().items():
+        assert device.peak("float64") <= device.peak("float32") <= max(device.peak_flops.values())
+        assert set(device.peak_flops) == set(presets.DTYPES)
+        defaults = presets.defaults(name)
+        assert defaults.inside.latency_s <= defaults.between.latency_s or name == "CPU"
