@@ -55,7 +55,7 @@ class Node:
         default = presets.defaults(device.name)
         if port is None:
             return Node(device, count, default.inside, default.between, max(1, round(default.ports_per_device * count)))
-        return Node(device, count, default.inside, port, ports or 1)
+        return Node(device, count, default.inside, port, 1 if ports is None else ports)
 
     def __str__(self) -> str:
         text = f"{self.count}x{self.device.name}"

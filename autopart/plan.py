@@ -81,8 +81,9 @@ class Plan:
     """The whole program for one model on one cluster, and the account of how it was chosen.
 
     batch: samples of a step over all replicas. dtype: of activations. strategies: by op pattern
-    (``h.*.mlp.c_fc:addmm``, ``*`` for a layer's index) the strategy's name; what is not listed is replicated ("R"). storage: by parameter
-    pattern how it is stored, one Placement per tensor axis joined with a comma; not listed: as it is used.
+    (``h.*.mlp.c_fc:addmm``, ``*`` for a layer's index) the strategy's name; what is not listed is replicated ("R").
+    storage: by parameter pattern how it is stored, one Placement per tensor axis joined with a comma; not listed: as
+    it is used.
     step_time_s: predicted seconds of a step. bound_s: no plan of the searched space is faster. gap:
     ``step_time_s / bound_s - 1``. solve_s, total_s: seconds the solver and all of planning took.
     tokens, flops: of one step, 0 when unknown. considered: other candidates, as rows for the report.

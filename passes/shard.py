@@ -130,7 +130,7 @@ class _Sharder:
             given = [tuple(strategy.outputs[index] for strategy in chosen) for index in range(len(outputs))]
             sizes = [parts for _, parts in self.axes]
             args, kwargs = localized(node, list(zip(chosen, sizes, strict=True)), self.rules)
-        tensors = iter([self.convert(source, target) for source, target in zip(sources, wanted, strict=True)])
+        tensors = iter([self.convert(source, target, node) for source, target in zip(sources, wanted, strict=True)])
 
         def replace(argument: fx.Node) -> fx.Node:
             return next(tensors) if graphs.is_tensor(argument) else self.env[argument]
@@ -146,8 +146,8 @@ class _Sharder:
         for value, placements in zip(outputs, given, strict=True):
             self.placements[value] = placements
 
-    def convert(self, source: fx.Node, target: Placements) -> fx.Node:
-        """The value in the wanted placements, by collectives where it is not there yet."""
+    def convert(self, source: fx.Node, target: Placements, user: fx.Node) -> fx.Node:
+        """The value in the wanted placements, by collectives where it is not there yet; they belong to its user."""
         current = self.placements[graphs.value_of(source)]
         if current == target:
             return self.env[source]
@@ -157,15 +157,18 @@ class _Sharder:
             for index, (name, parts) in enumerate(self.axes):
                 step = transition(current[index], target[index]) if parts > 1 else None
                 if step is not None:
-                    node = self.insert(node, name, step, current, index)
+                    node = self.insert(node, name, step, current, index, user)
                     current = (*current[:index], target[index], *current[index + 1 :])
             self.converted[key] = node
         return self.converted[key]
 
-    def insert(self, source: fx.Node, axis: str, step: Transition, before: Placements, index: int) -> fx.Node:
+    def insert(
+        self, source: fx.Node, axis: str, step: Transition, before: Placements, index: int, user: fx.Node
+    ) -> fx.Node:
         keywords = {name: self.expression(text) for name, text in step.arguments}
         node = self.graph.call_function(getattr(collectives, step.name), (source, axis), keywords)
-        node.meta.update({key: source.meta.get(key) for key in ("val", "path", "source", "differentiable")})
+        node.meta.update({key: source.meta.get(key) for key in ("val", "differentiable")})
+        node.meta.update({key: user.meta.get(key, "") for key in ("path", "source")})
         node.meta["transition"] = (axis, step)
         node.meta["placements"] = (*before[:index], step.target, *before[index + 1 :])
         return node
@@ -191,10 +194,10 @@ class _Sharder:
             if index < len(stage.sends):
                 kept.append(self.env[result])
             elif index < len(stage.sends) + len(stage.outputs):
-                kept.append(self.convert(result, self.replicated))
+                kept.append(self.convert(result, self.replicated, node))
             else:
                 name = stage.updates[index - len(stage.sends) - len(stage.outputs)]
-                kept.append(self.convert(result, self.storage.get(name, self.replicated)))
+                kept.append(self.convert(result, self.storage.get(name, self.replicated), node))
         self.graph.output(tuple(kept))
 
 

@@ -22,6 +22,8 @@ _ALWAYS = {
     *("movedim", "swapaxes", "view", "view_as", "as_strided", "mT", "numpy_T", "adjoint", "unflatten", "lift_fresh"),
     *("swapdims", "moveaxis", "hsplit", "vsplit", "dsplit", "real", "view_as_real", "view_as_complex", "positive"),
 }
+_PAIRWISE = {"broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"}
+"""Output number i is a view of tensor argument number i."""
 _IF_STRIDES_ALLOW = {"reshape", "flatten", "_unsafe_view", "contiguous", "reshape_as", "ravel", "clone"}
 _CASTS = {"to", "type_as", "_to_copy", "float", "_cast"}
 _SAMPLE_BATCH = 3
@@ -45,11 +47,11 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the op's outputs are its first tensor argument's memory, reshaped or unchanged."""
+    """Whether the op's outputs are memory of its tensor arguments, reshaped or unchanged."""
     if node.op != "call_function":
         return False
     name = op_name(node)
-    if name in _ALWAYS:
+    if name in _ALWAYS or name in _PAIRWISE:
         return True
     if name in ("dropout", "feature_dropout", "alpha_dropout"):
         return not argument(node, 2, "train", True) or argument(node, 1, "p", 0.5) == 0
@@ -119,6 +121,5 @@ def storage_of(value: Value) -> Value:
             continue
         if not is_view(node):
             return value
-        node = input_nodes(node)[0]
-        value = value_of(node)
+        value = value_of(input_nodes(node)[value.index if op_name(node) in _PAIRWISE else 0])
         node = value.node

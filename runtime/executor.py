@@ -42,12 +42,14 @@ class _Microbatch:
     sent: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: list[tuple[ValueSpec, Tensor]] = field(default_factory=list)
-    arriving: list[dist.Work] = field(default_factory=list)
+    # Apart: the gradients' receives may be posted before the forward, which must not wait for them.
+    arriving: dict[Phase, list[dist.Work]] = field(default_factory=lambda: {"forward": [], "backward": []})
 
-    def wait(self) -> None:
-        for work in self.arriving:
+    def wait(self, phase: Phase) -> None:
+        """Until the activations ("forward") or their gradients ("backward") are here."""
+        for work in self.arriving[phase]:
             work.wait()
-        self.arriving.clear()
+        self.arriving[phase].clear()
 
 
 class Run:
@@ -133,13 +135,13 @@ class Run:
     def _receive(self, value: ValueSpec, state: _Microbatch, action: Action, phase: Phase) -> Tensor:
         assert action.peer is not None and action.microbatch is not None
         tensor, work = self._links.receive(value, action.peer, action.microbatch, self._feed.samples, phase)
-        state.arriving.append(work)
+        state.arriving[phase].append(work)
         if phase == "forward" and value.needs_grad and self._train:
             tensor.requires_grad_()
         return tensor
 
     def _forward(self, microbatch: int, state: _Microbatch) -> None:
-        state.wait()
+        state.wait("forward")
         spec, feed = self._spec, self._feed
         inputs = feed.inputs(microbatch)
         arguments = {
@@ -158,7 +160,7 @@ class Run:
         self.outputs[microbatch] = {name: tensor.detach() for name, tensor in state.outputs.items()}
 
     def _backward(self, microbatch: int, state: _Microbatch) -> None:
-        state.wait()
+        state.wait("backward")
         tensors: list[Tensor] = []
         gradients: list[Tensor] = []
         for name, incoming in _sum_by_value(state.gradients).items():

@@ -285,7 +285,8 @@ class ParallelModule(nn.Module):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients of all ranks to a 2-norm of at most ``max_norm`` over the whole model.
 
-        Returns the norm before. All ranks call it; ``torch.nn.utils.clip_grad_norm_`` would see this rank's parameters alone.
+        Returns the norm before. All ranks call it; ``torch.nn.utils.clip_grad_norm_`` would see this rank's
+        parameters alone.
         """
         return clip_gradients(self.manifest, self.mesh, self._parameters_in_order, max_norm)
 

@@ -88,7 +88,6 @@ def emit(
     last = cuts - 1
     outputs = ("logits",) if user_loss else ("loss", "logits")
     body = {"first": FIRST, "second": SECOND, "third": THIRD.format("v + a" if skip else "v")}
-    made = {"first": "a", "second": "v", "third": None}
     uses = {"first": [], "second": ["a"], "third": ["v", "a"] if skip else ["v"]}
     source = {"a": owner["first"], "v": owner["second"]}
     targets = {
@@ -111,7 +110,7 @@ def emit(
             text = text.replace("weight=parameter(8, 8, dtype=torch.float64), bias", "bias")
             text = text.replace(
                 "\n    def forward",
-                "        self.first = Namespace(weight=parameter(8, 8, dtype=torch.float64))\n\n    def forward",
+                f"        self.first = Namespace(weight=parameter(8, 8, dtype=torch.{DTYPE}))\n\n    def forward",
             ).replace("self.third.weight", "self.first.weight")
         (directory / f"stage_{index}.py").write_text(text)
         devices = tuple(range(index * dp, (index + 1) * dp))

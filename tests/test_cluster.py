@@ -133,9 +133,7 @@ def test_own_devices(tmp_path: Path) -> None:
     path.write_text(GOOD)
     cluster = Cluster.load(path)
     assert cluster.device_count == 8
-    assert cluster.device(0) == Device(
-        "Mine", "cuda", 24 * 2**30, {"float32": 30e12, "bfloat16": 120e12}, 900e9, 5e-6
-    )
+    assert cluster.device(0) == Device("Mine", "cuda", 24 * 2**30, {"float32": 30e12, "bfloat16": 120e12}, 900e9, 5e-6)
     assert cluster.link(0, 4) == Link("Wire", 10e9, 3e-6)
     cluster.save(path)
     assert Cluster.load(path) == cluster

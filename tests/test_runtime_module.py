@@ -63,6 +63,7 @@ CASES = [
     (1, 1, 1, "1f1b", {}),
     (1, 1, 4, "gpipe", {}),
     (1, 2, 2, "1f1b", {}),
+    (2, 1, 1, "1f1b", {}),  # the gradient is awaited before the forward is done
     (2, 1, 4, "1f1b", {}),
     (2, 1, 4, "gpipe", {}),
     (2, 2, 2, "1f1b", {}),

@@ -13,15 +13,14 @@ As a way through the arcs (s, a, b) of :mod:`autopart.solver.stages_graph`, of w
 
     y[s,a,b] in {0, 1};    sum_b y[0,0,b] = 1                                                          _add_flow
     sum_a y[s,a,b] = sum_c y[s+1,b,c]            at every cut b between s and s + 1                    _add_flow
-    T >= sum_{a,b} t[a,b] y[s,a,b]               for every stage s                                     _add_maximum
-    E >= sum_{a,b} step_end[a,b] y[s,a,b]        for every stage s                                     _add_maximum
+    T >= sum_{a,b} t[a,b] y[s,a,b] and E >= sum_{a,b} step_end[a,b] y[s,a,b]     for every stage s     _add_maximum
     minimise  sum once[a,b] y[s,a,b] + (m - 1) T + E
 
 The two maxima are what makes it hard: with both bounded from above, the cheapest sum is a shortest way. So the search
 first goes over boxes of (T, E): in a box, the cheapest sum under its upper limits with the smallest T and the smallest E
 under them bounds every way from below, and each way found is a candidate. Boxes that may hold something better are
 halved. If that takes more than ``max_programs`` boxes, the arcs that can still be part of a better way form the model
-above, which SCIP solves. Objective and bound count as equal when they differ by less than TOLERANCE of the objective.
+above, which CP-SAT solves. Objective and bound count as equal when they differ by less than TOLERANCE of the objective.
 """
 
 from __future__ import annotations
@@ -35,16 +34,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from ortools.sat.python import cp_model
 
 from autopart.runtime.errors import InfeasibleError, PlanError
-from autopart.solver.linear import LinearModel
 from autopart.solver.stages_graph import Array, StageGraph, cheapest, smallest_maximum, sums_through
 from autopart.solver.stages_problem import StageProblem, StageSolution
 from autopart.solver.tensor_problem import relative_gap
 
 TOLERANCE = 1e-9
-MAX_PROGRAMS = 300
-_SCALE = 1e4
+MAX_PROGRAMS = 40
+_TICKS = 2**40
+_WORKERS = 8
 
 
 def solve(problem: StageProblem, time_limit_s: float = 60.0, *, max_programs: int = MAX_PROGRAMS) -> StageSolution:
@@ -69,7 +69,7 @@ def solve(problem: StageProblem, time_limit_s: float = 60.0, *, max_programs: in
     if not search.meets(bound):
         left = max(0.1, start + time_limit_s - time.perf_counter())
         proved = _solve_rest(search, left)
-        bound, method = max(bound, min(proved, search.objective)), "mip"
+        bound, method = max(bound, min(proved, search.objective)), "cp-sat"
     if search.meets(bound):
         bound = search.objective
     return StageSolution(
@@ -185,59 +185,71 @@ class _BoxSearch:
 
 def _solve_rest(search: _BoxSearch, time_limit_s: float) -> float:
     """Offers the optimum of the arcs that may be part of a better way; returns a bound in seconds."""
-    graph, pace = search.graph, search.pace
+    graph = search.graph
     ends = [smallest_maximum(search.arcs(costs)) for costs in (graph.busy, graph.step_end)]
     least_busy, least_end = (end[0] if end else 0.0 for end in ends)
-    through = sums_through(search.arcs(graph.once))
-    at_least = search.base + through + pace * np.maximum(graph.busy, least_busy) + np.maximum(graph.step_end, least_end)
-    model = _WayModel(search, [tuple(map(int, arc)) for arc in np.argwhere(at_least < search.objective)])
-    if not model.arcs:
+    slowest = search.pace * np.maximum(graph.busy, least_busy) + np.maximum(graph.step_end, least_end)
+    at_least = search.base + sums_through(search.arcs(graph.once)) + slowest
+    arcs = [tuple(map(int, arc)) for arc in np.argwhere(at_least < search.objective)]
+    if not arcs:
         return search.objective
-    answer = model.linear.solve(time_limit_s)
-    if answer.values is not None:
-        search.offer(model.boundaries(answer.values))
-    return answer.bound * model.unit + search.base
+    model = _WayModel(search, arcs)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = time_limit_s
+    solver.parameters.num_workers = _WORKERS
+    status = solver.solve(model.cp)
+    if status == cp_model.INFEASIBLE:
+        return search.objective
+    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        search.offer(model.boundaries(solver))
+    return search.base + solver.best_objective_bound * model.tick
 
 
 class _WayModel:
-    """The model of this file's docstring over some arcs; its costs are seconds / ``unit``, without the blocks' own."""
+    """The model of this file's docstring over some arcs, in whole ticks of ``tick`` seconds, the blocks' own left out.
+
+    Seconds are rounded down to ticks, so that a bound in ticks is one in seconds.
+    """
 
     def __init__(self, search: _BoxSearch, arcs: Sequence[tuple[int, ...]]) -> None:
-        self.arcs = arcs
-        self.unit = search.objective / _SCALE
-        self.linear = LinearModel()
-        self._stages = search.problem.stages
-        self._blocks = len(search.problem.blocks)
-        once = search.graph.once / self.unit
-        self._y = [self.linear.add_variable(float(once[a, b]), integer=True) for _, a, b in arcs]
+        self.tick = search.objective / _TICKS
+        self.cp = cp_model.CpModel()
+        self._arcs = arcs
+        self._end = search.problem.stages, len(search.problem.blocks)
+        self._y = [self.cp.new_bool_var("") for _ in arcs]
         self._add_flow()
-        if search.pace:
-            self._add_maximum(search.graph.busy / self.unit, float(search.pace))
-        self._add_maximum(search.graph.step_end / self.unit, 1.0)
+        once = self._ticks(search.graph.once)
+        busy = self._add_maximum(self._ticks(search.graph.busy))
+        step_end = self._add_maximum(self._ticks(search.graph.step_end))
+        crossings = cp_model.LinearExpr.weighted_sum(self._y, [once[a][b] for _, a, b in arcs])
+        self.cp.minimize(crossings + search.pace * busy + step_end)
 
-    def boundaries(self, values: Sequence[float]) -> tuple[int, ...]:
-        used = [arc for arc, y in zip(self.arcs, self._y, strict=True) if values[y] > 0.5]
-        return (0, *(last for _, _, last in sorted(used)))
+    def boundaries(self, solver: cp_model.CpSolver) -> tuple[int, ...]:
+        used = sorted(arc for arc, y in zip(self._arcs, self._y, strict=True) if solver.boolean_value(y))
+        return (0, *(last for _, _, last in used))
 
     def _add_flow(self) -> None:
-        """As many arcs enter a cut as leave it; one leaves the beginning."""
+        """Each stage has one arc, and it begins where that of the stage before ends."""
         leaving, entering = defaultdict(list), defaultdict(list)
-        for (stage, first, last), y in zip(self.arcs, self._y, strict=True):
+        for (stage, first, last), y in zip(self._arcs, self._y, strict=True):
             leaving[stage, first].append(y)
             entering[stage + 1, last].append(y)
-        for node in sorted({*leaving, *entering}):
-            if node == (self._stages, self._blocks):
-                continue
-            ins, outs = entering[node], leaving[node]
-            born = 1.0 if node == (0, 0) else 0.0
-            self.linear.add_row([*outs, *ins], [1.0] * len(outs) + [-1.0] * len(ins), lower=born, upper=born)
+        for stage in range(self._end[0]):
+            self.cp.add_exactly_one(y for (of, _), group in leaving.items() if of == stage for y in group)
+        for node in sorted({*leaving, *entering} - {(0, 0), self._end}):
+            self.cp.add(sum(entering[node]) == sum(leaving[node]))
 
-    def _add_maximum(self, seconds: Array, weight: float) -> None:
-        """The maximum is at least what the arc of each stage takes."""
-        maximum = self.linear.add_variable(weight, upper=math.inf)
-        for _, group in itertools.groupby(zip(self.arcs, self._y, strict=True), key=lambda item: item[0][0]):
-            rows = [(y, -float(seconds[first, last])) for (_, first, last), y in group]
-            self.linear.add_row([maximum, *(y for y, _ in rows)], [1.0, *(value for _, value in rows)], lower=0.0)
+    def _add_maximum(self, ticks: list[list[int]]) -> cp_model.IntVar:
+        """A variable that is at least what the arc of each stage takes."""
+        maximum = self.cp.new_int_var(0, _TICKS, "")
+        for _, group in itertools.groupby(zip(self._arcs, self._y, strict=True), key=lambda item: item[0][0]):
+            taken = [(y, ticks[first][last]) for (_, first, last), y in group]
+            self.cp.add(maximum >= cp_model.LinearExpr.weighted_sum([y for y, _ in taken], [t for _, t in taken]))
+        return maximum
+
+    def _ticks(self, seconds: Array) -> list[list[int]]:
+        rounded: list[list[int]] = np.floor(np.maximum(seconds, 0.0) / self.tick).astype(np.int64).tolist()
+        return rounded
 
 
 def _infeasible(problem: StageProblem, graph: StageGraph) -> InfeasibleError:

@@ -193,7 +193,7 @@ class StageSolution:
     boundaries: 0, the cut positions, the number of blocks. objective, bound: seconds of a step by the formula.
     gap: (objective - bound) / objective. lower_bound_s: no cut into stages that fit takes fewer seconds under any 1F1B
     or GPipe order, formula or not. seconds: spent solving. programs: dynamic programs run. method: "dynamic program"
-    when these alone proved the optimum, else "mip".
+    when these alone proved the optimum, else "cp-sat".
     """
 
     boundaries: tuple[int, ...]

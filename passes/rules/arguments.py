@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopart.passes import graph
 from torch import fx
+
+from autopart.passes import graph
 
 
 def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:

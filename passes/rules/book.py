@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
+from torch import fx
+
 from autopart.passes import graph
 from autopart.passes.rules.notation import Annotation, Extents, Rule, RuleError, bind, product_at
 from autopart.passes.sizes import Extent, extent
-from torch import fx
 
 Entry: TypeAlias = str | Annotation | Callable[[fx.Node], str | Annotation | None]
 """A rule as written down: the text alone, with its properties, or built from the node (None: replicate only)."""

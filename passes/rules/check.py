@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, fx
+
 from autopart.passes import graph as graphs
 from autopart.passes.rules.book import RuleBook
 from autopart.passes.rules.matching import Sharding, is_differentiable
@@ -28,7 +30,6 @@ from autopart.passes.rules.strategies import Strategy, divides, localized, op_st
 from autopart.passes.rules.table import RULES
 from autopart.passes.sizes import ONE, Extent, extent
 from autopart.runtime.placement import Kind, Placement, join_shards, take_shard
-from torch import Tensor, fx
 
 _TOLERANCE = 1e-8
 
@@ -178,6 +179,7 @@ def _check_strategy(
     spread_seeds = [_spread(t, p, parts, batch, Kind.BROADCAST) for t, p in zip(seeds, strategy.outputs, strict=True)]
     results: list[list[Tensor]] = []
     gradients: list[list[Tensor]] = []
+    written: list[list[Tensor]] = []
     for rank in range(parts):
         inputs = _leaves([shares[rank] for shares in spread], tracked)
         outputs = _run(node, arguments, inputs, local_batch)
@@ -186,6 +188,7 @@ def _check_strategy(
                 message = f"output {index} of rank {rank} has shape {list(out.shape)}, not {list(shares[rank].shape)}"
                 return CheckResult(strategy, message, random)
         results.append([out.detach() for out in outputs])
+        written.append([operand.detach() for operand in inputs])
         gradients.append(
             _gradients(outputs, [shares[rank] for shares in spread_seeds], [inputs[index] for index in tracked])
         )
@@ -196,6 +199,12 @@ def _check_strategy(
         shares = [outputs[index] for outputs in results]
         if message := _collect(shares, placement, expected.detach(), batch, Kind.PARTIAL):
             return CheckResult(strategy, f"output {index} ({placement}): {message}")
+    for index, (before, after) in enumerate(zip(tensors, whole_inputs, strict=True)):
+        if not torch.equal(before, after):  # running statistics are updated in place
+            shares = [operands[index] for operands in written]
+            placement = strategy.inputs[index]
+            if message := _collect(shares, placement, after.detach(), batch, Kind.PARTIAL):
+                return CheckResult(strategy, f"operand {index} after the op ({placement}): {message}")
     for position, index in enumerate(tracked):
         shares = [found[position] for found in gradients]
         placement = strategy.inputs[index]

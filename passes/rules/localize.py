@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import fx
+
 from autopart.passes import graph
 from autopart.passes.rules.arguments import argument, positive, rank_of, replaced
 from autopart.passes.rules.book import Arguments, Local, Localizer, shape_of
 from autopart.passes.sizes import ONE
-from torch import fx
 
 _TO_THE_END = 2**63 - 1
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import fx
+
 from autopart.passes import graph
 from autopart.passes.graph import Value
 from autopart.passes.rules.notation import Dims, Rule
 from autopart.passes.sizes import ONE, Extent
 from autopart.runtime.placement import BROADCAST, PARTIAL, REPLICATE, Kind, Placement, shard
-from torch import fx
 
 Sharding = tuple[str, Extent]
 """A factor, and the number of blocks in it outside the sharded part."""

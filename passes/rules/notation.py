@@ -50,7 +50,7 @@ class Annotation:
     affine: operands that are added to the result, so that they must be partial sums where the result becomes one.
     products: the factors of each multiplication of arrays, for counting FLOPs: ``("*b n k",)`` for linear.
     sizes: factors whose size does not follow from the shapes.
-    random: two runs differ; a sharded run draws other numbers than the whole.
+    random: two runs differ (random numbers, uninitialised memory), and a sharded run from the whole.
     """
 
     text: str

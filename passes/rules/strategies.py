@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import fx
+
 from autopart.passes import graph as graphs
 from autopart.passes.graph import Value
 from autopart.passes.rules import matching
@@ -23,7 +25,6 @@ from autopart.passes.rules.notation import Dims, Extents, Rule
 from autopart.passes.rules.table import RULES
 from autopart.passes.sizes import ONE, Extent
 from autopart.runtime.placement import BROADCAST, REPLICATE, Kind, Placement
-from torch import fx
 
 _MOST_BLOCKS = 8
 """Numbers of outer blocks offered per factor: real models need one or two, and each costs the solver a choice."""

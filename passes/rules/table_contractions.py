@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import fx
+
 from autopart.passes import graph
 from autopart.passes.rules.arguments import argument, names, operands, rank_of
 from autopart.passes.rules.book import Entry
 from autopart.passes.rules.notation import Annotation
 from autopart.passes.sizes import Extent
-from torch import fx
 
 
 def _product(text: str, factors: str, bias: int | None = None) -> Annotation:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from torch import fx
+
 from autopart.passes import graph
 from autopart.passes.rules.arguments import argument, names, operands, words
 from autopart.passes.rules.book import Entry
 from autopart.passes.rules.notation import Annotation
-from torch import fx
 
 # Smooth or not, none of these is linear: a function of a sum is not the sum of the function.
 _UNARY = words("""
@@ -24,8 +25,9 @@ logical_and.default logical_or.default logical_xor.default bitwise_and.Tensor bi
 bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar bitwise_left_shift.Tensor bitwise_right_shift.Tensor
 hypot.default xlogy.Tensor clamp.Tensor isclose.default logaddexp.default
 """)
-_LIKE = words("zeros_like ones_like full_like empty_like")
-_RANDOM_LIKE = words("rand_like randn_like bernoulli")
+_LIKE = words("zeros_like ones_like full_like")
+# What empty_like holds is undefined, which comes to the same.
+_RANDOM_LIKE = words("rand_like randn_like bernoulli empty_like")
 
 
 def elementwise(node: fx.Node) -> str:
@@ -101,11 +103,11 @@ def _dropout(node: fx.Node) -> Annotation:
     return Annotation(f"*d -> {outputs}", linear=() if drops or "," in outputs else ((0,),), random=drops)
 
 
-def _constant(node: fx.Node) -> str:
+def _constant(node: fx.Node) -> Annotation:
     """A tensor filled with one value: every dim may be sharded; a tensor operand lends only its type."""
     output = " ".join(names(graph.outputs(node)[0].fake.dim()))
     inputs = ", ".join(" ".join(["_"] * value.fake.dim()) for value in graph.inputs(node))
-    return f"{inputs} -> {output}"
+    return Annotation(f"{inputs} -> {output}", random="empty" in str(node.target))
 
 
 def _overload(name: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import fx
+
 from autopart.passes import graph
 from autopart.passes.rules.arguments import argument, names, operands, positive, rank_of
 from autopart.passes.rules.book import Entry, shape_of
 from autopart.passes.rules.notation import Annotation
-from torch import fx
 
 
 def _embedding(node: fx.Node) -> Annotation:

@@ -6,11 +6,12 @@ linear, so partial sums pass through it, but the mean of a shard is not a part o
 
 from __future__ import annotations
 
+from torch import fx
+
 from autopart.passes import graph
 from autopart.passes.rules.arguments import argument, dims_of, names, operands, rank_of, words
 from autopart.passes.rules.book import Entry
 from autopart.passes.rules.notation import Annotation
-from torch import fx
 
 
 def _reduction(node: fx.Node, dims: list[int], keep: bool, freeze: bool) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import fx
+
 from autopart.passes import graph
 from autopart.passes.rules.arguments import argument, dims_of, names, operands, positive, rank_of
 from autopart.passes.rules.book import Entry, shape_of
 from autopart.passes.rules.notation import Annotation
 from autopart.passes.rules.reshape import reshape_annotation
 from autopart.passes.sizes import ONE, Extent, extent
-from torch import fx
 
 
 def _linear(before: Sequence[str], after: Sequence[str], sizes: dict[str, Extent] | None = None) -> Annotation:

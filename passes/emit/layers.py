@@ -1,0 +1,77 @@
+"""Which ops of a stage become a class of their own: runs of ops that were written in one repeated module.
+
+A module path such as ``transformer.h.3.mlp.c_fc`` holds a number where a ModuleList or Sequential repeats; the path up
+to that number is the op's *layer*. Consecutive ops of one layer make a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopart.passes import graph as graphs
+
+
+@dataclass(slots=True)
+class Run:
+    """Consecutive ops of one layer; ``path`` is '' for ops outside of any repeated module."""
+
+    path: str
+    nodes: list[fx.Node] = field(default_factory=list)
+
+
+def prefixes(path: str) -> list[str]:
+    """The prefixes of a module path that end in a number, shortest first."""
+    parts = path.split(".")
+    return [".".join(parts[: index + 1]) for index, part in enumerate(parts) if part.isdigit()]
+
+
+def find_runs(nodes: Sequence[fx.Node]) -> list[Run]:
+    """The ops of a stage in order, grouped. A layer that is entered a second time is not grouped then."""
+    depth = _depths(nodes)
+    runs: list[Run] = []
+    seen: set[str] = set()
+    for node in nodes:
+        path = _layer(graphs.module_path(node), depth)
+        if graphs.is_getitem(node):
+            path = runs[-1].path if runs else ""
+        if runs and runs[-1].path == path:
+            runs[-1].nodes.append(node)
+            continue
+        if path in seen:
+            path = ""
+        if runs and runs[-1].path == path == "":
+            runs[-1].nodes.append(node)
+            continue
+        if path:
+            seen.add(path)
+        runs.append(Run(path, [node]))
+    return runs
+
+
+def _layer(path: str, depth: dict[str, int]) -> str:
+    found = prefixes(path)
+    if not found:
+        return ""
+    parent = found[0].rpartition(".")[0]
+    return found[min(depth.get(parent, 0), len(found) - 1)]
+
+
+def _depths(nodes: Sequence[fx.Node]) -> dict[str, int]:
+    """For every list of modules whether its items repeat (0), or only the items of lists inside them do (1)."""
+    texts: dict[str, dict[str, list[str]]] = {}
+    nested: dict[str, bool] = {}
+    for node in nodes:
+        found = prefixes(graphs.module_path(node))
+        if found:
+            parent = found[0].rpartition(".")[0]
+            texts.setdefault(parent, {}).setdefault(found[0], []).append(str(node.target))
+            nested[parent] = nested.get(parent, False) or len(found) > 1
+    depth: dict[str, int] = {}
+    for parent, items in texts.items():
+        distinct = {tuple(item) for item in items.values()}
+        repeats = len(distinct) < len(items) or len(items) == 1
+        depth[parent] = 0 if repeats or not nested[parent] else 1
+    return depth

@@ -1,0 +1,231 @@
+"""The emitted program: stage files, totals, and the manifest that the runtime reads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from autopart.passes import graph as graphs
+from autopart.passes.batch import BatchSplit
+from autopart.passes.emit.source import StageSource, totals_source
+from autopart.passes.partition import Crossing, StageGraph
+from autopart.passes.program import Program, Role, TensorInfo
+from autopart.passes.shard import Axes, Placements, local_extents
+from autopart.passes.sizes import Extent, extent
+from autopart.runtime.errors import PlanError
+from autopart.runtime.manifest import Manifest, OutputSpec, ParameterSpec, Size, StageSpec, ValueSpec
+
+CONSTANTS_FILE = "constants.pt"
+
+
+@dataclass(slots=True)
+class Emitted:
+    """Texts by file name, the manifest, and tensors that no state dict holds."""
+
+    files: dict[str, str]
+    manifest: Manifest
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def save(self, directory: Path) -> None:
+        """Writes the program; an existing folder is replaced only once everything is written."""
+        directory = Path(directory)
+        if directory.exists() and any(directory.iterdir()) and not (directory / "manifest.json").exists():
+            raise PlanError(f"{directory} holds other files; choose an empty or new folder for the emitted program")
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+        for name, text in self.files.items():
+            (temporary / name).write_text(text)
+        if self.constants:
+            torch.save(self.constants, temporary / CONSTANTS_FILE)
+        self.manifest.save(temporary)
+        temporary.chmod(0o755)
+        if directory.exists():
+            shutil.rmtree(directory)
+        os.replace(temporary, directory)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a plan decides that the graphs do not show: who runs a stage, and the schedule.
+
+    devices: ranks of each stage, row-major over (dp, tensor axes). dp: size of the data axis.
+    headings: first lines of each stage's docstring.
+    """
+
+    devices: tuple[tuple[int, ...], ...]
+    dp: int
+    axes: Axes
+    schedule: str
+    microbatches: int
+    recompute: bool
+    headings: tuple[tuple[str, ...], ...]
+
+
+def emit_program(
+    program: Program,
+    split: BatchSplit,
+    stages: Sequence[StageGraph],
+    graphs_by_stage: Sequence[fx.Graph],
+    crossings: Sequence[Crossing],
+    storage: Mapping[str, Placements],
+    layout: Layout,
+) -> Emitted:
+    """Sources and manifest. ``graphs_by_stage``: one rank's graph per stage (shard_stage)."""
+    homes = _homes(program, graphs_by_stage)
+    files: dict[str, str] = {}
+    specs: list[StageSpec] = []
+    for stage, graph in zip(stages, graphs_by_stage, strict=True):
+        tensors = {name: info for name, info in program.tensors.items() if stage.index in homes[name]}
+        name = f"stage_{stage.index}.py"
+        source = StageSource(
+            graph,
+            layout.axes,
+            tensors,
+            layout.headings[stage.index],
+            len(stage.sends) + len(stage.outputs),
+            stage.updates,
+            layout.recompute,
+        )
+        files[name] = source.write()
+        roles = {role: _names(graph, role) for role in (Role.INPUT, Role.RECEIVED, Role.TOTAL)}
+        specs.append(
+            StageSpec(
+                file=name,
+                devices=layout.devices[stage.index],
+                mesh=(("dp", layout.dp), *layout.axes),
+                inputs=roles[Role.INPUT],
+                receives=roles[Role.RECEIVED],
+                totals=roles[Role.TOTAL],
+                sends=stage.sends,
+                outputs=stage.outputs,
+            )
+        )
+    totals_inputs: tuple[str, ...] = ()
+    if split.totals is not None:
+        totals_inputs = _names(split.totals, Role.INPUT)
+        files["totals.py"] = totals_source(split.totals, split.total_names, totals_inputs)
+    manifest = Manifest(
+        fingerprint=program.fingerprint,
+        world_size=sum(len(devices) for devices in layout.devices),
+        schedule=layout.schedule,
+        microbatches=layout.microbatches,
+        stages=tuple(specs),
+        values=tuple(_values(stages, graphs_by_stage, crossings, layout.axes)),
+        inputs=program.inputs,
+        outputs=tuple(_outputs(program, split, stages)),
+        parameters=tuple(_parameter(info, homes, storage, program, layout.axes) for info in program.tensors.values()),
+        parameter_order=tuple(info.name for info in program.parameters),
+        input_names=program.input_names,
+        loss=program.loss,
+        totals=split.total_names,
+        totals_inputs=totals_inputs,
+        output_structure=program.output_structure,
+        batch_splittable=not split.flaw,
+        imports=program.imports,
+        notes=(*program.notes, *split.notes),
+    )
+    return Emitted(files, manifest, dict(program.constants))
+
+
+def _names(graph: fx.Graph, role: Role) -> tuple[str, ...]:
+    return tuple(node.meta["name"] for node in graph.nodes if node.op == "placeholder" and node.meta["role"] is role)
+
+
+def _homes(program: Program, stage_graphs: Sequence[fx.Graph]) -> dict[str, tuple[int, ...]]:
+    """The stages that hold each parameter and buffer; one that nothing uses is kept on the first."""
+    found: dict[str, list[int]] = {name: [] for name in program.tensors}
+    for index, graph in enumerate(stage_graphs):
+        for role in (Role.PARAMETER, Role.BUFFER):
+            for name in _names(graph, role):
+                found[name].append(index)
+    return {name: tuple(stages) or (0,) for name, stages in found.items()}
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _sizes(sizes: Sequence[Extent | None], what: str) -> tuple[Size, ...]:
+    found: list[Size] = []
+    for size in sizes:
+        if size is None:
+            raise PlanError(f"{what} has a size that is no multiple of the batch size; use fewer stages")
+        found.append(str(size) if size.batched else size.coefficient)
+    return tuple(found)
+
+
+def _values(
+    stages: Sequence[StageGraph], stage_graphs: Sequence[fx.Graph], crossings: Sequence[Crossing], axes: Axes
+) -> list[ValueSpec]:
+    specs = []
+    for crossing in crossings:
+        output = next(node for node in stage_graphs[crossing.source].nodes if node.op == "output")
+        node = output.args[0][stages[crossing.source].sends.index(crossing.name)]
+        sizes = local_extents(node.meta["val"], node.meta["placements"], axes)
+        specs.append(
+            ValueSpec(
+                name=crossing.name,
+                shape=_sizes(sizes, f"the value {crossing.name} between stages"),
+                dtype=_dtype(node.meta["val"].dtype),
+                source=crossing.source,
+                targets=crossing.targets,
+                needs_grad=bool(node.meta.get("differentiable")) and node.meta["val"].is_floating_point(),
+            )
+        )
+    return specs
+
+
+def _outputs(program: Program, split: BatchSplit, stages: Sequence[StageGraph]) -> list[OutputSpec]:
+    specs = []
+    for info in program.outputs:
+        if info.node is None:
+            specs.append(OutputSpec(info.name, 0, "constant", constant=info.constant))
+            continue
+        combine, dim = split.combine[info.name]
+        stage = next(stage.index for stage in stages if info.name in stage.outputs)
+        value = info.node.meta["val"]
+        sizes: list[Size] = [str(size) if (size := extent(item)) is not None else "?" for item in value.shape]
+        shape = tuple(int(size) if str(size).isdigit() else size for size in sizes)
+        specs.append(OutputSpec(info.name, stage, combine, shape, _dtype(value.dtype), dim))
+    return specs
+
+
+def _parameter(
+    info: TensorInfo,
+    homes: Mapping[str, tuple[int, ...]],
+    storage: Mapping[str, Placements],
+    program: Program,
+    axes: Axes,
+) -> ParameterSpec:
+    placements = storage.get(info.name)
+    mutated = info.name in program.updated_buffers or info.name in running_statistics(program)
+    return ParameterSpec(
+        name=info.name,
+        shape=info.shape,
+        dtype=_dtype(info.dtype),
+        stages=homes[info.name],
+        placements=tuple(str(item) for item in placements) if placements else ("R",) * len(axes),
+        aliases=info.aliases,
+        trainable=info.trainable,
+        buffer=info.buffer,
+        persistent=info.persistent,
+        mutated=mutated,
+    )
+
+
+def running_statistics(program: Program) -> set[str]:
+    """Buffers that an op of the graph updates in place (batch norm's means and variances)."""
+    found: set[str] = set()
+    for node in program.graph.nodes:
+        if node.op == "call_function" and "batch_norm" in str(node.target):
+            for source in graphs.input_nodes(node):
+                if source.op == "placeholder" and source.meta["role"] is Role.BUFFER:
+                    found.add(source.meta["name"])
+    return found

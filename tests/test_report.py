@@ -1,0 +1,100 @@
+"""Numbers and plans as text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_plan import example
+
+from autopart.report.table import (
+    considered_table,
+    format_collectives,
+    format_devices,
+    format_memory,
+    plan_header,
+    plan_text,
+    stage_table,
+)
+from autopart.report.units import format_bytes, format_count, format_seconds, format_share
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (80 * 2**30, "80 GiB"),
+        (2**50, "1 PiB"),
+        (1000 * 2**20, "1000 MiB"),
+    ],
+)
+def test_bytes(number: int, text: str) -> None:
+    assert format_bytes(number) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (999, "999"), (1500, "1.5K"), (124_439_808, "124M"), (175e9, "175B"), (1.5e13, "15T")],
+)
+def test_counts(number: float, text: str) -> None:
+    assert format_count(number) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0 s"),
+        (0.0123, "12.3 ms"),
+        (2.5e-6, "2.5 us"),
+        (3e-9, "3 ns"),
+        (1.5, "1.5 s"),
+        (125, "2 min 05 s"),
+        (7265, "2 h 01 min"),
+    ],
+)
+def test_seconds(number: float, text: str) -> None:
+    assert format_seconds(number) == text
+
+
+def test_small_formats() -> None:
+    assert format_share(0.0417) == "4.2%"
+    assert format_devices([0, 1, 2, 3]) == "0-3"
+    assert format_devices([0, 2, 3, 9]) == "0, 2-3, 9"
+    assert format_memory(2**30, 4 * 2**30) == "1 GiB / 4 GiB (25.0%)"
+    assert format_memory(5 * 2**30, 4 * 2**30).endswith("OVER")
+    assert format_memory(2**30, 0) == "1 GiB"
+    assert format_collectives({}) == "-"
+    assert format_collectives({"all_reduce": {"calls": 4, "bytes": 2**23}}) == "4 all_reduce 8 MiB"
+
+
+def test_header_answers_how_good() -> None:
+    text = "\n".join(plan_header(example()))
+    for words in (
+        *("hf:gpt2 on 8xH100", "batch 32", "pp 2 x dp 2 x tp 2", "schedule 1f1b, 4 microbatches", "step time 250 ms"),
+        *("lower bound 240 ms", "gap 4.2%", "solved in 2 s", "131K tokens/s", "note: batch norm"),
+    ):
+        assert words in text
+    plan = example()
+    other = replace(plan.stages[1], mesh=(("dp", 4), ("tp", 1)))
+    assert "stages differ" in "\n".join(plan_header(replace(plan, stages=(plan.stages[0], other))))
+
+
+def test_stage_table() -> None:
+    lines = stage_table(example().stages).splitlines()
+    assert len(lines) == 4
+    for words in ("stage", "devices", "blocks", "mesh", "parameters", "forward", "backward", "memory / capacity"):
+        assert words in lines[0]
+    for words in ("0-3", "0-5", "dp 2 x tp 2", "62M", "12 ms", "24 ms", "3 GiB / 80 GiB", "24 all_reduce 8 MiB"):
+        assert words in lines[2]
+    assert plan_text(example()).endswith("\n".join(lines))
+
+
+def test_considered_table() -> None:
+    lines = considered_table(
+        [{"dp": 8, "step_time_s": 0.3, "memory_bytes": 2**30}, {"dp": 4, "why": "memory"}]
+    ).splitlines()
+    assert lines[0].split() == ["dp", "step", "time", "memory", "why"]
+    assert "300 ms" in lines[2] and "1 GiB" in lines[2]
+    assert "memory" in lines[3] and "-" in lines[3]

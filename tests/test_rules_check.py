@@ -1,0 +1,57 @@
+"""The check of rules finds what is wrong with a rule, and knows ops without one."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from test_rules_catalogue import call, f
+
+from autopart.passes.rules import RULES, Annotation, strategies
+from autopart.passes.rules.check import check
+
+
+def test_a_wrong_rule_is_found() -> None:
+    node, _ = call(torch.ops.aten.softmax.int, f(4, 6), -1)
+    results = check(node, rules=RULES.extended({"aten.softmax.int": "b n -> b n"}))
+    assert [result.strategy.name for result in results if not result.ok] == ["n", "n/3"]
+
+
+def test_a_wrong_sum_is_found() -> None:
+    node, _ = call(torch.ops.aten.amax.default, f(4, 6), [1])
+    results = check(node, rules=RULES.extended({"aten.amax.default": "b n -> b"}))
+    assert [result.strategy.name for result in results if not result.ok] == ["n", "n/3"]
+
+
+def test_a_wrong_claim_of_linearity_is_found() -> None:
+    node, _ = call(torch.ops.aten.relu.default, f(4, 6))
+    rules = RULES.extended({"aten.relu.default": Annotation("*d -> *d", linear=((0,),))})
+    assert [result.strategy.name for result in check(node, rules=rules) if not result.ok] == ["P"]
+
+
+def test_an_added_bias_must_be_affine() -> None:
+    node, _ = call(torch.ops.aten.linear.default, f(4, 6), f(8, 6), f(8))
+    rules = RULES.extended({"aten.linear.default": "*b k, n k, n -> *b n"})
+    broken = [result for result in check(node, rules=rules) if not result.ok]
+    assert {result.strategy.name for result in broken} == {"k", "k/3"} and "output 0" in broken[0].message
+
+
+def test_an_unknown_op_is_replicated_and_that_is_checked() -> None:
+    node, tensors = call(torch.ops.aten.linalg_inv.default, f(4, 4) + torch.eye(4))
+    assert RULES.rule(node) is None
+    results = check(node, operands=tensors)
+    assert [(result.strategy.name, result.ok) for result in results] == [("R", True), ("B", True)]
+
+
+def test_three_ranks() -> None:
+    node, _ = call(torch.ops.aten.linear.default, f(3, 6), f(12, 6), f(12))
+    results = check(node, parts=3)
+    assert {result.strategy.name for result in results} >= {"b0", "n", "n/2", "k", "k/2"}
+    assert all(result.ok for result in results)
+
+
+def test_getitem_is_not_an_op() -> None:
+    node, _ = call(torch.ops.aten.topk.default, f(4, 6), 2)
+    values = node.graph.call_function(operator.getitem, (node, 0))
+    values.meta["val"] = node.meta["val"][0]
+    assert values not in strategies(node.graph, 2)
