@@ -295,3 +295,29 @@ def test_namespaces_keep_names() -> None:
     assert "0" in root.h and "1" not in root.h
     with pytest.raises(KeyError, match="no member '1'; it has"):
         root.h["1"]
+
+
+def _statistics(directory: str) -> tuple[Any, Any]:
+    model = model_in(Path(directory))
+    model(*data())["loss"].backward()
+    trained = dict(model.named_buffers())["mean"].clone()
+    model.eval()
+    return trained, model.state_dict()["mean"]
+
+
+def test_running_statistics_are_averaged_over_replicas(tmp_path: Path) -> None:
+    from autopart.runtime.manifest import ParameterSpec
+
+    emit(tmp_path, 1, 2)
+    file = tmp_path / "stage_0.py"
+    text = file.read_text().replace("import Namespace", "import Namespace, buffer")
+    text = text.replace(
+        "\n    def forward", '        self.register_buffer("mean", buffer(8, dtype=torch.float64))\n\n    def forward'
+    ).replace("        a =", "        self.mean.mul_(0.5).add_(0.5 * x.mean(0))\n        a =")
+    file.write_text(text)
+    manifest = Manifest.load(tmp_path)
+    mean = ParameterSpec("mean", (WIDTH,), "float64", (0,), (), buffer=True, mutated=True)
+    dataclasses.replace(manifest, parameters=(*manifest.parameters, mean)).save(tmp_path)
+    for trained, gathered in launch(_statistics, 2, str(tmp_path)):
+        torch.testing.assert_close(trained, 0.5 * data()[0].mean(0))
+        assert torch.equal(trained, gathered)

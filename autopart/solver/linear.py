@@ -47,18 +47,19 @@ class LinearModel:
         return len(self._proto.constraint)
 
     def add_variable(self, cost: float = 0.0, *, upper: float = 1.0, integer: bool = False) -> int:
-        self._proto.variable.add(
-            lower_bound=0.0, upper_bound=upper, objective_coefficient=cost, is_integer=integer
-        )
+        self._proto.variable.add(lower_bound=0.0, upper_bound=upper, objective_coefficient=cost, is_integer=integer)
         return len(self._proto.variable) - 1
 
     def add_row(
-        self, variables: Sequence[int], coefficients: Sequence[float], *, lower: float = -math.inf, upper: float = math.inf
+        self,
+        variables: Sequence[int],
+        coefficients: Sequence[float],
+        *,
+        lower: float = -math.inf,
+        upper: float = math.inf,
     ) -> int:
         """Adds lower <= sum of coefficient * variable <= upper."""
-        self._proto.constraint.add(
-            var_index=variables, coefficient=coefficients, lower_bound=lower, upper_bound=upper
-        )
+        self._proto.constraint.add(var_index=variables, coefficient=coefficients, lower_bound=lower, upper_bound=upper)
         return len(self._proto.constraint) - 1
 
     def fix(self, variable: int, value: float) -> None:

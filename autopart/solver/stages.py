@@ -42,9 +42,8 @@ from autopart.solver.stages_problem import StageProblem, StageSolution
 from autopart.solver.tensor_problem import relative_gap
 
 TOLERANCE = 1e-9
-MAX_PROGRAMS = 40
+MAX_PROGRAMS = 300
 _TICKS = 2**40
-_WORKERS = 8
 
 
 def solve(problem: StageProblem, time_limit_s: float = 60.0, *, max_programs: int = MAX_PROGRAMS) -> StageSolution:
@@ -193,10 +192,9 @@ def _solve_rest(search: _BoxSearch, time_limit_s: float) -> float:
     arcs = [tuple(map(int, arc)) for arc in np.argwhere(at_least < search.objective)]
     if not arcs:
         return search.objective
-    model = _WayModel(search, arcs)
+    model = _WayModel(search, arcs, least_busy, least_end)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = time_limit_s
-    solver.parameters.num_workers = _WORKERS
     status = solver.solve(model.cp)
     if status == cp_model.INFEASIBLE:
         return search.objective
@@ -211,7 +209,9 @@ class _WayModel:
     Seconds are rounded down to ticks, so that a bound in ticks is one in seconds.
     """
 
-    def __init__(self, search: _BoxSearch, arcs: Sequence[tuple[int, ...]]) -> None:
+    def __init__(
+        self, search: _BoxSearch, arcs: Sequence[tuple[int, ...]], least_busy: float, least_end: float
+    ) -> None:
         self.tick = search.objective / _TICKS
         self.cp = cp_model.CpModel()
         self._arcs = arcs
@@ -219,8 +219,8 @@ class _WayModel:
         self._y = [self.cp.new_bool_var("") for _ in arcs]
         self._add_flow()
         once = self._ticks(search.graph.once)
-        busy = self._add_maximum(self._ticks(search.graph.busy))
-        step_end = self._add_maximum(self._ticks(search.graph.step_end))
+        busy = self._add_maximum(search.graph.busy, least_busy)
+        step_end = self._add_maximum(search.graph.step_end, least_end)
         crossings = cp_model.LinearExpr.weighted_sum(self._y, [once[a][b] for _, a, b in arcs])
         self.cp.minimize(crossings + search.pace * busy + step_end)
 
@@ -239,9 +239,10 @@ class _WayModel:
         for node in sorted({*leaving, *entering} - {(0, 0), self._end}):
             self.cp.add(sum(entering[node]) == sum(leaving[node]))
 
-    def _add_maximum(self, ticks: list[list[int]]) -> cp_model.IntVar:
-        """A variable that is at least what the arc of each stage takes."""
-        maximum = self.cp.new_int_var(0, _TICKS, "")
+    def _add_maximum(self, seconds: Array, least: float) -> cp_model.IntVar:
+        """A variable that is at least what the arc of each stage takes, and ``least``, which every way takes."""
+        ticks = self._ticks(seconds)
+        maximum = self.cp.new_int_var(int(max(least, 0.0) / self.tick), _TICKS, "")
         for _, group in itertools.groupby(zip(self._arcs, self._y, strict=True), key=lambda item: item[0][0]):
             taken = [(y, ticks[first][last]) for (_, first, last), y in group]
             self.cp.add(maximum >= cp_model.LinearExpr.weighted_sum([y for y, _ in taken], [t for _, t in taken]))

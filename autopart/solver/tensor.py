@@ -51,7 +51,9 @@ def solve(problem: TensorProblem, time_limit_s: float = 60.0) -> TensorSolution:
         raise _infeasible(problem, time_limit_s)
     best = _Incumbent(problem, live)
     best.offer([choices[0] for choices in live])
-    best.offer([min(choices, key=lambda c: op.choices[c].memory) for op, choices in zip(problem.ops, live, strict=True)])
+    best.offer(
+        [min(choices, key=lambda c: op.choices[c].memory) for op, choices in zip(problem.ops, live, strict=True)]
+    )
     bound, method = _trivial_bound(problem, live), "presolve"
     if not best.meets(bound):
         flow = _Flow(problem, live, best.objective)
@@ -123,9 +125,11 @@ class _Incumbent:
                 if not smaller:
                     continue
                 seconds = self._seconds_around(op, choices)
-                for choices[op] in smaller:
-                    freed = min(over, ops[op].choices[before].memory - ops[op].choices[choices[op]].memory)
-                    moves.append(((self._seconds_around(op, choices) - seconds) / freed, op, choices[op]))
+                for choice in smaller:
+                    choices[op] = choice
+                    freed = min(over, ops[op].choices[before].memory - ops[op].choices[choice].memory)
+                    rise = self._seconds_around(op, choices) - seconds
+                    moves.append((IMPOSSIBLE if math.isnan(rise) else rise / freed, op, choice))
                 choices[op] = before
             if not moves:
                 return
@@ -251,9 +255,7 @@ class _Flow:
 
     def _add_memory(self, limit: float) -> None:
         """sum memory[o,c] x[o,c] <= memory_limit, both as shares of the limit."""
-        held = [
-            (x, self.problem.ops[o].choices[c].memory) for o, row in enumerate(self.x) for c, x in row.items()
-        ]
+        held = [(x, self.problem.ops[o].choices[c].memory) for o, row in enumerate(self.x) for c, x in row.items()]
         unit = max(abs(limit), 1.0) / _SCALE
         self.model.add_row([x for x, _ in held], [size / unit for _, size in held], upper=limit / unit)
 
@@ -264,9 +266,7 @@ class _Flow:
         )
 
     def _add_balance(self, flow: Sequence[int], choices: Sequence[int]) -> None:
-        self.model.add_row(
-            [*flow, *choices], [1.0] * len(flow) + [-1.0] * len(choices), lower=0.0, upper=0.0
-        )
+        self.model.add_row([*flow, *choices], [1.0] * len(flow) + [-1.0] * len(choices), lower=0.0, upper=0.0)
 
     def _by_placement(self, op: int, slot: int, *, outputs: bool) -> dict[int, list[int]]:
         groups: dict[int, list[int]] = defaultdict(list)

@@ -1,0 +1,253 @@
+"""The outer search: which degrees of parallelism, how many microbatches, which schedule.
+
+:func:`degrees` enumerates the configurations of a number of devices; :func:`search` evaluates candidates in the order
+of their lower bounds and stops where these exceed the best found. With B the bound that an evaluation returns, or the
+cheap lower bound of a candidate that was pruned or failed in time, no candidate takes less than the smallest B.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from autopart.runtime.errors import InfeasibleError, PlanError
+from autopart.solver.tensor_problem import relative_gap
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """A configuration: pp stages x dp replicas x tp-way tensor parallel, and how a step runs on it.
+
+    microbatches: per replica and step. schedule: a schedule's name. recompute: activations are computed again in the
+    backward.
+    """
+
+    pp: int
+    dp: int
+    tp: int
+    microbatches: int
+    schedule: str
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("pp", "dp", "tp", "microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is at least 1, not {getattr(self, name)}")
+        if not self.schedule:
+            raise ValueError("a configuration names its schedule")
+
+    @property
+    def devices(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    def __str__(self) -> str:
+        recompute = " recompute" if self.recompute else ""
+        return f"pp={self.pp} dp={self.dp} tp={self.tp} microbatches={self.microbatches} {self.schedule}{recompute}"
+
+
+class Status(enum.Enum):
+    CHOSEN = "chosen"
+    SLOWER = "slower"
+    PRUNED = "pruned"
+    INFEASIBLE = "infeasible"
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation(Generic[Answer]):
+    """What evaluating a candidate gives. objective: seconds of its answer; bound: seconds that it takes at least."""
+
+    answer: Answer
+    objective: float
+    bound: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.objective < math.inf or math.isnan(self.bound):
+            raise ValueError(f"not seconds: objective {self.objective}, bound {self.bound}")
+
+
+@dataclass(frozen=True, slots=True)
+class Considered:
+    """What became of a candidate.
+
+    seconds: its objective, for a pruned one its lower bound, for an infeasible one None. reason: for people.
+    """
+
+    config: Degrees
+    status: Status
+    seconds: float | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult(Generic[Answer]):
+    """The best candidate. bound: seconds that every candidate takes at least. gap: (objective - bound) / objective.
+
+    considered: every candidate in the order of the search.
+    """
+
+    config: Degrees
+    answer: Answer
+    objective: float
+    bound: float
+    gap: float
+    considered: tuple[Considered, ...]
+
+
+def search(
+    candidates: Iterable[Degrees],
+    evaluate: Callable[[Degrees], Evaluation[Answer]],
+    lower_bound: Callable[[Degrees], float],
+    *,
+    forced: bool = False,
+) -> SearchResult[Answer]:
+    """Evaluates candidates, those with the smallest lower bound first, until no other can be faster.
+
+    evaluate: solves one candidate; raises InfeasibleError when it has no solution. lower_bound: cheap seconds that a
+    candidate takes at least, infinite when it cannot run at all. forced: evaluate every candidate, prune none.
+    Raises InfeasibleError, with what the closest candidates lack, when none has a solution.
+    """
+    ranked = sorted(((lower_bound(config), position, config) for position, config in enumerate(candidates)))
+    if not ranked:
+        raise PlanError("no configuration to search; allow more degrees of parallelism or schedules")
+    best: tuple[Degrees, Evaluation[Answer]] | None = None
+    found: list[tuple[Degrees, float, Evaluation[Answer] | str | None]] = []
+    for floor, _, config in ranked:
+        if best is not None and floor >= best[1].objective and not forced:
+            found.append((config, floor, None))
+            continue
+        try:
+            evaluation = evaluate(config)
+        except InfeasibleError as error:
+            found.append((config, floor, str(error)))
+            continue
+        found.append((config, floor, evaluation))
+        if best is None or evaluation.objective < best[1].objective:
+            best = config, evaluation
+    if best is None:
+        raise _none_feasible([(config, outcome) for config, _, outcome in found if isinstance(outcome, str)])
+    config, chosen = best
+    bounds = [
+        floor if outcome is None else max(floor, outcome.bound)
+        for _, floor, outcome in found
+        if not isinstance(outcome, str)
+    ]
+    bound = min(*bounds, chosen.objective)
+    return SearchResult(
+        config=config,
+        answer=chosen.answer,
+        objective=chosen.objective,
+        bound=bound,
+        gap=relative_gap(chosen.objective, bound),
+        considered=tuple(_considered(*item, chosen) for item in found),
+    )
+
+
+def degrees(
+    devices: int,
+    batch: int,
+    *,
+    pp: int | None = None,
+    dp: int | None = None,
+    tp: int | None = None,
+    microbatches: int | None = None,
+    schedules: Sequence[str] = ("1f1b",),
+    recompute: Sequence[bool] = (False, True),
+    max_pp: int | None = None,
+    max_tp: int | None = None,
+) -> tuple[Degrees, ...]:
+    """Every configuration of exactly ``devices`` devices whose microbatches divide a batch of ``batch`` samples.
+
+    pp, dp, tp, microbatches: forced where given. Raises PlanError, saying what would do, when nothing matches.
+    """
+    for name, value in (("devices", devices), ("batch", batch), ("pp", pp), ("dp", dp), ("tp", tp)):
+        if value is not None and value < 1:
+            raise PlanError(f"{name} is at least 1, not {value}")
+    if microbatches is not None and microbatches < 1:
+        raise PlanError(f"microbatches is at least 1, not {microbatches}")
+    if not schedules or not recompute:
+        raise PlanError("name at least one schedule, and at least one of recompute and no recompute")
+    meshes = [
+        mesh
+        for mesh in _meshes(devices)
+        if all(want in (None, have) for want, have in zip((pp, dp, tp), mesh, strict=True))
+        and (max_pp is None or mesh[0] <= max_pp)
+        and (max_tp is None or mesh[2] <= max_tp)
+    ]
+    if not meshes:
+        raise PlanError(_no_mesh(devices, {"pp": pp, "dp": dp, "tp": tp}, {"pp": max_pp, "tp": max_tp}))
+    result = tuple(
+        Degrees(*mesh, count, schedule, again)
+        for mesh in meshes
+        if batch % mesh[1] == 0
+        for count in _divisors(batch // mesh[1])
+        if microbatches in (None, count)
+        for schedule in schedules
+        for again in recompute
+    )
+    if not result:
+        raise PlanError(_no_batch(batch, sorted({mesh[1] for mesh in meshes}), microbatches))
+    return result
+
+
+def _considered(
+    config: Degrees, floor: float, outcome: Evaluation[Answer] | str | None, chosen: Evaluation[Answer]
+) -> Considered:
+    if outcome is None:
+        reason = f"takes at least {floor:.6g} s, the chosen one {chosen.objective:.6g} s"
+        return Considered(config, Status.PRUNED, floor, reason)
+    if isinstance(outcome, str):
+        return Considered(config, Status.INFEASIBLE, None, outcome)
+    if outcome is chosen:
+        return Considered(config, Status.CHOSEN, outcome.objective, "the fastest")
+    share = outcome.objective / chosen.objective - 1 if chosen.objective else 0.0
+    return Considered(config, Status.SLOWER, outcome.objective, f"{share:.1%} slower than the chosen one")
+
+
+def _none_feasible(failures: Sequence[tuple[Degrees, str]], shown: int = 3) -> InfeasibleError:
+    """failures: in the order of the search, fastest first."""
+    lines = [f"  {config}: {reason}" for config, reason in failures[:shown]]
+    if len(failures) > shown:
+        lines.append(f"  and {len(failures) - shown} more")
+    return InfeasibleError(f"none of {len(failures)} configurations has a plan that fits:\n" + "\n".join(lines))
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def _meshes(devices: int) -> Iterator[tuple[int, int, int]]:
+    """Every (pp, dp, tp) whose product is ``devices``."""
+    for pp in _divisors(devices):
+        for tp in _divisors(devices // pp):
+            yield pp, devices // pp // tp, tp
+
+
+def _no_mesh(devices: int, forced: dict[str, int | None], largest: dict[str, int | None]) -> str:
+    wanted = [f"{name}={value}" for name, value in forced.items() if value is not None]
+    wanted += [f"{name} at most {value}" for name, value in largest.items() if value is not None]
+    product = math.prod(value or 1 for value in forced.values())
+    if devices % product:
+        below, above = devices // product * product, -(-devices // product) * product
+        counts = " or ".join(str(count) for count in (below, above) if count)
+        return f"{', '.join(wanted)} does not divide {devices} devices; {counts} devices would do"
+    return (
+        f"no pp x dp x tp makes {devices} devices with {', '.join(wanted)}; pp, dp and tp have to be divisors of "
+        f"{devices} ({', '.join(map(str, _divisors(devices)))}) whose product it is"
+    )
+
+
+def _no_batch(batch: int, replicas: Sequence[int], microbatches: int | None) -> str:
+    units = sorted(dp * (microbatches or 1) for dp in replicas)
+    sizes = sorted({size for unit in units for size in (batch // unit * unit, -(-batch // unit) * unit) if size})
+    nearest = sorted(sizes, key=lambda size: (abs(size - batch), size))[:4]
+    parts = f"dp={' or '.join(map(str, replicas))}" + (f" with microbatches={microbatches}" if microbatches else "")
+    return (
+        f"a batch of {batch} does not divide by {parts}; batch sizes that would do: "
+        f"{', '.join(map(str, sorted(nearest)))} (multiples of {' or '.join(map(str, units))})"
+    )
