@@ -170,6 +170,7 @@ class _Sharder:
         node.meta.update({key: source.meta.get(key) for key in ("val", "differentiable")})
         node.meta.update({key: user.meta.get(key, "") for key in ("path", "source")})
         node.meta["transition"] = (axis, step)
+        node.meta["user"] = self.stage.origin.get(user)
         node.meta["placements"] = (*before[:index], step.target, *before[index + 1 :])
         return node
 

@@ -75,6 +75,7 @@ class LinearModel:
     def relax(self, time_limit_s: float = math.inf) -> Relaxation | None:
         """Solves with every variable continuous. None: infeasible. Raises TimeoutError when not solved in time."""
         solver = self._load("GLOP", time_limit_s)
+        solver.SetSolverSpecificParametersAsString("use_dual_simplex: true")  # half the time of the primal here
         status = solver.Solve()
         if status == pywraplp.Solver.INFEASIBLE:
             return None

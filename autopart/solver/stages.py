@@ -17,8 +17,8 @@ As a way through the arcs (s, a, b) of :mod:`autopart.solver.stages_graph`, of w
     minimise  sum once[a,b] y[s,a,b] + (m - 1) T + E
 
 The two maxima are what makes it hard: with both bounded from above, the cheapest sum is a shortest way. So the search
-first goes over boxes of (T, E): in a box, the cheapest sum under its upper limits with the smallest T and the smallest E
-under them bounds every way from below, and each way found is a candidate. Boxes that may hold something better are
+first goes over boxes of (T, E). In a box, the cheapest sum under its upper limits, with the smallest T and the smallest
+E under them, bounds every way from below, and each way found is a candidate. Boxes that may hold something better are
 halved. If that takes more than ``max_programs`` boxes, the arcs that can still be part of a better way form the model
 above, which CP-SAT solves. Objective and bound count as equal when they differ by less than TOLERANCE of the objective.
 """

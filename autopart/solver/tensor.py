@@ -62,12 +62,12 @@ def solve(problem: TensorProblem, time_limit_s: float = 60.0) -> TensorSolution:
         except TimeoutError:
             relaxed = None
         else:
-            if relaxed is None:
+            if relaxed is None and best.choices is None:
                 raise _infeasible(problem, time_limit_s)
-            bound, method = max(bound, relaxed.objective * flow.unit), "lp"
+        if relaxed is not None:
+            bound = max(bound, relaxed.objective * flow.unit)
+            method = "lp" if flow.is_integral(relaxed.values) else "lp rounded"
             best.offer(flow.rounded(relaxed.values))
-            if not flow.is_integral(relaxed.values):
-                method = "lp rounded"
         if not best.meets(bound):
             left = max(0.1, time_limit_s - (time.perf_counter() - start))
             proved = flow.improve(best, relaxed, left)
@@ -331,7 +331,7 @@ def _infeasible(problem: TensorProblem, time_limit_s: float) -> InfeasibleError:
     return InfeasibleError(
         f"the strategies that need least memory hold {smallest.objective:.0f} bytes per device, "
         f"{smallest.objective - problem.memory_limit:.0f} bytes over the limit of {problem.memory_limit:.0f}; the "
-        f"largest part is {problem.ops[largest].name!r} ({chosen[largest].name}) with {chosen[largest].memory:.0f} bytes. "
+        f"largest part is {problem.ops[largest].name!r} ({chosen[largest].name}), {chosen[largest].memory:.0f} bytes. "
         f"A limit of {math.ceil(smallest.objective)} bytes would do, or more devices per stage, or more stages"
     )
 

@@ -1,0 +1,158 @@
+"""What planning needs to know of a program, computed once: soundness, blocks, repeats, costs, names of ops."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autopart.passes import graph as graphs
+from autopart.passes.annotate import OpCost, annotate
+from autopart.passes.batch import BatchSplit, split_batch
+from autopart.passes.blocks import Block, find_blocks, free_nodes
+from autopart.passes.program import Program, Role
+from autopart.passes.rules import RULES, RuleBook, Strategy, strategies
+from autopart.passes.storage import op_name
+
+# Weights blocks by a nominal device, so that a model's blocks do not depend on the cluster: bytes cost as many FLOPs.
+_FLOPS_PER_BYTE = 100
+
+
+@dataclass(slots=True)
+class Analysis:
+    """A program seen by the planner.
+
+    graph: the program's graph for one share of the batch (``split.graph``). free: nodes that every stage computes for
+    itself. blocks: what stages are made of. classes: for every op and tensor the class of equal ones it belongs to
+    (blocks that repeat are folded). keys: a readable name for every op, ``transformer.h.0.mlp.c_fc:addmm``.
+    """
+
+    program: Program
+    rules: RuleBook
+    split: BatchSplit
+    graph: fx.Graph
+    free: set[fx.Node]
+    blocks: list[Block]
+    block_of: dict[fx.Node, int]
+    classes: dict[fx.Node, tuple[str, ...]]
+    keys: dict[fx.Node, str]
+    _costs: dict[str, dict[fx.Node, OpCost]] = field(default_factory=dict)
+    _strategies: dict[int, dict[fx.Node, tuple[Strategy, ...]]] = field(default_factory=dict)
+
+    def costs(self, kind: str) -> Mapping[fx.Node, OpCost]:
+        """Costs of all ops on devices of a kind ("cuda" or "cpu")."""
+        if kind not in self._costs:
+            self._costs[kind] = annotate(self.graph.nodes, kind)
+        return self._costs[kind]
+
+    def strategies(self, parts: int) -> Mapping[fx.Node, tuple[Strategy, ...]]:
+        """The strategies of every op and tensor on an axis of ``parts`` ranks."""
+        if parts not in self._strategies:
+            self._strategies[parts] = strategies(self.graph, parts, self.rules)
+        return self._strategies[parts]
+
+    def tensors(self, role: Role) -> list[fx.Node]:
+        """Placeholders of a role that something in the graph reads."""
+        return [node for node in self.graph.nodes if node.op == "placeholder" and node.meta["role"] is role]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that most of the parameters have."""
+        sizes: dict[torch.dtype, int] = {}
+        for info in self.program.parameters:
+            sizes[info.dtype] = sizes.get(info.dtype, 0) + torch.Size(info.shape).numel()
+        return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else torch.float32
+
+
+def analyze(program: Program, rules: RuleBook = RULES) -> Analysis:
+    """Everything that does not depend on the cluster."""
+    split = split_batch(program, rules)
+    graph = split.graph
+    free = free_nodes(graph, program.updated_buffers)
+    costs = annotate(graph.nodes, "cuda")
+    batch = max(program.batch, 1)
+
+    def weight(node: fx.Node) -> float:
+        cost = costs[node]
+        return float(cost.flops_forward.at(batch) + _FLOPS_PER_BYTE * cost.bytes_forward.at(batch))
+
+    blocks = find_blocks(graph, free, weight, batch)
+    block_of = {node: block.index for block in blocks for node in block.nodes}
+    return Analysis(
+        program=program,
+        rules=rules,
+        split=split,
+        graph=graph,
+        free=free,
+        blocks=blocks,
+        block_of=block_of,
+        classes=_classes(graph, blocks, block_of),
+        keys=op_keys(graph),
+        _costs={"cuda": costs},
+    )
+
+
+def _classes(
+    graph: fx.Graph, blocks: Sequence[Block], block_of: Mapping[fx.Node, int]
+) -> dict[fx.Node, tuple[str, ...]]:
+    """Ops by (block signature, position in the block); a block's own tensors by (signature, order of first use)."""
+    classes: dict[fx.Node, tuple[str, ...]] = {}
+    readers: dict[fx.Node, set[int]] = {}
+    for node, index in block_of.items():
+        for value in graphs.inputs(node):
+            if value.node.op == "placeholder":
+                readers.setdefault(value.node, set()).add(index)
+    for block in blocks:
+        own = 0
+        for position, node in enumerate(block.nodes):
+            classes[node] = (block.signature, str(position))
+            for value in graphs.inputs(node):
+                source = value.node
+                if source.op == "placeholder" and source not in classes and len(readers[source]) == 1:
+                    classes[source] = (block.signature, "tensor", str(own))
+                    own += 1
+    for node in graph.nodes:
+        if node.op == "placeholder" and node not in classes:
+            classes[node] = ("shared", node.name)
+    return classes
+
+
+def op_keys(graph: fx.Graph) -> dict[fx.Node, str]:
+    """``module.path:op``, with ``.1``, ``.2`` … where a module runs the same op again."""
+    seen: dict[str, int] = {}
+    keys: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if not graphs.is_op(node):
+            continue
+        base = f"{graphs.module_path(node)}:{op_name(node)}"
+        count = seen.get(base, 0)
+        seen[base] = count + 1
+        keys[node] = base if not count else f"{base}.{count}"
+    return keys
+
+
+def pattern_of(name: str) -> str:
+    """A name with its layer numbers replaced by ``*``."""
+    path, colon, op = name.partition(":")
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path) + colon + op
+
+
+def fold(named: Mapping[str, str]) -> dict[str, str]:
+    """Equal entries under one pattern, where everything that matches it is equal; the others by their own name."""
+    groups: dict[str, set[str]] = {}
+    for name, value in named.items():
+        groups.setdefault(pattern_of(name), set()).add(value)
+    folded: dict[str, str] = {}
+    for name, value in named.items():
+        pattern = pattern_of(name)
+        folded[pattern if len(groups[pattern]) == 1 else name] = value
+    return folded
+
+
+def look_up(folded: Mapping[str, str], name: str) -> str | None:
+    """The entry for a name: its own, else its pattern's."""
+    return folded.get(name, folded.get(pattern_of(name)))
+

@@ -1,0 +1,123 @@
+"""Seconds and bytes of ops on one device for one microbatch, whole or as a strategy's share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autopart.cost.compute import copy_seconds, op_seconds
+from autopart.cost.devices import Device
+from autopart.passes import graph as graphs
+from autopart.passes.amounts import stored_bytes, value_bytes
+from autopart.passes.annotate import OpCost
+from autopart.passes.graph import Value
+from autopart.passes.rules import Strategy
+from autopart.passes.saved import saved_inside, saved_values
+from autopart.passes.shard import Axes, Placements
+
+# AdamW reads weight, gradient and two moments and writes weight and moments; zeroing writes the gradient.
+_OPTIMIZER_PASSES = 8
+
+
+@dataclass(slots=True)
+class Prices:
+    """Prices on a device for microbatches of ``batch`` samples. costs: of whole ops (:mod:`autopart.passes.annotate`)."""
+
+    device: Device
+    costs: Mapping[fx.Node, OpCost]
+    batch: int
+    _cache: dict[tuple[fx.Node, float, float], tuple[float, float]] = field(default_factory=dict)
+
+    def shares(self, node: fx.Node, strategy: Strategy | None, parts: int) -> tuple[float, float]:
+        """Shares of the op's FLOPs and of its bytes that one rank has."""
+        if strategy is None or parts == 1 or strategy.name[0] in "RBP":
+            return 1.0, 1.0
+        values = [*graphs.inputs(node), *graphs.outputs(node)]
+        sizes = [value_bytes(value).at(self.batch) for value in values]
+        placements = [*strategy.inputs, *strategy.outputs]
+        local = sum(
+            size / parts if placement.is_shard else size for size, placement in zip(sizes, placements, strict=True)
+        )
+        return 1 / parts, local / (sum(sizes) or 1)
+
+    def op_seconds(self, node: fx.Node, strategy: Strategy | None = None, parts: int = 1) -> tuple[float, float]:
+        """Forward and backward seconds."""
+        return self.shared_seconds(node, *self.shares(node, strategy, parts))
+
+    def shared_seconds(self, node: fx.Node, flops_share: float, bytes_share: float) -> tuple[float, float]:
+        """Forward and backward seconds of a share of the op's FLOPs and bytes."""
+        key = (node, flops_share, bytes_share)
+        if key not in self._cache:
+            cost = self.costs.get(node)
+            self._cache[key] = (0.0, 0.0) if cost is None else self._seconds(node, cost, flops_share, bytes_share)
+        return self._cache[key]
+
+    def _seconds(self, node: fx.Node, cost: OpCost, flops_share: float, bytes_share: float) -> tuple[float, float]:
+        value = graphs.outputs(node)[0].fake
+        dtype = str(value.dtype).removeprefix("torch.")
+        # Outside contractions FLOPs run on vector units, whose rate the memory traffic hides.
+        counted = flops_share if cost.contraction else 0.0
+        forward = op_seconds(
+            self.device,
+            cost.flops_forward.at(self.batch) * counted,
+            cost.bytes_forward.at(self.batch) * bytes_share,
+            dtype,
+        )
+        backward = 0.0
+        if node.meta.get("differentiable"):
+            backward = op_seconds(
+                self.device,
+                cost.flops_backward.at(self.batch) * counted,
+                cost.bytes_backward.at(self.batch) * bytes_share,
+                dtype,
+                launches=2 if cost.contraction else 1,
+            )
+        return forward, backward
+
+    def optimizer_seconds(self, weight_bytes: float) -> float:
+        """Seconds of one AdamW step over parameters of that many bytes."""
+        return copy_seconds(self.device, _OPTIMIZER_PASSES * weight_bytes)
+
+
+def share_of(placements: Placements, axes: Axes) -> float:
+    """The part of a tensor that one rank holds."""
+    share = 1.0
+    for placement, (_, parts) in zip(placements, axes, strict=True):
+        share /= parts if placement.is_shard else 1
+    return share
+
+
+def local_saved_bytes(nodes: list[fx.Node], axes: Axes, batch: int, kind: str) -> float:
+    """Bytes that one rank keeps from the forward to the backward of ``nodes`` of a sharded graph."""
+    ops = [node for node in nodes if "transition" not in node.meta]
+    total = 0.0
+    for value in saved_values(ops, kind):
+        total += stored_bytes(value.fake).at(batch) * share_of(_placements(value), axes)
+    for node in ops:
+        if graphs.is_op(node):
+            total += saved_inside(node, kind).at(batch) * share_of(_placements(Value(node)), axes)
+    return total
+
+
+def _placements(value: Value) -> Placements:
+    found = value.node.meta["placements"]
+    return found[value.index] if isinstance(value.node.meta["val"], tuple | list) else found
+
+
+def peak_transient_bytes(nodes: list[fx.Node], axes: Axes, batch: int) -> float:
+    """The largest op's operands and results on one rank, with as much again for their gradients."""
+    largest = 0.0
+    for node in nodes:
+        if not graphs.is_op(node) or "transition" in node.meta:
+            continue
+        values = [*graphs.inputs(node), *graphs.outputs(node)]
+        held = sum(
+            value_bytes(value).at(batch) * share_of(_placements(value), axes)
+            for value in values
+            if value.node.op != "placeholder" and isinstance(value.fake, torch.Tensor)
+        )
+        largest = max(largest, held)
+    return 2 * largest

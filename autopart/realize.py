@@ -1,0 +1,161 @@
+"""From a plan to the program that runs it: stage graphs, their sharding, sources and manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import fx
+
+from autopart.analysis import Analysis, analyze, fold, look_up
+from autopart.passes.emit.program import Emitted, Layout, emit_program
+from autopart.passes.partition import Crossing, StageGraph, partition
+from autopart.passes.program import Program
+from autopart.passes.rules import Strategy
+from autopart.passes.shard import Axes, Placements, shard_stage
+from autopart.plan import Plan
+from autopart.runtime.errors import BatchError, PlanError
+from autopart.runtime.placement import REPLICATE, Placement
+
+
+@dataclass(slots=True)
+class Realization:
+    """The graphs of a plan. stages: whole tensors; local: one rank's part, with collectives."""
+
+    stages: list[StageGraph]
+    local: list[fx.Graph]
+    crossings: list[Crossing]
+    storage: dict[str, Placements]
+    axes: Axes
+
+
+def build(
+    analysis: Analysis,
+    boundaries: Sequence[int],
+    axes: Axes,
+    strategies: Mapping[fx.Node, tuple[Strategy, ...]],
+    storage: Mapping[str, Placements],
+) -> Realization:
+    """Splits the graph at block boundaries and shards every stage."""
+    stages, crossings = partition(analysis.program, analysis.graph, analysis.free, analysis.blocks, boundaries)
+    local = [shard_stage(stage, axes, strategies, storage, analysis.rules) for stage in stages]
+    return Realization(stages, local, crossings, dict(storage), axes)
+
+
+def strategy_names(analysis: Analysis, strategies: Mapping[fx.Node, tuple[Strategy, ...]]) -> dict[str, str]:
+    """Strategies as a plan writes them: by folded op name, axes joined with commas, replicated ops left out."""
+    named = {analysis.keys[node]: ",".join(item.name for item in chosen) for node, chosen in strategies.items()}
+    return {name: text for name, text in fold(named).items() if set(text.split(",")) != {"R"}}
+
+
+def storage_names(storage: Mapping[str, Placements]) -> dict[str, str]:
+    """Storage as a plan writes it: by folded parameter name, replicated ones left out."""
+    named = {name: ",".join(map(str, placements)) for name, placements in storage.items()}
+    return {name: text for name, text in fold(named).items() if set(text.split(",")) != {"R"}}
+
+
+def read_strategies(
+    analysis: Analysis, plan: Plan, axes: Axes
+) -> tuple[dict[fx.Node, tuple[Strategy, ...]], dict[str, Placements]]:
+    """A plan's strategies and storage as objects. Raises PlanError for names that the ops do not offer."""
+    if not axes:
+        return {}, {}
+    strategies: dict[fx.Node, tuple[Strategy, ...]] = {}
+    used: set[str] = set()
+    for node in analysis.block_of:
+        key = analysis.keys[node]
+        text = look_up(plan.strategies, key)
+        if text is not None:
+            used.add(text)
+        names = (text or ",".join("R" for _ in axes)).split(",")
+        if len(names) != len(axes):
+            raise PlanError(f"strategies[{key!r}]: {len(names)} strategies for {len(axes)} tensor axes")
+        chosen = []
+        for name, (axis, parts) in zip(names, axes, strict=True):
+            offered = {item.name: item for item in analysis.strategies(parts)[node]}
+            if name not in offered:
+                raise PlanError(
+                    f"strategies[{key!r}]: {name!r} is not offered on axis {axis} of {parts}; "
+                    f"one of {', '.join(offered)}"
+                )
+            chosen.append(offered[name])
+        strategies[node] = tuple(chosen)
+    known = set(analysis.keys.values())
+    patterns = set(fold(dict.fromkeys(known, "")))
+    for name in plan.strategies:
+        if name not in known and name not in patterns:
+            raise PlanError(f"strategies[{name!r}]: the model has no such op")
+    storage: dict[str, Placements] = {}
+    for name in analysis.program.tensors:
+        text = look_up(plan.storage, name)
+        if text is None:
+            storage[name] = tuple(REPLICATE for _ in axes)
+            continue
+        placements = tuple(Placement.parse(item.strip()) for item in text.split(","))
+        if len(placements) != len(axes):
+            raise PlanError(f"storage[{name!r}]: {len(placements)} placements for {len(axes)} tensor axes")
+        storage[name] = placements
+    return strategies, storage
+
+
+def check_plan(program: Program, analysis: Analysis, plan: Plan) -> None:
+    """Raises PlanError when the plan was made for another model or other blocks, BatchError for a mixing model."""
+    if plan.fingerprint != program.fingerprint:
+        raise PlanError(
+            f"the plan is for another model: its fingerprint is {plan.fingerprint}, that of {program.name} is "
+            f"{program.fingerprint}; plan this model with 'autopart plan'"
+        )
+    last = plan.stages[-1].blocks[1]
+    if last != len(analysis.blocks):
+        raise PlanError(f"stages: the plan ends at block {last}, the model has {len(analysis.blocks)}; plan it again")
+    if not plan.is_uniform:
+        raise PlanError("stages: stages with unlike meshes cannot be run yet; give every stage the same mesh")
+    if analysis.split.flaw and (plan.dp > 1 or plan.microbatches > 1):
+        raise BatchError(
+            f"the batch may not be split: {analysis.split.flaw}; use one replica and one microbatch (dp=1, microbatches=1)"
+        )
+
+
+def realize(program: Program, plan: Plan, analysis: Analysis | None = None) -> Emitted:
+    """The program of a plan, as sources and a manifest.
+
+    Raises PlanError when the plan does not belong to the program, BatchError when it splits a batch that may not be.
+    """
+    analysis = analysis or analyze(program)
+    check_plan(program, analysis, plan)
+    axes: Axes = tuple(axis for axis in plan.stages[0].mesh[1:] if axis[1] > 1)
+    strategies, storage = read_strategies(analysis, plan, axes)
+    boundaries = [stage.blocks[0] for stage in plan.stages] + [plan.stages[-1].blocks[1]]
+    found = build(analysis, boundaries, axes, strategies, storage)
+    order = {device: rank for rank, device in enumerate(sorted(d for stage in plan.stages for d in stage.devices))}
+    layout = Layout(
+        devices=tuple(tuple(order[device] for device in stage.devices) for stage in plan.stages),
+        dp=plan.stages[0].dp,
+        axes=axes,
+        schedule=plan.schedule,
+        microbatches=plan.microbatches,
+        recompute=plan.recompute == "full",
+        headings=tuple(_heading(program, plan, index) for index in range(len(plan.stages))),
+    )
+    return emit_program(program, analysis.split, found.stages, found.local, found.crossings, found.storage, layout)
+
+
+def _heading(program: Program, plan: Plan, index: int) -> tuple[str, ...]:
+    stage = plan.stages[index]
+    mesh = " x ".join(f"{name} {size}" for name, size in stage.mesh)
+    return (
+        f"Stage {index} of {len(plan.stages)} of {program.name}: blocks {stage.blocks[0]} to {stage.blocks[1] - 1}.",
+        "",
+        f"Mesh {mesh}; one of {plan.microbatches} microbatches ({plan.schedule}). Emitted by autopart; may be edited.",
+    )
+
+
+def emit(program: Program, plan: Plan, directory: str | Path) -> None:
+    """Writes the program of a plan to a folder: ``stage_*.py``, ``manifest.json``, the plan itself.
+
+    Raises what :func:`realize` raises, and PlanError when the folder holds something else.
+    """
+    emitted = realize(program, plan)
+    emitted.files["plan.json"] = plan.to_json()
+    emitted.save(Path(directory))

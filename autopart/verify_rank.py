@@ -1,0 +1,123 @@
+"""What one rank of a verification does: trains the emitted program and compares its own shares with the original's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopart.runtime.loading import local_share
+from autopart.runtime.manifest import Manifest, ParameterSpec
+from autopart.runtime.module import ParallelModule
+from autopart.runtime.structure import flatten
+
+WEIGHTS, INPUTS, REFERENCE = "weights.pt", "inputs.pt", "reference.pt"
+
+
+def train_and_compare(directory: str, job: str, steps: int, learning_rate: float, model_file: str) -> dict[str, Any]:
+    """Trains ``steps`` steps on the same batch. Every rank of the job calls it.
+
+    directory: the emitted program. job: the folder with WEIGHTS (originals by name), INPUTS (leaves by path) and
+    REFERENCE (the original's ``gradients`` after the first step and ``state`` after the last, by name). model_file: a
+    user's file that defines custom ops or output classes, "" for none.
+
+    Returns the rank's stage, its losses, the traffic of the first step inside the stages, and the largest absolute
+    difference of each of its own tensors: of the share that it holds, so that replicas and tied copies all count.
+    """
+    if model_file:
+        from autopart.models import import_model_file
+
+        import_model_file(Path(model_file))
+    folder = Path(job)
+    originals = _load(folder / WEIGHTS)
+    constants = Path(directory) / "constants.pt"
+    if constants.exists():
+        originals = {**_load(constants), **originals}
+    model = ParallelModule(directory, originals, device=torch.device("cpu"), outputs="all").train()
+    leaves = _leaves(model.manifest, _load(folder / INPUTS))
+    reference = _load(folder / REFERENCE)
+    specs = {spec.name: spec for spec in model.manifest.parameters}
+    own = {name: tensor for name, tensor in _members(model) if name in specs}
+    parameters = [tensor for tensor in own.values() if tensor.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate) if parameters else None
+    losses: list[float] = []
+    gradients: dict[str, float] = {}
+    traffic: list[tuple[str, str, str, int, int]] = []
+    for step in range(steps):
+        model.traffic.reset()
+        loss = loss_of(flatten(model(**leaves))[0], model.manifest.loss)
+        loss.backward()
+        losses.append(loss.item())
+        if step == 0:
+            traffic = [(*key, count.calls, count.bytes) for key, count in model.traffic.counts().items()]
+            for name, tensor in own.items():
+                if tensor.requires_grad:
+                    expected = _share(reference["gradients"].get(name), specs[name], model)
+                    gradients[name] = _difference(tensor.grad, expected)
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    # Read anew: a stage may assign a new tensor to a buffer that it updates.
+    state = {
+        name: _difference(tensor.detach(), _share(reference["state"][name], specs[name], model))
+        for name, tensor in _members(model)
+        if name in reference["state"]
+    }
+    return {
+        "stage": model.mesh.stage,
+        "losses": losses,
+        "gradients": gradients,
+        "state": state,
+        "traffic": traffic,
+    }
+
+
+def loss_of(leaves: Mapping[str, Any], loss: str | None) -> Tensor:
+    """The loss among a model's outputs; without one the sum of the outputs' mean squares, which reaches them all."""
+    if loss is not None:
+        found = leaves[loss]
+        assert isinstance(found, Tensor)
+        return found
+    outputs = [leaf for leaf in leaves.values() if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return torch.stack([leaf.square().mean() for leaf in outputs]).sum()
+
+
+def _leaves(manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    constants = {spec.name: spec.constant for spec in manifest.inputs if spec.kind == "constant"}
+    return {**constants, **tensors}
+
+
+def _members(model: ParallelModule) -> list[tuple[str, Tensor]]:
+    main = {name: spec.name for spec in model.manifest.parameters for name in (spec.name, *spec.aliases)}
+    return [(main[name], tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]]
+
+
+def _share(whole: Tensor | None, spec: ParameterSpec, model: ParallelModule) -> Tensor | None:
+    return None if whole is None else local_share(whole, spec, model.mesh)
+
+
+def _difference(found: Tensor | None, expected: Tensor | None) -> float:
+    """The largest absolute difference; a missing gradient counts as zeros, and what is not a number as infinite."""
+    if found is None and expected is None:
+        return 0.0
+    if found is None or expected is None:
+        found, expected = (torch.zeros_like(item) if item is None else item for item in _pair(found, expected))
+    if found.numel() == 0:
+        return 0.0
+    largest = float((found.double() - expected.double()).abs().max())
+    return largest if math.isfinite(largest) else math.inf
+
+
+def _pair(found: Tensor | None, expected: Tensor | None) -> tuple[Tensor, Tensor]:
+    present = expected if found is None else found
+    assert present is not None
+    empty = torch.zeros_like(present)
+    return (empty, present) if found is None else (present, empty)
+
+
+def _load(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)

@@ -1,0 +1,126 @@
+"""The outer search and the configurations that it is given."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from autopart.runtime.errors import InfeasibleError, PlanError
+from autopart.solver.search import Degrees, Evaluation, Status, degrees, search
+
+
+def configs(count: int) -> list[Degrees]:
+    return [Degrees(1, 1, 1, number + 1, "1f1b") for number in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_finds_what_evaluating_everything_finds(seed: int) -> None:
+    rng = random.Random(seed)
+    candidates = configs(rng.randint(1, 12))
+    floors = {config: rng.random() for config in candidates}
+    bounds = {config: floors[config] + rng.random() * 0.2 for config in candidates}
+    objectives = {config: bounds[config] + rng.choice([0.0, 0.1]) for config in candidates}
+    lost = {config for config in candidates if rng.random() < 0.2}
+    evaluated: list[Degrees] = []
+
+    def evaluate(config: Degrees) -> Evaluation[str]:
+        evaluated.append(config)
+        if config in lost:
+            raise InfeasibleError("too large")
+        return Evaluation(str(config), objectives[config], bounds[config])
+
+    feasible = [config for config in candidates if config not in lost]
+    if not feasible:
+        with pytest.raises(InfeasibleError, match="too large"):
+            search(candidates, evaluate, floors.__getitem__)
+        return
+    result = search(candidates, evaluate, floors.__getitem__)
+    assert result.objective == min(objectives[config] for config in feasible)
+    assert result.answer == str(result.config) and objectives[result.config] == result.objective
+    assert result.bound <= result.objective
+    assert result.bound <= min(objectives[config] for config in feasible)
+    assert result.gap == pytest.approx((result.objective - result.bound) / result.objective)
+    by_status = {status: {c.config for c in result.considered if c.status is status} for status in Status}
+    assert by_status[Status.CHOSEN] == {result.config}
+    assert by_status[Status.INFEASIBLE] == lost & set(evaluated)
+    assert by_status[Status.PRUNED] == set(candidates) - set(evaluated)
+    assert all(floors[config] >= result.objective for config in by_status[Status.PRUNED])
+    assert len(result.considered) == len(candidates)
+
+
+def test_prunes_what_cannot_be_faster() -> None:
+    calls: list[Degrees] = []
+
+    def evaluate(config: Degrees) -> Evaluation[None]:
+        calls.append(config)
+        return Evaluation(None, config.microbatches + 0.5, config.microbatches + 0.5)
+
+    result = search(reversed(configs(10)), evaluate, lambda config: float(config.microbatches))
+    assert len(calls) == 1 and result.gap == 0 and result.config.microbatches == 1
+    forced = search(configs(10), evaluate, lambda config: float(config.microbatches), forced=True)
+    assert len(calls) == 11 and [c.status for c in forced.considered[1:]] == [Status.SLOWER] * 9
+
+
+def test_a_gap_of_one_candidate_is_the_gap_of_the_search() -> None:
+    """The slower candidate may hide a better answer than the one found for it."""
+    answers = {1: Evaluation("a", 10.0, 10.0), 2: Evaluation("b", 12.0, 8.0)}
+    result = search(configs(2), lambda config: answers[config.microbatches], lambda config: 1.0)
+    assert (result.answer, result.bound) == ("a", 8.0)
+    assert result.gap == pytest.approx(0.2)
+
+
+def test_nothing_to_search() -> None:
+    with pytest.raises(PlanError, match="no configuration"):
+        search([], lambda config: Evaluation(None, 0.0, 0.0), lambda config: 0.0)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 6, 7, 12, 64, 96])
+def test_degrees_are_all_that_match(devices: int) -> None:
+    batch = 24
+    found = degrees(devices, batch, schedules=("1f1b", "gpipe"), recompute=(False,))
+    expected = {
+        (pp, dp, tp, count, schedule)
+        for pp in range(1, devices + 1)
+        for dp in range(1, devices + 1)
+        for tp in range(1, devices + 1)
+        for count in range(1, batch + 1)
+        for schedule in ("1f1b", "gpipe")
+        if pp * dp * tp == devices and batch % (dp * count) == 0
+    }
+    assert {(d.pp, d.dp, d.tp, d.microbatches, d.schedule) for d in found} == expected
+    assert len(found) == len(expected) and all(d.devices == devices for d in found)
+
+
+def test_forced_values_and_limits() -> None:
+    found = degrees(64, 32, pp=4, microbatches=8, max_tp=4)
+    assert found and all((d.pp, d.microbatches) == (4, 8) and d.tp <= 4 for d in found)
+    assert {d.recompute for d in found} == {False, True}
+    assert all(d.pp <= 2 for d in degrees(64, 32, max_pp=2))
+
+
+def test_batch_that_does_not_divide_says_what_would() -> None:
+    with pytest.raises(PlanError, match=r"batch of 6 .* dp=4.*would do: 4, 8"):
+        degrees(4, 6, dp=4)
+    with pytest.raises(PlanError, match=r"dp=2 with microbatches=3.*would do: 6, 12 \(multiples of 6\)"):
+        degrees(4, 8, dp=2, microbatches=3)
+
+
+def test_devices_that_do_not_divide_say_what_would() -> None:
+    with pytest.raises(PlanError, match=r"pp=3 does not divide 8 devices; 6 or 9 devices would do"):
+        degrees(8, 8, pp=3)
+    with pytest.raises(PlanError, match="no pp x dp x tp makes 7 devices"):
+        degrees(7, 8, pp=1, dp=1, max_tp=4)
+    with pytest.raises(PlanError, match="tp is at least 1"):
+        degrees(8, 8, tp=0)
+
+
+def test_values_check_themselves() -> None:
+    with pytest.raises(ValueError, match="tp is at least 1"):
+        Degrees(1, 1, 0, 1, "1f1b")
+    with pytest.raises(ValueError, match="schedule"):
+        Degrees(1, 1, 1, 1, "")
+    with pytest.raises(ValueError, match="not seconds"):
+        Evaluation(None, math.inf, 0.0)
+    assert str(Degrees(2, 3, 4, 5, "gpipe", True)) == "pp=2 dp=3 tp=4 microbatches=5 gpipe recompute"
