@@ -1,1 +1,39 @@
-"""autopart: from an unmodified PyTorch model to the distributed program that trains it."""
+"""autopart: from an unmodified PyTorch model to the distributed program that trains it.
+
+``parallelize(model)`` is the whole change to a script. The steps alone: ``capture``, ``make_plan``, ``emit``, ``load``.
+Names are imported when first used, so that what a cluster node imports (autopart.runtime) stays small.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopart.api import load as load
+    from autopart.api import parallelize as parallelize
+    from autopart.capture import capture as capture
+    from autopart.cluster import Cluster as Cluster
+    from autopart.plan import Plan as Plan
+    from autopart.planner import make_plan as make_plan
+    from autopart.realize import emit as emit
+
+_HOMES = {
+    "Cluster": "autopart.cluster",
+    "Plan": "autopart.plan",
+    "capture": "autopart.capture",
+    "emit": "autopart.realize",
+    "load": "autopart.api",
+    "make_plan": "autopart.planner",
+    "parallelize": "autopart.api",
+}
+__all__ = ["Cluster", "Plan", "capture", "emit", "load", "make_plan", "parallelize"]
+
+
+def __getattr__(name: str) -> Any:
+    # ``autopart.capture`` is a module too: once it is imported, the function takes its place.
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'autopart' has no attribute {name!r}")

@@ -13,13 +13,14 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 
 from autopart.passes.normalize import normalize
-from autopart.passes.program import OutputInfo, Program, Role, TensorInfo, mark_differentiable
+from autopart.passes.program import OutputInfo, Program, Role, TensorInfo, mark_differentiable, mode_free_digests
 from autopart.runtime.errors import CaptureError
 from autopart.runtime.manifest import InputSpec
 from autopart.runtime.structure import flatten, rebuild
@@ -165,10 +166,23 @@ def _examples(named: dict[str, Any], dims: dict[str, int | None]) -> tuple[dict[
     return result, int(batch)
 
 
+_EVALUATING: ContextVar[bool] = ContextVar("evaluating", default=False)
+
+
+@contextmanager
+def _evaluating() -> Iterator[None]:
+    """Captures inside take the model in the mode it is in."""
+    token = _EVALUATING.set(True)
+    try:
+        yield
+    finally:
+        _EVALUATING.reset(token)
+
+
 @contextmanager
 def _training(model: nn.Module) -> Iterator[None]:
     """Training mode for the trace: submodules that the user froze in eval mode stay so if the model itself trains."""
-    if model.training:
+    if model.training or _EVALUATING.get():
         yield
         return
     modes = {module: module.training for module in model.modules()}
@@ -457,3 +471,33 @@ def _imports(graph: fx.Graph) -> tuple[str, ...]:
             if module is not None and module != "__main__":
                 found.add(module)
     return tuple(sorted(found))
+
+
+def same_in_eval(
+    program: Program,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
+) -> str:
+    """'' when evaluation computes the training graph with dropout off and running statistics used; else what differs.
+
+    Emitted code switches dropout, attention's dropout and batch norm by ``self.training``. A model that branches on
+    ``self.training`` in another way cannot be evaluated by it, which this finds by capturing it in evaluation mode.
+    """
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with _evaluating():
+            other = capture(model, args, kwargs, loss_fn=loss_fn, batch_dims=batch_dims, name=program.name)
+    except CaptureError as error:
+        return f"the model cannot be captured in evaluation mode: {error}"
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    ours, theirs = mode_free_digests(program), mode_free_digests(other)
+    differing = [name for name in ours if ours[name] != theirs.get(name)]
+    if not differing:
+        return ""
+    return f"in evaluation mode the output {differing[0]!r} is computed by other ops than in training"

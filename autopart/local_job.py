@@ -68,7 +68,9 @@ def run_local_job(
                 child.stdin.close()
     if failed is None:
         late = [rank for rank in range(processes) if not _result(directory, rank).exists()]
-        raise JobError(f"ranks {late} did not finish within {timeout_s:g} s; allow more time, or make the model smaller")
+        raise JobError(
+            f"ranks {late} did not finish within {timeout_s:g} s; allow more time, or make the model smaller"
+        )
     if failed:
         raise _failure(directory, failed)
     return [json.loads(_result(directory, rank).read_text()) for rank in range(processes)]

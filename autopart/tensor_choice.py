@@ -68,8 +68,10 @@ class _Builder:
         self.offered = analysis.strategies(parts)
         self.members: dict[tuple[str, ...], list[fx.Node]] = {}
         self.ids: dict[Placement, int] = {}
+        # a tensor that only free values read stays whole
+        read = {value.node for node in analysis.block_of for value in graphs.inputs(node)}
         for node in analysis.graph.nodes:
-            if node in analysis.block_of or self.is_tensor(node):
+            if node in analysis.block_of or (self.is_tensor(node) and node in read):
                 self.members.setdefault(analysis.classes[node], []).append(node)
         self.number = {key: index for index, key in enumerate(self.members)}
 

@@ -51,7 +51,7 @@ def is_op(node: fx.Node) -> bool:
     if node.op != "call_function" or is_getitem(node):
         return False
     val = node.meta.get("val")
-    return isinstance(val, torch.Tensor) or isinstance(val, tuple | list)
+    return isinstance(val, torch.Tensor | tuple | list)
 
 
 def _argument_nodes(argument: object) -> Iterator[fx.Node]:
@@ -82,6 +82,13 @@ def outputs(node: fx.Node) -> list[Value]:
     if isinstance(val, torch.Tensor):
         return [Value(node)]
     return [Value(node, index) for index, item in enumerate(val) if isinstance(item, torch.Tensor)]
+
+
+def results(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """The nodes that a graph returns, in order."""
+    found = next(node for node in reversed(graph.nodes) if node.op == "output").args[0]
+    assert isinstance(found, tuple | list)
+    return tuple(item for item in found if isinstance(item, fx.Node))
 
 
 def module_path(node: fx.Node) -> str:

@@ -114,6 +114,32 @@ def _digest(program: Program) -> str:
     return digest.hexdigest()[:16]
 
 
+_MODE_ARGUMENTS = {"aten.dropout.default": 2, "aten.batch_norm.default": 5, "aten.scaled_dot_product_attention.default": 4}
+
+
+def mode_free_digests(program: Program) -> dict[str, str]:
+    """A digest of how each output is computed, blind to the arguments that only switch between training and evaluation."""
+    digests: dict[fx.Node, str] = {}
+
+    def text(argument: Any) -> Any:
+        return _Text(digests[argument]) if isinstance(argument, fx.Node) else argument
+
+    for node in program.graph.nodes:
+        if node.op == "output":
+            break
+        if node.op == "placeholder":
+            digests[node] = f"{node.meta['role'].value}:{node.meta['name']}"
+            continue
+        position = _MODE_ARGUMENTS.get(str(node.target), -1)
+        args = [argument for index, argument in enumerate(node.args) if index != position]
+        kwargs = {key: value for key, value in node.kwargs.items() if key not in ("device", "dropout_p")}
+        while position >= 0 and args and args[-1] is None:
+            args.pop()
+        mapped = fx.node.map_arg((args, kwargs), text)
+        digests[node] = hashlib.sha256(f"{node.target}{mapped}".encode()).hexdigest()[:16]
+    return {info.name: digests[info.node] for info in program.outputs if info.node is not None}
+
+
 class _Text(str):
     """A string that prints without quotes, for node numbers inside argument lists."""
 

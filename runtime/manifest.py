@@ -120,6 +120,7 @@ class Manifest:
     totals: values computed once per step from the inputs of the whole batch (such as the number of valid labels), by
     ``totals.py``'s function ``totals(*, b, B, <totals_inputs>)`` which returns them as a tuple.
     loss: name of the output that is the loss; None when the user's code computes it from the outputs.
+    eval_flaw: why the stages cannot be evaluated (model.eval()), '' when they can.
     batch_splittable: False when the model mixes samples: one microbatch, one replica.
     """
 
@@ -141,6 +142,7 @@ class Manifest:
     batch_splittable: bool = True
     imports: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    eval_flaw: str = ""
 
     def save(self, directory: Path) -> None:
         text = json.dumps({"version": VERSION, **asdict(self)}, indent=1)

@@ -18,7 +18,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from autopart.runtime.attach import hand_out, run_later
 from autopart.runtime.collectives import gather_shards
 from autopart.runtime.dry_run import dry_run
-from autopart.runtime.errors import PlanError
+from autopart.runtime.errors import InputError, PlanError
 from autopart.runtime.executor import Feed, Run
 from autopart.runtime.gradients import (
     BUCKET_BYTES,
@@ -200,6 +200,11 @@ class ParallelModule(nn.Module):
         return rebuild(self.manifest.output_structure, {**values, **self._constants()})
 
     def _evaluate(self, feed: Feed, division: Division) -> Any:
+        if not self.training and self.manifest.eval_flaw:
+            raise InputError(
+                f"the stages were captured in training mode and cannot be evaluated: {self.manifest.eval_flaw}; "
+                "load state_dict() into the original model and evaluate that"
+            )
         schedule = forward_only(len(self.manifest.stages), division.microbatches, edges_of(self.manifest)[0])
         run = self._run(feed, train=False)
         run.execute(post_receives_early(schedule.stages[self.mesh.stage]))

@@ -27,11 +27,19 @@ class Namespace(nn.Module):
         raise KeyError(f"{type(self).__name__} has no member {name!r}; it has {sorted(self._names())}")
 
     def __setitem__(self, name: str, member: nn.Module | Tensor | None) -> None:
-        if isinstance(member, (nn.Module, nn.Parameter)):
-            setattr(self, name, member)
+        if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
+            self.register_buffer(name, member, persistent=not getattr(member, "_autopart_transient", False))
+        elif isinstance(member, nn.Module):
+            self.add_module(name, member)
         else:
-            _persistent = not getattr(member, "_autopart_transient", False)
-            self.register_buffer(name, member, persistent=_persistent)
+            self.register_parameter(name, member)
+
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
+        # nn.Module takes an assigned tensor for a plain attribute; here it is a buffer.
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and name not in self._buffers:
+            self[name] = value
+        else:
+            super().__setattr__(name, value)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names()

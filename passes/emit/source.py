@@ -217,7 +217,7 @@ class StageSource:
         signature = ", ".join(["b: int", "B: int", *(f"{identifier(node.meta['name'])}: Tensor" for node in arguments)])
         forward = _definition("forward", f"self, *, {signature}", "tuple[Tensor, ...]")
         text = [*self._header(), *self._class_texts()]
-        text += ["class Stage(nn.Module):", *_docstring(self.heading, "    "), ""]
+        text += ["class Stage(Namespace):", *_docstring(self.heading, "    "), ""]
         text += ["    def __init__(self, mesh: Mesh) -> None:", "        super().__init__()", "        self._mesh = mesh"]
         text += ['        self._path = ""', *self._constructor(), "", *forward, *main.body(), ""]
         return "\n".join(text)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopart import models
 from autopart.runtime.loading import local_share
 from autopart.runtime.manifest import Manifest, ParameterSpec
 from autopart.runtime.module import ParallelModule
@@ -29,15 +30,13 @@ def train_and_compare(directory: str, job: str, steps: int, learning_rate: float
     difference of each of its own tensors: of the share that it holds, so that replicas and tied copies all count.
     """
     if model_file:
-        from autopart.models import import_model_file
-
-        import_model_file(Path(model_file))
+        models._import(Path(model_file))
     folder = Path(job)
     originals = _load(folder / WEIGHTS)
     constants = Path(directory) / "constants.pt"
     if constants.exists():
         originals = {**_load(constants), **originals}
-    model = ParallelModule(directory, originals, device=torch.device("cpu"), outputs="all").train()
+    model = ParallelModule(directory, originals, device=torch.device("cpu")).train()
     leaves = _leaves(model.manifest, _load(folder / INPUTS))
     reference = _load(folder / REFERENCE)
     specs = {spec.name: spec for spec in model.manifest.parameters}
@@ -102,21 +101,11 @@ def _share(whole: Tensor | None, spec: ParameterSpec, model: ParallelModule) -> 
 
 def _difference(found: Tensor | None, expected: Tensor | None) -> float:
     """The largest absolute difference; a missing gradient counts as zeros, and what is not a number as infinite."""
-    if found is None and expected is None:
+    present = [item.double() for item in (found, expected) if item is not None and item.numel()]
+    if not present:
         return 0.0
-    if found is None or expected is None:
-        found, expected = (torch.zeros_like(item) if item is None else item for item in _pair(found, expected))
-    if found.numel() == 0:
-        return 0.0
-    largest = float((found.double() - expected.double()).abs().max())
+    largest = float((present[0] - present[1] if len(present) == 2 else present[0]).abs().max())
     return largest if math.isfinite(largest) else math.inf
-
-
-def _pair(found: Tensor | None, expected: Tensor | None) -> tuple[Tensor, Tensor]:
-    present = expected if found is None else found
-    assert present is not None
-    empty = torch.zeros_like(present)
-    return (empty, present) if found is None else (present, empty)
 
 
 def _load(path: Path) -> Any:

@@ -1,0 +1,325 @@
+"""What a training script calls: ``parallelize`` and ``load``.
+
+``parallelize`` returns at once; at the first call of the model, rank 0 captures it on that batch, plans, emits the
+stages and sends them to all ranks, and every rank loads its share of the weights into the very Parameter objects that
+the script's optimizer already holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopart.runtime.errors import AutopartError, ClusterError, PlanError
+from autopart.runtime.inputs import BatchMode
+from autopart.runtime.mesh import connect, job_size, pick_device
+from autopart.runtime.module import ParallelModule
+
+CONSTANTS_FILE = "constants.pt"
+
+
+def load(
+    directory: str | Path, originals: nn.Module | Mapping[str, Tensor | None] | None = None, **options: Any
+) -> ParallelModule:
+    """Loads an emitted program on this rank of a running job (torchrun; or one process for a plan of one device).
+
+    originals: the model, or its parameters and buffers by name; None: weights start as zeros, to be filled by
+    ``load_state_dict``. options: those of :class:`autopart.runtime.ParallelModule`. Raises ClusterError when the job has
+    another number of processes than the plan, PlanError when the folder holds no program.
+    """
+    directory = Path(directory)
+    tensors: dict[str, Tensor | None] = {}
+    constants = directory / CONSTANTS_FILE
+    if constants.exists():
+        tensors.update(torch.load(constants, weights_only=True))
+    if isinstance(originals, nn.Module):
+        originals = tensors_of(originals)
+    tensors.update(originals or {})
+    return ParallelModule(directory, tensors, **options)
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor | None]:
+    """Parameters and buffers under all their names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    cluster: Any = None,
+    plan: Any = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    batch: BatchMode = "global",
+    outputs: Literal["loss", "all"] = "loss",
+    batch_dims: Mapping[str, int | None] | None = None,
+    directory: str | Path | None = None,
+    verbose: bool = True,
+    **limits: Any,
+) -> nn.Module:
+    """The model as a parallel program over the processes of this job.
+
+    Called in a script that torchrun started (in one process it trains there). The model is planned at its first call;
+    until then its parameters are the original ones, and an optimizer made from them goes on working.
+
+    cluster: a Cluster or its text (default: this job's devices). plan: a Plan or a plan file, instead of planning.
+    loss_fn: for models without a loss inside: ``out = model(x, targets=y)`` has ``out.loss = loss_fn(model(x), y)``.
+    batch: "global": every rank passes the same whole batch; "local": each replica its own part (needs ``dp`` or a
+    plan). outputs: "loss" returns only the loss in training, "all" everything. batch_dims: as for ``capture``.
+    directory: where to write the emitted stages (default: a temporary folder). verbose: rank 0 prints the plan.
+    limits: of ``make_plan``: pp, dp, tp, microbatches, schedule, recompute, optimizer.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"parallelize takes an nn.Module, got {type(model).__name__}")
+    return Parallelized(
+        model,
+        {
+            "cluster": cluster,
+            "plan": plan,
+            "loss_fn": loss_fn,
+            "batch_dims": batch_dims,
+            "directory": directory,
+            "verbose": verbose,
+            "limits": limits,
+        },
+        batch,
+        outputs,
+    )
+
+
+class Parallelized(nn.Module):
+    """A model that becomes a parallel program at its first call.
+
+    ``original`` keeps the model's attributes (such as transformers' ``config``); after the first call its parameters
+    are this rank's shares. ``parallel`` is the program, None before.
+    """
+
+    def __init__(self, model: nn.Module, settings: dict[str, Any], batch: BatchMode, outputs: Literal["loss", "all"]):
+        super().__init__()
+        # Not registered: before the first call parameters() is the model's, afterwards the program's.
+        object.__setattr__(self, "original", model)
+        object.__setattr__(self, "parallel", None)
+        self._settings = settings
+        self._batch: BatchMode = batch
+        self._returned = outputs
+        self.training = model.training
+
+    original: nn.Module
+    parallel: ParallelModule | None
+
+    @property
+    def _current(self) -> nn.Module:
+        return self.original if self.parallel is None else self.parallel
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the original returns; see :class:`autopart.runtime.ParallelModule`."""
+        if self.parallel is None:
+            object.__setattr__(self, "parallel", self._start(args, kwargs))
+            assert self.parallel is not None
+            self.parallel.train(self.training)
+        return self.parallel(*args, **kwargs)
+
+    def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ParallelModule:
+        device = pick_device()
+        connect(device)
+        settings = self._settings
+        files = _on_first_rank(lambda: _compile(self.original, args, kwargs, settings, self._batch, self.training))
+        directory = _write(files, settings["directory"])
+        originals = tensors_of(self.original)
+        _agree(originals, device)
+        parallel = load(
+            directory, originals, batch=self._batch, outputs=self._returned, device=device
+        )
+        if parallel.mesh.rank == 0 and settings["verbose"]:
+            print(files["plan.txt"].decode(), f"\nstages in {directory}", sep="", file=sys.stderr, flush=True)
+        return parallel
+
+    def train(self, mode: bool = True) -> Parallelized:
+        self.training = mode
+        self._current.train(mode)
+        return self
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Before the first call the original's; then this rank's shares of its stage, under their original names."""
+        return self._current.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        return self._current.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The whole model's state; once it is parallel all ranks have to call this."""
+        return self._current.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        return self._current.load_state_dict(state_dict, strict, assign)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales the gradients of all ranks to a 2-norm of at most ``max_norm``; all ranks call it."""
+        if self.parallel is None:
+            return torch.nn.utils.clip_grad_norm_(self.original.parameters(), max_norm)
+        return self.parallel.clip_grad_norm_(max_norm)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # plain attributes such as ``config``; modules and methods would compute with this rank's shares
+            attributes = self.__dict__.get("original", self).__dict__
+            if name in attributes and not name.startswith("_"):
+                return attributes[name]
+            raise
+
+
+def _compile(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: Mapping[str, Any],
+    batch_mode: BatchMode,
+    training: bool,
+) -> dict[str, bytes]:
+    """Captures, plans and emits; returns the program's files. Runs on rank 0 alone."""
+    from autopart.analysis import analyze
+    from autopart.capture import capture, same_in_eval
+    from autopart.cluster import Cluster
+    from autopart.plan import Plan
+    from autopart.planner import make_plan
+    from autopart.realize import realize
+    from autopart.report.table import plan_text
+
+    program = capture(model, args, kwargs, loss_fn=settings["loss_fn"], batch_dims=settings["batch_dims"])
+    difference = same_in_eval(program, model, args, kwargs, settings["loss_fn"], settings["batch_dims"])
+    analysis = analyze(program)
+    plan = settings["plan"]
+    if plan is None:
+        cluster = settings["cluster"]
+        if cluster is None:
+            cluster = Cluster.local(job_size())
+        elif isinstance(cluster, str):
+            cluster = Cluster.parse(cluster)
+        if cluster.device_count != job_size():
+            raise ClusterError(
+                f"the cluster {cluster} has {cluster.device_count} devices, but this job has {job_size()} processes; "
+                "start one process per device, or leave cluster out"
+            )
+        limits = dict(settings["limits"])
+        if batch_mode == "local":
+            if limits.get("dp") is None:
+                raise PlanError('batch="local" needs the number of replicas: parallelize(model, batch="local", dp=...)')
+            limits["batch"] = program.batch * limits["dp"]
+        plan = make_plan(program, cluster, analysis=analysis, **limits)
+    elif not isinstance(plan, Plan):
+        plan = Plan.load(plan)
+    emitted = realize(program, plan, analysis)
+    if difference:
+        emitted.manifest = _with_eval_flaw(emitted.manifest, difference)
+    emitted.files["plan.json"] = plan.to_json()
+    emitted.files["plan.txt"] = plan_text(plan)
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "program"
+        emitted.constants.clear()  # every rank has the model itself
+        emitted.save(target)
+        return {path.name: path.read_bytes() for path in target.iterdir()}
+
+
+def _with_eval_flaw(manifest: Any, difference: str) -> Any:
+    from dataclasses import replace
+
+    return replace(manifest, eval_flaw=difference)
+
+
+def _on_first_rank(make: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
+    """What ``make`` returns on rank 0, on every rank; when it fails there, every rank raises."""
+    if job_size() == 1:
+        return make()
+    box: list[Any] = [None]
+    failure: BaseException | None = None
+    if dist.get_rank() == 0:
+        try:
+            box = [("files", make())]
+        except AutopartError as error:
+            failure, box = error, [("error", str(error))]
+        except BaseException as error:  # the other ranks must not wait for files that never come
+            failure, box = error, [("error", f"planning failed on rank 0: {type(error).__name__}: {error}")]
+    dist.broadcast_object_list(box, 0)
+    if failure is not None:
+        raise failure
+    kind, content = box[0]
+    if kind == "error":
+        raise PlanError(f"rank 0 could not plan the model: {content}")
+    files: dict[str, bytes] = content
+    return files
+
+
+def _write(files: Mapping[str, bytes], directory: str | Path | None) -> Path:
+    """Writes the program's files on this rank: into the user's folder (by the first process of each host), or an own one."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if directory is None:
+        # named by content, so that the ranks of a host share it
+        digest = hashlib.sha256(b"".join(name.encode() + text for name, text in sorted(files.items()))).hexdigest()[:12]
+        target = Path(tempfile.gettempdir()) / f"autopart-{os.getuid()}" / digest
+    else:
+        target = Path(directory)
+    if local_rank == 0:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        for name, text in files.items():
+            (temporary / name).write_bytes(text)
+        if target.exists():
+            if not (target / "manifest.json").exists() and any(target.iterdir()):
+                raise PlanError(f"{target} holds other files; choose an empty or new folder for the emitted stages")
+            import shutil
+
+            shutil.rmtree(target)
+        os.replace(temporary, target)
+    if job_size() > 1:
+        dist.barrier()
+    return target
+
+
+def _agree(tensors: Mapping[str, Tensor | None], device: torch.device) -> None:
+    """Makes all ranks start from rank 0's weights: those that differ are sent."""
+    if job_size() == 1:
+        return
+    distinct: dict[int, Tensor] = {}
+    for tensor in tensors.values():
+        if tensor is not None and not tensor.is_meta:
+            distinct.setdefault(id(tensor), tensor.detach())
+    sums = torch.stack([_checksum(tensor) for tensor in distinct.values()]).to(device) if distinct else None
+    if sums is None:
+        return
+    low, high = sums.clone(), sums.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    differing = (low != high).cpu().tolist()
+    for tensor, differs in zip(distinct.values(), differing, strict=True):
+        if differs:
+            moved = tensor.to(device).contiguous()
+            dist.broadcast(moved, 0)
+            tensor.copy_(moved)
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """A number that changes with the tensor's bits and their order."""
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() == 0:
+        return torch.zeros((), dtype=torch.int64)
+    raw = flat.contiguous().view(torch.uint8)
+    padded = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
+    weights = torch.arange(1, padded.numel() + 1, device=padded.device, dtype=torch.int64) * 2654435761 + 1
+    return (padded * weights).sum().cpu()

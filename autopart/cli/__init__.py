@@ -1,0 +1,90 @@
+"""The command line: ``autopart inspect | plan | show | emit | verify``.
+
+Results go to stdout, progress and errors to stderr. Exit status: 0; 1 when ``verify`` finds a difference; 2 when a
+command could not do its work, with one line that says why. What a command needs is imported when it runs, so that
+``autopart --help`` is there at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from autopart.cli import emitting, inspecting, planning, showing, verifying
+
+_COMMANDS = (inspecting, planning, showing, emitting, verifying)
+FAILED = 2
+INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with the arguments."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(FAILED, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="autopart",
+        description="Plans and emits the distributed program that trains an unmodified PyTorch model on a cluster.",
+        epilog="example: autopart plan hf:gpt2 --cluster 8xH100",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    for command in _COMMANDS:
+        sub = commands.add_parser(
+            command.NAME,
+            help=command.HELP,
+            description=command.DESCRIPTION,
+            epilog=f"example: {command.EXAMPLE}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(sub)
+        sub.set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status."""
+    try:
+        arguments = build_parser().parse_args(argv)
+    except SystemExit as end:  # argparse leaves by itself, also after --help
+        return end.code if isinstance(end.code, int) else FAILED
+    # What transformers warns of (token ids beyond a vocabulary that was made small) is no news about the plan.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader of stdout has seen enough, as with "| head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        _failed(arguments.command, "interrupted")
+        return INTERRUPTED
+    except Exception as error:
+        return _failed(arguments.command, _message(error))
+
+
+def _message(error: Exception) -> str:
+    """What the user is told; before it, on stderr, what the failing processes said, or where autopart itself broke."""
+    from autopart.runtime.errors import AutopartError  # loads torch
+
+    if isinstance(error, AutopartError):
+        if details := getattr(error, "details", ""):
+            print(details, file=sys.stderr)
+        return str(error)
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    traceback.print_exception(error)
+    return "a defect of autopart, not of what it was given; the lines above say where"
+
+
+def _failed(command: str, message: str) -> int:
+    line = "; ".join(part.strip().rstrip(";") for part in message.splitlines() if part.strip())
+    print(f"autopart {command}: {line}", file=sys.stderr)
+    return FAILED

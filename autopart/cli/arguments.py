@@ -1,0 +1,122 @@
+"""Arguments that several commands share, and what they stand for."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from autopart.cli.progress import working
+
+if TYPE_CHECKING:
+    import torch
+
+    from autopart.cluster import Cluster
+    from autopart.models import LoadedModel
+    from autopart.passes.program import Program
+    from autopart.plan import Plan
+
+# As written -> torch's own name.
+DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "float32": "float32",
+    "float64": "float64",
+}
+_LIMITS = ("batch", "pp", "dp", "tp", "microbatches", "schedule", "recompute")
+
+
+def add_model(parser: argparse.ArgumentParser, dtype: bool = True) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="hf:FAMILY?key=value&… (a transformers model_type; batch, seq, image and task shape the inputs) or "
+        "file.py:function, which returns model, args, kwargs",
+    )
+    if dtype:
+        parser.add_argument(
+            "--dtype", choices=DTYPES, metavar="TYPE", help="bf16, fp16, fp32 or fp64 (default: the model's own)"
+        )
+
+
+def add_limits(parser: argparse.ArgumentParser, cluster_required: bool) -> None:
+    """The cluster, and what is forced; what is not given is chosen."""
+    parser.add_argument(
+        "--cluster",
+        required=cluster_required,
+        metavar="CLUSTER",
+        help="4x8xA100-80GB (4 nodes of 8), 8xH100, cpu:4 (local devices), or a cluster file (.toml)",
+    )
+    parser.add_argument(
+        "--batch", type=positive, metavar="N", help="samples per step over all replicas (default: the example's)"
+    )
+    parser.add_argument("--pp", type=positive, metavar="N", help="pipeline stages")
+    parser.add_argument("--dp", type=positive, metavar="N", help="data-parallel replicas")
+    parser.add_argument("--tp", type=positive, metavar="N", help="devices that share the tensors of a stage")
+    parser.add_argument("--microbatches", type=positive, metavar="N", help="pieces of each replica's batch")
+    parser.add_argument("--schedule", choices=("gpipe", "1f1b"), help="order of the microbatches' passes")
+    parser.add_argument(
+        "--recompute", choices=("none", "full", "auto"), default="auto", help="activations (default: %(default)s)"
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def limits(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What is forced, as :func:`autopart.make_plan` takes it."""
+    return {name: getattr(arguments, name) for name in _LIMITS}
+
+
+def read_cluster(text: str) -> Cluster:
+    """Raises ClusterError."""
+    from autopart.cluster import Cluster
+
+    return Cluster.load(text) if text.endswith(".toml") else Cluster.parse(text)
+
+
+def read_dtype(arguments: argparse.Namespace) -> torch.dtype | None:
+    import torch
+
+    name = getattr(arguments, "dtype", None)
+    if name is None:
+        return None
+    found = getattr(torch, DTYPES[name])
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def read_model(arguments: argparse.Namespace, meta: bool, batch: int | None = None) -> LoadedModel:
+    """Raises ModelError."""
+    with working(f"building {arguments.model}"):
+        from autopart.models import load_model
+
+        return load_model(arguments.model, meta=meta, dtype=read_dtype(arguments), batch=batch)
+
+
+def read_program(arguments: argparse.Namespace, meta: bool = True) -> Program:
+    """The captured model. meta: without its weights. Raises ModelError and CaptureError."""
+    loaded = read_model(arguments, meta)
+    with working(f"capturing {loaded.name}"):
+        from autopart.capture import capture
+
+        return capture(loaded.model, loaded.args, loaded.kwargs, name=loaded.name)
+
+
+def choose_plan(arguments: argparse.Namespace, program: Program) -> Plan:
+    """Raises ClusterError, BatchError, and PlanError when nothing fits."""
+    cluster = read_cluster(arguments.cluster)
+    with working(f"planning for {cluster}"):
+        from autopart.planner import make_plan
+
+        return make_plan(program, cluster, **limits(arguments))

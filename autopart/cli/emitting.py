@@ -1,0 +1,53 @@
+"""``autopart emit``: the program of a plan as readable files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from autopart.cli.arguments import add_json, add_limits, add_model, choose_plan, read_cluster, read_program
+from autopart.cli.progress import working
+
+NAME = "emit"
+HELP = "write the program of a plan to a folder"
+DESCRIPTION = """Writes one Python file per pipeline stage, and the manifest that the runtime reads.
+
+Takes a plan file, or a cluster and limits as 'autopart plan' does."""
+EXAMPLE = "autopart emit hf:gpt2 plan.json -o emitted"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("plan", nargs="?", type=Path, metavar="plan.json", help="a plan made for this model")
+    add_limits(parser, cluster_required=False)
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="new or empty folder")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from autopart.plan import Plan
+    from autopart.runtime.errors import PlanError
+
+    if (arguments.plan is None) == (arguments.cluster is None):
+        raise PlanError("give either a plan file or --cluster with limits")
+
+    plan = Plan.load(arguments.plan) if arguments.plan is not None else None
+    if plan is None:
+        read_cluster(arguments.cluster)
+    program = read_program(arguments)
+    if any(tensor.is_meta for tensor in program.constants.values()):
+        # Tensors that no checkpoint holds (rotary frequencies, say) are written beside the stages, so they are needed.
+        program = read_program(arguments, meta=False)
+    if plan is None:
+        plan = choose_plan(arguments, program)
+    with working(f"writing {arguments.output}"):
+        from autopart.realize import emit
+
+        emit(program, plan, arguments.output)
+    files = sorted(path.name for path in arguments.output.iterdir())
+    if arguments.json:
+        print(json.dumps({"directory": str(arguments.output), "ranks": plan.device_count, "files": files}))
+    else:
+        print(f"{arguments.output}: {', '.join(files)} for {plan.device_count} ranks")
+    return 0

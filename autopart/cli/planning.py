@@ -1,0 +1,40 @@
+"""``autopart plan``: who runs what, and what that is predicted to cost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from autopart.cli.arguments import add_json, add_limits, add_model, choose_plan, read_cluster, read_program
+
+NAME = "plan"
+HELP = "choose how to train a model on a cluster"
+DESCRIPTION = """Chooses pipeline, data and tensor parallelism, microbatches and schedule.
+
+What is given is forced, the rest is chosen; with everything given that very plan is priced. Needs neither a GPU nor
+memory for the model's weights."""
+EXAMPLE = "autopart plan hf:gpt2 --cluster 4x8xA100-80GB --batch 512 --dtype bf16 -o plan.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_limits(parser, cluster_required=True)
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan as JSON")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    read_cluster(arguments.cluster)  # a mistake there is said at once, not after the capture
+    plan = choose_plan(arguments, read_program(arguments))
+    if arguments.output is not None:
+        plan.save(arguments.output)
+        print(f"plan written to {arguments.output}", file=sys.stderr)
+    if arguments.json:
+        print(json.dumps(plan.to_json_object()))
+    else:
+        from autopart.report.table import plan_text
+
+        print(plan_text(plan))
+    return 0

@@ -1,0 +1,32 @@
+"""``autopart show``: a plan file as a table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from autopart.cli.arguments import add_json
+
+NAME = "show"
+HELP = "print a plan file as a table"
+DESCRIPTION = "Prints a plan: its layout, its predicted time with bound and gap, and a line for each stage."
+EXAMPLE = "autopart show plan.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", type=Path, metavar="plan.json")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from autopart.plan import Plan
+
+    plan = Plan.load(arguments.plan)
+    if arguments.json:
+        print(json.dumps(plan.to_json_object()))
+    else:
+        from autopart.report.table import plan_text
+
+        print(plan_text(plan))
+    return 0

@@ -1,0 +1,92 @@
+"""The plain model, trained in this process on the batch that the parallel program gets."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopart.precision import eager_in_float64
+from autopart.runtime.inputs import Division, check, microbatch_of
+from autopart.runtime.manifest import Manifest
+from autopart.runtime.structure import flatten, rebuild
+from autopart.verify.errors import VerifyError
+from autopart.verify.rank import loss_of
+from autopart.verify.subject import Subject
+
+_BATCH_STATISTICS = "batch norm's statistics"
+
+
+@dataclass(slots=True)
+class Reference:
+    """losses: of each step. gradients: after the first step; state: parameters and buffers after the last; by name."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    state: dict[str, Tensor]
+
+
+def divide(manifest: Manifest, subject: Subject) -> Division:
+    """How the program divides the batch; the plain model is given the same pieces where batch norm asks for it."""
+    leaves = {**{spec.name: spec.constant for spec in manifest.inputs if spec.kind == "constant"}, **subject.tensors}
+    replicas = dict(manifest.stages[0].mesh).get("dp", 1)
+    batch = check(manifest, leaves)
+    if batch % (replicas * manifest.microbatches):
+        raise VerifyError(
+            f"the batch of {batch} samples does not divide into {manifest.microbatches} microbatches on {replicas} "
+            f"replicas; give a multiple of {replicas * manifest.microbatches}"
+        )
+    return Division(batch, replicas, 0, manifest.microbatches)
+
+
+def train_reference(
+    subject: Subject, manifest: Manifest, division: Division, steps: int, learning_rate: float
+) -> Reference:
+    """Trains the plain model in this process. Replica by replica, microbatch by microbatch, where pieces are asked."""
+    in_pieces = any(note.startswith(_BATCH_STATISTICS) for note in manifest.notes)
+    specs = [spec for spec in manifest.inputs if spec.kind == "tensor"]
+    pieces: list[dict[str, Any]] = [subject.leaves]
+    if in_pieces:
+        pieces = [
+            {
+                **subject.leaves,
+                **microbatch_of(specs, subject.leaves, replace(division, replica=replica), k, torch.device("cpu")),
+            }
+            for replica in range(division.replicas)
+            for k in range(division.microbatches)
+        ]
+    model = subject.model
+    initial = copy.deepcopy(model.state_dict())
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate) if parameters else None
+    result = Reference([], {}, {})
+    with eager_in_float64(model):
+        for step in range(steps):
+            losses = []
+            for piece in pieces:
+                outputs = flatten(subject.call(**rebuild(subject.structure, piece)))[0]
+                losses.append(loss_of(outputs, manifest.loss))
+            loss = torch.stack(losses).mean()
+            if not loss.requires_grad:
+                raise VerifyError("the loss depends on no trainable parameter, so there are no gradients to compare")
+            loss.backward()
+            result.losses.append(loss.item())
+            if step == 0:
+                named = model.named_parameters()
+                result.gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+    if not all(map(math.isfinite, result.losses)):
+        raise VerifyError(f"the plain model's losses are not finite: {result.losses}; give other inputs")
+    ignored = {spec.name for spec in manifest.parameters if spec.mutated} if division.replicas > 1 else set()
+    members = [*model.named_parameters(), *model.named_buffers()]
+    result.state = {name: tensor.detach().clone() for name, tensor in members if name not in ignored}
+    # The copy is left as it came, so that it may be compared again.
+    model.load_state_dict(initial)
+    model.zero_grad()
+    return result
