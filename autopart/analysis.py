@@ -26,7 +26,7 @@ class Analysis:
     """A program seen by the planner.
 
     graph: the program's graph for one share of the batch (``split.graph``). free: nodes that every stage computes for
-    itself. blocks: what stages are made of. classes: for every op and tensor the class of equal ones it belongs to
+    itself. blocks: what stages are made of. free_block: the first block that needs a free op. classes: for every op and tensor the class of equal ones it belongs to
     (blocks that repeat are folded). keys: a readable name for every op, ``transformer.h.0.mlp.c_fc:addmm``.
     """
 
@@ -37,6 +37,7 @@ class Analysis:
     free: set[fx.Node]
     blocks: list[Block]
     block_of: dict[fx.Node, int]
+    free_block: dict[fx.Node, int]
     classes: dict[fx.Node, tuple[str, ...]]
     keys: dict[fx.Node, str]
     _costs: dict[str, dict[fx.Node, OpCost]] = field(default_factory=dict)
@@ -89,10 +90,24 @@ def analyze(program: Program, rules: RuleBook = RULES) -> Analysis:
         free=free,
         blocks=blocks,
         block_of=block_of,
+        free_block=_first_use(graph, free, block_of),
         classes=_classes(graph, blocks, block_of),
         keys=op_keys(graph),
         _costs={"cuda": costs},
     )
+
+
+def _first_use(graph: fx.Graph, free: set[fx.Node], block_of: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """For every free op the first block that needs it, directly or through other free ops."""
+    first: dict[fx.Node, int] = {}
+    for node in reversed(graph.nodes):
+        if node not in free or node.op != "call_function":
+            continue
+        users = [block_of.get(user, first.get(user)) for user in node.users]
+        found = [index for index in users if index is not None]
+        if found:
+            first[node] = min(found)
+    return {node: index for node, index in first.items() if graphs.is_op(node)}
 
 
 def _classes(

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from autopart.passes.normalize import normalize
 from autopart.passes.program import OutputInfo, Program, Role, TensorInfo, mark_differentiable, mode_free_digests
@@ -51,7 +52,7 @@ class _Flat(nn.Module):
     ):
         super().__init__()
         self.model = model
-        self.loss_fn = loss_fn
+        self.loss_function = loss_fn
         self._structure = structure
         self._leaves = leaves
         # export restores attributes that a forward assigns, so the outputs are kept in an object
@@ -63,12 +64,12 @@ class _Flat(nn.Module):
             path: next(remaining) if isinstance(leaf, torch.Tensor) else leaf for path, leaf in self._leaves.items()
         }
         kwargs = rebuild(self._structure, leaves)
-        if self.loss_fn is None:
+        if self.loss_function is None:
             result = self.model(**kwargs)
         else:
             targets = kwargs.pop(TARGETS)
             result = self.model(**kwargs)
-            result = LossOutput(self.loss_fn(result, targets), result)
+            result = LossOutput(self.loss_function(result, targets), result)
         self.returned.leaves, self.returned.structure = flatten(result)
         return [leaf for leaf in self.returned.leaves.values() if isinstance(leaf, torch.Tensor)]
 
@@ -96,6 +97,8 @@ def capture(
     targets = {TARGETS: kwargs.pop(TARGETS)} if loss_fn is not None and TARGETS in kwargs else {}
     if loss_fn is not None and not targets:
         raise CaptureError(f"a model with loss_fn needs the keyword input {TARGETS!r}: loss_fn(model(...), {TARGETS})")
+    if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
+        raise CaptureError("loss_fn has parameters of its own; put it inside the model, so that they are trained with it")
     bound = {**bind(model.forward, args, kwargs), **targets}
     named, structure = flatten(bound)
     dims = _batch_dims(named, batch_dims or {})
@@ -338,6 +341,12 @@ def _assemble(
         for exported_name, new in normal.buffer_updates.items()
         if roles[exported_name][0] is Role.BUFFER
     }
+    for exported_name in normal.buffer_updates:
+        role, qualified = roles[exported_name]
+        if role is Role.PARAMETER:
+            raise CaptureError(f"the model writes into its parameter {qualified!r}; leave that to the optimizer")
+        if qualified in constants:
+            raise CaptureError(f"the model writes into the constant {qualified!r}; make it a buffer")
     notes = [
         f"the input {roles[exported_name][1]!r} is written by the model; the parallel model leaves it as it is"
         for exported_name in normal.buffer_updates
@@ -352,6 +361,7 @@ def _assemble(
     for qualified, info in tensors.items():
         if info.buffer and not info.persistent and qualified not in constants:
             constants[qualified] = _lookup(flat, qualified)
+    constants = {name: value for name, value in constants.items() if not value.is_meta and not is_fake(value)}
     graph.lint()
     return Program(
         name=name,
@@ -409,14 +419,16 @@ def _tensors(flat: _Flat) -> tuple[dict[str, TensorInfo], dict[str, str]]:
             dtype=tensor.dtype,
             trainable=not buffer and tensor.requires_grad,
             buffer=buffer,
-            persistent=names[0] not in transient,
+            # what the loss function holds is not in the model's state dict
+            persistent=names[0] not in transient and not names[0].startswith("loss_function."),
             aliases=tuple(names[1:]),
         )
     return tensors, canonical
 
 
 def _lookup(flat: _Flat, qualified: str) -> torch.Tensor:
-    return dict(flat.named_buffers(remove_duplicate=False))[f"model.{qualified}"].detach()
+    buffers = {_strip(name): buffer for name, buffer in flat.named_buffers(remove_duplicate=False)}
+    return buffers[qualified].detach()
 
 
 def _symbol(

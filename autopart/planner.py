@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from autopart.analysis import Analysis, analyze
+from autopart.block_costs import BlockCosts
 from autopart.cluster import Cluster
 from autopart.cost.communication import all_reduce_seconds, send_seconds
 from autopart.cost.devices import Device, Link
@@ -31,7 +32,7 @@ from autopart.passes.graph import Value
 from autopart.passes.program import Program, Role
 from autopart.passes.shard import Axes, Placements, collective_counts
 from autopart.plan import Plan, StagePlan
-from autopart.prices import Prices, local_saved_bytes, peak_transient_bytes, share_of
+from autopart.prices import Prices, share_of
 from autopart.realize import Realization, build, check_plan, read_strategies, storage_names, strategy_names
 from autopart.runtime.errors import BatchError, PlanError
 from autopart.runtime.placement import BROADCAST
@@ -73,6 +74,8 @@ class Planner:
     _prices: dict[int, Prices] = field(default_factory=dict)
     _choices: dict[tuple[int, int, int, str], TensorChoice] = field(default_factory=dict)
     _crossings: list[tuple[Value, ...]] = field(default_factory=list)
+    _problems: dict[Degrees, StageProblem] = field(default_factory=dict)
+    _block_costs: BlockCosts = field(init=False)
 
     def __post_init__(self) -> None:
         # Stages are alike, so the slowest device sets the pace of all.
@@ -83,6 +86,7 @@ class Planner:
         for block in self.analysis.blocks:
             ends.append(ends[-1] + len(block.nodes))
         self._crossings = [lives[end] for end in ends]
+        self._block_costs = BlockCosts(self.analysis, self.device.kind)
 
     # -- devices and links ----------------------------------------------------------------------------------------
 
@@ -139,14 +143,17 @@ class Planner:
     def lower_bound(self, config: Degrees) -> float:
         """Seconds that a step takes at least: the work alone, shared perfectly."""
         prices = self.prices(self.samples(config))
-        work = sum(
-            sum(prices.shared_seconds(node, 1 / config.tp, 1 / config.tp)) for node in self.analysis.block_of
-        )
+        share = 1 / config.tp
+        pairs = [prices.shared_seconds(node, share, share) for node in self.analysis.block_of]
+        work = self.free_seconds(config) + sum(forward + backward for forward, backward in pairs)
         if config.recompute:
-            work += sum(
-                prices.shared_seconds(node, 1 / config.tp, 1 / config.tp)[0] for node in self.analysis.block_of
-            )
+            work += sum(forward for forward, _ in pairs)
         return _pipeline_floor(work, config)
+
+    def free_seconds(self, config: Degrees) -> float:
+        """Seconds of one microbatch's free ops, which some stage has to compute at least once."""
+        prices = self.prices(self.samples(config))
+        return sum(prices.op_seconds(node)[0] for node in self.analysis.free_block)
 
     def evaluate(self, config: Degrees) -> Evaluation[Answer]:
         choice = self.choice(config)
@@ -156,7 +163,7 @@ class Planner:
         if choice.solution is None:
             bound = min(cut.lower_bound_s, seconds)
         else:
-            bound = min(_pipeline_floor(choice.solution.bound, config), seconds)
+            bound = min(_pipeline_floor(choice.solution.bound + self.free_seconds(config), config), seconds)
         return Evaluation(Answer(config, choice, cut.boundaries, cut), seconds, bound)
 
     def step_seconds(self, problem: StageProblem, cut: StageSolution, config: Degrees) -> float:
@@ -176,19 +183,25 @@ class Planner:
     # -- the stage problem ----------------------------------------------------------------------------------------
 
     def problem(self, config: Degrees, choice: TensorChoice) -> StageProblem:
+        """How to cut the blocks into stages, for a candidate and its strategies."""
+        if config not in self._problems:
+            self._problems[config] = self._problem(config, choice)
+        return self._problems[config]
+
+    def _problem(self, config: Degrees, choice: TensorChoice) -> StageProblem:
         analysis, samples = self.analysis, self.samples(config)
         axes: Axes = ((TENSOR_AXIS, config.tp),) if config.tp > 1 else ()
-        whole = build(analysis, (0, len(analysis.blocks)), axes, choice.strategies, choice.storage)
-        members = self._members(whole)
-        forward, backward = self._block_seconds(whole, members, config)
-        kind = self.device.kind
+        costs = self._block_costs.costs(
+            self.prices(samples),
+            choice.strategies,
+            {name: placements[0] for name, placements in choice.storage.items()},
+            config.tp,
+            self.tensor_link(config) if config.tp > 1 else None,
+        )
         private, tied = self._parameters(config, choice.storage, axes)
         blocks = []
-        counted: set[Value] = set()
-        for index in range(len(analysis.blocks)):
-            nodes = members[index]
-            saved = local_saved_bytes(nodes, axes, samples, kind)
-            transient = peak_transient_bytes(nodes, axes, samples)
+        for index, cost in enumerate(costs):
+            saved, transient = cost.saved_bytes, cost.transient_bytes
             if config.recompute:
                 entering = sum(self._local_bytes(value, choice, axes, samples) for value in self._crossings[index])
                 saved, transient = entering, transient + saved
@@ -196,15 +209,14 @@ class Planner:
             blocks.append(
                 StageBlock(
                     str(index),
-                    forward[index],
-                    backward[index] + (forward[index] if config.recompute else 0.0),
+                    cost.forward_s,
+                    cost.backward_s + (cost.forward_s if config.recompute else 0.0),
                     state,
                     saved,
                     transient,
                     step_end,
                 )
             )
-        del counted
         cuts = []
         link = _slowest([self.stage_link(config, stage) for stage in range(config.pp - 1)]) if config.pp > 1 else None
         for position in range(1, len(blocks)):
@@ -220,7 +232,7 @@ class Planner:
             config.microbatches if config.schedule == "gpipe" else min(config.microbatches, config.pp - stage)
             for stage in range(config.pp)
         ]
-        overhead = _CUDA_OVERHEAD_BYTES if kind == "cuda" else 0
+        overhead = _CUDA_OVERHEAD_BYTES if self.device.kind == "cuda" else 0
         return StageProblem(
             tuple(blocks),
             tuple(cuts),
@@ -233,28 +245,6 @@ class Planner:
             float(overhead),
             tuple(tied),
         )
-
-    def _members(self, whole: Realization) -> list[list[fx.Node]]:
-        """The nodes of the sharded graph by block; a collective belongs to the block of its first user."""
-        stage, graph = whole.stages[0], whole.local[0]
-        originals = {local: stage.origin[node] for node, local in _pairs(stage.graph, graph).items()}
-        members: list[list[fx.Node]] = [[] for _ in self.analysis.blocks]
-        last = len(self.analysis.blocks) - 1
-        for node in graph.nodes:
-            if "transition" in node.meta:
-                user = node.meta["user"]
-                members[self.analysis.block_of.get(user, last)].append(node)
-            elif node in originals and originals[node] in self.analysis.block_of:
-                members[self.analysis.block_of[originals[node]]].append(node)
-                node.meta["origin"] = originals[node]
-        return members
-
-    def _block_seconds(
-        self, whole: Realization, members: Sequence[Sequence[fx.Node]], config: Degrees
-    ) -> tuple[list[float], list[float]]:
-        pricer = _StagePricer(self, config, whole.axes)
-        pairs = [pricer.seconds(nodes) for nodes in members]
-        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
     def _local_bytes(self, value: Value, choice: TensorChoice, axes: Axes, samples: int) -> float:
         chosen = choice.strategies.get(value.node)

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
 from autopart.cost.compute import copy_seconds, op_seconds
 from autopart.cost.devices import Device
 from autopart.passes import graph as graphs
-from autopart.passes.amounts import stored_bytes, value_bytes
+from autopart.passes.amounts import value_bytes
 from autopart.passes.annotate import OpCost
-from autopart.passes.graph import Value
 from autopart.passes.rules import Strategy
-from autopart.passes.saved import saved_inside, saved_values
 from autopart.passes.shard import Axes, Placements
 
 # AdamW reads weight, gradient and two moments and writes weight and moments; zeroing writes the gradient.
@@ -88,36 +85,3 @@ def share_of(placements: Placements, axes: Axes) -> float:
     for placement, (_, parts) in zip(placements, axes, strict=True):
         share /= parts if placement.is_shard else 1
     return share
-
-
-def local_saved_bytes(nodes: list[fx.Node], axes: Axes, batch: int, kind: str) -> float:
-    """Bytes that one rank keeps from the forward to the backward of ``nodes`` of a sharded graph."""
-    ops = [node for node in nodes if "transition" not in node.meta]
-    total = 0.0
-    for value in saved_values(ops, kind):
-        total += stored_bytes(value.fake).at(batch) * share_of(_placements(value), axes)
-    for node in ops:
-        if graphs.is_op(node):
-            total += saved_inside(node, kind).at(batch) * share_of(_placements(Value(node)), axes)
-    return total
-
-
-def _placements(value: Value) -> Placements:
-    found = value.node.meta["placements"]
-    return found[value.index] if isinstance(value.node.meta["val"], tuple | list) else found
-
-
-def peak_transient_bytes(nodes: list[fx.Node], axes: Axes, batch: int) -> float:
-    """The largest op's operands and results on one rank, with as much again for their gradients."""
-    largest = 0.0
-    for node in nodes:
-        if not graphs.is_op(node) or "transition" in node.meta:
-            continue
-        values = [*graphs.inputs(node), *graphs.outputs(node)]
-        held = sum(
-            value_bytes(value).at(batch) * share_of(_placements(value), axes)
-            for value in values
-            if value.node.op != "placeholder" and isinstance(value.fake, torch.Tensor)
-        )
-        largest = max(largest, held)
-    return 2 * largest

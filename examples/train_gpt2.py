@@ -11,10 +11,10 @@ import os
 
 import torch
 from tqdm import tqdm
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopart
 import corpus
+from small_gpt2 import build_model, validation_loss
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -24,31 +24,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=128, help="bytes per row (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (default: %(default)s)")
     return parser.parse_args()
-
-
-def build_model(seq: int) -> GPT2LMHeadModel:
-    """About 10 million parameters, the output layer tied to the embedding."""
-    config = GPT2Config(
-        vocab_size=corpus.VOCAB_SIZE,
-        n_positions=seq,
-        n_embd=384,
-        n_layer=6,
-        n_head=6,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return GPT2LMHeadModel(config)
-
-
-def validation_loss(model: torch.nn.Module, batch: int, seq: int) -> float:
-    model.eval()
-    with torch.no_grad():
-        losses = [model(input_ids=x, labels=x).loss.item() for x in corpus.validation_batches(batch, seq)]
-    model.train()
-    return sum(losses) / len(losses)
 
 
 def main() -> None:

@@ -12,15 +12,15 @@ they do:
 - what does not depend on the samples but is added to a sum over them (a weight penalty) is scaled by the share
   ``b / B`` of the samples, so that the shares add up to it once.
 
-A number made of the batch size (``loss / x.shape[0]``) means the whole batch, a size of a tensor the share. Losses are in
-:mod:`~autopart.passes.batch_losses`, row numbers and permutations in :mod:`~autopart.passes.batch_rows`.
+A number made of the batch size (``loss / x.shape[0]``) means the whole batch, a size of a tensor the share. Losses are
+in :mod:`~autopart.passes.batch_losses`, row numbers and permutations in :mod:`~autopart.passes.batch_rows`.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -258,9 +258,9 @@ class Splitter:
                     return self.put(self.copy(node, {**given, **scaled}), SUMMED)
             if node.target in _SHIFTS and len(node.args) == 2 and not node.kwargs and node.args[0] is sources[0]:
                 constant = self.number(node.args[1]) if isinstance(node.args[1], fx.Node) else node.args[1]
-                new = self.copy(node, given)
-                new.args = (new.args[0], self.call(operator.mul, constant, self.part()))
-                new.args[1].append(new)  # type: ignore[union-attr]
+                shift = self.call(operator.mul, constant, self.part())
+                assert isinstance(node.target, torch._ops.OpOverload)
+                new = self.call(node.target, given.get(sources[0], self.env[sources[0]]), shift)
                 return self.put(new, SUMMED)
         completed = {sources[position]: self.completed(self.env[sources[position]]) for position in summed}
         return self.by_rule(node, {**given, **completed})
@@ -347,7 +347,7 @@ class Splitter:
                 self.notes[f"the buffer {name!r} is updated once per microbatch"] = None
         self.graph.output(results)
         totals = _extract(self.graph, list(self.totals)) if self.totals else None
-        _prune(self.graph)
+        graphs.prune(self.graph)
         mark_differentiable(self.graph)
         self.graph.lint()
         return BatchSplit(
@@ -390,13 +390,6 @@ def _extract(graph: fx.Graph, results: list[fx.Node]) -> fx.Graph:
             env[node] = part.node_copy(node, lambda argument: env[argument])
     part.output(tuple(env[node] for node in results))
     return part
-
-
-def _prune(graph: fx.Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        keeps = node.op in ("placeholder", "output") or "batch_norm" in str(node.target)
-        if not node.users and not keeps:
-            graph.erase_node(node)
 
 
 def _is_random(node: fx.Node) -> bool:

@@ -62,15 +62,15 @@ def is_random(node: fx.Node) -> bool:
         return False
     if "scaled_dot_product_attention" in name:
         probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return probability != 0.0
+        return bool(probability != 0.0)
     if "dropout" in name:
-        return node.args[1] != 0.0 and bool(node.args[2])
+        return bool(node.args[1] != 0.0 and node.args[2])
     return True
 
 
 def updates_buffers(node: fx.Node) -> bool:
     """Whether the op writes into running statistics."""
-    return "batch_norm" in str(node.target)
+    return graphs.updates_statistics(node)
 
 
 def chain(graph: fx.Graph, free: set[fx.Node]) -> list[fx.Node]:

@@ -31,7 +31,10 @@ def functional_overload(target: torch._ops.OpOverload) -> torch._ops.OpOverload 
     overload = getattr(packet, target._overloadname, None) if packet is not None else None
     if overload is not None:
         return overload
-    return {"zero_": aten.zeros_like.default}.get(name)
+    return {
+        aten.zero_.default: aten.zeros_like.default,
+        aten.bernoulli_.float: aten.bernoulli.p,
+    }.get(target)
 
 
 @dataclass(slots=True)
@@ -56,7 +59,18 @@ class Aliases:
         self._version: dict[fx.Node, int] = {}
         self._retaken: dict[tuple[fx.Node, int], fx.Node] = {}
 
-    def _base(self, node: fx.Node) -> fx.Node:
+    def is_view(self, node: fx.Node) -> bool:
+        return node in self._views
+
+    def is_detached(self, node: fx.Node) -> bool:
+        """Whether the node sees its base through ``detach``."""
+        while node in self._views:
+            if self._views[node].target is aten.detach.default:
+                return True
+            node = self._views[node].source
+        return False
+
+    def base(self, node: fx.Node) -> fx.Node:
         """The node that owns the storage, as it was before any write."""
         if node in self._views:
             return self._views[node].base
@@ -66,7 +80,7 @@ class Aliases:
         self, node: fx.Node, source: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Records that ``node`` may share storage with ``source``."""
-        base = self._base(source)
+        base = self.base(source)
         self._views[node] = _View(base, source, target, args, kwargs, self._version.get(base, 0))
 
     def current(self, node: fx.Node, emit: Emit) -> fx.Node:
@@ -118,12 +132,17 @@ def _scatter(record: _View, source: fx.Node, piece: fx.Node, emit: Emit) -> fx.N
         return emit(aten.permute.default, (piece, [order.index(dim) for dim in range(len(order))]), {})
     if target is aten.unsqueeze.default:
         return emit(aten.squeeze.dim, (piece, rest[0]), {})
-    if target in (aten.reshape.default, aten.squeeze.dim, aten.squeeze.default, aten.detach.default):
-        shape = source.meta["val"].shape
-        if all(isinstance(size, int) for size in shape):
-            return emit(aten.reshape.default, (piece, list(shape)), {})
-        return emit(aten.view_as.default, (piece, source), {})
-    if target is operator.getitem:
+    if target is aten.detach.default:
+        return piece
+    if target in (aten.reshape.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default):
+        return emit(aten.reshape.default, (piece, list(source.meta["val"].shape)), {})
+    if target is aten.diagonal.default:
+        return emit(aten.diagonal_scatter.default, (source, piece, *rest), record.kwargs)
+    if target is operator.getitem and record.source.target is aten.unbind.int:
+        taken = record.source
+        dim = taken.args[1] if len(taken.args) > 1 else taken.kwargs.get("dim", 0)
+        return emit(aten.select_scatter.default, (source, piece, dim, rest[0]), {})
+    if target is operator.getitem and record.source.target is aten.split_with_sizes.default:
         split = record.source
         sizes, dim = split.args[1], split.args[2]
         start = sum(sizes[: rest[0]])

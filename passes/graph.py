@@ -7,7 +7,7 @@ pick them are names, not ops: :func:`value_of` looks through them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -101,3 +101,16 @@ def source_line(node: fx.Node) -> str:
     """``file:line`` of the user's or library's code that produced the op, '' when unknown."""
     line: str = node.meta.get("source", "")
     return line
+
+
+def updates_statistics(node: fx.Node) -> bool:
+    """Whether the op writes into running statistics, and so has to stay even if nothing reads its result."""
+    return node.op == "call_function" and "batch_norm" in str(node.target)
+
+
+def prune(graph: fx.Graph, keep: Collection[fx.Node] = ()) -> None:
+    """Drops, in place, what nothing reads; placeholders, ``keep`` and batch norm stay."""
+    for node in reversed(list(graph.nodes)):
+        stays = node.users or node in keep or node.op in ("placeholder", "output") or updates_statistics(node)
+        if not stays:
+            graph.erase_node(node)

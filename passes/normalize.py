@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopart.passes import graph as graphs
 from autopart.passes.functional import Aliases, functional_overload
 from autopart.passes.sizes import extent
 from autopart.runtime.errors import CaptureError
@@ -47,6 +48,14 @@ _CASTS = {
     aten.type_as.default,
 }
 _COPIES = {aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.lift.default}
+# Reshapings that make a copy where a view is not possible.
+_MAY_COPY = {
+    aten.reshape.default,
+    aten.flatten.using_ints,
+    aten.reshape_as.default,
+    aten.ravel.default,
+    aten.contiguous.default,
+}
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.split.sizes}
 _BITWISE = {
     aten.__and__.Tensor: aten.bitwise_and.Tensor,
@@ -62,6 +71,7 @@ _TRANSPOSES = {
     aten.numpy_T.default: (0, 1),
     aten.adjoint.default: (-2, -1),
 }
+_SWAPS = {aten.swapaxes.default, aten.swapdims.default}
 # Checks that export leaves behind; they hold for the captured sizes and have no value.
 _DROPPED = ("_assert", "sym_constrain", "_guards", "assert_tensor_metadata", "constrain_range", "_record_function")
 
@@ -90,6 +100,14 @@ class _Normalizer:
         )
         self.extra_names: set[str] = set()
         self.region_meta: dict[str, Any] = {}
+        self.without_grad = False
+        # Which results are copies matters only where something is written.
+        self.writes = any(
+            isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+            for module in root.modules()
+            if isinstance(module, fx.GraphModule)
+            for node in module.graph.nodes
+        )
 
     # -- values ---------------------------------------------------------------------------------------------------
 
@@ -138,6 +156,8 @@ class _Normalizer:
         return node
 
     def replay(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """Adds an op that the model does not have: a view taken again, a piece put back into its whole."""
+        args = fx.node.map_aggregate(args, lambda item: self.size(item) if isinstance(item, torch.SymInt) else item)
         node = self.graph.call_function(target, args, kwargs)
         with self.fake_mode, torch.no_grad():
             node.meta["val"] = target(*fakes(args), **fakes(kwargs))
@@ -164,7 +184,7 @@ class _Normalizer:
             else:
                 self.one(node, self.root)
         updates = self.aliases.updates()
-        self.prune({*updates.values()})
+        graphs.prune(self.graph, {*updates.values()})
         return Normalized(self.graph, self.batch, {node.meta["exported"]: new for node, new in updates.items()})
 
     def one(self, node: fx.Node, root: fx.GraphModule) -> None:
@@ -227,13 +247,14 @@ class _Normalizer:
             self.env[formal] = self.look(operand)
         saved, (path, source) = self.region_meta, origin(node)
         self.region_meta = {"path": path, "source": source} if path else saved
+        outside, self.without_grad = self.without_grad, self.without_grad or detach
         for inner in sub.graph.nodes:
             if inner.op == "output":
                 result = self.look(inner.args[0])
                 self.env[node] = self.detached(result, node) if detach else result
             elif inner.op != "placeholder":
                 self.one(inner, sub)
-        self.region_meta = saved
+        self.region_meta, self.without_grad = saved, outside
 
     def detached(self, result: Any, like: fx.Node) -> Any:
         if isinstance(result, tuple | list):
@@ -251,7 +272,7 @@ class _Normalizer:
             if isinstance(source, tuple | list):
                 return source[node.args[1]]
             new = self.emit(target, (source, node.args[1]), {}, node)
-            if source.target is aten.split_with_sizes.default:
+            if self.aliases.is_view(source):
                 self.aliases.view(new, source, target, new.args, {})
             return new
         if not isinstance(target, torch._ops.OpOverload):
@@ -264,6 +285,8 @@ class _Normalizer:
         kwargs.pop("pin_memory", None)
         kwargs.pop("layout", None)
         value = node.meta["val"]
+        if self.writes and _is_copy(target, kwargs) and value.dtype == fakes(args[0]).dtype:
+            return self.emit(aten.clone.default, (args[0],), {}, node)
         if target in _COPIES or (target is aten.slice.Tensor and _is_whole_slice(args, kwargs)):
             return args[0]
         if target in _CASTS:
@@ -271,10 +294,18 @@ class _Normalizer:
                 return args[0]
             return self.emit(aten.to.dtype, (args[0], value.dtype), {}, node)
         if target in _RESHAPES:
-            return self.view(node, aten.reshape.default, (args[0], self.shape(node, args)), {})
+            reshaped = aten.reshape.default, (args[0], self.shape(node, args)), {}
+            return self.emit(*reshaped, node) if self.copies(node) else self.view(node, *reshaped)
+        if target is aten.contiguous.default and self.copies(node):
+            return self.emit(target, args, kwargs, node)
+        if target is aten.narrow.default:
+            dim, start, length = args[1:]
+            if isinstance(start, int) and start >= 0:
+                end = start + length if isinstance(length, int) else self.size(node.args[2].meta["val"] + start)
+                return self.view(node, aten.slice.Tensor, (args[0], dim, start, end), {})
         if target is aten.expand.default:
             sizes = [
-                self.size(size, original) for size, original in zip(value.shape, _padded(args[1], value), strict=True)
+                self.size(size, original) for size, original in zip(value.shape, _padded(node.args[1], value), strict=True)
             ]
             return self.view(node, target, (args[0], sizes), kwargs)
         if target in _SPLITS:
@@ -286,6 +317,10 @@ class _Normalizer:
                 )
         if target in _BITWISE:
             return self.emit(_BITWISE[target], args, kwargs, node)
+        if target in _SWAPS:
+            return self.view(node, aten.transpose.int, args, {})
+        if target in (aten.movedim.int, aten.moveaxis.int):
+            return self.view(node, aten.permute.default, (args[0], _moved(value.dim(), args[1], args[2])), {})
         if target in _TRANSPOSES and value.dim() >= 2:
             return self.view(node, aten.transpose.int, (args[0], *_TRANSPOSES[target]), {})
         if target._schema.returns and _is_view(target):
@@ -297,7 +332,12 @@ class _Normalizer:
         value = node.meta["val"]
         sizes = [self.size(size) for size in value.shape]
         if sizes.count(-1) > 1:
-            assert len(args) > 1, f"reshape of {node} has sizes that the batch size does not describe"
+            if node.target not in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
+                path, source = origin(node)
+                raise CaptureError(
+                    f"{node.target} in module {path or '(root)'} ({source}) makes several dims whose sizes are no "
+                    "multiple of the batch size; write the sizes out with reshape"
+                )
             return list(args[1])
         return sizes
 
@@ -311,6 +351,12 @@ class _Normalizer:
         args, kwargs = self.look(node.args), self.look(dict(node.kwargs))
         written = args[0]
         assert isinstance(written, fx.Node)
+        if (self.without_grad or self.aliases.is_detached(written)) and _has_gradient(self.aliases.base(written)):
+            path, source = origin(node)
+            raise CaptureError(
+                f"{target} writes without gradient into a tensor that has one (module {path or '(root)'}, {source}); "
+                "a graph cannot say that: compute a new tensor instead"
+            )
         functional = functional_overload(target)
         if functional is None:
             path, source = origin(node)
@@ -328,6 +374,20 @@ class _Normalizer:
                 new = self.emit(aten.to.dtype, (new, written.meta["val"].dtype), {}, node)
         return self.aliases.write(written, new, self.replay)
 
+    def copies(self, node: fx.Node) -> bool:
+        """Whether a reshaping of the exported graph made a copy, which later writes do not reach."""
+        if not self.writes or node.target not in _MAY_COPY:
+            return False
+        source, value = node.args[0].meta["val"], node.meta["val"]
+        if node.target is aten.contiguous.default:
+            return not source.is_contiguous()
+        try:
+            with self.fake_mode, torch.no_grad():
+                source.view(value.shape)
+        except RuntimeError:
+            return True
+        return False
+
     def copied(self, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
         target_fake, source = args[0].meta["val"], args[1]
         if source.meta["val"].dtype != target_fake.dtype:
@@ -335,21 +395,8 @@ class _Normalizer:
         if source.meta["val"].shape != target_fake.shape:
             sizes = [self.size(size) for size in target_fake.shape]
             source = self.emit(aten.expand.default, (source, sizes), {}, node)
-        return source
-
-    def prune(self, keep: set[fx.Node]) -> None:
-        """Drops what no output needs; ops that update running statistics stay."""
-        needed = set(keep)
-        for node in reversed(self.graph.nodes):
-            updates = "batch_norm" in str(node.target) and node.op == "call_function"
-            if node.op in ("placeholder", "output") or updates or node in needed:
-                needed.update(node.all_input_nodes)
-                continue
-            if not any(user in needed for user in node.users):
-                if not node.users:
-                    self.graph.erase_node(node)
-            else:
-                needed.update(node.all_input_nodes)
+        # never the source itself: it goes on holding its own value
+        return self.emit(aten.clone.default, (source,), {}, node) if source is args[1] else source
 
 
 def fakes(argument: Any) -> Any:
@@ -379,6 +426,36 @@ def origin(node: fx.Node) -> tuple[str, str]:
             source = f"{file[6:-1]}:{number.removeprefix('line ')}"
             break
     return path, source
+
+
+def _is_copy(target: torch._ops.OpOverload, kwargs: dict[str, Any]) -> bool:
+    """Whether the op makes a copy even where nothing changes."""
+    return target in (aten.lift_fresh_copy.default, aten._to_copy.default) or bool(kwargs.get("copy"))
+
+
+def _moved(rank: int, source: int, target: int) -> list[int]:
+    """The permutation that moves one dim."""
+    order = [dim for dim in range(rank) if dim != source % rank]
+    order.insert(target % rank, source % rank)
+    return order
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    """Whether a trainable parameter reaches the node."""
+    seen: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        item = stack.pop()
+        if item in seen or item.target is aten.detach.default:
+            continue
+        seen.add(item)
+        value = item.meta.get("val")
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            continue
+        if item.op == "placeholder" and isinstance(value, torch.Tensor) and value.requires_grad:
+            return True
+        stack.extend(item.all_input_nodes)
+    return False
 
 
 def _padded(sizes: Any, value: torch.Tensor) -> list[Any]:

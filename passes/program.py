@@ -103,7 +103,7 @@ def _digest(program: Program) -> str:
         numbers[node] = number
 
         def name(argument: fx.Node) -> str:
-            return f"%{numbers[argument]}"  # noqa: B023  (used at once)
+            return f"%{numbers[argument]}"
 
         kwargs = {key: value for key, value in node.kwargs.items() if key != "device"}
         arguments = fx.node.map_arg((node.args, kwargs), lambda argument: _Text(name(argument)))

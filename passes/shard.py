@@ -7,6 +7,7 @@ charged is what stands in the graph. A rank's program is the result; sizes in it
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -96,7 +97,7 @@ class _Sharder:
                 if graphs.is_tensor(node):
                     new.meta["placements"] = self.placements[graphs.value_of(node)]
                 self.env[node] = new
-        self.graph.eliminate_dead_code(is_impure_node=_has_effect)
+        graphs.prune(self.graph)
         self.graph.lint()
         return self.graph
 
@@ -181,8 +182,6 @@ class _Sharder:
         batch = self.graph.find_nodes(op="placeholder", target="b")[0]
         if text == "b":
             return batch
-        import operator
-
         node = self.graph.call_function(operator.mul, (int(text.split(" ")[0]), batch))
         node.meta["val"] = int(text.split(" ")[0]) * batch.meta["val"]
         return node
@@ -200,10 +199,6 @@ class _Sharder:
                 name = stage.updates[index - len(stage.sends) - len(stage.outputs)]
                 kept.append(self.convert(result, self.storage.get(name, self.replicated), node))
         self.graph.output(tuple(kept))
-
-
-def _has_effect(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "output") or "batch_norm" in str(node.target)
 
 
 def collective_counts(graph: fx.Graph, axes: Axes, batch: int) -> dict[tuple[str, str], dict[str, list[int]]]:

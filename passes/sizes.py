@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,10 @@ ONE = Extent(1)
 
 
 def extent(size: int | torch.SymInt) -> Extent | None:
-    """The extent of a dim of a fake tensor; None for sizes that are not a multiple of the batch size (``b//2``)."""
+    """The extent of a dim of a fake tensor.
+
+    None for sizes that are not a multiple of the batch size: ``b // 2``, or a number read off a tensor.
+    """
     if isinstance(size, int):
         return Extent(size)
     expr = size.node.expr
@@ -55,6 +59,8 @@ def extent(size: int | torch.SymInt) -> Extent | None:
     if len(symbols) > 1:
         return None
     (symbol,) = symbols
+    if not symbol_is_type(symbol, SymT.SIZE):
+        return None
     coefficient = expr / symbol
     return Extent(int(coefficient), True) if coefficient.is_Integer else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from autopart.cli.progress import working
+from autopart.cli.progress import hushed, working
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +107,7 @@ def read_model(arguments: argparse.Namespace, meta: bool, batch: int | None = No
 def read_program(arguments: argparse.Namespace, meta: bool = True) -> Program:
     """The captured model. meta: without its weights. Raises ModelError and CaptureError."""
     loaded = read_model(arguments, meta)
-    with working(f"capturing {loaded.name}"):
+    with working(f"capturing {loaded.name}"), hushed():
         from autopart.capture import capture
 
         return capture(loaded.model, loaded.args, loaded.kwargs, name=loaded.name)

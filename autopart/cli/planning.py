@@ -26,7 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    read_cluster(arguments.cluster)  # a mistake there is said at once, not after the capture
+    from autopart.runtime.errors import PlanError
+
+    # Mistakes in these are said at once, not after the capture.
+    read_cluster(arguments.cluster)
+    if arguments.output is not None and not arguments.output.absolute().parent.is_dir():
+        raise PlanError(f"cannot write {arguments.output}: there is no folder {arguments.output.parent}")
     plan = choose_plan(arguments, read_program(arguments))
     if arguments.output is not None:
         plan.save(arguments.output)

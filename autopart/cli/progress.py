@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
 import sys
 import threading
 import time
@@ -18,6 +20,19 @@ def working(doing: str) -> Iterator[None]:
     with Progress() as progress:
         progress(doing)
         yield
+
+
+@contextlib.contextmanager
+def hushed() -> Iterator[None]:
+    """Around a capture: torch prints graphs beside the error that it raises, which the user is told in one line.
+
+    Whatever else is written to stderr inside appears after the block, unless the block ends in an error.
+    """
+    logging.getLogger("torch.fx.experimental.symbolic_shapes").setLevel(logging.ERROR)
+    written = io.StringIO()
+    with contextlib.redirect_stderr(written):
+        yield
+    sys.stderr.write(written.getvalue())
 
 
 class Progress:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopart.cli.arguments import add_json, add_limits, add_model, limits, positive, read_cluster, read_model
-from autopart.cli.progress import Progress
+from autopart.cli.progress import Progress, hushed
 
 if TYPE_CHECKING:
     from autopart.verify import Verification
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = Plan.load(arguments.plan) if arguments.plan is not None else None
     cluster = read_cluster(arguments.cluster) if plan is None else None
     loaded = read_model(arguments, meta=False, batch=arguments.batch or (plan.batch if plan is not None else None))
-    with Progress() as progress:
+    with Progress() as progress, hushed():
         progress("importing")
         from autopart.verify import verify
 

@@ -19,12 +19,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from autopart.analysis import Analysis, analyze
 from autopart.local_job import JobError, run_local_job
 from autopart.runtime.errors import PlanError
 from autopart.runtime.manifest import Manifest
@@ -84,27 +86,46 @@ def verify(
             )
     say("capturing the model in float64")
     subject = prepare(model, args, kwargs, loss_fn=loss_fn, batch_dims=batch_dims)
-    repriced = plan is not None
+    analysis = analyze(subject.program)
+    given = plan is not None
     if plan is None:
         assert cluster is not None
         say("planning")
-        plan = make_plan(subject.program, cluster, **(limits or {}))
+        plan = make_plan(subject.program, cluster, analysis=analysis, **(limits or {}))
     else:
-        plan = replace(plan, fingerprint=subject.program.fingerprint)
+        plan = refit(plan, subject.program.fingerprint, analysis)
     with tempfile.TemporaryDirectory(prefix="autopart-verify-") as folder:
         say("emitting")
         emitted = Path(folder) / "emitted"
-        realize(subject.program, plan).save(emitted)
+        realize(subject.program, plan, analysis).save(emitted)
         # A plan that was priced in another precision predicts other numbers of bytes.
         return compare_emitted(
             emitted,
             subject,
-            plan=None if repriced else plan,
+            plan=None if given else plan,
             steps=steps,
             tolerance=tolerance,
             timeout_s=timeout_s,
             progress=progress,
         )
+
+
+def refit(plan: Plan, fingerprint: str, analysis: Analysis) -> Plan:
+    """A plan for the same model in float64, where blocks are cut elsewhere: each stage still starts at its first op.
+
+    Raises VerifyError when the plan does not name a stage's first op, or float64 has no such op (a cast).
+    """
+    starts = {key: analysis.block_of[node] for node, key in analysis.keys.items() if node in analysis.block_of}
+    cuts = [0]
+    for index, stage in enumerate(plan.stages[1:], 1):
+        if stage.first_op not in starts:
+            raise VerifyError(f"stages[{index}].first_op: the model in float64 has no op {stage.first_op!r}")
+        cuts.append(starts[stage.first_op])
+    cuts.append(len(analysis.blocks))
+    if any(first >= end for first, end in pairwise(cuts)):
+        raise VerifyError("two of the plan's stages start in one block of the model in float64; give --cluster instead")
+    stages = tuple(replace(stage, blocks=blocks) for stage, blocks in zip(plan.stages, pairwise(cuts), strict=True))
+    return replace(plan, fingerprint=fingerprint, stages=stages)
 
 
 def compare_emitted(
@@ -129,7 +150,7 @@ def compare_emitted(
         job = Path(folder)
         members = [*subject.model.named_parameters(), *subject.model.named_buffers()]
         weights = {name: tensor.detach().clone() for name, tensor in members}
-        torch.save({**subject.program.constants, **weights}, job / WEIGHTS)
+        torch.save(weights, job / WEIGHTS)
         torch.save(subject.tensors, job / INPUTS)
         say("training the plain model")
         reference = train_reference(subject, manifest, division, steps, LEARNING_RATE)

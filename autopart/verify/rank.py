@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from autopart import models
+from autopart.api import load
 from autopart.runtime.loading import local_share
 from autopart.runtime.manifest import Manifest, ParameterSpec
 from autopart.runtime.module import ParallelModule
@@ -32,11 +33,7 @@ def train_and_compare(directory: str, job: str, steps: int, learning_rate: float
     if model_file:
         models._import(Path(model_file))
     folder = Path(job)
-    originals = _load(folder / WEIGHTS)
-    constants = Path(directory) / "constants.pt"
-    if constants.exists():
-        originals = {**_load(constants), **originals}
-    model = ParallelModule(directory, originals, device=torch.device("cpu")).train()
+    model = load(directory, _load(folder / WEIGHTS), device=torch.device("cpu")).train()
     leaves = _leaves(model.manifest, _load(folder / INPUTS))
     reference = _load(folder / REFERENCE)
     specs = {spec.name: spec for spec in model.manifest.parameters}

@@ -1,0 +1,347 @@
+"""Capture: what goes in and out of a Program, and what cannot be captured."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from programs import outputs_by_name, run_graph
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
+
+from autopart.capture import capture
+from autopart.passes.batch import split_batch
+from autopart.passes.program import Program, Role
+from autopart.passes.rules import RULES
+from autopart.runtime.errors import CaptureError
+
+
+class Net(nn.Module):
+    """Two layers; the loss is inside where labels are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.second = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.second(torch.tanh(self.first(x)))
+        if labels is None:
+            return logits
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+@dataclass
+class Pair:
+    left: Tensor
+    right: Tensor
+
+
+def inputs(batch: int = 4) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {"x": torch.randn(batch, 4), "labels": torch.randint(3, (batch,))}
+
+
+def results(program: Program, model: nn.Module, given: dict[str, Any], samples: int) -> dict[str, Any]:
+    return outputs_by_name(program, run_graph(program, program.graph, model, given, samples))
+
+
+def test_inputs_outputs_and_roles() -> None:
+    model, given = Net(), inputs()
+    program = capture(model, (given["x"],), {"labels": given["labels"]})
+    assert [(spec.name, spec.shape, spec.batch_dim) for spec in program.inputs] == [
+        ("x", ("b", 4), 0),
+        ("labels", ("b",), 0),
+    ]
+    assert program.loss == "loss" and program.batch == 4 and program.static_batch == ""
+    assert [info.name for info in program.parameters] == list(dict(model.named_parameters()))
+    assert program.parameter_count == sum(p.numel() for p in model.parameters())
+    assert {node.meta["name"] for node in program.placeholders(Role.PARAMETER)} == set(program.tensors)
+    found = results(program, model, inputs(6), 6)
+    torch.testing.assert_close(found["loss"], model(**inputs(6))["loss"], rtol=0, atol=0)
+
+
+def test_nested_inputs_and_outputs() -> None:
+    class Nested(Net):
+        def forward(self, batch: dict[str, Any], pair: Pair, scale: float) -> Any:  # type: ignore[override]
+            logits = super().forward(batch["x"] + pair.left * scale)
+            return {"deep": [logits, {"sum": logits + batch["more"][1]}], "pair": Pair(logits * 2, pair.right)}
+
+    given = {
+        "batch": {"x": torch.randn(4, 4), "more": (torch.randn(4, 3), torch.randn(4, 3))},
+        "pair": Pair(torch.randn(4, 4), torch.randn(4, 2)),
+        "scale": 0.5,
+    }
+    model = Nested()
+    program = capture(model, (), given)
+    assert [spec.name for spec in program.inputs] == [
+        "batch.x",
+        "batch.more.0",
+        "batch.more.1",
+        "pair.left",
+        "pair.right",
+        "scale",
+    ]
+    assert program.inputs[-1].kind == "constant" and program.inputs[-1].constant == 0.5
+    assert [info.name for info in program.outputs] == ["deep.0", "deep.1.sum", "pair.left", "pair.right"]
+    found = results(program, model, given, 4)
+    expected = model(**given)
+    torch.testing.assert_close(found["deep.1.sum"], expected["deep"][1]["sum"])
+    torch.testing.assert_close(found["pair.right"], given["pair"].right)  # type: ignore[attr-defined]
+
+
+def test_model_output_and_no_cache() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, use_cache=True)
+    model = GPT2LMHeadModel(config)
+    ids = torch.randint(16, (2, 6))
+    program = capture(model, (), {"input_ids": ids, "labels": ids})
+    constants = [info for info in program.outputs if info.node is None]
+    assert [info.name for info in program.outputs if info.node is not None] == ["loss", "logits"]
+    assert all(info.constant is None for info in constants)
+    assert "CausalLMOutputWithCrossAttentions" in program.output_structure["class"]
+    # tied by identity, under the first name; one tensor passed twice stays two inputs
+    assert program.tensors["transformer.wte.weight"].aliases == ("lm_head.weight",)
+    assert [node.meta["name"] for node in program.placeholders(Role.INPUT)] == ["input_ids", "labels"]
+    assert all(node.users for node in program.placeholders(Role.INPUT))
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_loss_fn(module: bool) -> None:
+    weight = torch.tensor([1.0, 2.0, 3.0])
+    loss_fn = nn.CrossEntropyLoss(weight=weight) if module else F.cross_entropy
+    given, model = inputs(), Net()
+    program = capture(model, (given["x"],), {"targets": given["labels"]}, loss_fn=loss_fn)
+    assert program.loss == "loss" and [info.name for info in program.outputs] == ["loss", "output"]
+    renamed = {"x": given["x"], "targets": given["labels"]}
+    found = results(program, model, renamed, 4)
+    torch.testing.assert_close(found["loss"], loss_fn(model(given["x"]), given["labels"]))
+    if module:
+        # The model's state dict does not hold it: it travels with the program.
+        assert not program.tensors["loss_function.weight"].persistent
+        assert torch.equal(program.constants["loss_function.weight"], weight)
+
+
+def test_loss_fn_errors() -> None:
+    class Learned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(logits * self.scale, targets)
+
+    given = inputs()
+    with pytest.raises(CaptureError, match="targets"):
+        capture(Net(), (given["x"],), loss_fn=F.cross_entropy)
+    with pytest.raises(CaptureError, match="parameters of its own"):
+        capture(Net(), (given["x"],), {"targets": given["labels"]}, loss_fn=Learned())
+
+
+def test_meta_and_fake_weights() -> None:
+    real = capture(Net(), (), inputs())
+    with torch.device("meta"):
+        meta = Net()
+    on_meta = capture(meta, (), {name: value.to("meta") for name, value in inputs().items()})
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake_model = Net()
+        fake_inputs = {name: mode.from_tensor(value) for name, value in inputs().items()}
+    fake = capture(fake_model, (), fake_inputs)
+    assert real.fingerprint == on_meta.fingerprint == fake.fingerprint
+
+
+class Buffers(nn.Module):
+    """A persistent buffer, a transient one, a literal, a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.register_buffer("kept", torch.randn(4))
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        literal = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        return (x * self.weight + self.frozen + self.kept * literal + self.table).sum(1)
+
+
+def test_buffers_constants_and_frozen() -> None:
+    model, given = Buffers(), {"x": torch.randn(3, 4)}
+    program = capture(model, (), given)
+    assert not program.tensors["frozen"].trainable and program.tensors["weight"].trainable
+    assert program.tensors["kept"].persistent and not program.tensors["table"].persistent
+    literals = [name for name in program.constants if name not in ("table", "kept")]
+    assert len(literals) == 1 and torch.equal(program.constants["table"], model.table)
+    torch.testing.assert_close(results(program, model, given, 3)["output"], model(**given), rtol=0, atol=0)
+
+
+def test_constants_are_real_tensors_only() -> None:
+    with torch.device("meta"):
+        model = Buffers()
+    program = capture(model, (), {"x": torch.randn(3, 4, device="meta")})
+    assert "table" not in program.constants
+
+
+def test_batch_of_one_example() -> None:
+    model = Net()
+    one, four = capture(model, (), inputs(1)), capture(model, (), inputs(4))
+    assert one.batch == 1 and one.fingerprint == four.fingerprint
+    torch.testing.assert_close(results(one, model, inputs(5), 5)["loss"], model(**inputs(5))["loss"])
+
+
+def test_batch_dims() -> None:
+    class TimeFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, shared: Tensor) -> Tensor:
+            return self.linear(x + shared).sum(0)
+
+    given = {"x": torch.randn(5, 4, 3), "shared": torch.randn(5, 1, 3)}
+    program = capture(TimeFirst(), (), given, batch_dims={"x": 1, "shared": None})
+    assert [(spec.shape, spec.batch_dim) for spec in program.inputs] == [((5, "b", 3), 1), ((5, 1, 3), None)]
+    assert program.batch == 4
+    with pytest.raises(CaptureError, match="'y'"):
+        capture(TimeFirst(), (), given, batch_dims={"y": 0})
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.norm(self.linear(x)))
+
+
+def modes(program: Program) -> dict[str, Any]:
+    """The training flag of batch norm and dropout in the graph."""
+    positions = {"aten.batch_norm.default": 5, "aten.dropout.default": 2}
+    return {
+        str(node.target): node.args[positions[str(node.target)]]
+        for node in program.graph.nodes
+        if str(node.target) in positions
+    }
+
+
+def test_eval_model_is_captured_in_training_mode_and_restored() -> None:
+    model = Normed().eval()
+    program = capture(model, (torch.randn(4, 4),))
+    assert modes(program) == {"aten.batch_norm.default": True, "aten.dropout.default": True}
+    assert not any(module.training for module in model.modules())
+
+
+def test_frozen_submodule_stays_in_eval_mode() -> None:
+    model = Normed()
+    model.norm.eval()
+    program = capture(model, (torch.randn(4, 4),))
+    assert modes(program) == {"aten.batch_norm.default": False, "aten.dropout.default": True}
+    assert model.training and not model.norm.training
+    assert program.updated_buffers == ()
+
+
+def test_updated_buffers() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            return self.linear(x)
+
+    model = Counter()
+    before = copy.deepcopy(model.state_dict())
+    program = capture(model, (torch.randn(4, 4),))
+    assert program.updated_buffers == ("steps",)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    assert run_graph(program, program.graph, model, {"x": torch.randn(4, 4)}, 4)[-1].item() == 1
+    assert capture(Normed(), (torch.randn(4, 4),)).updated_buffers == ("norm.num_batches_tracked",)
+
+
+def test_written_parameter_is_refused() -> None:
+    class Clamped(Net):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+            with torch.no_grad():
+                self.first.weight.clamp_(-1, 1)
+            return super().forward(x, labels)
+
+    with pytest.raises(CaptureError, match="compute a new tensor instead"):
+        capture(Clamped(), (), inputs())
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([Branch()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner[0](x)
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y if y.sum() > 0 else -y
+
+
+def test_data_dependent_control_flow() -> None:
+    with pytest.raises(CaptureError) as raised:
+        capture(Branching(), (torch.randn(4, 4),))
+    text = str(raised.value)
+    assert "inner.0" in text and "test_capture.py:" in text and "y if y.sum() > 0" in text and "torch.where" in text
+
+
+def test_errors_of_the_call() -> None:
+    class Star(nn.Module):
+        def forward(self, *xs: Tensor) -> Tensor:
+            return xs[0]
+
+    with pytest.raises(CaptureError, match="nn.Module"):
+        capture(lambda x: x, (torch.ones(2),))  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match=r"\*xs"):
+        capture(Star(), (torch.ones(2),))
+    with pytest.raises(CaptureError, match="do not fit"):
+        capture(Net(), (), {"y": torch.ones(2, 4)})
+    with pytest.raises(CaptureError, match="no tensor input"):
+        capture(Net(), (), {"x": 3})
+    with pytest.raises(CaptureError, match=r"module first .*run the model once") as raised:
+        capture(Net(), (torch.ones(2, 5),))
+    assert "\n" in str(raised.value)
+
+
+def test_batch_size_that_the_model_fixes() -> None:
+    class Fixed(Net):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+            return super().forward(x.reshape(4, 4) + 1, labels)
+
+    program = capture(Fixed(), (), inputs(4))
+    assert program.static_batch
+    split = split_batch(program, RULES)
+    assert program.static_batch in split.flaw and split.graph is program.graph
+    torch.testing.assert_close(results(program, Fixed(), inputs(4), 4)["logits"].shape, torch.Size((4, 3)))
+
+
+def test_fingerprint_changes_with_the_model_alone() -> None:
+    given = inputs()
+    first = capture(Net(), (), given).fingerprint
+    assert first == capture(Net(), (), inputs(8)).fingerprint
+
+    class Other(Net):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+            return super().forward(x * 2, labels)
+
+    assert first != capture(Other(), (), given).fingerprint
