@@ -1,7 +1,6 @@
 """Planning: which mesh, which microbatches, which strategies, which stages, and how far from the best that can be.
 
-Candidates are all pp x dp x tp of the devices with all numbers of microbatches (:func:`autopart.solver.search.degrees`).
-For each one the tensor solver chooses strategies, which gives every block its seconds and bytes, and the stage solver
+Candidates are all pp x dp x tp of the devices with all numbers of microbatches (see autopart.solver.search). For each one the tensor solver chooses strategies, which gives every block its seconds and bytes, and the stage solver
 cuts the chain of blocks. The search takes candidates in the order of their lower bounds and stops when no other can
 be faster. The winner is priced once more from the graphs that will be emitted.
 
@@ -22,7 +21,7 @@ from torch import fx
 from autopart.analysis import Analysis, analyze
 from autopart.block_costs import BlockCosts
 from autopart.cluster import Cluster
-from autopart.cost.communication import all_reduce_seconds, send_seconds
+from autopart.cost.communication import bucketed_all_reduce_seconds, send_seconds
 from autopart.cost.devices import Device, Link
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
@@ -189,7 +188,7 @@ class Planner:
         return self._problems[config]
 
     def _problem(self, config: Degrees, choice: TensorChoice) -> StageProblem:
-        analysis, samples = self.analysis, self.samples(config)
+        samples = self.samples(config)
         axes: Axes = ((TENSOR_AXIS, config.tp),) if config.tp > 1 else ()
         costs = self._block_costs.costs(
             self.prices(samples),
@@ -271,7 +270,7 @@ class Planner:
             else:
                 weight = size / 4
                 # every stage that holds it also updates it
-                reduce = all_reduce_seconds(weight, 2, self.data_link(config)) + seconds
+                reduce = bucketed_all_reduce_seconds(weight, 2, self.data_link(config)) + seconds
                 tied.append(TiedGroup(node.meta["name"], tuple(sorted(found)), size, reduce))
         return [(size, seconds) for size, seconds in private], tied
 
@@ -288,9 +287,9 @@ class Planner:
         held = amounts.weight * share
         seconds = self.prices(self.samples(config)).optimizer_seconds(held)
         if config.dp > 1:
-            seconds += all_reduce_seconds(held, config.dp, self.data_link(config))
+            seconds += bucketed_all_reduce_seconds(held, config.dp, self.data_link(config))
         if BROADCAST in placements:
-            seconds += all_reduce_seconds(held, config.tp, self.tensor_link(config))
+            seconds += bucketed_all_reduce_seconds(held, config.tp, self.tensor_link(config))
         return amounts.total * share, seconds
 
 

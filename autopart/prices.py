@@ -21,7 +21,7 @@ _OPTIMIZER_PASSES = 8
 
 @dataclass(slots=True)
 class Prices:
-    """Prices on a device for microbatches of ``batch`` samples. costs: of whole ops (:mod:`autopart.passes.annotate`)."""
+    """Prices on a device for microbatches of ``batch`` samples; ``costs`` are those of whole ops."""
 
     device: Device
     costs: Mapping[fx.Node, OpCost]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopart.analysis import Analysis
-from autopart.cost.communication import all_reduce_seconds, transition
+from autopart.cost.communication import bucketed_all_reduce_seconds, transition
 from autopart.cost.devices import Link
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
@@ -84,7 +84,7 @@ class _Builder:
     # -- choices --------------------------------------------------------------------------------------------------
 
     def options(self, node: fx.Node) -> tuple[Strategy, ...]:
-        """The strategies of an op or tensor. Batch norm writes into its statistics, which are stored as it uses them."""
+        """The strategies of an op or tensor."""
         return self.offered[node]
 
     def tensor_seconds(self, node: fx.Node, placement: Placement) -> float:
@@ -93,9 +93,9 @@ class _Builder:
             return 0.0
         whole = value_bytes(Value(node)).at(1)
         held = whole // self.parts if placement.is_shard else whole
-        seconds = self.prices.optimizer_seconds(held) + all_reduce_seconds(held, self.dp, self.data_link)
+        seconds = self.prices.optimizer_seconds(held) + bucketed_all_reduce_seconds(held, self.dp, self.data_link)
         if placement == BROADCAST:
-            seconds += all_reduce_seconds(whole, self.parts, self.link)
+            seconds += bucketed_all_reduce_seconds(whole, self.parts, self.link)
         return seconds / self.microbatches
 
     def op(self, key: tuple[str, ...], nodes: list[fx.Node]) -> Op:

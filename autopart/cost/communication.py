@@ -32,6 +32,11 @@ def all_reduce_seconds(num_bytes: float, parts: int, link: Link, efficiency: Eff
     return _ring_seconds(2, num_bytes, parts, link, efficiency)
 
 
+def bucketed_all_reduce_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency = DEFAULT) -> float:
+    """Share of a tensor in an all-reduce of large buckets: its bytes alone, without a call's latency."""
+    return all_reduce_seconds(num_bytes, parts, link, efficiency) - all_reduce_seconds(0, parts, link, efficiency)
+
+
 def all_gather_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency = DEFAULT) -> float:
     return _ring_seconds(1, num_bytes, parts, link, efficiency)
 
