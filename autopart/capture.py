@@ -221,7 +221,7 @@ def _export(
 
 def _fixes_batch(error: Exception) -> bool:
     text = str(error)
-    return "Constraints violated" in text or "specialized" in text or "constant" in text and "batch" in text
+    return "Constraints violated" in text or "specialized" in text or ("constant" in text and "batch" in text)
 
 
 def _first_line(error: BaseException) -> str:

@@ -34,7 +34,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Plans, emits and trains a small GPT-2 on four local processes.")
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=16, help="rows per step (default: %(default)s)")
     parser.add_argument("--seq", type=int, default=64, help="bytes per row (default: %(default)s)")
     parser.add_argument("--directory", type=Path, default=Path("emitted"), help="for the stages (default: %(default)s)")

@@ -59,9 +59,8 @@ def train(model: torch.nn.Module, settings: Training, name: str, beside: list[fl
         optimizer.zero_grad()
         losses.append(loss.item())
         if first and beside is not None:
-            difference = abs(losses[-1] - beside[step])
-            row = f"step {step + 1:3d}  one process {beside[step]:.6f}  {name} {losses[-1]:.6f}  difference {difference:.1e}"
-            progress.write(row, file=sys.stdout)
+            both = f"one process {beside[step]:.6f}  {name} {losses[-1]:.6f}"
+            progress.write(f"step {step + 1:3d}  {both}  difference {abs(losses[-1] - beside[step]):.1e}", sys.stdout)
         progress.set_postfix(loss=f"{losses[-1]:.3f}")
     seconds = (time.perf_counter() - start) / max(settings.steps - WARM_UP, 1)
     after = validation_loss(model, settings.batch, settings.seq, VALIDATION_BATCHES)

@@ -42,7 +42,8 @@ _BATCH_STATISTICS = {"aten.batch_norm.default"}
 _FACTORIES = ("empty", "zeros", "ones", "full", "rand", "new_", "expand", "scalar_tensor", "reshape", "bernoulli")
 # Ops that keep a count per group of rows one.
 _KEEP_GROUPS = {aten.cumsum.default, aten.to.dtype, aten.clone.default}
-_SHIFTS = {aten.add.Tensor: 1, aten.sub.Tensor: 1, aten.rsub.Scalar: 1}
+# A number is added to a tensor.
+_SHIFTS = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar}
 
 
 @dataclass(slots=True)
@@ -138,18 +139,19 @@ class Splitter:
     def copy(self, node: fx.Node, given: dict[fx.Node, fx.Node] | None = None) -> fx.Node:
         """The node in the new graph, its operands replaced by ``given`` where that has them."""
         env = self.env if given is None else {**self.env, **given}
+        numbers = _numbers(node)
+
+        def value(argument: Any, key: int | str) -> Any:
+            return fx.node.map_arg(
+                argument,
+                lambda item: self.number(item) if key in numbers and not graphs.is_tensor(item) else env[item],
+            )
+
+        # first what the node reads: numbers of the whole batch are made when they are needed
+        args = tuple(value(item, index) for index, item in enumerate(node.args))
+        kwargs = {name: value(item, name) for name, item in node.kwargs.items()}
         new = self.graph.node_copy(node, lambda argument: env[argument])
-        if any(not graphs.is_tensor(item) for item in node.all_input_nodes) and graphs.is_op(node):
-
-            def value(argument: Any, is_number: bool) -> Any:
-                return fx.node.map_arg(
-                    argument,
-                    lambda item: self.number(item) if is_number and not graphs.is_tensor(item) else env[item],
-                )
-
-            numbers = _numbers(node)
-            new.args = tuple(value(item, index in numbers) for index, item in enumerate(node.args))
-            new.kwargs = {name: value(item, name in numbers) for name, item in node.kwargs.items()}
+        new.args, new.kwargs = args, kwargs
         if any(item in self.bound for item in new.all_input_nodes) or _is_random(node):
             self.bound.add(new)
         return new
@@ -247,8 +249,8 @@ class Splitter:
     ) -> fx.Node:
         """An op that is not linear in a sum over samples, or adds to it what does not depend on them."""
         summed = [position for position, state in enumerate(states) if state.placement == PARTIAL]
-        if rule is not None and all(state.whole or state.placement == PARTIAL for state in states):
-            for group in rule.linear:
+        if all(state.whole or state.placement == PARTIAL for state in states):
+            for group in () if rule is None else rule.linear:
                 if set(summed) <= set(group) and len(group) > 1 and len(states) == len(group):
                     scaled = {
                         source: self.scaled(given.get(source, self.env[source]))
@@ -260,8 +262,7 @@ class Splitter:
                 constant = self.number(node.args[1]) if isinstance(node.args[1], fx.Node) else node.args[1]
                 shift = self.call(operator.mul, constant, self.part())
                 assert isinstance(node.target, torch._ops.OpOverload)
-                new = self.call(node.target, given.get(sources[0], self.env[sources[0]]), shift)
-                return self.put(new, SUMMED)
+                return self.put(self.call(node.target, given.get(sources[0], self.env[sources[0]]), shift), SUMMED)
         completed = {sources[position]: self.completed(self.env[sources[position]]) for position in summed}
         return self.by_rule(node, {**given, **completed})
 

@@ -285,7 +285,7 @@ class _Normalizer:
         kwargs.pop("pin_memory", None)
         kwargs.pop("layout", None)
         value = node.meta["val"]
-        if self.writes and _is_copy(target, kwargs) and value.dtype == fakes(args[0]).dtype:
+        if self.writes and _is_copy(target, args, kwargs) and value.dtype == fakes(args[0]).dtype:
             return self.emit(aten.clone.default, (args[0],), {}, node)
         if target in _COPIES or (target is aten.slice.Tensor and _is_whole_slice(args, kwargs)):
             return args[0]
@@ -305,7 +305,8 @@ class _Normalizer:
                 return self.view(node, aten.slice.Tensor, (args[0], dim, start, end), {})
         if target is aten.expand.default:
             sizes = [
-                self.size(size, original) for size, original in zip(value.shape, _padded(node.args[1], value), strict=True)
+                self.size(size, original)
+                for size, original in zip(value.shape, _padded(node.args[1], value), strict=True)
             ]
             return self.view(node, target, (args[0], sizes), kwargs)
         if target in _SPLITS:
@@ -315,6 +316,8 @@ class _Normalizer:
                 return self.view(
                     node, aten.split_with_sizes.default, (args[0], sizes, dim % args[0].meta["val"].dim()), {}
                 )
+        if target is aten.broadcast_tensors.default:
+            return [self.expanded(node, item, piece) for item, piece in zip(args[0], value, strict=True)]
         if target in _BITWISE:
             return self.emit(_BITWISE[target], args, kwargs, node)
         if target in _SWAPS:
@@ -384,9 +387,14 @@ class _Normalizer:
         try:
             with self.fake_mode, torch.no_grad():
                 source.view(value.shape)
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             return True
         return False
+
+    def expanded(self, like: fx.Node, source: fx.Node, value: torch.Tensor) -> fx.Node:
+        if source.meta["val"].shape == value.shape:
+            return source
+        return self.view(like, aten.expand.default, (source, [self.size(size) for size in value.shape]), {})
 
     def copied(self, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
         target_fake, source = args[0].meta["val"], args[1]
@@ -428,9 +436,11 @@ def origin(node: fx.Node) -> tuple[str, str]:
     return path, source
 
 
-def _is_copy(target: torch._ops.OpOverload, kwargs: dict[str, Any]) -> bool:
+def _is_copy(target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the op makes a copy even where nothing changes."""
-    return target in (aten.lift_fresh_copy.default, aten._to_copy.default) or bool(kwargs.get("copy"))
+    names = [argument.name for argument in target._schema.arguments]
+    asked = {**dict(zip(names, args, strict=False)), **kwargs}.get("copy", False)
+    return target in (aten.lift_fresh_copy.default, aten._to_copy.default) or asked is True
 
 
 def _moved(rank: int, source: int, target: int) -> list[int]:

@@ -187,10 +187,8 @@ def integers(x: Tensor, y: Tensor) -> Tensor:
 
 
 def activations(x: Tensor, y: Tensor) -> Tensor:
-    x.relu_()
-    x.clamp_(max=1.0).sigmoid_()
-    torch.nn.functional.silu(y, inplace=False)
-    return torch.nn.functional.relu(x, inplace=True)
+    z = torch.nn.functional.relu(x, inplace=True)
+    return torch.nn.functional.silu(z * y, inplace=True).clamp_(max=1.0).sigmoid_()
 
 
 WRITES = [

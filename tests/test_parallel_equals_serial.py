@@ -1,0 +1,78 @@
+"""The main test: parallel equals serial.
+
+Seven transformers models, each under plans of every kind and under the plan that the solver chooses: loss, every
+gradient, and every parameter after three AdamW steps equal those of the unmodified model in one process, in float64
+over gloo; and what the collectives move is what the plan charged.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autopart.verify
+from autopart.analysis import Analysis, analyze
+from autopart.planner import make_plan
+from autopart.realize import realize
+from autopart.verify import Subject, compare_emitted, prepare
+from clusters import ideal
+from families import NAMES, family
+from launch import launch
+
+PLANS: dict[str, dict[str, int]] = {
+    "pp2": {"pp": 2, "dp": 1, "tp": 1},
+    "tp2": {"pp": 1, "dp": 1, "tp": 2},
+    "dp2": {"pp": 1, "dp": 2, "tp": 1, "microbatches": 2},
+    "pp2xtp2": {"pp": 2, "dp": 1, "tp": 2, "microbatches": 2},
+    "pp2xdp2": {"pp": 2, "dp": 2, "tp": 1, "microbatches": 2},
+    "pp4": {"pp": 4, "dp": 1, "tp": 1, "microbatches": 4},
+}
+
+
+@functools.lru_cache(maxsize=2)
+def subject_of(name: str) -> tuple[Subject, Analysis]:
+    item = family(name)
+    subject = prepare(item.build(), (), item.inputs(item.batch))
+    return subject, analyze(subject.program)
+
+
+def _call(function: str, arguments: dict[str, Any]) -> Any:
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)(**arguments)
+
+
+def _run(
+    function: str, processes: int, arguments: Mapping[str, Any], directory: Path, timeout_s: float = 600.0
+) -> list[Any]:
+    """As autopart.local_job.run_local_job, in processes that are kept from test to test."""
+    return launch(_call, processes, function, dict(arguments), timeout=timeout_s)
+
+
+def check(name: str, limits: Mapping[str, Any], devices: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autopart.verify, "run_local_job", _run)
+    subject, analysis = subject_of(name)
+    plan = make_plan(subject.program, ideal(devices), batch=8, analysis=analysis, **limits)
+    if limits.get("tp", 1) > 1:
+        assert plan.strategies, "nothing is sharded, so that this plan tests nothing"
+    realize(subject.program, plan, analysis).save(folder / "program")
+    result = compare_emitted(folder / "program", subject, plan=plan)
+    worst = sorted(result.groups, key=lambda group: -max(group.gradient or 0.0, group.parameter))[:3]
+    assert result.equal, f"{result.loss_difference=} {worst}"
+    assert all(stage.as_planned for stage in result.traffic), result.traffic
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("plan", PLANS)
+def test_forced_plan(name: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = PLANS[plan]
+    check(name, limits, limits["pp"] * limits["dp"] * limits["tp"], tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chosen_plan(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(name, {}, 4, tmp_path, monkeypatch)
