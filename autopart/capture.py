@@ -9,6 +9,7 @@ transformers' outputs keep their names, one tensor that is passed twice stays tw
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,7 +99,7 @@ def capture(
     if loss_fn is not None and not targets:
         raise CaptureError(f"a model with loss_fn needs the keyword input {TARGETS!r}: loss_fn(model(...), {TARGETS})")
     if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
-        raise CaptureError("loss_fn has parameters of its own; put it inside the model, so that they are trained with it")
+        raise CaptureError("loss_fn has parameters of its own; put it inside the model, so that they are trained too")
     bound = {**bind(model.forward, args, kwargs), **targets}
     named, structure = flatten(bound)
     dims = _batch_dims(named, batch_dims or {})
@@ -110,7 +111,7 @@ def capture(
 
 
 def bind(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, ``*args`` refused, ``**kwargs`` merged. Raises CaptureError if they do not fit."""
+    """The arguments of a call by name, ``**kwargs`` merged. Raises CaptureError for ``*args`` or if they do not fit."""
     signature = inspect.signature(forward)
     try:
         bound = signature.bind(*args, **kwargs)
@@ -213,7 +214,7 @@ def _export(
                 return torch.export.export(flat, arguments, dynamic_shapes=specs, strict=False), reason
         except Exception as error:
             if dynamic is not None and _fixes_batch(error):
-                reason = _first_line(error)
+                reason = _batch_reason(error)
                 continue
             raise _capture_error(error, where) from error
     raise AssertionError("unreachable")
@@ -221,7 +222,19 @@ def _export(
 
 def _fixes_batch(error: Exception) -> bool:
     text = str(error)
-    return "Constraints violated" in text or "specialized" in text or ("constant" in text and "batch" in text)
+    return any(sign in text for sign in ("Constraints violated", "specialized"))
+
+
+def _batch_reason(error: Exception) -> str:
+    """Why the batch size cannot stay symbolic, from what export says."""
+    text = str(error)
+    constant = re.search(r"specialized it to be a constant \((\d+)\)", text)
+    if constant:
+        return f"the model's code holds for a batch of {constant[1]} samples only"
+    guard = re.search(r"satisfy the generated guard (.+?)\.?\n", text)
+    if guard:
+        return "the model's code asks that " + re.sub(r"L\['\w+'\]\.size\(\)\[\d+\]", "b", guard[1])
+    return _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:

@@ -122,12 +122,15 @@ class Cluster:
         for node in used[1:]:
             inside = _slower(inside, node.inside)
         if len(used) == 1:
-            return inside
+            return inside.among(len(set(devices)))
         network = used[0].network
         for node in used[1:]:
             network = _slower(network, node.network)
         rings = max(1.0, min(float(min(members.values())), inside.bandwidth / network.bandwidth))
-        return replace(network, rings=rings)
+        # A ring crosses the network once per node, its other steps stay inside (NCCL counts latency so).
+        count = sum(members.values())
+        latency = (len(used) * network.latency_s + (count - len(used)) * inside.latency_s) / count
+        return replace(network, rings=rings, latency_s=latency)
 
     def __str__(self) -> str:
         return "+".join(_group_text(str(node), count) for node, count in _runs(self.nodes))

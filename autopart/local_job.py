@@ -46,7 +46,8 @@ def run_local_job(
     """
     job = {"function": function, "arguments": dict(arguments), "processes": processes, "timeout_s": timeout_s}
     (directory / "job.json").write_text(json.dumps(job))
-    (directory / "store").unlink(missing_ok=True)
+    for path in (directory / "store", *(_result(directory, rank) for rank in range(processes))):
+        path.unlink(missing_ok=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     environment.setdefault("OMP_NUM_THREADS", "1")
     children: list[subprocess.Popen[bytes]] = []
@@ -99,7 +100,7 @@ def _failure(directory: Path, failed: Sequence[int]) -> JobError:
     details = "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in said.items())
     # A rank that only lost the connection to another one is no cause; its traceback names the transport.
     lost = ("closed by peer", "Connection reset", "Broken pipe", "lost the connection")
-    cause = next((rank for rank in failed if said[rank] and not any(word in said[rank] for word in lost)), failed[0])
+    cause = next((rank for rank in failed if not any(word in said[rank] for word in lost)), failed[0])
     last = said[cause].splitlines()[-1] if said[cause] else "the process died without a word (out of memory?)"
     return JobError(f"rank {cause} failed: {last}", details)
 

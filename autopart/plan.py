@@ -85,7 +85,7 @@ class Plan:
     storage: by parameter pattern how it is stored, one Placement per tensor axis joined with a comma; not listed: as
     it is used.
     step_time_s: predicted seconds of a step. bound_s: no plan of the searched space is faster. gap:
-    ``step_time_s / bound_s - 1``. solve_s, total_s: seconds the solver and all of planning took.
+    ``(step_time_s - bound_s) / step_time_s``. solve_s, total_s: seconds the solver and all of planning took.
     tokens, flops: of one step, 0 when unknown. considered: other candidates, as rows for the report.
     """
 

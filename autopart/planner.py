@@ -207,7 +207,7 @@ class Planner:
             state, step_end = private[index]
             blocks.append(
                 StageBlock(
-                    str(index),
+                    f"block {index}, {self.analysis.keys[self.analysis.blocks[index].nodes[0]]}",
                     cost.forward_s,
                     cost.backward_s + (cost.forward_s if config.recompute else 0.0),
                     state,

@@ -8,6 +8,7 @@ ONE_PROCESS.json holds what training in one process gave; RESULT.json is written
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -37,10 +38,17 @@ class Training:
     learning_rate: float = 1e-3
 
 
-def train(model: torch.nn.Module, settings: Training, name: str, beside: list[float] | None = None) -> dict[str, Any]:
+def train(
+    model: torch.nn.Module,
+    settings: Training,
+    name: str,
+    beside: list[float] | None = None,
+    limit_s: float = math.inf,
+) -> dict[str, Any]:
     """Trains with a progress bar and prints the loss of every step, ``beside`` those of another run.
 
-    Returns losses, the validation loss before and after, and tokens per second.
+    limit_s: no step is begun after that many seconds. Returns losses, the validation loss before and after, and tokens
+    per second.
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
     before = validation_loss(model, settings.batch, settings.seq, VALIDATION_BATCHES)
@@ -52,6 +60,8 @@ def train(model: torch.nn.Module, settings: Training, name: str, beside: list[fl
     for step in progress:
         if step == WARM_UP:
             start = time.perf_counter()
+        if step > WARM_UP and time.perf_counter() - start > limit_s:
+            break
         x = next(batches)
         loss = model(input_ids=x, labels=x).loss
         loss.backward()
@@ -62,7 +72,7 @@ def train(model: torch.nn.Module, settings: Training, name: str, beside: list[fl
             both = f"one process {beside[step]:.6f}  {name} {losses[-1]:.6f}"
             progress.write(f"step {step + 1:3d}  {both}  difference {abs(losses[-1] - beside[step]):.1e}", sys.stdout)
         progress.set_postfix(loss=f"{losses[-1]:.3f}")
-    seconds = (time.perf_counter() - start) / max(settings.steps - WARM_UP, 1)
+    seconds = (time.perf_counter() - start) / max(len(losses) - WARM_UP, 1)
     after = validation_loss(model, settings.batch, settings.seq, VALIDATION_BATCHES)
     return {
         "losses": losses,

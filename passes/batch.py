@@ -40,6 +40,8 @@ aten = torch.ops.aten
 
 _BATCH_STATISTICS = {"aten.batch_norm.default"}
 _FACTORIES = ("empty", "zeros", "ones", "full", "rand", "new_", "expand", "scalar_tensor", "reshape", "bernoulli")
+# Ops that take only the shape of their operand: one row is like another.
+_SAME_EVERYWHERE = {aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
 # Ops that keep a count per group of rows one.
 _KEEP_GROUPS = {aten.cumsum.default, aten.to.dtype, aten.clone.default}
 # A number is added to a tensor.
@@ -206,14 +208,14 @@ class Splitter:
         spread = [state for state in states if not state.whole]
         if not spread or str(node.target).startswith("aten.new_"):
             return self.independent(node, given)
+        if node.target in _SAME_EVERYWHERE and states[0].placement.is_shard:
+            return self.put(self.copy(node, given), BatchState(states[0].placement))
         orders = {state.order for state in spread if state.placement.is_shard}
         if len(orders) > 1:
             raise Mixes("combines rows that stand in different orders")
         order = next(iter(orders), None)
         points = next((state for state in spread if state.points), None)
         if points is not None and not (len(sources) == 1 and keeps_row_numbers(node)):
-            if str(node.target).startswith(("aten.empty_like", "aten.zeros_like")):
-                return self.put(self.copy(node, given), BatchState(points.placement))
             raise Mixes("computes with the row numbers of a share")
         if str(node.target) in _BATCH_STATISTICS:
             self.notes["batch norm's statistics are those of each microbatch on each replica"] = None

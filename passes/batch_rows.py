@@ -126,13 +126,18 @@ def _picked(splitter: Splitter, node: fx.Node) -> fx.Node | None:
     if len(pointers) > 1:
         raise Mixes("picks rows by several row numbers")
     position, pointer = pointers[0]
-    others = [splitter.state(item) for at, item in enumerate(indices) if item is not None and at != position]
+    others = [item for at, item in enumerate(indices) if item is not None and at != position]
     expected = "rows" if source.order is None else source.order
     rows = extent(operand.meta["val"].shape[position])
     if source.placement != shard(position) or pointer.points != expected or pointer.rows != rows:
         raise Mixes("picks rows by numbers that count other rows")
-    if any(not other.whole for other in others):
-        raise Mixes("picks rows and columns of different samples")
+    for other in others:
+        # a further index may go along with the rows that are picked
+        state, shift = splitter.state(other), indices[position].meta["val"].dim() - other.meta["val"].dim()
+        aligned = state.placement.is_shard and state.placement.outer == pointer.placement.outer
+        aligned = aligned and state.placement.dim + shift == pointer.placement.dim and state.order is pointer.order
+        if not state.whole and not aligned:
+            raise Mixes("picks rows and columns of different samples")
     used = [item for item in indices if item is not None]
     shape = torch.broadcast_shapes(*[item.meta["val"].shape for item in used])
     first = next(at for at, item in enumerate(indices) if item is not None)

@@ -47,9 +47,8 @@ def free_nodes(graph: fx.Graph, updated_buffers: Sequence[str] = ()) -> set[fx.N
             if role is Role.BUFFER and node.meta["name"] in updated_buffers:
                 continue
             free.add(node)
-        elif node.op == "call_function" and all(source in free for source in node.all_input_nodes):
-            if not is_random(node) and not updates_buffers(node):
-                free.add(node)
+        elif node.op == "call_function" and not (is_random(node) or updates_buffers(node)):
+            free.update({node} if all(source in free for source in node.all_input_nodes) else ())
     return free
 
 

@@ -217,7 +217,8 @@ class _Normalizer:
             new = self.graph.call_function(aten.sym_size.int, self.look(node.args))
         else:
             new = self.graph.call_function(node.target, self.look(node.args), self.look(dict(node.kwargs)))
-        new.meta.update(val=value, path="", source="")
+        new.meta["val"] = value
+        self.describe(new, node)
         return new
 
     def region(self, node: fx.Node) -> None:

@@ -17,6 +17,7 @@ from autopart.passes import graph as graphs
 from autopart.passes.blocks import Block
 from autopart.passes.graph import Value
 from autopart.passes.program import Program, Role
+from autopart.runtime.manifest import argument_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +80,19 @@ def partition(
     return built, crossings
 
 
-
-
 def _order(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: index for index, node in enumerate(graph.nodes)}
 
 
 def _value_name(value: Value) -> str:
-    return value.node.name if value.index == 0 else f"{value.node.name}_{value.index}"
+    # a dot: node names have none, so no value of an op with several outputs bears another op's name
+    return f"{value.node.name}.{value.index}" if isinstance(value.node.meta["val"], tuple | list) else value.node.name
 
 
 def _results(program: Program, graph: fx.Graph) -> list[tuple[str, str, fx.Node]]:
-    output = next(node for node in graph.nodes if node.op == "output")
     names = [("output", info.name) for info in program.outputs if info.node is not None]
     names += [("update", name) for name in program.updated_buffers]
-    return [(kind, name, node) for (kind, name), node in zip(names, output.args[0], strict=True)]
+    return [(kind, name, node) for (kind, name), node in zip(names, graphs.results(graph), strict=True)]
 
 
 def _build(
@@ -123,7 +122,7 @@ def _build(
             env[node] = graph.node_copy(node)
             origin[env[node]] = node
     for value, crossing in received.items():
-        new = graph.placeholder(crossing.name)
+        new = graph.placeholder(argument_name(crossing.name))
         meta = {key: item for key, item in value.node.meta.items() if key != "val"}
         new.meta.update(meta, val=value.fake, role=Role.RECEIVED, name=crossing.name, index=value.index)
         origin[new] = value.node

@@ -114,7 +114,11 @@ def _digest(program: Program) -> str:
     return digest.hexdigest()[:16]
 
 
-_MODE_ARGUMENTS = {"aten.dropout.default": 2, "aten.batch_norm.default": 5, "aten.scaled_dot_product_attention.default": 4}
+_MODE_ARGUMENTS = {
+    "aten.dropout.default": 2,
+    "aten.batch_norm.default": 5,
+    "aten.scaled_dot_product_attention.default": 4,
+}
 
 
 def mode_free_digests(program: Program) -> dict[str, str]:

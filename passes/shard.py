@@ -215,9 +215,7 @@ def collective_counts(graph: fx.Graph, axes: Axes, batch: int) -> dict[tuple[str
         axis, step = node.meta["transition"]
         source: Placements = node.args[0].meta["placements"]
         index = [name for name, _ in axes].index(axis)
-        others = tuple(
-            REPLICATE if position == index else placement for position, placement in enumerate(source)
-        )
+        others = tuple(REPLICATE if position == index else placement for position, placement in enumerate(source))
         whole = node.meta["val"].element_size()
         for size in local_extents(node.meta["val"], others, axes):
             assert size is not None

@@ -83,7 +83,7 @@ def broadcast_in_place(x: Tensor, axis: Axis, source: int, phase: Phase) -> None
 
 
 def _scatter_sums(x: Tensor, axis: Axis, dim: int, outer: int, phase: Phase) -> Tensor:
-    shares = torch.stack([take_shard(x.detach(), shard(dim, outer), i, axis.size) for i in range(axis.size)])
+    shares = _shares(x, axis, dim, outer)
     axis.traffic.add("reduce_scatter", axis.name, phase, payload(shares))
     own = torch.empty_like(shares[0])
     try:
@@ -102,11 +102,17 @@ def _exchange(x: Tensor, axis: Axis, source: tuple[int, int], target: tuple[int,
     if source[0] == target[0]:
         # One dim in other blocks: what a rank needs may come from anywhere in the dim.
         return _own_share(gather_shards(x, axis, *source, phase), axis, *target)
-    parts = torch.stack([take_shard(x.detach(), shard(*target), i, axis.size) for i in range(axis.size)])
+    parts = _shares(x, axis, *target)
     axis.traffic.add("all_to_all", axis.name, phase, payload(parts))
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=axis.group)
     return join_shards(received.unbind(), shard(*source))
+
+
+def _shares(x: Tensor, axis: Axis, dim: int, outer: int) -> Tensor:
+    """Every rank's share, stacked in a contiguous tensor (stacking alone keeps the strides of channels-last shares)."""
+    placement = shard(dim, outer)
+    return torch.stack([take_shard(x.detach(), placement, i, axis.size) for i in range(axis.size)]).contiguous()
 
 
 def _own_share(x: Tensor, axis: Axis, dim: int, outer: int) -> Tensor:

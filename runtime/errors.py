@@ -26,7 +26,14 @@ class PlanError(AutopartError):
 
 
 class InfeasibleError(PlanError):
-    """No plan fits; names what binds, by how many bytes, and the smallest change that would fit."""
+    """No plan fits; names what binds, by how many bytes, and the smallest change that would fit.
+
+    excess_bytes: by how much the fullest device is over its memory; None when something else binds.
+    """
+
+    def __init__(self, message: str, excess_bytes: float | None = None) -> None:
+        super().__init__(message)
+        self.excess_bytes = excess_bytes
 
 
 class InputError(AutopartError):

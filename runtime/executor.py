@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopart.runtime.errors import PlanError
 from autopart.runtime.links import Links
-from autopart.runtime.manifest import Manifest, StageSpec, ValueSpec
+from autopart.runtime.manifest import Manifest, StageSpec, ValueSpec, argument_name
 from autopart.runtime.mesh import Mesh
 from autopart.runtime.schedule import Action, Work
 from autopart.runtime.traffic import Phase
@@ -145,9 +145,9 @@ class Run:
         spec, feed = self._spec, self._feed
         inputs = feed.inputs(microbatch)
         arguments = {
-            **{name: inputs[name] for name in spec.inputs},
-            **{name: state.received[name] for name in spec.receives},
-            **{name: feed.totals[name] for name in spec.totals},
+            **{argument_name(name): inputs[name] for name in spec.inputs},
+            **{argument_name(name): state.received[name] for name in spec.receives},
+            **{argument_name(name): feed.totals[name] for name in spec.totals},
         }
         results = self._module(b=feed.samples, B=feed.batch, **arguments)
         if not isinstance(results, tuple) or len(results) != len(spec.sends) + len(spec.outputs):

@@ -8,6 +8,7 @@ stages, how each parameter is stored, how outputs of microbatches and replicas c
 from __future__ import annotations
 
 import json
+import keyword
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,24 @@ VERSION = 1
 FILE_NAME = "manifest.json"
 
 Size = int | str
+
+# Names that mean something else inside an emitted function.
+_RESERVED = frozenset(
+    "b B self torch nn F Tensor Mesh Namespace collectives parameter buffer checkpoint float int tuple".split()  # noqa: SIM905
+)
+
+
+def argument_name(path: str) -> str:
+    """The argument of an emitted function for an input, value or total of this path: ``batch.x`` is ``batch__x``.
+
+    Distinct paths have distinct names as long as no path itself has two underscores in a row.
+    """
+    name = "".join(
+        "__" if char == "." else char if char == "_" or char.isalnum() else f"_{ord(char):x}_" for char in path
+    )
+    if not name or name[0].isdigit():
+        name = f"_{name}"
+    return f"{name}_" if keyword.iskeyword(name) or name in _RESERVED else name
 
 
 def size_of(size: Size, batch: int) -> int:
@@ -99,7 +118,7 @@ class StageSpec:
     """One stage: its source file, the ranks that run it (row-major over the mesh), its mesh, and what it exchanges.
 
     mesh: (axis name, size) pairs, outermost first; "dp" is the data axis, all others are tensor axes.
-    inputs, receives, totals: keyword arguments of ``Stage.forward`` besides ``b`` and ``B``.
+    inputs, receives, totals: keyword arguments of ``Stage.forward`` besides ``b`` and ``B``, see :func:`argument_name`.
     sends, outputs: what it returns, in this order, as one tuple.
     """
 
@@ -118,7 +137,8 @@ class Manifest:
     """The whole program. ``schedule`` names a schedule of :mod:`autopart.runtime.schedule`.
 
     totals: values computed once per step from the inputs of the whole batch (such as the number of valid labels), by
-    ``totals.py``'s function ``totals(*, b, B, <totals_inputs>)`` which returns them as a tuple.
+    ``totals.py``'s function ``totals(*, b, B, <totals_inputs and totals_buffers>)`` which returns them as a tuple.
+    Stages that use totals hold the buffers that these are computed from.
     loss: name of the output that is the loss; None when the user's code computes it from the outputs.
     eval_flaw: why the stages cannot be evaluated (model.eval()), '' when they can.
     batch_splittable: False when the model mixes samples: one microbatch, one replica.
@@ -138,6 +158,7 @@ class Manifest:
     loss: str | None
     totals: tuple[str, ...] = ()
     totals_inputs: tuple[str, ...] = ()
+    totals_buffers: tuple[str, ...] = ()
     output_structure: Any = None
     batch_splittable: bool = True
     imports: tuple[str, ...] = ()
@@ -180,7 +201,7 @@ class Manifest:
             raise PlanError(f"{path} is not a complete manifest: {error}; emit the program again") from error
 
 
-_NAME_LISTS = ("parameter_order", "input_names", "totals", "totals_inputs", "imports", "notes")
+_NAME_LISTS = ("parameter_order", "input_names", "totals", "totals_inputs", "totals_buffers", "imports", "notes")
 
 
 def _tuples(item: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from autopart.runtime.gradients import (
 from autopart.runtime.inputs import BatchMode, Division, bind, check, divide, microbatch_of
 from autopart.runtime.links import Links, dtype_of, edges_of
 from autopart.runtime.loading import Originals, build_stage, import_file, place
-from autopart.runtime.manifest import Manifest
+from autopart.runtime.manifest import Manifest, argument_name
 from autopart.runtime.mesh import Mesh
 from autopart.runtime.outputs import collect, gradient_piece
 from autopart.runtime.schedule import (
@@ -42,7 +42,7 @@ from autopart.runtime.schedule import (
     make_schedule,
     post_receives_early,
 )
-from autopart.runtime.state import gather_state, load_state
+from autopart.runtime.state import gather_parameter, gather_state, load_state
 from autopart.runtime.structure import rebuild
 from autopart.runtime.traffic import Traffic
 
@@ -144,7 +144,12 @@ class ParallelModule(nn.Module):
                 tensor = leaves[spec.name].to(self.mesh.device)
                 if self.batch == "local" and spec.batch_dim is not None and self.mesh.data.size > 1:
                     tensor = gather_shards(tensor, self.mesh.data, spec.batch_dim, 1, "step")
-                whole[spec.name] = tensor
+                whole[argument_name(spec.name)] = tensor
+        buffers = _own_tensors(self.stage, self.manifest) if self.manifest.totals_buffers else {}
+        for parameter in self.manifest.parameters:
+            if parameter.name in self.manifest.totals_buffers:
+                tensor = gather_parameter(parameter, self.mesh, buffers[parameter.name])
+                whole[argument_name(parameter.name)] = tensor
         with torch.no_grad():
             results = self._totals(b=division.batch, B=division.batch, **whole)
         return dict(zip(self.manifest.totals, results, strict=True))

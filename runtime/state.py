@@ -30,7 +30,7 @@ def gather_state(
             continue
         owner = spec.stages[0]
         if mesh.stage == owner:
-            whole = _gather(spec, mesh, tensors[spec.name].detach())
+            whole = gather_parameter(spec, mesh, tensors[spec.name].detach())
         else:
             whole = torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device=mesh.device)
         broadcast_in_place(whole, mesh.stages, owner, "step")
@@ -41,7 +41,8 @@ def gather_state(
     return state
 
 
-def _gather(spec: ParameterSpec, mesh: Mesh, tensor: Tensor) -> Tensor:
+def gather_parameter(spec: ParameterSpec, mesh: Mesh, tensor: Tensor) -> Tensor:
+    """The whole of a parameter or buffer from the shares of the stage's ranks; all of them take part."""
     tensor = tensor.contiguous()
     # Shares were taken along the first axis first, so the last axis is joined first.
     for axis, text in reversed(list(zip(mesh.tensor_axes, spec.placements, strict=False))):

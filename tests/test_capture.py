@@ -333,7 +333,7 @@ def test_batch_size_that_the_model_fixes() -> None:
             return super().forward(x.reshape(4, 4) + 1, labels)
 
     program = capture(Fixed(), (), inputs(4))
-    assert program.static_batch
+    assert program.static_batch == "the model's code holds for a batch of 4 samples only"
     split = split_batch(program, RULES)
     assert program.static_batch in split.flaw and split.graph is program.graph
     torch.testing.assert_close(results(program, Fixed(), inputs(4), 4)["logits"].shape, torch.Size((4, 3)))

@@ -129,7 +129,7 @@ def test_smallest_excess_equals_brute_force(seed: int) -> None:
     least = brute.least_excess_bytes(tight)
     if least <= 0:
         pytest.skip("fits even so")
-    with pytest.raises(InfeasibleError, match=f"{least:.0f} over its capacity"):
+    with pytest.raises(InfeasibleError, match=rf"\({least:.0f} bytes\) over its capacity"):
         stages.solve(tight)
     grown = tuple(size + least for size in tight.capacity_bytes)
     stages.solve(dataclasses.replace(tight, capacity_bytes=grown))
@@ -188,7 +188,7 @@ def test_pins_that_leave_no_blocks() -> None:
 def test_memory_names_the_stage_and_what_would_do() -> None:
     problem = chain(4, 2, in_flight=(3, 1), capacity_bytes=(25.0, 20.0))
     with pytest.raises(
-        InfeasibleError, match=r"stage 1 \(block2 \.\. block3\) holds 22 bytes, 2 over .* capacity of 22"
+        InfeasibleError, match=r"stage 1 \(block2 \.\. block3\) holds 22 B, 2 B .* Devices with 22 B"
     ):
         stages.solve(dataclasses.replace(problem, capacity_bytes=(26.0, 20.0)))
     with pytest.raises(InfeasibleError, match=r"stage 0 \(block0\) holds 11 bytes, 6 over"):

@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from autopart.cli.arguments import add_json, add_limits, add_model, choose_plan, read_cluster, read_program
+from autopart.cli.arguments import add_json, add_limits, add_model, choose_plan, read_cluster, read_model, read_program
 from autopart.cli.progress import working
+
+if TYPE_CHECKING:
+    from autopart.passes.program import Program
 
 NAME = "emit"
 HELP = "write the program of a plan to a folder"
@@ -35,10 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = Plan.load(arguments.plan) if arguments.plan is not None else None
     if plan is None:
         read_cluster(arguments.cluster)
-    program = read_program(arguments)
-    if any(tensor.is_meta for tensor in program.constants.values()):
-        # Tensors that no checkpoint holds (rotary frequencies, say) are written beside the stages, so they are needed.
-        program = read_program(arguments, meta=False)
+    program = complete(arguments, read_program(arguments))
     if plan is None:
         plan = choose_plan(arguments, program)
     with working(f"writing {arguments.output}"):
@@ -51,3 +52,19 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(f"{arguments.output}: {', '.join(files)} for {plan.device_count} ranks")
     return 0
+
+
+def complete(arguments: argparse.Namespace, program: Program) -> Program:
+    """The program with the tensors that no checkpoint holds (rotary frequencies, say): they are written to a file.
+
+    Only where there are any, the model is built with its weights.
+    """
+    tensors = program.tensors.values()
+    missing = {info.name for info in tensors if info.buffer and not info.persistent} - program.constants.keys()
+    if not missing:
+        return program
+    buffers = dict(read_model(arguments, meta=False).model.named_buffers())
+    if not missing <= buffers.keys():  # a tensor that forward itself makes from numbers
+        return read_program(arguments, meta=False)
+    program.constants.update({name: buffers[name].detach() for name in missing})
+    return program

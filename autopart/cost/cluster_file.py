@@ -16,10 +16,15 @@
     peak_flops = { float32 = 30e12, bfloat16 = 120e12 }    # FLOP/s
     memory_bandwidth = 900e9                               # bytes/s
     launch_s = 5e-6
+    processors = 82                                        # optional: multiprocessors; without: no tile effects
+    contraction = 0.65                                     # optional: shares of the peaks that are reached
+    memory = 0.8
 
     [links.Mine]
     bandwidth = 20e9                                       # bytes/s of one device in one direction
     latency_s = 3e-6
+    efficiency = 0.8                                       # optional: share of the bandwidth that is payload
+    direct = 5e9                                           # optional: of one pair, where there is no switch
 """
 
 from __future__ import annotations
@@ -36,6 +41,8 @@ _TOP = ("nodes", "devices", "links")
 _NODE = ("count", "device", "devices", "inside", "port", "ports")
 _DEVICE = ("kind", "memory_gib", "peak_flops", "memory_bandwidth", "launch_s")
 _LINK = ("bandwidth", "latency_s")
+_DEVICE_OPTIONS = ("processors", "contraction", "memory")
+_LINK_OPTIONS = ("efficiency", "direct")
 
 Row = tuple[int, Device, int, Link, Link, int]
 """How many nodes, their device, devices per node, inner link, network port, ports per node."""
@@ -95,7 +102,7 @@ def _count(row: Mapping[str, Any], key: str, where: str, default: int | None) ->
 
 def _read_device(name: str, table: object, where: str) -> Device:
     assert isinstance(table, dict)
-    _check_keys(table, _DEVICE, where, ".")
+    _check_keys(table, (*_DEVICE, *_DEVICE_OPTIONS), where, ".")
     for key in _DEVICE:
         if key not in table:
             raise ClusterError(f"{where}.{key}: missing")
@@ -113,7 +120,7 @@ def _read_device(name: str, table: object, where: str) -> Device:
 
 def _read_link(name: str, table: object, where: str) -> Link:
     assert isinstance(table, dict)
-    _check_keys(table, _LINK, where, ".")
+    _check_keys(table, (*_LINK, *_LINK_OPTIONS), where, ".")
     for key in _LINK:
         if key not in table:
             raise ClusterError(f"{where}.{key}: missing")
@@ -155,12 +162,14 @@ def write_nodes(rows: Sequence[Row]) -> str:
         lines += ["", f"[devices.{_text(device.name)}]", f"kind = {_text(device.kind)}"]
         lines += [f"memory_gib = {device.memory_bytes / GIB!r}", f"peak_flops = {{ {peaks} }}"]
         lines += [f"memory_bandwidth = {device.memory_bandwidth!r}", f"launch_s = {device.launch_s!r}"]
+        lines += [f"{key} = {getattr(device, key)!r}" for key in _DEVICE_OPTIONS]
     for link in links.values():
         lines += [
             "",
             f"[links.{_text(link.name)}]",
             f"bandwidth = {link.bandwidth!r}",
             f"latency_s = {link.latency_s!r}",
+            *(f"{key} = {getattr(link, key)!r}" for key in _LINK_OPTIONS),
         ]
     return "\n".join(lines) + "\n"
 

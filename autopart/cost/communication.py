@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopart.cost.compute import DEFAULT, Efficiency, copy_seconds
+from autopart.cost.compute import Efficiency, copy_seconds
 from autopart.cost.devices import Device, Link
 from autopart.runtime import transitions
 from autopart.runtime.placement import Placement
@@ -28,38 +28,42 @@ CALL_S = 6.6e-6
 """Seconds that one collective takes on empty tensors (baseLat of a ring in NCCL's src/graph/tuning.cc)."""
 
 
-def all_reduce_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency = DEFAULT) -> float:
+def all_reduce_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency | None = None) -> float:
     return _ring_seconds(2, num_bytes, parts, link, efficiency)
 
 
-def bucketed_all_reduce_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency = DEFAULT) -> float:
+def bucketed_all_reduce_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency | None = None) -> float:
     """Share of a tensor in an all-reduce of large buckets: its bytes alone, without a call's latency."""
     return all_reduce_seconds(num_bytes, parts, link, efficiency) - all_reduce_seconds(0, parts, link, efficiency)
 
 
-def all_gather_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency = DEFAULT) -> float:
+def all_gather_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency | None = None) -> float:
     return _ring_seconds(1, num_bytes, parts, link, efficiency)
 
 
-def reduce_scatter_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency = DEFAULT) -> float:
+def reduce_scatter_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency | None = None) -> float:
     return _ring_seconds(1, num_bytes, parts, link, efficiency)
 
 
-def all_to_all_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency = DEFAULT) -> float:
+def all_to_all_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency | None = None) -> float:
     """Every device sends to every other, so that rings beside each other do not help: each has its own link only."""
     if parts == 1:
         return 0.0
-    return CALL_S + (parts - 1) * (num_bytes / parts / (link.bandwidth * efficiency.network) + link.latency_s)
+    return CALL_S + (parts - 1) * (num_bytes / parts / (link.bandwidth * _share(link, efficiency)) + link.latency_s)
 
 
-def send_seconds(num_bytes: float, link: Link, efficiency: Efficiency = DEFAULT) -> float:
-    return CALL_S + num_bytes / (link.bandwidth * efficiency.network) + link.latency_s
+def send_seconds(num_bytes: float, link: Link, efficiency: Efficiency | None = None) -> float:
+    return CALL_S + num_bytes / (link.bandwidth * _share(link, efficiency)) + link.latency_s
 
 
-def _ring_seconds(rounds: int, num_bytes: float, parts: int, link: Link, efficiency: Efficiency) -> float:
+def _share(link: Link, efficiency: Efficiency | None) -> float:
+    return efficiency.network if efficiency else link.efficiency
+
+
+def _ring_seconds(rounds: int, num_bytes: float, parts: int, link: Link, efficiency: Efficiency | None) -> float:
     if parts == 1:
         return 0.0
-    step = num_bytes / parts / (link.ring_bandwidth * efficiency.network) + link.latency_s
+    step = num_bytes / parts / (link.ring_bandwidth * _share(link, efficiency)) + link.latency_s
     return CALL_S + rounds * (parts - 1) * step
 
 
@@ -71,7 +75,7 @@ _SECONDS = {
 }
 
 
-def collective_seconds(kind: str, num_bytes: float, parts: int, link: Link, efficiency: Efficiency = DEFAULT) -> float:
+def collective_seconds(kind: str, num_bytes: float, parts: int, link: Link, efficiency: Efficiency | None = None) -> float:
     """Seconds of a collective by its name; payload as in the module's table. KeyError for other names."""
     return _SECONDS[kind](num_bytes, parts, link, efficiency)
 
@@ -104,7 +108,7 @@ def transition(
     link: Link,
     device: Device,
     differentiable: bool = True,
-    efficiency: Efficiency = DEFAULT,
+    efficiency: Efficiency | None = None,
 ) -> Transition:
     """The cost of using a value placed as ``source`` where ``target`` is needed, and of its gradient's way back.
 

@@ -1,21 +1,46 @@
-"""Seconds that one device takes for one op: the roofline model.
+"""Seconds that one device takes for one op: the roofline model, with tiles for matrix products.
 
 An op is bound by arithmetic or by memory traffic, whichever takes longer (Williams, Waterman, Patterson: Roofline,
 CACM 52(4), 2009), and no op starts sooner than the host can launch it::
 
-    seconds = max(flops / (peak * contraction), bytes / (bandwidth * memory)) + launches * launch_s
+    seconds = max(arithmetic, bytes / (bandwidth * memory)) + launches * launch_s
+    arithmetic = flops / (peak * contraction)                          where shapes do not matter or are not known
+
+A GPU computes a matrix product of ``groups`` times ``m x k`` by ``k x n`` in tiles of the output, one to a
+multiprocessor at a time. What that adds to the roofline (NVIDIA, Matrix Multiplication Background User's Guide)::
+
+    tiles      = groups ceil(m / tm) ceil(n / tn) parts              tile quantisation: a partial tile costs a whole
+    waves      = ceil(tiles / processors)                            wave quantisation: a partial wave costs a whole
+    arithmetic = waves 2 tm tn (ceil(k / parts) + FILL_K) processors / (peak contraction rate(tm, tn))
+    rate       = (1 + OPERAND (1/256 + 1/128)) / (1 + OPERAND (1/tm + 1/tn))
+
+FILL_K is the small-shape floor: a tile fills its pipeline of operands first and writes its sums last, which takes as
+long as that many more steps along k. ``rate``: smaller tiles load more operands per FLOP. ``parts`` (split-k) divides
+k among tiles and pays for adding up partial sums. As cuBLAS does by its heuristics, the best tile and split are taken.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
 
 from autopart.cost.devices import Device
+
+FILL_K = 96
+"""Steps along k that filling and emptying a tile's pipeline takes: three stages of 32 elements (CUTLASS' default)."""
+OPERAND = 24.0
+"""Weight of loading one operand element against one multiply-add per output row or column of the tile."""
+_TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (32, 64), (64, 32), (32, 32))
+_LARGEST = 1 / 256 + 1 / 128
+_SPLITS = (1, 2, 3, 4, 6, 8, 16)
+_LEAST_SPLIT_K = 256
+_SUM_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of the datasheet's peaks that are reached; above 0, at most 1.
+    """Shares of the datasheet's peaks that are reached; above 0, at most 1. Replaces those of device and link.
 
     contraction: large matrix products in cuBLAS reach 60 to 75 percent of the dense tensor-core peak under a GPU's
     power limit, and MKL about as much of an AVX2 core's.
@@ -33,7 +58,31 @@ class Efficiency:
                 raise ValueError(f"an efficiency is above 0 and at most 1: {self}")
 
 
-DEFAULT = Efficiency()
+@dataclass(frozen=True, slots=True)
+class Product:
+    """``groups`` matrix products of ``m x k`` by ``k x n``."""
+
+    m: int
+    n: int
+    k: int
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.m, self.n, self.k, self.groups) < 1:
+            raise ValueError(f"a matrix product's sizes are at least 1: {self}")
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.groups * self.m * self.n * self.k
+
+    def num_bytes(self, itemsize: int = 2) -> float:
+        """Both factors read and the result written, once."""
+        return float(itemsize * self.groups * (self.m * self.k + self.k * self.n + self.m * self.n))
+
+    @property
+    def backward(self) -> tuple[Product, Product]:
+        """The factors' gradients: ``m x n`` by ``n x k`` and ``k x m`` by ``m x n``."""
+        return Product(self.m, self.k, self.n, self.groups), Product(self.k, self.n, self.m, self.groups)
 
 
 def op_seconds(
@@ -42,15 +91,49 @@ def op_seconds(
     num_bytes: float,
     dtype: str = "float32",
     launches: int = 1,
-    efficiency: Efficiency = DEFAULT,
+    efficiency: Efficiency | None = None,
+    products: tuple[Product, ...] = (),
 ) -> float:
-    """Seconds of an op with ``flops`` in ``dtype`` that reads and writes ``num_bytes``; 0 for a view (neither)."""
-    if flops <= 0 and num_bytes <= 0:
+    """Seconds of an op with ``flops`` in ``dtype`` that reads and writes ``num_bytes``; 0 for a view (neither).
+
+    products: what the FLOPs are, where they are matrix products of known shapes; ``flops`` then counts nothing.
+    """
+    if products:
+        arithmetic = sum(product_seconds(device, product, dtype, efficiency) for product in products)
+    elif flops <= 0 and num_bytes <= 0:
         return 0.0
-    arithmetic = flops / (device.peak(dtype) * efficiency.contraction)
+    else:
+        share = efficiency.contraction if efficiency else device.contraction
+        arithmetic = flops / (device.peak(dtype) * share)
     return max(arithmetic, copy_seconds(device, num_bytes, efficiency)) + launches * device.launch_s
 
 
-def copy_seconds(device: Device, num_bytes: float, efficiency: Efficiency = DEFAULT) -> float:
+def copy_seconds(device: Device, num_bytes: float, efficiency: Efficiency | None = None) -> float:
     """Seconds of moving ``num_bytes`` (read plus written) through the device's memory."""
-    return num_bytes / (device.memory_bandwidth * efficiency.memory)
+    return num_bytes / (device.memory_bandwidth * (efficiency.memory if efficiency else device.memory))
+
+
+def product_seconds(device: Device, product: Product, dtype: str, efficiency: Efficiency | None = None) -> float:
+    """Seconds of a matrix product's arithmetic, without traffic and launch."""
+    rate = device.peak(dtype) * (efficiency.contraction if efficiency else device.contraction)
+    if not device.processors:
+        return product.flops / rate
+    memory = device.memory_bandwidth * (efficiency.memory if efficiency else device.memory)
+    return _tiled_seconds(product, device.processors, rate, memory)
+
+
+@lru_cache(maxsize=65536)
+def _tiled_seconds(product: Product, processors: int, rate: float, memory: float) -> float:
+    best = float("inf")
+    sums = _SUM_BYTES * product.groups * product.m * product.n / memory
+    for rows, columns in _TILES:
+        slowdown = (1 + OPERAND * (1 / rows + 1 / columns)) / (1 + OPERAND * _LARGEST)
+        tiles = product.groups * ceil(product.m / rows) * ceil(product.n / columns)
+        per_step = 2 * rows * columns * processors * slowdown / rate
+        for parts in _SPLITS:
+            if parts > 1 and product.k < parts * _LEAST_SPLIT_K:
+                break
+            steps = ceil(product.k / parts) + FILL_K
+            waves = ceil(tiles * parts / processors)
+            best = min(best, waves * steps * per_step + (2 * parts * sums if parts > 1 else 0.0))
+    return best

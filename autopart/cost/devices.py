@@ -6,7 +6,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -23,6 +23,8 @@ class Device:
 
     kind: "cpu" or "cuda". memory_bytes: of its own memory. peak_flops: FLOP/s of dense contractions by dtype name.
     memory_bandwidth: bytes/s. launch_s: seconds from the start of one small op to the start of the next.
+    processors: streaming multiprocessors, over which a matrix product's tiles are dealt (0: no tiles, as on a CPU).
+    contraction, memory: shares of the peaks that large matrix products and streaming kernels reach.
     """
 
     name: str
@@ -31,6 +33,9 @@ class Device:
     peak_flops: Mapping[str, float] = field(hash=False)
     memory_bandwidth: float
     launch_s: float
+    processors: int = 0
+    contraction: float = 0.65
+    memory: float = 0.8
 
     def __post_init__(self) -> None:
         if self.kind not in ("cpu", "cuda"):
@@ -39,6 +44,10 @@ class Device:
             raise ClusterError(f"device {self.name}: memory and bandwidth are above zero, launch_s is not below")
         if "float32" not in self.peak_flops or min(self.peak_flops.values()) <= 0:
             raise ClusterError(f"device {self.name}: peak_flops has rates above zero, float32 among them")
+        if self.processors < 0 or not 0 < self.contraction <= 1 or not 0 < self.memory <= 1:
+            raise ClusterError(
+                f"device {self.name}: contraction and memory are above 0 and at most 1, processors is not negative"
+            )
 
     def peak(self, dtype: str) -> float:
         """FLOP/s in a dtype ("bfloat16"); float32's rate for dtypes that are not listed."""
@@ -51,16 +60,28 @@ class Link:
 
     bandwidth: bytes/s of one device in one direction. latency_s: seconds of one step.
     rings: how many devices of each node send between nodes at once, which ring collectives profit from.
+    efficiency: share of the bandwidth that is payload. direct: bytes/s between two neighbours where devices are wired
+    to each other instead of to a switch (0: a switch, every pair has the whole bandwidth).
     """
 
     name: str
     bandwidth: float
     latency_s: float
     rings: float = 1.0
+    efficiency: float = 0.8
+    direct: float = 0.0
 
     def __post_init__(self) -> None:
         if self.bandwidth <= 0 or self.latency_s < 0 or self.rings < 1:
             raise ClusterError(f"link {self.name}: bandwidth is above zero, latency not below, rings at least 1")
+        if not 0 < self.efficiency <= 1 or self.direct < 0:
+            raise ClusterError(f"link {self.name}: efficiency is above 0 and at most 1, direct is not negative")
+
+    def among(self, devices: int) -> Link:
+        """The link as a group of that many neighbours has it: without a switch each adds the wires to one more."""
+        if not self.direct or devices < 2:
+            return self
+        return replace(self, bandwidth=min(self.bandwidth, self.direct * (devices - 1)), direct=0.0)
 
     @property
     def ring_bandwidth(self) -> float:
@@ -86,12 +107,15 @@ def device_from_table(name: str, table: Mapping[str, Any]) -> Device:
         {str(key): _number(rate) for key, rate in table["peak_flops"].items()},
         _number(table["memory_bandwidth"]),
         _number(table["launch_s"]),
+        **{key: _number(table[key]) for key in ("contraction", "memory") if key in table},
+        processors=round(_number(table.get("processors", 0))),
     )
 
 
 def link_from_table(name: str, table: Mapping[str, Any]) -> Link:
-    """A link from a TOML table with ``bandwidth`` and ``latency_s``. Raises KeyError, TypeError or ClusterError."""
-    return Link(name, _number(table["bandwidth"]), _number(table["latency_s"]))
+    """A link from a TOML table with the keys of ``devices.toml``. Raises KeyError, TypeError or ClusterError."""
+    more = {key: _number(table[key]) for key in ("efficiency", "direct") if key in table}
+    return Link(name, _number(table["bandwidth"]), _number(table["latency_s"]), **more)
 
 
 def _number(value: object) -> float:

@@ -115,7 +115,7 @@ def search(
     if not ranked:
         raise PlanError("no configuration to search; allow more degrees of parallelism or schedules")
     best: tuple[Degrees, Evaluation[Answer]] | None = None
-    found: list[tuple[Degrees, float, Evaluation[Answer] | str | None]] = []
+    found: list[tuple[Degrees, float, Evaluation[Answer] | InfeasibleError | None]] = []
     for floor, _, config in ranked:
         if best is not None and floor >= best[1].objective and not forced:
             found.append((config, floor, None))
@@ -123,18 +123,18 @@ def search(
         try:
             evaluation = evaluate(config)
         except InfeasibleError as error:
-            found.append((config, floor, str(error)))
+            found.append((config, floor, error))
             continue
         found.append((config, floor, evaluation))
         if best is None or evaluation.objective < best[1].objective:
             best = config, evaluation
     if best is None:
-        raise _none_feasible([(config, outcome) for config, _, outcome in found if isinstance(outcome, str)])
+        raise _none_feasible([(config, outcome) for config, _, outcome in found if isinstance(outcome, InfeasibleError)])
     config, chosen = best
     bounds = [
         floor if outcome is None else max(floor, outcome.bound)
         for _, floor, outcome in found
-        if not isinstance(outcome, str)
+        if not isinstance(outcome, InfeasibleError)
     ]
     bound = min(*bounds, chosen.objective)
     return SearchResult(
@@ -195,25 +195,27 @@ def degrees(
 
 
 def _considered(
-    config: Degrees, floor: float, outcome: Evaluation[Answer] | str | None, chosen: Evaluation[Answer]
+    config: Degrees, floor: float, outcome: Evaluation[Answer] | InfeasibleError | None, chosen: Evaluation[Answer]
 ) -> Considered:
     if outcome is None:
         reason = f"takes at least {floor:.6g} s, the chosen one {chosen.objective:.6g} s"
         return Considered(config, Status.PRUNED, floor, reason)
-    if isinstance(outcome, str):
-        return Considered(config, Status.INFEASIBLE, None, outcome)
+    if isinstance(outcome, InfeasibleError):
+        return Considered(config, Status.INFEASIBLE, None, str(outcome))
     if outcome is chosen:
         return Considered(config, Status.CHOSEN, outcome.objective, "the fastest")
     share = outcome.objective / chosen.objective - 1 if chosen.objective else 0.0
     return Considered(config, Status.SLOWER, outcome.objective, f"{share:.1%} slower than the chosen one")
 
 
-def _none_feasible(failures: Sequence[tuple[Degrees, str]], shown: int = 3) -> InfeasibleError:
-    """failures: in the order of the search, fastest first."""
-    lines = [f"  {config}: {reason}" for config, reason in failures[:shown]]
-    if len(failures) > shown:
-        lines.append(f"  and {len(failures) - shown} more")
-    return InfeasibleError(f"none of {len(failures)} configurations has a plan that fits:\n" + "\n".join(lines))
+def _none_feasible(failures: Sequence[tuple[Degrees, InfeasibleError]]) -> InfeasibleError:
+    """The failure that is closest to fitting speaks for all; failures are in the order of the search, fastest first."""
+    config, closest = min(
+        failures, key=lambda item: math.inf if item[1].excess_bytes is None else item[1].excess_bytes
+    )
+    count = len(failures)
+    which = "the only configuration" if count == 1 else f"none of {count} configurations fits; the closest"
+    return InfeasibleError(f"{which}, {config}: {closest}", closest.excess_bytes)
 
 
 def _divisors(number: int) -> list[int]:

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.sat.python import cp_model
 
+from autopart.report.units import format_bytes
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver.stages_graph import Array, StageGraph, cheapest, smallest_maximum, sums_through
 from autopart.solver.stages_problem import StageProblem, StageSolution
@@ -269,11 +270,13 @@ def _infeasible(problem: StageProblem, graph: StageGraph) -> InfeasibleError:
     named = blocks[0].name if len(blocks) == 1 else f"{blocks[0].name} .. {blocks[-1].name}"
     state = math.fsum(block.state_bytes for block in blocks)
     kept = problem.in_flight[stage] * math.fsum(block.activation_bytes for block in blocks)
+    needed, capacity = problem.stage_bytes(stage, first, last), problem.capacity_bytes[stage]
+    in_flight = problem.in_flight[stage]
     return InfeasibleError(
         f"no cut into {problem.stages} stages fits: in the best one stage {stage} ({named}) holds "
-        f"{problem.stage_bytes(stage, first, last):.0f} bytes, {over:.0f} over its capacity of "
-        f"{problem.capacity_bytes[stage]:.0f}; {state:.0f} of them are parameter state and {kept:.0f} activations of "
-        f"{problem.in_flight[stage]} microbatches. A capacity of {math.ceil(problem.capacity_bytes[stage] + over)} "
-        f"there, and {math.ceil(over)} more bytes on every stage, would do; or more stages, smaller microbatches, "
-        "recomputation"
+        f"{format_bytes(needed)}, {format_bytes(over)} ({over:.0f} bytes) over its capacity of {format_bytes(capacity)}; "
+        f"{format_bytes(state)} of it are parameters with gradients and optimizer state, {format_bytes(kept)} activations "
+        f"of {in_flight} microbatch{'es' if in_flight > 1 else ''} in flight. Devices with "
+        f"{format_bytes(capacity + over)} would do; or more devices, or smaller microbatches",
+        over,
     )

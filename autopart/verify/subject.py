@@ -60,6 +60,7 @@ def prepare(
         if node.op == "call_function" and is_random(node):
             where = node.meta.get("path") or "the model"
             raise VerifyError(f"{where} draws random numbers ({node.target}), so two programs cannot be compared")
+    kwargs = dict(kwargs)
     targets = {TARGETS: kwargs.pop(TARGETS)} if loss_fn is not None else {}
     leaves, structure = flatten({**bind(module.forward, args, kwargs), **targets})
 

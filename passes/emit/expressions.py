@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopart.passes.rules.arguments import words
+
 aten = torch.ops.aten
 
 # Binding strengths, as in Python's grammar.
@@ -65,35 +67,35 @@ _INFIX: dict[Any, tuple[str, int]] = {
 # Ops that are ``torch.<name>`` with the same arguments.
 _TORCH = {
     f"aten.{name}"
-    for name in (
-        "abs.default addmm.default arange.default arange.start arange.start_step argsort.default baddbmm.default "
-        "bmm.default cat.default clamp.default clamp_min.default cos.default cumsum.default diff.default "
-        "einsum.default empty_like.default erf.default exp.default full.default full_like.default gather.default "
-        "log.default logical_and.default logical_not.default logical_or.default matmul.default maximum.default "
-        "minimum.default mm.default ones.default ones_like.default pow.Tensor_Scalar pow.Tensor_Tensor "
-        "reciprocal.default rsqrt.default sigmoid.default sin.default sort.default sqrt.default square.default "
-        "stack.default tanh.default topk.default tril.default triu.default where.self where.ScalarOther "
-        "where.ScalarSelf where.Scalar zeros.default zeros_like.default histc.default index_put.default "
-        "scatter.src select_scatter.default slice_scatter.default cosine_similarity.default"
-    ).split()
+    for name in words("""
+abs.default addmm.default arange.default arange.start arange.start_step argsort.default baddbmm.default
+bmm.default cat.default clamp.default clamp_min.default cos.default cumsum.default diff.default
+einsum.default empty_like.default erf.default exp.default full.default full_like.default gather.default
+log.default logical_and.default logical_not.default logical_or.default matmul.default maximum.default
+minimum.default mm.default ones.default ones_like.default pow.Tensor_Scalar pow.Tensor_Tensor
+reciprocal.default rsqrt.default sigmoid.default sin.default sort.default sqrt.default square.default
+stack.default tanh.default topk.default tril.default triu.default where.self where.ScalarOther
+where.ScalarSelf where.Scalar zeros.default zeros_like.default histc.default index_put.default
+scatter.src select_scatter.default slice_scatter.default cosine_similarity.default
+""")
 }
 # Ops that are ``torch.nn.functional.<name>`` with the same leading arguments.
 _FUNCTIONAL = {
     f"aten.{name}.default"
-    for name in (
-        "linear relu silu softplus mish hardswish hardtanh elu leaky_relu conv1d conv2d conv3d conv_transpose2d "
-        "adaptive_avg_pool2d adaptive_avg_pool1d one_hot glu log_sigmoid"
-    ).split()
+    for name in words("""
+linear relu silu softplus mish hardswish hardtanh elu leaky_relu conv1d conv2d conv3d conv_transpose2d
+adaptive_avg_pool2d adaptive_avg_pool1d one_hot glu log_sigmoid
+""")
 }
 # Ops that are methods of their first argument, with the same further arguments.
 _METHODS = {
     f"aten.{name}"
-    for name in (
-        "transpose.int permute.default unsqueeze.default squeeze.dim squeeze.dims contiguous.default clone.default "
-        "detach.default masked_fill.Scalar masked_fill.Tensor sum.default mean.default any.default all.default "
-        "flip.default roll.default repeat.default view_as.default new_zeros.default new_ones.default "
-        "amax.default max.default min.default unbind.int"
-    ).split()
+    for name in words("""
+transpose.int permute.default unsqueeze.default squeeze.dim squeeze.dims contiguous.default clone.default
+detach.default masked_fill.Scalar masked_fill.Tensor sum.default mean.default any.default all.default
+flip.default roll.default repeat.default view_as.default new_zeros.default new_ones.default
+amax.default max.default min.default unbind.int
+""")
 }
 _SKIPPED_KEYWORDS = ("pin_memory", "layout", "memory_format")
 
@@ -200,7 +202,11 @@ class _Arguments:
 
 def _method(name: str) -> Callable[[_Arguments, str], str | None]:
     """Methods that take sizes as separate arguments."""
-    return lambda a, _: f"{a.at(0).inside(_ATOM)}.{name}({a.sizes(1)})" if not a.node.kwargs and a.node.args[1] else None
+
+    def text(a: _Arguments, _training: str) -> str | None:
+        return None if a.node.kwargs or not a.node.args[1] else f"{a.at(0).inside(_ATOM)}.{name}({a.sizes(1)})"
+
+    return text
 
 
 def _slice(a: _Arguments, _training: str) -> str | None:
@@ -253,6 +259,12 @@ def _dropout(a: _Arguments, training: str) -> str | None:
     return f"F.dropout({a.code(0)}, {a.code(1)}, {training if a.get(2, 'train') else 'False'})"
 
 
+def _other_dropout(a: _Arguments, training: str) -> str | None:
+    """Dropout of whole features, alpha dropout: ``torch`` has them by the op's name."""
+    name = str(a.node.target).split(".")[1]
+    return f"torch.{name}({a.code(0)}, {a.code(1)}, {training if a.get(2, 'train') else 'False'})"
+
+
 def _attention(a: _Arguments, training: str) -> str | None:
     parts = [a.code(0), a.code(1), a.code(2)]
     if a.get(3, "attn_mask") is not None:
@@ -296,7 +308,7 @@ def _batch_norm(a: _Arguments, training: str) -> str | None:
 
 def _gelu(a: _Arguments, _training: str) -> str | None:
     kind = a.get(1, "approximate", "none")
-    return f'F.gelu({a.code(0)}{f", approximate={chr(34)}{kind}{chr(34)}" if kind != "none" else ""})'
+    return f"F.gelu({a.code(0)}{f', approximate={chr(34)}{kind}{chr(34)}' if kind != 'none' else ''})"
 
 
 def _pad(a: _Arguments, _training: str) -> str | None:
@@ -332,6 +344,9 @@ _SPECIAL: Mapping[Any, Callable[[_Arguments, str], str | None]] = {
     aten.log_softmax.int: _softmax("log_softmax"),
     aten.layer_norm.default: _layer_norm,
     aten.dropout.default: _dropout,
+    aten.feature_dropout.default: _other_dropout,
+    aten.alpha_dropout.default: _other_dropout,
+    aten.feature_alpha_dropout.default: _other_dropout,
     aten.scaled_dot_product_attention.default: _attention,
     aten.embedding.default: _embedding,
     aten.cross_entropy_loss.default: _cross_entropy,

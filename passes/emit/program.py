@@ -14,7 +14,8 @@ from torch import fx
 
 from autopart.passes import graph as graphs
 from autopart.passes.batch import BatchSplit
-from autopart.passes.emit.source import StageSource, totals_source
+from autopart.passes.emit.source import StageSource
+from autopart.passes.emit.totals import totals_source
 from autopart.passes.partition import Crossing, StageGraph
 from autopart.passes.program import Program, Role, TensorInfo
 from autopart.passes.shard import Axes, Placements, local_extents
@@ -78,7 +79,8 @@ def emit_program(
     layout: Layout,
 ) -> Emitted:
     """Sources and manifest. ``graphs_by_stage``: one rank's graph per stage (shard_stage)."""
-    homes = _homes(program, graphs_by_stage)
+    totals_buffers = _names(split.totals, Role.BUFFER) if split.totals is not None else ()
+    homes = _homes(program, graphs_by_stage, totals_buffers)
     files: dict[str, str] = {}
     specs: list[StageSpec] = []
     for stage, graph in zip(stages, graphs_by_stage, strict=True):
@@ -92,6 +94,7 @@ def emit_program(
             len(stage.sends) + len(stage.outputs),
             stage.updates,
             layout.recompute,
+            f"stage_{stage.index}",
         )
         files[name] = source.write()
         roles = {role: _names(graph, role) for role in (Role.INPUT, Role.RECEIVED, Role.TOTAL)}
@@ -110,7 +113,7 @@ def emit_program(
     totals_inputs: tuple[str, ...] = ()
     if split.totals is not None:
         totals_inputs = _names(split.totals, Role.INPUT)
-        files["totals.py"] = totals_source(split.totals, split.total_names, totals_inputs)
+        files["totals.py"] = totals_source(split.totals, split.total_names)
     manifest = Manifest(
         fingerprint=program.fingerprint,
         world_size=sum(len(devices) for devices in layout.devices),
@@ -126,6 +129,7 @@ def emit_program(
         loss=program.loss,
         totals=split.total_names,
         totals_inputs=totals_inputs,
+        totals_buffers=totals_buffers,
         output_structure=program.output_structure,
         batch_splittable=not split.flaw,
         imports=program.imports,
@@ -138,13 +142,22 @@ def _names(graph: fx.Graph, role: Role) -> tuple[str, ...]:
     return tuple(node.meta["name"] for node in graph.nodes if node.op == "placeholder" and node.meta["role"] is role)
 
 
-def _homes(program: Program, stage_graphs: Sequence[fx.Graph]) -> dict[str, tuple[int, ...]]:
-    """The stages that hold each parameter and buffer; one that nothing uses is kept on the first."""
+def _homes(
+    program: Program, stage_graphs: Sequence[fx.Graph], totals_buffers: Sequence[str]
+) -> dict[str, tuple[int, ...]]:
+    """The stages that hold each parameter and buffer; one that nothing uses is kept on the first.
+
+    Stages that use totals hold the buffers that totals are computed from.
+    """
     found: dict[str, list[int]] = {name: [] for name in program.tensors}
     for index, graph in enumerate(stage_graphs):
         for role in (Role.PARAMETER, Role.BUFFER):
             for name in _names(graph, role):
                 found[name].append(index)
+        if _names(graph, Role.TOTAL):
+            for name in totals_buffers:
+                if index not in found[name]:
+                    found[name].append(index)
     return {name: tuple(stages) or (0,) for name, stages in found.items()}
 
 
@@ -166,8 +179,7 @@ def _values(
 ) -> list[ValueSpec]:
     specs = []
     for crossing in crossings:
-        output = next(node for node in stage_graphs[crossing.source].nodes if node.op == "output")
-        node = output.args[0][stages[crossing.source].sends.index(crossing.name)]
+        node = graphs.results(stage_graphs[crossing.source])[stages[crossing.source].sends.index(crossing.name)]
         sizes = local_extents(node.meta["val"], node.meta["placements"], axes)
         specs.append(
             ValueSpec(

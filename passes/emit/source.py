@@ -3,147 +3,21 @@
 from __future__ import annotations
 
 import keyword
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from autopart.passes import graph as graphs
-from autopart.passes.blocks import is_random
-from autopart.passes.emit.expressions import Printer, Text
+from autopart.passes.emit.expressions import Text
+from autopart.passes.emit.functions import Function, Names
 from autopart.passes.emit.layers import Run, find_runs
+from autopart.passes.emit.wrapping import LIMIT, wrapped
 from autopart.passes.program import Role, TensorInfo
 from autopart.passes.shard import Axes, local_extents
-from autopart.passes.sizes import extent
-
-_LINE = 118
-_LONGEST_EXPRESSION = 64
-_RESERVED = {"b", "B", "self", "torch", "nn", "F", "Tensor", "collectives", "Namespace", "parameter", "buffer", "Mesh"}
-
-
-def identifier(text: str) -> str:
-    """A Python name made from any text."""
-    name = re.sub(r"\W", "_", text)
-    if not name or name[0].isdigit():
-        name = f"_{name}"
-    return f"{name}_" if keyword.iskeyword(name) or name in _RESERVED else name
-
-
-@dataclass(slots=True)
-class _Names:
-    """Names in one function, each used once."""
-
-    taken: dict[str, int] = field(default_factory=dict)
-
-    def fresh(self, wanted: str) -> str:
-        wanted = identifier(wanted)
-        count = self.taken.get(wanted, 0)
-        self.taken[wanted] = count + 1
-        if not count:
-            return wanted
-        return self.fresh(f"{wanted}_{count}")
-
-
-def _wanted(node: fx.Node) -> str:
-    """What to call a value: the module that made it, for ops with weights; else the op."""
-    target = node.target
-    operation = target.name().split("::")[1].split(".")[0] if isinstance(target, torch._ops.OpOverload) else node.name
-    if "transition" in node.meta:
-        return str(node.meta["transition"][1].name)
-    weighted = any(item.op == "placeholder" and item.meta["role"] is Role.PARAMETER for item in node.all_input_nodes)
-    last = graphs.module_path(node).rpartition(".")[2]
-    if weighted and last and not last.isdigit() and operation not in ("transpose", "to", "mul", "add"):
-        return last
-    return {"scaled_dot_product_attention": "attention", "split_with_sizes": "split"}.get(operation, operation)
-
-
-class _Function:
-    """Statements of one forward: a layer's, or the part of the stage's outside of layers."""
-
-    def __init__(self, axes: Axes, tensors: Mapping[str, str], names: _Names, indent: str = "        "):
-        self.tensors = tensors  # placeholder name -> attribute expression
-        self.axes = axes
-        self.names = names
-        self.indent = indent
-        self.lines: list[str] = []
-        self.texts: dict[fx.Node, Text] = {}
-        self.used_axes: dict[str, None] = {}
-        self.uses_batch: dict[str, None] = {}
-        self.random_calls = 0
-        self.printer = Printer("self._mesh.device", "self.training")
-
-    def name(self, node: fx.Node) -> Text:
-        if node in self.texts:
-            return self.texts[node]
-        if node.op == "placeholder" and node.meta["role"] in (Role.BATCH, Role.GLOBAL_BATCH):
-            self.uses_batch[node.meta["name"]] = None
-            return Text(node.meta["name"])
-        assert node.op == "call_function", f"{node} is not known where it is used"
-        return self.printer.text(node, self.name)  # a size: written where it is used
-
-    def statement(self, node: fx.Node) -> None:
-        """Writes a node: kept for its only reader if it is short, else assigned to a variable."""
-        if not graphs.is_tensor(node) and not graphs.is_op(node):
-            return
-        if graphs.is_getitem(node):
-            self.texts[node] = self.printer.text(node, self.name)
-            return
-        if "transition" in node.meta:
-            axis = node.meta["transition"][0]
-            self.used_axes[axis] = None
-            source, _ = node.args
-            rest = "".join(f", {key}={self._argument(value)}" for key, value in node.kwargs.items())
-            call = f"collectives.{node.meta['transition'][1].name}({self.name(source).code}, {axis}{rest})"  # type: ignore[arg-type]
-            self.assign(node, call)
-            return
-        text = self.printer.text(node, self.name)
-        if is_random(node):
-            self.random_calls += 1
-            over = [*self._sample_axes(node), *self._sharded_axes(node)]
-            listed = str(tuple(over)).replace("'", '"')
-            self.lines.append(
-                f"with self._mesh.random(self._path, {self.random_calls}, over={listed}, training=self.training):"
-            )
-            self.assign(node, text.code, "    ")
-            return
-        if self._inline(node, text):
-            self.texts[node] = text
-        else:
-            self.assign(node, text.code)
-
-    def _argument(self, value: object) -> str:
-        return self.name(value).code if isinstance(value, fx.Node) else repr(value)
-
-    def assign(self, node: fx.Node, code: str, indent: str = "") -> None:
-        name = self.names.fresh(_wanted(node))
-        self.lines.append(f"{indent}{name} = {code}")
-        self.texts[node] = Text(name)
-
-    def _inline(self, node: fx.Node, text: Text) -> bool:
-        """Whether to write the expression inside its only reader: cheap to read, computed at the same place."""
-        if len(node.users) != 1 or len(text.code) > _LONGEST_EXPRESSION or not graphs.is_tensor(node):
-            return False
-        (user,) = node.users
-        if user.op != "call_function" or graphs.is_getitem(user) or user not in self.scope:
-            return False
-        return "transition" not in user.meta and sum(item is node for item in graphs.input_nodes(user)) == 1
-
-    scope: set[fx.Node] = set()
-
-    def _sample_axes(self, node: fx.Node) -> list[str]:
-        sizes = [extent(size) for value in graphs.outputs(node) for size in value.fake.shape]
-        return ["dp"] if any(size is None or size.batched for size in sizes) else []
-
-    def _sharded_axes(self, node: fx.Node) -> list[str]:
-        placements = node.meta["placements"]
-        return [name for (name, _), placement in zip(self.axes, placements, strict=True) if placement.is_shard]
-
-    def body(self) -> list[str]:
-        """All lines, indented; the mesh axes first."""
-        first = [f'{axis} = self._mesh["{axis}"]' for axis in self.used_axes]
-        return [f"{self.indent}{line}" for line in [*first, *self.lines]]
+from autopart.runtime.manifest import argument_name
+from autopart.runtime.namespace import Namespace
 
 
 @dataclass(slots=True)
@@ -161,6 +35,7 @@ class StageSource:
 
     graph: one rank's graph (:func:`autopart.passes.shard.shard_stage`). tensors: parameters and buffers that the stage
     holds, in the order they are registered. heading: first lines of the file's docstring.
+    path: a name of the stage, different for every stage: random numbers outside of layers are drawn under it.
     recompute: keep only the layers' inputs for the backward, and run each layer's forward again there.
     results: (sends + outputs) count; what follows in the graph's output are new values of the buffers ``updates``.
     """
@@ -174,32 +49,31 @@ class StageSource:
         results: int,
         updates: Sequence[str],
         recompute: bool = False,
+        path: str = "",
     ):
-        self.recompute = recompute
+        self.recompute, self.path = recompute, path
         self.graph, self.axes, self.tensors, self.heading = graph, axes, tensors, heading
         self.results, self.updates = results, updates
-        self.output = next(node for node in graph.nodes if node.op == "output")
+        self.returned = graphs.results(graph)
         self.classes: dict[str, _LayerClass] = {}
         self.layers: dict[str, str] = {}  # path -> class name
         self.imports_checkpoint = False
 
     def write(self) -> str:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
-        arguments = [
-            node for node in placeholders if node.meta["role"] in (Role.INPUT, Role.RECEIVED, Role.TOTAL)
-        ]
+        arguments = [node for node in placeholders if node.meta["role"] in (Role.INPUT, Role.RECEIVED, Role.TOTAL)]
         held = [node for node in placeholders if node.meta["role"] in (Role.PARAMETER, Role.BUFFER)]
         attributes = {node: _attribute("self", node.meta["name"]) for node in held}
-        names = _Names()
+        names = Names()
         for node in arguments:
-            names.fresh(node.meta["name"])
-        main = _Function(self.axes, {}, names)
+            names.fresh(argument_name(node.meta["name"]))
+        main = Function(self.axes, names)
         for node in arguments:
-            main.texts[node] = Text(identifier(node.meta["name"]))
+            main.texts[node] = Text(argument_name(node.meta["name"]))
         for node, expression in attributes.items():
             main.texts[node] = Text(expression)
         statements = [node for node in self.graph.nodes if node.op == "call_function"]
-        tensors = [node for node in statements if graphs.is_tensor(node) or graphs.is_op(node)]
+        tensors = _with_items_behind(node for node in statements if graphs.is_tensor(node) or graphs.is_op(node))
         for run in find_runs(tensors):
             if run.path and len(run.nodes) > 2:
                 self._layer(run, main, attributes)
@@ -207,35 +81,42 @@ class StageSource:
                 main.scope = set(run.nodes)
                 for node in run.nodes:
                     main.statement(node)
-        returned = [main.name(node).code for node in self.output.args[0][: self.results]]  # type: ignore[index]
+        returned = [main.name(node).code for node in self.returned[: self.results]]
         if self.updates:
             main.lines.append("if self.training:")
             main.lines.append("    with torch.no_grad():")
-            for name, node in zip(self.updates, self.output.args[0][self.results :], strict=True):  # type: ignore[index]
+            for name, node in zip(self.updates, self.returned[self.results :], strict=True):
                 main.lines.append(f"        {_attribute('self', name)}.copy_({main.name(node).code})")
         main.lines.append(f"return ({', '.join(returned)}{',' if len(returned) == 1 else ''})")
-        signature = ", ".join(["b: int", "B: int", *(f"{identifier(node.meta['name'])}: Tensor" for node in arguments)])
+        signature = ", ".join(
+            ["b: int", "B: int", *(f"{argument_name(node.meta['name'])}: Tensor" for node in arguments)]
+        )
         forward = _definition("forward", f"self, *, {signature}", "tuple[Tensor, ...]")
+        body = wrapped(main.body())
         text = [*self._header(), *self._class_texts()]
         text += ["class Stage(Namespace):", *_docstring(self.heading, "    "), ""]
-        text += ["    def __init__(self, mesh: Mesh) -> None:", "        super().__init__()", "        self._mesh = mesh"]
-        text += ['        self._path = ""', *self._constructor(), "", *forward, *main.body(), ""]
+        text += [
+            "    def __init__(self, mesh: Mesh) -> None:",
+            "        super().__init__()",
+            "        self._mesh = mesh",
+        ]
+        text += [f'        self._path = "{self.path}"', *self._constructor(), "", *forward, *body, ""]
         return "\n".join(text)
 
     # -- layers ---------------------------------------------------------------------------------------------------
 
-    def _layer(self, run: Run, main: _Function, attributes: Mapping[fx.Node, str]) -> None:
+    def _layer(self, run: Run, main: Function, attributes: Mapping[fx.Node, str]) -> None:
         """Writes a run as a call of its layer's class."""
         inside = set(run.nodes)
         prefix = f"{run.path}."
-        names = _Names()
-        function = _Function(self.axes, {}, names)
+        names = Names()
+        function = Function(self.axes, names)
         function.scope = inside
         parameters: list[tuple[str, fx.Node]] = []
         held: dict[str, fx.Node] = {}
         for node in run.nodes:
-            for source in node.all_input_nodes:
-                if source in inside or source in function.texts or not graphs.is_tensor(source):
+            for source in _tensors_read(node):
+                if source in inside or source in function.texts:
                     continue
                 if source in attributes and str(source.meta["name"]).startswith(prefix):
                     relative = str(source.meta["name"]).removeprefix(prefix)
@@ -253,11 +134,14 @@ class StageSource:
             if graphs.is_tensor(node) and any(user not in inside for user in node.users if user.op != "placeholder")
         ]
         codes = [function.name(node).code for node in leaving]
-        function.lines.append(f"return {', '.join(codes)}")
+        if codes:
+            function.lines.append(f"return {', '.join(codes)}")
         batch = list(function.uses_batch)
         signature = ", ".join([*(f"{name}: int" for name in batch), *(f"{name}: Tensor" for name, _ in parameters)])
-        returns = "Tensor" if len(leaving) == 1 else f"tuple[{', '.join(['Tensor'] * len(leaving))}]"
-        constructor = self._tree({name: node for name, node in held.items()}, prefix)
+        returns = (
+            ("None", "Tensor")[len(leaving)] if len(leaving) < 2 else f"tuple[{', '.join(['Tensor'] * len(leaving))}]"
+        )
+        constructor = self._tree(held, prefix)
         lines = [
             "    def __init__(self, mesh: Mesh, path: str) -> None:",
             "        super().__init__()",
@@ -265,26 +149,25 @@ class StageSource:
             *constructor,
             "",
             *_definition("forward", f"self, {signature}" if signature else "self", returns),
-            *function.body(),
+            *wrapped(function.body()),
         ]
         text = "\n".join(lines)
         layer = self.classes.get(text)
         if layer is None:
-            layer = self.classes[text] = _LayerClass(
-                self._class_name(run.path), text, [], tuple(held)
-            )
+            layer = self.classes[text] = _LayerClass(self._class_name(run.path), text, [], tuple(held))
         layer.paths.append(run.path)
         self.layers[run.path] = layer.name
         for name in batch:
             main.uses_batch[name] = None
-        passed = ", ".join([*batch, *(main.name(source).code for _, source in parameters)])
+        passed = [*batch, *(main.name(source).code for _, source in parameters)]
         results = [main.names.fresh(_layer_result(node, run.path)) for node in leaving]
-        call = f"{_attribute('self', run.path)}({passed})"
+        layer_name = _attribute("self", run.path)
+        call = f"{layer_name}({', '.join(passed)})"
         # a second forward would update running statistics twice
         if self.recompute and not any("batch_norm" in str(node.target) for node in run.nodes):
-            call = f"checkpoint({_attribute('self', run.path)}, {passed}, use_reentrant=False)"
+            call = f"checkpoint({', '.join([layer_name, *passed, 'use_reentrant=False'])})"
             self.imports_checkpoint = True
-        main.lines.append(f"{', '.join(results)} = {call}")
+        main.lines.append(f"{', '.join(results)} = {call}" if results else call)
         for node, result in zip(leaving, results, strict=True):
             main.texts[node] = Text(result)
 
@@ -315,7 +198,11 @@ class StageSource:
             if node.op == "placeholder" and node.meta["role"] in (Role.PARAMETER, Role.BUFFER)
         }
         held = {name: nodes.get(name) for name in self.tensors}
-        inside = {name for name in held if any(name.startswith(f"{path}.") and self._owned(path, name) for path in self.layers)}
+        inside = {
+            name
+            for name in held
+            if any(name.startswith(f"{path}.") and self._owned(path, name) for path in self.layers)
+        }
         return self._tree({name: node for name, node in held.items() if name not in inside}, "", self.layers)
 
     def _owned(self, path: str, name: str) -> bool:
@@ -351,7 +238,9 @@ class StageSource:
             containers(name)
             if name in layers:
                 # the class makes the containers of what it holds itself
-                made.update(f"{name}.{inner}" for held_name in self._class_of(name).held for inner in _containers(held_name))
+                made.update(
+                    f"{name}.{inner}" for held_name in self._class_of(name).held for inner in _containers(held_name)
+                )
                 made.add(name)
                 lines.append(f'        {_attribute("self", name)} = {layers[name]}(mesh, "{name}")')
             else:
@@ -373,11 +262,8 @@ class StageSource:
         return f"{'buffer' if info.buffer else 'parameter'}({', '.join([*shape, *options])})"
 
     def _header(self) -> list[str]:
-        imports = ["Mesh", "Namespace"]
-        for name in ("buffer", "parameter"):
-            if any(info.buffer == (name == "buffer") for info in self.tensors.values()):
-                imports.append(name)
-        imports.append("collectives")
+        kinds = {"buffer" if info.buffer else "parameter" for info in self.tensors.values()}
+        imports = ["Mesh", "Namespace", "collectives", *kinds]
         return [
             *_docstring(self.heading, ""),
             "",
@@ -394,11 +280,30 @@ class StageSource:
         ]
 
 
+def _with_items_behind(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The nodes in order, the ``getitem`` nodes of an op directly behind it."""
+    ordered: list[fx.Node] = []
+    for node in nodes:
+        if not graphs.is_getitem(node):
+            ordered.append(node)
+            ordered.extend(user for user in node.users if graphs.is_getitem(user))
+    return ordered
+
+
+def _tensors_read(node: fx.Node) -> Iterable[fx.Node]:
+    """The tensors that a node reads, also through sizes."""
+    for source in node.all_input_nodes:
+        if graphs.is_tensor(source) or graphs.is_op(source):
+            yield source
+        else:
+            yield from _tensors_read(source)
+
+
 def _attribute(root: str, path: str) -> str:
     """``self.h["0"].weight``: attributes where Python has a name for them and nn.Module does not use it itself."""
     text = root
     for part in path.split("."):
-        plain = part.isidentifier() and not keyword.iskeyword(part) and not hasattr(nn.Module, part)
+        plain = part.isidentifier() and not keyword.iskeyword(part) and not hasattr(Namespace, part)
         text += f".{part}" if plain and part not in ("_mesh", "_path", "training") else f'["{part}"]'
     return text
 
@@ -434,41 +339,6 @@ def _docstring(lines: Sequence[str], indent: str) -> list[str]:
 
 def _definition(name: str, signature: str, returns: str) -> list[str]:
     line = f"    def {name}({signature}) -> {returns}:"
-    if len(line) <= _LINE:
+    if len(line) <= LIMIT:
         return [line]
     return [f"    def {name}(", *(f"        {part}," for part in signature.split(", ")), f"    ) -> {returns}:"]
-
-
-def totals_source(graph: fx.Graph, names: Sequence[str], inputs: Sequence[str]) -> str:
-    """``totals.py``: the function that computes the whole batch's totals from its inputs."""
-    taken = _Names()
-    function = _Function((), {}, taken, "    ")
-    arguments = [node for node in graph.nodes if node.op == "placeholder" and node.meta["role"] is Role.INPUT]
-    assert [node.meta["name"] for node in arguments] == list(inputs)
-    for node in arguments:
-        function.texts[node] = Text(taken.fresh(node.meta["name"]))
-    first = function.texts[arguments[0]].code
-    function.printer = Printer(f"{first}.device", "True")
-    nodes = [node for node in graph.nodes if node.op == "call_function"]
-    function.scope = set(nodes)
-    for node in nodes:
-        function.statement(node)
-    output = next(node for node in graph.nodes if node.op == "output")
-    codes = [function.name(node).code for node in output.args[0]]
-    function.lines.append(f"return ({', '.join(codes)},)")
-    signature = ", ".join(["b: int", "B: int", *(f"{function.texts[node].code}: Tensor" for node in arguments)])
-    return "\n".join(
-        [
-            '"""Values of the whole batch that every stage divides by: computed once per step, from the inputs."""',
-            "",
-            "import torch",
-            "import torch.nn.functional as F",
-            "from torch import Tensor",
-            "",
-            "",
-            f"def totals(*, {signature}) -> tuple[Tensor, ...]:",
-            f'    """Returns {", ".join(names)} of a batch of b samples."""',
-            *function.body(),
-            "",
-        ]
-    )

@@ -1,0 +1,133 @@
+"""Statements of one emitted function, and the names in it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autopart.passes import graph as graphs
+from autopart.passes.blocks import is_random
+from autopart.passes.emit.expressions import Printer, Text
+from autopart.passes.program import Role
+from autopart.passes.shard import Axes
+from autopart.passes.sizes import extent
+from autopart.runtime.manifest import argument_name
+
+_LONGEST_EXPRESSION = 64
+
+
+@dataclass(slots=True)
+class Names:
+    """Names in one function, each used once."""
+
+    taken: dict[str, int] = field(default_factory=dict)
+
+    def fresh(self, wanted: str) -> str:
+        wanted = argument_name(re.sub(r"\W", "_", wanted))
+        count = self.taken.get(wanted, 0)
+        self.taken[wanted] = count + 1
+        if not count:
+            return wanted
+        return self.fresh(f"{wanted}_{count}")
+
+
+def _wanted(node: fx.Node) -> str:
+    """What to call a value: the module that made it, for ops with weights; else the op."""
+    target = node.target
+    operation = target.name().split("::")[1].split(".")[0] if isinstance(target, torch._ops.OpOverload) else node.name
+    if "transition" in node.meta:
+        return str(node.meta["transition"][1].name)
+    weighted = any(item.op == "placeholder" and item.meta["role"] is Role.PARAMETER for item in node.all_input_nodes)
+    last = graphs.module_path(node).rpartition(".")[2]
+    if weighted and last and not last.isdigit() and operation not in ("transpose", "to", "mul", "add"):
+        return last
+    return {"scaled_dot_product_attention": "attention", "split_with_sizes": "split"}.get(operation, operation)
+
+
+class Function:
+    """Statements of one forward: a layer's, or the part of the stage's outside of layers."""
+
+    def __init__(self, axes: Axes, names: Names, indent: str = "        ", device: str = "self._mesh.device"):
+        self.axes = axes
+        self.names = names
+        self.indent = indent
+        self.lines: list[str] = []
+        self.texts: dict[fx.Node, Text] = {}
+        self.used_axes: dict[str, str] = {}  # axis -> variable
+        self.uses_batch: dict[str, None] = {}
+        self.random_calls = 0
+        self.scope: set[fx.Node] = set()
+        self.printer = Printer(device, "self.training")
+
+    def name(self, node: fx.Node) -> Text:
+        if node in self.texts:
+            return self.texts[node]
+        if node.op == "placeholder" and node.meta["role"] in (Role.BATCH, Role.GLOBAL_BATCH):
+            self.uses_batch[node.meta["name"]] = None
+            return Text(node.meta["name"])
+        assert node.op == "call_function", f"{node} is not known where it is used"
+        return self.printer.text(node, self.name)  # a size: written where it is used
+
+    def statement(self, node: fx.Node) -> None:
+        """Writes a node: kept for its only reader if it is short, else assigned to a variable."""
+        if not graphs.is_tensor(node) and not graphs.is_op(node):
+            return
+        if graphs.is_getitem(node):
+            self.texts[node] = self.printer.text(node, self.name)
+            return
+        if "transition" in node.meta:
+            axis = node.meta["transition"][0]
+            if axis not in self.used_axes:
+                self.used_axes[axis] = self.names.fresh(axis)
+            (source,) = node.all_input_nodes[:1]
+            rest = "".join(f", {key}={self._argument(value)}" for key, value in node.kwargs.items())
+            call = f"{self.name(source).code}, {self.used_axes[axis]}{rest}"
+            self.assign(node, f"collectives.{node.meta['transition'][1].name}({call})")
+            return
+        text = self.printer.text(node, self.name)
+        if is_random(node):
+            self.random_calls += 1
+            over = [*self._sample_axes(node), *self._sharded_axes(node)]
+            listed = str(tuple(over)).replace("'", '"')
+            self.lines.append(
+                f"with self._mesh.random(self._path, {self.random_calls}, over={listed}, training=self.training):"
+            )
+            self.assign(node, text.code, "    ")
+            return
+        if self._inline(node, text):
+            self.texts[node] = text
+        else:
+            self.assign(node, text.code)
+
+    def _argument(self, value: object) -> str:
+        return self.name(value).code if isinstance(value, fx.Node) else repr(value)
+
+    def assign(self, node: fx.Node, code: str, indent: str = "") -> None:
+        name = self.names.fresh(_wanted(node))
+        self.lines.append(f"{indent}{name} = {code}")
+        self.texts[node] = Text(name)
+
+    def _inline(self, node: fx.Node, text: Text) -> bool:
+        """Whether to write the expression inside its only reader: cheap to read, computed at the same place."""
+        if len(node.users) != 1 or len(text.code) > _LONGEST_EXPRESSION or not graphs.is_tensor(node):
+            return False
+        (user,) = node.users
+        if user.op != "call_function" or graphs.is_getitem(user) or user not in self.scope:
+            return False
+        return "transition" not in user.meta and sum(item is node for item in graphs.input_nodes(user)) == 1
+
+    def _sample_axes(self, node: fx.Node) -> list[str]:
+        sizes = [extent(size) for value in graphs.outputs(node) for size in value.fake.shape]
+        return ["dp"] if any(size is None or size.batched for size in sizes) else []
+
+    def _sharded_axes(self, node: fx.Node) -> list[str]:
+        placements = node.meta["placements"]
+        return [name for (name, _), placement in zip(self.axes, placements, strict=True) if placement.is_shard]
+
+    def body(self) -> list[str]:
+        """All lines, indented; the mesh axes first."""
+        first = [f'{name} = self._mesh["{axis}"]' for axis, name in self.used_axes.items()]
+        return [f"{self.indent}{line}" for line in [*first, *self.lines]]

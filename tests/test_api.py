@@ -1,0 +1,271 @@
+"""``parallelize`` as a training script uses it, over real processes."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopart
+from autopart.runtime.errors import BatchError, ClusterError, InputError, PlanError
+from launch import ChildFailure, launch
+
+
+class Regression(nn.Module):
+    """Two layers and a loss inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"width": 8}
+        self.first, self.drop, self.second = nn.Linear(6, 8), nn.Dropout(0.0), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> dict[str, Tensor]:
+        output = self.second(self.drop(torch.tanh(self.first(x))))
+        return {"loss": nn.functional.mse_loss(output, y), "output": output}
+
+
+def build() -> Regression:
+    torch.manual_seed(0)
+    return Regression().double()
+
+
+def batch(samples: int = 8) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "x": torch.randn(samples, 6, generator=generator, dtype=torch.float64),
+        "y": torch.randn(samples, 3, generator=generator, dtype=torch.float64),
+    }
+
+
+def train(model: nn.Module, steps: int = 3) -> list[float]:
+    """The optimizer is made before the first call, as an ordinary script does."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = model(**batch())["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def in_parallel(limits: dict[str, Any], disagree: bool = False) -> tuple[list[float], dict[str, Tensor], Tensor]:
+    model = build()
+    if disagree and torch.distributed.get_rank() > 0:
+        nn.init.normal_(model.first.weight)
+    parallel = autopart.parallelize(model, verbose=False, **limits)
+    losses = train(parallel)
+    state = parallel.state_dict()
+    parallel.eval()
+    return losses, state, parallel(**batch())["output"]
+
+
+@pytest.mark.parametrize(
+    ("processes", "limits"),
+    [(1, {}), (2, {"pp": 2, "microbatches": 2}), (2, {"dp": 2}), (2, {"tp": 2}), (4, {})],
+)
+def test_a_script_with_one_more_line(processes: int, limits: dict[str, Any]) -> None:
+    plain = build()
+    expected = train(plain)
+    for losses, state, output in launch(in_parallel, processes, limits):
+        assert losses == pytest.approx(expected, rel=1e-9)
+        assert state.keys() == plain.state_dict().keys()
+        for name, tensor in plain.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(output, plain.eval()(**batch())["output"], rtol=1e-9, atol=1e-12)
+
+
+def test_ranks_start_from_the_first_ranks_weights() -> None:
+    expected = train(build())
+    for losses, _, _ in launch(in_parallel, 2, {"dp": 2}, True):
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def test_before_the_first_call_it_is_the_original() -> None:
+    model = build()
+    parallel = autopart.parallelize(model, verbose=False)
+    assert [name for name, _ in parallel.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert parallel.config == {"width": 8}
+    before = {id(parameter) for parameter in parallel.parameters()}
+    parallel(**batch())
+    assert {id(parameter) for parameter in parallel.parameters()} == before, "the optimizer's own objects"
+    with pytest.raises(AttributeError):
+        parallel.first  # noqa: B018
+
+
+def test_gradients_accumulate_and_scale() -> None:
+    plain, parallel = build(), autopart.parallelize(build(), verbose=False)
+    for model in (plain, parallel):
+        for factor in (0.25, 3.0):
+            (model(**batch())["loss"] * factor).backward()
+    for (name, expected), (other, found) in zip(plain.named_parameters(), parallel.named_parameters(), strict=True):
+        assert name == other
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_a_separate_loss() -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+    data, plain = batch(), make()
+    parallel = autopart.parallelize(make(), loss_fn=nn.MSELoss(), verbose=False)
+    result = parallel(data["x"], targets=data["y"])
+    expected = nn.functional.mse_loss(plain(data["x"]), data["y"])
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    expected.backward()
+    result.loss.backward()
+    for one, two in zip(plain.parameters(), parallel.parameters(), strict=True):
+        torch.testing.assert_close(two.grad, one.grad, rtol=1e-9, atol=1e-12)
+
+
+def users_loss(limits: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    parallel = autopart.parallelize(model, verbose=False, **limits)
+    data = batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        output = parallel(data["x"])
+    # mixes samples: only the whole batch's outputs give this
+    loss = (output - data["y"]).square().mean() + output.std(0).sum()
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    loss.backward()
+    optimizer.step()
+    return loss.item(), parallel.state_dict()
+
+
+@pytest.mark.parametrize("limits", [{"dp": 2, "microbatches": 2}, {"pp": 2, "microbatches": 2}, {"tp": 2}])
+def test_a_loss_that_the_script_computes_from_the_outputs(limits: dict[str, Any]) -> None:
+    loss, state = users_loss({})
+    for other, found in launch(users_loss, 2, limits):
+        assert other == pytest.approx(loss, rel=1e-9)
+        for name, tensor in state.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+class Noisy(nn.Module):
+    """Computes something else in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3).double()
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        output = self.linear(x * 2.0 if self.training else x)
+        return {"loss": nn.functional.mse_loss(output, y)}
+
+
+def test_a_model_that_branches_on_training_is_not_evaluated_silently() -> None:
+    parallel = autopart.parallelize(Noisy(), verbose=False)
+    parallel(**batch())["loss"].backward()
+    parallel.eval()
+    with pytest.raises(InputError, match="evaluation mode"):
+        parallel(**batch())
+
+
+def test_wrong_inputs_are_named() -> None:
+    parallel = autopart.parallelize(build(), verbose=False)
+    parallel(**batch())
+    data = batch()
+    with pytest.raises(InputError, match=r"x.*\[8, 5\]|\[8, 5\]"):
+        parallel(x=data["x"][:, :5], y=data["y"])
+    with pytest.raises(InputError, match="y"):
+        parallel(data["x"])
+
+
+def call_with(limits: dict[str, Any], samples: int = 8) -> None:
+    autopart.parallelize(build(), verbose=False, **limits)(**batch(samples))
+
+
+def test_a_batch_that_does_not_divide() -> None:
+    with pytest.raises(ChildFailure, match="batch of 7 does not divide"):
+        launch(call_with, 2, {"dp": 2}, 7)
+
+
+def later_batch() -> str:
+    parallel = autopart.parallelize(build(), verbose=False, dp=2, microbatches=2)
+    parallel(**batch(8))
+    try:
+        parallel(**batch(6))
+    except BatchError as error:
+        return str(error)
+    return ""
+
+
+def test_a_later_batch_that_does_not_divide() -> None:
+    for message in launch(later_batch, 2):
+        assert "6" in message and "4" in message
+
+
+def test_a_cluster_of_another_size() -> None:
+    with pytest.raises(ClusterError, match="4 devices, but this job has 1"):
+        call_with({"cluster": "cpu:4"})
+
+
+def test_a_plan_for_another_number_of_ranks(tmp_path: Any) -> None:
+    program = autopart.capture(build(), (), batch())
+    plan = autopart.make_plan(program, autopart.Cluster.local(8), pp=1, dp=8)
+    plan.save(tmp_path / "plan.json")
+    with pytest.raises(ChildFailure, match="plan is for 8 ranks, but this job has 2"):
+        launch(call_with, 2, {"plan": str(tmp_path / "plan.json")})
+
+
+def test_local_batches_need_the_number_of_replicas() -> None:
+    with pytest.raises(PlanError, match="dp="):
+        call_with({"batch": "local"})
+
+
+def local_batches() -> list[float]:
+    parallel = autopart.parallelize(build(), verbose=False, batch="local", dp=2)
+    rank, whole = torch.distributed.get_rank(), batch()
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        loss = parallel(**{name: tensor[4 * rank : 4 * rank + 4] for name, tensor in whole.items()})["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_local_batches_make_the_same_step() -> None:
+    expected = train(build())
+    for losses in launch(local_batches, 2):
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def test_what_cannot_be_planned_fails_on_every_rank() -> None:
+    with pytest.raises(ChildFailure) as caught:
+        launch(call_with, 2, {"pp": 3})
+    assert set(caught.value.failures) == {0, 1}
+    assert all("pp=3" in text for text in caught.value.failures.values())
+
+
+def test_emit_then_load(tmp_path: Any) -> None:
+    program = autopart.capture(build(), (), batch())
+    plan = autopart.make_plan(program, autopart.Cluster.local(1))
+    autopart.emit(program, plan, tmp_path / "program")
+    assert autopart.Plan.load(tmp_path / "program" / "plan.json") == plan
+    loaded = autopart.load(tmp_path / "program")
+    loaded.load_state_dict(build().state_dict())
+    assert train(loaded) == pytest.approx(train(build()), rel=1e-9)
+    with pytest.raises(PlanError, match="other files"):
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "mine.txt").write_text("")
+        autopart.emit(program, plan, tmp_path / "full")
+
+
+def test_the_original_is_untouched_by_capture() -> None:
+    model = build()
+    before = copy.deepcopy(model.state_dict())
+    model.eval()
+    autopart.capture(model, (), batch())
+    assert not model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

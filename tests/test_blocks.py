@@ -1,0 +1,166 @@
+"""Blocks: where a graph may be cut, which pieces repeat, and what every stage computes for itself."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from families import FAMILIES, Family
+from torch import Tensor, nn
+
+from autopart.capture import capture
+from autopart.passes import graph as graphs
+from autopart.passes.batch import split_batch
+from autopart.passes.blocks import Block, chain, crossing, cut_positions, find_blocks, free_nodes, value_bytes
+from autopart.passes.graph import Value
+from autopart.passes.program import Program
+from autopart.passes.rules import RULES
+
+
+def blocks_of(program: Program) -> list[Block]:
+    graph = split_batch(program, RULES).graph
+    return find_blocks(graph, free_nodes(graph, program.updated_buffers), lambda node: 1.0, 8)
+
+
+def check_blocks(blocks: list[Block]) -> None:
+    """All ops once, in order; every block reads from itself and from blocks before it."""
+    home = {node: block.index for block in blocks for node in block.nodes}
+    assert [block.index for block in blocks] == list(range(len(blocks)))
+    assert len(home) == sum(len(block.nodes) for block in blocks)
+    for node, index in home.items():
+        for value in graphs.inputs(node):
+            assert home.get(value.node, -1) <= index
+
+
+def test_a_deep_gpt2_folds() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.device("meta"):
+        config = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=12, n_head=2, use_cache=False)
+        model = GPT2LMHeadModel(config)
+    ids = torch.zeros(2, 8, dtype=torch.int64, device="meta")
+    blocks = blocks_of(capture(model, (), {"input_ids": ids, "labels": ids}))
+    check_blocks(blocks)
+    assert len(blocks) >= 24 and len({block.signature for block in blocks}) <= 7
+    # every layer's attention and feed-forward
+    counts = sorted((sum(block.signature == other.signature for other in blocks) for block in blocks), reverse=True)
+    assert counts[0] >= 10
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_families(family: Family) -> None:
+    program = capture(family.build().to("meta"), (), {k: v.to("meta") for k, v in family.inputs(2).items()})
+    blocks = blocks_of(program)
+    check_blocks(blocks)
+    assert len(blocks) >= 8
+
+
+class Skips(nn.Module):
+    """Two halvings and two doublings with skips between them, as a U-Net has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Linear(16, 8), nn.Linear(8, 4)])
+        self.up = nn.ModuleList([nn.Linear(4, 8), nn.Linear(16, 16)])
+        self.last = nn.Linear(32, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.down[0](x).relu()
+        second = self.down[1](first).relu()
+        third = self.up[0](second).relu()
+        fourth = self.up[1](torch.cat([third, first], -1)).relu()
+        return self.last(torch.cat([fourth, x * self.down[0].bias.sum()], -1)).square().mean()
+
+
+class Branches(nn.Module):
+    """Two towers that meet in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+        self.right = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.left(x) * self.right(y)).sum(-1).mean()
+
+
+@pytest.mark.parametrize("case", ["skips", "branches"])
+def test_nets_that_are_no_chains(case: str) -> None:
+    if case == "skips":
+        program = capture(Skips(), (torch.randn(4, 16),))
+    else:
+        program = capture(Branches(), (torch.randn(4, 8), torch.randn(4, 8)))
+    blocks = blocks_of(program)
+    check_blocks(blocks)
+    assert len(blocks) >= 4
+    graph = split_batch(program, RULES).graph
+    ops = chain(graph, free_nodes(graph))
+    lives = crossing(ops)
+    assert lives[0] == lives[-1] == ()
+    for cut, live in enumerate(lives):
+        before, after = set(ops[:cut]), ops[cut:]
+        read = {value for node in after for value in graphs.inputs(node) if value.node in before}
+        assert set(live) == read
+
+
+def test_cuts_divide_heavy_blocks() -> None:
+    program = capture(Branches(), (torch.randn(4, 8), torch.randn(4, 8)))
+    graph = split_batch(program, RULES).graph
+    ops = chain(graph, free_nodes(graph))
+    cuts = cut_positions(ops, lambda node: 1.0, 4)
+    assert cuts[0] == 0 and cuts[-1] == len(ops) and cuts == sorted(set(cuts))
+    assert all(end - start <= max(1, len(ops) // 4) for start, end in pairwise(cuts))
+
+
+class Masked(nn.Module):
+    """The mask and the positions come from inputs alone; the noise is random, the count of calls is updated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.arange(4.0))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, valid: Tensor) -> Tensor:
+        self.calls += 1
+        mask = (valid * 2 - 1).unsqueeze(-1) + self.table.cos()
+        return self.linear(x * mask) + torch.rand_like(x) + self.calls
+
+
+def test_free_values() -> None:
+    program = capture(Masked(), (torch.randn(2, 4), torch.ones(2)))
+    free = free_nodes(program.graph, program.updated_buffers)
+    names = {node.name for node in free if node.op == "call_function"}
+    assert {"cos_default", "unsqueeze_default"} <= names or any("cos" in name for name in names)
+    for node in program.graph.nodes:
+        text = str(node.target)
+        if "linear" in text or "rand_like" in text:
+            assert node not in free
+        if node.op == "placeholder" and node.meta["name"] == "calls":
+            assert node not in free and not any(user in free for user in node.users)
+
+
+def test_signatures_tell_shared_parameters_apart() -> None:
+    class Tied(nn.Module):
+        def __init__(self, tie: bool) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+            if tie:
+                self.layers[4].weight = self.layers[1].weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x).tanh()
+            return x.sum()
+
+    def distinct(tie: bool) -> int:
+        return len({block.signature for block in blocks_of(capture(Tied(tie), (torch.randn(2, 8),)))})
+
+    assert distinct(True) > distinct(False)
+
+
+def test_bytes_of_values() -> None:
+    program = capture(Branches(), (torch.randn(4, 8), torch.randn(4, 8)))
+    linear = next(node for node in program.graph.nodes if "linear" in str(node.target))
+    assert value_bytes(Value(linear), 3) == 3 * 8 * 4

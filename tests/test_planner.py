@@ -1,0 +1,242 @@
+"""Planning: what is chosen, what it is said to cost, and what cannot be planned."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopart.analysis import Analysis, analyze, fold, look_up, pattern_of
+from autopart.capture import capture
+from autopart.cluster import Cluster
+from autopart.models import load_model
+from autopart.plan import Plan
+from autopart.planner import make_plan
+from autopart.realize import realize
+from autopart.runtime.errors import BatchError, InfeasibleError, PlanError
+from autopart.runtime.transitions import Transition
+from autopart.solver.search import degrees
+from clusters import ideal
+from families import family
+
+
+@functools.lru_cache
+def analysis_of(spec: str) -> Analysis:
+    loaded = load_model(spec, meta=True)
+    return analyze(capture(loaded.model, loaded.args, loaded.kwargs))
+
+
+# GPT-2's own width: its weights outweigh the activations of a small batch.
+BLOCK = "hf:gpt2?n_layer=4&vocab_size=512&n_positions=128&seq=128&batch=2"
+GPT2 = "hf:gpt2?n_layer=4&n_embd=256&n_head=4&vocab_size=512&n_positions=128&seq=128&batch=2"
+
+
+def plan_of(spec: str, cluster: Cluster, **limits: object) -> Plan:
+    analysis = analysis_of(spec)
+    return make_plan(analysis.program, cluster, analysis=analysis, **limits)  # type: ignore[arg-type]
+
+
+def test_finds_megatron_on_a_fast_axis() -> None:
+    # Norms and dropout cost nothing here, so that sharding the sequence between the products gains nothing.
+    plan = plan_of(BLOCK, ideal(2, memory_bandwidth=1e15), tp=2, batch=8)
+    for layer in ("attn.c_attn", "mlp.c_fc"):
+        assert look_up(plan.strategies, f"transformer.h.1.{layer}:addmm") in ("n", "n/3")
+    assert look_up(plan.strategies, "transformer.h.1.attn.c_attn:addmm") == "n/3", "heads inside query, key and value"
+    assert look_up(plan.strategies, "transformer.h.1.attn:scaled_dot_product_attention") == "h"
+    for layer in ("attn.c_proj", "mlp.c_proj"):
+        assert look_up(plan.strategies, f"transformer.h.1.{layer}:addmm") == "k"
+    assert look_up(plan.storage, "transformer.h.1.attn.c_attn.weight") == "S1/3"
+    assert look_up(plan.storage, "transformer.h.1.mlp.c_proj.weight") == "S0"
+
+
+def test_megatron_reduces_once_forward_and_once_backward_per_sublayer() -> None:
+    analysis = analysis_of(BLOCK)
+    plan = plan_of(BLOCK, ideal(2, memory_bandwidth=1e15), tp=2, batch=8)
+    source = realize(analysis.program, plan, analysis).files["stage_0.py"]
+    layers = re.findall(r"class (\w+)\(Namespace\):(.*?)(?=\nclass )", source, re.S)
+    calls = re.findall(r"collectives\.(\w+)", next(body for _, body in layers))
+    # (forward, backward) all-reduces of each; padding a bias to a partial sum sends nothing
+    tables = {"all_reduce": (1, 0), "sum_gradients": (0, 1), "all_reduce_sum_gradients": (1, 1), "pad": (0, 0)}
+    assert set(calls) <= set(tables), calls
+    assert sum(tables[name][0] for name in calls) == 2
+    assert sum(tables[name][1] for name in calls) == 2
+
+
+@pytest.mark.parametrize("memory_bandwidth", [1e10, 1e15])
+def test_the_search_is_exhaustive(memory_bandwidth: float) -> None:
+    cluster = ideal(4, bandwidth=1e9, memory_bandwidth=memory_bandwidth)
+    chosen = plan_of(GPT2, cluster, batch=4)
+    times = {}
+    for config in degrees(4, 4):
+        forced = plan_of(
+            GPT2,
+            cluster,
+            batch=4,
+            pp=config.pp,
+            dp=config.dp,
+            tp=config.tp,
+            microbatches=config.microbatches,
+            recompute="full" if config.recompute else "none",
+        )
+        assert (forced.pp, forced.dp, forced.tp, forced.microbatches) == (
+            config.pp,
+            config.dp,
+            config.tp,
+            config.microbatches,
+        )
+        assert forced.bound_s <= forced.step_time_s * (1 + 1e-9)
+        times[config] = forced.step_time_s
+    assert chosen.step_time_s <= min(times.values()) * (1 + 1e-6)
+    assert chosen.bound_s <= min(times.values()) * (1 + 1e-9)
+    assert len(chosen.considered) == len(times)
+
+
+def test_one_stage_of_one_device_is_proved_optimal() -> None:
+    plan = plan_of(GPT2, ideal(1), batch=4, microbatches=1)
+    assert plan.gap == pytest.approx(0.0, abs=1e-9)
+
+
+def test_replicas_for_a_small_model_on_slow_links() -> None:
+    plan = plan_of(GPT2, Cluster.parse("4x1xA100-80GB@Ethernet-25"), batch=64)
+    assert plan.tp == 1
+
+
+def test_less_memory_means_more_stages_or_recomputation_and_then_an_error() -> None:
+    roomy = plan_of(GPT2, ideal(2), batch=16, pp=1, dp=2, tp=1, microbatches=1, recompute="none")
+    needed = roomy.stages[0].memory_bytes
+    tight = ideal(2, memory_bytes=2 * 2**30 + (needed - 2 * 2**30) // 2)
+    plan = plan_of(GPT2, tight, batch=16)
+    assert all(stage.memory_bytes <= stage.capacity_bytes for stage in plan.stages)
+    with pytest.raises(InfeasibleError, match=r"bytes|GiB|MiB"):
+        plan_of(GPT2, ideal(2, memory_bytes=2 * 2**30 + 2**20), batch=16)
+
+
+def test_a_layer_too_large_for_any_device_says_by_how_much() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        plan_of(GPT2, ideal(1, memory_bytes=2**20), batch=2)
+    assert re.search(r"\d", str(caught.value)) and "capacity" in str(caught.value)
+
+
+def test_recomputation_keeps_less_and_takes_longer() -> None:
+    limits = {"batch": 16, "pp": 1, "dp": 1, "tp": 1, "microbatches": 1}
+    kept = plan_of(GPT2, ideal(1), recompute="none", **limits)
+    again = plan_of(GPT2, ideal(1), recompute="full", **limits)
+    assert again.stages[0].memory_bytes < kept.stages[0].memory_bytes
+    assert again.step_time_s > kept.step_time_s
+    assert plan_of(GPT2, ideal(1), recompute="auto", **limits).recompute == "none"
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"pp": 3}, "pp=3.* does not divide 4 devices; 3 or 6"),
+        ({"dp": 4, "batch": 6}, "batch of 6 does not divide"),
+        ({"pp": 4, "dp": 4}, "does not divide|no pp x dp x tp"),
+        ({"microbatches": 5, "batch": 8}, "batch of 8"),
+        ({"recompute": "some"}, "recompute is one of"),
+    ],
+)
+def test_contradicting_limits(limits: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_of(GPT2, ideal(4), **{"batch": 8, **limits})
+
+
+def test_more_stages_than_blocks() -> None:
+    program = capture(nn.Sequential(nn.Linear(4, 4)), (torch.randn(4, 4),))
+    with pytest.raises(PlanError, match="blocks"):
+        make_plan(program, ideal(8), pp=8, batch=8)
+
+
+class Contrastive(nn.Module):
+    """Compares every sample with every other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        scores = self.left(x) @ self.right(y).T
+        return {"loss": nn.functional.cross_entropy(scores, torch.arange(x.shape[0]))}
+
+
+def test_a_model_that_mixes_samples_is_named_and_not_split() -> None:
+    program = capture(Contrastive(), (torch.randn(8, 8), torch.randn(8, 8)))
+    plan = make_plan(program, ideal(2), batch=8)
+    assert (plan.dp, plan.microbatches) == (1, 1)
+    assert any("aten.matmul" in note for note in plan.notes)
+    with pytest.raises(BatchError, match=r"aten\.matmul"):
+        make_plan(program, ideal(2), batch=8, dp=2)
+
+
+def test_a_plan_survives_its_file_and_is_refused_by_another_model(tmp_path: Path) -> None:
+    analysis = analysis_of(GPT2)
+    plan = plan_of(GPT2, ideal(4), batch=8, pp=2, tp=2)
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    first, second = realize(analysis.program, plan, analysis), realize(analysis.program, again, analysis)
+    assert first.files == second.files and first.manifest == second.manifest
+    other = analysis_of(GPT2.replace("n_layer=4", "n_layer=5"))
+    with pytest.raises(PlanError, match="another model"):
+        realize(other.program, plan, other)
+
+
+def test_hand_written_plans_are_checked() -> None:
+    analysis = analysis_of(GPT2)
+    plan = plan_of(GPT2, ideal(2), batch=8, tp=2)
+    with pytest.raises(PlanError, match=r"strategies\['transformer.h.0.mlp.c_fc:addmm'\].*not offered"):
+        realize(analysis.program, replace(plan, strategies={"transformer.h.0.mlp.c_fc:addmm": "zz"}), analysis)
+    with pytest.raises(PlanError, match="no such op"):
+        realize(analysis.program, replace(plan, strategies={"transformer.q:addmm": "n"}), analysis)
+    with pytest.raises(PlanError, match="storage"):
+        realize(analysis.program, replace(plan, storage={"transformer.wte.weight": "S1,S0"}), analysis)
+
+
+def test_every_op_may_be_replicated_by_hand() -> None:
+    analysis = analysis_of(GPT2)
+    plan = replace(plan_of(GPT2, ideal(2), batch=8, tp=2), strategies={}, storage={})
+    source = realize(analysis.program, plan, analysis).files["stage_0.py"]
+    assert "collectives." not in source
+
+
+def test_planned_collectives_are_those_of_the_emitted_graphs() -> None:
+    analysis = analysis_of(GPT2)
+    plan = plan_of(GPT2, ideal(4), batch=8, pp=2, tp=2)
+    files = realize(analysis.program, plan, analysis).files
+    for index, stage in enumerate(plan.stages):
+        calls = sum(count["calls"] for count in stage.collectives.values())
+        assert (calls > 0) == ("collectives." in files[f"stage_{index}.py"])
+
+
+def test_folding_names() -> None:
+    assert pattern_of("transformer.h.10.mlp:add.1") == "transformer.h.*.mlp:add.1"
+    named = {"h.0.a:x": "n", "h.1.a:x": "n", "h.0.b:x": "n", "h.1.b:x": "k"}
+    assert fold(named) == {"h.*.a:x": "n", "h.0.b:x": "n", "h.1.b:x": "k"}
+    assert all(look_up(fold(named), name) == value for name, value in named.items())
+
+
+def test_equal_models_have_equal_plans() -> None:
+    item = family("gpt2")
+    plans = []
+    for _ in range(2):
+        program = capture(item.build(), (), item.inputs(8))
+        plan = make_plan(program, ideal(4), batch=8)
+        plans.append(replace(plan, solve_s=0.0, total_s=0.0))
+    assert plans[0] == plans[1]
+
+
+def test_transitions_are_typed() -> None:
+    """The sharded graph records its collectives as Transition objects, which pricing and counting read."""
+    analysis = analysis_of(GPT2)
+    plan = plan_of(GPT2, ideal(2), batch=8, tp=2)
+    from autopart.realize import build, read_strategies
+
+    axes = (("tp", 2),)
+    strategies, storage = read_strategies(analysis, plan, axes)
+    found = build(analysis, (0, len(analysis.blocks)), axes, strategies, storage)
+    inserted = [node.meta["transition"] for node in found.local[0].nodes if "transition" in node.meta]
+    assert inserted and all(isinstance(step, Transition) and axis == "tp" for axis, step in inserted)
