@@ -149,8 +149,9 @@ def _build(
 
 
 def _named(graph: fx.Graph, env: dict[fx.Node, fx.Node], value: Value) -> fx.Node:
-    """The stage's node for a value: the op itself, or the ``getitem`` that picks it."""
-    if isinstance(value.node.meta["val"], tuple | list):
-        picks = [node for node in value.node.users if graphs.value_of(node) == value and node in env]
-        return env[picks[0]]
-    return env[value.node]
+    """The stage's node for a value: the op itself, or a ``getitem`` that picks it."""
+    if not isinstance(value.node.meta["val"], tuple | list):
+        return env[value.node]
+    # where only later stages read it, the one that picks it is not here yet
+    pick = next(node for node in value.node.users if graphs.value_of(node) == value)
+    return env[pick] if pick in env else graph.node_copy(pick, lambda argument: env[argument])

@@ -77,7 +77,7 @@ def cut(*targets: str) -> tuple[Program, Any, Any]:
 
 
 def test_skips_go_straight() -> None:
-    _, stages, crossings = cut("linear.1", "linear.2", "linear.3")
+    _, stages, crossings = cut("linear.1", "linear.2", "add.0")
     skips = [crossing for crossing in crossings if crossing.targets == (3,) and crossing.source == 0]
     assert len(skips) == 1
     name = skips[0].name
@@ -93,24 +93,26 @@ def test_cut_behind_an_op_with_several_outputs() -> None:
     for stage in stages:
         placeholders = [node.name for node in stage.graph.nodes if node.op == "placeholder"]
         assert len(placeholders) == len(set(placeholders))
-    _, _, two_splits = cut("mul.2")
+    _, _, two_splits = cut("mul.1")
     assert len({crossing.name for crossing in two_splits}) == len(two_splits) >= 3
 
 
 def test_free_values_are_not_sent() -> None:
-    _, stages, crossings = cut("linear.1", "linear.2", "linear.3")
+    _, stages, crossings = cut("linear.1", "linear.2", "add.0")
     for crossing in crossings:
         assert crossing.value.node.meta["differentiable"], crossing
-    makers = [
-        any("unsqueeze" in str(node.target) for node in stage.graph.nodes) for stage in stages
-    ]
+    makers = [any("unsqueeze" in str(node.target) for node in stage.graph.nodes) for stage in stages]
     assert makers == [True, True, True, True]  # the last one returns it
 
 
 def test_parameters_and_outputs() -> None:
-    program, stages, _ = cut("linear.1", "linear.2", "linear.3")
+    program, stages, _ = cut("linear.1", "linear.2", "add.0")
     held = [
-        {node.meta["name"] for node in stage.graph.nodes if node.op == "placeholder" and node.meta["role"] is Role.PARAMETER}
+        {
+            node.meta["name"]
+            for node in stage.graph.nodes
+            if node.op == "placeholder" and node.meta["role"] is Role.PARAMETER
+        }
         for stage in stages
     ]
     assert "first.weight" in held[0] & held[3] and "last.bias" in held[3]
@@ -129,7 +131,8 @@ def in_stages(directory: str) -> tuple[list[float], dict[str, Tensor], Tensor]:
 
 
 def train(net: nn.Module) -> tuple[list[float], Tensor]:
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    # a stage may have no parameters
+    optimizer = torch.optim.SGD(list(net.parameters()) or [torch.zeros(1)], lr=0.5)
     losses, early = [], torch.empty(0)
     for _ in range(3):
         result = net(**inputs())

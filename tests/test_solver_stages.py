@@ -191,7 +191,7 @@ def test_memory_names_the_stage_and_what_would_do() -> None:
         InfeasibleError, match=r"stage 1 \(block2 \.\. block3\) holds 22 B, 2 B .* Devices with 22 B"
     ):
         stages.solve(dataclasses.replace(problem, capacity_bytes=(26.0, 20.0)))
-    with pytest.raises(InfeasibleError, match=r"stage 0 \(block0\) holds 11 bytes, 6 over"):
+    with pytest.raises(InfeasibleError, match=r"stage 0 \(block0\) holds 11 B, 6 B"):
         stages.solve(chain(1, 1, capacity_bytes=(5.0,), pins=()))
 
 
