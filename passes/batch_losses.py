@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -19,7 +20,7 @@ aten = torch.ops.aten
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 # Losses that average over all elements, and where their reduction argument stands.
-_ELEMENT_LOSSES = {
+_ELEMENT_LOSSES: dict[Callable[..., Any], int] = {
     aten.mse_loss.default: 2,
     aten.l1_loss.default: 2,
     aten.smooth_l1_loss.default: 2,
@@ -35,7 +36,7 @@ _LABEL_LOSSES = {aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nl
 
 def reduced_loss(splitter: Splitter, node: fx.Node) -> fx.Node | None:
     """A loss that is reduced over samples; None for other ops."""
-    position = _ELEMENT_LOSSES.get(node.target)
+    position = _ELEMENT_LOSSES.get(graphs.called(node))
     if position is None and node.target not in _LABEL_LOSSES:
         return None
     reduction = argument(node, 3 if position is None else position, "reduction", _MEAN)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopart.passes import graph as graphs
 from autopart.runtime.errors import CaptureError
 
 aten = torch.ops.aten
@@ -144,7 +145,7 @@ def _scatter(record: _View, source: fx.Node, piece: fx.Node, emit: Emit) -> fx.N
         return emit(aten.select_scatter.default, (source, piece, dim, rest[0]), {})
     if target is operator.getitem and record.source.target is aten.split_with_sizes.default:
         split = record.source
-        sizes, dim = split.args[1], split.args[2]
+        _, sizes, dim = graphs.arguments(split)
         start = sum(sizes[: rest[0]])
         return emit(aten.slice_scatter.default, (source, piece, dim, start, start + sizes[rest[0]]), {})
     raise CaptureError(

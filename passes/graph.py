@@ -7,8 +7,9 @@ pick them are names, not ops: :func:`value_of` looks through them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -82,6 +83,17 @@ def outputs(node: fx.Node) -> list[Value]:
     if isinstance(val, torch.Tensor):
         return [Value(node)]
     return [Value(node, index) for index, item in enumerate(val) if isinstance(item, torch.Tensor)]
+
+
+def arguments(node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments, untyped: an op's schema says what they are."""
+    return node.args
+
+
+def called(node: fx.Node) -> Callable[..., Any]:
+    """What a ``call_function`` node calls."""
+    assert callable(node.target), node
+    return node.target
 
 
 def results(graph: fx.Graph) -> tuple[fx.Node, ...]:

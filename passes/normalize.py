@@ -206,7 +206,7 @@ class _Normalizer:
             return
         if isinstance(value, torch.SymBool | torch.SymFloat | bool | float):
             args, kwargs = self.look(node.args), self.look(dict(node.kwargs))
-            self.env[node] = self.emit(node.target, args, kwargs, node)
+            self.env[node] = self.emit(graphs.called(node), args, kwargs, node)
             return
         self.env[node] = self.op(node)
 
@@ -216,7 +216,7 @@ class _Normalizer:
         if node.target is aten.sym_size.int:
             new = self.graph.call_function(aten.sym_size.int, self.look(node.args))
         else:
-            new = self.graph.call_function(node.target, self.look(node.args), self.look(dict(node.kwargs)))
+            new = self.graph.call_function(graphs.called(node), self.look(node.args), self.look(dict(node.kwargs)))
         new.meta["val"] = value
         self.describe(new, node)
         return new
@@ -271,13 +271,13 @@ class _Normalizer:
         if target is operator.getitem:
             source = self.look(node.args[0])
             if isinstance(source, tuple | list):
-                return source[node.args[1]]
-            new = self.emit(target, (source, node.args[1]), {}, node)
+                return source[graphs.arguments(node)[1]]
+            new = self.emit(operator.getitem, (source, node.args[1]), {}, node)
             if self.aliases.is_view(source):
-                self.aliases.view(new, source, target, new.args, {})
+                self.aliases.view(new, source, operator.getitem, new.args, {})
             return new
         if not isinstance(target, torch._ops.OpOverload):
-            return self.emit(target, self.look(node.args), self.look(dict(node.kwargs)), node)
+            return self.emit(graphs.called(node), self.look(node.args), self.look(dict(node.kwargs)), node)
         if target is aten.detach_.default:
             return self.view(node, aten.detach.default, self.look(node.args), {})
         if target._schema.is_mutable and not target.name().startswith("aten::batch_norm"):
@@ -295,14 +295,16 @@ class _Normalizer:
                 return args[0]
             return self.emit(aten.to.dtype, (args[0], value.dtype), {}, node)
         if target in _RESHAPES:
-            reshaped = aten.reshape.default, (args[0], self.shape(node, args)), {}
-            return self.emit(*reshaped, node) if self.copies(node) else self.view(node, *reshaped)
+            sizes = self.shape(node, args)
+            if self.copies(node):
+                return self.emit(aten.reshape.default, (args[0], sizes), {}, node)
+            return self.view(node, aten.reshape.default, (args[0], sizes), {})
         if target is aten.contiguous.default and self.copies(node):
             return self.emit(target, args, kwargs, node)
         if target is aten.narrow.default:
             dim, start, length = args[1:]
             if isinstance(start, int) and start >= 0:
-                end = start + length if isinstance(length, int) else self.size(node.args[2].meta["val"] + start)
+                end = start + length if isinstance(length, int) else self.size(fakes(graphs.arguments(node)[2]) + start)
                 return self.view(node, aten.slice.Tensor, (args[0], dim, start, end), {})
         if target is aten.expand.default:
             sizes = [
@@ -382,7 +384,7 @@ class _Normalizer:
         """Whether a reshaping of the exported graph made a copy, which later writes do not reach."""
         if not self.writes or node.target not in _MAY_COPY:
             return False
-        source, value = node.args[0].meta["val"], node.meta["val"]
+        source, value = fakes(graphs.arguments(node)[0]), node.meta["val"]
         if node.target is aten.contiguous.default:
             return not source.is_contiguous()
         try:

@@ -122,7 +122,7 @@ _MODE_ARGUMENTS = {
 
 
 def mode_free_digests(program: Program) -> dict[str, str]:
-    """A digest of how each output is computed, blind to the arguments that only switch between training and evaluation."""
+    """A digest of how each output is computed, blind to arguments that only switch between training and evaluation."""
     digests: dict[fx.Node, str] = {}
 
     def text(argument: Any) -> Any:

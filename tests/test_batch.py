@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, Family
 from programs import gradients, in_shares
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,6 +17,7 @@ from autopart.capture import capture
 from autopart.passes.batch import BatchSplit, split_batch
 from autopart.passes.rules import RULES
 from autopart.precision import eager_in_float64, float64_throughout
+from families import FAMILIES, Family
 
 BATCH, WIDTH, CLASSES = 8, 6, 4
 
@@ -52,7 +52,7 @@ def test_families_in_shares(family: Family) -> None:
         close(ours, gradients(reference))
 
 
-Body = Callable[[nn.Module, Tensor, Tensor], Tensor]
+Body = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 class Model(nn.Module):
@@ -107,9 +107,7 @@ LOSSES: dict[str, Body] = {
     "summed": lambda m, x, y: F.cross_entropy(m.linear(x), y, reduction="sum"),
     "not reduced": lambda m, x, y: F.cross_entropy(m.linear(x), y, reduction="none").sum() / x.shape[0],
     "log likelihood": lambda m, x, y: F.nll_loss(F.log_softmax(m.linear(x), -1), y),
-    "with positions": lambda m, x, y: F.cross_entropy(
-        contrast_within(m.linear(x)), y.unsqueeze(1).expand(-1, CLASSES)
-    ),
+    "with positions": lambda m, x, y: F.cross_entropy(contrast_within(m.linear(x)), y.unsqueeze(1).expand(-1, CLASSES)),
     "mse": lambda m, x, y: F.mse_loss(m.linear(x), x[:, :CLASSES]),
     "l1": lambda m, x, y: F.l1_loss(m.linear(x), x[:, :CLASSES]),
     "smooth l1, summed": lambda m, x, y: F.smooth_l1_loss(m.linear(x), x[:, :CLASSES], reduction="sum"),
@@ -150,14 +148,14 @@ def test_losses(name: str, shares: int) -> None:
     close(ours, gradients(reference), 1e-11)
 
 
-def shuffled(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def shuffled(m: Any, x: Tensor, y: Tensor) -> Tensor:
     """Sorts rows by label, works on them, and puts them back with the inverse permutation."""
     order = torch.argsort(y)
     back = torch.argsort(order)
     return (m.linear(x[order])[back] * x[:, :CLASSES]).square().mean()
 
 
-def shuffled_by_writing(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def shuffled_by_writing(m: Any, x: Tensor, y: Tensor) -> Tensor:
     _, order = y.sort()
     rows = m.linear(x[order])
     back = torch.empty_like(rows)
@@ -165,18 +163,18 @@ def shuffled_by_writing(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (back * x[:, :CLASSES]).square().mean()
 
 
-def shuffled_with_counter(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def shuffled_with_counter(m: Any, x: Tensor, y: Tensor) -> Tensor:
     _, order = y.sort()
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0])
     return (m.linear(x[order])[inverse] * x[:, :CLASSES]).square().mean()
 
 
-def never_put_back(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def never_put_back(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return m.linear(x[torch.argsort(y)]).square().mean()
 
 
-def own_label(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def own_label(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return m.linear(x)[torch.arange(x.shape[0]), y.clamp(min=0)].mean()
 
 
@@ -190,48 +188,48 @@ def test_permutations_and_row_numbers(body: Body) -> None:
     test_losses(body.__name__, 4)
 
 
-def contrastive(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def contrastive(m: Any, x: Tensor, y: Tensor) -> Tensor:
     left, right = F.normalize(m.linear(x), dim=-1), F.normalize(x[:, :CLASSES], dim=-1)
     return F.cross_entropy(left @ right.t(), torch.arange(x.shape[0]))
 
 
-def broken_permutation(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def broken_permutation(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return (m.linear(x[torch.argsort(y)]) * x[:, :CLASSES]).square().mean()
 
 
-def inverse_of_another(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def inverse_of_another(m: Any, x: Tensor, y: Tensor) -> Tensor:
     back = torch.argsort(torch.argsort(x[:, 0]))
     return (m.linear(x[torch.argsort(y)])[back] * x[:, :CLASSES]).square().mean()
 
 
-def counts_as_positions(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def counts_as_positions(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return (m.linear(x) + torch.arange(x.shape[0]).unsqueeze(1)).square().mean()
 
 
-def mean_of_positions(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def mean_of_positions(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return m.linear(x).mean() * torch.arange(x.shape[0]).double().mean()
 
 
-def first_rows(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def first_rows(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return m.linear(x)[torch.arange(x.shape[0]) // 2].mean()
 
 
-def written_elsewhere(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def written_elsewhere(m: Any, x: Tensor, y: Tensor) -> Tensor:
     order = torch.argsort(y)
     back = torch.zeros(2 * x.shape[0], CLASSES, dtype=x.dtype)
     back[order] = m.linear(x[order])
     return back.square().mean()
 
 
-def crossed(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def crossed(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(m.linear(x)[:, :1], x[:, 0], reduction="sum")
 
 
-def read_off(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def read_off(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return m.linear(x).square().sum() / (y >= 0).sum().item()
 
 
-def running_average(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def running_average(m: Any, x: Tensor, y: Tensor) -> Tensor:
     m.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
     return m.linear(x).square().mean()
 
@@ -294,7 +292,7 @@ def test_flaw_names_the_module() -> None:
 
 
 def test_notes() -> None:
-    def counting(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def counting(m: Any, x: Tensor, y: Tensor) -> Tensor:
         m.calls += 1
         return m.linear(x).square().mean()
 

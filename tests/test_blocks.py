@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from families import FAMILIES, Family
 from torch import Tensor, nn
 
 from autopart.capture import capture
@@ -16,6 +15,7 @@ from autopart.passes.blocks import Block, chain, crossing, cut_positions, find_b
 from autopart.passes.graph import Value
 from autopart.passes.program import Program
 from autopart.passes.rules import RULES
+from families import FAMILIES, Family
 
 
 def blocks_of(program: Program) -> list[Block]:
@@ -115,6 +115,9 @@ def test_cuts_divide_heavy_blocks() -> None:
 
 class Masked(nn.Module):
     """The mask and the positions come from inputs alone; the noise is random, the count of calls is updated."""
+
+    table: Tensor
+    calls: Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -158,6 +158,9 @@ def test_meta_and_fake_weights() -> None:
 class Buffers(nn.Module):
     """A persistent buffer, a transient one, a literal, a frozen parameter."""
 
+    kept: Tensor
+    table: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4))
@@ -254,6 +257,8 @@ def test_frozen_submodule_stays_in_eval_mode() -> None:
 
 def test_updated_buffers() -> None:
     class Counter(nn.Module):
+        steps: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(4, 4)
@@ -314,7 +319,7 @@ def test_errors_of_the_call() -> None:
         def forward(self, *xs: Tensor) -> Tensor:
             return xs[0]
 
-    with pytest.raises(CaptureError, match="nn.Module"):
+    with pytest.raises(CaptureError, match=r"nn\.Module"):
         capture(lambda x: x, (torch.ones(2),))  # type: ignore[arg-type]
     with pytest.raises(CaptureError, match=r"\*xs"):
         capture(Star(), (torch.ones(2),))

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, Family, family
 from launch import launch
 from programs import Compiled, compile_model, compile_program, tensors_of
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from autopart.passes.emit.wrapping import wrapped
 from autopart.precision import eager_in_float64, float64_throughout
 from autopart.runtime import ParallelModule
 from autopart.runtime.manifest import argument_name
+from families import FAMILIES, Family, family
 
 BATCH = 8
 
@@ -94,6 +94,8 @@ def test_repeated_layers_are_one_class() -> None:
 class Nested(nn.Module):
     """Nested inputs, one of them named like a variable of emitted code; the loss counts valid labels."""
 
+    class_weight: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 3)
@@ -166,6 +168,7 @@ class Odd(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         y = getattr(self, "class")(self.collectives(self.path(self.mesh(x))))
         for row in self.grid:
+            assert isinstance(row, nn.ModuleList)
             for layer in row:
                 y = layer(y)
         return {"loss": y.square().mean()}
@@ -196,7 +199,7 @@ def test_odd_names_and_nested_lists(tmp_path: Path, recompute: bool) -> None:
 
 
 class Plain(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).square().mean()
 
 

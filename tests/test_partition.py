@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,7 @@ def cut(*targets: str) -> tuple[Program, Any, Any]:
         kind, number = target.split(".")
         starts.append([index for index, node in enumerate(ops) if kind in str(node.target)][int(number)])
     starts.append(len(ops))
-    blocks = [
-        Block(index, tuple(ops[start:end]), str(index))
-        for index, (start, end) in enumerate(zip(starts, starts[1:], strict=False))
-    ]
+    blocks = [Block(index, tuple(ops[start:end]), str(index)) for index, (start, end) in enumerate(pairwise(starts))]
     stages, crossings = partition(program, graph, free, blocks, range(len(blocks) + 1))
     return program, stages, crossings
 

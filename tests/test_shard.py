@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from families import family
 from launch import launch
 from programs import Choose, compile_program, randomly, tensors_of
 from torch import Tensor, fx
@@ -19,6 +18,7 @@ from autopart.passes.rules import Strategy, strategies
 from autopart.passes.shard import Axes, Placements, collective_counts, transitions_of
 from autopart.precision import eager_in_float64, float64_throughout
 from autopart.runtime import ParallelModule
+from families import family
 
 AXES: Axes = (("tp", 2),)
 BATCH, STEPS = 4, 3
@@ -52,13 +52,14 @@ def serial(name: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]
     item = family(name)
     model = item.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses, first = [], {}
+    losses: list[float] = []
+    first: dict[str, Tensor] = {}
     for step in range(STEPS):
         with eager_in_float64(model):
             loss = model(**item.inputs(BATCH)).loss
         loss.backward()
         if not step:
-            first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            first = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -79,13 +80,13 @@ def check(directory: Path, name: str, choose: Choose, recompute: bool = False) -
         for (axis, phase), operations in collective_counts(graph, AXES, BATCH).items()
         for operation, found in operations.items()
     }
-    for found, weights, traffic in launch(in_parallel, 2, str(directory), name):
-        torch.testing.assert_close(found, losses, rtol=1e-9, atol=0)
+    for parallel_losses, weights, traffic in launch(in_parallel, 2, str(directory), name):
+        torch.testing.assert_close(parallel_losses, losses, rtol=1e-9, atol=0)
         for key, tensor in state.items():
             # AdamW turns a gradient that is zero up to rounding into a step of full size
             if key in gradients and gradients[key].abs().max() < 1e-12:
                 continue
-            torch.testing.assert_close(weights[key], tensor, rtol=1e-9, atol=1e-9, msg=lambda m, key=key: f"{key}: {m}")
+            torch.testing.assert_close(weights[key], tensor, rtol=1e-9, atol=1e-9, msg=key)
         assert traffic == counted
     return {key: found[0] for key, found in counted.items()}
 
@@ -104,7 +105,9 @@ def megatron(graph: fx.Graph, parts: int) -> tuple[dict[fx.Node, tuple[Strategy,
             if any(part in name for part in columns):
                 wanted = [option for option in options if option.outputs[0].is_shard]
                 # the last dim of a (in, out) weight, the first of (out, in); fused parts inside three blocks
-                picked = max(wanted, key=lambda option: (option.outputs[0].outer, option.outputs[0].dim * (not is_bias)))
+                picked = max(
+                    wanted, key=lambda option: (option.outputs[0].outer, option.outputs[0].dim * (not is_bias))
+                )
             elif any(part in name for part in rows) and not is_bias:
                 picked = next(option for option in options if option.outputs[0].is_shard)
             else:

@@ -1,0 +1,162 @@
+"""What one device computes and sends for a GPT layer as Megatron-LM runs it: kernels, bytes, collectives.
+
+``T = b s`` tokens of a microbatch, width ``d``, heads ``a`` of size ``d/a``, tensor-parallel degree ``t``. A weight is
+cut by columns, then by rows (Shoeybi et al., Megatron-LM, arXiv 1909.08053), attention by heads; norms, residuals and
+dropouts outside are computed by every rank. Attention is not fused: scores are written and read. Pointwise chains are
+fused as in Megatron-LM: bias with GELU; bias, dropout and residual; scale, mask and softmax. Bytes at 2 per element,
+1 per dropout mask's:
+
+==========================  =====================================  ==============================================
+elements                    forward                                backward
+==========================  =====================================  ==============================================
+layer norm, twice      Td   4: read, write                         10: gradient and input read twice, write
+bias dropout add,      Td   7: two read, mask, write               7: read, mask, write, read for bias's gradient
+twice
+bias GELU         4 Td/t    4                                      8: two read, write, read for bias's gradient
+bias of q, k, v   3 Td/t    4                                      2
+attention's output  Td/t    4: permuted                            4
+softmax        b a s^2/t    4                                      6
+dropout        b a s^2/t    5                                      5
+==========================  =====================================  ==============================================
+
+Matrix products read and write their operands besides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autopart.cost.compute import Product, copy_seconds, op_seconds
+from autopart.cost.devices import Device
+
+_HALF = 2
+_PRODUCTS = 6
+_OTHER_KERNELS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Gpt:
+    """Sizes of a GPT model with a tied head; ``mlp`` is its MLP's width (default 4 width)."""
+
+    layers: int
+    width: int
+    heads: int
+    sequence: int
+    vocabulary: int
+    mlp: int = field(default=0)
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.width, self.heads, self.sequence, self.vocabulary) < 1 or self.width % self.heads:
+            raise ValueError(f"sizes are at least 1 and heads divide the width: {self}")
+        if not self.mlp:
+            object.__setattr__(self, "mlp", 4 * self.width)
+
+    @property
+    def layer_parameters(self) -> int:
+        return 4 * self.width**2 + 4 * self.width + 2 * self.width * self.mlp + self.mlp + 5 * self.width
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocabulary * self.width
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + (self.vocabulary + self.sequence + 2) * self.width
+
+    def flops(self, batch: int, recompute: bool = True) -> float:
+        """Of a step: ``96 B s L d^2 (1 + s/6d + V/16Ld)`` with recomputation (SC'21, equation 3), 72 … without."""
+        factor = 4 if recompute else 3
+        layer = 8 * self.width**2 + 4 * self.width * self.mlp + 4 * self.sequence * self.width
+        return batch * self.sequence * (factor * self.layers * layer + 6.0 * self.vocabulary * self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of the model that a stage boundary may follow: seconds of one microbatch, without collectives.
+
+    parameters: numbers that one rank holds. reduces: all-reduces over the tensor axis of a forward; a backward has as
+    many. reduced_bytes: payload of each.
+    """
+
+    forward_s: float
+    backward_s: float
+    parameters: float = 0.0
+    reduces: int = 0
+    reduced_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    products: tuple[Product, ...]
+    bytes_forward: float
+    bytes_backward: float
+    kernels: int
+
+    def part(self, device: Device, parameters: float, reduces: int = 0, reduced_bytes: float = 0.0) -> Part:
+        """Prices with fp16 products; a kernel that only moves memory is launched once, backward twice."""
+        forward = copy_seconds(device, self.bytes_forward) + self.kernels * device.launch_s
+        backward = copy_seconds(device, self.bytes_backward) + 2 * self.kernels * device.launch_s
+        for product in self.products:
+            forward += _seconds(device, product)
+            backward += sum(_seconds(device, gradient) for gradient in product.backward)
+        return Part(forward, backward, parameters, reduces, reduced_bytes)
+
+
+def _seconds(device: Device, product: Product) -> float:
+    return op_seconds(device, 0.0, product.num_bytes(_HALF), "float16", products=(product,))
+
+
+def layer_products(model: Gpt, samples: int, tensor: int) -> tuple[Product, ...]:
+    """A layer's forward matrix products on one rank: q k v, scores, weighted values, output; up, down."""
+    tokens, heads = samples * model.sequence, max(1, model.heads // tensor)
+    width, size = model.width, model.width // model.heads
+    inner, mlp = heads * size, max(1, model.mlp // tensor)
+    return (
+        Product(tokens, 3 * inner, width),
+        Product(model.sequence, model.sequence, size, samples * heads),
+        Product(model.sequence, size, model.sequence, samples * heads),
+        Product(tokens, width, inner),
+        Product(tokens, mlp, width),
+        Product(tokens, width, mlp),
+    )
+
+
+def layer_parts(model: Gpt, device: Device, samples: int, tensor: int) -> tuple[Part, Part]:
+    """A layer's attention and MLP on one of ``tensor`` ranks for ``samples`` samples."""
+    products = layer_products(model, samples, tensor)
+    tokens = samples * model.sequence
+    whole = tokens * model.width
+    inner = whole / tensor
+    scores = samples * model.heads / tensor * model.sequence**2
+    up = tokens * model.mlp / tensor
+    weights = 4 * model.width**2 / tensor + 6 * model.width
+    payload = float(_HALF * whole)
+    reduces = 1 if tensor > 1 else 0
+    attention = _Kernels(
+        products[:4],
+        4 * whole + 7 * whole + 4 * 3 * inner + 4 * inner + (4 + 5) * scores,
+        10 * whole + 7 * whole + 2 * 3 * inner + 4 * inner + (6 + 5) * scores,
+        6,
+    )
+    mlp = _Kernels(products[4:], 4 * whole + 7 * whole + 4 * up, 10 * whole + 7 * whole + 8 * up, 3)
+    return (
+        attention.part(device, weights, reduces, payload),
+        mlp.part(device, 2 * model.width * model.mlp / tensor + 4 * model.width, reduces, payload),
+    )
+
+
+def embedding_part(model: Gpt, device: Device, samples: int, tensor: int) -> Part:
+    """Lookup, position, dropout; the gradient of a tied table is added up by the head."""
+    whole = samples * model.sequence * model.width
+    table = model.embedding_parameters / tensor
+    kernels = _Kernels((), 11 * whole, 9 * whole + 2 * _HALF * table, 3)
+    return kernels.part(device, table, 1 if tensor > 1 else 0, float(_HALF * whole))
+
+
+def head_part(model: Gpt, device: Device, samples: int, tensor: int) -> Part:
+    """Norm, logits, cross entropy in float32: converted, maximum, exponential, sum, gradient, converted back."""
+    tokens = samples * model.sequence
+    whole, logits = tokens * model.width, tokens * model.vocabulary / tensor
+    product = Product(tokens, max(1, model.vocabulary // tensor), model.width)
+    kernels = _Kernels((product,), 4 * whole + (6 + 4 + 8 + 8 + 4) * logits, 10 * whole + (8 + 6) * logits, 6)
+    return kernels.part(device, 0.0, 1 if tensor > 1 else 0, float(_HALF * whole))
