@@ -13,6 +13,7 @@ from autopart.passes import graph as graphs
 from autopart.passes.annotate import OpCost, annotate
 from autopart.passes.batch import BatchSplit, split_batch
 from autopart.passes.blocks import Block, find_blocks, free_nodes
+from autopart.passes.emit.layers import find_runs
 from autopart.passes.program import Program, Role
 from autopart.passes.rules import RULES, RuleBook, Strategy, strategies
 from autopart.passes.storage import op_name
@@ -26,7 +27,9 @@ class Analysis:
     """A program seen by the planner.
 
     graph: the program's graph for one share of the batch (``split.graph``). free: nodes that every stage computes for
-    itself. blocks: what stages are made of. free_block: the first block that needs a free op. classes: for every op and tensor the class of equal ones it belongs to
+    itself. blocks: what stages are made of. free_block: the first block that needs a free op.
+    layers: the layer that each block belongs to, whose inputs alone are kept when layers are recomputed; '' for none.
+    classes: for every op and tensor the class of equal ones it belongs to
     (blocks that repeat are folded). keys: a readable name for every op, ``transformer.h.0.mlp.c_fc:addmm``.
     """
 
@@ -38,6 +41,7 @@ class Analysis:
     blocks: list[Block]
     block_of: dict[fx.Node, int]
     free_block: dict[fx.Node, int]
+    layers: tuple[str, ...]
     classes: dict[fx.Node, tuple[str, ...]]
     keys: dict[fx.Node, str]
     _costs: dict[str, dict[fx.Node, OpCost]] = field(default_factory=dict)
@@ -91,10 +95,26 @@ def analyze(program: Program, rules: RuleBook = RULES) -> Analysis:
         blocks=blocks,
         block_of=block_of,
         free_block=_first_use(graph, free, block_of),
+        layers=_layers(blocks),
         classes=_classes(graph, blocks, block_of),
         keys=op_keys(graph),
         _costs={"cuda": costs},
     )
+
+
+def _layers(blocks: Sequence[Block]) -> tuple[str, ...]:
+    """The layer class (:mod:`autopart.passes.emit.layers`) that holds all ops of a block; '' if there is none.
+
+    Batch norm's running statistics would be updated twice, so that its layers are not recomputed.
+    """
+    runs = find_runs([node for block in blocks for node in block.nodes])
+    layer_of = {node: run.path for run in runs for node in run.nodes}
+    found = []
+    for block in blocks:
+        paths = {layer_of[node] for node in block.nodes}
+        updates = any("batch_norm" in str(node.target) for node in block.nodes)
+        found.append(paths.pop() if len(paths) == 1 and not updates else "")
+    return tuple(found)
 
 
 def _first_use(graph: fx.Graph, free: set[fx.Node], block_of: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
@@ -170,4 +190,3 @@ def fold(named: Mapping[str, str]) -> dict[str, str]:
 def look_up(folded: Mapping[str, str], name: str) -> str | None:
     """The entry for a name: its own, else its pattern's."""
     return folded.get(name, folded.get(pattern_of(name)))
-

@@ -138,9 +138,7 @@ class Parallelized(nn.Module):
         directory = _write(files, settings["directory"])
         originals = tensors_of(self.original)
         _agree(originals, device)
-        parallel = load(
-            directory, originals, batch=self._batch, outputs=self._returned, device=device
-        )
+        parallel = load(directory, originals, batch=self._batch, outputs=self._returned, device=device)
         if parallel.mesh.rank == 0 and settings["verbose"]:
             print(files["plan.txt"].decode(), f"\nstages in {directory}", sep="", file=sys.stderr, flush=True)
         return parallel

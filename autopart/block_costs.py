@@ -59,6 +59,10 @@ class _OpFacts:
     kept: tuple[_Kept, ...]
     inside: Amount
 
+    def position(self, item: _Kept) -> int:
+        """Where a kept tensor stands among inputs and outputs."""
+        return item.operand if item.operand >= 0 else len(self.inputs) - 1 - item.operand
+
 
 @dataclass(slots=True)
 class BlockCosts:
@@ -84,7 +88,7 @@ class BlockCosts:
         kept = []
         for value in saved_tensors(node, self.kind):
             owner = storage_of(value)
-            if owner.node.op == "placeholder":
+            if owner.node.op == "placeholder" and owner.node.meta["role"] is not Role.PARAMETER:
                 continue
             operand = inputs.index(value) if value in inputs else -1 - outputs.index(value)
             kept.append(_Kept(owner, stored_bytes(owner.fake), operand))
@@ -96,9 +100,25 @@ class BlockCosts:
             saved_inside(node, self.kind),
         )
 
+    def kept_bytes(self, node: fx.Node, strategy: Strategy, parts: int, batch: int) -> float:
+        """Bytes that one op by itself keeps for its backward on one rank."""
+        facts = self._facts[node]
+        placements = [*strategy.inputs, *strategy.outputs]
+        total = 0.0
+        for item in facts.kept:
+            sharded = placements[facts.position(item)].is_shard
+            if item.owner.node.op != "placeholder":
+                total += item.size.at(batch) / (parts if sharded else 1)
+        inside = facts.inside.at(batch) if facts.inside else 0
+        return total + inside / (parts if strategy.outputs[0].is_shard else 1)
+
     def costs(
-        self, prices: Prices, strategies: Mapping[fx.Node, tuple[Strategy, ...]], storage: Mapping[str, Placement],
-        parts: int, link: Link | None,
+        self,
+        prices: Prices,
+        strategies: Mapping[fx.Node, tuple[Strategy, ...]],
+        storage: Mapping[str, Placement],
+        parts: int,
+        link: Link | None,
     ) -> list[BlockCost]:
         """One entry per block. strategies: one per op on the tensor axis of ``parts`` ranks; absent: replicated."""
         blocks = [BlockCost() for _ in self.analysis.blocks]
@@ -119,7 +139,10 @@ class BlockCosts:
             )
             block.transient_bytes = max(block.transient_bytes, 2.0 * held)
             for item in facts.kept:
-                placement = placements[item.operand if item.operand >= 0 else len(facts.inputs) - 1 - item.operand]
+                placement = placements[facts.position(item)]
+                stored = item.owner.node.op == "placeholder"
+                if stored and self._placement(item.owner, strategies, storage) == placement:
+                    continue  # the parameter itself, in memory anyway; else a copy made for this use
                 if (item.owner, placement) not in kept:
                     kept.add((item.owner, placement))
                     block.saved_bytes += item.size.at(batch) / (parts if placement.is_shard else 1)

@@ -9,6 +9,7 @@ from torch import fx
 
 from autopart.cost.compute import copy_seconds, op_seconds
 from autopart.cost.devices import Device
+from autopart.cost.products import backward_products, forward_products
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
 from autopart.passes.annotate import OpCost
@@ -27,10 +28,13 @@ class Prices:
     costs: Mapping[fx.Node, OpCost]
     batch: int
     _cache: dict[tuple[fx.Node, float, float], tuple[float, float]] = field(default_factory=dict)
+    _shaped: dict[tuple[fx.Node, Strategy | None, int], tuple[float, float]] = field(default_factory=dict)
 
     def shares(self, node: fx.Node, strategy: Strategy | None, parts: int) -> tuple[float, float]:
         """Shares of the op's FLOPs and of its bytes that one rank has."""
-        if strategy is None or parts == 1 or strategy.name[0] in "RBP":
+        if strategy is None or parts == 1:
+            return 1.0, 1.0
+        if not any(placement.is_shard for placement in (*strategy.inputs, *strategy.outputs)):
             return 1.0, 1.0
         values = [*graphs.inputs(node), *graphs.outputs(node)]
         sizes = [value_bytes(value).at(self.batch) for value in values]
@@ -41,11 +45,31 @@ class Prices:
         return 1 / parts, local / (sum(sizes) or 1)
 
     def op_seconds(self, node: fx.Node, strategy: Strategy | None = None, parts: int = 1) -> tuple[float, float]:
-        """Forward and backward seconds."""
-        return self.shared_seconds(node, *self.shares(node, strategy, parts))
+        """Forward and backward seconds; matrix products by the shapes that one rank has."""
+        key = (node, strategy, parts)
+        if key not in self._shaped:
+            self._shaped[key] = self._shaped_seconds(node, strategy, parts)
+        return self._shaped[key]
+
+    def _shaped_seconds(self, node: fx.Node, strategy: Strategy | None, parts: int) -> tuple[float, float]:
+        shares = self.shares(node, strategy, parts)
+        cost = self.costs.get(node)
+        products = forward_products(node, self.batch, strategy, parts) if cost is not None and cost.contraction else ()
+        if cost is None or not products or not self.device.processors:
+            return self.shared_seconds(node, *shares)
+        dtype = str(graphs.outputs(node)[0].fake.dtype).removeprefix("torch.")
+        moved = cost.bytes_forward.at(self.batch) * shares[1]
+        forward = op_seconds(self.device, 0.0, moved, dtype, products=products)
+        if not node.meta.get("differentiable"):
+            return forward, 0.0
+        moved = cost.bytes_backward.at(self.batch) * shares[1]
+        gradients = backward_products(node, products)
+        return forward, op_seconds(self.device, 0.0, moved, dtype, launches=2, products=gradients)
 
     def shared_seconds(self, node: fx.Node, flops_share: float, bytes_share: float) -> tuple[float, float]:
-        """Forward and backward seconds of a share of the op's FLOPs and bytes."""
+        """Forward and backward seconds of a share of the op's FLOPs and bytes, whatever the shapes: no more than
+        :meth:`op_seconds`.
+        """
         key = (node, flops_share, bytes_share)
         if key not in self._cache:
             cost = self.costs.get(node)

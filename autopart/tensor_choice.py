@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopart.analysis import Analysis
+from autopart.block_costs import BlockCosts
 from autopart.cost.communication import bucketed_all_reduce_seconds, transition
 from autopart.cost.devices import Link
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
+from autopart.passes.annotate import parameter_bytes
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
 from autopart.passes.rules import Strategy, is_differentiable
@@ -36,20 +38,38 @@ class TensorChoice:
     """Strategies for every op of the graph (one axis), storage of parameters and buffers, and the solver's account.
 
     storage: by name; one placement per tensor axis. solution: None when there is one rank and nothing to choose.
+    work_bound_s: no strategies make the ops and conversions of one microbatch take less, parameters left aside.
+    memory_bytes: what the strategies hold over all stages, one microbatch in flight (each op's kept tensors by itself).
     """
 
     strategies: dict[fx.Node, tuple[Strategy, ...]]
     storage: dict[str, Placements]
     solution: TensorSolution | None
+    work_bound_s: float = 0.0
+    memory_bytes: float = 0.0
 
 
 def choose(
-    analysis: Analysis, parts: int, prices: Prices, link: Link, data_link: Link, dp: int, microbatches: int
+    analysis: Analysis,
+    parts: int,
+    prices: Prices,
+    link: Link,
+    data_link: Link,
+    dp: int,
+    microbatches: int,
+    block_costs: BlockCosts,
+    optimizer: str = "adamw",
+    memory_limit: float | None = None,
+    time_limit_s: float = 60.0,
 ) -> TensorChoice:
-    """The strategies with the least time per microbatch on an axis of ``parts`` ranks."""
+    """The strategies with the least time per microbatch on an axis of ``parts`` ranks.
+
+    memory_limit: for TensorChoice.memory_bytes. Raises InfeasibleError when no strategies hold that little.
+    """
     if parts == 1:
         return TensorChoice({}, {}, None)
-    return _Builder(analysis, parts, prices, link, data_link, dp, microbatches).solve()
+    builder = _Builder(analysis, parts, prices, link, data_link, dp, microbatches, block_costs, optimizer)
+    return builder.solve(memory_limit, time_limit_s)
 
 
 class _Builder:
@@ -62,9 +82,12 @@ class _Builder:
         data_link: Link,
         dp: int,
         microbatches: int,
+        block_costs: BlockCosts,
+        optimizer: str,
     ) -> None:
         self.analysis, self.parts, self.prices = analysis, parts, prices
         self.link, self.data_link, self.dp, self.microbatches = link, data_link, dp, microbatches
+        self.block_costs, self.optimizer = block_costs, optimizer
         self.offered = analysis.strategies(parts)
         self.members: dict[tuple[str, ...], list[fx.Node]] = {}
         self.ids: dict[Placement, int] = {}
@@ -83,10 +106,6 @@ class _Builder:
 
     # -- choices --------------------------------------------------------------------------------------------------
 
-    def options(self, node: fx.Node) -> tuple[Strategy, ...]:
-        """The strategies of an op or tensor."""
-        return self.offered[node]
-
     def tensor_seconds(self, node: fx.Node, placement: Placement) -> float:
         """Seconds per microbatch that storing a parameter in a placement costs."""
         if not node.meta.get("trainable"):
@@ -98,6 +117,12 @@ class _Builder:
             seconds += bucketed_all_reduce_seconds(whole, self.parts, self.link)
         return seconds / self.microbatches
 
+    def tensor_bytes(self, node: fx.Node, placement: Placement) -> float:
+        """Bytes of a parameter with gradient and optimizer state on one rank."""
+        info = self.analysis.program.tensors[node.meta["name"]]
+        total = parameter_bytes(info.shape, info.dtype, self.optimizer, info.trainable).total
+        return total / self.parts if placement.is_shard else total
+
     def op(self, key: tuple[str, ...], nodes: list[fx.Node]) -> Op:
         node = nodes[0]
         if self.is_tensor(node):
@@ -106,8 +131,9 @@ class _Builder:
                     strategy.name,
                     self.tensor_seconds(node, strategy.outputs[0]) * len(nodes),
                     (self.id_of(strategy.outputs[0]),),
+                    memory=self.tensor_bytes(node, strategy.outputs[0]) * len(nodes),
                 )
-                for strategy in self.options(node)
+                for strategy in self.offered[node]
             ]
         else:
             choices = [
@@ -116,8 +142,9 @@ class _Builder:
                     sum(self.prices.op_seconds(node, strategy, self.parts)) * len(nodes),
                     tuple(self.id_of(placement) for placement in strategy.outputs),
                     tuple(self.id_of(placement) for placement in strategy.inputs),
+                    self.block_costs.kept_bytes(node, strategy, self.parts, self.prices.batch) * len(nodes),
                 )
-                for strategy in self.options(node)
+                for strategy in self.offered[node]
             ]
         return Op("/".join(key), tuple(choices))
 
@@ -170,19 +197,22 @@ class _Builder:
 
     # -- the answer -----------------------------------------------------------------------------------------------
 
-    def solve(self) -> TensorChoice:
+    def solve(self, memory_limit: float | None, time_limit_s: float) -> TensorChoice:
         self.problem_ops = [self.op(key, nodes) for key, nodes in self.members.items()]
         output = len(self.problem_ops)
         self.problem_ops.append(Op("output", (Choice("R", 0.0, (), (self.id_of(REPLICATE),)),)))
-        problem = TensorProblem(tuple(self.problem_ops), tuple(self.edges(output)))
-        solution = tensor.solve(problem)
+        problem = TensorProblem(tuple(self.problem_ops), tuple(self.edges(output)), memory_limit)
+        solution = tensor.solve(problem, time_limit_s)
+        stored = [op for op, nodes in zip(problem.ops, self.members.values(), strict=False) if self.is_tensor(nodes[0])]
+        most = sum(max(choice.cost for choice in op.choices) for op in stored)
         strategies: dict[fx.Node, tuple[Strategy, ...]] = {}
         storage: dict[str, Placements] = {}
         for (_, nodes), index in zip(self.members.items(), solution.choices[:output], strict=True):
-            chosen = self.options(nodes[0])[index]
+            chosen = self.offered[nodes[0]][index]
             for node in nodes:
                 if self.is_tensor(node):
                     storage[node.meta["name"]] = (chosen.outputs[0],)
                 else:
                     strategies[node] = (chosen,)
-        return TensorChoice(strategies, storage, solution)
+        work = max(0.0, solution.bound - most)
+        return TensorChoice(strategies, storage, solution, work, problem.memory(solution.choices))

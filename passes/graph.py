@@ -82,6 +82,7 @@ def outputs(node: fx.Node) -> list[Value]:
     val = node.meta.get("val")
     if isinstance(val, torch.Tensor):
         return [Value(node)]
+    assert isinstance(val, tuple | list), node
     return [Value(node, index) for index, item in enumerate(val) if isinstance(item, torch.Tensor)]
 
 

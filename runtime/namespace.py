@@ -30,7 +30,8 @@ class Namespace(nn.Module):
         if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
             self.register_buffer(name, member, persistent=not getattr(member, "_autopart_transient", False))
         elif isinstance(member, nn.Module):
-            self.add_module(name, member)
+            # not add_module, which refuses the names of nn.Module's own methods
+            super().__setattr__(name, member)
         else:
             self.register_parameter(name, member)
 

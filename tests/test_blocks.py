@@ -61,6 +61,7 @@ class Skips(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
         self.down = nn.ModuleList([nn.Linear(16, 8), nn.Linear(8, 4)])
         self.up = nn.ModuleList([nn.Linear(4, 8), nn.Linear(16, 16)])
         self.last = nn.Linear(32, 2)
@@ -70,7 +71,7 @@ class Skips(nn.Module):
         second = self.down[1](first).relu()
         third = self.up[0](second).relu()
         fourth = self.up[1](torch.cat([third, first], -1)).relu()
-        return self.last(torch.cat([fourth, x * self.down[0].bias.sum()], -1)).square().mean()
+        return self.last(torch.cat([fourth, x * self.scale], -1)).square().mean()
 
 
 class Branches(nn.Module):

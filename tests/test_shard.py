@@ -25,13 +25,13 @@ BATCH, STEPS = 4, 3
 TRANSFORMERS = ("gpt2", "llama", "bert", "t5", "vit", "mixtral")
 
 
-def in_parallel(directory: str, name: str) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
+def in_parallel(directory: str, name: str) -> tuple[list[float], dict[str, Tensor], dict[Any, Any]]:
     """Losses, the state afterwards, and the traffic of one step."""
     item = family(name)
     parallel = ParallelModule(directory, tensors_of(item.build()))
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
     losses: list[float] = []
-    traffic: dict[str, Any] = {}
+    traffic: dict[Any, Any] = {}
     for _ in range(STEPS):
         parallel.traffic.reset()
         loss = parallel(**item.inputs(BATCH)).loss

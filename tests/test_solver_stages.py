@@ -36,7 +36,7 @@ def random_problem(rng: random.Random, n: int, p: int, microbatches: int, whole:
     cuts = tuple(Cut(seconds(5e-4), seconds(5e-4), float(rng.randint(0, 30))) for _ in range(n - 1))
     tied = tuple(
         TiedGroup(
-            f"tied{i}", tuple(rng.sample(range(n), min(n, rng.randint(1, 3)))), rng.randint(1, 200), seconds(2e-3)
+            f"tied{i}", tuple(rng.sample(range(n), min(n, rng.randint(1, 3)))), rng.randint(1, 200), seconds(2e-3), seconds(1e-3)
         )
         for i in range(rng.randint(0, 2))
     )

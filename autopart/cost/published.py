@@ -63,8 +63,8 @@ def _half(index: int) -> str:
 
 # Parameters (10^9) -> samples of a microbatch, layers per chunk (0: not interleaved).
 _SC21 = {
-    "1.7": (16, 0), "3.6": (16, 0), "7.5": (16, 0), "18.4": (8, 0), "39.1": (4, 0), "76.1": (2, 5), "145.6": (2, 5),
-    "310.1": (1, 3), "529.6": (1, 1), "1008.0": (1, 0),
+    "1.7": (16, 0), "3.6": (16, 0), "7.5": (16, 0), "18.4": (8, 0), "39.1": (4, 12), "76.1": (2, 5), "145.6": (2, 5),
+    "310.1": (1, 3), "529.6": (1, 1), "1008.0": (1, 1),
 }  # fmt: skip
 
 
@@ -107,7 +107,7 @@ _INTER = {
     "350M": (64, 128, 256), "760M": (64, 128, 256), "1.3B": (64, 128, 256, 512), "2.6B": (64, 128, 256, 512, 1024),
     "6.7B": (128, 256, 512, 1024), "15B": (128, 256, 512, 1024), "39B": (1024,),
 }  # fmt: skip
-_MEGATRON_39B = (Layout(4, 16, 1, 1), Layout(8, 8, 1, 2))
+_MEGATRON_39B = (Layout(4, 16, 1, 1, scatter=True), Layout(8, 8, 1, 2, scatter=True))
 _SAMPLES = (1, 2, 4, 8, 16, 32)
 
 
@@ -121,15 +121,12 @@ def alpa() -> Iterator[Measurement]:
         plan = row["megatron_plan_dp_tp_pp_microbatches"]
         if plan:
             dp, tp, pp, microbatches = map(int, plan.split())
-            megatron: Sequence[Layout] = (Layout(tp, pp, dp, batch // dp // microbatches),)
+            megatron: Sequence[Layout] = (Layout(tp, pp, dp, batch // dp // microbatches, scatter=True),)
         elif name == "39B":
             megatron = _MEGATRON_39B
         else:
             megatron = _fitting(model, cluster, batch)
-        inter = [
-            Layout(1, gpus, 1, batch // count, by_halves=model.layers % gpus > 0)
-            for count in _INTER[name]
-        ]
+        inter = [Layout(1, gpus, 1, batch // count, balanced=True) for count in _INTER[name]]
         inter = [layout for layout in inter if fits(model, cluster, layout, batch)] or inter[-1:]
         dp, tp, samples = _INTRA[name]
         intra = (Layout(tp, 1, dp, samples, sharded=True),)
@@ -151,7 +148,7 @@ def _seconds(model: Gpt, batch: int, gpus: int, teraflops: str) -> float:
 def _fitting(model: Gpt, cluster: Cluster, batch: int) -> list[Layout]:
     count = cluster.device_count
     found = [
-        Layout(tp, pp, count // tp // pp, samples)
+        Layout(tp, pp, count // tp // pp, samples, scatter=True)
         for tp in range(1, count + 1)
         for pp in range(1, count // tp + 1)
         if count % (tp * pp) == 0 and model.layers % pp == 0

@@ -13,7 +13,7 @@ optimizer's step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autopart.cluster import Cluster
@@ -29,6 +29,7 @@ from autopart.cost.gpt import Gpt, Part, embedding_part, head_part, layer_parts
 from autopart.runtime.errors import PlanError
 
 _HALF = 2
+_BISECTIONS = 50
 # Of mixed-precision Adam on one parameter: gradient converted (6), looked through for infinities (4), its norm (4),
 # clipped (8), Adam reads gradient, weight, two moments and writes three (28), weight converted (6), zeroing (2).
 OPTIMIZER_BYTES = 58
@@ -45,7 +46,8 @@ class Layout:
     samples: of one microbatch on one replica. chunks: of the model per stage (interleaving). scatter: a message between
     stages is sent in ``tp`` pieces and gathered on arrival. overlap: the gradients' reduction hides behind the last
     microbatch's backward. sharded: ranks reduce-scatter gradients and update one share of the weights each.
-    by_halves: stages may be cut between a layer's attention and MLP.
+    balanced: stages are cut where the slowest is fastest, also between a layer's attention and MLP; otherwise they have
+    equally many layers.
     """
 
     tp: int
@@ -57,7 +59,7 @@ class Layout:
     scatter: bool = False
     overlap: bool = False
     sharded: bool = False
-    by_halves: bool = False
+    balanced: bool = False
 
     @property
     def devices(self) -> int:
@@ -158,12 +160,8 @@ def _stages(model: Gpt, cluster: Cluster, layout: Layout, device: Device) -> lis
         again = part.forward_s + reduces if layout.recompute else 0.0
         return part.forward_s + part.backward_s + again + 2 * reduces
 
-    if layout.by_halves:
-        units = [[part] for layer in layers for part in layer]
-    else:
-        units = [list(layer) for layer in layers]
-    groups = _cut(units, layout.pp, lambda unit: sum(map(seconds, unit)), seconds(first), seconds(last))
-    message = _message_seconds(model, cluster, layout)
+    groups = _cut([part for layer in layers for part in layer], layout, seconds, first, last)
+    edges = _edge_seconds(model, cluster, layout)
     stages = []
     for index, parts in enumerate(groups):
         recompute = sum(part.forward_s for part in parts) if layout.recompute else 0.0
@@ -181,66 +179,82 @@ def _stages(model: Gpt, cluster: Cluster, layout: Layout, device: Device) -> lis
                 sum(part.backward_s for part in parts),
                 recompute,
                 reduces * all_reduce_seconds(payload, layout.tp, link) if layout.tp > 1 else 0.0,
-                2 * layout.chunks * message,
+                _edge_uses(index, layout, edges),
                 sum(part.parameters for part in parts) + (first.parameters if 0 < index == layout.pp - 1 else 0.0),
             )
         )
     return stages
 
 
-def _cut(units: Sequence[list[Part]], count: int, seconds, first: float, last: float) -> list[list[Part]]:  # type: ignore[no-untyped-def]
-    """Units in ``count`` runs: equally many each where that is possible (as Megatron-LM does), else least maximum."""
-    if len(units) % count == 0:
-        size = len(units) // count
-        return [[part for unit in units[i * size : (i + 1) * size] for part in unit] for i in range(count)]
-    if len(units) < count:
-        raise PlanError(f"{count} stages need as many pieces, there are {len(units)}")
-    costs = [seconds(unit) for unit in units]
-    low, high = max(costs), sum(costs) + first + last
-    for _ in range(50):
+def _cut(
+    halves: Sequence[Part], layout: Layout, seconds: Callable[[Part], float], first: Part, last: Part
+) -> list[Sequence[Part]]:
+    """The stages' runs of layers' halves. Raises PlanError where layers do not divide and the cut is not free."""
+    count = layout.pp
+    if not layout.balanced:
+        if len(halves) // 2 % count:
+            raise PlanError(f"{len(halves) // 2} layers do not divide into {count} stages")
+        size = len(halves) // count
+        return [halves[start : start + size] for start in range(0, len(halves), size)]
+    if len(halves) < count:
+        raise PlanError(f"{count} stages need as many pieces, there are {len(halves)}")
+    costs = [seconds(part) for part in halves]
+    costs[0] += seconds(first)
+    costs[-1] += seconds(last)
+    low, high = max(costs), sum(costs)
+    for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if _runs(costs, count, middle, first, last) is None:
-            low = middle
-        else:
-            high = middle
-    ends = _runs(costs, count, high, first, last)
-    assert ends is not None
-    return [[part for unit in units[i:j] for part in unit] for i, j in zip([0, *ends], ends, strict=False)]
+        low, high = (low, middle) if len(_runs(costs, middle)) <= count else (middle, high)
+    ends = _runs(costs, high)
+    # Fewer runs than stages: any cut of a run keeps within the limit.
+    for position in range(1, len(costs)):
+        if len(ends) < count and position not in ends:
+            ends = sorted([*ends, position])
+    return [halves[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _runs(costs: Sequence[float], count: int, limit: float, first: float, last: float) -> list[int] | None:
-    """Ends of at most ``count`` runs within the limit, taken greedily, the rest spread so that none is empty."""
+def _runs(costs: Sequence[float], limit: float) -> list[int]:
+    """Ends of the fewest runs whose sums stay within the limit (no piece alone exceeds it)."""
     ends: list[int] = []
-    used = first
+    used = 0.0
     for index, cost in enumerate(costs):
-        tail = last if index == len(costs) - 1 else 0.0
-        pieces_left, runs_left = len(costs) - index, count - len(ends)
-        if used and (used + cost + tail > limit or pieces_left < runs_left) and (index or used > limit):
+        if used and used + cost > limit * (1 + 1e-12):
             ends.append(index)
             used = 0.0
-        if cost + tail > limit:
-            return None
         used += cost
-    ends.append(len(costs))
-    return ends if len(ends) == count and used + last <= limit * (1 + 1e-9) else None
+    return [*ends, len(costs)]
 
 
-def _message_seconds(model: Gpt, cluster: Cluster, layout: Layout) -> float:
-    """Of one activation, or its gradient, to the next stage; all replicas and tensor ranks of a stage send at once."""
-    if layout.pp == 1:
-        return 0.0
+def _edge_seconds(model: Gpt, cluster: Cluster, layout: Layout) -> list[float]:
+    """Seconds of an exchange between each stage and the next, the last one's next being the first.
+
+    An activation goes on while a gradient comes back. All tensor ranks and replicas of a stage send at once.
+    """
     ranks = layout.tp * layout.dp
     payload = _HALF * layout.samples * model.sequence * model.width
-    slowest = 0.0
-    for stage in range(layout.pp - 1):
-        start, end = stage * ranks, (stage + 1) * ranks
-        link = _between(cluster, start, end, ranks)
-        pieces = layout.tp if layout.scatter else 1
-        seconds = send_seconds(payload / pieces, link)
-        if pieces > 1:
-            seconds += all_gather_seconds(payload, layout.tp, cluster.group_link(range(layout.tp)))
-        slowest = max(slowest, seconds)
-    return slowest
+    gathered = 0.0
+    if layout.scatter and layout.tp > 1:
+        payload /= layout.tp
+        gathered = all_gather_seconds(payload * layout.tp, layout.tp, cluster.group_link(range(layout.tp)))
+    starts = [stage * ranks for stage in range(layout.pp)]
+    if layout.pp == 1:
+        return [0.0]
+    return [
+        send_seconds(payload, _between(cluster, start, after, ranks)) + gathered
+        for start, after in zip(starts, [*starts[1:], 0], strict=True)
+    ]
+
+
+def _edge_uses(stage: int, layout: Layout, edges: Sequence[float]) -> float:
+    """Seconds of one microbatch that a stage spends in exchanges with the stages before and after each of its chunks.
+
+    Both take part until the exchange is done, so that a slow edge delays both its stages (Megatron-LM's batched sends
+    and receives; where sends do not block, 1F1B's fixed number of microbatches in flight has the same effect).
+    """
+    last = layout.pp - 1
+    before = layout.chunks - (1 if stage == 0 else 0)
+    after = layout.chunks - (1 if stage == last else 0)
+    return before * edges[stage - 1] + after * edges[stage]
 
 
 def _between(cluster: Cluster, i: int, j: int, senders: int) -> Link:

@@ -50,13 +50,14 @@ class StageGraph:
             once += group.seconds * ((first <= begin) & (begin < last) & (last <= end))
             present = _prefix([float(block in group.blocks) for block in range(n)])
             held += group.bytes * (_runs(present) > 0)
+            step_end += group.step_end_s * (_runs(present) > 0)
         buffers = np.array([cut.buffer_bytes for cut in ends])
         held += problem.overhead_bytes + buffers[:, None] + buffers[None, :]
 
-        ready = forward[:-1, None] + np.array([cut.forward_s for cut in ends])[:-1, None]
+        ready = forward[:-1, None]
         done = np.full((n + 1, n + 1), np.inf)
         done[:-1] = ready + problem.microbatches * _runs(compute)[:-1]
-        way_back = compute - forward + np.array([cut.backward_s for cut in ends])
+        way_back = compute - forward
         way_back[1:] += blocks[0].step_end_s
         floor = done + np.maximum(step_end, way_back[:, None])
 

@@ -57,19 +57,21 @@ class Cut:
 class TiedGroup:
     """Parameters that several blocks share, counted in none of these blocks.
 
-    bytes: weights, gradients and optimizer, held by every stage that has one of ``blocks``. seconds: of summing the
-    gradients over stages, once per step, if the blocks lie in more than one.
+    bytes: weights, gradients and optimizer, held by every stage that has one of ``blocks``; step_end_s: what each of
+    these stages spends on it per step, as Block.step_end_s. seconds: of summing the gradients over stages, once per
+    step, if the blocks lie in more than one.
     """
 
     name: str
     blocks: tuple[int, ...]
     bytes: float
     seconds: float = 0.0
+    step_end_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.blocks:
             raise ValueError(f"tied group {self.name!r} has no blocks")
-        _check_amounts(f"tied group {self.name!r}", self, ("bytes", "seconds"))
+        _check_amounts(f"tied group {self.name!r}", self, ("bytes", "seconds", "step_end_s"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,8 @@ class StageProblem:
         return compute + self.cut_at(first).seconds + self.cut_at(last).seconds
 
     def step_end_seconds(self, first: int, last: int) -> float:
-        return math.fsum(block.step_end_s for block in self.blocks[first:last])
+        own = math.fsum(block.step_end_s for block in self.blocks[first:last])
+        return own + math.fsum(g.step_end_s for g in self.tied if any(first <= block < last for block in g.blocks))
 
     def tied_seconds(self, boundaries: Sequence[int]) -> float:
         """Seconds per step of the tied groups that lie in more than one stage."""
@@ -176,12 +179,12 @@ class StageProblem:
 
         Its first forward waits for one through all earlier blocks; then it has every microbatch to do, forward and
         backward; then come its own step end, or the last backward through all earlier blocks and block 0's step end.
-        Sends may overlap with work, but on the way to and from this stage one crosses its own first cut.
+        Sends are not counted: they may overlap with work, and a value that only passes a stage by is not sent to it.
         """
-        before, entry = self.blocks[:first], self.cut_at(first)
-        ready = math.fsum(block.forward_s for block in before) + entry.forward_s
+        before = self.blocks[:first]
+        ready = math.fsum(block.forward_s for block in before)
         done = ready + self.microbatches * math.fsum(block.seconds for block in self.blocks[first:last])
-        way_back = math.fsum(block.backward_s for block in before) + entry.backward_s
+        way_back = math.fsum(block.backward_s for block in before)
         first_step_end = self.blocks[0].step_end_s if first else 0.0
         return max(done + self.step_end_seconds(first, last), done + way_back + first_step_end)
 

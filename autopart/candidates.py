@@ -1,0 +1,328 @@
+"""Candidates: what one configuration (pp, dp, tp, microbatches, schedule, recomputation) costs, block by block.
+
+Lower bound of a candidate. With W the least seconds that the ops of one microbatch take, p stages and m microbatches:
+stage k starts when the first microbatch has passed the stages before it, works m t_k, and the last one has to go back,
+so a step takes at least max_k (t_1 + ... + t_{k-1} + m t_k). Over all ways to divide W that is smallest when these are
+equal, t_k = t_1 r^(k-1) with r = (m - 1) / m, which gives W / (1 - r^p). Work at the end of a step (gradient sums, the
+optimizer) counts only for one stage, where nothing can overlap with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopart.analysis import Analysis
+from autopart.block_costs import BlockCost, BlockCosts
+from autopart.cluster import Cluster
+from autopart.cost.communication import bucketed_all_reduce_seconds, send_seconds
+from autopart.cost.devices import Device, Link
+from autopart.passes import graph as graphs
+from autopart.passes.amounts import value_bytes
+from autopart.passes.annotate import ParameterBytes, parameter_bytes
+from autopart.passes.blocks import crossing
+from autopart.passes.graph import Value
+from autopart.passes.program import Role
+from autopart.passes.shard import Axes, Placements
+from autopart.prices import Prices, share_of
+from autopart.runtime.errors import InfeasibleError
+from autopart.runtime.placement import BROADCAST
+from autopart.runtime.schedule import make_schedule
+from autopart.simulate import StageTimes, simulate
+from autopart.solver import stages as stage_solver
+from autopart.solver.search import Degrees, Evaluation
+from autopart.solver.stages_problem import Block, Cut, StageProblem, StageSolution, TiedGroup
+from autopart.tensor_choice import TensorChoice, choose
+
+TENSOR_AXIS = "tp"
+# What a CUDA process needs besides its tensors: context, libraries' workspaces, communication buffers.
+_CUDA_OVERHEAD_BYTES = 2 * 2**30
+# How often strategies are chosen again under a tighter memory limit when the fastest ones do not fit.
+_TIGHTENINGS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A solved candidate."""
+
+    config: Degrees
+    choice: TensorChoice
+    problem: StageProblem
+    cut: StageSolution
+
+
+@dataclass(slots=True)
+class Candidates:
+    """Solves and prices candidates of one program on one cluster for a global batch."""
+
+    analysis: Analysis
+    cluster: Cluster
+    batch: int
+    optimizer: str
+    time_limit_s: float = 60.0
+    device: Device = field(init=False)
+    crossings: list[tuple[Value, ...]] = field(init=False)  # values that live across each block boundary
+    _prices: dict[int, Prices] = field(default_factory=dict)
+    _block_costs: BlockCosts = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Stages are alike, so the slowest device sets the pace of all.
+        self.device = min(self.cluster.devices, key=lambda device: (device.peak("float32"), device.memory_bandwidth))
+        lives = crossing([node for block in self.analysis.blocks for node in block.nodes])
+        ends = [0]
+        for block in self.analysis.blocks:
+            ends.append(ends[-1] + len(block.nodes))
+        self.crossings = [lives[end] for end in ends]
+        self._block_costs = BlockCosts(self.analysis, self.device.kind)
+
+    # -- devices and links ----------------------------------------------------------------------------------------
+
+    def ranks(self, config: Degrees, stage: int) -> tuple[int, ...]:
+        """The stage's devices, row-major over (dp, tp): tensor ranks are neighbours."""
+        count = config.dp * config.tp
+        return tuple(range(stage * count, (stage + 1) * count))
+
+    def capacity(self, config: Degrees, stage: int) -> int:
+        """Bytes of the stage's smallest device."""
+        return min(self.cluster.device(rank).memory_bytes for rank in self.ranks(config, stage))
+
+    def tensor_link(self, config: Degrees) -> Link:
+        """The slowest link of any tensor group."""
+        groups = [range(start, start + config.tp) for start in range(0, config.devices, config.tp)]
+        return _slowest([self.cluster.group_link(list(group)) for group in groups])
+
+    def data_link(self, config: Degrees) -> Link:
+        """The slowest link of any group of replicas."""
+        groups = [
+            [rank for rank in self.ranks(config, stage) if rank % config.tp == offset]
+            for stage in range(config.pp)
+            for offset in range(config.tp)
+        ]
+        return _slowest([self.cluster.group_link(group) for group in groups])
+
+    def stage_link(self, config: Degrees, first: int, second: int) -> Link:
+        """The slowest link between ranks of equal coordinates in two stages."""
+        pairs = zip(self.ranks(config, first), self.ranks(config, second), strict=True)
+        return _slowest([self.cluster.link(i, j) for i, j in pairs])
+
+    # -- prices ---------------------------------------------------------------------------------------------------
+
+    def prices(self, config: Degrees) -> Prices:
+        samples = self.samples(config)
+        if samples not in self._prices:
+            self._prices[samples] = Prices(self.device, self.analysis.costs(self.device.kind), samples)
+        return self._prices[samples]
+
+    def samples(self, config: Degrees) -> int:
+        """Samples in one microbatch on one replica."""
+        return self.batch // (config.dp * config.microbatches)
+
+    def axes(self, config: Degrees) -> Axes:
+        return ((TENSOR_AXIS, config.tp),) if config.tp > 1 else ()
+
+    def choose(self, config: Degrees, memory_limit: float | None = None) -> TensorChoice:
+        """The fastest strategies; under a limit, those whose bytes over all stages stay below it."""
+        return choose(
+            self.analysis,
+            config.tp,
+            self.prices(config),
+            self.tensor_link(config),
+            self.data_link(config),
+            config.dp,
+            config.microbatches,
+            self._block_costs,
+            self.optimizer,
+            memory_limit,
+            self.time_limit_s,
+        )
+
+    def lower_bound(self, config: Degrees) -> float:
+        """Seconds that a step takes at least: the work alone, shared perfectly."""
+        prices, share = self.prices(config), 1 / config.tp
+        pairs = [prices.shared_seconds(node, share, share) for node in self.analysis.block_of]
+        work = self.free_seconds(config) + sum(forward + backward for forward, backward in pairs)
+        return pipeline_floor(work, config)
+
+    def free_seconds(self, config: Degrees) -> float:
+        """Seconds of one microbatch's free ops, which some stage has to compute at least once."""
+        prices = self.prices(config)
+        return sum(prices.op_seconds(node)[0] for node in self.analysis.free_block)
+
+    def evaluate(self, config: Degrees) -> Evaluation[Answer]:
+        """Strategies and stages of a candidate. Raises InfeasibleError when it does not fit in memory."""
+        choice = self.choose(config)
+        free = self.free_seconds(config)
+        if choice.solution is None:
+            floor = 0.0
+        elif config.pp == 1:
+            floor = pipeline_floor(choice.solution.bound + free, config)
+        else:
+            floor = pipeline_floor(choice.work_bound_s + free, config)
+        problem = self.problem(config, choice)
+        for attempt in range(_TIGHTENINGS + 1):
+            try:
+                cut = stage_solver.solve(problem, self.time_limit_s)
+                break
+            except InfeasibleError as error:
+                if choice.solution is None or error.excess_bytes is None or attempt == _TIGHTENINGS:
+                    raise
+                # Other strategies may hold less: take the missing bytes off what these hold together.
+                try:
+                    choice = self.choose(config, choice.memory_bytes - config.pp * error.excess_bytes)
+                except InfeasibleError:
+                    raise error from None
+                problem = self.problem(config, choice)
+        if choice.solution is None:
+            floor = cut.lower_bound_s
+        seconds = self._step_seconds(problem, cut, config)
+        return Evaluation(Answer(config, choice, problem, cut), seconds, min(floor, seconds))
+
+    def _step_seconds(self, problem: StageProblem, cut: StageSolution, config: Degrees) -> float:
+        """The simulated step of a cut; what crosses several cuts is taken to be passed on from stage to stage."""
+        spans = list(zip(cut.boundaries, cut.boundaries[1:], strict=False))
+        times = [
+            StageTimes(
+                sum(block.forward_s for block in problem.blocks[first:last]),
+                sum(block.backward_s for block in problem.blocks[first:last]),
+                reduce_s=problem.step_end_seconds(first, last),
+            )
+            for first, last in spans
+        ]
+        edges = {(stage, stage + 1) for stage in range(config.pp - 1)}
+        schedule = make_schedule(config.schedule, config.pp, config.microbatches, edges)
+
+        def transfer(stage: int, peer: int) -> float:
+            crossed = problem.cut_at(spans[max(stage, peer)][0])
+            return crossed.forward_s if stage < peer else crossed.backward_s
+
+        found = simulate(schedule, times, lambda action: transfer(action.stage, action.peer or 0))
+        return found.makespan_s + problem.tied_seconds(cut.boundaries)
+
+    # -- the stage problem ----------------------------------------------------------------------------------------
+
+    def problem(self, config: Degrees, choice: TensorChoice) -> StageProblem:
+        """How to cut the blocks into stages, for a candidate and its strategies."""
+        axes = self.axes(config)
+        costs = self._block_costs.costs(
+            self.prices(config),
+            choice.strategies,
+            {name: placements[0] for name, placements in choice.storage.items()},
+            config.tp,
+            self.tensor_link(config) if config.tp > 1 else None,
+        )
+        if config.recompute:
+            self._recompute(costs, config, choice)
+        private, tied = self._parameters(config, choice.storage, axes)
+        blocks = [
+            Block(
+                f"block {index}, {self.analysis.keys[self.analysis.blocks[index].nodes[0]]}",
+                cost.forward_s,
+                cost.backward_s,
+                state,
+                cost.saved_bytes,
+                cost.transient_bytes,
+                step_end,
+            )
+            for index, (cost, (state, step_end)) in enumerate(zip(costs, private, strict=True))
+        ]
+        in_flight = [
+            config.microbatches if config.schedule == "gpipe" else min(config.microbatches, config.pp - stage)
+            for stage in range(config.pp)
+        ]
+        return StageProblem(
+            tuple(blocks),
+            tuple(self._cut(config, choice, position) for position in range(1, len(blocks))),
+            config.microbatches,
+            tuple(in_flight),
+            tuple(float(self.capacity(config, stage)) for stage in range(config.pp)),
+            float(_CUDA_OVERHEAD_BYTES if self.device.kind == "cuda" else 0),
+            tuple(tied),
+        )
+
+    def _recompute(self, costs: Sequence[BlockCost], config: Degrees, choice: TensorChoice) -> None:
+        """Layers keep only what enters them, and hold what they saved while their own backward runs."""
+        layers = self.analysis.layers
+        whole: dict[str, float] = {}
+        for layer, cost in zip(layers, costs, strict=True):
+            whole[layer] = whole.get(layer, 0.0) + cost.saved_bytes
+        for index, (layer, cost) in enumerate(zip(layers, costs, strict=True)):
+            if not layer:
+                continue
+            enters = index == 0 or layers[index - 1] != layer
+            held = [self._local_bytes(value, config, choice) for value in self.crossings[index]] if enters else []
+            cost.saved_bytes = sum(held)
+            cost.transient_bytes += whole[layer]
+            cost.backward_s += cost.forward_s
+
+    def _cut(self, config: Degrees, choice: TensorChoice, position: int) -> Cut:
+        if config.pp == 1:
+            return Cut()
+        link = _slowest([self.stage_link(config, stage, stage + 1) for stage in range(config.pp - 1)])
+        sizes = {value: self._local_bytes(value, config, choice) for value in self.crossings[position]}
+        total = sum(sizes.values())
+        back = sum(size for value, size in sizes.items() if value.node.meta.get("differentiable"))
+        return Cut(send_seconds(total, link), send_seconds(back, link) if back else 0.0, total + back)
+
+    def _local_bytes(self, value: Value, config: Degrees, choice: TensorChoice) -> float:
+        chosen = choice.strategies.get(value.node)
+        size = value_bytes(value).at(self.samples(config))
+        if not chosen:
+            return size
+        return size * share_of(tuple(item.outputs[value.index] for item in chosen), self.axes(config))
+
+    def _parameters(
+        self, config: Degrees, storage: Mapping[str, Placements], axes: Axes
+    ) -> tuple[list[tuple[float, float]], list[TiedGroup]]:
+        """Per block the bytes of its own parameters and the seconds of their step end; parameters of several blocks."""
+        private = [[0.0, 0.0] for _ in self.analysis.blocks]
+        tied: list[TiedGroup] = []
+        readers: dict[fx.Node, set[int]] = {}
+        for node, index in self.analysis.block_of.items():
+            for value in graphs.inputs(node):
+                if value.node.op == "placeholder" and value.node.meta["role"] in (Role.PARAMETER, Role.BUFFER):
+                    readers.setdefault(value.node, set()).add(index)
+        for node, found in readers.items():
+            amounts, seconds = self.parameter(config, node, storage, axes)
+            if len(found) == 1:
+                (index,) = found
+                private[index][0] += amounts.total
+                private[index][1] += seconds
+                continue
+            sums = 0.0
+            if amounts.gradient and config.pp > 1:
+                # between the first and the last stage that may hold it
+                link = self.stage_link(config, 0, config.pp - 1)
+                sums = bucketed_all_reduce_seconds(amounts.gradient, 2, link)
+            tied.append(TiedGroup(node.meta["name"], tuple(sorted(found)), amounts.total, sums, seconds))
+        return [(size, seconds) for size, seconds in private], tied
+
+    def parameter(
+        self, config: Degrees, node: fx.Node, storage: Mapping[str, Placements], axes: Axes
+    ) -> tuple[ParameterBytes, float]:
+        """What one rank holds for a parameter, and seconds of its step end: gradient sums and the optimizer."""
+        info = self.analysis.program.tensors[node.meta["name"]]
+        placements = storage.get(info.name, ())
+        share = share_of(placements, axes) if placements else 1.0
+        whole = parameter_bytes(info.shape, info.dtype, self.optimizer, info.trainable)
+        held = ParameterBytes(
+            round(whole.weight * share), round(whole.gradient * share), round(whole.optimizer * share)
+        )
+        if not info.trainable:
+            return held, 0.0
+        seconds = self.prices(config).optimizer_seconds(held.weight)
+        seconds += bucketed_all_reduce_seconds(held.gradient, config.dp, self.data_link(config))
+        if BROADCAST in placements:
+            seconds += bucketed_all_reduce_seconds(held.gradient, config.tp, self.tensor_link(config))
+        return held, seconds
+
+
+def pipeline_floor(work: float, config: Degrees) -> float:
+    """Least seconds of a step whose microbatches take ``work`` seconds each through all stages; see the module."""
+    ratio = (config.microbatches - 1) / config.microbatches
+    return work / (1 - ratio**config.pp)
+
+
+def _slowest(links: Sequence[Link]) -> Link:
+    return min(links, key=lambda link: (link.ring_bandwidth, -link.latency_s))

@@ -1,0 +1,74 @@
+"""The matrix products that an op of a graph consists of, with the shapes that one rank has.
+
+Shapes decide how well a product fills a device's tiles (:mod:`autopart.cost.compute`), so that half of a product may
+take more than half of its time. A dim that a strategy shards is divided here, and sizes follow from operands::
+
+    linear, matmul, mm, addmm      *b k, k n -> *b n          one product, m = all of *b where the right one is a matrix
+    bmm, baddbmm, matmul           *g m k, *g k n -> *g m n   groups products
+    scaled_dot_product_attention   scores and weighted values, batch and heads as groups
+
+Convolutions and einsums have no entry: their FLOPs are priced without shapes.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from torch import fx
+
+from autopart.cost.compute import Product
+from autopart.passes import graph as graphs
+from autopart.passes.amounts import size
+from autopart.passes.graph import Value
+from autopart.passes.rules import Strategy
+from autopart.passes.saved import needs_gradient
+from autopart.passes.storage import op_name
+from autopart.runtime.placement import REPLICATE, Placement
+
+_TWO_OPERANDS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
+_ATTENTION = "scaled_dot_product_attention"
+
+
+def forward_products(
+    node: fx.Node, batch: int, strategy: Strategy | None = None, parts: int = 1
+) -> tuple[Product, ...]:
+    """The op's products for ``batch`` samples on one of ``parts`` ranks; none where shapes are not what counts."""
+    name = op_name(node)
+    if name not in _TWO_OPERANDS and name != _ATTENTION:
+        return ()
+    values = graphs.inputs(node)
+    placements = strategy.inputs if strategy is not None else (REPLICATE,) * len(values)
+    shapes = [_local(value, placement, batch, parts) for value, placement in zip(values, placements, strict=True)]
+    if name == _ATTENTION:
+        if len(shapes) < 3:  # one tensor in two roles
+            return ()
+        query, key, value = shapes[:3]
+        groups, rows, columns = prod(query[:-2]), query[-2], key[-2]
+        return (
+            Product(rows, columns, query[-1], groups),
+            Product(rows, value[-1], columns, groups),
+        )
+    operands = shapes[_TWO_OPERANDS[name] :]
+    if len(operands) < 2 or min(map(len, operands[:2])) < 2:
+        return ()
+    left, right = operands[:2]
+    if len(right) == 2:
+        columns = right[0] if name == "linear" else right[1]
+        return (Product(prod(left[:-1]), columns, left[-1]),)
+    return (Product(left[-2], right[-1], left[-1], max(prod(left[:-2]), prod(right[:-2]))),)
+
+
+def backward_products(node: fx.Node, forward: tuple[Product, ...]) -> tuple[Product, ...]:
+    """The products of the op's gradients, for the operands that want one; fused attention repeats its scores."""
+    gradients = [gradient for product in forward for gradient in product.backward]
+    if op_name(node) == _ATTENTION:
+        return (*forward[:1], *gradients)
+    operands = graphs.inputs(node)[_TWO_OPERANDS[op_name(node)] :][:2]
+    return tuple(gradient for gradient, value in zip(gradients, operands, strict=True) if needs_gradient(value))
+
+
+def _local(value: Value, placement: Placement, batch: int, parts: int) -> tuple[int, ...]:
+    sizes = [max(1, size(dim).at(batch)) for dim in value.fake.shape]
+    if placement.is_shard:
+        sizes[placement.dim] = max(1, sizes[placement.dim] // parts)
+    return tuple(sizes)

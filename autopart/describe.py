@@ -1,0 +1,197 @@
+"""The plan of a solved candidate, timed on the graphs that will be emitted.
+
+Times, collectives and parameter counts come from every stage's own graph; memory and the work at the end of a step
+from the blocks' estimates (:mod:`autopart.candidates`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopart.candidates import TENSOR_AXIS, Answer, Candidates
+from autopart.cost.communication import send_seconds, transition
+from autopart.passes import graph as graphs
+from autopart.passes.amounts import value_bytes
+from autopart.passes.graph import Value
+from autopart.passes.partition import StageGraph
+from autopart.passes.program import Program, Role
+from autopart.passes.rules import Strategy
+from autopart.passes.shard import Axes, collective_counts, value_placements
+from autopart.plan import Plan, StagePlan
+from autopart.prices import share_of
+from autopart.realize import Realization, build, storage_names, strategy_names
+from autopart.runtime.schedule import Action, Work, make_schedule
+from autopart.simulate import StageTimes, simulate
+from autopart.solver.search import Degrees
+
+
+def describe(candidates: Candidates, answer: Answer) -> Plan:
+    """The plan, without the search's account of bounds and alternatives."""
+    analysis, config, choice = candidates.analysis, answer.config, answer.choice
+    axes, boundaries, problem = candidates.axes(config), answer.cut.boundaries, answer.problem
+    found = build(analysis, boundaries, axes, choice.strategies, choice.storage)
+    stages, times = [], []
+    for index, (stage, graph) in enumerate(zip(found.stages, found.local, strict=True)):
+        first, last = boundaries[index], boundaries[index + 1]
+        forward, backward = _Clock(candidates, config, stage, graph).seconds()
+        stages.append(
+            StagePlan(
+                devices=candidates.ranks(config, index),
+                mesh=(("dp", config.dp), (TENSOR_AXIS, config.tp)),
+                blocks=(first, last),
+                first_op=analysis.keys[analysis.blocks[first].nodes[0]],
+                last_op=analysis.keys[analysis.blocks[last - 1].nodes[-1]],
+                forward_s=forward,
+                backward_s=backward,
+                memory_bytes=round(problem.stage_bytes(index, first, last)),
+                capacity_bytes=candidates.capacity(config, index),
+                parameters=_held(graph, axes),
+                collectives=_collectives(graph, axes, candidates.samples(config)),
+            )
+        )
+        times.append(StageTimes(forward, backward, reduce_s=problem.step_end_seconds(first, last)))
+    step = _step_seconds(candidates, config, found, choice.strategies, times) + problem.tied_seconds(boundaries)
+    program = analysis.program
+    return Plan(
+        fingerprint=program.fingerprint,
+        model=program.name,
+        cluster=str(candidates.cluster),
+        batch=candidates.batch,
+        dtype=str(analysis.dtype).removeprefix("torch."),
+        schedule=config.schedule,
+        microbatches=config.microbatches,
+        stages=tuple(stages),
+        recompute="full" if config.recompute else "none",
+        strategies=strategy_names(analysis, choice.strategies),
+        storage=storage_names(choice.storage),
+        step_time_s=step,
+        tokens=_tokens(program, candidates.batch),
+        flops=_flops(candidates),
+        notes=(*program.notes, *analysis.split.notes, *([analysis.split.flaw] if analysis.split.flaw else [])),
+    )
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Seconds of one stage's sharded graph, collectives and free ops included."""
+
+    candidates: Candidates
+    config: Degrees
+    stage: StageGraph
+    graph: fx.Graph
+
+    def seconds(self) -> tuple[float, float]:
+        """Forward and backward of one microbatch."""
+        candidates, config = self.candidates, self.config
+        layers = candidates.analysis.layers
+        link = candidates.tensor_link(config)
+        samples = candidates.samples(config)
+        origins = self._origins()
+        forward = backward = 0.0
+        for node in self.graph.nodes:
+            if "transition" in node.meta:
+                _, step = node.meta["transition"]
+                size, gradient = value_bytes(Value(node)).at(samples), bool(node.meta.get("differentiable"))
+                cost = transition(step.source, step.target, size, config.tp, link, candidates.device, gradient)
+                one, two = cost.forward_s, cost.backward_s
+                block = candidates.analysis.block_of.get(node.meta["user"])
+            elif node in origins:
+                one, two = self._op(node, origins[node])
+                block = candidates.analysis.block_of.get(origins[node])
+            else:
+                continue
+            again = config.recompute and block is not None and bool(layers[block])
+            forward += one
+            backward += two + (one if again else 0.0)
+        return forward, backward
+
+    def _origins(self) -> dict[fx.Node, fx.Node]:
+        """The whole graph's op for every op of the sharded graph, which keeps their order and adds collectives."""
+        kept = [node for node in self.graph.nodes if graphs.is_op(node) and "transition" not in node.meta]
+        before = [node for node in self.stage.graph.nodes if graphs.is_op(node)]
+        return {local: self.stage.origin[node] for node, local in zip(before, kept, strict=True)}
+
+    def _op(self, node: fx.Node, origin: fx.Node) -> tuple[float, float]:
+        prices = self.candidates.prices(self.config)
+        names = node.meta.get("strategies")
+        if not names:
+            return prices.op_seconds(origin)
+        offered = self.candidates.analysis.strategies(self.config.tp)[origin]
+        strategy = next(item for item in offered if item.name == names[0])
+        return prices.op_seconds(origin, strategy, self.config.tp)
+
+
+def _step_seconds(
+    candidates: Candidates,
+    config: Degrees,
+    found: Realization,
+    strategies: Mapping[fx.Node, tuple[Strategy, ...]],
+    times: Sequence[StageTimes],
+) -> float:
+    """The simulated step, every value sent straight from the stage that makes it to those that use it."""
+    sent: dict[tuple[int, int], list[float]] = {}
+    samples = candidates.samples(config)
+    for crossing in found.crossings:
+        placements = value_placements(crossing.value, strategies, found.axes)
+        size = value_bytes(crossing.value).at(samples) * share_of(placements, found.axes)
+        back = size if crossing.value.node.meta.get("differentiable") else 0.0
+        for target in crossing.targets:
+            entry = sent.setdefault((crossing.source, target), [0.0, 0.0])
+            entry[0] += size
+            entry[1] += back
+    schedule = make_schedule(
+        config.schedule,
+        config.pp,
+        config.microbatches,
+        sorted(sent),
+        sorted(edge for edge, (_, back) in sent.items() if back),
+    )
+
+    def transfer(action: Action) -> float:
+        peer = action.peer
+        assert peer is not None
+        forward = action.work is Work.SEND_ACTIVATION
+        size = sent[action.stage, peer][0] if forward else sent[peer, action.stage][1]
+        return send_seconds(size, candidates.stage_link(config, *sorted((action.stage, peer))))
+
+    return simulate(schedule, times, transfer).makespan_s
+
+
+def _held(graph: fx.Graph, axes: Axes) -> int:
+    """Numbers in the parameters that one rank of a stage holds."""
+    total = 0
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.meta["role"] is Role.PARAMETER:
+            total += round(node.meta["val"].numel() * share_of(node.meta["placements"], axes))
+    return total
+
+
+def _collectives(graph: fx.Graph, axes: Axes, samples: int) -> dict[str, dict[str, int]]:
+    """Calls and bytes of one microbatch by operation, forward and backward together."""
+    totals: dict[str, dict[str, int]] = {}
+    for operations in collective_counts(graph, axes, samples).values():
+        for operation, (calls, size) in operations.items():
+            entry = totals.setdefault(operation, {"calls": 0, "bytes": 0})
+            entry["calls"] += calls
+            entry["bytes"] += size
+    return totals
+
+
+def _flops(candidates: Candidates) -> float:
+    """Model FLOPs of a step's contractions, forward and backward, without recomputation."""
+    costs = candidates.analysis.costs(candidates.device.kind).values()
+    batch = candidates.batch
+    return float(
+        sum(cost.flops_forward.at(batch) + cost.flops_backward.at(batch) for cost in costs if cost.contraction)
+    )
+
+
+def _tokens(program: Program, batch: int) -> int:
+    """Tokens of a step: elements of the first integer input with one dim besides the samples'; else samples."""
+    for spec in program.inputs:
+        if spec.kind == "tensor" and spec.batch_dim is not None and "int" in spec.dtype and len(spec.shape) == 2:
+            return batch * next(int(size) for size in spec.shape if isinstance(size, int))
+    return batch
