@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autopart.api import load as load
     from autopart.api import parallelize as parallelize
-    from autopart.capture import capture as capture
     from autopart.cluster import Cluster as Cluster
     from autopart.plan import Plan as Plan
     from autopart.planner import make_plan as make_plan
     from autopart.realize import emit as emit
+    from autopart.tracing import capture as capture
 
 _HOMES = {
     "Cluster": "autopart.cluster",
     "Plan": "autopart.plan",
-    "capture": "autopart.capture",
+    "capture": "autopart.tracing",
     "emit": "autopart.realize",
     "load": "autopart.api",
     "make_plan": "autopart.planner",
@@ -31,7 +31,6 @@ __all__ = ["Cluster", "Plan", "capture", "emit", "load", "make_plan", "paralleli
 
 
 def __getattr__(name: str) -> Any:
-    # ``autopart.capture`` is a module too: once it is imported, the function takes its place.
     if name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)
         globals()[name] = value

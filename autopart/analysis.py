@@ -59,6 +59,12 @@ class Analysis:
             self._strategies[parts] = strategies(self.graph, parts, self.rules)
         return self._strategies[parts]
 
+    @property
+    def whole_outputs(self) -> tuple[str, ...]:
+        """The outputs that training needs whole on every rank: the loss; all, where the script computes it from them."""
+        loss = self.program.loss
+        return (loss,) if loss is not None else tuple(info.name for info in self.program.outputs)
+
     def tensors(self, role: Role) -> list[fx.Node]:
         """Placeholders of a role that something in the graph reads."""
         return [node for node in self.graph.nodes if node.op == "placeholder" and node.meta["role"] is role]

@@ -134,7 +134,7 @@ class Parallelized(nn.Module):
         device = pick_device()
         connect(device)
         settings = self._settings
-        files = _on_first_rank(lambda: _compile(self.original, args, kwargs, settings, self._batch, self.training))
+        files = _on_first_rank(lambda: _compile(self.original, args, kwargs, settings, self._batch))
         directory = _write(files, settings["directory"])
         originals = tensors_of(self.original)
         _agree(originals, device)
@@ -189,19 +189,17 @@ def _compile(
     kwargs: dict[str, Any],
     settings: Mapping[str, Any],
     batch_mode: BatchMode,
-    training: bool,
 ) -> dict[str, bytes]:
     """Captures, plans and emits; returns the program's files. Runs on rank 0 alone."""
     from autopart.analysis import analyze
-    from autopart.capture import capture, same_in_eval
     from autopart.cluster import Cluster
     from autopart.plan import Plan
     from autopart.planner import make_plan
     from autopart.realize import realize
     from autopart.report.table import plan_text
+    from autopart.tracing import capture
 
     program = capture(model, args, kwargs, loss_fn=settings["loss_fn"], batch_dims=settings["batch_dims"])
-    difference = same_in_eval(program, model, args, kwargs, settings["loss_fn"], settings["batch_dims"])
     analysis = analyze(program)
     plan = settings["plan"]
     if plan is None:
@@ -224,8 +222,6 @@ def _compile(
     elif not isinstance(plan, Plan):
         plan = Plan.load(plan)
     emitted = realize(program, plan, analysis)
-    if difference:
-        emitted.manifest = _with_eval_flaw(emitted.manifest, difference)
     emitted.files["plan.json"] = plan.to_json()
     emitted.files["plan.txt"] = plan_text(plan)
     with tempfile.TemporaryDirectory() as folder:
@@ -233,12 +229,6 @@ def _compile(
         emitted.constants.clear()  # every rank has the model itself
         emitted.save(target)
         return {path.name: path.read_bytes() for path in target.iterdir()}
-
-
-def _with_eval_flaw(manifest: Any, difference: str) -> Any:
-    from dataclasses import replace
-
-    return replace(manifest, eval_flaw=difference)
 
 
 def _on_first_rank(make: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:

@@ -8,15 +8,16 @@ from pathlib import Path
 
 from torch import fx
 
-from autopart.analysis import Analysis, analyze, fold, look_up
+from autopart.analysis import Analysis, analyze, fold, look_up, pattern_of
+from autopart.passes import graph as graphs
 from autopart.passes.emit.program import Emitted, Layout, emit_program
 from autopart.passes.partition import Crossing, StageGraph, partition
-from autopart.passes.program import Program
+from autopart.passes.program import Program, Role
 from autopart.passes.rules import Strategy
 from autopart.passes.shard import Axes, Placements, shard_stage
 from autopart.plan import Plan
 from autopart.runtime.errors import BatchError, PlanError
-from autopart.runtime.placement import REPLICATE, Placement
+from autopart.runtime.placement import Kind, Placement
 
 
 @dataclass(slots=True)
@@ -39,7 +40,8 @@ def build(
 ) -> Realization:
     """Splits the graph at block boundaries and shards every stage."""
     stages, crossings = partition(analysis.program, analysis.graph, analysis.free, analysis.blocks, boundaries)
-    local = [shard_stage(stage, axes, strategies, storage, analysis.rules) for stage in stages]
+    wanted = analysis.whole_outputs
+    local = [shard_stage(stage, axes, strategies, storage, analysis.rules, wanted) for stage in stages]
     return Realization(stages, local, crossings, dict(storage), axes)
 
 
@@ -62,12 +64,9 @@ def read_strategies(
     if not axes:
         return {}, {}
     strategies: dict[fx.Node, tuple[Strategy, ...]] = {}
-    used: set[str] = set()
     for node in analysis.block_of:
         key = analysis.keys[node]
         text = look_up(plan.strategies, key)
-        if text is not None:
-            used.add(text)
         names = (text or ",".join("R" for _ in axes)).split(",")
         if len(names) != len(axes):
             raise PlanError(f"strategies[{key!r}]: {len(names)} strategies for {len(axes)} tensor axes")
@@ -86,17 +85,49 @@ def read_strategies(
     for name in plan.strategies:
         if name not in known and name not in patterns:
             raise PlanError(f"strategies[{name!r}]: the model has no such op")
+    return strategies, read_storage(analysis, plan, axes, strategies)
+
+
+def read_storage(
+    analysis: Analysis, plan: Plan, axes: Axes, strategies: Mapping[fx.Node, tuple[Strategy, ...]]
+) -> dict[str, Placements]:
+    """A plan's storage as placements, replicated where it says nothing. Raises PlanError for what cannot be stored so."""
+    tensors = analysis.program.tensors
+    patterns = {pattern_of(name) for name in tensors}
+    for name in plan.storage:
+        if name not in tensors and name not in patterns:
+            raise PlanError(f"storage[{name!r}]: the model has no such parameter")
     storage: dict[str, Placements] = {}
-    for name in analysis.program.tensors:
-        text = look_up(plan.storage, name)
-        if text is None:
-            storage[name] = tuple(REPLICATE for _ in axes)
-            continue
+    for name, info in tensors.items():
+        text = look_up(plan.storage, name) or ",".join("R" for _ in axes)
         placements = tuple(Placement.parse(item.strip()) for item in text.split(","))
         if len(placements) != len(axes):
             raise PlanError(f"storage[{name!r}]: {len(placements)} placements for {len(axes)} tensor axes")
+        for placement, (axis, parts) in zip(placements, axes, strict=True):
+            if placement.kind is Kind.PARTIAL or (placement.kind is Kind.BROADCAST and not info.trainable):
+                raise PlanError(f"storage[{name!r}]: {placement} is no way to store it; use R, S<dim> or, trained, B")
+            if placement.is_shard:
+                size = info.shape[placement.dim] if placement.dim < len(info.shape) else 0
+                if placement.batched or size == 0 or size % (placement.outer * parts):
+                    raise PlanError(
+                        f"storage[{name!r}]: {placement} does not divide its shape {list(info.shape)} by {parts} ({axis})"
+                    )
         storage[name] = placements
-    return strategies, storage
+    for node, chosen in strategies.items():
+        if not graphs.updates_statistics(node):
+            continue
+        for index, source in enumerate(graphs.input_nodes(node)):
+            used = tuple(strategy.inputs[index] for strategy in chosen)
+            if (
+                source.op == "placeholder"
+                and source.meta["role"] is Role.BUFFER
+                and storage[source.meta["name"]] != used
+            ):
+                raise PlanError(
+                    f"storage[{source.meta['name']!r}]: {analysis.keys[node]} updates it as {','.join(map(str, used))}, "
+                    "so it has to be stored like that"
+                )
+    return storage
 
 
 def check_plan(program: Program, analysis: Analysis, plan: Plan) -> None:

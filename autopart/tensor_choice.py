@@ -162,9 +162,12 @@ class _Builder:
                     readers.setdefault(value, []).append((use, slot))
                     if "batch_norm" in str(node.target) and value.node.meta.get("role") is Role.BUFFER:
                         fixed.add((value, use))
-        result = next(node for node in analysis.graph.nodes if node.op == "output")
-        for node in result.args[0]:  # type: ignore[union-attr]
-            value = graphs.value_of(node)  # type: ignore[arg-type]
+        names = [info.name for info in analysis.program.outputs if info.node is not None]
+        # buffers' new values follow the outputs, and are stored whole
+        for index, node in enumerate(graphs.results(analysis.graph)):
+            value = graphs.value_of(node)
+            if index < len(names) and names[index] not in analysis.whole_outputs:
+                continue
             if value.node in analysis.block_of:
                 readers.setdefault(value, []).append((output, 0))
         stored_as_used = {value for value, _ in fixed}

@@ -299,8 +299,12 @@ class _Normalizer:
             if self.copies(node):
                 return self.emit(aten.reshape.default, (args[0], sizes), {}, node)
             return self.view(node, aten.reshape.default, (args[0], sizes), {})
-        if target is aten.contiguous.default and self.copies(node):
-            return self.emit(target, args, kwargs, node)
+        if target is aten.contiguous.default:
+            if self.copies(node):
+                return self.emit(target, args, kwargs, node)
+            if not self.writes:
+                # Strides differ between devices, values do not: a graph must not depend on where it was captured.
+                return args[0]
         if target is aten.narrow.default:
             dim, start, length = args[1:]
             if isinstance(start, int) and start >= 0:

@@ -56,6 +56,7 @@ class Program:
     tuple of :attr:`outputs`' nodes followed by the new values of :attr:`updated_buffers`.
     batch: samples in the example inputs. static_batch: why the batch size is fixed, '' when it is symbolic.
     loss: name of the output that is the loss, None when the user's code computes it.
+    eval_flaw: why the emitted stages cannot be evaluated, '' when they can.
     constants: tensors that the state dict does not hold (non-persistent buffers, literals), where they are real.
     """
 
@@ -73,6 +74,7 @@ class Program:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
+    eval_flaw: str = "it was captured without check_eval, so that nobody knows whether evaluation computes the same"
     _fingerprint: str = ""
 
     @property
@@ -115,7 +117,7 @@ def _digest(program: Program) -> str:
 
 
 _MODE_ARGUMENTS = {
-    "aten.dropout.default": 2,
+    **{f"aten.{kind}dropout.default": 2 for kind in ("", "feature_", "alpha_", "feature_alpha_")},
     "aten.batch_norm.default": 5,
     "aten.scaled_dot_product_attention.default": 4,
 }

@@ -8,7 +8,7 @@ charged is what stands in the graph. A rank's program is the result; sizes in it
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,15 +57,18 @@ def shard_stage(
     strategies: Mapping[fx.Node, tuple[Strategy, ...]],
     storage: Mapping[str, Placements],
     rules: RuleBook = RULES,
+    whole_outputs: Collection[str] | None = None,
 ) -> fx.Graph:
     """One rank's graph of a stage.
+
+    whole_outputs: names of the model's outputs that every rank needs whole (default: all); others stay as they lie.
 
     strategies: for the ops of the *whole* graph, one strategy per axis; ops without one are replicated.
     storage: placements of parameters and buffers by name, replicated where absent.
     Nodes of the result have ``meta["placements"]`` (a tuple of them for ops with several outputs, by index);
     inserted collectives have ``meta["transition"]`` = (axis name, :class:`Transition`).
     """
-    return _Sharder(stage, axes, strategies, storage, rules).run()
+    return _Sharder(stage, axes, strategies, storage, rules, whole_outputs).run()
 
 
 class _Sharder:
@@ -76,7 +79,9 @@ class _Sharder:
         strategies: Mapping[fx.Node, tuple[Strategy, ...]],
         storage: Mapping[str, Placements],
         rules: RuleBook,
+        whole_outputs: Collection[str] | None,
     ) -> None:
+        self.whole_outputs = whole_outputs
         self.stage, self.axes, self.strategies, self.storage, self.rules = stage, axes, strategies, storage, rules
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
@@ -194,7 +199,10 @@ class _Sharder:
             if index < len(stage.sends):
                 kept.append(self.env[result])
             elif index < len(stage.sends) + len(stage.outputs):
-                kept.append(self.convert(result, self.replicated, node))
+                name = stage.outputs[index - len(stage.sends)]
+                own = self.placements[graphs.value_of(result)]
+                whole = self.whole_outputs is None or name in self.whole_outputs
+                kept.append(self.convert(result, self.replicated if whole else own, node))
             else:
                 name = stage.updates[index - len(stage.sends) - len(stage.outputs)]
                 kept.append(self.convert(result, self.storage.get(name, self.replicated), node))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -69,7 +69,9 @@ class Run:
         train: bool,
         seeds: Seeds | None = None,
         reduce: Callable[[], None] | None = None,
+        keep: Collection[str] | None = None,
     ) -> None:
+        self._keep = keep
         self._module = module
         self._spec: StageSpec = manifest.stages[mesh.stage]
         self._mesh = mesh
@@ -156,7 +158,9 @@ class Run:
                 f"{len(spec.outputs)} outputs {list(spec.outputs)}; emit the program again, or mend the edited stage"
             )
         state.sent = dict(zip(spec.sends, results, strict=False))
-        state.outputs = dict(zip(spec.outputs, results[len(spec.sends) :], strict=True))
+        outputs = zip(spec.outputs, results[len(spec.sends) :], strict=True)
+        # what nobody asks for must not outlive the stage's forward: logits are larger than anything else
+        state.outputs = {name: tensor for name, tensor in outputs if self._keep is None or name in self._keep}
         self.outputs[microbatch] = {name: tensor.detach() for name, tensor in state.outputs.items()}
 
     def _backward(self, microbatch: int, state: _Microbatch) -> None:

@@ -79,7 +79,8 @@ class OutputSpec:
     """A leaf of the model's outputs, named by its path in the returned structure.
 
     combine: how the pieces of microbatches and data-parallel replicas make the whole: "sum", "cat" (along batch_dim),
-    "same" (equal everywhere), "constant". placements: how it lies on the stage's tensor axes (always "R" so far).
+    "same" (equal everywhere), "constant". placements: how it lies on the stage's tensor axes; put together only when it
+    is returned.
     """
 
     name: str
@@ -89,6 +90,7 @@ class OutputSpec:
     dtype: str = ""
     batch_dim: int = 0
     constant: Any = None
+    placements: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from autopart.runtime.attach import hand_out, run_later
 from autopart.runtime.collectives import gather_shards
 from autopart.runtime.dry_run import dry_run
-from autopart.runtime.errors import InputError, PlanError
+from autopart.runtime.errors import BatchError, InputError, PlanError
 from autopart.runtime.executor import Feed, Run
 from autopart.runtime.gradients import (
     BUCKET_BYTES,
@@ -118,6 +119,8 @@ class ParallelModule(nn.Module):
         leaves = bind(self.manifest, args, kwargs)
         found = check(self.manifest, leaves)
         data = self.mesh.data
+        if self.batch == "local":
+            _check_equal(found, self.mesh)
         division = divide(self.manifest, found, data.size, data.index, self.batch, train)
         feed = self._feed(leaves, division)
         if self.training:
@@ -161,7 +164,8 @@ class ParallelModule(nn.Module):
         def seeds(microbatch: int, outputs: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
             return {loss_name: torch.ones_like(outputs[loss_name])} if loss_name in outputs else {}
 
-        run = self._run(feed, train=True, seeds=seeds)
+        keep = None if self.returned == "all" else {loss_name}
+        run = self._run(feed, train=True, seeds=seeds, keep=keep)
         parameters = self._trainable()
         with separate_gradients(parameters) as gradients:
             run.execute(self._actions)
@@ -207,7 +211,7 @@ class ParallelModule(nn.Module):
     def _evaluate(self, feed: Feed, division: Division) -> Any:
         if not self.training and self.manifest.eval_flaw:
             raise InputError(
-                f"the stages were captured in training mode and cannot be evaluated: {self.manifest.eval_flaw}; "
+                f"the stages were captured in training mode and cannot run in evaluation mode: {self.manifest.eval_flaw}; "
                 "load state_dict() into the original model and evaluate that"
             )
         schedule = forward_only(len(self.manifest.stages), division.microbatches, edges_of(self.manifest)[0])
@@ -218,8 +222,8 @@ class ParallelModule(nn.Module):
         values: dict[str, Any] = {spec.name: collect(spec, run.outputs, division, self.mesh) for spec in self._outputs}
         return rebuild(self.manifest.output_structure, {**values, **self._constants()})
 
-    def _run(self, feed: Feed, train: bool, seeds: Any = None) -> Run:
-        return Run(self.stage, self.manifest, self.mesh, self._links, feed, train, seeds, self._sums.reduce)
+    def _run(self, feed: Feed, train: bool, seeds: Any = None, keep: set[str] | None = None) -> Run:
+        return Run(self.stage, self.manifest, self.mesh, self._links, feed, train, seeds, self._sums.reduce, keep)
 
     def _make_schedule(self) -> Schedule:
         """Raises ScheduleError when the manifest's own schedule would deadlock."""
@@ -299,6 +303,19 @@ class ParallelModule(nn.Module):
         parameters alone.
         """
         return clip_gradients(self.manifest, self.mesh, self._parameters_in_order, max_norm)
+
+
+def _check_equal(samples: int, mesh: Mesh) -> None:
+    """Raises BatchError, on every replica, when replicas were given parts of unlike size."""
+    sizes = torch.tensor([samples, -samples], device=mesh.device)
+    if mesh.data.size > 1:
+        dist.all_reduce(sizes, dist.ReduceOp.MAX, group=mesh.data.group)
+    largest, smallest = int(sizes[0]), -int(sizes[1])
+    if largest != smallest:
+        raise BatchError(
+            f'with batch="local" every replica passes as many samples; found {smallest} to {largest} (here {samples}); '
+            "drop the last partial batch, or pass whole batches"
+        )
 
 
 def _own_tensors(stage: nn.Module, manifest: Manifest) -> dict[str, Tensor]:

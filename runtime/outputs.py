@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from autopart.runtime.collectives import broadcast_in_place, gather_shards, sum_in_place
+from autopart.runtime.collectives import broadcast_in_place, gather_shards, sum_in_place, sum_over
 from autopart.runtime.inputs import Division
 from autopart.runtime.links import dtype_of
 from autopart.runtime.manifest import OutputSpec, size_of
 from autopart.runtime.mesh import Axis, Mesh
+from autopart.runtime.placement import Kind, Placement
 
 
 def collect(spec: OutputSpec, outputs: Mapping[int, Mapping[str, Tensor]], division: Division, mesh: Mesh) -> Tensor:
@@ -21,7 +22,7 @@ def collect(spec: OutputSpec, outputs: Mapping[int, Mapping[str, Tensor]], divis
     ranks call it for the same outputs in the same order.
     """
     if mesh.stage == spec.stage:
-        pieces = [outputs[k][spec.name] for k in range(division.microbatches)]
+        pieces = [_whole(spec, outputs[k][spec.name], division, mesh) for k in range(division.microbatches)]
         # A batch that was not divided over the replicas is whole on each.
         data = mesh.data if division.replicas > 1 else Axis(mesh.data.name, traffic=mesh.traffic)
         whole = _combine(spec, pieces, data)
@@ -31,6 +32,19 @@ def collect(spec: OutputSpec, outputs: Mapping[int, Mapping[str, Tensor]], divis
         whole = torch.empty(shape, dtype=dtype_of(spec.dtype), device=mesh.device)
     broadcast_in_place(whole, mesh.stages, spec.stage, "step")
     return whole
+
+
+def _whole(spec: OutputSpec, piece: Tensor, division: Division, mesh: Mesh) -> Tensor:
+    """A microbatch's output, put together over the tensor axes; the last axis was divided last."""
+    for axis, text in reversed(list(zip(mesh.tensor_axes, spec.placements, strict=False))):
+        placement = Placement.parse(text)
+        if axis.size == 1:
+            continue
+        if placement.is_shard:
+            piece = gather_shards(piece, axis, placement.dim, placement.blocks(division.samples), "step")
+        elif placement.kind is Kind.PARTIAL:
+            piece = sum_over(piece, axis, "step")
+    return piece
 
 
 def _combine(spec: OutputSpec, pieces: Sequence[Tensor], data: Axis) -> Tensor:

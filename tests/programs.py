@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopart.capture import capture
 from autopart.passes.batch import BatchSplit, split_batch
 from autopart.passes.blocks import find_blocks, free_nodes
 from autopart.passes.emit.program import Emitted, Layout, emit_program
@@ -20,6 +19,7 @@ from autopart.passes.program import Program, Role
 from autopart.passes.rules import RULES, Strategy, strategies
 from autopart.passes.shard import Axes, Placements, shard_stage
 from autopart.runtime.structure import flatten
+from autopart.tracing import capture
 
 Values = dict[str, Any]
 

@@ -13,7 +13,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopart.capture import capture
 from autopart.cost.transformer import gpt2_forward_flops, gpt2_parameters
 from autopart.passes.amounts import ONE, ZERO, Amount, constant
 from autopart.passes.annotate import OpCost, annotate, contraction_flops, is_contraction, op_cost, parameter_bytes
@@ -21,6 +20,7 @@ from autopart.passes.graph import is_op
 from autopart.passes.program import Program
 from autopart.passes.saved import has_rule, is_differentiated, saved_bytes, saved_inside, saved_tensors, saved_values
 from autopart.passes.storage import is_view, op_name, storage_of
+from autopart.tracing import capture
 from families import families, family
 
 BATCH = 4

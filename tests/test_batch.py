@@ -13,10 +13,10 @@ from programs import gradients, in_shares
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopart.capture import capture
 from autopart.passes.batch import BatchSplit, split_batch
 from autopart.passes.rules import RULES
 from autopart.precision import eager_in_float64, float64_throughout
+from autopart.tracing import capture
 from families import FAMILIES, Family
 
 BATCH, WIDTH, CLASSES = 8, 6, 4

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopart.capture import capture
 from autopart.passes import graph as graphs
 from autopart.passes.batch import split_batch
 from autopart.passes.blocks import Block, chain, crossing, cut_positions, find_blocks, free_nodes, value_bytes
 from autopart.passes.graph import Value
 from autopart.passes.program import Program
 from autopart.passes.rules import RULES
+from autopart.tracing import capture
 from families import FAMILIES, Family
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
-from autopart.capture import capture
 from autopart.passes.batch import split_batch
 from autopart.passes.program import Program, Role
 from autopart.passes.rules import RULES
 from autopart.runtime.errors import CaptureError
+from autopart.tracing import capture
 
 
 class Net(nn.Module):

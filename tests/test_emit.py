@@ -15,11 +15,11 @@ from programs import Compiled, compile_model, compile_program, tensors_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopart.capture import capture
 from autopart.passes.emit.wrapping import wrapped
 from autopart.precision import eager_in_float64, float64_throughout
 from autopart.runtime import ParallelModule
 from autopart.runtime.manifest import argument_name
+from autopart.tracing import capture
 from families import FAMILIES, Family, family
 
 BATCH = 8

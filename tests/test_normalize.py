@@ -10,10 +10,10 @@ import torch
 from programs import gradients, outputs_by_name, run_graph
 from torch import Tensor, nn
 
-from autopart.capture import capture
 from autopart.passes.program import Program
 from autopart.precision import eager_in_float64, float64_throughout
 from autopart.runtime.errors import CaptureError
+from autopart.tracing import capture
 from families import FAMILIES, Family
 
 BATCH = 4

@@ -11,13 +11,13 @@ from launch import launch
 from programs import Compiled, compile_program, tensors_of
 from torch import Tensor, nn
 
-from autopart.capture import capture
 from autopart.passes.batch import split_batch
 from autopart.passes.blocks import Block, chain, free_nodes
 from autopart.passes.partition import partition
 from autopart.passes.program import Program, Role
 from autopart.passes.rules import RULES
 from autopart.runtime import ParallelModule
+from autopart.tracing import capture
 
 
 class Net(nn.Module):

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from clusters import ideal
 from torch import Tensor, nn
 
 from autopart.analysis import Analysis, analyze, fold, look_up, pattern_of
-from autopart.capture import capture
 from autopart.cluster import Cluster
 from autopart.models import load_model
 from autopart.plan import Plan
@@ -21,7 +21,7 @@ from autopart.realize import realize
 from autopart.runtime.errors import BatchError, InfeasibleError, PlanError
 from autopart.runtime.transitions import Transition
 from autopart.solver.search import degrees
-from clusters import ideal
+from autopart.tracing import capture
 from families import family
 
 

@@ -12,12 +12,12 @@ from launch import launch
 from programs import Choose, compile_program, randomly, tensors_of
 from torch import Tensor, fx
 
-from autopart.capture import capture
 from autopart.passes.program import Role
 from autopart.passes.rules import Strategy, strategies
 from autopart.passes.shard import Axes, Placements, collective_counts, transitions_of
 from autopart.precision import eager_in_float64, float64_throughout
 from autopart.runtime import ParallelModule
+from autopart.tracing import capture
 from families import family
 
 AXES: Axes = (("tp", 2),)

@@ -36,7 +36,11 @@ def random_problem(rng: random.Random, n: int, p: int, microbatches: int, whole:
     cuts = tuple(Cut(seconds(5e-4), seconds(5e-4), float(rng.randint(0, 30))) for _ in range(n - 1))
     tied = tuple(
         TiedGroup(
-            f"tied{i}", tuple(rng.sample(range(n), min(n, rng.randint(1, 3)))), rng.randint(1, 200), seconds(2e-3), seconds(1e-3)
+            f"tied{i}",
+            tuple(rng.sample(range(n), min(n, rng.randint(1, 3)))),
+            rng.randint(1, 200),
+            seconds(2e-3),
+            seconds(1e-3),
         )
         for i in range(rng.randint(0, 2))
     )
@@ -187,9 +191,7 @@ def test_pins_that_leave_no_blocks() -> None:
 
 def test_memory_names_the_stage_and_what_would_do() -> None:
     problem = chain(4, 2, in_flight=(3, 1), capacity_bytes=(25.0, 20.0))
-    with pytest.raises(
-        InfeasibleError, match=r"stage 1 \(block2 \.\. block3\) holds 22 B, 2 B .* Devices with 22 B"
-    ):
+    with pytest.raises(InfeasibleError, match=r"stage 1 \(block2 \.\. block3\) holds 22 B, 2 B .* Devices with 22 B"):
         stages.solve(dataclasses.replace(problem, capacity_bytes=(26.0, 20.0)))
     with pytest.raises(InfeasibleError, match=r"stage 0 \(block0\) holds 11 B, 6 B"):
         stages.solve(chain(1, 1, capacity_bytes=(5.0,), pins=()))

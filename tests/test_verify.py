@@ -81,7 +81,7 @@ def test_a_failing_rank_ends_the_job(subject: Subject, emitted: Path, tmp_path: 
 
 
 def test_a_plan_in_another_precision(tmp_path: Path) -> None:
-    from autopart.capture import capture
+    from autopart.tracing import capture
 
     gpt2 = family("gpt2", dtype=torch.float32)
     model, inputs = gpt2.build(), gpt2.inputs(BATCH)

@@ -1,4 +1,4 @@
-"""The command line: ``autopart inspect | plan | show | emit | verify``.
+"""The command line: ``autopart inspect | plan | show | emit | verify | validate``.
 
 Results go to stdout, progress and errors to stderr. Exit status: 0; 1 when ``verify`` finds a difference; 2 when a
 command could not do its work, with one line that says why. What a command needs is imported when it runs, so that
@@ -14,9 +14,9 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from autopart.cli import emitting, inspecting, planning, showing, verifying
+from autopart.cli import emitting, inspecting, planning, showing, validating, verifying
 
-_COMMANDS = (inspecting, planning, showing, emitting, verifying)
+_COMMANDS = (inspecting, planning, showing, emitting, verifying, validating)
 FAILED = 2
 INTERRUPTED = 130
 

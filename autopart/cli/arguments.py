@@ -104,13 +104,13 @@ def read_model(arguments: argparse.Namespace, meta: bool, batch: int | None = No
         return load_model(arguments.model, meta=meta, dtype=read_dtype(arguments), batch=batch)
 
 
-def read_program(arguments: argparse.Namespace, meta: bool = True) -> Program:
-    """The captured model. meta: without its weights. Raises ModelError and CaptureError."""
+def read_program(arguments: argparse.Namespace, meta: bool = True, check_eval: bool = False) -> Program:
+    """The captured model. meta: without its weights. check_eval: as in ``capture``. Raises ModelError, CaptureError."""
     loaded = read_model(arguments, meta)
     with working(f"capturing {loaded.name}"), hushed():
-        from autopart.capture import capture
+        from autopart.tracing import capture
 
-        return capture(loaded.model, loaded.args, loaded.kwargs, name=loaded.name)
+        return capture(loaded.model, loaded.args, loaded.kwargs, name=loaded.name, check_eval=check_eval)
 
 
 def choose_plan(arguments: argparse.Namespace, program: Program) -> Plan:

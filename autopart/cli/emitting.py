@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = Plan.load(arguments.plan) if arguments.plan is not None else None
     if plan is None:
         read_cluster(arguments.cluster)
-    program = complete(arguments, read_program(arguments))
+    program = complete(arguments, read_program(arguments, check_eval=True))
     if plan is None:
         plan = choose_plan(arguments, program)
     with working(f"writing {arguments.output}"):
@@ -65,6 +65,6 @@ def complete(arguments: argparse.Namespace, program: Program) -> Program:
         return program
     buffers = dict(read_model(arguments, meta=False).model.named_buffers())
     if not missing <= buffers.keys():  # a tensor that forward itself makes from numbers
-        return read_program(arguments, meta=False)
+        return read_program(arguments, meta=False, check_eval=True)
     program.constants.update({name: buffers[name].detach() for name in missing})
     return program

@@ -32,7 +32,9 @@ def all_reduce_seconds(num_bytes: float, parts: int, link: Link, efficiency: Eff
     return _ring_seconds(2, num_bytes, parts, link, efficiency)
 
 
-def bucketed_all_reduce_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency | None = None) -> float:
+def bucketed_all_reduce_seconds(
+    num_bytes: float, parts: int, link: Link, efficiency: Efficiency | None = None
+) -> float:
     """Share of a tensor in an all-reduce of large buckets: its bytes alone, without a call's latency."""
     return all_reduce_seconds(num_bytes, parts, link, efficiency) - all_reduce_seconds(0, parts, link, efficiency)
 
@@ -75,7 +77,9 @@ _SECONDS = {
 }
 
 
-def collective_seconds(kind: str, num_bytes: float, parts: int, link: Link, efficiency: Efficiency | None = None) -> float:
+def collective_seconds(
+    kind: str, num_bytes: float, parts: int, link: Link, efficiency: Efficiency | None = None
+) -> float:
     """Seconds of a collective by its name; payload as in the module's table. KeyError for other names."""
     return _SECONDS[kind](num_bytes, parts, link, efficiency)
 

@@ -30,8 +30,6 @@ from autopart.cost.compute import Product, copy_seconds, op_seconds
 from autopart.cost.devices import Device
 
 _HALF = 2
-_PRODUCTS = 6
-_OTHER_KERNELS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,35 +69,59 @@ class Gpt:
 
 
 @dataclass(frozen=True, slots=True)
+class Style:
+    """How a layer is run. sequence_parallel: norms, residuals and dropouts on a share of the sequence each, between a
+    reduce-scatter and an all-gather in place of every all-reduce (Korthikanti et al., arXiv 2205.05198).
+    fused_attention: scores stay on the chip, and its backward repeats them (Dao et al., arXiv 2205.14135).
+    """
+
+    sequence_parallel: bool = False
+    fused_attention: bool = False
+
+
+MEGATRON = Style()
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """A piece of the model that a stage boundary may follow: seconds of one microbatch, without collectives.
 
-    parameters: numbers that one rank holds. reduces: all-reduces over the tensor axis of a forward; a backward has as
-    many. reduced_bytes: payload of each.
+    core_s: of the forward, scores to weighted values: what selective recomputation repeats. parameters: numbers that
+    one rank holds. reduces: all-reduces over the tensor axis of a forward; a backward has as many.
     """
 
     forward_s: float
     backward_s: float
+    core_s: float = 0.0
     parameters: float = 0.0
     reduces: int = 0
-    reduced_bytes: float = 0.0
+
+    def __add__(self, other: Part) -> Part:
+        return Part(
+            self.forward_s + other.forward_s,
+            self.backward_s + other.backward_s,
+            self.core_s + other.core_s,
+            self.parameters + other.parameters,
+            self.reduces + other.reduces,
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class _Kernels:
-    products: tuple[Product, ...]
-    bytes_forward: float
-    bytes_backward: float
-    kernels: int
-
-    def part(self, device: Device, parameters: float, reduces: int = 0, reduced_bytes: float = 0.0) -> Part:
-        """Prices with fp16 products; a kernel that only moves memory is launched once, backward twice."""
-        forward = copy_seconds(device, self.bytes_forward) + self.kernels * device.launch_s
-        backward = copy_seconds(device, self.bytes_backward) + 2 * self.kernels * device.launch_s
-        for product in self.products:
-            forward += _seconds(device, product)
-            backward += sum(_seconds(device, gradient) for gradient in product.backward)
-        return Part(forward, backward, parameters, reduces, reduced_bytes)
+def _part(
+    device: Device,
+    products: tuple[Product, ...],
+    bytes_forward: float,
+    bytes_backward: float,
+    kernels: int,
+    parameters: float = 0.0,
+    reduces: int = 0,
+) -> Part:
+    """Prices with fp16 products; a kernel that only moves memory is launched once, backward twice."""
+    forward = copy_seconds(device, bytes_forward) + kernels * device.launch_s
+    backward = copy_seconds(device, bytes_backward) + 2 * kernels * device.launch_s
+    for product in products:
+        forward += _seconds(device, product)
+        backward += sum(_seconds(device, gradient) for gradient in product.backward)
+    return Part(forward, backward, 0.0, parameters, reduces)
 
 
 def _seconds(device: Device, product: Product) -> float:
@@ -121,42 +143,60 @@ def layer_products(model: Gpt, samples: int, tensor: int) -> tuple[Product, ...]
     )
 
 
-def layer_parts(model: Gpt, device: Device, samples: int, tensor: int) -> tuple[Part, Part]:
+def layer_parts(model: Gpt, device: Device, samples: int, tensor: int, style: Style = MEGATRON) -> tuple[Part, Part]:
     """A layer's attention and MLP on one of ``tensor`` ranks for ``samples`` samples."""
     products = layer_products(model, samples, tensor)
     tokens = samples * model.sequence
-    whole = tokens * model.width
-    inner = whole / tensor
-    scores = samples * model.heads / tensor * model.sequence**2
+    inner = tokens * model.width / tensor
+    outside = inner if style.sequence_parallel else float(tokens * model.width)
     up = tokens * model.mlp / tensor
-    weights = 4 * model.width**2 / tensor + 6 * model.width
-    payload = float(_HALF * whole)
     reduces = 1 if tensor > 1 else 0
-    attention = _Kernels(
-        products[:4],
-        4 * whole + 7 * whole + 4 * 3 * inner + 4 * inner + (4 + 5) * scores,
-        10 * whole + 7 * whole + 2 * 3 * inner + 4 * inner + (6 + 5) * scores,
-        6,
+    core = _core(model, device, samples, tensor, style)
+    attention = _part(
+        device,
+        (products[0], products[3]),
+        (4 + 7) * outside + (4 * 3 + 4) * inner,
+        (10 + 7) * outside + (2 * 3 + 4) * inner,
+        4,
+        4 * model.width**2 / tensor + 6 * model.width,
+        reduces,
     )
-    mlp = _Kernels(products[4:], 4 * whole + 7 * whole + 4 * up, 10 * whole + 7 * whole + 8 * up, 3)
-    return (
-        attention.part(device, weights, reduces, payload),
-        mlp.part(device, 2 * model.width * model.mlp / tensor + 4 * model.width, reduces, payload),
+    mlp = _part(
+        device,
+        products[4:],
+        (4 + 7) * outside + 4 * up,
+        (10 + 7) * outside + 8 * up,
+        3,
+        2 * model.width * model.mlp / tensor + 4 * model.width,
+        reduces,
     )
+    return attention + core, mlp
+
+
+def _core(model: Gpt, device: Device, samples: int, tensor: int, style: Style) -> Part:
+    """Scores, softmax, dropout, weighted values."""
+    products = layer_products(model, samples, tensor)[1:3]
+    if style.fused_attention:
+        moved = _HALF * samples * model.sequence * model.width / tensor
+        gradients = (products[0], *(gradient for product in products for gradient in product.backward))
+        forward = op_seconds(device, 0.0, 4 * moved, "float16", products=products)
+        return Part(forward, op_seconds(device, 0.0, 8 * moved, "float16", products=gradients), forward)
+    scores = samples * model.heads / tensor * model.sequence**2
+    found = _part(device, products, (4 + 5) * scores, (6 + 5) * scores, 2)
+    return Part(found.forward_s, found.backward_s, found.forward_s)
 
 
 def embedding_part(model: Gpt, device: Device, samples: int, tensor: int) -> Part:
     """Lookup, position, dropout; the gradient of a tied table is added up by the head."""
     whole = samples * model.sequence * model.width
     table = model.embedding_parameters / tensor
-    kernels = _Kernels((), 11 * whole, 9 * whole + 2 * _HALF * table, 3)
-    return kernels.part(device, table, 1 if tensor > 1 else 0, float(_HALF * whole))
+    return _part(device, (), 11 * whole, 9 * whole + 2 * _HALF * table, 3, table, 1 if tensor > 1 else 0)
 
 
 def head_part(model: Gpt, device: Device, samples: int, tensor: int) -> Part:
     """Norm, logits, cross entropy in float32: converted, maximum, exponential, sum, gradient, converted back."""
     tokens = samples * model.sequence
     whole, logits = tokens * model.width, tokens * model.vocabulary / tensor
-    product = Product(tokens, max(1, model.vocabulary // tensor), model.width)
-    kernels = _Kernels((product,), 4 * whole + (6 + 4 + 8 + 8 + 4) * logits, 10 * whole + (8 + 6) * logits, 6)
-    return kernels.part(device, 0.0, 1 if tensor > 1 else 0, float(_HALF * whole))
+    products = (Product(tokens, max(1, model.vocabulary // tensor), model.width),)
+    forward, backward = 4 * whole + (6 + 4 + 8 + 8 + 4) * logits, 10 * whole + (8 + 6) * logits
+    return _part(device, products, forward, backward, 6, 0.0, 1 if tensor > 1 else 0)

@@ -3,7 +3,7 @@
 ``p`` stages, each of ``v`` chunks, ``m`` microbatches, ``t_i`` seconds of stage i for one microbatch forward and
 backward with its collectives and messages (Narayanan et al., SC 2021, section 2.2; ``v = 1`` is 1F1B)::
 
-    pipeline = (m - 1) max_i t_i + max_i t_i + (sum_i t_i - max_i t_i) / v
+    pipeline = m max_i t_i + (sum_i t_i - max_i t_i) / v
 
 The fastest stages wait for the slowest, and filling and draining pass each other stage's share once. With equal
 stages that is ``m t (1 + (p - 1) / (v m))``: the paper's bubble. After it come the gradients' reduction over replicas
@@ -25,11 +25,12 @@ from autopart.cost.communication import (
 )
 from autopart.cost.compute import copy_seconds
 from autopart.cost.devices import Device, Link
-from autopart.cost.gpt import Gpt, Part, embedding_part, head_part, layer_parts
+from autopart.cost.gpt import MEGATRON, Gpt, Part, Style, embedding_part, head_part, layer_parts
 from autopart.runtime.errors import PlanError
 
 _HALF = 2
 _BISECTIONS = 50
+_RECOMPUTE = ("full", "selective", "none")
 # Of mixed-precision Adam on one parameter: gradient converted (6), looked through for infinities (4), its norm (4),
 # clipped (8), Adam reads gradient, weight, two moments and writes three (28), weight converted (6), zeroing (2).
 OPTIMIZER_BYTES = 58
@@ -43,7 +44,8 @@ _OVERHEAD_BYTES = 1.2e9  # context, workspaces, communication buffers of a V100 
 class Layout:
     """A published plan.
 
-    samples: of one microbatch on one replica. chunks: of the model per stage (interleaving). scatter: a message between
+    samples: of one microbatch on one replica. recompute: "full", each layer from its input; "selective", attention's
+    scores only; "none". chunks: of the model per stage (interleaving). scatter: a message between
     stages is sent in ``tp`` pieces and gathered on arrival. overlap: the gradients' reduction hides behind the last
     microbatch's backward. sharded: ranks reduce-scatter gradients and update one share of the weights each.
     balanced: stages are cut where the slowest is fastest, also between a layer's attention and MLP; otherwise they have
@@ -55,11 +57,16 @@ class Layout:
     dp: int
     samples: int
     chunks: int = 1
-    recompute: bool = True
+    recompute: str = "full"
     scatter: bool = False
     overlap: bool = False
     sharded: bool = False
     balanced: bool = False
+    style: Style = MEGATRON
+
+    def __post_init__(self) -> None:
+        if min(self.tp, self.pp, self.dp, self.samples, self.chunks) < 1 or self.recompute not in _RECOMPUTE:
+            raise PlanError(f"degrees are at least 1 and recompute is one of {', '.join(_RECOMPUTE)}: {self}")
 
     @property
     def devices(self) -> int:
@@ -125,7 +132,7 @@ def step_seconds(model: Gpt, cluster: Cluster, layout: Layout, batch: int) -> St
     count = layout.microbatches(batch)
     stages = _stages(model, cluster, layout, device)
     slowest = max(stages, key=lambda stage: stage.seconds)
-    others = sum(stage.seconds for stage in stages) - slowest.seconds
+    bubble = pipeline_seconds([stage.seconds for stage in stages], count, layout.chunks) - count * slowest.seconds
     held = max(stage.parameters for stage in stages)
     gradients = _gradient_seconds(cluster, layout, held)
     if layout.overlap and layout.pp == 1:
@@ -142,45 +149,51 @@ def step_seconds(model: Gpt, cluster: Cluster, layout: Layout, batch: int) -> St
         count * slowest.recompute,
         count * slowest.collectives,
         count * slowest.messages,
-        others / layout.chunks,
+        bubble,
         gradients,
         copy_seconds(device, OPTIMIZER_BYTES * updated),
     )
 
 
+def pipeline_seconds(stages: Sequence[float], microbatches: int, chunks: int = 1) -> float:
+    """Seconds of all microbatches through stages that take so long for one, forward and backward; see the module."""
+    slowest = max(stages)
+    return microbatches * slowest + (sum(stages) - slowest) / chunks
+
+
 def _stages(model: Gpt, cluster: Cluster, layout: Layout, device: Device) -> list[_Stage]:
-    attention, mlp = layer_parts(model, device, layout.samples, layout.tp)
-    layers = [(attention, mlp)] * model.layers
+    halves = layer_parts(model, device, layout.samples, layout.tp, layout.style) * model.layers
     first = embedding_part(model, device, layout.samples, layout.tp)
     last = head_part(model, device, layout.samples, layout.tp)
-    link = cluster.group_link(range(layout.tp))
+    payload = _HALF * layout.samples * model.sequence * model.width
+    reduce_s = all_reduce_seconds(payload, layout.tp, cluster.group_link(range(layout.tp)))
+
+    def again(part: Part) -> float:
+        return {"full": part.forward_s, "selective": part.core_s, "none": 0.0}[layout.recompute]
+
+    passes = 3 if layout.recompute == "full" else 2
 
     def seconds(part: Part) -> float:
-        reduces = part.reduces * all_reduce_seconds(part.reduced_bytes, layout.tp, link) if part.reduces else 0.0
-        again = part.forward_s + reduces if layout.recompute else 0.0
-        return part.forward_s + part.backward_s + again + 2 * reduces
+        return part.forward_s + part.backward_s + again(part) + passes * part.reduces * reduce_s
 
-    groups = _cut([part for layer in layers for part in layer], layout, seconds, first, last)
+    groups = _cut(halves, layout, seconds, first, last)
     edges = _edge_seconds(model, cluster, layout)
     stages = []
     for index, parts in enumerate(groups):
-        recompute = sum(part.forward_s for part in parts) if layout.recompute else 0.0
-        reduces = sum(part.reduces for part in parts) * (3 if layout.recompute else 2)
-        if index == 0:
-            parts = [first, *parts]
-            reduces += first.reduces
-        if index == layout.pp - 1:
-            parts = [*parts, last]
-            reduces += last.reduces
-        payload = _HALF * layout.samples * model.sequence * model.width
+        # Embedding and head are not recomputed. A stage alone holds the tied table once, the last of several a copy.
+        ends = [first] if index == 0 else []
+        ends += [last] if index == layout.pp - 1 else []
+        copy = first.parameters if 0 < index == layout.pp - 1 else 0.0
+        held = [*parts, *ends]
+        reduces = passes * sum(part.reduces for part in parts) + sum(part.reduces for part in ends)
         stages.append(
             _Stage(
-                sum(part.forward_s for part in parts),
-                sum(part.backward_s for part in parts),
-                recompute,
-                reduces * all_reduce_seconds(payload, layout.tp, link) if layout.tp > 1 else 0.0,
+                sum(part.forward_s for part in held),
+                sum(part.backward_s for part in held),
+                sum(map(again, parts)),
+                reduces * reduce_s,
                 _edge_uses(index, layout, edges),
-                sum(part.parameters for part in parts) + (first.parameters if 0 < index == layout.pp - 1 else 0.0),
+                sum(part.parameters for part in held) + copy,
             )
         )
     return stages
@@ -290,9 +303,7 @@ def memory_bytes(model: Gpt, layout: Layout, batch: int) -> float:
     if layout.sharded:
         state = (STATE_BYTES - _SHARED_STATE_BYTES + _SHARED_STATE_BYTES / layout.dp) * parameters
     tokens = layout.samples * model.sequence
-    inside = tokens * (
-        model.width * (10 + 24 / layout.tp) + 5 * model.heads * model.sequence / layout.tp
-    )
+    inside = tokens * (model.width * (10 + 24 / layout.tp) + 5 * model.heads * model.sequence / layout.tp)
     in_flight = min(layout.microbatches(batch), layout.pp)
     kept = _HALF * tokens * model.width * per_stage if layout.recompute else inside * per_stage
     logits = 10 * tokens * model.vocabulary / layout.tp if layout.pp == 1 else 0.0

@@ -129,7 +129,9 @@ def search(
         if best is None or evaluation.objective < best[1].objective:
             best = config, evaluation
     if best is None:
-        raise _none_feasible([(config, outcome) for config, _, outcome in found if isinstance(outcome, InfeasibleError)])
+        raise _none_feasible(
+            [(config, outcome) for config, _, outcome in found if isinstance(outcome, InfeasibleError)]
+        )
     config, chosen = best
     bounds = [
         floor if outcome is None else max(floor, outcome.bound)
@@ -210,9 +212,7 @@ def _considered(
 
 def _none_feasible(failures: Sequence[tuple[Degrees, InfeasibleError]]) -> InfeasibleError:
     """The failure that is closest to fitting speaks for all; failures are in the order of the search, fastest first."""
-    config, closest = min(
-        failures, key=lambda item: math.inf if item[1].excess_bytes is None else item[1].excess_bytes
-    )
+    config, closest = min(failures, key=lambda item: math.inf if item[1].excess_bytes is None else item[1].excess_bytes)
     count = len(failures)
     which = "the only configuration" if count == 1 else f"none of {count} configurations fits; the closest"
     return InfeasibleError(f"{which}, {config}: {closest}", closest.excess_bytes)

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopart.capture import TARGETS, LossOutput, bind, capture
 from autopart.models import LoadedModel
 from autopart.passes.blocks import is_random
 from autopart.passes.program import Program
 from autopart.precision import float64_throughout
 from autopart.runtime.structure import flatten, rebuild
+from autopart.tracing import TARGETS, LossOutput, bind, capture
 from autopart.verify.errors import VerifyError
 
 
@@ -55,7 +55,7 @@ def prepare(
         notes.append("dropout is set to 0, since two programs draw different masks")
     args, kwargs = _in_float64((tuple(args), dict(kwargs)))
     with float64_throughout():
-        program = capture(module, args, kwargs, loss_fn=loss_fn, batch_dims=batch_dims, name=name)
+        program = capture(module, args, kwargs, loss_fn=loss_fn, batch_dims=batch_dims, name=name, check_eval=False)
     for node in program.graph.nodes:
         if node.op == "call_function" and is_random(node):
             where = node.meta.get("path") or "the model"
@@ -107,7 +107,7 @@ def capture_as_given(
 ) -> Program:
     """The model's capture in its own precision, dropout included: what a plan's fingerprint is taken from."""
     module, args, kwargs, name, _ = _parts(model, args, kwargs)
-    return capture(module, args, kwargs, loss_fn=loss_fn, batch_dims=batch_dims, name=name)
+    return capture(module, args, kwargs, loss_fn=loss_fn, batch_dims=batch_dims, name=name, check_eval=False)
 
 
 def _parts(

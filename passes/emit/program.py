@@ -122,7 +122,7 @@ def emit_program(
         stages=tuple(specs),
         values=tuple(_values(stages, graphs_by_stage, crossings, layout.axes)),
         inputs=program.inputs,
-        outputs=tuple(_outputs(program, split, stages)),
+        outputs=tuple(_outputs(program, split, stages, graphs_by_stage)),
         parameters=tuple(_parameter(info, homes, storage, program, layout.axes) for info in program.tensors.values()),
         parameter_order=tuple(info.name for info in program.parameters),
         input_names=program.input_names,
@@ -134,6 +134,7 @@ def emit_program(
         batch_splittable=not split.flaw,
         imports=program.imports,
         notes=(*program.notes, *split.notes),
+        eval_flaw=program.eval_flaw,
     )
     return Emitted(files, manifest, dict(program.constants))
 
@@ -194,7 +195,9 @@ def _values(
     return specs
 
 
-def _outputs(program: Program, split: BatchSplit, stages: Sequence[StageGraph]) -> list[OutputSpec]:
+def _outputs(
+    program: Program, split: BatchSplit, stages: Sequence[StageGraph], stage_graphs: Sequence[fx.Graph]
+) -> list[OutputSpec]:
     specs = []
     for info in program.outputs:
         if info.node is None:
@@ -203,9 +206,10 @@ def _outputs(program: Program, split: BatchSplit, stages: Sequence[StageGraph]) 
         combine, dim = split.combine[info.name]
         stage = next(stage.index for stage in stages if info.name in stage.outputs)
         value = info.node.meta["val"]
-        sizes: list[Size] = [str(size) if (size := extent(item)) is not None else "?" for item in value.shape]
-        shape = tuple(int(size) if str(size).isdigit() else size for size in sizes)
-        specs.append(OutputSpec(info.name, stage, combine, shape, _dtype(value.dtype), dim))
+        shape = _sizes([extent(item) for item in value.shape], f"the output {info.name!r}")
+        result = graphs.results(stage_graphs[stage])[len(stages[stage].sends) + stages[stage].outputs.index(info.name)]
+        placements = tuple(map(str, result.meta["placements"]))
+        specs.append(OutputSpec(info.name, stage, combine, shape, _dtype(value.dtype), dim, placements=placements))
     return specs
 
 

@@ -146,6 +146,10 @@ def parse(text: str) -> Pattern:
 
     def name_of(token: str) -> str:
         name = token.lstrip("^*")
+        if re.fullmatch(r"[RBP]\d*", name):
+            raise RuleError(
+                f"{name!r} is the name of a strategy, not of a factor, in the rule {text!r}; use another letter"
+            )
         if token.startswith("^"):
             frozen.add(name)
         (runs if "*" in token else singles).add(name)

@@ -63,8 +63,11 @@ def _einsum(node: fx.Node) -> Annotation | None:
     parts = left.split(",")
     if any(len(set(part)) < len(part) for part in parts):
         return None
-    text = ", ".join(" ".join(part) for part in parts) + " -> " + " ".join(right)
-    products = (" ".join(dict.fromkeys(letters)),) if len(parts) > 1 else ()
+    # capitals R, B and P would read as strategies
+    named = {letter: f"{letter}_" if letter.isupper() else letter for letter in letters}
+    text = ", ".join(" ".join(named[letter] for letter in part) for part in parts)
+    text += " -> " + " ".join(named[letter] for letter in right)
+    products = (" ".join(named[letter] for letter in dict.fromkeys(letters)),) if len(parts) > 1 else ()
     return Annotation(text, linear=tuple((index,) for index in range(len(parts))), products=products)
 
 

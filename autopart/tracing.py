@@ -9,9 +9,7 @@ transformers' outputs keep their names, one tensor that is passed twice stays tw
 from __future__ import annotations
 
 import inspect
-import re
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,6 +19,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import is_fake
 
+from autopart.capture_errors import Where, batch_reason, capture_error, fixes_batch
 from autopart.passes.normalize import normalize
 from autopart.passes.program import OutputInfo, Program, Role, TensorInfo, mark_differentiable, mode_free_digests
 from autopart.runtime.errors import CaptureError
@@ -83,6 +82,7 @@ def capture(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     name: str = "",
+    check_eval: bool = True,
 ) -> Program:
     """Captures the training computation of ``model`` on example inputs.
 
@@ -90,6 +90,8 @@ def capture(
     ``loss_fn``, ``kwargs["targets"]`` is what ``loss_fn(model(...), targets)`` compares with.
     batch_dims: which dim of an input holds samples, by input path; None: the input is shared by all samples. By
     default every tensor whose dim 0 has the size of the first tensor's dim 0.
+    check_eval: also capture the model in evaluation mode, to know whether the emitted stages, which switch dropout,
+    attention's dropout and batch norm by ``self.training``, can be evaluated; else they refuse to be.
     Raises CaptureError naming the module path and source line that cannot be captured.
     """
     if not isinstance(model, nn.Module):
@@ -107,7 +109,11 @@ def capture(
     flat = _Flat(model, loss_fn, structure, named)
     with _training(model):
         exported, static_batch = _export(flat, named, dims)
-    return _assemble(flat, exported, named, dims, tuple(bound), batch, static_batch, name or type(model).__name__)
+    name = name or type(model).__name__
+    program = _assemble(flat, exported, named, dims, tuple(bound), batch, static_batch, name)
+    if check_eval:
+        program.eval_flaw = _eval_flaw(program, model, args, {**kwargs, **targets}, loss_fn, batch_dims)
+    return program
 
 
 def bind(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,90 +213,17 @@ def _export(
     shapes = [None if dims[path] is None else {dims[path]: symbol} for path, _ in tensors]
     reason = ""
     for dynamic in (tuple(shapes), None):
-        where = _Where(flat)
+        where = Where(flat)
         try:
             with where:
                 specs = None if dynamic is None else (dynamic,)
                 return torch.export.export(flat, arguments, dynamic_shapes=specs, strict=False), reason
         except Exception as error:
-            if dynamic is not None and _fixes_batch(error):
-                reason = _batch_reason(error)
+            if dynamic is not None and fixes_batch(error):
+                reason = batch_reason(error)
                 continue
-            raise _capture_error(error, where) from error
+            raise capture_error(error, where) from error
     raise AssertionError("unreachable")
-
-
-def _fixes_batch(error: Exception) -> bool:
-    text = str(error)
-    return any(sign in text for sign in ("Constraints violated", "specialized"))
-
-
-def _batch_reason(error: Exception) -> str:
-    """Why the batch size cannot stay symbolic, from what export says."""
-    text = str(error)
-    constant = re.search(r"specialized it to be a constant \((\d+)\)", text)
-    if constant:
-        return f"the model's code holds for a batch of {constant[1]} samples only"
-    guard = re.search(r"satisfy the generated guard (.+?)\.?\n", text)
-    if guard:
-        return "the model's code asks that " + re.sub(r"L\['\w+'\]\.size\(\)\[\d+\]", "b", guard[1])
-    return _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
-
-
-class _Where:
-    """Follows which module's forward is running, so that a failure can name it."""
-
-    def __init__(self, root: nn.Module):
-        self._names = {id(module): name for name, module in root.named_modules()}
-        self._stack: list[str] = []
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> None:
-        def enter(module: nn.Module, _inputs: Any) -> None:
-            if id(module) in self._names:
-                self._stack.append(self._names[id(module)])
-
-        def leave(module: nn.Module, _inputs: Any, _output: Any) -> None:
-            if id(module) in self._names and self._stack:
-                self._stack.pop()
-
-        self._handles = [
-            nn.modules.module.register_module_forward_pre_hook(enter),
-            nn.modules.module.register_module_forward_hook(leave),
-        ]
-
-    def __exit__(self, *_exc: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    @property
-    def path(self) -> str:
-        names = [name.removeprefix("model").strip(".") for name in self._stack]
-        return next((name for name in reversed(names) if name), "")
-
-
-def _capture_error(error: Exception, where: _Where) -> CaptureError:
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "/torch/" not in frame.filename and "/autopart/" not in frame.filename]
-    place = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "unknown source line"
-    text = _first_line(error)
-    suggestion = "the line cannot be traced with symbolic sizes; express it with tensor ops"
-    if "data-dependent" in str(error).lower() or "GuardOnDataDependent" in type(error).__name__:
-        suggestion = (
-            "the branch depends on tensor values; replace it with torch.where, or decide it from the configuration"
-        )
-    elif isinstance(error, torch._dynamo.exc.Unsupported):
-        suggestion = "replace the construct, or move it out of forward"
-    elif isinstance(error, TypeError | AttributeError | RuntimeError | ValueError | KeyError | IndexError):
-        suggestion = "run the model once on these inputs; if that fails too, the inputs do not fit the model"
-    return CaptureError(
-        f"cannot capture module {where.path or '(root)'} at {place}\n  {type(error).__name__}: {text}\n  {suggestion}"
-    )
 
 
 def _assemble(
@@ -498,24 +431,20 @@ def _imports(graph: fx.Graph) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def same_in_eval(
+def _eval_flaw(
     program: Program,
     model: nn.Module,
     args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    loss_fn: Callable[..., torch.Tensor] | None = None,
-    batch_dims: Mapping[str, int | None] | None = None,
+    kwargs: Mapping[str, Any],
+    loss_fn: Callable[..., torch.Tensor] | None,
+    batch_dims: Mapping[str, int | None] | None,
 ) -> str:
-    """'' when evaluation computes the training graph with dropout off and running statistics used; else what differs.
-
-    Emitted code switches dropout, attention's dropout and batch norm by ``self.training``. A model that branches on
-    ``self.training`` in another way cannot be evaluated by it, which this finds by capturing it in evaluation mode.
-    """
+    """'' when evaluation computes the training graph with dropout off and running statistics used; else what differs."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with _evaluating():
-            other = capture(model, args, kwargs, loss_fn=loss_fn, batch_dims=batch_dims, name=program.name)
+            other = capture(model, args, kwargs, loss_fn=loss_fn, batch_dims=batch_dims, check_eval=False)
     except CaptureError as error:
         return f"the model cannot be captured in evaluation mode: {error}"
     finally:
@@ -523,6 +452,4 @@ def same_in_eval(
             module.training = mode
     ours, theirs = mode_free_digests(program), mode_free_digests(other)
     differing = [name for name in ours if ours[name] != theirs.get(name)]
-    if not differing:
-        return ""
-    return f"in evaluation mode the output {differing[0]!r} is computed by other ops than in training"
+    return f"the output {differing[0]!r} is computed by other ops than in training" if differing else ""

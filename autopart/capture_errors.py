@@ -1,0 +1,85 @@
+"""Failures of capture in the user's terms: which module, which source line, what to do."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopart.runtime.errors import CaptureError
+
+
+def fixes_batch(error: Exception) -> bool:
+    text = str(error)
+    return any(sign in text for sign in ("Constraints violated", "specialized"))
+
+
+def batch_reason(error: Exception) -> str:
+    """Why the batch size cannot stay symbolic, from what export says."""
+    text = str(error)
+    constant = re.search(r"specialized it to be a constant \((\d+)\)", text)
+    if constant:
+        return f"the model's code holds for a batch of {constant[1]} samples only"
+    guard = re.search(r"satisfy the generated guard (.+?)\.?\n", text)
+    if guard:
+        return "the model's code asks that " + re.sub(r"L\['\w+'\]\.size\(\)\[\d+\]", "b", guard[1])
+    return _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+class Where:
+    """Follows which module's forward is running, so that a failure can name it."""
+
+    def __init__(self, root: nn.Module):
+        self._names = {id(module): name for name, module in root.named_modules()}
+        self._stack: list[str] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        def enter(module: nn.Module, _inputs: Any) -> None:
+            if id(module) in self._names:
+                self._stack.append(self._names[id(module)])
+
+        def leave(module: nn.Module, _inputs: Any, _output: Any) -> None:
+            if id(module) in self._names and self._stack:
+                self._stack.pop()
+
+        self._handles = [
+            nn.modules.module.register_module_forward_pre_hook(enter),
+            nn.modules.module.register_module_forward_hook(leave),
+        ]
+
+    def __exit__(self, *_exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def path(self) -> str:
+        names = [name.removeprefix("model").strip(".") for name in self._stack]
+        return next((name for name in reversed(names) if name), "")
+
+
+def capture_error(error: Exception, where: Where) -> CaptureError:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "/torch/" not in frame.filename and "/autopart/" not in frame.filename]
+    place = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "unknown source line"
+    text = _first_line(error)
+    suggestion = "the line cannot be traced with symbolic sizes; express it with tensor ops"
+    if "data-dependent" in str(error).lower() or "GuardOnDataDependent" in type(error).__name__:
+        suggestion = (
+            "the branch depends on tensor values; replace it with torch.where, or decide it from the configuration"
+        )
+    elif isinstance(error, torch._dynamo.exc.Unsupported):
+        suggestion = "replace the construct, or move it out of forward"
+    elif isinstance(error, TypeError | AttributeError | RuntimeError | ValueError | KeyError | IndexError):
+        suggestion = "run the model once on these inputs; if that fails too, the inputs do not fit the model"
+    return CaptureError(
+        f"cannot capture module {where.path or '(root)'} at {place}\n  {type(error).__name__}: {text}\n  {suggestion}"
+    )

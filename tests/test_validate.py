@@ -1,0 +1,290 @@
+"""The cost model against published step times, and what has to hold of it for any shape."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import replace
+from functools import cache
+from importlib import resources
+from math import ceil
+
+import pytest
+
+import autopart
+from autopart.analysis import analyze
+from autopart.cli import main
+from autopart.cluster import Cluster
+from autopart.cost import communication as comm
+from autopart.cost.compute import FILL_K, Product, op_seconds, product_seconds
+from autopart.cost.devices import Device, device, link
+from autopart.cost.fit import ETHERNET, START, Fit, fit
+from autopart.cost.gpt import Gpt, Style, layer_products
+from autopart.cost.products import backward_products, forward_products
+from autopart.cost.published import TABLES, Measurement, read_table
+from autopart.cost.training import OPTIMIZER_BYTES, Layout, fits, pipeline_seconds, step_seconds
+from autopart.cost.transformer import gpt2_forward_flops, gpt2_parameters
+from autopart.cost.validate import Row, rank_correlation, summaries, summarize, validate
+from autopart.models import load_model
+from autopart.prices import Prices
+from autopart.runtime.errors import PlanError
+from autopart.runtime.schedule import make_schedule
+from autopart.simulate import StageTimes, simulate
+
+A100 = device("A100-80GB")
+LIMITS = {"megatron_sc21_table1": 0.04, "megatron_tp_only": 0.08, "alpa_gpt": 0.15}
+GPT = Gpt(8, 1024, 16, 1024, 51200)
+
+
+@cache
+def rows(table: str) -> list[Row]:
+    return validate(table)
+
+
+@cache
+def measurements() -> tuple[Measurement, ...]:
+    return tuple(item for table in TABLES.values() for item in table())
+
+
+@cache
+def fitted() -> Fit:
+    return fit(measurements())
+
+
+# -- published step times -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("table", "limit"), LIMITS.items())
+def test_errors_stay_within_their_limits(table: str, limit: float) -> None:
+    for found in summaries(table, rows(table)):
+        assert found.error <= limit, found
+        assert found.test_error <= limit, found
+        assert found.rank_correlation >= 0.95, found
+        assert found.error < found.naive_error, found
+
+
+@pytest.mark.parametrize("table", LIMITS)
+def test_every_row_is_priced_once(table: str) -> None:
+    columns = {row.measurement.column for row in rows(table)}
+    assert len(rows(table)) == len(read_table(table)) * len(columns)
+    assert {row.measurement.half for row in rows(table)} == {"fit", "test"}
+
+
+def test_intra_op_only_collapses_across_slow_links() -> None:
+    intra = {row.measurement.name: row for row in rows("alpa_gpt") if row.measurement.column == "intra"}
+    collapsed = intra["39B"].predicted
+    assert abs(intra["39B"].error) < 0.15
+    assert collapsed.tensor_collectives > 0.9 * collapsed.total
+    fast = replace(intra["39B"].measurement, cluster=Cluster.parse("8x8xV100-16GB@8*InfiniBand-200"))
+    assert fast.best()[1] < 0.2 * collapsed.total
+
+
+def test_the_table_s_flops_are_reproduced() -> None:
+    """F as the papers count it, so that model sizes were read correctly."""
+    for row in rows("megatron_sc21_table1"):
+        item = row.measurement
+        published = next(r for r in read_table("megatron_sc21_table1") if f"{r['params_b']}B" == item.name)
+        assert item.flops_per_device / item.seconds / 1e12 == pytest.approx(
+            float(published["tflops_per_gpu"]), rel=0.01
+        )
+        assert item.model.parameters / 1e9 == pytest.approx(float(published["params_b"]), abs=0.06)
+
+
+# -- no fudge -------------------------------------------------------------------------------------------------------
+
+
+def test_fitted_constants_are_few_and_are_those_of_the_devices_file() -> None:
+    found = fitted().constants
+    assert set(found) == set(START) == {"V100-16GB", "V100-32GB", "A100-80GB", "Ethernet"}
+    for name, value in found.items():
+        stored = link("Ethernet-25").efficiency if name == ETHERNET else device(name).contraction
+        assert stored == pytest.approx(value, abs=0.01), name
+
+
+def test_the_fit_does_not_look_at_the_test_half() -> None:
+    spoiled = [replace(item, seconds=item.seconds * 3) if item.half == "test" else item for item in measurements()]
+    assert fit(spoiled) == fitted()
+
+
+def test_the_devices_file_holds_nothing_else() -> None:
+    data = tomllib.loads(resources.files("autopart.cost").joinpath("devices.toml").read_text())
+    usual = {
+        "kind",
+        "memory_gib",
+        "peak_flops",
+        "memory_bandwidth",
+        "launch_s",
+        "inside",
+        "between",
+        "ports_per_device",
+    }
+    for name, table in data["devices"].items():
+        assert set(table) <= usual, name
+    for name, table in data["links"].items():
+        assert set(table) <= {"bandwidth", "latency_s", "efficiency", "direct"}, name
+        family = {entry.get("efficiency") for key, entry in data["links"].items() if key[:4] == name[:4]}
+        assert len(family) == 1, name
+    others = {device(name).contraction for name in ("A100-40GB", "A100-80GB", "H100", "H200", "B200", "RTX-4090")}
+    assert len(others) == 1
+
+
+# -- matrix products ------------------------------------------------------------------------------------------------
+
+
+def test_tiles_and_waves() -> None:
+    plain = Device("d", "cuda", 2**30, {"float32": 1e12}, 1e15, 0.0, processors=4, contraction=1.0)
+    whole = Product(1024, 256, 4096)  # four tiles of 256 x 128 in each of two waves
+    assert product_seconds(plain, whole, "float32") == pytest.approx(whole.flops / 1e12 * (1 + FILL_K / 4096))
+    one_more = replace(whole, m=1025)
+    assert product_seconds(plain, one_more, "float32") > 1.05 * product_seconds(plain, whole, "float32")
+    assert product_seconds(replace(plain, processors=0), one_more, "float32") == pytest.approx(one_more.flops / 1e12)
+
+
+@pytest.mark.parametrize("side", [8, 64, 200, 1000, 2304, 5000, 20480])
+def test_more_work_takes_no_less_time(side: int) -> None:
+    base = Product(side, 1024, 1024)
+    seconds = product_seconds(A100, base, "float16")
+    for grown in (replace(base, m=2 * side), replace(base, k=4096), replace(base, groups=3), replace(base, n=1500)):
+        assert product_seconds(A100, grown, "float16") >= seconds
+    assert seconds >= base.flops / (A100.peak("float16") * A100.contraction) * (1 - 1e-12)
+    assert product_seconds(replace(A100, contraction=0.3), base, "float16") > seconds
+
+
+def test_small_products_are_far_from_the_peak() -> None:
+    def share(product: Product) -> float:
+        moved = product.num_bytes()
+        return product.flops / op_seconds(A100, 0.0, moved, "float16", products=(product,)) / A100.peak("float16")
+
+    assert share(Product(64, 64, 64)) < 0.001 < 0.2 < share(Product(1024, 1024, 1024)) < share(Product(*(8192,) * 3))
+    assert 0.6 < share(Product(8192, 8192, 8192)) <= A100.contraction
+
+
+def test_split_k_helps_products_with_few_tiles() -> None:
+    """A weight gradient of a narrow layer: 64 tiles of 256 x 128 would leave 44 of 108 processors idle."""
+    product = Product(1024, 2048, 65536)
+    waves = ceil(64 / 108) * 108 / 64
+    assert product_seconds(A100, product, "float16") < 0.85 * waves * product.flops / (312e12 * A100.contraction)
+
+
+# -- the planner's prices -------------------------------------------------------------------------------------------
+
+
+def test_captured_products_are_those_of_the_closed_form() -> None:
+    loaded = load_model("hf:gpt2?n_layer=2&n_embd=256&n_head=4&vocab_size=1024&batch=4&seq=128&dtype=fp16", meta=True)
+    analysis = analyze(autopart.capture(loaded.model, loaded.args, loaded.kwargs))
+    model = Gpt(2, 256, 4, 128, 1024)
+    found = {node: forward_products(node, 4) for node in analysis.block_of}
+    products = [product for group in found.values() for product in group]
+    assert products == [*layer_products(model, 4, 1) * 2, Product(512, 1024, 256)]
+    assert sum(product.flops for product in products) == gpt2_forward_flops(4, 128, 2, 256, 1024)
+
+    prices = Prices(A100, analysis.costs("cuda"), 4)
+    costs = analysis.costs("cuda")
+    for node, group in found.items():
+        assert sum(product.flops for product in group) == (costs[node].flops_forward.at(4) if group else 0)
+        if group:
+            gradients = sum(product.flops for product in backward_products(node, group))
+            assert gradients == costs[node].flops_backward.at(4)
+        for strategy in analysis.strategies(2)[node]:
+            # what bounds are made of is no more than what plans are priced with
+            lower = prices.shared_seconds(node, 0.5, 0.5)
+            upper = prices.op_seconds(node, strategy, 2)
+            assert all(low <= high * (1 + 1e-9) for low, high in zip(lower, upper, strict=True))
+
+
+def test_closed_forms() -> None:
+    assert GPT.parameters == gpt2_parameters(8, 1024, 51200, 1024)
+    forward = gpt2_forward_flops(16, 1024, 8, 1024, 51200)
+    assert GPT.flops(16, recompute=False) == 3 * forward
+    head = 2 * 16 * 1024 * 51200 * 1024
+    assert GPT.flops(16) == 4 * forward - head
+
+
+# -- links ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_over_nodes_waits_for_the_network() -> None:
+    cluster = Cluster.parse("4x8xV100-16GB@Ethernet-25")
+    inside = comm.all_reduce_seconds(2**26, 8, cluster.group_link(range(8)))
+    across = comm.all_reduce_seconds(2**26, 32, cluster.group_link(range(32)))
+    assert across > 20 * inside
+    # Eight groups beside each other share the port that one alone would have.
+    assert cluster.group_link([0, 8, 16, 24]).bandwidth == link("Ethernet-25").bandwidth / 8
+    # A ring of 32 crosses the network four times, not 32 times.
+    latency = comm.all_reduce_seconds(0, 32, cluster.group_link(range(32)))
+    assert latency < 2 * (4 * 30e-6 + 28 * 2e-6) + comm.CALL_S
+
+
+def test_wires_without_a_switch() -> None:
+    mesh, switched = Cluster.parse("8xV100-16GB"), Cluster.parse("8xV100-32GB")
+    assert [mesh.group_link(range(n)).bandwidth for n in (2, 4, 8)] == [25e9, 75e9, 150e9]
+    assert [switched.group_link(range(n)).bandwidth for n in (2, 4, 8)] == [150e9] * 3
+
+
+# -- steps ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [[3.0] * 4, [3.0, 3.0, 3.0, 3.6], [3.6, 3.0, 2.7, 3.0], [1.5, 3.0]])
+def test_the_pipeline_formula_is_the_simulated_schedule(times: list[float]) -> None:
+    stages = [StageTimes(seconds / 3, 2 * seconds / 3) for seconds in times]
+    schedule = make_schedule("1f1b", len(times), 16, {(i, i + 1) for i in range(len(times) - 1)})
+    simulated = simulate(schedule, stages).makespan_s
+    # Where the slowest stage is not the last, it starts before the pipeline is full.
+    assert 0.96 * pipeline_seconds(times, 16) < simulated <= pipeline_seconds(times, 16) * (1 + 1e-12)
+
+
+def test_interleaving_divides_the_bubble() -> None:
+    cluster = Cluster.parse("4xA100-80GB")
+    once, twice = (step_seconds(GPT, cluster, Layout(1, 4, 1, 2, chunks), 32) for chunks in (1, 2))
+    assert twice.bubble == pytest.approx(once.bubble / 2, rel=0.02)  # more messages in it
+    assert twice.messages > once.messages
+    assert twice.total < once.total
+
+
+def test_more_work_and_slower_machines_take_longer() -> None:
+    cluster, layout = Cluster.parse("8xA100-80GB"), Layout(2, 2, 2, 1)
+    seconds = step_seconds(GPT, cluster, layout, 32).total
+    assert step_seconds(GPT, cluster, layout, 64).total > 1.8 * seconds
+    assert step_seconds(replace(GPT, layers=16), cluster, layout, 32).total > 1.5 * seconds
+    assert step_seconds(GPT, Cluster.parse("8xV100-32GB"), layout, 32).total > 1.5 * seconds
+    assert step_seconds(GPT, Cluster.parse("4x2xA100-80GB@Ethernet-25"), layout, 32).total > seconds
+    assert step_seconds(GPT, cluster, replace(layout, recompute="none"), 32).total < seconds
+    selective = replace(layout, recompute="selective", style=Style(sequence_parallel=True))
+    none = step_seconds(GPT, cluster, replace(layout, recompute="none"), 32).total
+    assert none * 0.9 < step_seconds(GPT, cluster, selective, 32).total < 0.9 * seconds
+    fused = replace(layout, recompute="none", style=Style(fused_attention=True))
+    assert step_seconds(GPT, cluster, fused, 32).total < none
+    parts = step_seconds(GPT, cluster, layout, 32)
+    held = (GPT.layers // 2 * GPT.layer_parameters + GPT.embedding_parameters) / 2
+    assert parts.optimizer == pytest.approx(OPTIMIZER_BYTES * held / (2039e9 * 0.8), rel=0.01)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    cluster = Cluster.parse("2xV100-16GB")
+    assert fits(Gpt(24, 1024, 16, 1024, 51200), cluster, Layout(1, 2, 1, 1), 8)
+    assert not fits(Gpt(48, 8192, 64, 1024, 51200), cluster, Layout(1, 2, 1, 1), 8)
+    with pytest.raises(PlanError, match="2 devices"):
+        step_seconds(GPT, Cluster.parse("4xA100-80GB"), Layout(1, 2, 1, 1), 8)
+    with pytest.raises(PlanError, match="does not divide"):
+        step_seconds(GPT, cluster, Layout(1, 2, 1, 3), 8)
+    with pytest.raises(PlanError, match="layers do not divide"):
+        step_seconds(GPT, Cluster.parse("3xA100-80GB"), Layout(1, 3, 1, 1), 8)
+
+
+# -- the report -----------------------------------------------------------------------------------------------------
+
+
+def test_rank_correlation() -> None:
+    assert rank_correlation([1, 2, 3], [10, 20, 90]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert rank_correlation([1, 2, 2, 4], [1, 2, 3, 4]) == pytest.approx(0.9486832980505138)
+    with pytest.raises(ValueError, match="no rows"):
+        summarize("empty", [])
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate"]) == 0
+    printed = capsys.readouterr().out
+    assert "529.6B" in printed and "rank correlation" in printed
+    assert main(["validate", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == sum(len(rows(table)) for table in LIMITS)
