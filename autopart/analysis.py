@@ -61,7 +61,7 @@ class Analysis:
 
     @property
     def whole_outputs(self) -> tuple[str, ...]:
-        """The outputs that training needs whole on every rank: the loss; all, where the script computes it from them."""
+        """Outputs that training needs whole on every rank: the loss; all, where the script computes it from them."""
         loss = self.program.loss
         return (loss,) if loss is not None else tuple(info.name for info in self.program.outputs)
 

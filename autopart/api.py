@@ -33,8 +33,8 @@ def load(
     """Loads an emitted program on this rank of a running job (torchrun; or one process for a plan of one device).
 
     originals: the model, or its parameters and buffers by name; None: weights start as zeros, to be filled by
-    ``load_state_dict``. options: those of :class:`autopart.runtime.ParallelModule`. Raises ClusterError when the job has
-    another number of processes than the plan, PlanError when the folder holds no program.
+    ``load_state_dict``. options: those of :class:`autopart.runtime.ParallelModule`. Raises ClusterError when the job
+    has another number of processes than the plan, PlanError when the folder holds no program.
     """
     directory = Path(directory)
     tensors: dict[str, Tensor | None] = {}
@@ -255,7 +255,7 @@ def _on_first_rank(make: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
 
 
 def _write(files: Mapping[str, bytes], directory: str | Path | None) -> Path:
-    """Writes the program's files on this rank: into the user's folder (by the first process of each host), or an own one."""
+    """Writes the program's files, once on each host: into the user's folder, or a temporary one of their own."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if directory is None:
         # named by content, so that the ranks of a host share it

@@ -91,7 +91,7 @@ def read_strategies(
 def read_storage(
     analysis: Analysis, plan: Plan, axes: Axes, strategies: Mapping[fx.Node, tuple[Strategy, ...]]
 ) -> dict[str, Placements]:
-    """A plan's storage as placements, replicated where it says nothing. Raises PlanError for what cannot be stored so."""
+    """A plan's storage as placements, replicated where it says nothing. Raises PlanError where that cannot be."""
     tensors = analysis.program.tensors
     patterns = {pattern_of(name) for name in tensors}
     for name in plan.storage:
@@ -110,7 +110,8 @@ def read_storage(
                 size = info.shape[placement.dim] if placement.dim < len(info.shape) else 0
                 if placement.batched or size == 0 or size % (placement.outer * parts):
                     raise PlanError(
-                        f"storage[{name!r}]: {placement} does not divide its shape {list(info.shape)} by {parts} ({axis})"
+                        f"storage[{name!r}]: {placement} does not divide its shape {list(info.shape)} on axis {axis} "
+                        f"of {parts}"
                     )
         storage[name] = placements
     for node, chosen in strategies.items():
@@ -124,10 +125,14 @@ def read_storage(
                 and storage[source.meta["name"]] != used
             ):
                 raise PlanError(
-                    f"storage[{source.meta['name']!r}]: {analysis.keys[node]} updates it as {','.join(map(str, used))}, "
+                    f"storage[{source.meta['name']!r}]: {analysis.keys[node]} updates it as {_text(used)}, "
                     "so it has to be stored like that"
                 )
     return storage
+
+
+def _text(placements: Placements) -> str:
+    return ",".join(map(str, placements))
 
 
 def check_plan(program: Program, analysis: Analysis, plan: Plan) -> None:
@@ -144,7 +149,8 @@ def check_plan(program: Program, analysis: Analysis, plan: Plan) -> None:
         raise PlanError("stages: stages with unlike meshes cannot be run yet; give every stage the same mesh")
     if analysis.split.flaw and (plan.dp > 1 or plan.microbatches > 1):
         raise BatchError(
-            f"the batch may not be split: {analysis.split.flaw}; use one replica and one microbatch (dp=1, microbatches=1)"
+            f"the batch may not be split: {analysis.split.flaw}; "
+            "use one replica and one microbatch (dp=1, microbatches=1)"
         )
 
 

@@ -439,7 +439,7 @@ def _eval_flaw(
     loss_fn: Callable[..., torch.Tensor] | None,
     batch_dims: Mapping[str, int | None] | None,
 ) -> str:
-    """'' when evaluation computes the training graph with dropout off and running statistics used; else what differs."""
+    """What evaluation computes otherwise than the training graph with dropout off and statistics fixed; or ''."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

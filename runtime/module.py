@@ -211,7 +211,8 @@ class ParallelModule(nn.Module):
     def _evaluate(self, feed: Feed, division: Division) -> Any:
         if not self.training and self.manifest.eval_flaw:
             raise InputError(
-                f"the stages were captured in training mode and cannot run in evaluation mode: {self.manifest.eval_flaw}; "
+                f"the stages were captured in training mode and cannot run in evaluation mode: "
+                f"{self.manifest.eval_flaw}; "
                 "load state_dict() into the original model and evaluate that"
             )
         schedule = forward_only(len(self.manifest.stages), division.microbatches, edges_of(self.manifest)[0])

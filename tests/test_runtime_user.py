@@ -284,7 +284,7 @@ def test_a_class_that_cannot_be_imported() -> None:
 
 
 def test_namespaces_keep_names() -> None:
-    root = Namespace(h=Namespace())
+    root: Any = Namespace(h=Namespace())
     root.h["0"] = Namespace(weight=parameter(2, 3), type=Namespace(bias=parameter(2, trainable=False)))
     root.h["0"]["mean"] = buffer(2)
     root.h["0"]["positions"] = buffer(4, dtype=torch.int64, persistent=False)

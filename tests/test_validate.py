@@ -108,16 +108,8 @@ def test_the_fit_does_not_look_at_the_test_half() -> None:
 
 def test_the_devices_file_holds_nothing_else() -> None:
     data = tomllib.loads(resources.files("autopart.cost").joinpath("devices.toml").read_text())
-    usual = {
-        "kind",
-        "memory_gib",
-        "peak_flops",
-        "memory_bandwidth",
-        "launch_s",
-        "inside",
-        "between",
-        "ports_per_device",
-    }
+    usual = {"kind", "memory_gib", "peak_flops", "memory_bandwidth", "launch_s", "processors", "contraction"}
+    usual |= {"inside", "between", "ports_per_device"}
     for name, table in data["devices"].items():
         assert set(table) <= usual, name
     for name, table in data["links"].items():

@@ -244,7 +244,7 @@ def _edge_seconds(model: Gpt, cluster: Cluster, layout: Layout) -> list[float]:
     An activation goes on while a gradient comes back. All tensor ranks and replicas of a stage send at once.
     """
     ranks = layout.tp * layout.dp
-    payload = _HALF * layout.samples * model.sequence * model.width
+    payload = float(_HALF * layout.samples * model.sequence * model.width)
     gathered = 0.0
     if layout.scatter and layout.tp > 1:
         payload /= layout.tp

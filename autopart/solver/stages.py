@@ -274,9 +274,9 @@ def _infeasible(problem: StageProblem, graph: StageGraph) -> InfeasibleError:
     in_flight = problem.in_flight[stage]
     return InfeasibleError(
         f"no cut into {problem.stages} stages fits: in the best one stage {stage} ({named}) holds "
-        f"{format_bytes(needed)}, {format_bytes(over)} ({over:.0f} bytes) over its capacity of {format_bytes(capacity)}; "
-        f"{format_bytes(state)} of it are parameters with gradients and optimizer state, {format_bytes(kept)} activations "
-        f"of {in_flight} microbatch{'es' if in_flight > 1 else ''} in flight. Devices with "
-        f"{format_bytes(capacity + over)} would do; or more devices, or smaller microbatches",
+        f"{format_bytes(needed)}, {format_bytes(over)} ({over:.0f} bytes) over its capacity of "
+        f"{format_bytes(capacity)}; {format_bytes(state)} of it are parameters with gradients and optimizer state, "
+        f"{format_bytes(kept)} activations of {in_flight} microbatch{'es' if in_flight > 1 else ''} in flight. "
+        f"Devices with {format_bytes(capacity + over)} would do; or more devices, or smaller microbatches",
         over,
     )
