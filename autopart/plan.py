@@ -80,7 +80,7 @@ class StagePlan:
 class Plan:
     """The whole program for one model on one cluster, and the account of how it was chosen.
 
-    batch: samples of a step over all replicas. dtype: of activations. strategies: by op pattern
+    batch: samples of a step over all replicas. dtype: of most parameters. strategies: by op pattern
     (``h.*.mlp.c_fc:addmm``, ``*`` for a layer's index) the strategy's name; what is not listed is replicated ("R").
     storage: by parameter pattern how it is stored, one Placement per tensor axis joined with a comma; not listed: as
     it is used.

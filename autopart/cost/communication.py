@@ -8,6 +8,10 @@ all-reduce algorithms for clusters of workstations, JPDC 69(2), 2009; Thakur, Ra
     reduce_scatter     (n-1)/n B / W +   (n-1) a       B: bytes of the input
     all_to_all         (n-1)/n B / W +   (n-1) a       B: bytes of the local tensor
     send                     B / W +         a       B: bytes sent
+
+W is the link's bandwidth times its ``efficiency``. A group over several nodes is one ring through all of its devices:
+:meth:`autopart.cluster.Cluster.group_link` gives the narrowest link, how many such rings run beside each other on the
+nodes' ports, and the mean latency of a step. Groups beside each other share a node's ports evenly.
 """
 
 from __future__ import annotations

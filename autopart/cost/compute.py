@@ -17,6 +17,7 @@ multiprocessor at a time. What that adds to the roofline (NVIDIA, Matrix Multipl
 FILL_K is the small-shape floor: a tile fills its pipeline of operands first and writes its sums last, which takes as
 long as that many more steps along k. ``rate``: smaller tiles load more operands per FLOP. ``parts`` (split-k) divides
 k among tiles and pays for adding up partial sums. As cuBLAS does by its heuristics, the best tile and split are taken.
+Nothing of this falls when a size grows.
 """
 
 from __future__ import annotations
@@ -131,9 +132,8 @@ def _tiled_seconds(product: Product, processors: int, rate: float, memory: float
         tiles = product.groups * ceil(product.m / rows) * ceil(product.n / columns)
         per_step = 2 * rows * columns * processors * slowdown / rate
         for parts in _SPLITS:
-            if parts > 1 and product.k < parts * _LEAST_SPLIT_K:
-                break
-            steps = ceil(product.k / parts) + FILL_K
+            share = ceil(product.k / parts)
+            steps = (share if parts == 1 else max(share, _LEAST_SPLIT_K)) + FILL_K
             waves = ceil(tiles * parts / processors)
             best = min(best, waves * steps * per_step + (2 * parts * sums if parts > 1 else 0.0))
     return best

@@ -3,8 +3,9 @@
 The tables stand beside this file in ``published/``. What they leave out is taken from the authors' own scripts:
 
 - Megatron-LM, SC'21, table 1: microbatch sizes and layers per chunk from ``examples/sc21/run_table_1.sh``
-  (github.com/NVIDIA/Megatron-LM): 16, 16, 16, 8, 4, 2, 2, 1, 1, 1 samples; 5, 5, 3, 1 layers a chunk from 76B to 530B,
-  no interleaving of the others; torch's DDP, which overlaps, where there is one stage.
+  (github.com/NVIDIA/Megatron-LM): 16, 16, 16, 8, 4, 2, 2, 1, 1, 1 samples; 5, 5, 3, 1 layers a chunk from 76B to 530B.
+  For 39B and 1T the script names no chunks while the paper (section 5.1) has them interleaved: two chunks, the fewest.
+  Recomputation of every layer, scatter/gather; torch's DDP, which overlaps, where there is one stage.
 - Tensor parallel only: the batch is one microbatch.
 - Alpa: ``benchmark/alpa`` (github.com/alpa-projects/alpa). Intra-op only: logical meshes (replicas x tensor) and
   microbatches of ``exp_intra_only.py``, gradients reduce-scattered and weights updated in shares. Inter-op only: one
@@ -61,7 +62,7 @@ def _half(index: int) -> str:
     return "test" if index % 2 else "fit"
 
 
-# Parameters (10^9) -> samples of a microbatch, layers per chunk (0: not interleaved).
+# Parameters (10^9) -> samples of a microbatch, layers per chunk (0: one stage).
 _SC21 = {
     "1.7": (16, 0), "3.6": (16, 0), "7.5": (16, 0), "18.4": (8, 0), "39.1": (4, 12), "76.1": (2, 5), "145.6": (2, 5),
     "310.1": (1, 3), "529.6": (1, 1), "1008.0": (1, 1),

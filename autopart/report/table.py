@@ -33,7 +33,7 @@ def plan_header(plan: Plan) -> list[str]:
         f"planned in {format_seconds(plan.total_s)}",
     ]
     if plan.tokens or plan.flops:
-        lines.append(f"{format_count(plan.tokens_per_s)} tokens/s, {plan.tflops_per_device:.1f} TFLOP/s per device")
+        lines.append(f"{format_count(plan.tokens_per_s)} tokens/s, {plan.tflops_per_device:.3g} TFLOP/s per device")
     return [*lines, *(f"note: {note}" for note in plan.notes)]
 
 
