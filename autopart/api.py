@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,6 +67,7 @@ def parallelize(
     batch_dims: Mapping[str, int | None] | None = None,
     directory: str | Path | None = None,
     verbose: bool = True,
+    rules: Any = None,
     **limits: Any,
 ) -> nn.Module:
     """The model as a parallel program over the processes of this job.
@@ -78,7 +80,8 @@ def parallelize(
     batch: "global": every rank passes the same whole batch; "local": each replica its own part (needs ``dp`` or a
     plan). outputs: "loss" returns only the loss in training, "all" everything. batch_dims: as for ``capture``.
     directory: where to write the emitted stages (default: a temporary folder). verbose: rank 0 prints the plan.
-    limits: of ``make_plan``: pp, dp, tp, microbatches, schedule, recompute, optimizer.
+    rules: a RuleBook with the user's rules (``autopart.passes.rules.RULES.extended``; default: RULES).
+    limits: of ``make_plan``: pp, dp, tp, microbatches, schedule, warmup, recompute, optimizer.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"parallelize takes an nn.Module, got {type(model).__name__}")
@@ -91,6 +94,7 @@ def parallelize(
             "batch_dims": batch_dims,
             "directory": directory,
             "verbose": verbose,
+            "rules": rules,
             "limits": limits,
         },
         batch,
@@ -172,6 +176,17 @@ class Parallelized(nn.Module):
             return torch.nn.utils.clip_grad_norm_(self.original.parameters(), max_norm)
         return self.parallel.clip_grad_norm_(max_norm)
 
+    def trace(self, path: str | Path) -> AbstractContextManager[None]:
+        """Records the calls inside the block; see :meth:`autopart.runtime.ParallelModule.trace`.
+
+        Raises PlanError before the first call, which plans and is nothing to be recorded.
+        """
+        if self.parallel is None:
+            raise PlanError(
+                "trace() records a program that is planned at the model's first call; call the model before"
+            )
+        return self.parallel.trace(path)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -193,6 +208,7 @@ def _compile(
     """Captures, plans and emits; returns the program's files. Runs on rank 0 alone."""
     from autopart.analysis import analyze
     from autopart.cluster import Cluster
+    from autopart.passes.rules import RULES
     from autopart.plan import Plan
     from autopart.planner import make_plan
     from autopart.realize import realize
@@ -200,7 +216,7 @@ def _compile(
     from autopart.tracing import capture
 
     program = capture(model, args, kwargs, loss_fn=settings["loss_fn"], batch_dims=settings["batch_dims"])
-    analysis = analyze(program)
+    analysis = analyze(program, settings["rules"] or RULES)
     plan = settings["plan"]
     if plan is None:
         cluster = settings["cluster"]

@@ -19,6 +19,7 @@ from autopart.block_costs import BlockCost, BlockCosts
 from autopart.cluster import Cluster
 from autopart.cost.communication import bucketed_all_reduce_seconds, send_seconds
 from autopart.cost.devices import Device, Link
+from autopart.folding import FoldedGraph, fold_graph
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
 from autopart.passes.annotate import ParameterBytes, parameter_bytes
@@ -29,12 +30,12 @@ from autopart.passes.shard import Axes, Placements
 from autopart.prices import Prices, share_of
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.placement import BROADCAST
-from autopart.runtime.schedule import make_schedule
+from autopart.runtime.schedule import deeper_warmup, in_flight, make_schedule
 from autopart.simulate import StageTimes, simulate
 from autopart.solver import stages as stage_solver
 from autopart.solver.search import Degrees, Evaluation
 from autopart.solver.stages_problem import Block, Cut, StageProblem, StageSolution, TiedGroup
-from autopart.tensor_choice import TensorChoice, choose
+from autopart.tensor_choice import TensorAxis, TensorChoice, choose
 
 TENSOR_AXIS = "tp"
 # What a CUDA process needs besides its tensors: context, libraries' workspaces, communication buffers.
@@ -62,10 +63,14 @@ class Candidates:
     batch: int
     optimizer: str
     time_limit_s: float = 60.0
+    warmup: int | tuple[int, ...] | None = None  # of 1F1B: for all stages, or the depth of deeper_warmup
     device: Device = field(init=False)
     crossings: list[tuple[Value, ...]] = field(init=False)  # values that live across each block boundary
     _prices: dict[int, Prices] = field(default_factory=dict)
+    _links: dict[tuple[str, int, int, int], Link] = field(default_factory=dict)
+    _readers: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)  # blocks that read a parameter or buffer
     _block_costs: BlockCosts = field(init=False)
+    _folded: FoldedGraph = field(init=False)
 
     def __post_init__(self) -> None:
         # Stages are alike, so the slowest device sets the pace of all.
@@ -76,6 +81,13 @@ class Candidates:
             ends.append(ends[-1] + len(block.nodes))
         self.crossings = [lives[end] for end in ends]
         self._block_costs = BlockCosts(self.analysis, self.device.kind)
+        self._folded = fold_graph(self.analysis)
+        readers: dict[fx.Node, set[int]] = {}
+        for node, index in self.analysis.block_of.items():
+            for value in graphs.inputs(node):
+                if value.node.op == "placeholder" and value.node.meta["role"] in (Role.PARAMETER, Role.BUFFER):
+                    readers.setdefault(value.node, set()).add(index)
+        self._readers = {node: tuple(sorted(found)) for node, found in readers.items()}
 
     # -- devices and links ----------------------------------------------------------------------------------------
 
@@ -91,16 +103,23 @@ class Candidates:
     def tensor_link(self, config: Degrees) -> Link:
         """The slowest link of any tensor group."""
         groups = [range(start, start + config.tp) for start in range(0, config.devices, config.tp)]
-        return _slowest([self.cluster.group_link(list(group)) for group in groups])
+        return self._slowest_group("tensor", config, groups)
 
     def data_link(self, config: Degrees) -> Link:
         """The slowest link of any group of replicas."""
+        count = config.dp * config.tp
         groups = [
-            [rank for rank in self.ranks(config, stage) if rank % config.tp == offset]
+            range(stage * count + offset, (stage + 1) * count, config.tp)
             for stage in range(config.pp)
             for offset in range(config.tp)
         ]
-        return _slowest([self.cluster.group_link(group) for group in groups])
+        return self._slowest_group("data", config, groups)
+
+    def _slowest_group(self, what: str, config: Degrees, groups: Sequence[Sequence[int]]) -> Link:
+        key = (what, config.pp, config.dp, config.tp)
+        if key not in self._links:
+            self._links[key] = _slowest([self.cluster.group_link(group) for group in groups])
+        return self._links[key]
 
     def stage_link(self, config: Degrees, first: int, second: int) -> Link:
         """The slowest link between ranks of equal coordinates in two stages."""
@@ -119,19 +138,24 @@ class Candidates:
         """Samples in one microbatch on one replica."""
         return self.batch // (config.dp * config.microbatches)
 
+    def warmup_of(self, config: Degrees) -> tuple[int, ...]:
+        """Forwards of each stage before its first pair; empty: the least."""
+        if self.warmup is None or config.schedule != "1f1b":
+            return ()
+        return deeper_warmup(config.pp, self.warmup) if isinstance(self.warmup, int) else self.warmup
+
     def axes(self, config: Degrees) -> Axes:
         return ((TENSOR_AXIS, config.tp),) if config.tp > 1 else ()
 
     def choose(self, config: Degrees, memory_limit: float | None = None) -> TensorChoice:
         """The fastest strategies; under a limit, those whose bytes over all stages stay below it."""
+        axis = TensorAxis(config.tp, self.tensor_link(config), config.dp, self.data_link(config), config.microbatches)
+        prices = self.prices(config)
         return choose(
             self.analysis,
-            config.tp,
-            self.prices(config),
-            self.tensor_link(config),
-            self.data_link(config),
-            config.dp,
-            config.microbatches,
+            self._folded,
+            axis,
+            prices,
             self._block_costs,
             self.optimizer,
             memory_limit,
@@ -139,11 +163,21 @@ class Candidates:
         )
 
     def lower_bound(self, config: Degrees) -> float:
-        """Seconds that a step takes at least: the work alone, shared perfectly."""
-        prices, share = self.prices(config), 1 / config.tp
-        pairs = [prices.shared_seconds(node, share, share) for node in self.analysis.block_of]
-        work = self.free_seconds(config) + sum(forward + backward for forward, backward in pairs)
-        return pipeline_floor(work, config)
+        """Seconds that a step takes at least: the work alone, shared perfectly where it is shared."""
+        prices, share, layers = self.prices(config), 1 / config.tp, self.analysis.layers
+        work = self.free_seconds(config)
+        for node, block in self.analysis.block_of.items():
+            if config.tp == 1:
+                forward, backward = prices.op_seconds(node)
+            else:
+                forward, backward = prices.shared_seconds(node, share, share)
+            work += forward + backward + (forward if config.recompute and layers[block] else 0.0)
+        floor = pipeline_floor(work, config)
+        if config.pp > 1:
+            return floor
+        data = self.data_link(config)
+        held = sum(value_bytes(Value(node)).at(1) for node in self._readers if node.meta.get("trainable")) / config.tp
+        return floor + prices.optimizer_seconds(held) + bucketed_all_reduce_seconds(held, config.dp, data)
 
     def free_seconds(self, config: Degrees) -> float:
         """Seconds of one microbatch's free ops, which some stage has to compute at least once."""
@@ -191,7 +225,8 @@ class Candidates:
             for first, last in spans
         ]
         edges = {(stage, stage + 1) for stage in range(config.pp - 1)}
-        schedule = make_schedule(config.schedule, config.pp, config.microbatches, edges)
+        warmup = self.warmup_of(config)
+        schedule = make_schedule(config.schedule, config.pp, config.microbatches, edges, warmup=warmup)
 
         def transfer(stage: int, peer: int) -> float:
             crossed = problem.cut_at(spans[max(stage, peer)][0])
@@ -227,15 +262,12 @@ class Candidates:
             )
             for index, (cost, (state, step_end)) in enumerate(zip(costs, private, strict=True))
         ]
-        in_flight = [
-            config.microbatches if config.schedule == "gpipe" else min(config.microbatches, config.pp - stage)
-            for stage in range(config.pp)
-        ]
+        held = in_flight(config.schedule, config.pp, config.microbatches, self.warmup_of(config))
         return StageProblem(
             tuple(blocks),
             tuple(self._cut(config, choice, position) for position in range(1, len(blocks))),
             config.microbatches,
-            tuple(in_flight),
+            held,
             tuple(float(self.capacity(config, stage)) for stage in range(config.pp)),
             float(_CUDA_OVERHEAD_BYTES if self.device.kind == "cuda" else 0),
             tuple(tied),
@@ -278,12 +310,7 @@ class Candidates:
         """Per block the bytes of its own parameters and the seconds of their step end; parameters of several blocks."""
         private = [[0.0, 0.0] for _ in self.analysis.blocks]
         tied: list[TiedGroup] = []
-        readers: dict[fx.Node, set[int]] = {}
-        for node, index in self.analysis.block_of.items():
-            for value in graphs.inputs(node):
-                if value.node.op == "placeholder" and value.node.meta["role"] in (Role.PARAMETER, Role.BUFFER):
-                    readers.setdefault(value.node, set()).add(index)
-        for node, found in readers.items():
+        for node, found in self._readers.items():
             amounts, seconds = self.parameter(config, node, storage, axes)
             if len(found) == 1:
                 (index,) = found
@@ -295,7 +322,7 @@ class Candidates:
                 # between the first and the last stage that may hold it
                 link = self.stage_link(config, 0, config.pp - 1)
                 sums = bucketed_all_reduce_seconds(amounts.gradient, 2, link)
-            tied.append(TiedGroup(node.meta["name"], tuple(sorted(found)), amounts.total, sums, seconds))
+            tied.append(TiedGroup(node.meta["name"], found, amounts.total, sums, seconds))
         return [(size, seconds) for size, seconds in private], tied
 
     def parameter(

@@ -6,8 +6,8 @@ from the blocks' estimates (:mod:`autopart.candidates`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -20,11 +20,10 @@ from autopart.passes.partition import StageGraph
 from autopart.passes.program import Program, Role
 from autopart.passes.rules import Strategy
 from autopart.passes.shard import Axes, collective_counts, value_placements
-from autopart.plan import Plan, StagePlan
+from autopart.plan import Plan, StagePlan, Transfers
+from autopart.predict import simulate_plan
 from autopart.prices import share_of
 from autopart.realize import Realization, build, storage_names, strategy_names
-from autopart.runtime.schedule import Action, Work, make_schedule
-from autopart.simulate import StageTimes, simulate
 from autopart.solver.search import Degrees
 
 
@@ -33,7 +32,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
     analysis, config, choice = candidates.analysis, answer.config, answer.choice
     axes, boundaries, problem = candidates.axes(config), answer.cut.boundaries, answer.problem
     found = build(analysis, boundaries, axes, choice.strategies, choice.storage)
-    stages, times = [], []
+    stages = []
     for index, (stage, graph) in enumerate(zip(found.stages, found.local, strict=True)):
         first, last = boundaries[index], boundaries[index + 1]
         forward, backward = _Clock(candidates, config, stage, graph).seconds()
@@ -50,12 +49,11 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
                 capacity_bytes=candidates.capacity(config, index),
                 parameters=_held(graph, axes),
                 collectives=_collectives(graph, axes, candidates.samples(config)),
+                step_end_s=problem.step_end_seconds(first, last),
             )
         )
-        times.append(StageTimes(forward, backward, reduce_s=problem.step_end_seconds(first, last)))
-    step = _step_seconds(candidates, config, found, choice.strategies, times) + problem.tied_seconds(boundaries)
     program = analysis.program
-    return Plan(
+    plan = Plan(
         fingerprint=program.fingerprint,
         model=program.name,
         cluster=str(candidates.cluster),
@@ -67,11 +65,14 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
         recompute="full" if config.recompute else "none",
         strategies=strategy_names(analysis, choice.strategies),
         storage=storage_names(choice.storage),
-        step_time_s=step,
         tokens=_tokens(program, candidates.batch),
         flops=_flops(candidates),
         notes=(*program.notes, *analysis.split.notes, *([analysis.split.flaw] if analysis.split.flaw else [])),
+        warmup=candidates.warmup_of(config),
+        transfers=_transfers(candidates, config, found, choice.strategies),
+        tied_s=problem.tied_seconds(boundaries),
     )
+    return replace(plan, step_time_s=simulate_plan(plan).makespan_s + plan.tied_s)
 
 
 @dataclass(slots=True)
@@ -124,14 +125,13 @@ class _Clock:
         return prices.op_seconds(origin, strategy, self.config.tp)
 
 
-def _step_seconds(
+def _transfers(
     candidates: Candidates,
     config: Degrees,
     found: Realization,
     strategies: Mapping[fx.Node, tuple[Strategy, ...]],
-    times: Sequence[StageTimes],
-) -> float:
-    """The simulated step, every value sent straight from the stage that makes it to those that use it."""
+) -> Transfers:
+    """Seconds between stages: every value is sent straight from the stage that makes it to those that use it."""
     sent: dict[tuple[int, int], list[float]] = {}
     samples = candidates.samples(config)
     for crossing in found.crossings:
@@ -142,22 +142,11 @@ def _step_seconds(
             entry = sent.setdefault((crossing.source, target), [0.0, 0.0])
             entry[0] += size
             entry[1] += back
-    schedule = make_schedule(
-        config.schedule,
-        config.pp,
-        config.microbatches,
-        sorted(sent),
-        sorted(edge for edge, (_, back) in sent.items() if back),
-    )
-
-    def transfer(action: Action) -> float:
-        peer = action.peer
-        assert peer is not None
-        forward = action.work is Work.SEND_ACTIVATION
-        size = sent[action.stage, peer][0] if forward else sent[peer, action.stage][1]
-        return send_seconds(size, candidates.stage_link(config, *sorted((action.stage, peer))))
-
-    return simulate(schedule, times, transfer).makespan_s
+    transfers = []
+    for (source, target), (there, back) in sorted(sent.items()):
+        link = candidates.stage_link(config, source, target)
+        transfers.append((source, target, send_seconds(there, link), send_seconds(back, link) if back else None))
+    return tuple(transfers)
 
 
 def _held(graph: fx.Graph, axes: Axes) -> int:

@@ -28,6 +28,7 @@ _TASKS = {
     "masked-lm": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
     "causal-lm": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
     "image-classification": ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
+    "token-classification": ("AutoModelForTokenClassification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES"),
 }
 
 _DTYPES = {
@@ -128,10 +129,10 @@ def _config(spec: str, config_class: Any, given: Mapping[str, str], task: str, i
     # A model that trains needs no cache of keys and values; without this it would return one.
     if "use_cache" in fields:
         values.setdefault("use_cache", False)
-    if task == "image-classification":
+    if task in ("image-classification", "token-classification"):
         values.setdefault("num_labels", DEFAULT_NUM_LABELS)
-        if image is not None and "image_size" in fields and values.setdefault("image_size", image) != image:
-            raise ModelError(f"{spec}: image={image} contradicts image_size={values['image_size']}")
+    if image is not None and "image_size" in fields and values.setdefault("image_size", image) != image:
+        raise ModelError(f"{spec}: image={image} contradicts image_size={values['image_size']}")
     try:
         config = config_class(**values)
     except Exception as error:  # transformers' own validation of types and of combinations
@@ -175,6 +176,9 @@ def _hf_inputs(
         inputs = {"pixel_values": pixels.to(dtype or torch.float32), "labels": labels}
     else:
         inputs = _text_inputs(task, _vocab_size(spec, config), batch, _sequence(spec, config, shape.get("seq")), random)
+        if task == "token-classification":
+            classes = torch.randint(config.num_labels, inputs["labels"].shape, generator=random)
+            inputs["labels"] = classes.where(inputs["labels"] != IGNORED_LABEL, inputs["labels"])
     return {name: value.to("meta") for name, value in inputs.items()} if meta else inputs
 
 
@@ -182,7 +186,7 @@ def _text_inputs(task: str, vocab: int, batch: int, seq: int, random: torch.Gene
     """Rows of different lengths, as a padding collator makes them; every row has at least one label."""
     ids = torch.randint(vocab, (batch, seq), generator=random)
     valid = _ragged(batch, seq, random)
-    if task == "causal-lm":
+    if task in ("causal-lm", "token-classification"):
         labels = ids.masked_fill(~valid, IGNORED_LABEL)
     elif task == "masked-lm":
         asked = torch.rand((batch, seq), generator=random) < 0.3

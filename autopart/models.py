@@ -78,18 +78,7 @@ def load_model(
 def _load_file(
     spec: str, path: Path, function: str, meta: bool, dtype: torch.dtype | None, batch: int | None
 ) -> LoadedModel:
-    path = path.expanduser().resolve()
-    if not path.is_file():
-        raise ModelError(f"{spec}: there is no file {path}")
-    # As with ``python file.py``: the file may import its neighbours, also later, when the model runs.
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    with _reported(spec, path, "while it was imported"):
-        module = _import(path)
-    build = getattr(module, function, None)
-    if not callable(build):
-        names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        raise ModelError(f"{spec}: {path.name} has no function {function!r}{near(function, names)}")
+    build = load_function(spec, path, function)
     with _reported(spec, path, f"in {function}()"), seeded(meta):
         result = _call(build, batch)
     if isinstance(result, nn.Module):
@@ -117,6 +106,24 @@ def _load_file(
         lambda leaf: memo.setdefault(id(leaf), convert(leaf)), (tuple(args), kwargs)
     )
     return LoadedModel(model.train(), converted_args, converted_kwargs, spec)
+
+
+def load_function(spec: str, path: Path, function: str) -> Callable[..., Any]:
+    """A function of a user's file; ``spec`` is how errors name it. Raises ModelError."""
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise ModelError(f"{spec}: there is no file {path}")
+    # As with ``python file.py``: the file may import its neighbours, also later, when the model runs.
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    with _reported(spec, path, "while it was imported"):
+        module = _import(path)
+    build = getattr(module, function, None)
+    if not callable(build):
+        names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        raise ModelError(f"{spec}: {path.name} has no function {function!r}{near(function, names)}")
+    found: Callable[..., Any] = build
+    return found
 
 
 def _import(path: Path) -> ModuleType:

@@ -9,19 +9,21 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from autopart.runtime.errors import PlanError
 from autopart.runtime.placement import Placement
+from autopart.runtime.schedule import deeper_warmup, in_flight
 
 VERSION = 1
 SCHEDULES = ("gpipe", "1f1b")
 RECOMPUTE = ("none", "full")
 
 Mesh = tuple[tuple[str, int], ...]
+Transfers = tuple[tuple[int, int, float, float | None], ...]
 _P = TypeVar("_P", "Plan", "StagePlan")
 
 
@@ -31,8 +33,8 @@ class StagePlan:
 
     devices: numbers in the cluster, row-major over the mesh. mesh: (axis name, size), the data axis "dp" first, then
     tensor axes. blocks: half-open range of the model's block numbers. first_op, last_op: names of the ops at its ends.
-    forward_s, backward_s: seconds of one microbatch with collectives. memory_bytes, capacity_bytes: predicted peak and
-    what a device has. parameters: numbers held by one device. collectives: by kind, calls and payload bytes per
+    forward_s, backward_s: seconds of one microbatch with collectives. step_end_s: once per step, the gradients' sums and
+    the optimizer. memory_bytes, capacity_bytes: predicted peak and what a device has. parameters: numbers held by one device. collectives: by kind, calls and payload bytes per
     microbatch, such as ``{"all_reduce": {"calls": 4, "bytes": 8388608}}``.
     """
 
@@ -47,6 +49,7 @@ class StagePlan:
     capacity_bytes: int = 0
     parameters: int = 0
     collectives: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
+    step_end_s: float = 0.0
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.mesh]
@@ -62,7 +65,7 @@ class StagePlan:
         _require(all(device >= 0 for device in self.devices), "devices: numbers count from 0")
         first, end = self.blocks
         _require(0 <= first < end, f"blocks: expected [first, end) with first < end, found [{first}, {end})")
-        for name in ("forward_s", "backward_s", "memory_bytes", "capacity_bytes", "parameters"):
+        for name in ("forward_s", "backward_s", "step_end_s", "memory_bytes", "capacity_bytes", "parameters"):
             value = getattr(self, name)
             _require(value >= 0 and math.isfinite(value), f"{name}: expected a number of at least 0, found {value}")
 
@@ -84,6 +87,9 @@ class Plan:
     (``h.*.mlp.c_fc:addmm``, ``*`` for a layer's index) the strategy's name; what is not listed is replicated ("R").
     storage: by parameter pattern how it is stored, one Placement per tensor axis joined with a comma; not listed: as
     it is used.
+    warmup: forwards of each stage before its first backward's pair under 1f1b (runtime.schedule.one_f_one_b); empty:
+    the least. transfers: (source stage, target stage, seconds of one microbatch's values, seconds of their gradients or
+    null where none go back). tied_s: seconds of summing gradients over stages, once per step.
     step_time_s: predicted seconds of a step. bound_s: no plan of the searched space is faster. gap:
     ``(step_time_s - bound_s) / step_time_s``. solve_s, total_s: seconds the solver and all of planning took.
     tokens, flops: of one step, 0 when unknown. considered: other candidates, as rows for the report.
@@ -109,12 +115,22 @@ class Plan:
     flops: float = 0.0
     notes: tuple[str, ...] = ()
     considered: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
+    warmup: tuple[int, ...] = ()
+    transfers: Transfers = ()
+    tied_s: float = 0.0
 
     def __post_init__(self) -> None:
         _require(self.schedule in SCHEDULES, f"schedule: {self.schedule!r} is not one of {', '.join(SCHEDULES)}")
         _require(self.recompute in RECOMPUTE, f"recompute: {self.recompute!r} is not one of {', '.join(RECOMPUTE)}")
         _require(self.batch >= 1 and self.microbatches >= 1, "batch and microbatches: at least 1")
         _require(bool(self.stages), "stages: a plan has at least one stage")
+        if self.warmup:
+            check_warmup(self.schedule, self.warmup, len(self.stages))
+        for source, target, *seconds in self.transfers:
+            _require(
+                0 <= source < target < len(self.stages) and all(x is None or 0 <= x < math.inf for x in seconds),
+                f"transfers: [{source}, {target}, ...]: expected source < target < {len(self.stages)} and seconds",
+            )
         used = [device for stage in self.stages for device in stage.devices]
         _require(len(set(used)) == len(used), "stages: a device is in two stages; each runs one")
         for index, (before, after) in enumerate(zip(self.stages, self.stages[1:], strict=False)):
@@ -130,7 +146,7 @@ class Plan:
                 f"stages[{index}]: a batch of {self.batch} does not divide into {self.microbatches} microbatches on "
                 f"{stage.dp} replicas; make batch a multiple of {samples}",
             )
-        for name in ("step_time_s", "bound_s", "gap", "solve_s", "total_s", "tokens", "flops"):
+        for name in ("step_time_s", "bound_s", "gap", "solve_s", "total_s", "tokens", "flops", "tied_s"):
             value = getattr(self, name)
             _require(value >= 0 and math.isfinite(value), f"{name}: expected a number of at least 0, found {value}")
         for pattern, text in self.storage.items():
@@ -153,6 +169,11 @@ class Plan:
     def tp(self) -> int:
         """Devices that share one replica of a stage, where stages agree; else the most."""
         return max(stage.tp for stage in self.stages)
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Most microbatches that each stage holds at once."""
+        return in_flight(self.schedule, len(self.stages), self.microbatches, self.warmup)
 
     @property
     def is_uniform(self) -> bool:
@@ -247,6 +268,19 @@ class Plan:
         return Plan.from_json(text, str(path))
 
 
+def check_warmup(schedule: str, warmup: Sequence[int], stages: int) -> None:
+    """Raises PlanError when the schedule has no warm-up, or stages would wait for each other."""
+    _require(schedule == "1f1b", f"warmup: only the schedule 1f1b has a warm-up, not {schedule}; leave it out")
+    least = f"such as {list(deeper_warmup(stages, 1))}"
+    _require(len(warmup) == stages, f"warmup: one number for each of {stages} stages, {least}, found {list(warmup)}")
+    falls = all(before >= after for before, after in zip(warmup, warmup[1:], strict=False))
+    _require(
+        falls and min(warmup) >= 0,
+        f"warmup: a stage runs ahead at least as far as the next one, {least}; with {list(warmup)} they would wait for "
+        "each other",
+    )
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise PlanError(message)
@@ -279,6 +313,8 @@ def _convert(kind: str, value: Any, where: str) -> Any:
         return float(value)
     if kind == "Mesh":
         return tuple((name, size) for name, size in value)
+    if kind == "Transfers":
+        return tuple((a, b, float(there), None if back is None else float(back)) for a, b, there, back in value)
     return tuple(value) if kind.startswith("tuple") else value
 
 
@@ -296,6 +332,17 @@ def _is_mesh(value: object) -> bool:
     )
 
 
+def _is_transfers(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(item, list)
+        and len(item) == 4
+        and all(map(_is_int, item[:2]))
+        and _is_number(item[2])
+        and (item[3] is None or _is_number(item[3]))
+        for item in value
+    )
+
+
 def _is_collectives(value: object) -> bool:
     return isinstance(value, dict) and all(
         isinstance(count, dict) and set(count) == {"calls", "bytes"} and all(map(_is_int, count.values()))
@@ -309,6 +356,7 @@ _CHECKS: dict[str, tuple[str, Any]] = {
     "int": ("a whole number", _is_int),
     "float": ("a number", _is_number),
     "Mesh": ('a list of [axis name, size], such as [["dp", 2], ["tp", 4]]', _is_mesh),
+    "Transfers": ("a list of [source stage, target stage, seconds, seconds back or null]", _is_transfers),
     "tuple[int, ...]": ("a list of whole numbers", lambda value: isinstance(value, list) and all(map(_is_int, value))),
     "tuple[int, int]": (
         "[first, end]",

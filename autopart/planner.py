@@ -10,6 +10,7 @@ when no other can be faster. The winner is timed once more on the graphs that wi
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopart.analysis import Analysis, analyze
@@ -17,7 +18,8 @@ from autopart.candidates import Candidates
 from autopart.cluster import Cluster
 from autopart.describe import describe
 from autopart.passes.program import Program
-from autopart.plan import Plan
+from autopart.passes.rules import RULES, RuleBook
+from autopart.plan import Plan, check_warmup
 from autopart.runtime.errors import BatchError, PlanError
 from autopart.solver.search import Considered, degrees, search
 from autopart.solver.tensor_problem import relative_gap
@@ -35,19 +37,23 @@ def make_plan(
     tp: int | None = None,
     microbatches: int | None = None,
     schedule: str | None = None,
+    warmup: int | Sequence[int] | None = None,
     recompute: str = "auto",
     optimizer: str = "adamw",
     time_limit_s: float = 60.0,
     analysis: Analysis | None = None,
+    rules: RuleBook = RULES,
 ) -> Plan:
     """The fastest plan found, with its lower bound; what is given is forced.
 
-    batch: samples of a step over all replicas (default: those of the example inputs). time_limit_s: for each solver
-    call. Raises InfeasibleError when nothing fits in memory, BatchError when the model's batch may not be split that
+    batch: samples of a step over all replicas (default: those of the example inputs). warmup: of 1F1B, forwards that
+    each stage runs ahead of the next (1: the least; 2 hides transfers), or one number of forwards for each stage. time_limit_s: for each solver
+    call. rules: what ops allow (``RULES.extended({...})`` adds a user's own); an ``analysis`` that is given has its
+    own. Raises InfeasibleError when nothing fits in memory, BatchError when the model's batch may not be split that
     way, PlanError for contradicting limits.
     """
     start = time.perf_counter()
-    analysis = analysis or analyze(program)
+    analysis = analysis or analyze(program, rules)
     batch = batch or program.batch
     if recompute not in RECOMPUTE:
         raise PlanError(f"recompute is one of {', '.join(RECOMPUTE)}, not {recompute!r}")
@@ -58,9 +64,15 @@ def make_plan(
                 "and pipeline or tensor parallelism instead"
             )
         dp, microbatches = 1, 1
+    schedule = _schedule(program, schedule)
+    if warmup is not None and not isinstance(warmup, int):
+        warmup, pp = tuple(warmup), pp or len(warmup)
+        check_warmup(schedule, warmup, pp)
+    elif warmup is not None:
+        check_warmup(schedule, (warmup,), 1)
     if pp is not None and pp > len(analysis.blocks):
         raise PlanError(f"pp={pp} stages need as many blocks, {program.name} has {len(analysis.blocks)}; lower pp")
-    candidates = Candidates(analysis, cluster, batch, optimizer, time_limit_s)
+    candidates = Candidates(analysis, cluster, batch, optimizer, time_limit_s, warmup)
     configs = degrees(
         cluster.device_count,
         batch,
@@ -68,7 +80,7 @@ def make_plan(
         dp=dp,
         tp=tp,
         microbatches=microbatches,
-        schedules=(_schedule(program, schedule),),
+        schedules=(schedule,),
         recompute=RECOMPUTE[recompute],
         max_pp=None if pp else len(analysis.blocks),
         max_tp=None if tp else max(node.count for node in cluster.nodes),

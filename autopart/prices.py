@@ -28,7 +28,8 @@ class Prices:
     costs: Mapping[fx.Node, OpCost]
     batch: int
     _cache: dict[tuple[fx.Node, float, float], tuple[float, float]] = field(default_factory=dict)
-    _shaped: dict[tuple[fx.Node, Strategy | None, int], tuple[float, float]] = field(default_factory=dict)
+    _sizes: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    _shaped: dict[tuple[fx.Node, int, int], tuple[float, float]] = field(default_factory=dict)
 
     def shares(self, node: fx.Node, strategy: Strategy | None, parts: int) -> tuple[float, float]:
         """Shares of the op's FLOPs and of its bytes that one rank has."""
@@ -36,8 +37,10 @@ class Prices:
             return 1.0, 1.0
         if not any(placement.is_shard for placement in (*strategy.inputs, *strategy.outputs)):
             return 1.0, 1.0
-        values = [*graphs.inputs(node), *graphs.outputs(node)]
-        sizes = [value_bytes(value).at(self.batch) for value in values]
+        if node not in self._sizes:
+            values = [*graphs.inputs(node), *graphs.outputs(node)]
+            self._sizes[node] = tuple(value_bytes(value).at(self.batch) for value in values)
+        sizes = self._sizes[node]
         placements = [*strategy.inputs, *strategy.outputs]
         local = sum(
             size / parts if placement.is_shard else size for size, placement in zip(sizes, placements, strict=True)
@@ -46,7 +49,8 @@ class Prices:
 
     def op_seconds(self, node: fx.Node, strategy: Strategy | None = None, parts: int = 1) -> tuple[float, float]:
         """Forward and backward seconds; matrix products by the shapes that one rank has."""
-        key = (node, strategy, parts)
+        # by identity: strategies are made once per axis size and kept, and hashing them costs more than pricing
+        key = (node, id(strategy), parts)
         if key not in self._shaped:
             self._shaped[key] = self._shaped_seconds(node, strategy, parts)
         return self._shaped[key]

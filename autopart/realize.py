@@ -13,7 +13,7 @@ from autopart.passes import graph as graphs
 from autopart.passes.emit.program import Emitted, Layout, emit_program
 from autopart.passes.partition import Crossing, StageGraph, partition
 from autopart.passes.program import Program, Role
-from autopart.passes.rules import Strategy
+from autopart.passes.rules import RULES, RuleBook, Strategy
 from autopart.passes.shard import Axes, Placements, shard_stage
 from autopart.plan import Plan
 from autopart.runtime.errors import BatchError, PlanError
@@ -154,12 +154,12 @@ def check_plan(program: Program, analysis: Analysis, plan: Plan) -> None:
         )
 
 
-def realize(program: Program, plan: Plan, analysis: Analysis | None = None) -> Emitted:
-    """The program of a plan, as sources and a manifest.
+def realize(program: Program, plan: Plan, analysis: Analysis | None = None, rules: RuleBook = RULES) -> Emitted:
+    """The program of a plan, as sources and a manifest. rules: those that the plan was made with.
 
     Raises PlanError when the plan does not belong to the program, BatchError when it splits a batch that may not be.
     """
-    analysis = analysis or analyze(program)
+    analysis = analysis or analyze(program, rules)
     check_plan(program, analysis, plan)
     axes: Axes = tuple(axis for axis in plan.stages[0].mesh[1:] if axis[1] > 1)
     strategies, storage = read_strategies(analysis, plan, axes)
@@ -171,6 +171,7 @@ def realize(program: Program, plan: Plan, analysis: Analysis | None = None) -> E
         dp=plan.stages[0].dp,
         axes=axes,
         schedule=plan.schedule,
+        warmup=plan.warmup,
         microbatches=plan.microbatches,
         recompute=plan.recompute == "full",
         headings=tuple(_heading(program, plan, index) for index in range(len(plan.stages))),
@@ -188,11 +189,13 @@ def _heading(program: Program, plan: Plan, index: int) -> tuple[str, ...]:
     )
 
 
-def emit(program: Program, plan: Plan, directory: str | Path) -> None:
+def emit(program: Program, plan: Plan, directory: str | Path, rules: RuleBook = RULES) -> None:
     """Writes the program of a plan to a folder: ``stage_*.py``, ``manifest.json``, the plan itself.
+
+    rules: those that the plan was made with.
 
     Raises what :func:`realize` raises, and PlanError when the folder holds something else.
     """
-    emitted = realize(program, plan)
+    emitted = realize(program, plan, rules=rules)
     emitted.files["plan.json"] = plan.to_json()
     emitted.save(Path(directory))

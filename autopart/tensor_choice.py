@@ -1,8 +1,8 @@
 """One strategy per op on the tensor axis: a program's graph as a problem for :mod:`autopart.solver.tensor`.
 
-Blocks that repeat are folded: a class of equal ops is one op of the problem and takes one strategy, a value's edge
-counts how many members it stands for, and edges with different readers (the last layer's output) are told apart. So
-the answer is the best one among those that treat equal layers equally, and its size does not grow with depth.
+Blocks that repeat are folded (:mod:`autopart.folding`): a class of equal ops is one op of the problem and takes one
+strategy, and a value's edge counts how many values it stands for. So the answer is the best one among those that treat
+equal layers equally, and the problem's size does not grow with depth.
 
 What a choice costs is seconds per microbatch: the op's share of the work, or for a parameter its optimizer step, its
 gradient's reduction over replicas, and over the tensor axis where its gradient is a partial sum, all divided by the
@@ -11,8 +11,8 @@ number of microbatches. What an edge costs is its collective forward and the gra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -20,11 +20,9 @@ from autopart.analysis import Analysis
 from autopart.block_costs import BlockCosts
 from autopart.cost.communication import bucketed_all_reduce_seconds, transition
 from autopart.cost.devices import Link
-from autopart.passes import graph as graphs
-from autopart.passes.amounts import value_bytes
+from autopart.folding import FoldedGraph, FoldedValue, is_stored
 from autopart.passes.annotate import parameter_bytes
 from autopart.passes.graph import Value
-from autopart.passes.program import Role
 from autopart.passes.rules import Strategy, is_differentiable
 from autopart.passes.shard import Placements
 from autopart.prices import Prices
@@ -49,173 +47,135 @@ class TensorChoice:
     memory_bytes: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class TensorAxis:
+    """The setting of a choice: a tensor axis of ``parts`` ranks on ``link``, and ``dp`` replicas on ``data_link``."""
+
+    parts: int
+    link: Link
+    dp: int
+    data_link: Link
+    microbatches: int
+
+
 def choose(
     analysis: Analysis,
-    parts: int,
+    folded: FoldedGraph,
+    axis: TensorAxis,
     prices: Prices,
-    link: Link,
-    data_link: Link,
-    dp: int,
-    microbatches: int,
     block_costs: BlockCosts,
     optimizer: str = "adamw",
     memory_limit: float | None = None,
     time_limit_s: float = 60.0,
 ) -> TensorChoice:
-    """The strategies with the least time per microbatch on an axis of ``parts`` ranks.
+    """The strategies with the least time per microbatch.
 
     memory_limit: for TensorChoice.memory_bytes. Raises InfeasibleError when no strategies hold that little.
     """
-    if parts == 1:
+    if axis.parts == 1:
         return TensorChoice({}, {}, None)
-    builder = _Builder(analysis, parts, prices, link, data_link, dp, microbatches, block_costs, optimizer)
-    return builder.solve(memory_limit, time_limit_s)
+    return _Builder(analysis, folded, axis, prices, block_costs, optimizer).solve(memory_limit, time_limit_s)
 
 
+@dataclass(slots=True)
 class _Builder:
-    def __init__(
-        self,
-        analysis: Analysis,
-        parts: int,
-        prices: Prices,
-        link: Link,
-        data_link: Link,
-        dp: int,
-        microbatches: int,
-        block_costs: BlockCosts,
-        optimizer: str,
-    ) -> None:
-        self.analysis, self.parts, self.prices = analysis, parts, prices
-        self.link, self.data_link, self.dp, self.microbatches = link, data_link, dp, microbatches
-        self.block_costs, self.optimizer = block_costs, optimizer
-        self.offered = analysis.strategies(parts)
-        self.members: dict[tuple[str, ...], list[fx.Node]] = {}
-        self.ids: dict[Placement, int] = {}
-        # a tensor that only free values read stays whole
-        read = {value.node for node in analysis.block_of for value in graphs.inputs(node)}
-        for node in analysis.graph.nodes:
-            if node in analysis.block_of or (self.is_tensor(node) and node in read):
-                self.members.setdefault(analysis.classes[node], []).append(node)
-        self.number = {key: index for index, key in enumerate(self.members)}
+    analysis: Analysis
+    folded: FoldedGraph
+    axis: TensorAxis
+    prices: Prices
+    block_costs: BlockCosts
+    optimizer: str
+    ids: dict[Placement, int] = field(default_factory=dict)
 
-    def is_tensor(self, node: fx.Node) -> bool:
-        return node.op == "placeholder" and node.meta["role"] in (Role.PARAMETER, Role.BUFFER)
+    @property
+    def offered(self) -> Mapping[fx.Node, tuple[Strategy, ...]]:
+        return self.analysis.strategies(self.axis.parts)
 
     def id_of(self, placement: Placement) -> int:
         return self.ids.setdefault(placement, len(self.ids))
 
     # -- choices --------------------------------------------------------------------------------------------------
 
-    def tensor_seconds(self, node: fx.Node, placement: Placement) -> float:
-        """Seconds per microbatch that storing a parameter in a placement costs."""
-        if not node.meta.get("trainable"):
-            return 0.0
-        whole = value_bytes(Value(node)).at(1)
-        held = whole // self.parts if placement.is_shard else whole
-        seconds = self.prices.optimizer_seconds(held) + bucketed_all_reduce_seconds(held, self.dp, self.data_link)
-        if placement == BROADCAST:
-            seconds += bucketed_all_reduce_seconds(whole, self.parts, self.link)
-        return seconds / self.microbatches
-
-    def tensor_bytes(self, node: fx.Node, placement: Placement) -> float:
-        """Bytes of a parameter with gradient and optimizer state on one rank."""
+    def stored(self, node: fx.Node, strategy: Strategy, count: int) -> Choice:
+        """A way to store a parameter: its step end per microbatch, and what it holds."""
+        (placement,), axis = strategy.outputs, self.axis
         info = self.analysis.program.tensors[node.meta["name"]]
-        total = parameter_bytes(info.shape, info.dtype, self.optimizer, info.trainable).total
-        return total / self.parts if placement.is_shard else total
+        memory = parameter_bytes(info.shape, info.dtype, self.optimizer, info.trainable).total
+        seconds = 0.0
+        if info.trainable:
+            whole = self.block_costs.size(Value(node)).at(1)
+            held = whole // axis.parts if placement.is_shard else whole
+            seconds = self.prices.optimizer_seconds(held)
+            seconds += bucketed_all_reduce_seconds(held, axis.dp, axis.data_link)
+            if placement == BROADCAST:
+                seconds += bucketed_all_reduce_seconds(whole, axis.parts, axis.link)
+        return Choice(
+            strategy.name,
+            seconds / axis.microbatches * count,
+            (self.id_of(placement),),
+            memory=(memory / axis.parts if placement.is_shard else memory) * count,
+        )
 
-    def op(self, key: tuple[str, ...], nodes: list[fx.Node]) -> Op:
+    def run(self, node: fx.Node, strategy: Strategy, count: int) -> Choice:
+        """A way to run an op: its share of the work, and what it keeps for the backward."""
+        return Choice(
+            strategy.name,
+            sum(self.prices.op_seconds(node, strategy, self.axis.parts)) * count,
+            tuple(self.id_of(placement) for placement in strategy.outputs),
+            tuple(self.id_of(placement) for placement in strategy.inputs),
+            self.block_costs.kept_bytes(node, strategy, self.axis.parts, self.prices.batch) * count,
+        )
+
+    def op(self, nodes: Sequence[fx.Node]) -> Op:
         node = nodes[0]
-        if self.is_tensor(node):
-            choices = [
-                Choice(
-                    strategy.name,
-                    self.tensor_seconds(node, strategy.outputs[0]) * len(nodes),
-                    (self.id_of(strategy.outputs[0]),),
-                    memory=self.tensor_bytes(node, strategy.outputs[0]) * len(nodes),
-                )
-                for strategy in self.offered[node]
-            ]
-        else:
-            choices = [
-                Choice(
-                    strategy.name,
-                    sum(self.prices.op_seconds(node, strategy, self.parts)) * len(nodes),
-                    tuple(self.id_of(placement) for placement in strategy.outputs),
-                    tuple(self.id_of(placement) for placement in strategy.inputs),
-                    self.block_costs.kept_bytes(node, strategy, self.parts, self.prices.batch) * len(nodes),
-                )
-                for strategy in self.offered[node]
-            ]
-        return Op("/".join(key), tuple(choices))
+        way = self.stored if is_stored(node) else self.run
+        return Op(node.name, tuple(way(node, strategy, len(nodes)) for strategy in self.offered[node]))
 
     # -- edges ----------------------------------------------------------------------------------------------------
 
-    def edges(self, output: int) -> list[Edge]:
-        """One edge per value class and set of reading classes, weighted by how many values it stands for."""
-        readers: dict[Value, list[tuple[int, int]]] = {}
-        analysis = self.analysis
-        fixed: set[tuple[Value, int]] = set()
-        for node in analysis.block_of:
-            use = self.number[analysis.classes[node]]
-            for slot, value in enumerate(graphs.inputs(node)):
-                if value.node in analysis.block_of or self.is_tensor(value.node):
-                    readers.setdefault(value, []).append((use, slot))
-                    if "batch_norm" in str(node.target) and value.node.meta.get("role") is Role.BUFFER:
-                        fixed.add((value, use))
-        names = [info.name for info in analysis.program.outputs if info.node is not None]
-        # buffers' new values follow the outputs, and are stored whole
-        for index, node in enumerate(graphs.results(analysis.graph)):
-            value = graphs.value_of(node)
-            if index < len(names) and names[index] not in analysis.whole_outputs:
-                continue
-            if value.node in analysis.block_of:
-                readers.setdefault(value, []).append((output, 0))
-        stored_as_used = {value for value, _ in fixed}
-        grouped: dict[tuple[int, int, tuple[tuple[int, int], ...], bool], list[Value]] = {}
-        for value, uses in readers.items():
-            source = self.number[analysis.classes[value.node]]
-            key = (source, value.index, tuple(sorted(set(uses))), value in stored_as_used)
-            grouped.setdefault(key, []).append(value)
-        return [
-            Edge(source, slot, uses, {} if exact else self.conversions(source, slot, uses, values[0]), len(values))
-            for (source, slot, uses, exact), values in grouped.items()
-        ]
-
-    def conversions(
-        self, source: int, slot: int, uses: tuple[tuple[int, int], ...], value: Value
-    ) -> Mapping[tuple[int, int], float]:
-        produced = {choice.outputs[slot] for choice in self.problem_ops[source].choices}
-        wanted = {choice.inputs[index] for op, index in uses for choice in self.problem_ops[op].choices}
-        placements = {number: placement for placement, number in self.ids.items()}
-        size = value_bytes(value).at(self.prices.batch)
-        gradient = is_differentiable(value)
+    def edge(self, value: FoldedValue, ops: Sequence[Op], placements: Sequence[Placement]) -> Edge:
+        """The collectives between how a value is made and how it is read; statistics are stored as they are used."""
         costs: dict[tuple[int, int], float] = {}
-        for have in produced:
-            for want in wanted:
-                step = transition(
-                    placements[have], placements[want], size, self.parts, self.link, self.prices.device, gradient
-                )
-                costs[have, want] = step.seconds
-        return costs
+        if not value.as_stored:
+            size, gradient = (
+                self.block_costs.size(value.example).at(self.prices.batch),
+                is_differentiable(value.example),
+            )
+            wanted = {choice.inputs[slot] for op, slot in value.uses for choice in ops[op].choices}
+            for have in {choice.outputs[value.slot] for choice in ops[value.source].choices}:
+                for want in wanted:
+                    step = transition(
+                        placements[have],
+                        placements[want],
+                        size,
+                        self.axis.parts,
+                        self.axis.link,
+                        self.prices.device,
+                        gradient,
+                    )
+                    costs[have, want] = step.seconds
+        return Edge(value.source, value.slot, value.uses, costs, value.count)
 
     # -- the answer -----------------------------------------------------------------------------------------------
 
     def solve(self, memory_limit: float | None, time_limit_s: float) -> TensorChoice:
-        self.problem_ops = [self.op(key, nodes) for key, nodes in self.members.items()]
-        output = len(self.problem_ops)
-        self.problem_ops.append(Op("output", (Choice("R", 0.0, (), (self.id_of(REPLICATE),)),)))
-        problem = TensorProblem(tuple(self.problem_ops), tuple(self.edges(output)), memory_limit)
+        classes = self.folded.classes
+        ops = [self.op(nodes) for nodes in classes]
+        stored = [op for op, nodes in zip(ops, classes, strict=True) if is_stored(nodes[0])]
+        ops.append(Op("output", (Choice("R", 0.0, (), (self.id_of(REPLICATE),)),)))
+        placements = list(self.ids)
+        edges = tuple(self.edge(value, ops, placements) for value in self.folded.values)
+        problem = TensorProblem(tuple(ops), edges, memory_limit)
         solution = tensor.solve(problem, time_limit_s)
-        stored = [op for op, nodes in zip(problem.ops, self.members.values(), strict=False) if self.is_tensor(nodes[0])]
-        most = sum(max(choice.cost for choice in op.choices) for op in stored)
         strategies: dict[fx.Node, tuple[Strategy, ...]] = {}
         storage: dict[str, Placements] = {}
-        for (_, nodes), index in zip(self.members.items(), solution.choices[:output], strict=True):
+        for nodes, index in zip(classes, solution.choices, strict=False):
             chosen = self.offered[nodes[0]][index]
             for node in nodes:
-                if self.is_tensor(node):
+                if is_stored(node):
                     storage[node.meta["name"]] = (chosen.outputs[0],)
                 else:
                     strategies[node] = (chosen,)
+        most = sum(max(choice.cost for choice in op.choices) for op in stored)
         work = max(0.0, solution.bound - most)
         return TensorChoice(strategies, storage, solution, work, problem.memory(solution.choices))

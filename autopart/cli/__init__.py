@@ -1,8 +1,8 @@
-"""The command line: ``autopart inspect | plan | show | emit | verify | validate``.
+"""The command line: ``autopart inspect | plan | show | emit | verify | validate | rules``.
 
-Results go to stdout, progress and errors to stderr. Exit status: 0; 1 when ``verify`` finds a difference; 2 when a
-command could not do its work, with one line that says why. What a command needs is imported when it runs, so that
-``autopart --help`` is there at once.
+Results go to stdout, progress and errors to stderr. Exit status: 0; 1 when ``verify`` or ``rules`` finds a
+difference; 2 when a command could not do its work, with one line that says why. What a command needs is imported when
+it runs, so that ``autopart --help`` is there at once.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from autopart.cli import emitting, inspecting, planning, showing, validating, verifying
+from autopart.cli import emitting, inspecting, planning, rules, showing, validating, verifying
 
-_COMMANDS = (inspecting, planning, showing, emitting, verifying, validating)
+_COMMANDS = (inspecting, planning, showing, emitting, verifying, validating, rules)
 FAILED = 2
 INTERRUPTED = 130
 

@@ -26,7 +26,7 @@ DTYPES = {
     "float32": "float32",
     "float64": "float64",
 }
-_LIMITS = ("batch", "pp", "dp", "tp", "microbatches", "schedule", "recompute")
+_LIMITS = ("batch", "pp", "dp", "tp", "microbatches", "schedule", "warmup", "recompute")
 
 
 def add_model(parser: argparse.ArgumentParser, dtype: bool = True) -> None:
@@ -59,6 +59,13 @@ def add_limits(parser: argparse.ArgumentParser, cluster_required: bool) -> None:
     parser.add_argument("--microbatches", type=positive, metavar="N", help="pieces of each replica's batch")
     parser.add_argument("--schedule", choices=("gpipe", "1f1b"), help="order of the microbatches' passes")
     parser.add_argument(
+        "--warmup",
+        type=warmup,
+        metavar="N",
+        help="1f1b: forwards that a stage runs ahead of the next (1: the least; 2 hides transfers), or a list such as "
+        "6,4,2,0 with the forwards of each stage",
+    )
+    parser.add_argument(
         "--recompute", choices=("none", "full", "auto"), default="auto", help="activations (default: %(default)s)"
     )
 
@@ -71,6 +78,13 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def warmup(text: str) -> int | tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor a list such as 6,4,2,0")
+    return int(text) if len(parts) == 1 else tuple(map(int, parts))
 
 
 def limits(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -25,9 +25,10 @@ def plan_header(plan: Plan) -> list[str]:
     layout = f"pp {plan.pp} x dp {plan.dp} x tp {plan.tp}"
     if not plan.is_uniform:
         layout += " (at most; stages differ)"
+    warmup = f" with warm-up {', '.join(map(str, plan.warmup))}" if plan.warmup else ""
     lines = [
         f"{plan.model} on {plan.cluster}: batch {plan.batch}, {plan.dtype}, {layout}",
-        f"schedule {plan.schedule}, {plan.microbatches} microbatches, recompute {plan.recompute}",
+        f"schedule {plan.schedule}{warmup}, {plan.microbatches} microbatches, recompute {plan.recompute}",
         f"step time {format_seconds(plan.step_time_s)}, lower bound {format_seconds(plan.bound_s)}, "
         f"gap {format_share(plan.gap)}; solved in {format_seconds(plan.solve_s)}, "
         f"planned in {format_seconds(plan.total_s)}",

@@ -1,0 +1,88 @@
+"""A program's graph with equal ops folded: classes of ops and tensors, and the values between them.
+
+Blocks that repeat are one block here: a class stands for the ops at the same place of all equal blocks. Values of one
+class may have unlike readers (the last layer's output is not read by another layer); those are told apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopart.analysis import Analysis
+from autopart.passes import graph as graphs
+from autopart.passes.graph import Value
+from autopart.passes.program import Role
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedValue:
+    """Values that come from one output of one class and are read by the same classes.
+
+    source: class index; slot: its output. uses: (class index, operand) of every reader; the class behind the last
+    stands for the model's outputs. example: one of the values. count: how many there are. as_stored: statistics that
+    an op updates in place, so that they have to be stored as they are used.
+    """
+
+    source: int
+    slot: int
+    uses: tuple[tuple[int, int], ...]
+    example: Value
+    count: int
+    as_stored: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedGraph:
+    """classes: the equal ops, or parameters and buffers, of each class, in the order of the graph."""
+
+    classes: tuple[tuple[fx.Node, ...], ...]
+    values: tuple[FoldedValue, ...]
+
+    @property
+    def output(self) -> int:
+        """The index that stands for the model's outputs as a reader."""
+        return len(self.classes)
+
+
+def is_stored(node: fx.Node) -> bool:
+    """Whether the node is a parameter or buffer."""
+    return node.op == "placeholder" and node.meta["role"] in (Role.PARAMETER, Role.BUFFER)
+
+
+def fold_graph(analysis: Analysis) -> FoldedGraph:
+    """Folds by the analysis' classes. What only free values read of parameters and buffers is left out: it stays whole."""
+    readers: dict[Value, list[tuple[fx.Node | None, int]]] = {}
+    updated: set[Value] = set()
+    for node in analysis.block_of:
+        for slot, value in enumerate(graphs.inputs(node)):
+            if value.node in analysis.block_of or is_stored(value.node):
+                readers.setdefault(value, []).append((node, slot))
+                if graphs.updates_statistics(node) and value.node.meta.get("role") is Role.BUFFER:
+                    updated.add(value)
+    names = [info.name for info in analysis.program.outputs if info.node is not None]
+    # new values of buffers follow the outputs, and are stored whole
+    for index, node in enumerate(graphs.results(analysis.graph)):
+        value = graphs.value_of(node)
+        wanted = index >= len(names) or names[index] in analysis.whole_outputs
+        if wanted and value.node in analysis.block_of:
+            readers.setdefault(value, []).append((None, 0))
+    members: dict[tuple[str, ...], list[fx.Node]] = {}
+    read = {value.node for value in readers}
+    for node in analysis.graph.nodes:
+        if node in analysis.block_of or (node in read and is_stored(node)):
+            members.setdefault(analysis.classes[node], []).append(node)
+    number = {key: index for index, key in enumerate(members)}
+    groups: dict[tuple[int, int, tuple[tuple[int, int], ...], bool], list[Value]] = {}
+    for value, uses in readers.items():
+        numbered = {(len(members) if node is None else number[analysis.classes[node]], slot) for node, slot in uses}
+        source = number[analysis.classes[value.node]]
+        groups.setdefault((source, value.index, tuple(sorted(numbered)), value in updated), []).append(value)
+    return FoldedGraph(
+        tuple(tuple(nodes) for nodes in members.values()),
+        tuple(
+            FoldedValue(source, slot, uses, values[0], len(values), as_stored)
+            for (source, slot, uses, as_stored), values in groups.items()
+        ),
+    )

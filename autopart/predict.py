@@ -1,0 +1,50 @@
+"""The predicted timeline of a plan: the runtime's own schedule, timed with what the plan says of its stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autopart.plan import Plan
+from autopart.runtime.schedule import Action, Work, make_schedule
+from autopart.runtime.trace import Span, Timeline, trace_object
+from autopart.simulate import Simulation, StageTimes, simulate
+
+
+def simulate_plan(plan: Plan) -> Simulation:
+    """The plan's step on a clock; a plan's step time is this makespan and ``plan.tied_s``.
+
+    A plan of several stages without ``transfers`` (written by hand, or by an earlier version) is taken as a chain whose
+    transfers take no time. peak_bytes are the plan's own, as are the numbers in flight that they count with.
+    Raises ScheduleError when the schedule would wait for ever.
+    """
+    count = len(plan.stages)
+    transfers = plan.transfers or tuple((stage, stage + 1, 0.0, 0.0) for stage in range(count - 1))
+    there = {(source, target): seconds for source, target, seconds, _ in transfers}
+    back = {(source, target): seconds for source, target, _, seconds in transfers if seconds is not None}
+    schedule = make_schedule(plan.schedule, count, plan.microbatches, sorted(there), sorted(back), plan.warmup)
+    times = [
+        StageTimes(stage.forward_s, stage.backward_s, reduce_s=stage.step_end_s, fixed_bytes=stage.memory_bytes)
+        for stage in plan.stages
+    ]
+
+    def transfer(action: Action) -> float:
+        assert action.peer is not None
+        if action.work is Work.SEND_ACTIVATION:
+            return there[action.stage, action.peer]
+        return back[action.peer, action.stage]
+
+    return simulate(schedule, times, transfer)
+
+
+def predicted_trace(plan: Plan, found: Simulation, first_pid: int = 0) -> dict[str, Any]:
+    """The simulation in the format of :mod:`autopart.runtime.trace`: each stage under the number of its first rank."""
+    order = {device: rank for rank, device in enumerate(sorted(d for stage in plan.stages for d in stage.devices))}
+    timelines = [
+        Timeline(
+            index,
+            order[stage.devices[0]],
+            tuple(Span(event.action, event.start_s, event.end_s) for event in found.stage_events(index)),
+        )
+        for index, stage in enumerate(plan.stages)
+    ]
+    return trace_object(timelines, "predicted", first_pid)

@@ -1,0 +1,183 @@
+"""Which real models autopart handles: every family of transformers, tiny, from configuration to equal parameters.
+
+    python benchmarks/coverage.py [--families GLOB …] [--plans pp2 …] [--jobs 2] [--limit-s 240] [--stop-at plan]
+
+Each model is built, captured, proved to have a batch that may be split, planned, and trained in local processes under
+every plan in float64 against the plain model. A model runs in a process of its own kind that is ended after
+``--limit-s`` seconds. Results are kept in ``build/coverage.jsonl`` and added to; docs/coverage.md is written from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from coverage_report import write
+from coverage_sizes import TASKS
+
+ROOT = Path(__file__).resolve().parent.parent
+PLANS = ("pp2", "tp2", "dp2", "pp2xtp2")
+
+
+class Worker:
+    """A process that takes models; ended with its ranks when one takes too long."""
+
+    def __init__(self) -> None:
+        paths = [str(ROOT / "tests"), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+        environment.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "benchmarks" / "coverage_worker.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        self.lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put(None)
+
+    def run(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        """The row of one model; ``ended`` says that this worker is of no more use."""
+        row: dict[str, Any] = {"family": request["family"], "task": request["task"], "stages": {}, "plans": {}}
+        start = time.monotonic()
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        while True:
+            try:
+                line = self.lines.get(timeout=max(0.0, start + limit_s - time.monotonic()))
+                reason = "the process died (out of memory?)"
+            except queue.Empty:
+                line, reason = None, f"took more than {limit_s:g} s"
+            if line is None:
+                _stopped(row, request, reason)
+                self.stop()
+                row["ended"] = True
+                break
+            answer = json.loads(line)
+            if answer["stage"] == "end":
+                break
+            if answer["stage"] == "spec":
+                row["spec"] = answer["result"]
+            elif answer.get("plan"):
+                row["plans"][answer["plan"]] = answer
+            else:
+                row["stages"][answer["stage"]] = answer["result"]
+        row["seconds"] = round(time.monotonic() - start, 1)
+        return row
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def _stopped(row: dict[str, Any], request: dict[str, Any], reason: str) -> None:
+    """Notes the stage in which the time was over."""
+    missing = next((stage for stage in ("build", "capture", "batch") if stage not in row["stages"]), None)
+    if missing is not None:
+        row["stages"][missing] = reason
+        return
+    plan = next((plan for plan in request["plans"] if plan not in row["plans"]), None)
+    if plan is not None:
+        row["plans"][plan] = {"stage": "verify" if request["verify"] else "plan", "plan": plan, "result": reason}
+
+
+def models(patterns: list[str], every_task: bool) -> list[tuple[str, str]]:
+    """(family, task): of each family the first head that it has, or all that it has."""
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    found: dict[str, list[str]] = {}
+    for task, table in TASKS.items():
+        for family in getattr(modeling_auto, table):
+            if family in CONFIG_MAPPING_NAMES:
+                found.setdefault(family, []).append(task)
+    return [
+        (family, task)
+        for family, tasks in sorted(found.items())
+        for task in (tasks if every_task else tasks[:1])
+        if any(fnmatch.fnmatch(family, pattern) for pattern in patterns)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", default=["*"], metavar="GLOB", help="families by model_type")
+    parser.add_argument("--every-task", action="store_true", help="all heads of a family, not its first only")
+    parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=PLANS, metavar="PLAN", help=", ".join(PLANS))
+    parser.add_argument("--stop-at", choices=("batch", "plan", "verify"), default="verify", help="the last stage")
+    parser.add_argument("--jobs", type=int, default=1, help="models at a time (default: %(default)s)")
+    parser.add_argument("--limit-s", type=float, default=240.0, help="seconds for one model (default: %(default)s)")
+    parser.add_argument("--results", type=Path, default=ROOT / "build" / "coverage.jsonl", help="kept from run to run")
+    parser.add_argument("--missing", action="store_true", help="only models without a result")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "coverage.md")
+    options = parser.parse_args()
+    plans = [] if options.stop_at == "batch" else options.plans
+    verified = options.stop_at == "verify"
+    chosen = models(options.families, options.every_task)
+    if options.missing:
+        rows = _rows(options.results)
+        chosen = [key for key in chosen if key not in rows]
+    waiting: queue.Queue[tuple[str, str]] = queue.Queue()
+    for key in chosen:
+        waiting.put(key)
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    lock = threading.Lock()
+
+    def work() -> None:
+        worker: Worker | None = None
+        while True:
+            try:
+                family, task = waiting.get_nowait()
+            except queue.Empty:
+                break
+            worker = worker or Worker()
+            request = {"family": family, "task": task, "plans": plans, "verify": verified, "limit_s": options.limit_s}
+            row = worker.run(request, options.limit_s)
+            if row.pop("ended", False):
+                worker = None
+            with lock, options.results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+                bad = [text for text in row["stages"].values() if text != "pass"]
+                bad += [f"{name}: {item['result']}" for name, item in row["plans"].items() if item["result"] != "pass"]
+                print(f"{family} ({task}) {row['seconds']:.1f} s: {'; '.join(bad)[:300] or 'pass'}", flush=True)
+        if worker is not None:
+            worker.stop()
+
+    threads = [threading.Thread(target=work) for _ in range(options.jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    write(options.output, list(_rows(options.results).values()), PLANS)
+
+
+def _rows(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """The newest result of every model."""
+    if not path.exists():
+        return {}
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {(row["family"], row["task"]): row for row in sorted(rows, key=lambda row: row["family"])}
+
+
+if __name__ == "__main__":
+    main()

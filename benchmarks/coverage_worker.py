@@ -1,0 +1,140 @@
+"""One process of ``coverage.py``: takes models one after another, and says after each stage how it went.
+
+Requests and answers are lines of JSON. Ranks are kept from plan to plan and from model to model.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from clusters import ideal
+from coverage_sizes import spec
+from launch import ChildFailure, launch
+
+import autopart.verify
+from autopart.analysis import Analysis, analyze
+from autopart.models import load_model
+from autopart.planner import make_plan
+from autopart.realize import realize
+from autopart.verify import Subject, compare_emitted, prepare
+
+PLANS: dict[str, dict[str, int]] = {
+    "pp2": {"pp": 2, "dp": 1, "tp": 1},
+    "tp2": {"pp": 1, "dp": 1, "tp": 2},
+    "dp2": {"pp": 1, "dp": 2, "tp": 1, "microbatches": 2},
+    "pp2xtp2": {"pp": 2, "dp": 1, "tp": 2, "microbatches": 2},
+}
+BATCH, SEQ = 8, 16
+PASS = "pass"
+_SPLITS = ("dp", "microbatches")
+
+
+def stages(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What happened, stage by stage: ``{"stage": …, "result": "pass" or why not, "plan": its name or ""}``."""
+    name, task = request["family"], request["task"]
+    try:
+        text = spec(name, task, batch=BATCH, seq=SEQ)
+        yield {"stage": "spec", "result": text}
+        loaded = load_model(text)
+    except Exception as error:
+        yield _said("build", error)
+        return
+    count = sum(parameter.numel() for parameter in loaded.model.parameters())
+    yield {"stage": "build", "result": PASS, "parameters": count}
+    if count > 20_000_000:
+        yield {"stage": "build", "result": f"its {count / 1e6:.0f} M parameters are not small; no rule for its fields"}
+        return
+    try:
+        subject = prepare(loaded)
+    except Exception as error:
+        yield _said("capture", error)
+        return
+    yield {"stage": "capture", "result": PASS}
+    try:
+        analysis = analyze(subject.program)
+    except Exception as error:
+        yield _said("batch", error)
+        return
+    yield {"stage": "batch", "result": analysis.split.flaw or PASS}
+    for plan in request["plans"]:
+        yield _under(plan, subject, analysis, request["verify"], request["limit_s"])
+
+
+def _under(name: str, subject: Subject, analysis: Analysis, verified: bool, limit_s: float) -> dict[str, Any]:
+    limits = dict(PLANS[name])
+    if analysis.split.flaw:
+        if limits["dp"] > 1:
+            return {"stage": "batch", "plan": name, "result": "the batch may not be split"}
+        limits["microbatches"] = 1
+    stage = "plan"
+    try:
+        cluster = ideal(limits["pp"] * limits["dp"] * limits["tp"])
+        plan = make_plan(subject.program, cluster, batch=BATCH, analysis=analysis, recompute="none", **limits)  # type: ignore[arg-type]
+        sharded = len(plan.strategies)
+        if not verified:
+            return {"stage": "plan", "plan": name, "result": PASS, "sharded": sharded}
+        stage = "verify"
+        with tempfile.TemporaryDirectory(prefix="autopart-coverage-") as folder:
+            realize(subject.program, plan, analysis).save(Path(folder) / "program")
+            found = compare_emitted(Path(folder) / "program", subject, plan=plan, timeout_s=limit_s)
+    except Exception as error:
+        return {**_said(stage, error), "plan": name}
+    result = PASS
+    if not found.equal:
+        worst = max(found.groups, key=lambda group: max(group.gradient or 0.0, group.parameter))
+        result = (
+            f"differs: loss {found.loss_difference:.0e}, gradients {found.gradient_difference:.0e}, "
+            f"parameters {found.parameter_difference:.0e} (most in {worst.group})"
+        )
+    elif not all(stage.as_planned for stage in found.traffic):
+        result = "equal, but the collectives are not those of the plan"
+    return {"stage": "verify", "plan": name, "result": result, "sharded": sharded}
+
+
+def _said(stage: str, error: Exception) -> dict[str, Any]:
+    text = " ".join(str(error).split())
+    if isinstance(error, ChildFailure):
+        text = next(iter(error.failures.values())).strip().splitlines()[-1]
+    return {"stage": stage, "result": f"{type(error).__name__}: {text}"[:900]}
+
+
+def _call(function: str, arguments: dict[str, Any]) -> Any:
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)(**arguments)
+
+
+def _run(
+    function: str, processes: int, arguments: Mapping[str, Any], directory: Path, timeout_s: float = 600.0
+) -> list[Any]:
+    """As autopart.local_job.run_local_job, in processes that are kept."""
+    return launch(_call, processes, function, dict(arguments), timeout=timeout_s)
+
+
+def main() -> None:
+    # What libraries print must not reach the one who reads the answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    replace: Callable[[object, str, object], None] = setattr
+    replace(autopart.verify, "run_local_job", _run)
+    for line in sys.stdin:
+        for answer in stages(json.loads(line)):
+            answers.write(json.dumps(answer) + "\n")
+        answers.write(json.dumps({"stage": "end"}) + "\n")
+        torch._dynamo.reset()
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()
