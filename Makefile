@@ -12,7 +12,7 @@ SCRIPTS := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py examples/*.py benc
 # One thread per process: the tests are processes, and start more of them.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all lint
+.PHONY: demo test test-all lint coverage
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -23,6 +23,10 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 -m "slow or not slow"
+
+# Tiny models of all families of transformers through all stages, into docs/coverage.md. Hours; what is there is kept.
+coverage: $(STAMP)
+	$(BIN)/python benchmarks/coverage.py --jobs 2 --limit-s 600 --missing
 
 # mypy finds packages by their folders only, so it is shown the import package as it is installed: autopart/, with
 # passes/ and runtime/ inside. It runs in that tree, where the folder autopart/ of the repository is out of its sight.

@@ -117,10 +117,15 @@ class Parallelized(nn.Module):
         self._settings = settings
         self._batch: BatchMode = batch
         self._returned = outputs
+        self._callbacks: list[Callable[[], None]] = []
         self.training = model.training
 
     original: nn.Module
     parallel: ParallelModule | None
+
+    def when_started(self, callback: Callable[[], None]) -> None:
+        """Called on every rank once the weights are divided, before the first step."""
+        self._callbacks.append(callback)
 
     @property
     def _current(self) -> nn.Module:
@@ -132,6 +137,8 @@ class Parallelized(nn.Module):
             object.__setattr__(self, "parallel", self._start(args, kwargs))
             assert self.parallel is not None
             self.parallel.train(self.training)
+            while self._callbacks:
+                self._callbacks.pop(0)()
         return self.parallel(*args, **kwargs)
 
     def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ParallelModule:

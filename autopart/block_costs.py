@@ -110,7 +110,7 @@ class BlockCosts:
             if item.owner.node.op != "placeholder":
                 total += item.size.at(batch) / (parts if sharded else 1)
         inside = facts.inside.at(batch) if facts.inside else 0
-        return total + inside / (parts if strategy.outputs[0].is_shard else 1)
+        return total + inside / (parts if _divided(strategy) else 1)
 
     def costs(
         self,
@@ -130,6 +130,9 @@ class BlockCosts:
             chosen = strategies.get(node)
             strategy = chosen[0] if chosen else None
             forward, backward = prices.op_seconds(node, strategy, parts)
+            if link is not None:
+                sent, returned = prices.form_seconds(node, strategy, parts, link)
+                forward, backward = forward + sent, backward + returned
             block.forward_s += forward
             block.backward_s += backward
             placements = [*strategy.inputs, *strategy.outputs] if strategy else [REPLICATE] * len(facts.sizes)
@@ -147,7 +150,7 @@ class BlockCosts:
                     kept.add((item.owner, placement))
                     block.saved_bytes += item.size.at(batch) / (parts if placement.is_shard else 1)
             if facts.inside:
-                share = parts if strategy is not None and strategy.outputs[0].is_shard else 1
+                share = parts if strategy is not None and _divided(strategy) else 1
                 block.saved_bytes += facts.inside.at(batch) / share
             if strategy is None or link is None:
                 continue
@@ -172,3 +175,8 @@ class BlockCosts:
             return REPLICATE
         chosen = strategies.get(value.node)
         return chosen[0].outputs[value.index] if chosen else REPLICATE
+
+
+def _divided(strategy: Strategy) -> bool:
+    """Whether each rank has a part of what an op keeps inside: shards of the result, or a shard run by a local form."""
+    return strategy.outputs[0].is_shard or strategy.form is not None

@@ -122,7 +122,10 @@ class _Clock:
             return prices.op_seconds(origin)
         offered = self.candidates.analysis.strategies(self.config.tp)[origin]
         strategy = next(item for item in offered if item.name == names[0])
-        return prices.op_seconds(origin, strategy, self.config.tp)
+        forward, backward = prices.op_seconds(origin, strategy, self.config.tp)
+        link = self.candidates.tensor_link(self.config)
+        sent, returned = prices.form_seconds(origin, strategy, self.config.tp, link)
+        return forward + sent, backward + returned
 
 
 def _transfers(

@@ -52,7 +52,7 @@ def is_stored(node: fx.Node) -> bool:
 
 
 def fold_graph(analysis: Analysis) -> FoldedGraph:
-    """Folds by the analysis' classes. What only free values read of parameters and buffers is left out: it stays whole."""
+    """Folds by the analysis' classes. Tensors that only free values read are left out: they stay whole."""
     readers: dict[Value, list[tuple[fx.Node | None, int]]] = {}
     updated: set[Value] = set()
     for node in analysis.block_of:

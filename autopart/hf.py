@@ -85,6 +85,8 @@ def load_hf(spec: str, meta: bool, dtype: torch.dtype | None, batch: int | None)
     config = _config(spec, CONFIG_MAPPING[family], given, task, shape.get("image"))
     inputs = _hf_inputs(spec, config, task, batch or shape.get("batch", DEFAULT_BATCH), shape, meta, dtype)
     auto = getattr(transformers, _TASKS[task][0])
+    if isinstance(heads := getattr(modeling_auto, _TASKS[task][1])[family], tuple):
+        config.architectures = [heads[0]]  # of several heads the library asks which
     try:
         with seeded(meta):
             model = auto.from_config(config, dtype=dtype or torch.float32)
@@ -113,7 +115,7 @@ def _config(spec: str, config_class: Any, given: Mapping[str, str], task: str, i
         defaults = config_class()
     except Exception as error:
         raise ModelError(f"{spec}: its configuration has no defaults: {one_line(error)}") from error
-    fields = {key: getattr(defaults, key, None) for key in (*defaults.to_dict(), *defaults.attribute_map)}
+    fields = {key: _field(defaults, key) for key in (*defaults.to_dict(), *defaults.attribute_map)}
     fields = {key: value for key, value in fields.items() if not key.startswith("_") and key not in _BOOKKEEPING_FIELDS}
     fields = {**_COMMON_FIELDS, **fields}
     annotations = {name: str(kind) for name, kind in getattr(config_class, "__annotations__", {}).items()}
@@ -142,6 +144,14 @@ def _config(spec: str, config_class: Any, given: Mapping[str, str], task: str, i
     if task != "image-classification":
         _clamp_token_ids(spec, config, given)
     return config
+
+
+def _field(config: Any, key: str) -> Any:
+    """A field's value; the library refuses to give one that differs from layer to layer."""
+    try:
+        return getattr(config, key, None)
+    except Exception:
+        return config.to_dict().get(key)
 
 
 def _clamp_token_ids(spec: str, config: Any, given: Mapping[str, str]) -> None:

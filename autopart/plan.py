@@ -6,6 +6,7 @@ of :class:`Plan` or :class:`StagePlan`, and reading checks each and says where a
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -33,9 +34,10 @@ class StagePlan:
 
     devices: numbers in the cluster, row-major over the mesh. mesh: (axis name, size), the data axis "dp" first, then
     tensor axes. blocks: half-open range of the model's block numbers. first_op, last_op: names of the ops at its ends.
-    forward_s, backward_s: seconds of one microbatch with collectives. step_end_s: once per step, the gradients' sums and
-    the optimizer. memory_bytes, capacity_bytes: predicted peak and what a device has. parameters: numbers held by one device. collectives: by kind, calls and payload bytes per
-    microbatch, such as ``{"all_reduce": {"calls": 4, "bytes": 8388608}}``.
+    forward_s, backward_s: seconds of one microbatch with collectives. step_end_s: seconds once per step, for the
+    gradients' sums and the optimizer. memory_bytes, capacity_bytes: predicted peak and what a device has. parameters:
+    numbers held by one device. collectives: by kind, calls and payload bytes per microbatch, such as
+    ``{"all_reduce": {"calls": 4, "bytes": 8388608}}``.
     """
 
     devices: tuple[int, ...]
@@ -273,7 +275,7 @@ def check_warmup(schedule: str, warmup: Sequence[int], stages: int) -> None:
     _require(schedule == "1f1b", f"warmup: only the schedule 1f1b has a warm-up, not {schedule}; leave it out")
     least = f"such as {list(deeper_warmup(stages, 1))}"
     _require(len(warmup) == stages, f"warmup: one number for each of {stages} stages, {least}, found {list(warmup)}")
-    falls = all(before >= after for before, after in zip(warmup, warmup[1:], strict=False))
+    falls = all(before >= after for before, after in itertools.pairwise(warmup))
     _require(
         falls and min(warmup) >= 0,
         f"warmup: a stage runs ahead at least as far as the next one, {least}; with {list(warmup)} they would wait for "

@@ -47,10 +47,10 @@ def make_plan(
     """The fastest plan found, with its lower bound; what is given is forced.
 
     batch: samples of a step over all replicas (default: those of the example inputs). warmup: of 1F1B, forwards that
-    each stage runs ahead of the next (1: the least; 2 hides transfers), or one number of forwards for each stage. time_limit_s: for each solver
-    call. rules: what ops allow (``RULES.extended({...})`` adds a user's own); an ``analysis`` that is given has its
-    own. Raises InfeasibleError when nothing fits in memory, BatchError when the model's batch may not be split that
-    way, PlanError for contradicting limits.
+    each stage runs ahead of the next (1: the least; 2 hides transfers), or one number of forwards for each stage.
+    time_limit_s: for each solver call. rules: what ops allow (``RULES.extended({...})`` adds a user's own); an
+    ``analysis`` that is given has its own. Raises InfeasibleError when nothing fits in memory, BatchError when the
+    model's batch may not be split that way, PlanError for contradicting limits.
     """
     start = time.perf_counter()
     analysis = analysis or analyze(program, rules)

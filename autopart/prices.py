@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from autopart.cost.communication import collective_seconds
 from autopart.cost.compute import copy_seconds, op_seconds
-from autopart.cost.devices import Device
+from autopart.cost.devices import Device, Link
 from autopart.cost.products import backward_products, forward_products
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
@@ -100,6 +101,19 @@ class Prices:
                 dtype,
                 launches=2 if cost.contraction else 1,
             )
+        return forward, backward
+
+    def form_seconds(self, node: fx.Node, strategy: Strategy | None, parts: int, link: Link) -> tuple[float, float]:
+        """Forward and backward seconds of what an op's local form exchanges."""
+        forward = backward = 0.0
+        for message in strategy.form.messages if strategy is not None and strategy.form is not None else ():
+            value = graphs.inputs(node)[message.operand]
+            size = value_bytes(value).at(self.batch) // value.fake.element_size() * message.element_bytes
+            seconds = collective_seconds(message.operation, size, parts, link)
+            if message.phase == "forward":
+                forward += seconds
+            elif node.meta.get("differentiable"):
+                backward += seconds
         return forward, backward
 
     def optimizer_seconds(self, weight_bytes: float) -> float:

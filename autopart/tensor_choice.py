@@ -118,9 +118,11 @@ class _Builder:
 
     def run(self, node: fx.Node, strategy: Strategy, count: int) -> Choice:
         """A way to run an op: its share of the work, and what it keeps for the backward."""
+        computed = self.prices.op_seconds(node, strategy, self.axis.parts)
+        exchanged = self.prices.form_seconds(node, strategy, self.axis.parts, self.axis.link)
         return Choice(
             strategy.name,
-            sum(self.prices.op_seconds(node, strategy, self.axis.parts)) * count,
+            (sum(computed) + sum(exchanged)) * count,
             tuple(self.id_of(placement) for placement in strategy.outputs),
             tuple(self.id_of(placement) for placement in strategy.inputs),
             self.block_costs.kept_bytes(node, strategy, self.axis.parts, self.prices.batch) * count,

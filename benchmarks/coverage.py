@@ -81,6 +81,7 @@ class Worker:
                 row["plans"][answer["plan"]] = answer
             else:
                 row["stages"][answer["stage"]] = answer["result"]
+                row.update({key: answer[key] for key in ("parameters",) if key in answer})
         row["seconds"] = round(time.monotonic() - start, 1)
         return row
 
@@ -128,7 +129,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="models at a time (default: %(default)s)")
     parser.add_argument("--limit-s", type=float, default=240.0, help="seconds for one model (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "coverage.jsonl", help="kept from run to run")
-    parser.add_argument("--missing", action="store_true", help="only models without a result")
+    parser.add_argument("--missing", action="store_true", help="only models that did not come that far yet")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "coverage.md")
     options = parser.parse_args()
     plans = [] if options.stop_at == "batch" else options.plans
@@ -136,7 +137,7 @@ def main() -> None:
     chosen = models(options.families, options.every_task)
     if options.missing:
         rows = _rows(options.results)
-        chosen = [key for key in chosen if key not in rows]
+        chosen = [key for key in chosen if key not in rows or not _settled(rows[key], plans, verified)]
     waiting: queue.Queue[tuple[str, str]] = queue.Queue()
     for key in chosen:
         waiting.put(key)
@@ -169,6 +170,14 @@ def main() -> None:
     for thread in threads:
         thread.join()
     write(options.output, list(_rows(options.results).values()), PLANS)
+
+
+def _settled(row: dict[str, Any], plans: list[str], verified: bool) -> bool:
+    """Whether the model came to the last stage under all plans, or failed."""
+    if any(result != "pass" for stage, result in row["stages"].items() if stage != "batch"):
+        return True
+    found = [row["plans"].get(plan) for plan in plans]
+    return all(item and (item["result"] != "pass" or not verified or item["stage"] == "verify") for item in found)
 
 
 def _rows(path: Path) -> dict[tuple[str, str], dict[str, Any]]:

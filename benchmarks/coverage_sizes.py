@@ -20,41 +20,65 @@ TASKS = {
     "token-classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
 }
 
-LAYERS, HEADS, VOCAB = 2, 4, 96
+LAYERS, HEADS, VOCAB, IMAGE = 2, 4, 96, 64
 # A number is replaced where it is larger than what stands here; the first pattern that matches the whole name decides.
 _NUMBERS: tuple[tuple[str, int], ...] = (
     (r"type_vocab_size|.*bucket.*|num_groups", 8),
     (r"mamba_num_heads|mamba_n_heads", 8),
     (r"(.*_)?vocab_size(_.*)?", 96),
-    (r"(num_)?((en|de)coder_|hidden_|sparse_(en|de)coder_)*layers|n_layers?|num_(en|de)coder_layers|depth|num_blocks", 2),
+    (
+        r"(num_)?((en|de)coder_|hidden_|sparse_(en|de)coder_)*layers|n_layers?|num_(en|de)coder_layers|depth|num_blocks",
+        2,
+    ),
     (r"num_sparse_(en|de)coder_layers", 1),
     (r"(max_2d_)?((en|de)coder_)?(max_position_embeddings|max_(en|de)coder_position_embeddings|n_positions|n_ctx)", 64),
     (r"max_(source|target)_positions|max_seq_len|model_max_length|max_pos_emb|original_max_position_embeddings", 64),
     (r"num_key_value_heads|num_kv_heads|swa_num_key_value_heads|linear_num_key_heads", 2),
-    (r"(swa_|(num_)?(en|de)coder_|num_(self_|cross_)?|linear_|linear_num_|index_n_|mamba_n_)*(attention_|value_)?heads", 4),
+    (
+        r"(swa_|(num_)?(en|de)coder_|num_(self_|cross_)?|linear_|linear_num_|index_n_|mamba_n_)*(attention_|value_)?heads",
+        4,
+    ),
     (r"n_heads?|index_n_heads|num_(en|de)coder_attention_heads", 4),
     (r"qk_head_dim", 16),
     (r"d_kv|d_head|dim_head|.*head_dim|attention_head_size|mamba_d_head|kv_channels", 8),
     (r"rotary_dim", 4),
     (r"(.*_)?lora_rank|embedding_rank|laurel_rank|hc_lowrank|gated_norm_rank", 16),
     (r"(.*moe_|.*expert_|.*experts_)intermediate_size|moe_dim", 32),
-    (r"(.*_)?intermediate_size(_mlp)?|((en|de)coder_)?ffn(_hidden)?_(dim|size)|d_ff|dff|dim_ff|n_inner|d_inner|mlp_dim", 64),
+    (
+        r"(.*_)?intermediate_size(_mlp)?|((en|de)coder_)?ffn(_hidden)?_(dim|size)|d_ff|dff|dim_ff|n_inner|d_inner|mlp_dim",
+        64,
+    ),
     (r"feed_forward_size|hidden_dim", 64),
-    (r"num_experts_per_tok|moe_k|moe_topk|top_k|top_k_experts", 2),
+    (r"num_experts_per_tok(en)?|moe_k|moe_topk|top_k|top_k_experts", 2),
     (r"num_experts|num_local_experts|n_routed_experts|moe_num_experts", 4),
     (r"n_group|topk_group|num_expert_group|n_shared_experts|num_shared_experts|moe_num_shared_experts", 1),
     (r"first_k_dense_replace|max_window_layers|num_kv_shared_layers", 1),
     (r"hidden_size_per_layer_input", 8),
-    (r"(.*_)?hidden_size(_global)?|d_model|n_embd|dim|emb(ed(ding)?)?_dim|embedding_size|projection_(dim|size)|d_latents", 32),
-    (r"(in|out)put_embedding_size|prediction_head_size|decoder_hidden_size|pooler_output_size|out_hidden_size|emb_dim", 32),
+    (
+        r"(.*_)?hidden_size(_global)?|d_model|n_embd|dim|emb(ed(ding)?)?_dim|embedding_size|projection_(dim|size)|d_latents",
+        32,
+    ),
+    (
+        r"(in|out)put_embedding_size|prediction_head_size|decoder_hidden_size|pooler_output_size|out_hidden_size|emb_dim",
+        32,
+    ),
     (r"(.*_)?state_size|mamba_d_state", 8),
     (r"query_pre_attn_scalar|time_step_rank|mamba_dt_rank", 8),
     (r"sliding_window(_size)?|local_attention|attention_window|attention_chunk_size|index_topk|.*chunk_size", 8),
-    (r"image_size", 32),
-    (r"patch_size", 8),
+    (r"image_size", IMAGE),
+    (r"patch_size", 16),
     (r"mamba_d_ssm", 64),
     (r"num_latents|num_landmarks", 8),
 )
+# Fields that a model needs and its configuration leaves open.
+_MISSING = {
+    "vocab_size": VOCAB,
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_key_value_heads": HEADS,
+    "num_experts_per_tok": 2,
+}
 # Lists of one entry per stage: all entries are replaced by the beginning of what stands here.
 _LISTS: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"depths|layers|block_sizes", (1, 1, 1, 1, 1, 1, 1, 1)),
@@ -69,9 +93,11 @@ def spec(family: str, task: str, *, batch: int, seq: int) -> str:
 
     config = CONFIG_MAPPING[family]()
     fields = small(config.to_dict())
-    shape = {"task": task, "batch": batch}
+    shape: dict[str, Any] = {"task": task, "batch": batch}
     if task != "image-classification":
         shape["seq"] = seq
+    elif "image_size" not in fields:
+        shape["image"] = IMAGE
     if task in ("image-classification", "token-classification"):
         fields["num_labels"] = 8
     texts = [f"{key}={value if isinstance(value, int) else json.dumps(value)}" for key, value in fields.items()]
@@ -87,12 +113,14 @@ def small(fields: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and "model_type" in value:
             kind = {"model_type": value["model_type"]} if value["model_type"] else {}
             result[key] = {**kind, **small(value)}
-        elif value is None and key == "vocab_size":
-            result[key] = VOCAB
+        elif value is None and key in _MISSING:
+            result[key] = _MISSING[key]
         elif key == "num_key_value_heads" and value == fields.get("num_attention_heads"):
             result[key] = min(HEADS, value or HEADS)
         elif isinstance(value, int) and not isinstance(value, bool):
-            smaller = next((size for pattern, size in _NUMBERS if re.fullmatch(pattern, key)), value)
+            # A state space model has as many heads as its expanded width asks.
+            name = "mamba_num_heads" if key == "num_heads" and "expand" in fields else key
+            smaller = next((size for pattern, size in _NUMBERS if re.fullmatch(pattern, name)), value)
             if smaller < value:
                 result[key] = smaller
         elif isinstance(value, list | tuple) and value and count and len(value) == count and kinds:

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from clusters import ideal
 from coverage_sizes import spec
-from launch import ChildFailure, launch
 
 import autopart.verify
 from autopart.analysis import Analysis, analyze
@@ -27,6 +25,8 @@ from autopart.models import load_model
 from autopart.planner import make_plan
 from autopart.realize import realize
 from autopart.verify import Subject, compare_emitted, prepare
+from clusters import ideal
+from launch import ChildFailure, launch
 
 PLANS: dict[str, dict[str, int]] = {
     "pp2": {"pp": 2, "dp": 1, "tp": 1},

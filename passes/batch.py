@@ -39,7 +39,10 @@ from autopart.runtime.placement import PARTIAL, shard
 aten = torch.ops.aten
 
 _BATCH_STATISTICS = {"aten.batch_norm.default"}
-_FACTORIES = ("empty", "zeros", "ones", "full", "rand", "new_", "expand", "scalar_tensor", "reshape", "bernoulli")
+_FACTORIES = (
+    *("empty", "zeros", "ones", "full", "rand", "new_", "scalar_tensor", "bernoulli"),
+    *("expand", "reshape", "repeat."),
+)
 # Ops that take only the shape of their operand: one row is like another.
 _SAME_EVERYWHERE = {aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
 # Ops that keep a count per group of rows one.

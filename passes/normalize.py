@@ -25,6 +25,7 @@ from torch import fx
 from autopart.passes import graph as graphs
 from autopart.passes.functional import Aliases, functional_overload
 from autopart.passes.sizes import extent
+from autopart.passes.synonyms import first_name, masked_write, squeezed
 from autopart.runtime.errors import CaptureError
 
 aten = torch.ops.aten
@@ -71,6 +72,7 @@ _TRANSPOSES = {
     aten.numpy_T.default: (0, 1),
     aten.adjoint.default: (-2, -1),
 }
+_SQUEEZES = {aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
 _SWAPS = {aten.swapaxes.default, aten.swapdims.default}
 # Checks that export leaves behind; they hold for the captured sizes and have no value.
 _DROPPED = ("_assert", "sym_constrain", "_guards", "assert_tensor_metadata", "constrain_range", "_record_function")
@@ -327,6 +329,10 @@ class _Normalizer:
             return [self.expanded(node, item, piece) for item, piece in zip(args[0], value, strict=True)]
         if target in _BITWISE:
             return self.emit(_BITWISE[target], args, kwargs, node)
+        if target in _SQUEEZES:
+            # Those that were removed, by number: a batch of one sample keeps its dim.
+            dims = squeezed(fakes(args[0]).shape, args[1:])
+            return self.view(node, aten.squeeze.dims, (args[0], dims), {}) if dims else args[0]
         if target in _SWAPS:
             return self.view(node, aten.transpose.int, args, {})
         if target in (aten.movedim.int, aten.moveaxis.int):
@@ -335,7 +341,19 @@ class _Normalizer:
             return self.view(node, aten.transpose.int, (args[0], *_TRANSPOSES[target]), {})
         if target._schema.returns and _is_view(target):
             return self.view(node, target, args, kwargs)
-        return self.emit(target, args, kwargs, node)
+        if target is aten.index_put.default:
+            return self.placed(node, args)
+        return self.emit(first_name(target) or target, args, kwargs, node)
+
+    def placed(self, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+        """``index_put``; one value written through a mask is a choice per element."""
+        masked = masked_write(args, node.meta["val"])
+        if masked is None:
+            return self.emit(aten.index_put.default, args, {}, node)
+        mask, written, missing = masked
+        for _ in range(missing):
+            mask = self.emit(aten.unsqueeze.default, (mask, -1), {}, node)
+        return self.emit(aten.where.self, (mask, written, args[0]), {}, node)
 
     def shape(self, node: fx.Node, args: tuple[Any, ...]) -> list[Any]:
         """Explicit sizes of a reshape; what the batch size does not describe stays as the model wrote it."""
@@ -378,8 +396,10 @@ class _Normalizer:
             new = self.emit(aten.full_like.default, (written, args[1]), {}, node)
         elif functional in (aten.copy.default, aten.fill.Tensor):
             new = self.copied(node, args)
+        elif functional is aten.index_put.default:
+            new = self.placed(node, args)
         else:
-            new = self.emit(functional, args, kwargs, node)
+            new = self.emit(first_name(functional) or functional, args, kwargs, node)
             if new.meta["val"].dtype != written.meta["val"].dtype:
                 new = self.emit(aten.to.dtype, (new, written.meta["val"].dtype), {}, node)
         return self.aliases.write(written, new, self.replay)

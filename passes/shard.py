@@ -18,7 +18,7 @@ from autopart.passes import graph as graphs
 from autopart.passes.graph import Value
 from autopart.passes.partition import StageGraph
 from autopart.passes.program import Role
-from autopart.passes.rules import RULES, RuleBook, Strategy, localized
+from autopart.passes.rules import RULES, RuleBook, Strategy, called
 from autopart.passes.sizes import Extent, extent
 from autopart.runtime import collectives
 from autopart.runtime.placement import REPLICATE, Placement
@@ -66,7 +66,8 @@ def shard_stage(
     strategies: for the ops of the *whole* graph, one strategy per axis; ops without one are replicated.
     storage: placements of parameters and buffers by name, replicated where absent.
     Nodes of the result have ``meta["placements"]`` (a tuple of them for ops with several outputs, by index);
-    inserted collectives have ``meta["transition"]`` = (axis name, :class:`Transition`).
+    inserted collectives have ``meta["transition"]`` = (axis name, :class:`Transition`), ops that run by a local form
+    ``meta["form"]`` = (axis name, :class:`LocalForm`).
     """
     return _Sharder(stage, axes, strategies, storage, rules, whole_outputs).run()
 
@@ -127,6 +128,7 @@ class _Sharder:
         chosen = self.strategies.get(self.stage.origin[node])
         sources = graphs.input_nodes(node)
         outputs = graphs.outputs(node)
+        target: Any = node.target
         if chosen is None:
             wanted = [self.replicated] * len(sources)
             given = [self.replicated] * len(outputs)
@@ -134,8 +136,8 @@ class _Sharder:
         else:
             wanted = [tuple(strategy.inputs[index] for strategy in chosen) for index in range(len(sources))]
             given = [tuple(strategy.outputs[index] for strategy in chosen) for index in range(len(outputs))]
-            sizes = [parts for _, parts in self.axes]
-            args, kwargs = localized(node, list(zip(chosen, sizes, strict=True)), self.rules)
+            names, sizes = zip(*self.axes, strict=True)
+            target, args, kwargs = called(node, list(zip(chosen, sizes, strict=True)), names, self.rules)
         tensors = iter([self.convert(source, target, node) for source, target in zip(sources, wanted, strict=True)])
 
         def replace(argument: fx.Node) -> fx.Node:
@@ -143,11 +145,14 @@ class _Sharder:
 
         new_args: Any = fx.node.map_arg(args, replace)
         new_kwargs: Any = fx.node.map_arg(kwargs, replace)
-        new = self.graph.call_function(node.target, new_args, new_kwargs)  # type: ignore[arg-type]
+        new = self.graph.call_function(target, new_args, new_kwargs)
         new.meta.update(node.meta)
         new.meta["placements"] = given[0] if isinstance(node.meta["val"], torch.Tensor) else tuple(given)
         if chosen is not None:
             new.meta["strategies"] = tuple(strategy.name for strategy in chosen)
+            for strategy, (axis, _) in zip(chosen, self.axes, strict=True):
+                if strategy.form is not None:
+                    new.meta["form"] = (axis, strategy.form)
         self.env[node] = new
         for value, placements in zip(outputs, given, strict=True):
             self.placements[value] = placements
@@ -217,7 +222,24 @@ def collective_counts(graph: fx.Graph, axes: Axes, batch: int) -> dict[tuple[str
     """
     sizes = dict(axes)
     counts: dict[tuple[str, str], dict[str, list[int]]] = {}
+
+    def count(axis: str, direction: str, operation: str, size: int) -> None:
+        entry = counts.setdefault((axis, direction), {}).setdefault(operation, [0, 0])
+        entry[0] += 1
+        entry[1] += size
+
     for node in graph.nodes:
+        if "form" in node.meta:
+            axis, form = node.meta["form"]
+            for message in form.messages:
+                if message.phase == "backward" and not node.meta.get("differentiable"):
+                    continue
+                operand = graphs.input_nodes(node)[message.operand]
+                size = message.element_bytes
+                for extents in local_extents(operand.meta["val"], operand.meta["placements"], axes):
+                    assert extents is not None
+                    size *= extents.at(batch)
+                count(axis, message.phase, message.operation, size)
         if "transition" not in node.meta:
             continue
         axis, step = node.meta["transition"]
@@ -231,9 +253,7 @@ def collective_counts(graph: fx.Graph, axes: Axes, batch: int) -> dict[tuple[str
         for direction, operation in (("forward", step.forward), ("backward", step.backward)):
             if operation is None or (direction == "backward" and not node.meta.get("differentiable")):
                 continue
-            entry = counts.setdefault((axis, direction), {}).setdefault(operation, [0, 0])
-            entry[0] += 1
-            entry[1] += whole // sizes[axis] if operation == "all_to_all" else whole
+            count(axis, direction, operation, whole // sizes[axis] if operation == "all_to_all" else whole)
     return counts
 
 

@@ -71,7 +71,15 @@ def sum_in_place(x: Tensor, axis: Axis, phase: Phase) -> None:
     if axis.size == 1:
         return
     axis.traffic.add("all_reduce", axis.name, phase, payload(x))
-    dist.all_reduce(x, group=axis.group)
+    axis.all_reduce(x)
+
+
+def max_in_place(x: Tensor, axis: Axis, phase: Phase) -> None:
+    """Replaces a contiguous tensor by the maximum over the axis, element by element."""
+    if axis.size == 1:
+        return
+    axis.traffic.add("all_reduce", axis.name, phase, payload(x))
+    axis.all_reduce(x, maximum=True)
 
 
 def broadcast_in_place(x: Tensor, axis: Axis, source: int, phase: Phase) -> None:

@@ -42,3 +42,7 @@ class InputError(AutopartError):
 
 class ScheduleError(AutopartError):
     """A schedule's action list cannot be read or would deadlock."""
+
+
+class CheckpointError(AutopartError):
+    """A checkpoint cannot be written or read, is damaged, or does not belong to this model; names what differs."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -14,6 +17,7 @@ from autopart.runtime.links import Links
 from autopart.runtime.manifest import Manifest, StageSpec, ValueSpec, argument_name
 from autopart.runtime.mesh import Mesh
 from autopart.runtime.schedule import Action, Work
+from autopart.runtime.trace import Recorder
 from autopart.runtime.traffic import Phase
 
 # What starts the backward of a microbatch: output name -> gradient; None or missing: the output has none.
@@ -43,20 +47,16 @@ class _Microbatch:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: list[tuple[ValueSpec, Tensor]] = field(default_factory=list)
     # Apart: the gradients' receives may be posted before the forward, which must not wait for them.
-    arriving: dict[Phase, list[dist.Work]] = field(default_factory=lambda: {"forward": [], "backward": []})
-
-    def wait(self, phase: Phase) -> None:
-        """Until the activations ("forward") or their gradients ("backward") are here."""
-        for work in self.arriving[phase]:
-            work.wait()
-        self.arriving[phase].clear()
+    arriving: dict[Phase, list[tuple[Action, dist.Work]]] = field(
+        default_factory=lambda: {"forward": [], "backward": []}
+    )
 
 
 class Run:
     """One batch on its way through a stage: forward, and if ``train`` backward.
 
     outputs: per microbatch, the stage's outputs by name, detached. Gradients gather in the parameters' ``.grad``;
-    ``reduce`` is what REDUCE calls.
+    ``reduce`` is what REDUCE calls. recorder: notes when each action starts and ends.
     """
 
     def __init__(
@@ -70,7 +70,9 @@ class Run:
         seeds: Seeds | None = None,
         reduce: Callable[[], None] | None = None,
         keep: Collection[str] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
+        self._recorder = recorder
         self._keep = keep
         self._module = module
         self._spec: StageSpec = manifest.stages[mesh.stage]
@@ -94,7 +96,8 @@ class Run:
     def _do(self, action: Action) -> None:
         if action.work is Work.REDUCE:
             if self._reduce is not None:
-                self._reduce()
+                with self._noted(action):
+                    self._reduce()
             return
         assert action.microbatch is not None
         if action.work.is_compute:
@@ -103,24 +106,26 @@ class Run:
         state = self._microbatches.setdefault(action.microbatch, _Microbatch())
         match action.work:
             case Work.FORWARD:
-                self._forward(action.microbatch, state)
+                self._forward(action, action.microbatch, state)
             case Work.BACKWARD:
-                self._backward(action.microbatch, state)
+                self._backward(action, action.microbatch, state)
             case Work.SEND_ACTIVATION:
                 assert action.peer is not None
-                for value in self._links.outgoing[action.peer]:
-                    self._send(value, state.sent[value.name], action, "forward")
+                with self._noted(action):
+                    for value in self._links.outgoing[action.peer]:
+                        self._send(value, state.sent[value.name], action, "forward")
             case Work.RECV_ACTIVATION:
                 assert action.peer is not None
                 for value in self._links.incoming[action.peer]:
                     state.received[value.name] = self._receive(value, state, action, "forward")
             case Work.SEND_GRADIENT:
                 assert action.peer is not None
-                for value in self._links.incoming[action.peer]:
-                    if value.needs_grad:
-                        leaf = state.received.pop(value.name)
-                        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                        self._send(value, gradient, action, "backward")
+                with self._noted(action):
+                    for value in self._links.incoming[action.peer]:
+                        if value.needs_grad:
+                            leaf = state.received.pop(value.name)
+                            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                            self._send(value, gradient, action, "backward")
             case Work.RECV_GRADIENT:
                 assert action.peer is not None
                 for value in self._links.outgoing[action.peer]:
@@ -137,13 +142,28 @@ class Run:
     def _receive(self, value: ValueSpec, state: _Microbatch, action: Action, phase: Phase) -> Tensor:
         assert action.peer is not None and action.microbatch is not None
         tensor, work = self._links.receive(value, action.peer, action.microbatch, self._feed.samples, phase)
-        state.arriving[phase].append(work)
+        state.arriving[phase].append((action, work))
         if phase == "forward" and value.needs_grad and self._train:
             tensor.requires_grad_()
         return tensor
 
-    def _forward(self, microbatch: int, state: _Microbatch) -> None:
-        state.wait("forward")
+    def _noted(self, action: Action) -> AbstractContextManager[None]:
+        return nullcontext() if self._recorder is None else self._recorder.span(action, self._step)
+
+    def _wait(self, state: _Microbatch, phase: Phase) -> None:
+        """Until the activations ("forward") or their gradients ("backward") are here."""
+        arriving, state.arriving[phase] = state.arriving[phase], []
+        for posted, group in groupby(arriving, key=itemgetter(0)):
+            with self._noted(posted):
+                for _, work in group:
+                    work.wait()
+
+    def _forward(self, action: Action, microbatch: int, state: _Microbatch) -> None:
+        self._wait(state, "forward")
+        with self._noted(action):
+            self._compute_forward(microbatch, state)
+
+    def _compute_forward(self, microbatch: int, state: _Microbatch) -> None:
         spec, feed = self._spec, self._feed
         inputs = feed.inputs(microbatch)
         arguments = {
@@ -163,8 +183,12 @@ class Run:
         state.outputs = {name: tensor for name, tensor in outputs if self._keep is None or name in self._keep}
         self.outputs[microbatch] = {name: tensor.detach() for name, tensor in state.outputs.items()}
 
-    def _backward(self, microbatch: int, state: _Microbatch) -> None:
-        state.wait("backward")
+    def _backward(self, action: Action, microbatch: int, state: _Microbatch) -> None:
+        self._wait(state, "backward")
+        with self._noted(action):
+            self._compute_backward(microbatch, state)
+
+    def _compute_backward(self, microbatch: int, state: _Microbatch) -> None:
         tensors: list[Tensor] = []
         gradients: list[Tensor] = []
         for name, incoming in _sum_by_value(state.gradients).items():

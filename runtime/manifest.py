@@ -136,7 +136,9 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The whole program. ``schedule`` names a schedule of :mod:`autopart.runtime.schedule`.
+    """The whole program. ``schedule`` names a schedule of :mod:`autopart.runtime.schedule`, or is the text of one.
+
+    warmup: forwards of each stage before its first pair under 1F1B; empty: the least.
 
     totals: values computed once per step from the inputs of the whole batch (such as the number of valid labels), by
     ``totals.py``'s function ``totals(*, b, B, <totals_inputs and totals_buffers>)`` which returns them as a tuple.
@@ -166,6 +168,7 @@ class Manifest:
     imports: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
     eval_flaw: str = ""
+    warmup: tuple[int, ...] = ()
 
     def save(self, directory: Path) -> None:
         text = json.dumps({"version": VERSION, **asdict(self)}, indent=1)
@@ -197,6 +200,7 @@ class Manifest:
                     "outputs": tuple(OutputSpec(**_tuples(item)) for item in data["outputs"]),
                     "parameters": tuple(ParameterSpec(**_tuples(item)) for item in data["parameters"]),
                     **{key: tuple(data[key]) for key in _NAME_LISTS},
+                    "warmup": tuple(data.get("warmup", ())),  # older programs have none
                 }
             )
         except (KeyError, TypeError) as error:

@@ -40,6 +40,10 @@ class Axis:
     def __post_init__(self) -> None:
         assert 0 <= self.index < self.size, f"index {self.index} on an axis of {self.size}"
 
+    def all_reduce(self, x: torch.Tensor, maximum: bool = False) -> None:
+        """Replaces a contiguous tensor by the sum (or the maximum) over the axis; not counted."""
+        dist.all_reduce(x, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self.group)
+
 
 def job_size() -> int:
     """The number of processes in this job: of the process group, or as torchrun announces it."""

@@ -45,6 +45,7 @@ from autopart.runtime.schedule import (
 )
 from autopart.runtime.state import gather_parameter, gather_state, load_state
 from autopart.runtime.structure import rebuild
+from autopart.runtime.trace import Recorder, Timeline, gather_timelines, save_trace, trace_object
 from autopart.runtime.traffic import Traffic
 
 
@@ -100,7 +101,9 @@ class ParallelModule(nn.Module):
         self.schedule = self._make_schedule()
         self._actions = post_receives_early(self.schedule.stages[self.mesh.stage])
         self._outputs = [spec for spec in self.manifest.outputs if spec.combine != "constant"]
-        self._steps = 0
+        # Calls in training so far; the random numbers follow from it.
+        self.steps = 0
+        self._recorder: Recorder | None = None
 
     @property
     def traffic(self) -> Traffic:
@@ -124,8 +127,8 @@ class ParallelModule(nn.Module):
         division = divide(self.manifest, found, data.size, data.index, self.batch, train)
         feed = self._feed(leaves, division)
         if self.training:
-            self._steps += 1
-        self.mesh.step = self._steps
+            self.steps += 1
+        self.mesh.step = self.steps
         if not train:
             return self._evaluate(feed, division)
         return self._train_with_loss(feed, division) if self.manifest.loss else self._train_without(feed, division)
@@ -224,7 +227,24 @@ class ParallelModule(nn.Module):
         return rebuild(self.manifest.output_structure, {**values, **self._constants()})
 
     def _run(self, feed: Feed, train: bool, seeds: Any = None, keep: set[str] | None = None) -> Run:
-        return Run(self.stage, self.manifest, self.mesh, self._links, feed, train, seeds, self._sums.reduce, keep)
+        reduce, recorder = self._sums.reduce, self._recorder
+        return Run(self.stage, self.manifest, self.mesh, self._links, feed, train, seeds, reduce, keep, recorder)
+
+    @contextmanager
+    def trace(self, path: str | Path) -> Iterator[None]:
+        """Records the calls inside the block; after it rank 0 writes all ranks' timelines to ``path``.
+
+        The file is for chrome://tracing or ui.perfetto.dev, see :mod:`autopart.runtime.trace`. All ranks enter and
+        leave the block together; one that raises writes nothing. Raises OSError on rank 0 when it cannot be written.
+        """
+        recorder = self._recorder = Recorder(self.mesh.device)
+        try:
+            yield
+        finally:
+            self._recorder = None
+        found = gather_timelines(Timeline(self.mesh.stage, self.mesh.rank, recorder.spans()))
+        if found is not None:
+            save_trace(path, trace_object(found))
 
     def _make_schedule(self) -> Schedule:
         """Raises ScheduleError when the manifest's own schedule would deadlock."""
@@ -232,8 +252,9 @@ class ParallelModule(nn.Module):
         count, microbatches = len(self.manifest.stages), self.manifest.microbatches
         if self.manifest.loss is None:
             return gpipe(count, microbatches, edges, gradient_edges)
-        schedule = make_schedule(self.manifest.schedule, count, microbatches, edges, gradient_edges)
-        if self.manifest.schedule not in ("gpipe", "1f1b"):
+        name, warmup = self.manifest.schedule, self.manifest.warmup
+        schedule = make_schedule(name, count, microbatches, edges, gradient_edges, warmup)
+        if warmup or name not in ("gpipe", "1f1b"):
             dry_run(schedule)
         return schedule
 

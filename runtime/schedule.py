@@ -114,13 +114,23 @@ class Schedule:
 
 
 def make_schedule(
-    name: str, stages: int, microbatches: int, edges: Edges, gradient_edges: Edges | None = None
+    name: str,
+    stages: int,
+    microbatches: int,
+    edges: Edges,
+    gradient_edges: Edges | None = None,
+    warmup: Sequence[int] = (),
 ) -> Schedule:
-    """The schedule of that name: "gpipe", "1f1b", "forward_only", or the text of one. Raises ScheduleError."""
+    """The schedule of that name: "gpipe", "1f1b", "forward_only", or the text of one. Raises ScheduleError.
+
+    warmup: of 1F1B, see :func:`one_f_one_b`; empty: the least.
+    """
+    if name == "1f1b":
+        return one_f_one_b(stages, microbatches, edges, warmup or None, gradient_edges)
+    if warmup:
+        raise ScheduleError(f"only 1f1b has a warm-up, not {name}; leave warmup out")
     if name == "gpipe":
         return gpipe(stages, microbatches, edges, gradient_edges)
-    if name == "1f1b":
-        return one_f_one_b(stages, microbatches, edges, gradient_edges=gradient_edges)
     if name == "forward_only":
         return forward_only(stages, microbatches, edges)
     if "." not in name:
@@ -135,7 +145,7 @@ def gpipe(stages: int, microbatches: int, edges: Edges, gradient_edges: Edges | 
     a gradient; by default all.
     """
     order = [[("F", k) for k in range(microbatches)] + [("B", k) for k in range(microbatches)]] * stages
-    return _with_exchanges(order, edges, edges if gradient_edges is None else gradient_edges, reduce=True)
+    return with_exchanges(order, edges, edges if gradient_edges is None else gradient_edges, reduce=True)
 
 
 def one_f_one_b(
@@ -148,8 +158,8 @@ def one_f_one_b(
     """One forward, one backward in turn, after a warm-up (Narayanan et al. 2019, PipeDream-flush).
 
     warmup: forwards of each stage before its first pair; by default ``stages - s - 1``, so that stage ``s`` has
-    ``min(microbatches, stages - s)`` microbatches in flight. More of them hide slow transfers for more memory.
-    Raises ScheduleError when the warm-up has the wrong length or is negative.
+    ``min(microbatches, stages - s)`` microbatches in flight. More of them hide slow transfers for more memory, see
+    :func:`deeper_warmup`. Raises ScheduleError when the warm-up has the wrong length or is negative.
     """
     if warmup is None:
         warmup = [stages - s - 1 for s in range(stages)]
@@ -161,12 +171,30 @@ def one_f_one_b(
         steady = [pair for k in range(microbatches - first) for pair in (("F", first + k), ("B", k))]
         rest = [("B", k) for k in range(microbatches - first, microbatches)]
         order.append([("F", k) for k in range(first)] + steady + rest)
-    return _with_exchanges(order, edges, edges if gradient_edges is None else gradient_edges, reduce=True)
+    return with_exchanges(order, edges, edges if gradient_edges is None else gradient_edges, reduce=True)
+
+
+def deeper_warmup(stages: int, depth: int) -> tuple[int, ...]:
+    """The warm-up in which each stage is ``depth`` forwards ahead of the next: ``depth * (stages - s - 1)``.
+
+    1 is the least with which equal stages never wait but for transfers: 1F1B-SNO in BaPipe (Zhao et al. 2020, arXiv
+    2012.12544). With 2, its doubled warm-up 1F1B-SO, a transfer there and one back pass while another microbatch is
+    computed: a stage waits for neither as long as the two take no longer than one forward and backward. 0 leaves one
+    microbatch in the whole pipeline.
+    """
+    return tuple(depth * (stages - stage - 1) for stage in range(stages))
+
+
+def in_flight(name: str, stages: int, microbatches: int, warmup: Sequence[int] = ()) -> tuple[int, ...]:
+    """Most microbatches that each stage holds at once under "gpipe" or "1f1b": m, or min(m, warm-up + 1)."""
+    if name == "gpipe":
+        return (microbatches,) * stages
+    return tuple(min(microbatches, count + 1) for count in warmup or deeper_warmup(stages, 1))
 
 
 def forward_only(stages: int, microbatches: int, edges: Edges) -> Schedule:
     """Forwards in order, for evaluation."""
-    return _with_exchanges([[("F", k) for k in range(microbatches)]] * stages, edges, (), reduce=False)
+    return with_exchanges([[("F", k) for k in range(microbatches)]] * stages, edges, (), reduce=False)
 
 
 def forward_part(schedule: Schedule) -> Schedule:
@@ -181,10 +209,13 @@ def backward_part(schedule: Schedule) -> Schedule:
     return Schedule(tuple(tuple(a for a in actions if a.work not in leave) for actions in schedule.stages))
 
 
-def _with_exchanges(
+def with_exchanges(
     order: Sequence[Sequence[tuple[str, int]]], edges: Edges, gradient_edges: Edges, reduce: bool
 ) -> Schedule:
-    """Puts each computation's receives right before it and its sends right after it."""
+    """The schedule of each stage's computations, as ("F" or "B", microbatch): receives right before, sends right after.
+
+    edges, gradient_edges: as in :func:`gpipe`. reduce: with the gradients' sum at the end. Raises ScheduleError.
+    """
     for source, target in (*edges, *gradient_edges):
         if not 0 <= source < target < len(order):
             raise ScheduleError(f"values cannot go from stage {source} to stage {target} of {len(order)}")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from launch import ChildFailure, launch
 from torch import Tensor, nn
 
 import autopart
 from autopart.runtime.errors import BatchError, ClusterError, InputError, PlanError
+from launch import ChildFailure, launch
 
 
 class Regression(nn.Module):

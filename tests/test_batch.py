@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from programs import gradients, in_shares
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,6 +17,7 @@ from autopart.passes.rules import RULES
 from autopart.precision import eager_in_float64, float64_throughout
 from autopart.tracing import capture
 from families import FAMILIES, Family
+from programs import gradients, in_shares
 
 BATCH, WIDTH, CLASSES = 8, 6, 4
 
@@ -319,3 +319,25 @@ def test_outputs_are_joined_along_their_batch_dim() -> None:
     whole, _ = in_shares(program, split, model, given, 4, 2)
     for name, expected in model(**given).items():
         torch.testing.assert_close(whole[name], expected)
+
+
+def masked_and_repeated(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    """A second name, a write through a mask of samples, ``1 - mask``, pieces, and rows repeated for every sample."""
+    hidden = torch.multiply(x, 1 - (x > 0).double())
+    hidden = hidden.clone()
+    hidden[x > 1] = 0
+    prompt = torch.arange(WIDTH, dtype=torch.float64).repeat(x.size(0), 1)
+    left, right = (hidden + prompt).reshape(-1, 2, WIDTH // 2).unbind(1)
+    return F.cross_entropy(m.linear(torch.cat([right, left], 1)), y.clamp(min=0))
+
+
+def test_ops_of_real_models_split() -> None:
+    split = split_of(masked_and_repeated)
+    assert not split.flaw
+    program = capture(build(masked_and_repeated), (), data())
+    whole, ours = in_shares(program, split_batch(program, RULES), build(masked_and_repeated), data(), BATCH, 4)
+    reference = build(masked_and_repeated)
+    expected = reference(**data())["loss"]
+    expected.backward()
+    torch.testing.assert_close(whole["loss"], expected, rtol=1e-12, atol=0)
+    close(ours, gradients(reference))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from programs import outputs_by_name, run_graph
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
@@ -18,6 +17,7 @@ from autopart.passes.program import Program, Role
 from autopart.passes.rules import RULES
 from autopart.runtime.errors import CaptureError
 from autopart.tracing import capture
+from programs import outputs_by_name, run_graph
 
 
 class Net(nn.Module):

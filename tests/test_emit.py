@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from launch import launch
-from programs import Compiled, compile_model, compile_program, tensors_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,6 +19,8 @@ from autopart.runtime import ParallelModule
 from autopart.runtime.manifest import argument_name
 from autopart.tracing import capture
 from families import FAMILIES, Family, family
+from launch import launch
+from programs import Compiled, compile_model, compile_program, tensors_of
 
 BATCH = 8
 

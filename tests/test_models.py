@@ -116,8 +116,16 @@ def test_the_task_picks_the_head() -> None:
         "hf:bart?task=causal-lm": "BartForCausalLM",
         "hf:llama": "LlamaForCausalLM",
         "hf:resnet": "ResNetForImageClassification",
+        "hf:deit?num_hidden_layers=1": "DeiTForImageClassification",  # one of two heads
+        "hf:bert?task=token-classification&num_labels=3": "BertForTokenClassification",
     }
     assert {spec: type(load_model(spec, meta=True).model).__name__ for spec in classes} == classes
+
+
+def test_tokens_are_labelled_by_classes() -> None:
+    name = "hf:bert?num_hidden_layers=1&hidden_size=8&num_attention_heads=2&vocab_size=50&seq=12&batch=3"
+    labels = load_model(f"{name}&task=token-classification&num_labels=3").kwargs["labels"]
+    assert labels.shape == (3, 12) and set(labels.unique().tolist()) <= {-100, 0, 1, 2}
 
 
 def test_values_are_read_as_the_type_of_the_default() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from programs import gradients, outputs_by_name, run_graph
 from torch import Tensor, nn
 
 from autopart.passes.program import Program
@@ -15,6 +14,7 @@ from autopart.precision import eager_in_float64, float64_throughout
 from autopart.runtime.errors import CaptureError
 from autopart.tracing import capture
 from families import FAMILIES, Family
+from programs import gradients, outputs_by_name, run_graph
 
 BATCH = 4
 
@@ -295,3 +295,48 @@ def test_modules_and_lines_are_kept() -> None:
     paths = [node.meta["path"] for node in program.graph.nodes if node.op == "call_function"]
     assert paths == ["0", "1.0", "1.1"]
     assert all(":" in node.meta["source"] for node in program.graph.nodes if node.op == "call_function")
+
+
+class Spellings(nn.Module):
+    """Second names of ops, and a write through a mask."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = torch.multiply(x, 2).clip(-1, 1).subtract(torch.concat([y, y], 1)[:, :6].absolute()).negative()
+        z = z.divide(3).where(torch.greater(x, 0), x)
+        masked = z.clone()
+        masked[z > 0.5] = 0.25
+        rows = z.clone()
+        rows[z[:, 0] > 0] = -1
+        added = z.index_put([z > 0], torch.tensor(1.0, dtype=z.dtype), accumulate=True)
+        return masked + rows.sin() + added
+
+
+def test_second_names_and_masked_writes_have_one_spelling() -> None:
+    given = {"x": torch.randn(4, 6, dtype=torch.float64), "y": torch.randn(4, 6, dtype=torch.float64)}
+    program = capture(Spellings(), (), given)
+    check_vocabulary(program)
+    found = outputs_by_name(program, run_graph(program, program.graph, Spellings(), given, 4))
+    assert torch.equal(next(iter(found.values())), Spellings()(**given))
+    names = spellings(program)
+    assert not names & {"aten.multiply.Tensor", "aten.clip.default", "aten.subtract.Tensor", "aten.concat.default"}
+    assert "aten.where.self" in names
+    # Only the write that adds is left one.
+    assert [str(node.target) for node in program.graph.nodes].count("aten.index_put.default") == 1
+
+
+class Squeezes(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        last = x[:, :1].squeeze() + y[:, :1].squeeze(0).squeeze(-1)
+        return last.unsqueeze(0).unsqueeze(2).squeeze((0, 2)).squeeze(0) * 2
+
+
+def test_squeezes_keep_a_batch_of_one() -> None:
+    """What the model's own code would lose in a microbatch of one sample."""
+    given = {"x": torch.randn(4, 6, dtype=torch.float64), "y": torch.randn(4, 6, dtype=torch.float64)}
+    program = capture(Squeezes(), (), given)
+    assert not {"aten.squeeze.default", "aten.squeeze.dim"} & spellings(program)
+    (expected,) = outputs_by_name(program, run_graph(program, program.graph, Squeezes(), given, 4)).values()
+    assert torch.equal(expected, Squeezes()(**given))
+    one = {name: value[:1] for name, value in given.items()}
+    (found,) = outputs_by_name(program, run_graph(program, program.graph, Squeezes(), one, 1)).values()
+    assert torch.equal(found, expected[:1])

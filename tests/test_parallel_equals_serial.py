@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clusters import ideal
-from launch import launch
 
 import autopart.verify
 from autopart.analysis import Analysis, analyze
 from autopart.planner import make_plan
 from autopart.realize import realize
 from autopart.verify import Subject, compare_emitted, prepare
+from clusters import ideal
 from families import NAMES, family
+from launch import launch
 
 PLANS: dict[str, dict[str, int]] = {
     "pp2": {"pp": 2, "dp": 1, "tp": 1},

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from launch import launch
-from programs import Compiled, compile_program, tensors_of
 from torch import Tensor, nn
 
 from autopart.passes.batch import split_batch
@@ -18,6 +16,8 @@ from autopart.passes.program import Program, Role
 from autopart.passes.rules import RULES
 from autopart.runtime import ParallelModule
 from autopart.tracing import capture
+from launch import launch
+from programs import Compiled, compile_program, tensors_of
 
 
 class Net(nn.Module):

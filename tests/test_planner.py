@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from clusters import ideal
 from torch import Tensor, nn
 
 from autopart.analysis import Analysis, analyze, fold, look_up, pattern_of
@@ -22,6 +21,7 @@ from autopart.runtime.errors import BatchError, InfeasibleError, PlanError
 from autopart.runtime.transitions import Transition
 from autopart.solver.search import degrees
 from autopart.tracing import capture
+from clusters import ideal
 from families import family
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import operator
 
 import torch
-from test_rules_catalogue import call, f
 
 from autopart.passes.rules import RULES, Annotation, strategies
 from autopart.passes.rules.check import check
+from autopart.passes.rules.examples import call, f
 
 
 def test_a_wrong_rule_is_found() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_rules_catalogue import call, f, i
 from torch import Tensor, fx, nn
 from torch.export import Dim, export
 from torch.nn import functional
@@ -14,6 +13,7 @@ from torch.nn import functional
 from autopart.passes import graph as graphs
 from autopart.passes.rules import RULES, Strategy, factor_of, flops, follow, localized, name_of, strategies
 from autopart.passes.rules.check import check
+from autopart.passes.rules.examples import call, f, i
 from autopart.passes.sizes import Extent
 from autopart.runtime.placement import Placement
 
@@ -95,13 +95,14 @@ def test_values_without_a_gradient_are_replicated() -> None:
         "P: P, R -> P",
         "t0: B, S0 -> S0",
         "n: S1, R -> S1",
+        "v: S0, R -> P",
     }
     for operand in node.all_input_nodes:
         operand.meta["differentiable"] = False
     node.meta["differentiable"] = False
     found = strategies(node.graph, 2)
-    assert texts(found[node]) == {"R: R, R -> R", "t0: R, S0 -> S0", "n: S1, R -> S1"}
-    assert texts(found[node.all_input_nodes[0]]) == {"R:  -> R", "S1:  -> S1"}
+    assert texts(found[node]) == {"R: R, R -> R", "t0: R, S0 -> S0", "n: S1, R -> S1", "v: S0, R -> P"}
+    assert texts(found[node.all_input_nodes[0]]) == {"R:  -> R", "S0:  -> S0", "S1:  -> S1"}
 
 
 def test_a_constant_added_to_a_partial_sum_would_be_added_on_every_rank() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import launch
 from torch import Tensor
 
 from autopart.runtime import collectives
@@ -20,6 +19,7 @@ from autopart.runtime.mesh import Axis
 from autopart.runtime.placement import Placement, join_shards, take_shard
 from autopart.runtime.traffic import Count, Traffic
 from autopart.runtime.transitions import Transition, transition
+from launch import launch
 
 PLACEMENTS = ["R", "P", "B", "S0", "S1", "S1/3", "S2"]
 PAIRS = [(a, b) for a, b in itertools.product(PLACEMENTS, PLACEMENTS) if a != b]

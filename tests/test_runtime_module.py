@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from emitted import WIDTH, data, emit, plain
-from launch import launch
 from torch import Tensor
 from torch.nn import functional as F
 
 from autopart.runtime import ParallelModule
+from autopart.runtime.manifest import Manifest
+from emitted import WIDTH, data, emit, plain
+from launch import ChildFailure, launch
 
 STEPS = 3
 
@@ -87,6 +89,19 @@ def test_equals_the_plain_model(
     adopt = microbatches == 4
     ranks = launch(_run, stages * replicas, str(tmp_path), variant, 1, adopt)
     _compare(ranks, variant, 1)
+
+
+def test_a_deeper_warmup_equals_the_plain_model(tmp_path: Path) -> None:
+    emit(tmp_path, 3, 1, 4, skip=True)
+    replace(Manifest.load(tmp_path), warmup=(4, 2, 1)).save(tmp_path)
+    _compare(launch(_run, 3, str(tmp_path), {"skip": True}, 1, True), {"skip": True}, 1)
+
+
+def test_a_warmup_with_which_stages_wait_for_each_other_is_refused(tmp_path: Path) -> None:
+    emit(tmp_path, 2, 1, 4)
+    replace(Manifest.load(tmp_path), warmup=(0, 1)).save(tmp_path)
+    with pytest.raises(ChildFailure, match="the schedule deadlocks"):
+        launch(_run, 2, str(tmp_path), {}, 1, True)
 
 
 def test_gradient_accumulation(tmp_path: Path) -> None:

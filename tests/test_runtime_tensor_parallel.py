@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from launch import launch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,6 +14,7 @@ from autopart.runtime import Mesh, ParallelModule
 from autopart.runtime.manifest import InputSpec, Manifest, OutputSpec, ParameterSpec, StageSpec
 from autopart.runtime.structure import flatten
 from autopart.runtime.traffic import Count
+from launch import launch
 
 BATCH, WIDTH, HIDDEN = 8, 6, 8
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from emitted import WIDTH, data, emit, plain
-from launch import ChildFailure, launch
 
 from autopart.runtime import Namespace, ParallelModule, buffer, parameter
 from autopart.runtime.errors import BatchError, ClusterError, InputError, PlanError
 from autopart.runtime.manifest import Manifest
 from autopart.runtime.structure import flatten, rebuild
+from emitted import WIDTH, data, emit, plain
+from launch import ChildFailure, launch
 
 
 def model_in(directory: Path, **options: Any) -> ParallelModule:

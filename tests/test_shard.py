@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import launch
-from programs import Choose, compile_program, randomly, tensors_of
 from torch import Tensor, fx
 
 from autopart.passes.program import Role
@@ -19,6 +17,8 @@ from autopart.precision import eager_in_float64, float64_throughout
 from autopart.runtime import ParallelModule
 from autopart.tracing import capture
 from families import family
+from launch import launch
+from programs import Choose, compile_program, randomly, tensors_of
 
 AXES: Axes = (("tp", 2),)
 BATCH, STEPS = 4, 3

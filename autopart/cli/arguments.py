@@ -29,11 +29,12 @@ DTYPES = {
 _LIMITS = ("batch", "pp", "dp", "tp", "microbatches", "schedule", "warmup", "recompute")
 
 
-def add_model(parser: argparse.ArgumentParser, dtype: bool = True) -> None:
+def add_model(parser: argparse.ArgumentParser, dtype: bool = True, or_plan: bool = False) -> None:
     parser.add_argument(
         "model",
-        metavar="MODEL",
-        help="hf:FAMILY?key=value&… (a transformers model_type; batch, seq, image and task shape the inputs) or "
+        metavar="plan.json|MODEL" if or_plan else "MODEL",
+        help=("a plan file, or " if or_plan else "") + "hf:FAMILY?key=value&… (a transformers model_type; batch, "
+        "seq, image and task shape the inputs) or "
         "file.py:function, which returns model, args, kwargs",
     )
     if dtype:

@@ -79,13 +79,14 @@ class Function:
             self.texts[node] = self.printer.text(node, self.name)
             return
         if "transition" in node.meta:
-            axis = node.meta["transition"][0]
-            if axis not in self.used_axes:
-                self.used_axes[axis] = self.names.fresh(axis)
+            axis = self._axis(node.meta["transition"][0])
             (source,) = node.all_input_nodes[:1]
             rest = "".join(f", {key}={self._argument(value)}" for key, value in node.kwargs.items())
-            call = f"{self.name(source).code}, {self.used_axes[axis]}{rest}"
+            call = f"{self.name(source).code}, {axis}{rest}"
             self.assign(node, f"collectives.{node.meta['transition'][1].name}({call})")
+            return
+        if "form" in node.meta:
+            self.assign(node, self.printer.form(node, self.name, self._axis(node.meta["form"][0])))
             return
         text = self.printer.text(node, self.name)
         if is_random(node):
@@ -101,6 +102,12 @@ class Function:
             self.texts[node] = text
         else:
             self.assign(node, text.code)
+
+    def _axis(self, name: str) -> str:
+        """The variable that holds a mesh axis."""
+        if name not in self.used_axes:
+            self.used_axes[name] = self.names.fresh(name)
+        return self.used_axes[name]
 
     def _argument(self, value: object) -> str:
         return self.name(value).code if isinstance(value, fx.Node) else repr(value)

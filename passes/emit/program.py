@@ -67,6 +67,7 @@ class Layout:
     microbatches: int
     recompute: bool
     headings: tuple[tuple[str, ...], ...]
+    warmup: tuple[int, ...] = ()
 
 
 def emit_program(
@@ -118,6 +119,7 @@ def emit_program(
         fingerprint=program.fingerprint,
         world_size=sum(len(devices) for devices in layout.devices),
         schedule=layout.schedule,
+        warmup=layout.warmup,
         microbatches=layout.microbatches,
         stages=tuple(specs),
         values=tuple(_values(stages, graphs_by_stage, crossings, layout.axes)),

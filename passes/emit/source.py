@@ -263,7 +263,8 @@ class StageSource:
 
     def _header(self) -> list[str]:
         kinds = {"buffer" if info.buffer else "parameter" for info in self.tensors.values()}
-        imports = ["Mesh", "Namespace", "collectives", *kinds]
+        forms = ["local_forms"] if any("form" in node.meta for node in self.graph.nodes) else []
+        imports = ["Mesh", "Namespace", "collectives", *forms, *kinds]
         return [
             *_docstring(self.heading, ""),
             "",

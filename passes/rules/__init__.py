@@ -2,17 +2,20 @@
 
 from autopart.passes.rules.book import RuleBook, flops, name_of
 from autopart.passes.rules.matching import factor_of, follow, is_differentiable
-from autopart.passes.rules.notation import Annotation, Rule, RuleError
-from autopart.passes.rules.strategies import Strategy, localized, strategies
+from autopart.passes.rules.notation import Annotation, LocalForm, Message, Rule, RuleError
+from autopart.passes.rules.strategies import Strategy, called, localized, strategies
 from autopart.passes.rules.table import RULES, default_rules
 
 __all__ = [
     "RULES",
     "Annotation",
+    "LocalForm",
+    "Message",
     "Rule",
     "RuleBook",
     "RuleError",
     "Strategy",
+    "called",
     "default_rules",
     "factor_of",
     "flops",

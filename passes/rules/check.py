@@ -16,8 +16,10 @@ letter    a value going in, per rank        an output's gradient, per rank      
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Barrier, BrokenBarrierError
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -26,12 +28,15 @@ from autopart.passes import graph as graphs
 from autopart.passes.rules.book import RuleBook
 from autopart.passes.rules.matching import Sharding, is_differentiable
 from autopart.passes.rules.notation import Rule
-from autopart.passes.rules.strategies import Strategy, divides, localized, op_strategies
+from autopart.passes.rules.strategies import Strategy, called, divides, op_strategies
 from autopart.passes.rules.table import RULES
 from autopart.passes.sizes import ONE, Extent, extent
+from autopart.runtime.mesh import Axis
 from autopart.runtime.placement import Kind, Placement, join_shards, take_shard
 
+T = TypeVar("T")
 _TOLERANCE = 1e-8
+_PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +123,43 @@ def _difference(found: Tensor, expected: Tensor) -> str:
     return "" if torch.equal(found, expected) else "values differ"
 
 
+@dataclass(frozen=True)
+class RehearsedAxis(Axis):
+    """An axis whose ranks are threads of this process. ``board`` has a place for each rank's tensor."""
+
+    board: list[Tensor | None] = field(default_factory=list, repr=False, compare=False)
+    barrier: Barrier = field(default_factory=lambda: Barrier(1), repr=False, compare=False)
+
+    def all_reduce(self, x: Tensor, maximum: bool = False) -> None:
+        self.board[self.index] = x.clone()
+        self.barrier.wait(_PATIENCE_S)
+        stacked = torch.stack([tensor for tensor in self.board if tensor is not None])
+        self.barrier.wait(_PATIENCE_S)
+        x.copy_(stacked.amax(0) if maximum else stacked.sum(0))
+
+
+def rehearse(parts: int, run: Callable[[Axis], T]) -> list[T]:
+    """``run`` on every rank of an axis, in threads. Raises what the first rank to fail raises."""
+    board: list[Tensor | None] = [None] * parts
+    barrier = Barrier(parts)
+
+    def rank(index: int) -> T:
+        try:
+            return run(RehearsedAxis("axis", parts, index, board=board, barrier=barrier))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(parts) as pool:
+        futures = [pool.submit(rank, index) for index in range(parts)]
+    failures = [error for future in futures if (error := future.exception()) is not None]
+    if failures:
+        raise next((error for error in failures if not isinstance(error, BrokenBarrierError)), failures[0])
+    return [future.result() for future in futures]
+
+
 def _run(
-    node: fx.Node, arguments: tuple[tuple[Any, ...], dict[str, Any]], tensors: Sequence[Tensor], batch: int
+    target: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]], tensors: Sequence[Tensor], batch: int
 ) -> list[Tensor]:
     """Calls the op with these tensors in place of its operands, and sizes at that batch."""
     remaining = list(tensors)
@@ -136,8 +176,7 @@ def _run(
     kwargs = fx.map_arg(arguments[1], substitute)
     # Data is float64 whatever the model's dtype, so casts to other floating-point types must not round.
     args, kwargs = _in_float64((args, kwargs))
-    assert callable(node.target)
-    result = node.target(*args, **kwargs)
+    result = target(*args, **kwargs)
     return [result] if isinstance(result, Tensor) else [item for item in result if isinstance(item, Tensor)]
 
 
@@ -169,20 +208,24 @@ def _check_strategy(
     random = rule is not None and rule.random
     tracked = [index for index, value in enumerate(graphs.inputs(node)) if is_differentiable(value)]
     whole_inputs = _leaves(tensors, tracked)
-    whole = _run(node, (tuple(node.args), dict(node.kwargs)), whole_inputs, batch)
+    whole = _run(node.target, (tuple(node.args), dict(node.kwargs)), whole_inputs, batch)
     seeds = [torch.randn_like(out) if out.dtype.is_floating_point else out for out in whole]
     whole_gradients = _gradients(whole, seeds, [whole_inputs[index] for index in tracked])
 
     local_batch = batch // parts if split else batch
-    arguments = localized(node, [(strategy, parts)], rules)
     spread = [_spread(t, p, parts, batch, Kind.PARTIAL) for t, p in zip(tensors, strategy.inputs, strict=True)]
     spread_seeds = [_spread(t, p, parts, batch, Kind.BROADCAST) for t, p in zip(seeds, strategy.outputs, strict=True)]
     results: list[list[Tensor]] = []
     gradients: list[list[Tensor]] = []
     written: list[list[Tensor]] = []
-    for rank in range(parts):
-        inputs = _leaves([shares[rank] for shares in spread], tracked)
-        outputs = _run(node, arguments, inputs, local_batch)
+
+    def one(axis: Axis) -> tuple[list[Tensor], list[Tensor]]:
+        target, args, kwargs = called(node, [(strategy, parts)], [axis], rules)
+        inputs = _leaves([shares[axis.index] for shares in spread], tracked)
+        return inputs, _run(target, (args, kwargs), inputs, local_batch)
+
+    ran = rehearse(parts, one) if strategy.form is not None else [one(Axis("axis", parts, i)) for i in range(parts)]
+    for rank, (inputs, outputs) in enumerate(ran):
         for index, (out, shares) in enumerate(zip(outputs, spread_seeds, strict=True)):
             if out.shape != shares[rank].shape:
                 message = f"output {index} of rank {rank} has shape {list(out.shape)}, not {list(shares[rank].shape)}"

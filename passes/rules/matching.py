@@ -46,7 +46,8 @@ def match(rule: Rule, dims: Dims, placement: Placement) -> Sharding | None:
             return None
         rest = size.over(outer)
         if rest is not None and rest != ONE:
-            return None if name in rule.frozen else (name, outer)
+            fits = name not in rule.frozen and (name not in rule.forms or outer == ONE)
+            return (name, outer) if fits else None
         total = outside.times(size)
         if total is None:
             return None
@@ -83,14 +84,17 @@ def sharded(rule: Rule, node: fx.Node, sharding: Sharding) -> Sides:
     """Placements of all operands and outputs when a factor is sharded.
 
     Operands without the factor are replicated, and each rank has a part of their gradient (B); operands that are added
-    to partial sums are partial sums themselves. Outputs without the factor are partial sums.
+    to partial sums are partial sums themselves. Outputs without the factor are partial sums, or whole where the
+    factor's local form makes them so.
     """
     partial = summed(rule, sharding[0])
     found: list[Placement] = []
     for index, (dims, value) in enumerate(zip(rule.inputs, graph.inputs(node), strict=True)):
         lacking = PARTIAL if partial and index in rule.affine else settle(BROADCAST, value)
         found.append(placed(rule, dims, sharding) or lacking)
-    outputs = tuple(placed(rule, dims, sharding) or PARTIAL for dims in rule.outputs)
+    form = rule.forms.get(sharding[0])
+    lacking = REPLICATE if form is not None and form.whole else PARTIAL
+    outputs = tuple(placed(rule, dims, sharding) or lacking for dims in rule.outputs)
     return tuple(found), outputs
 
 

@@ -25,9 +25,11 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from autopart.passes.sizes import ONE, Extent
 from autopart.runtime.errors import AutopartError
+from autopart.runtime.traffic import Operation
 
 Dim = tuple[str, ...]
 """The factors of one tensor dim, outermost first; none for a broadcast dim of size 1."""
@@ -41,6 +43,34 @@ class RuleError(AutopartError):
 
 
 @dataclass(frozen=True, slots=True)
+class Message:
+    """One collective inside a local form, per microbatch.
+
+    operation, phase: as :class:`autopart.runtime.traffic.Traffic` counts it. Its payload is ``element_bytes`` for each
+    element of the op's operand of that index.
+    """
+
+    operation: Operation
+    phase: Literal["forward", "backward"]
+    operand: int
+    element_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LocalForm:
+    """How an op runs on a shard of one factor where the op itself does not: by a function that knows its place.
+
+    function: of :mod:`autopart.runtime.local_forms`; takes the op's own arguments (those that are no tensors by name)
+        and ``axis``. whole: it returns the whole result (R), having exchanged what that needs; else what lacks the
+        factor is a partial sum. messages: what it exchanges.
+    """
+
+    function: str
+    whole: bool = False
+    messages: tuple[Message, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Annotation:
     """What a table or a user says about an op, before shapes are known.
 
@@ -51,6 +81,7 @@ class Annotation:
     products: the factors of each multiplication of arrays, for counting FLOPs: ``("*b n k",)`` for linear.
     sizes: factors whose size does not follow from the shapes.
     random: two runs differ (random numbers, uninitialised memory), and a sharded run from the whole.
+    forms: local forms by factor. Such a factor is sharded in one block, never over the batch, and only by its form.
     """
 
     text: str
@@ -59,6 +90,7 @@ class Annotation:
     products: tuple[str, ...] = ()
     sizes: Mapping[str, Extent] = field(default_factory=dict, hash=False)
     random: bool = False
+    forms: Mapping[str, LocalForm] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +99,7 @@ class Rule:
 
     inputs, outputs: factors of every dim, aligned with ``passes.graph.inputs`` and ``outputs`` of the node.
     sizes: the size of every factor; None if it is no multiple of the batch size (such factors are frozen).
-    frozen: factors that may not be sharded. linear, affine, random: as in :class:`Annotation`.
+    frozen: factors that may not be sharded. linear, affine, random, forms: as in :class:`Annotation`.
     products: factor names of each multiplication of arrays.
     """
 
@@ -79,6 +111,7 @@ class Rule:
     affine: tuple[int, ...] = ()
     products: tuple[tuple[str, ...], ...] = ()
     random: bool = False
+    forms: Mapping[str, LocalForm] = field(default_factory=dict, hash=False)
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -296,6 +329,11 @@ def bind(annotation: Annotation, inputs: Sequence[Extents], outputs: Sequence[Ex
     frozen |= {f"{name}{index}" for name, length in runs.items() if name in pattern.frozen for index in range(length)}
     frozen |= {name for name, size in sizes.items() if size is None or size.coefficient == 0}
 
+    for name in annotation.forms:
+        size = sizes.get(name)
+        if size is None or size.batched:
+            frozen.add(name)
+
     def named(product: str) -> tuple[str, ...]:
         names: list[str] = []
         for name in product.split():
@@ -312,6 +350,7 @@ def bind(annotation: Annotation, inputs: Sequence[Extents], outputs: Sequence[Ex
         affine=annotation.affine,
         products=tuple(named(product) for product in annotation.products),
         random=annotation.random,
+        forms=annotation.forms,
     )
 
 

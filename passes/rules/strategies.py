@@ -9,11 +9,13 @@ split that reads it is. Candidate placements of every value are therefore propag
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from autopart.passes import graph as graphs
@@ -21,9 +23,10 @@ from autopart.passes.graph import Value
 from autopart.passes.rules import matching
 from autopart.passes.rules.book import Arguments, Local, RuleBook, name_of
 from autopart.passes.rules.matching import Sharding, is_differentiable
-from autopart.passes.rules.notation import Dims, Extents, Rule
+from autopart.passes.rules.notation import Dims, Extents, LocalForm, Rule, RuleError
 from autopart.passes.rules.table import RULES
 from autopart.passes.sizes import ONE, Extent
+from autopart.runtime import local_forms
 from autopart.runtime.placement import BROADCAST, REPLICATE, Kind, Placement
 
 _MOST_BLOCKS = 8
@@ -37,11 +40,13 @@ class Strategy:
     name: ``R``, ``B``, ``P`` (``P0``, ``P1`` … where the op is linear in several groups of operands), the sharded
         factor (``n``; ``n/3`` inside three blocks), or for a placeholder its placement.
     inputs, outputs: placements aligned with ``passes.graph.inputs`` and ``outputs`` of the node.
+    form: what runs instead of the op, if that is not the op itself on the rank's part.
     """
 
     name: str
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
+    form: LocalForm | None = None
 
     def __str__(self) -> str:
         return f"{self.name}: {', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
@@ -57,7 +62,7 @@ def divides(rule: Rule, sharding: Sharding, parts: int, batch: bool) -> bool:
     factor, outer = sharding
     size = rule.sizes[factor]
     inner = None if size is None or factor in rule.frozen else size.over(outer)
-    if inner is None or inner.batched != batch:
+    if inner is None or inner.batched != batch or (factor in rule.forms and outer != ONE):
         return False
     return batch or inner.coefficient % parts == 0
 
@@ -140,7 +145,9 @@ def _op_strategies(node: fx.Node, rule: Rule | None, shardings: Iterable[Shardin
                 yield Strategy(name, *matching.partial_sums(rule, node, group))
     for sharding in shardings:
         assert rule is not None
-        yield Strategy(sharding_name(sharding), *matching.sharded(rule, node, sharding))
+        yield Strategy(
+            sharding_name(sharding), *matching.sharded(rule, node, sharding), form=rule.forms.get(sharding[0])
+        )
 
 
 def _distinct(
@@ -245,3 +252,25 @@ def localized(
     found = _localized(node, applied, rules, rules.rule(node))
     assert found is not None, f"{node.name}: no local sizes for {[str(item) for item, _ in applied]}"
     return found
+
+
+def called(
+    node: fx.Node, applied: Sequence[tuple[Strategy, int]], axes: Sequence[object], rules: RuleBook = RULES
+) -> tuple[Callable[..., Any] | str, tuple[Any, ...], dict[str, Any]]:
+    """What one rank calls for an op: the op or its local form, with arguments as :func:`localized` makes them.
+
+    axes: what a local form gets as ``axis``, one per strategy. Raises RuleError where forms are wanted on two axes.
+    """
+    args, kwargs = localized(node, applied, rules)
+    forms = [(strategy.form, axis) for (strategy, _), axis in zip(applied, axes, strict=True) if strategy.form]
+    if not forms:
+        return node.target, args, kwargs
+    if len(forms) > 1:
+        raise RuleError(f"{name_of(node)} runs by a local form on one axis, not on two")
+    ((form, axis),) = forms
+    assert isinstance(node.target, torch._ops.OpOverload)
+    defaults = {argument.name: argument.default_value for argument in node.target._schema.arguments}
+    count = sum(1 for _ in itertools.takewhile(lambda value: isinstance(value, fx.Node), args))
+    rest = {**dict(zip([*defaults][count:], args[count:], strict=False)), **kwargs}
+    kept = {name: value for name, value in rest.items() if isinstance(value, fx.Node) or value != defaults.get(name)}
+    return getattr(local_forms, form.function), args[:count], {**kept, "axis": axis}

@@ -52,19 +52,20 @@ def _matmul(node: fx.Node) -> Annotation:
 
 
 def _einsum(node: fx.Node) -> Annotation | None:
-    """The equation is the rule. Diagonals (a letter twice in one operand) and ellipses are left out."""
-    equation = str(argument(node, 0, "equation")).replace(" ", "")
-    if "." in equation:
-        return None
+    """The equation is the rule, an ellipsis a run. Diagonals (a letter twice in one operand) are left out."""
+    equation = str(argument(node, 0, "equation")).replace(" ", "").replace("...", ".")
     left, arrow, right = equation.partition("->")
     letters = left.replace(",", "")
     if not arrow:
-        right = "".join(sorted({letter for letter in letters if letters.count(letter) == 1}))
+        right = "".join(sorted({letter for letter in letters if letters.count(letter) == 1} - {"."}))
+        right = "." * ("." in letters) + right
     parts = left.split(",")
+    if "." in letters and "." not in right:
+        return None
     if any(len(set(part)) < len(part) for part in parts):
         return None
     # capitals R, B and P would read as strategies
-    named = {letter: f"{letter}_" if letter.isupper() else letter for letter in letters}
+    named = {letter: f"{letter}_" if letter.isupper() else letter for letter in letters} | {".": "*dots"}
     text = ", ".join(" ".join(named[letter] for letter in part) for part in parts)
     text += " -> " + " ".join(named[letter] for letter in right)
     products = (" ".join(named[letter] for letter in dict.fromkeys(letters)),) if len(parts) > 1 else ()

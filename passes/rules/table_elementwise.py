@@ -125,6 +125,8 @@ def table() -> dict[str, Entry]:
         "aten._to_copy.default": _cast,
         "aten.add.Tensor": _sum_of_two,
         "aten.sub.Tensor": _sum_of_two,
+        "aten.rsub.Tensor": _sum_of_two,
+        "aten.rsub.Scalar": _sum_of_two,
         "aten.mul.Tensor": _multiply,
         "aten.div.Tensor": _divide,
         "aten.div.Tensor_mode": _divide,

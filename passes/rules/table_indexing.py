@@ -8,13 +8,16 @@ from torch import fx
 from autopart.passes import graph
 from autopart.passes.rules.arguments import argument, names, operands, positive, rank_of
 from autopart.passes.rules.book import Entry, shape_of
-from autopart.passes.rules.notation import Annotation
+from autopart.passes.rules.notation import Annotation, LocalForm
 
 
 def _embedding(node: fx.Node) -> Annotation:
-    """Rows are picked by token: columns and tokens are free. Frequencies would tie the tokens together."""
-    tokens = "^*t" if argument(node, 3, "scale_grad_by_freq", False) else "*t"
-    return Annotation(f"^v n, {tokens} -> {tokens} n", linear=((0,),))
+    """Rows are picked by token: columns and tokens are free, rows by a local form. Frequencies tie the tokens."""
+    if argument(node, 3, "scale_grad_by_freq", False):
+        return Annotation("^v n, ^*t -> ^*t n", linear=((0,),))
+    if argument(node, 4, "sparse", False):
+        return Annotation("^v n, *t -> *t n", linear=((0,),))
+    return Annotation("v n, *t -> *t n", linear=((0,),), forms={"v": LocalForm("vocab_embedding")})
 
 
 def _indexed(node: fx.Node) -> tuple[list[str], list[str], int] | None:

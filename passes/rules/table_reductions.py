@@ -11,7 +11,7 @@ from torch import fx
 from autopart.passes import graph
 from autopart.passes.rules.arguments import argument, dims_of, names, operands, rank_of, words
 from autopart.passes.rules.book import Entry
-from autopart.passes.rules.notation import Annotation
+from autopart.passes.rules.notation import Annotation, LocalForm, Message
 
 
 def _reduction(node: fx.Node, dims: list[int], keep: bool, freeze: bool) -> str:
@@ -99,10 +99,20 @@ def _pool_with_indices(node: fx.Node) -> str:
 _NONE, _MEAN = 0, 1
 
 
-def _cross_entropy(node: fx.Node) -> str:
-    """Classes are frozen; samples are summed, or frozen where their mean is taken over the valid ones."""
+def _cross_entropy(node: fx.Node) -> Annotation:
+    """Samples are summed, or frozen where their mean is taken over the valid ones; classes run by a local form."""
     reduction = argument(node, 3, "reduction", _MEAN)
-    return _class_loss(node, reduction)
+    text = _class_loss(node, reduction)
+    rank = rank_of(node)
+    numbered = rank > 1 and rank_of(node, 1) == rank - 1
+    if not numbered or operands(node) > 2 or not isinstance(argument(node, 4, "ignore_index", -100), int):
+        return Annotation(text)
+    scores = graph.inputs(node)[0].fake.dtype
+    size = max(scores.itemsize, 4)  # half precision is computed in float32
+    sums = 3 if argument(node, 5, "label_smoothing", 0.0) else 2
+    messages = tuple(Message("all_reduce", "forward", 1, count * size) for count in (1, sums))
+    form = LocalForm("vocab_cross_entropy", whole=True, messages=messages)
+    return Annotation(text.replace("^c", "c"), forms={"c": form})
 
 
 def _class_loss(node: fx.Node, reduction: int) -> str:

@@ -121,6 +121,17 @@ def _select(node: fx.Node) -> Annotation:
     return _linear([*before[:dim], "_", *before[dim + 1 :]], [*before[:dim], *before[dim + 1 :]])
 
 
+def _unbind(node: fx.Node) -> Annotation:
+    """One piece for every index of the dim, without it."""
+    rank = rank_of(node)
+    dim = positive(argument(node, 1, "dim", 0), rank)
+    before = names(rank)
+    piece = " ".join([*before[:dim], *before[dim + 1 :]])
+    before[dim] = "_"
+    pieces = ", ".join([piece] * len(graph.outputs(node)))
+    return Annotation(f"{' '.join(before)} -> {pieces}", linear=((0,),))
+
+
 def _cat(node: fx.Node) -> Annotation | None:
     """Operands of the same size share their factor, as in :func:`_split`. Empty vectors join with anything."""
     shapes = [shape_of(value.fake) for value in graph.inputs(node)]
@@ -196,6 +207,16 @@ def _roll(node: fx.Node) -> Annotation | None:
     return _frozen_dims(node, dims_of(node, 2, "dims")) if argument(node, 2, "dims") else None
 
 
+def _windows(node: fx.Node) -> Annotation | None:
+    """im2col: space becomes windows, and each channel a window's elements; col2im: back, what overlaps added."""
+    if rank_of(node) != (3 if "col2im" in str(node.target) else 4):
+        return None
+    kernel = argument(node, 2 if "col2im" in str(node.target) else 1, "kernel_size")
+    image, columns = "b c _ _", "b (c ^k) _"
+    text = f"{columns} -> {image}" if "col2im" in str(node.target) else f"{image} -> {columns}"
+    return Annotation(text, linear=((0,),), sizes={"k": Extent(kernel[0] * kernel[1])})
+
+
 def _triangle(node: fx.Node) -> Annotation:
     return Annotation("*b ^m ^n -> *b ^m ^n", linear=((0,),))
 
@@ -253,6 +274,7 @@ def table() -> dict[str, Entry]:
         "aten.split_with_sizes.default": _split,
         "aten.slice.Tensor": _slice,
         "aten.select.int": _select,
+        "aten.unbind.int": _unbind,
         "aten.cat.default": _cat,
         "aten.stack.default": _stack,
         "aten.repeat.default": _repeat,
@@ -262,6 +284,8 @@ def table() -> dict[str, Entry]:
         "aten.tril.default": _triangle,
         "aten.triu.default": _triangle,
         "aten.diagonal.default": _diagonal,
+        "aten.im2col.default": _windows,
+        "aten.col2im.default": _windows,
         "aten.pad.default": _pad,
         "aten.constant_pad_nd.default": _pad,
         "aten.slice_scatter.default": _scatter_into,

@@ -1,0 +1,136 @@
+"""``autopart simulate``: the predicted timeline of a plan."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autopart.cli.arguments import add_json, add_limits, add_model, choose_plan, limits, read_cluster, read_program
+
+if TYPE_CHECKING:
+    from autopart.plan import Plan
+    from autopart.simulate import Simulation
+
+NAME = "simulate"
+HELP = "time a plan's schedule, and draw it"
+DESCRIPTION = """Times the schedule of a plan file, or of the plan that a model, a cluster and limits give.
+
+Prints what each stage is busy with and how long it idles. With -o it writes the timeline for chrome://tracing or
+ui.perfetto.dev, in the format of ParallelModule.trace; --beside joins it with such a trace of a real run."""
+EXAMPLE = "autopart simulate plan.json -o predicted.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, or_plan=True)
+    add_limits(parser, cluster_required=False)
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the timeline as a trace")
+    parser.add_argument(
+        "--beside", type=Path, metavar="FILE", help="the trace of a real run, to be written to -o as well"
+    )
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from autopart.predict import predicted_trace, simulate_plan
+    from autopart.runtime.errors import PlanError
+    from autopart.runtime.trace import save_trace
+
+    if arguments.output is not None and not arguments.output.absolute().parent.is_dir():
+        raise PlanError(f"cannot write {arguments.output}: there is no folder {arguments.output.parent}")
+    if arguments.beside is not None and arguments.output is None:
+        raise PlanError("--beside joins two traces in one file; say which with -o")
+    executed = _read_trace(arguments.beside) if arguments.beside is not None else {"traceEvents": []}
+    plan = _plan(arguments)
+    found = simulate_plan(plan)
+    if arguments.output is not None:
+        beyond = 1 + max((event.get("pid", 0) for event in executed["traceEvents"]), default=-1)
+        trace = predicted_trace(plan, found, beyond)
+        trace["traceEvents"] = executed["traceEvents"] + trace["traceEvents"]
+        save_trace(arguments.output, trace)
+        print(f"timeline written to {arguments.output}", file=sys.stderr)
+    print(json.dumps(to_json_object(plan, found)) if arguments.json else describe(plan, found))
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    """The plan file, or the plan of the model. Raises PlanError when limits are given with a file, which fixes them."""
+    from autopart.plan import Plan
+    from autopart.runtime.errors import PlanError
+
+    if not arguments.model.endswith(".json"):
+        if arguments.cluster is None:
+            raise PlanError("give a plan file, or a model with --cluster and limits")
+        read_cluster(arguments.cluster)
+        return choose_plan(arguments, read_program(arguments))
+    given = [name for name, value in limits(arguments).items() if value is not None and name != "recompute"]
+    given += ["cluster"] if arguments.cluster is not None else []
+    if given:
+        raise PlanError(f"a plan file has its own {', '.join(given)}; give the model to plan it anew")
+    return Plan.load(arguments.model)
+
+
+def _read_trace(path: Path) -> dict[str, Any]:
+    from autopart.runtime.errors import PlanError
+
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise PlanError(f"{path} is not readable as JSON: {error}; write one with ParallelModule.trace") from error
+    if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
+        raise PlanError(f"{path} is no trace: it has no list traceEvents; write one with ParallelModule.trace")
+    return found
+
+
+def to_json_object(plan: Plan, found: Simulation) -> dict[str, Any]:
+    """makespan_s: of the schedule; step_time_s: with the sums of tied gradients. bubble: idle share of all time."""
+    return {
+        "makespan_s": found.makespan_s,
+        "tied_s": plan.tied_s,
+        "step_time_s": found.makespan_s + plan.tied_s,
+        "bubble": found.bubble,
+        "schedule": plan.schedule,
+        "microbatches": plan.microbatches,
+        "stages": [
+            {
+                "busy_s": busy,
+                "idle_s": idle,
+                "in_flight": held,
+                "memory_bytes": stage.memory_bytes,
+                "capacity_bytes": stage.capacity_bytes,
+            }
+            for stage, busy, idle, held in zip(plan.stages, found.busy_s, found.idle_s, found.in_flight, strict=True)
+        ],
+    }
+
+
+def describe(plan: Plan, found: Simulation) -> str:
+    """The step's time and a line for each stage."""
+    from tabulate import tabulate
+
+    from autopart.report.table import format_memory
+    from autopart.report.units import format_seconds, format_share
+
+    share = (lambda part: format_share(part / found.makespan_s)) if found.makespan_s else (lambda _: "-")
+    rows = [
+        (
+            index,
+            format_seconds(found.busy_s[index]),
+            format_seconds(found.idle_s[index]),
+            share(found.idle_s[index]),
+            found.in_flight[index],
+            format_memory(stage.memory_bytes, stage.capacity_bytes),
+        )
+        for index, stage in enumerate(plan.stages)
+    ]
+    tied = f" and {format_seconds(plan.tied_s)} for gradients of tied parameters" if plan.tied_s else ""
+    headers = ("stage", "busy", "idle", "idle share", "in flight", "memory / capacity")
+    lines = [
+        f"{plan.model} on {plan.cluster}: {plan.schedule}, {plan.microbatches} microbatches",
+        f"makespan {format_seconds(found.makespan_s)}{tied}, bubble {format_share(found.bubble)}",
+    ]
+    if len(plan.stages) > 1 and not plan.transfers:
+        lines.append("note: the plan has no transfer times; they are taken as nothing")
+    return "\n".join([*lines, "", tabulate(rows, headers=headers, disable_numparse=True)])

@@ -1,0 +1,90 @@
+"""Ranks that agree: on one value, on whether a step worked everywhere, and the random state of each."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from autopart.runtime.errors import CheckpointError
+from autopart.runtime.mesh import job_size
+
+Result = TypeVar("Result")
+
+_groups: dict[int, dist.ProcessGroup] = {}
+
+
+def checkpoint_group() -> dist.ProcessGroup | None:
+    """A group of checkpoints' own, so that a save in the background does not meet the training's collectives."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    key = id(dist.group.WORLD)
+    if key not in _groups:
+        _groups[key] = dist.new_group(backend="gloo")
+    return _groups[key]
+
+
+def everywhere(group: dist.ProcessGroup | None, make: Callable[[], Result]) -> Result:
+    """Runs it on every rank; when it fails on one, all raise CheckpointError."""
+    result, failure = None, None
+    try:
+        result = make()
+    except (CheckpointError, OSError) as error:
+        failure = error
+    if group is not None:
+        told: list[str | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(told, None if failure is None else str(failure), group=group)
+        other = next(((rank, text) for rank, text in enumerate(told) if text is not None), None)
+        if failure is None and other is not None:
+            raise CheckpointError(f"rank {other[0]}: {other[1]}")
+    if failure is not None:
+        raise failure if isinstance(failure, CheckpointError) else CheckpointError(str(failure)) from failure
+    return result  # type: ignore[return-value]
+
+
+def on_first(group: dist.ProcessGroup | None, make: Callable[[], Result]) -> Result:
+    """Runs it on rank 0; the others get None. When it fails, all raise CheckpointError."""
+    return everywhere(group, lambda: make() if group is None or dist.get_rank() == 0 else None)  # type: ignore[return-value]
+
+
+def shared(group: dist.ProcessGroup | None, value: Result) -> Result:
+    """Rank 0's value on every rank."""
+    if group is None:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, 0, group=group)
+    return box[0]
+
+
+def gathered(group: dist.ProcessGroup | None, value: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every rank's value, on rank 0; elsewhere nothing."""
+    if group is None:
+        return [value]
+    first = dist.get_rank() == 0
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.gather_object(value, parts if first else None, 0, group=group)
+    return parts if first else []
+
+
+def random_state() -> dict[str, Any]:
+    """Of torch's and Python's own generators; a program's random numbers follow from its seed and step."""
+    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "cuda": None}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(saved: Mapping[str, Any]) -> None:
+    """Each rank goes on with its own state; among another number of ranks only if they were all the same."""
+    states = saved["states"]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if len(states) > 1 and saved["ranks"] != job_size():
+        return
+    state = states[rank if len(states) > 1 else 0]
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
