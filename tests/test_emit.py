@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autopart.analysis import analyze
 from autopart.passes.emit.wrapping import wrapped
 from autopart.precision import eager_in_float64, float64_throughout
 from autopart.runtime import ParallelModule
+from autopart.runtime.loading import import_file
 from autopart.runtime.manifest import argument_name
 from autopart.tracing import capture
 from families import FAMILIES, Family, family
@@ -351,3 +353,45 @@ def test_save_keeps_other_files(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="holds other files"):
         compile_model(tmp_path, Masked().double(), x_only())
     assert (tmp_path / "thesis.tex").exists()
+
+
+class Level(nn.Module):
+    """A list of modules inside a list of modules, with work of its own before and after."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.enter = nn.Linear(4, width)
+        self.blocks = nn.ModuleList([Layer() for _ in range(2)])
+        self.leave = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.leave(self.enter(x).tanh()).tanh() * x.tanh()
+        for block in self.blocks:
+            x = block(x)
+        return x.tanh() * x.sigmoid()
+
+
+class Levels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels = nn.ModuleList([Level(4), Level(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for level in self.levels:
+            x = level(x)
+        return x.square().mean()
+
+
+def test_a_stage_may_begin_inside_nested_lists(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    program = capture(Levels().double(), (), x_only())
+    blocks = len(analyze(program).blocks)
+    assert blocks > 3
+    for cut in range(1, blocks):
+        compiled = compile_program(program, pp=2, boundaries=(0, cut, blocks))
+        compiled.emitted.save(tmp_path / str(cut))
+        for index, stage in enumerate(compiled.emitted.manifest.stages):
+            with torch.device("meta"):
+                module = import_file(tmp_path / str(cut) / stage.file).Stage(None)
+            expected = {spec.name for spec in compiled.emitted.manifest.parameters if index in spec.stages}
+            assert {name for name, _ in module.named_parameters()} == expected

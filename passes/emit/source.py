@@ -234,7 +234,7 @@ class StageSource:
             inside = [index for tensor, index in order.items() if tensor == full or tensor.startswith(f"{full}.")]
             return min(inside, default=len(order))
 
-        for name in sorted(entries, key=first):
+        for name in sorted(entries, key=lambda item: (first(item), item.count("."))):
             containers(name)
             if name in layers:
                 # the class makes the containers of what it holds itself
