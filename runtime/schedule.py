@@ -177,10 +177,10 @@ def one_f_one_b(
 def deeper_warmup(stages: int, depth: int) -> tuple[int, ...]:
     """The warm-up in which each stage is ``depth`` forwards ahead of the next: ``depth * (stages - s - 1)``.
 
-    1 is the least with which equal stages never wait but for transfers: 1F1B-SNO in BaPipe (Zhao et al. 2020, arXiv
-    2012.12544). With 2, its doubled warm-up 1F1B-SO, a transfer there and one back pass while another microbatch is
-    computed: a stage waits for neither as long as the two take no longer than one forward and backward. 0 leaves one
-    microbatch in the whole pipeline.
+    1 is the least with which equal stages never wait but for transfers. With 2 a transfer there and one back pass while
+    another microbatch is computed: a stage waits for neither as long as the two take no longer than one forward and
+    backward. 0 leaves one microbatch in the whole pipeline. BaPipe (Zhao et al. 2020, arXiv 2012.12544) has two such
+    depths, 1F1B-SNO and 1F1B-SO.
     """
     return tuple(depth * (stages - stage - 1) for stage in range(stages))
 
