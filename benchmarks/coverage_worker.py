@@ -6,7 +6,6 @@ Requests and answers are lines of JSON. Ranks are kept from plan to plan and fro
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import os
 import sys
@@ -26,7 +25,7 @@ from autopart.planner import make_plan
 from autopart.realize import realize
 from autopart.verify import Subject, compare_emitted, prepare
 from clusters import ideal
-from launch import ChildFailure, launch
+from launch import ChildFailure, run_kept_job
 
 PLANS: dict[str, dict[str, int]] = {
     "pp2": {"pp": 2, "dp": 1, "tp": 1},
@@ -108,18 +107,6 @@ def _said(stage: str, error: Exception) -> dict[str, Any]:
     return {"stage": stage, "result": f"{type(error).__name__}: {text}"[:900]}
 
 
-def _call(function: str, arguments: dict[str, Any]) -> Any:
-    module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)(**arguments)
-
-
-def _run(
-    function: str, processes: int, arguments: Mapping[str, Any], directory: Path, timeout_s: float = 600.0
-) -> list[Any]:
-    """As autopart.local_job.run_local_job, in processes that are kept."""
-    return launch(_call, processes, function, dict(arguments), timeout=timeout_s)
-
-
 def main() -> None:
     # What libraries print must not reach the one who reads the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -127,7 +114,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     replace: Callable[[object, str, object], None] = setattr
-    replace(autopart.verify, "run_local_job", _run)
+    replace(autopart.verify, "run_local_job", run_kept_job)
     for line in sys.stdin:
         for answer in stages(json.loads(line)):
             answers.write(json.dumps(answer) + "\n")

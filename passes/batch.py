@@ -30,7 +30,7 @@ from autopart.passes import graph as graphs
 from autopart.passes.batch_losses import mean, reduced_loss
 from autopart.passes.batch_rows import counter, keeps_row_numbers, routed
 from autopart.passes.batch_state import SUMMED, WHOLE, BatchState, Mixes
-from autopart.passes.normalize import fakes
+from autopart.passes.exported import fakes
 from autopart.passes.program import Program, Role, mark_differentiable
 from autopart.passes.rules import Rule, RuleBook, follow
 from autopart.passes.sizes import Extent, extent

@@ -23,6 +23,16 @@ import torch
 from torch import fx
 
 from autopart.passes import graph as graphs
+from autopart.passes.exported import (
+    fakes,
+    has_gradient,
+    is_copy,
+    is_whole_slice,
+    may_be_view,
+    moved,
+    origin,
+    padded,
+)
 from autopart.passes.functional import Aliases, functional_overload
 from autopart.passes.sizes import extent
 from autopart.passes.synonyms import first_name, masked_write, squeezed
@@ -288,9 +298,9 @@ class _Normalizer:
         kwargs.pop("pin_memory", None)
         kwargs.pop("layout", None)
         value = node.meta["val"]
-        if self.writes and _is_copy(target, args, kwargs) and value.dtype == fakes(args[0]).dtype:
+        if self.writes and is_copy(target, args, kwargs) and value.dtype == fakes(args[0]).dtype:
             return self.emit(aten.clone.default, (args[0],), {}, node)
-        if target in _COPIES or (target is aten.slice.Tensor and _is_whole_slice(args, kwargs)):
+        if target in _COPIES or (target is aten.slice.Tensor and is_whole_slice(args, kwargs)):
             return args[0]
         if target in _CASTS:
             if value.dtype == fakes(args[0]).dtype:
@@ -315,7 +325,7 @@ class _Normalizer:
         if target is aten.expand.default:
             sizes = [
                 self.size(size, original)
-                for size, original in zip(value.shape, _padded(node.args[1], value), strict=True)
+                for size, original in zip(value.shape, padded(node.args[1], value), strict=True)
             ]
             return self.view(node, target, (args[0], sizes), kwargs)
         if target in _SPLITS:
@@ -336,10 +346,10 @@ class _Normalizer:
         if target in _SWAPS:
             return self.view(node, aten.transpose.int, args, {})
         if target in (aten.movedim.int, aten.moveaxis.int):
-            return self.view(node, aten.permute.default, (args[0], _moved(value.dim(), args[1], args[2])), {})
+            return self.view(node, aten.permute.default, (args[0], moved(value.dim(), args[1], args[2])), {})
         if target in _TRANSPOSES and value.dim() >= 2:
             return self.view(node, aten.transpose.int, (args[0], *_TRANSPOSES[target]), {})
-        if target._schema.returns and _is_view(target):
+        if target._schema.returns and may_be_view(target):
             return self.view(node, target, args, kwargs)
         if target is aten.index_put.default:
             return self.placed(node, args)
@@ -379,7 +389,7 @@ class _Normalizer:
         args, kwargs = self.look(node.args), self.look(dict(node.kwargs))
         written = args[0]
         assert isinstance(written, fx.Node)
-        if (self.without_grad or self.aliases.is_detached(written)) and _has_gradient(self.aliases.base(written)):
+        if (self.without_grad or self.aliases.is_detached(written)) and has_gradient(self.aliases.base(written)):
             path, source = origin(node)
             raise CaptureError(
                 f"{target} writes without gradient into a tensor that has one (module {path or '(root)'}, {source}); "
@@ -432,89 +442,6 @@ class _Normalizer:
             source = self.emit(aten.expand.default, (source, sizes), {}, node)
         # never the source itself: it goes on holding its own value
         return self.emit(aten.clone.default, (source,), {}, node) if source is args[1] else source
-
-
-def fakes(argument: Any) -> Any:
-    """Nodes replaced by their fake values, inside nested lists and dicts."""
-    if isinstance(argument, fx.Node):
-        return argument.meta["val"]
-    if isinstance(argument, tuple | list):
-        return type(argument)(fakes(item) for item in argument)
-    if isinstance(argument, dict):
-        return {key: fakes(item) for key, item in argument.items()}
-    return argument
-
-
-def origin(node: fx.Node) -> tuple[str, str]:
-    """Module path and ``file:line`` of an exported node, '' where export does not say."""
-    path = ""
-    stack = node.meta.get("nn_module_stack")
-    if stack:
-        path = next(reversed(stack.values()))[0]
-        path = path.split("@")[0].removeprefix("L['self']").strip(".")
-    source = ""
-    trace = node.meta.get("stack_trace") or ""
-    for line in reversed(trace.splitlines()):
-        stripped = line.strip()
-        if stripped.startswith("File "):
-            file, number = stripped.split(", ")[:2]
-            source = f"{file[6:-1]}:{number.removeprefix('line ')}"
-            break
-    return path, source
-
-
-def _is_copy(target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the op makes a copy even where nothing changes."""
-    names = [argument.name for argument in target._schema.arguments]
-    asked = {**dict(zip(names, args, strict=False)), **kwargs}.get("copy", False)
-    return target in (aten.lift_fresh_copy.default, aten._to_copy.default) or asked is True
-
-
-def _moved(rank: int, source: int, target: int) -> list[int]:
-    """The permutation that moves one dim."""
-    order = [dim for dim in range(rank) if dim != source % rank]
-    order.insert(target % rank, source % rank)
-    return order
-
-
-def _has_gradient(node: fx.Node) -> bool:
-    """Whether a trainable parameter reaches the node."""
-    seen: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        item = stack.pop()
-        if item in seen or item.target is aten.detach.default:
-            continue
-        seen.add(item)
-        value = item.meta.get("val")
-        if isinstance(value, torch.Tensor) and not value.is_floating_point():
-            continue
-        if item.op == "placeholder" and isinstance(value, torch.Tensor) and value.requires_grad:
-            return True
-        stack.extend(item.all_input_nodes)
-    return False
-
-
-def _padded(sizes: Any, value: torch.Tensor) -> list[Any]:
-    """The model's own size arguments, aligned to the result's dims from the right."""
-    return [None] * (value.dim() - len(sizes)) + list(sizes)
-
-
-def _is_view(target: torch._ops.OpOverload) -> bool:
-    """Whether the op's result may share storage with its first argument."""
-    alias = target._schema.returns[0].alias_info
-    return alias is not None and not alias.is_write
-
-
-def _is_whole_slice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    start = args[2] if len(args) > 2 else kwargs.get("start")
-    end = args[3] if len(args) > 3 else kwargs.get("end")
-    step = args[4] if len(args) > 4 else kwargs.get("step", 1)
-    if start not in (None, 0) or step != 1:
-        return False
-    size = args[0].meta["val"].shape[dim]
-    return end is None or (isinstance(end, int) and (end == 2**63 - 1 or (isinstance(size, int) and end >= size)))
 
 
 def normalize(root: fx.GraphModule, names: Mapping[str, str], batch_symbol: torch.SymInt | None) -> Normalized:

@@ -6,12 +6,13 @@ Processes are kept for the next call with as many of them, because starting one 
 from __future__ import annotations
 
 import atexit
+import importlib
 import multiprocessing
 import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -47,6 +48,18 @@ def launch(function: Callable[..., Any], processes: int, *args: Any, timeout: fl
         _jobs.pop(next(iter(_jobs))).stop()
     _jobs[processes] = job
     return results
+
+
+def run_kept_job(
+    function: str, processes: int, arguments: Mapping[str, Any], directory: Path, timeout_s: float = 600.0
+) -> list[Any]:
+    """As autopart.local_job.run_local_job, in processes that are kept from call to call."""
+    return launch(_call, processes, function, dict(arguments), timeout=timeout_s)
+
+
+def _call(function: str, arguments: dict[str, Any]) -> Any:
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)(**arguments)
 
 
 class _Job:

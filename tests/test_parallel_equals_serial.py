@@ -8,7 +8,6 @@ over gloo; and what the collectives move is what the plan charged.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from autopart.realize import realize
 from autopart.verify import Subject, compare_emitted, prepare
 from clusters import ideal
 from families import NAMES, family
-from launch import launch
+from launch import run_kept_job
 
 PLANS: dict[str, dict[str, int]] = {
     "pp2": {"pp": 2, "dp": 1, "tp": 1},
@@ -41,20 +40,8 @@ def subject_of(name: str) -> tuple[Subject, Analysis]:
     return subject, analyze(subject.program)
 
 
-def _call(function: str, arguments: dict[str, Any]) -> Any:
-    module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)(**arguments)
-
-
-def _run(
-    function: str, processes: int, arguments: Mapping[str, Any], directory: Path, timeout_s: float = 600.0
-) -> list[Any]:
-    """As autopart.local_job.run_local_job, in processes that are kept from test to test."""
-    return launch(_call, processes, function, dict(arguments), timeout=timeout_s)
-
-
 def check(name: str, limits: Mapping[str, Any], devices: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autopart.verify, "run_local_job", _run)
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
     subject, analysis = subject_of(name)
     plan = make_plan(subject.program, ideal(devices), batch=8, analysis=analysis, **limits)
     if limits.get("tp", 1) > 1:

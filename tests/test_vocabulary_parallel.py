@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_parallel_equals_serial import _run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -27,7 +26,7 @@ from autopart.tracing import capture
 from autopart.verify import Subject, compare_emitted, prepare
 from clusters import ideal
 from families import VOCAB, family
-from launch import ChildFailure, launch
+from launch import ChildFailure, launch, run_kept_job
 
 WEIGHTS = {
     "gpt2": ("transformer.wte.weight",),
@@ -163,7 +162,7 @@ def forced(subject: Subject, limits: Mapping[str, Any], devices: int) -> Plan:
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("limits", [{"pp": 1, "tp": 2}, {"pp": 2, "tp": 2, "microbatches": 2}], ids=["tp2", "pp2xtp2"])
 def test_models(name: str, limits: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autopart.verify, "run_local_job", _run)
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
     subject, analysis = subject_of(name)
     plan = forced(subject, {"dp": 1, **limits}, limits["pp"] * 2)
     loss = next(key for key in plan.strategies if key.endswith("cross_entropy_loss"))

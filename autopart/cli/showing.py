@@ -16,6 +16,7 @@ EXAMPLE = "autopart show plan.json"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, metavar="plan.json")
+    parser.add_argument("--considered", action="store_true", help="also the other candidates, and why each lost")
     add_json(parser)
 
 
@@ -26,7 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(plan.to_json_object()))
     else:
-        from autopart.report.table import plan_text
+        from autopart.report.table import considered_table, plan_text
 
         print(plan_text(plan))
+        if arguments.considered:
+            print(f"\n{considered_table(plan.considered)}")
     return 0
