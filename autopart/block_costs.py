@@ -7,23 +7,23 @@ A collective, and a tensor kept for the backward by several blocks, belong to th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from autopart.analysis import Analysis
-from autopart.cost.communication import transition
-from autopart.cost.devices import Link
+from autopart.conversion_prices import ConversionPrices
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import Amount, stored_bytes, value_bytes
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
-from autopart.passes.rules import Strategy, is_differentiable
+from autopart.passes.rules import is_differentiable
 from autopart.passes.saved import saved_inside, saved_tensors
+from autopart.passes.shard import Placements
 from autopart.passes.storage import storage_of
-from autopart.prices import Prices
-from autopart.runtime.placement import REPLICATE, Placement
+from autopart.prices import Chosen, Prices, value_shares
+from autopart.runtime.placement import REPLICATE
 
 
 @dataclass(slots=True)
@@ -100,83 +100,90 @@ class BlockCosts:
             saved_inside(node, self.kind),
         )
 
-    def kept_bytes(self, node: fx.Node, strategy: Strategy, parts: int, batch: int) -> float:
+    def kept_bytes(self, node: fx.Node, chosen: Chosen, sizes: Sequence[int], batch: int) -> float:
         """Bytes that one op by itself keeps for its backward on one rank."""
-        facts = self._facts[node]
-        placements = [*strategy.inputs, *strategy.outputs]
+        facts, shares = self._facts[node], value_shares(node, chosen, sizes)
         total = 0.0
         for item in facts.kept:
-            sharded = placements[facts.position(item)].is_shard
             if item.owner.node.op != "placeholder":
-                total += item.size.at(batch) / (parts if sharded else 1)
-        inside = facts.inside.at(batch) if facts.inside else 0
-        return total + inside / (parts if _divided(strategy) else 1)
+                total += item.size.at(batch) * shares[facts.position(item)]
+        return total + (facts.inside.at(batch) * _inside_share(chosen, sizes) if facts.inside else 0.0)
 
     def costs(
         self,
         prices: Prices,
-        strategies: Mapping[fx.Node, tuple[Strategy, ...]],
-        storage: Mapping[str, Placement],
-        parts: int,
-        link: Link | None,
+        strategies: Mapping[fx.Node, Chosen],
+        storage: Mapping[str, Placements],
+        conversions: ConversionPrices,
     ) -> list[BlockCost]:
-        """One entry per block. strategies: one per op on the tensor axis of ``parts`` ranks; absent: replicated."""
+        """One entry per block. strategies: per op one for each axis of ``conversions``; absent: replicated."""
         blocks = [BlockCost() for _ in self.analysis.blocks]
-        batch = prices.batch
-        kept: set[tuple[Value, Placement]] = set()
-        converted: set[tuple[Value, Placement]] = set()
+        batch, axes = prices.batch, conversions.axes
+        sizes = [axis.parts for axis in axes]
+        replicated: Placements = (REPLICATE,) * len(axes)
+        kept: set[tuple[Value, Placements]] = set()
+        converted: set[tuple[Value, Placements]] = set()
         for node, index in [*self.analysis.free_block.items(), *self.analysis.block_of.items()]:
             block, facts = blocks[index], self._facts[node]
-            chosen = strategies.get(node)
-            strategy = chosen[0] if chosen else None
-            forward, backward = prices.op_seconds(node, strategy, parts)
-            if link is not None:
-                sent, returned = prices.form_seconds(node, strategy, parts, link)
-                forward, backward = forward + sent, backward + returned
-            block.forward_s += forward
-            block.backward_s += backward
-            placements = [*strategy.inputs, *strategy.outputs] if strategy else [REPLICATE] * len(facts.sizes)
-            held = sum(
-                size.at(batch) / parts if placement.is_shard else size.at(batch)
-                for size, placement in zip(facts.sizes, placements, strict=True)
-            )
+            chosen = strategies.get(node, ())
+            used = sizes if chosen else []
+            forward, backward = prices.op_seconds(node, chosen, used)
+            sent, returned = prices.form_seconds(node, chosen, axes if chosen else ())
+            block.forward_s += forward + sent
+            block.backward_s += backward + returned
+            shares = value_shares(node, chosen, used)
+            held = sum(size.at(batch) * share for size, share in zip(facts.sizes, shares, strict=True))
             block.transient_bytes = max(block.transient_bytes, 2.0 * held)
             for item in facts.kept:
-                placement = placements[facts.position(item)]
+                position = facts.position(item)
+                placements = _used(chosen, position) if chosen else replicated
                 stored = item.owner.node.op == "placeholder"
-                if stored and self._placement(item.owner, strategies, storage) == placement:
+                if stored and self._placements(item.owner, strategies, storage, replicated) == placements:
                     continue  # the parameter itself, in memory anyway; else a copy made for this use
-                if (item.owner, placement) not in kept:
-                    kept.add((item.owner, placement))
-                    block.saved_bytes += item.size.at(batch) / (parts if placement.is_shard else 1)
+                if (item.owner, placements) not in kept:
+                    kept.add((item.owner, placements))
+                    block.saved_bytes += item.size.at(batch) * shares[position]
             if facts.inside:
-                share = parts if strategy is not None and _divided(strategy) else 1
-                block.saved_bytes += facts.inside.at(batch) / share
-            if strategy is None or link is None:
+                block.saved_bytes += facts.inside.at(batch) * _inside_share(chosen, used)
+            if not chosen:
                 continue
-            for value, wanted in zip(facts.inputs, strategy.inputs, strict=True):
-                have = self._placement(value, strategies, storage)
+            for slot, value in enumerate(facts.inputs):
+                have, wanted = self._placements(value, strategies, storage, replicated), _used(chosen, slot)
                 if have == wanted or (value, wanted) in converted:
                     continue
                 converted.add((value, wanted))
-                step = transition(
-                    have, wanted, self.size(value).at(batch), parts, link, prices.device, is_differentiable(value)
-                )
-                block.forward_s += step.forward_s
-                block.backward_s += step.backward_s
+                there, back = conversions.seconds(have, wanted, self.size(value).at(batch), is_differentiable(value))
+                block.forward_s += there
+                block.backward_s += back
         return blocks
 
-    def _placement(
-        self, value: Value, strategies: Mapping[fx.Node, tuple[Strategy, ...]], storage: Mapping[str, Placement]
-    ) -> Placement:
+    def _placements(
+        self,
+        value: Value,
+        strategies: Mapping[fx.Node, Chosen],
+        storage: Mapping[str, Placements],
+        replicated: Placements,
+    ) -> Placements:
         if value.node.op == "placeholder":
             if value.node.meta["role"] in (Role.PARAMETER, Role.BUFFER):
-                return storage.get(value.node.meta["name"], REPLICATE)
-            return REPLICATE
+                return storage.get(value.node.meta["name"], replicated)
+            return replicated
         chosen = strategies.get(value.node)
-        return chosen[0].outputs[value.index] if chosen else REPLICATE
+        return tuple(strategy.outputs[value.index] for strategy in chosen) if chosen else replicated
 
 
-def _divided(strategy: Strategy) -> bool:
-    """Whether each rank has a part of what an op keeps inside: shards of the result, or a shard run by a local form."""
-    return strategy.outputs[0].is_shard or strategy.form is not None
+def _used(chosen: Chosen, position: int) -> Placements:
+    """How an op has its input, or, past these, its output of that position."""
+    inputs = len(chosen[0].inputs)
+    if position < inputs:
+        return tuple(strategy.inputs[position] for strategy in chosen)
+    return tuple(strategy.outputs[position - inputs] for strategy in chosen)
+
+
+def _inside_share(chosen: Chosen, sizes: Sequence[int]) -> float:
+    """Each rank's part of what an op keeps inside: shards of the result, or a shard run by a local form."""
+    share = 1.0
+    for strategy, parts in zip(chosen, sizes, strict=True):
+        if strategy.outputs[0].is_shard or strategy.form is not None:
+            share /= parts
+    return share

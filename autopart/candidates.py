@@ -17,6 +17,7 @@ from torch import fx
 from autopart.analysis import Analysis
 from autopart.block_costs import BlockCost, BlockCosts
 from autopart.cluster import Cluster
+from autopart.conversion_prices import ConversionPrices, TensorAxis
 from autopart.cost.communication import bucketed_all_reduce_seconds, send_seconds
 from autopart.cost.devices import Device, Link
 from autopart.folding import FoldedGraph, fold_graph
@@ -29,15 +30,17 @@ from autopart.passes.program import Role
 from autopart.passes.shard import Axes, Placements
 from autopart.prices import Prices, share_of
 from autopart.runtime.errors import InfeasibleError
-from autopart.runtime.placement import BROADCAST
+from autopart.runtime.placement import REPLICATE
 from autopart.runtime.schedule import deeper_warmup, in_flight, make_schedule
 from autopart.simulate import StageTimes, simulate
 from autopart.solver import stages as stage_solver
 from autopart.solver.search import Degrees, Evaluation
 from autopart.solver.stages_problem import Block, Cut, StageProblem, StageSolution, TiedGroup
-from autopart.tensor_choice import TensorAxis, TensorChoice, choose
+from autopart.tensor_choice import Setting, TensorChoice, choose
 
 TENSOR_AXIS = "tp"
+TENSOR_AXES = ("x", "y", "z")
+"""Names of several tensor axes, outermost first."""
 # What a CUDA process needs besides its tensors: context, libraries' workspaces, communication buffers.
 _CUDA_OVERHEAD_BYTES = 2 * 2**30
 # How often strategies are chosen again under a tighter memory limit when the fastest ones do not fit.
@@ -67,7 +70,7 @@ class Candidates:
     device: Device = field(init=False)
     crossings: list[tuple[Value, ...]] = field(init=False)  # values that live across each block boundary
     _prices: dict[int, Prices] = field(default_factory=dict)
-    _links: dict[tuple[str, int, int, int], Link] = field(default_factory=dict)
+    _links: dict[tuple[int, int, int], Link] = field(default_factory=dict)
     _readers: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)  # blocks that read a parameter or buffer
     _block_costs: BlockCosts = field(init=False)
     _folded: FoldedGraph = field(init=False)
@@ -92,7 +95,7 @@ class Candidates:
     # -- devices and links ----------------------------------------------------------------------------------------
 
     def ranks(self, config: Degrees, stage: int) -> tuple[int, ...]:
-        """The stage's devices, row-major over (dp, tp): tensor ranks are neighbours."""
+        """The stage's devices, row-major over (dp, tensor axes): tensor ranks are neighbours."""
         count = config.dp * config.tp
         return tuple(range(stage * count, (stage + 1) * count))
 
@@ -100,24 +103,25 @@ class Candidates:
         """Bytes of the stage's smallest device."""
         return min(self.cluster.device(rank).memory_bytes for rank in self.ranks(config, stage))
 
-    def tensor_link(self, config: Degrees) -> Link:
-        """The slowest link of any tensor group."""
-        groups = [range(start, start + config.tp) for start in range(0, config.devices, config.tp)]
-        return self._slowest_group("tensor", config, groups)
+    def tensor_axes(self, config: Degrees) -> tuple[TensorAxis, ...]:
+        """The tensor axes, outermost first, each with the slowest link of any group along it."""
+        names = (TENSOR_AXIS,) if len(config.axes) == 1 else TENSOR_AXES
+        found, stride = [], config.tp
+        for name, parts in zip(names, config.axes, strict=False):
+            stride //= parts
+            found.append(TensorAxis(name, parts, self._group_link(config.devices, parts, stride)))
+        return tuple(found)
 
     def data_link(self, config: Degrees) -> Link:
         """The slowest link of any group of replicas."""
-        count = config.dp * config.tp
-        groups = [
-            range(stage * count + offset, (stage + 1) * count, config.tp)
-            for stage in range(config.pp)
-            for offset in range(config.tp)
-        ]
-        return self._slowest_group("data", config, groups)
+        return self._group_link(config.devices, config.dp, config.tp)
 
-    def _slowest_group(self, what: str, config: Degrees, groups: Sequence[Sequence[int]]) -> Link:
-        key = (what, config.pp, config.dp, config.tp)
+    def _group_link(self, devices: int, parts: int, stride: int) -> Link:
+        """The slowest link of any group of ``parts`` ranks that lie ``stride`` apart."""
+        key = (devices, parts, stride)
         if key not in self._links:
+            starts = [base + offset for base in range(0, devices, parts * stride) for offset in range(stride)]
+            groups = [range(start, start + parts * stride, stride) for start in starts]
             self._links[key] = _slowest([self.cluster.group_link(group) for group in groups])
         return self._links[key]
 
@@ -145,21 +149,17 @@ class Candidates:
         return deeper_warmup(config.pp, self.warmup) if isinstance(self.warmup, int) else self.warmup
 
     def axes(self, config: Degrees) -> Axes:
-        return ((TENSOR_AXIS, config.tp),) if config.tp > 1 else ()
+        return tuple((axis.name, axis.parts) for axis in self.tensor_axes(config))
+
+    def setting(self, config: Degrees) -> Setting:
+        conversions = ConversionPrices(self.tensor_axes(config), self.device)
+        return Setting(self.prices(config), conversions, config.dp, self.data_link(config), config.microbatches)
 
     def choose(self, config: Degrees, memory_limit: float | None = None) -> TensorChoice:
         """The fastest strategies; under a limit, those whose bytes over all stages stay below it."""
-        axis = TensorAxis(config.tp, self.tensor_link(config), config.dp, self.data_link(config), config.microbatches)
-        prices = self.prices(config)
+        setting = self.setting(config)
         return choose(
-            self.analysis,
-            self._folded,
-            axis,
-            prices,
-            self._block_costs,
-            self.optimizer,
-            memory_limit,
-            self.time_limit_s,
+            self.analysis, self._folded, setting, self._block_costs, self.optimizer, memory_limit, self.time_limit_s
         )
 
     def lower_bound(self, config: Degrees) -> float:
@@ -239,17 +239,11 @@ class Candidates:
 
     def problem(self, config: Degrees, choice: TensorChoice) -> StageProblem:
         """How to cut the blocks into stages, for a candidate and its strategies."""
-        axes = self.axes(config)
-        costs = self._block_costs.costs(
-            self.prices(config),
-            choice.strategies,
-            {name: placements[0] for name, placements in choice.storage.items()},
-            config.tp,
-            self.tensor_link(config) if config.tp > 1 else None,
-        )
+        setting = self.setting(config)
+        costs = self._block_costs.costs(setting.prices, choice.strategies, choice.storage, setting.conversions)
         if config.recompute:
             self._recompute(costs, config, choice)
-        private, tied = self._parameters(config, choice.storage, axes)
+        private, tied = self._parameters(config, choice.storage, setting)
         blocks = [
             Block(
                 f"block {index}, {self.analysis.keys[self.analysis.blocks[index].nodes[0]]}",
@@ -302,16 +296,16 @@ class Candidates:
         size = value_bytes(value).at(self.samples(config))
         if not chosen:
             return size
-        return size * share_of(tuple(item.outputs[value.index] for item in chosen), self.axes(config))
+        return size * share_of([item.outputs[value.index] for item in chosen], config.axes)
 
     def _parameters(
-        self, config: Degrees, storage: Mapping[str, Placements], axes: Axes
+        self, config: Degrees, storage: Mapping[str, Placements], setting: Setting
     ) -> tuple[list[tuple[float, float]], list[TiedGroup]]:
         """Per block the bytes of its own parameters and the seconds of their step end; parameters of several blocks."""
         private = [[0.0, 0.0] for _ in self.analysis.blocks]
         tied: list[TiedGroup] = []
         for node, found in self._readers.items():
-            amounts, seconds = self.parameter(config, node, storage, axes)
+            amounts, seconds = self.parameter(node, storage, setting)
             if len(found) == 1:
                 (index,) = found
                 private[index][0] += amounts.total
@@ -326,23 +320,17 @@ class Candidates:
         return [(size, seconds) for size, seconds in private], tied
 
     def parameter(
-        self, config: Degrees, node: fx.Node, storage: Mapping[str, Placements], axes: Axes
+        self, node: fx.Node, storage: Mapping[str, Placements], setting: Setting
     ) -> tuple[ParameterBytes, float]:
         """What one rank holds for a parameter, and seconds of its step end: gradient sums and the optimizer."""
         info = self.analysis.program.tensors[node.meta["name"]]
-        placements = storage.get(info.name, ())
-        share = share_of(placements, axes) if placements else 1.0
+        placements = storage.get(info.name, (REPLICATE,) * len(setting.axes))
+        share = share_of(placements, setting.sizes)
         whole = parameter_bytes(info.shape, info.dtype, self.optimizer, info.trainable)
         held = ParameterBytes(
             round(whole.weight * share), round(whole.gradient * share), round(whole.optimizer * share)
         )
-        if not info.trainable:
-            return held, 0.0
-        seconds = self.prices(config).optimizer_seconds(held.weight)
-        seconds += bucketed_all_reduce_seconds(held.gradient, config.dp, self.data_link(config))
-        if BROADCAST in placements:
-            seconds += bucketed_all_reduce_seconds(held.gradient, config.tp, self.tensor_link(config))
-        return held, seconds
+        return held, setting.step_end_seconds(whole.weight, placements) if info.trainable else 0.0
 
 
 def pipeline_floor(work: float, config: Degrees) -> float:

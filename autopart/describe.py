@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopart.candidates import TENSOR_AXIS, Answer, Candidates
-from autopart.cost.communication import send_seconds, transition
+from autopart.cost.communication import send_seconds
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
 from autopart.passes.graph import Value
 from autopart.passes.partition import StageGraph
 from autopart.passes.program import Program, Role
-from autopart.passes.rules import Strategy
 from autopart.passes.shard import Axes, collective_counts, value_placements
 from autopart.plan import Plan, StagePlan, Transfers
 from autopart.predict import simulate_plan
-from autopart.prices import share_of
+from autopart.prices import Chosen, share_of
 from autopart.realize import Realization, build, storage_names, strategy_names
 from autopart.solver.search import Degrees
+from autopart.tensor_choice import Setting
 
 
 def describe(candidates: Candidates, answer: Answer) -> Plan:
@@ -35,11 +35,11 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
     stages = []
     for index, (stage, graph) in enumerate(zip(found.stages, found.local, strict=True)):
         first, last = boundaries[index], boundaries[index + 1]
-        forward, backward = _Clock(candidates, config, stage, graph).seconds()
+        forward, backward = _Clock(candidates, config, stage, graph, choice.strategies).seconds()
         stages.append(
             StagePlan(
                 devices=candidates.ranks(config, index),
-                mesh=(("dp", config.dp), (TENSOR_AXIS, config.tp)),
+                mesh=(("dp", config.dp), *(axes or ((TENSOR_AXIS, 1),))),
                 blocks=(first, last),
                 first_op=analysis.keys[analysis.blocks[first].nodes[0]],
                 last_op=analysis.keys[analysis.blocks[last - 1].nodes[-1]],
@@ -83,24 +83,29 @@ class _Clock:
     config: Degrees
     stage: StageGraph
     graph: fx.Graph
+    strategies: Mapping[fx.Node, Chosen]
 
     def seconds(self) -> tuple[float, float]:
         """Forward and backward of one microbatch."""
         candidates, config = self.candidates, self.config
         layers = candidates.analysis.layers
-        link = candidates.tensor_link(config)
-        samples = candidates.samples(config)
+        setting = candidates.setting(config)
+        sizes = dict(candidates.axes(config))
+        numbers = {name: index for index, name in enumerate(sizes)}
         origins = self._origins()
         forward = backward = 0.0
         for node in self.graph.nodes:
             if "transition" in node.meta:
-                _, step = node.meta["transition"]
-                size, gradient = value_bytes(Value(node)).at(samples), bool(node.meta.get("differentiable"))
-                cost = transition(step.source, step.target, size, config.tp, link, candidates.device, gradient)
-                one, two = cost.forward_s, cost.backward_s
+                axis, step = node.meta["transition"]
+                gradient = bool(node.meta.get("differentiable"))
+                price = setting.conversions.step(numbers[axis], step.source, step.target, gradient)
+                size = value_bytes(Value(node)).at(setting.prices.batch)
+                # what the other axes leave; this one's ranks have or get it whole
+                others = [1 if name == axis else parts for name, parts in sizes.items()]
+                one, two = price.seconds(size * share_of(node.args[0].meta["placements"], others))
                 block = candidates.analysis.block_of.get(node.meta["user"])
             elif node in origins:
-                one, two = self._op(node, origins[node])
+                one, two = self._op(node, origins[node], setting)
                 block = candidates.analysis.block_of.get(origins[node])
             else:
                 continue
@@ -115,16 +120,12 @@ class _Clock:
         before = [node for node in self.stage.graph.nodes if graphs.is_op(node)]
         return {local: self.stage.origin[node] for node, local in zip(before, kept, strict=True)}
 
-    def _op(self, node: fx.Node, origin: fx.Node) -> tuple[float, float]:
-        prices = self.candidates.prices(self.config)
-        names = node.meta.get("strategies")
-        if not names:
-            return prices.op_seconds(origin)
-        offered = self.candidates.analysis.strategies(self.config.tp)[origin]
-        strategy = next(item for item in offered if item.name == names[0])
-        forward, backward = prices.op_seconds(origin, strategy, self.config.tp)
-        link = self.candidates.tensor_link(self.config)
-        sent, returned = prices.form_seconds(origin, strategy, self.config.tp, link)
+    def _op(self, node: fx.Node, origin: fx.Node, setting: Setting) -> tuple[float, float]:
+        chosen = self.strategies.get(origin) if node.meta.get("strategies") else None
+        if chosen is None:
+            return setting.prices.op_seconds(origin)
+        forward, backward = setting.prices.op_seconds(origin, chosen, setting.sizes)
+        sent, returned = setting.prices.form_seconds(origin, chosen, setting.axes)
         return forward + sent, backward + returned
 
 
@@ -132,14 +133,14 @@ def _transfers(
     candidates: Candidates,
     config: Degrees,
     found: Realization,
-    strategies: Mapping[fx.Node, tuple[Strategy, ...]],
+    strategies: Mapping[fx.Node, Chosen],
 ) -> Transfers:
     """Seconds between stages: every value is sent straight from the stage that makes it to those that use it."""
     sent: dict[tuple[int, int], list[float]] = {}
     samples = candidates.samples(config)
     for crossing in found.crossings:
         placements = value_placements(crossing.value, strategies, found.axes)
-        size = value_bytes(crossing.value).at(samples) * share_of(placements, found.axes)
+        size = value_bytes(crossing.value).at(samples) * share_of(placements, config.axes)
         back = size if crossing.value.node.meta.get("differentiable") else 0.0
         for target in crossing.targets:
             entry = sent.setdefault((crossing.source, target), [0.0, 0.0])
@@ -157,7 +158,7 @@ def _held(graph: fx.Graph, axes: Axes) -> int:
     total = 0
     for node in graph.nodes:
         if node.op == "placeholder" and node.meta["role"] is Role.PARAMETER:
-            total += round(node.meta["val"].numel() * share_of(node.meta["placements"], axes))
+            total += round(node.meta["val"].numel() * share_of(node.meta["placements"], [parts for _, parts in axes]))
     return total
 
 

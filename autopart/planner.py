@@ -34,7 +34,7 @@ def make_plan(
     batch: int | None = None,
     pp: int | None = None,
     dp: int | None = None,
-    tp: int | None = None,
+    tp: int | Sequence[int] | str | None = None,
     microbatches: int | None = None,
     schedule: str | None = None,
     warmup: int | Sequence[int] | None = None,
@@ -46,6 +46,7 @@ def make_plan(
 ) -> Plan:
     """The fastest plan found, with its lower bound; what is given is forced.
 
+    tp: devices that share tensors, or the sizes of their axes, outermost first: (2, 4) or "2x4".
     batch: samples of a step over all replicas (default: those of the example inputs). warmup: of 1F1B, forwards that
     each stage runs ahead of the next (1: the least; 2 hides transfers), or one number of forwards for each stage.
     time_limit_s: for each solver call. rules: what ops allow (``RULES.extended({...})`` adds a user's own); an
@@ -85,6 +86,8 @@ def make_plan(
         max_pp=None if pp else len(analysis.blocks),
         max_tp=None if tp else max(node.count for node in cluster.nodes),
     )
+    if any(len(config.axes) > 1 for config in configs):
+        raise PlanError("strategies are chosen on one tensor axis only; give tp as a number of devices")
     solving = time.perf_counter()
     result = search(configs, candidates.evaluate, candidates.lower_bound)
     solved = time.perf_counter()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
+from autopart.conversion_prices import TensorAxis
 from autopart.cost.communication import collective_seconds
 from autopart.cost.compute import copy_seconds, op_seconds
-from autopart.cost.devices import Device, Link
+from autopart.cost.devices import Device
 from autopart.cost.products import backward_products, forward_products
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
 from autopart.passes.annotate import OpCost
 from autopart.passes.rules import Strategy
-from autopart.passes.shard import Axes, Placements
+from autopart.runtime.placement import Placement
+
+Chosen = tuple[Strategy, ...]
+"""An op's strategies, one per tensor axis; none: the op is whole."""
 
 # AdamW reads weight, gradient and two moments and writes weight and moments; zeroing writes the gradient.
 _OPTIMIZER_PASSES = 8
@@ -30,36 +34,39 @@ class Prices:
     batch: int
     _cache: dict[tuple[fx.Node, float, float], tuple[float, float]] = field(default_factory=dict)
     _sizes: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
-    _shaped: dict[tuple[fx.Node, int, int], tuple[float, float]] = field(default_factory=dict)
+    _shaped: dict[tuple[fx.Node, tuple[int, ...], tuple[int, ...]], tuple[float, float]] = field(default_factory=dict)
 
-    def shares(self, node: fx.Node, strategy: Strategy | None, parts: int) -> tuple[float, float]:
+    def shares(self, node: fx.Node, chosen: Chosen, sizes: Sequence[int]) -> tuple[float, float]:
         """Shares of the op's FLOPs and of its bytes that one rank has."""
-        if strategy is None or parts == 1:
-            return 1.0, 1.0
-        if not any(placement.is_shard for placement in (*strategy.inputs, *strategy.outputs)):
+        flops = 1.0
+        for strategy, parts in zip(chosen, sizes, strict=True):
+            if any(placement.is_shard for placement in (*strategy.inputs, *strategy.outputs)):
+                flops /= parts
+        if flops == 1.0:
             return 1.0, 1.0
         if node not in self._sizes:
             values = [*graphs.inputs(node), *graphs.outputs(node)]
             self._sizes[node] = tuple(value_bytes(value).at(self.batch) for value in values)
-        sizes = self._sizes[node]
-        placements = [*strategy.inputs, *strategy.outputs]
         local = sum(
-            size / parts if placement.is_shard else size for size, placement in zip(sizes, placements, strict=True)
+            size * share for size, share in zip(self._sizes[node], value_shares(node, chosen, sizes), strict=True)
         )
-        return 1 / parts, local / (sum(sizes) or 1)
+        return flops, local / (sum(self._sizes[node]) or 1)
 
-    def op_seconds(self, node: fx.Node, strategy: Strategy | None = None, parts: int = 1) -> tuple[float, float]:
-        """Forward and backward seconds; matrix products by the shapes that one rank has."""
+    def op_seconds(self, node: fx.Node, chosen: Chosen = (), sizes: Sequence[int] = ()) -> tuple[float, float]:
+        """Forward and backward seconds of one rank's part; matrix products by the shapes that it has.
+
+        chosen: a strategy per tensor axis, of ``sizes`` ranks; none for the whole op.
+        """
         # by identity: strategies are made once per axis size and kept, and hashing them costs more than pricing
-        key = (node, id(strategy), parts)
+        key = (node, tuple(map(id, chosen)), tuple(sizes))
         if key not in self._shaped:
-            self._shaped[key] = self._shaped_seconds(node, strategy, parts)
+            self._shaped[key] = self._shaped_seconds(node, chosen, sizes)
         return self._shaped[key]
 
-    def _shaped_seconds(self, node: fx.Node, strategy: Strategy | None, parts: int) -> tuple[float, float]:
-        shares = self.shares(node, strategy, parts)
+    def _shaped_seconds(self, node: fx.Node, chosen: Chosen, sizes: Sequence[int]) -> tuple[float, float]:
+        shares = self.shares(node, chosen, sizes)
         cost = self.costs.get(node)
-        products = forward_products(node, self.batch, strategy, parts) if cost is not None and cost.contraction else ()
+        products = forward_products(node, self.batch, chosen, sizes) if cost is not None and cost.contraction else ()
         if cost is None or not products or not self.device.processors:
             return self.shared_seconds(node, *shares)
         dtype = str(graphs.outputs(node)[0].fake.dtype).removeprefix("torch.")
@@ -103,17 +110,19 @@ class Prices:
             )
         return forward, backward
 
-    def form_seconds(self, node: fx.Node, strategy: Strategy | None, parts: int, link: Link) -> tuple[float, float]:
-        """Forward and backward seconds of what an op's local form exchanges."""
+    def form_seconds(self, node: fx.Node, chosen: Chosen, axes: Sequence[TensorAxis]) -> tuple[float, float]:
+        """Forward and backward seconds of what an op's local forms exchange, each along its axis."""
         forward = backward = 0.0
-        for message in strategy.form.messages if strategy is not None and strategy.form is not None else ():
-            value = graphs.inputs(node)[message.operand]
-            size = value_bytes(value).at(self.batch) // value.fake.element_size() * message.element_bytes
-            seconds = collective_seconds(message.operation, size, parts, link)
-            if message.phase == "forward":
-                forward += seconds
-            elif node.meta.get("differentiable"):
-                backward += seconds
+        for strategy, axis in zip(chosen, axes, strict=True):
+            for message in strategy.form.messages if strategy.form is not None else ():
+                value = graphs.inputs(node)[message.operand]
+                size = value_bytes(value).at(self.batch) // value.fake.element_size() * message.element_bytes
+                share = share_of(tuple(item.inputs[message.operand] for item in chosen), [item.parts for item in axes])
+                seconds = collective_seconds(message.operation, size * share, axis.parts, axis.link)
+                if message.phase == "forward":
+                    forward += seconds
+                elif node.meta.get("differentiable"):
+                    backward += seconds
         return forward, backward
 
     def optimizer_seconds(self, weight_bytes: float) -> float:
@@ -121,9 +130,19 @@ class Prices:
         return copy_seconds(self.device, _OPTIMIZER_PASSES * weight_bytes)
 
 
-def share_of(placements: Placements, axes: Axes) -> float:
-    """The part of a tensor that one rank holds."""
+def share_of(placements: Sequence[Placement], sizes: Sequence[int]) -> float:
+    """The part of a tensor that one rank holds on axes of ``sizes`` ranks."""
     share = 1.0
-    for placement, (_, parts) in zip(placements, axes, strict=True):
+    for placement, parts in zip(placements, sizes, strict=True):
         share /= parts if placement.is_shard else 1
     return share
+
+
+def value_shares(node: fx.Node, chosen: Chosen, sizes: Sequence[int]) -> list[float]:
+    """The parts of an op's inputs and outputs, in this order, that one rank holds."""
+    shares = [1.0] * len(graphs.inputs(node)) + [1.0] * len(graphs.outputs(node))
+    for strategy, parts in zip(chosen, sizes, strict=True):
+        for index, placement in enumerate((*strategy.inputs, *strategy.outputs)):
+            if placement.is_shard:
+                shares[index] /= parts
+    return shares

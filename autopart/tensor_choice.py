@@ -1,46 +1,47 @@
-"""One strategy per op on the tensor axis: a program's graph as a problem for :mod:`autopart.solver.tensor`.
+"""One strategy per op and tensor axis: a program's graph as a problem for :mod:`autopart.solver.tensor`.
 
 Blocks that repeat are folded (:mod:`autopart.folding`): a class of equal ops is one op of the problem and takes one
 strategy, and a value's edge counts how many values it stands for. So the answer is the best one among those that treat
 equal layers equally, and the problem's size does not grow with depth.
 
 What a choice costs is seconds per microbatch: the op's share of the work, or for a parameter its optimizer step, its
-gradient's reduction over replicas, and over the tensor axis where its gradient is a partial sum, all divided by the
+gradient's reduction over replicas, and over the tensor axes where its gradient is a partial sum, all divided by the
 number of microbatches. What an edge costs is its collective forward and the gradient's backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from autopart.analysis import Analysis
 from autopart.block_costs import BlockCosts
-from autopart.cost.communication import bucketed_all_reduce_seconds, transition
+from autopart.conversion_prices import ConversionPrices, TensorAxis
+from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.cost.devices import Link
 from autopart.folding import FoldedGraph, FoldedValue, is_stored
 from autopart.passes.annotate import parameter_bytes
 from autopart.passes.graph import Value
-from autopart.passes.rules import Strategy, is_differentiable
+from autopart.passes.rules import is_differentiable
 from autopart.passes.shard import Placements
-from autopart.prices import Prices
-from autopart.runtime.placement import BROADCAST, REPLICATE, Placement
+from autopart.prices import Chosen, Prices, share_of
+from autopart.runtime.placement import BROADCAST, REPLICATE
 from autopart.solver import tensor
 from autopart.solver.tensor_problem import Choice, Edge, Op, TensorProblem, TensorSolution
 
 
 @dataclass(frozen=True, slots=True)
 class TensorChoice:
-    """Strategies for every op of the graph (one axis), storage of parameters and buffers, and the solver's account.
+    """Strategies for every op of the graph, one per axis, storage of parameters and buffers, and the solver's account.
 
     storage: by name; one placement per tensor axis. solution: None when there is one rank and nothing to choose.
     work_bound_s: no strategies make the ops and conversions of one microbatch take less, parameters left aside.
     memory_bytes: what the strategies hold over all stages, one microbatch in flight (each op's kept tensors by itself).
     """
 
-    strategies: dict[fx.Node, tuple[Strategy, ...]]
+    strategies: dict[fx.Node, Chosen]
     storage: dict[str, Placements]
     solution: TensorSolution | None
     work_bound_s: float = 0.0
@@ -48,21 +49,41 @@ class TensorChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorAxis:
-    """The setting of a choice: a tensor axis of ``parts`` ranks on ``link``, and ``dp`` replicas on ``data_link``."""
+class Setting:
+    """Where strategies are chosen: the prices of ops and conversions on the tensor axes, and what a step repeats.
 
-    parts: int
-    link: Link
+    dp: replicas, on ``data_link``. microbatches: of each replica, in one step.
+    """
+
+    prices: Prices
+    conversions: ConversionPrices
     dp: int
     data_link: Link
     microbatches: int
+
+    @property
+    def axes(self) -> tuple[TensorAxis, ...]:
+        return self.conversions.axes
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(axis.parts for axis in self.axes)
+
+    def step_end_seconds(self, whole_bytes: float, placements: Placements) -> float:
+        """Seconds of a trained parameter's step end: sums of its gradient over replicas and axes, the optimizer."""
+        held = whole_bytes * share_of(placements, self.sizes)
+        seconds = self.prices.optimizer_seconds(held)
+        seconds += bucketed_all_reduce_seconds(held, self.dp, self.data_link)
+        for placement, axis in zip(placements, self.axes, strict=True):
+            if placement == BROADCAST:
+                seconds += bucketed_all_reduce_seconds(held, axis.parts, axis.link)
+        return seconds
 
 
 def choose(
     analysis: Analysis,
     folded: FoldedGraph,
-    axis: TensorAxis,
-    prices: Prices,
+    setting: Setting,
     block_costs: BlockCosts,
     optimizer: str = "adamw",
     memory_limit: float | None = None,
@@ -72,90 +93,75 @@ def choose(
 
     memory_limit: for TensorChoice.memory_bytes. Raises InfeasibleError when no strategies hold that little.
     """
-    if axis.parts == 1:
+    if not setting.axes:
         return TensorChoice({}, {}, None)
-    return _Builder(analysis, folded, axis, prices, block_costs, optimizer).solve(memory_limit, time_limit_s)
+    return _Builder(analysis, folded, setting, block_costs, optimizer).solve(memory_limit, time_limit_s)
 
 
 @dataclass(slots=True)
 class _Builder:
     analysis: Analysis
     folded: FoldedGraph
-    axis: TensorAxis
-    prices: Prices
+    setting: Setting
     block_costs: BlockCosts
     optimizer: str
-    ids: dict[Placement, int] = field(default_factory=dict)
+    ids: dict[Placements, int] = field(default_factory=dict)
 
-    @property
-    def offered(self) -> Mapping[fx.Node, tuple[Strategy, ...]]:
-        return self.analysis.strategies(self.axis.parts)
+    def offered(self, node: fx.Node) -> tuple[Chosen, ...]:
+        """The strategies of an op, or ways to store a parameter, one per axis."""
+        (parts,) = self.setting.sizes
+        return tuple((strategy,) for strategy in self.analysis.strategies(parts)[node])
 
-    def id_of(self, placement: Placement) -> int:
-        return self.ids.setdefault(placement, len(self.ids))
+    def id_of(self, placements: Placements) -> int:
+        return self.ids.setdefault(placements, len(self.ids))
 
     # -- choices --------------------------------------------------------------------------------------------------
 
-    def stored(self, node: fx.Node, strategy: Strategy, count: int) -> Choice:
+    def stored(self, node: fx.Node, chosen: Chosen, count: int) -> Choice:
         """A way to store a parameter: its step end per microbatch, and what it holds."""
-        (placement,), axis = strategy.outputs, self.axis
+        placements = tuple(strategy.outputs[0] for strategy in chosen)
         info = self.analysis.program.tensors[node.meta["name"]]
         memory = parameter_bytes(info.shape, info.dtype, self.optimizer, info.trainable).total
-        seconds = 0.0
-        if info.trainable:
-            whole = self.block_costs.size(Value(node)).at(1)
-            held = whole // axis.parts if placement.is_shard else whole
-            seconds = self.prices.optimizer_seconds(held)
-            seconds += bucketed_all_reduce_seconds(held, axis.dp, axis.data_link)
-            if placement == BROADCAST:
-                seconds += bucketed_all_reduce_seconds(whole, axis.parts, axis.link)
+        whole = self.block_costs.size(Value(node)).at(1)
+        seconds = self.setting.step_end_seconds(whole, placements) if info.trainable else 0.0
         return Choice(
-            strategy.name,
-            seconds / axis.microbatches * count,
-            (self.id_of(placement),),
-            memory=(memory / axis.parts if placement.is_shard else memory) * count,
+            name_of(chosen),
+            seconds / self.setting.microbatches * count,
+            (self.id_of(placements),),
+            memory=memory * share_of(placements, self.setting.sizes) * count,
         )
 
-    def run(self, node: fx.Node, strategy: Strategy, count: int) -> Choice:
+    def run(self, node: fx.Node, chosen: Chosen, count: int) -> Choice:
         """A way to run an op: its share of the work, and what it keeps for the backward."""
-        computed = self.prices.op_seconds(node, strategy, self.axis.parts)
-        exchanged = self.prices.form_seconds(node, strategy, self.axis.parts, self.axis.link)
+        prices, sizes = self.setting.prices, self.setting.sizes
+        computed = prices.op_seconds(node, chosen, sizes)
+        exchanged = prices.form_seconds(node, chosen, self.setting.axes)
         return Choice(
-            strategy.name,
+            name_of(chosen),
             (sum(computed) + sum(exchanged)) * count,
-            tuple(self.id_of(placement) for placement in strategy.outputs),
-            tuple(self.id_of(placement) for placement in strategy.inputs),
-            self.block_costs.kept_bytes(node, strategy, self.axis.parts, self.prices.batch) * count,
+            tuple(map(self.id_of, zip(*(strategy.outputs for strategy in chosen), strict=True))),
+            tuple(map(self.id_of, zip(*(strategy.inputs for strategy in chosen), strict=True))),
+            self.block_costs.kept_bytes(node, chosen, sizes, prices.batch) * count,
         )
 
     def op(self, nodes: Sequence[fx.Node]) -> Op:
         node = nodes[0]
         way = self.stored if is_stored(node) else self.run
-        return Op(node.name, tuple(way(node, strategy, len(nodes)) for strategy in self.offered[node]))
+        return Op(node.name, tuple(way(node, chosen, len(nodes)) for chosen in self.offered(node)))
 
     # -- edges ----------------------------------------------------------------------------------------------------
 
-    def edge(self, value: FoldedValue, ops: Sequence[Op], placements: Sequence[Placement]) -> Edge:
+    def edge(self, value: FoldedValue, ops: Sequence[Op], placements: Sequence[Placements]) -> Edge:
         """The collectives between how a value is made and how it is read; statistics are stored as they are used."""
         costs: dict[tuple[int, int], float] = {}
         if not value.as_stored:
-            size, gradient = (
-                self.block_costs.size(value.example).at(self.prices.batch),
-                is_differentiable(value.example),
-            )
+            size = self.block_costs.size(value.example).at(self.setting.prices.batch)
+            gradient = is_differentiable(value.example)
             wanted = {choice.inputs[slot] for op, slot in value.uses for choice in ops[op].choices}
             for have in {choice.outputs[value.slot] for choice in ops[value.source].choices}:
                 for want in wanted:
-                    step = transition(
-                        placements[have],
-                        placements[want],
-                        size,
-                        self.axis.parts,
-                        self.axis.link,
-                        self.prices.device,
-                        gradient,
-                    )
-                    costs[have, want] = step.seconds
+                    steps = self.setting.conversions.seconds(placements[have], placements[want], size, gradient)
+                    costs[have, want] = sum(steps)
         return Edge(value.source, value.slot, value.uses, costs, value.count)
 
     # -- the answer -----------------------------------------------------------------------------------------------
@@ -164,20 +170,25 @@ class _Builder:
         classes = self.folded.classes
         ops = [self.op(nodes) for nodes in classes]
         stored = [op for op, nodes in zip(ops, classes, strict=True) if is_stored(nodes[0])]
-        ops.append(Op("output", (Choice("R", 0.0, (), (self.id_of(REPLICATE),)),)))
+        ops.append(Op("output", (Choice("R", 0.0, (), (self.id_of((REPLICATE,) * len(self.setting.axes)),)),)))
         placements = list(self.ids)
         edges = tuple(self.edge(value, ops, placements) for value in self.folded.values)
         problem = TensorProblem(tuple(ops), edges, memory_limit)
         solution = tensor.solve(problem, time_limit_s)
-        strategies: dict[fx.Node, tuple[Strategy, ...]] = {}
+        strategies: dict[fx.Node, Chosen] = {}
         storage: dict[str, Placements] = {}
         for nodes, index in zip(classes, solution.choices, strict=False):
-            chosen = self.offered[nodes[0]][index]
+            chosen = self.offered(nodes[0])[index]
             for node in nodes:
                 if is_stored(node):
-                    storage[node.meta["name"]] = (chosen.outputs[0],)
+                    storage[node.meta["name"]] = tuple(strategy.outputs[0] for strategy in chosen)
                 else:
-                    strategies[node] = (chosen,)
+                    strategies[node] = chosen
         most = sum(max(choice.cost for choice in op.choices) for op in stored)
         work = max(0.0, solution.bound - most)
         return TensorChoice(strategies, storage, solution, work, problem.memory(solution.choices))
+
+
+def name_of(chosen: Chosen) -> str:
+    """Strategies as a plan writes them."""
+    return ",".join(strategy.name for strategy in chosen)

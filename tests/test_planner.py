@@ -79,7 +79,7 @@ def test_the_search_is_exhaustive(memory_bandwidth: float) -> None:
             batch=4,
             pp=config.pp,
             dp=config.dp,
-            tp=config.tp,
+            tp=config.axes or 1,
             microbatches=config.microbatches,
             recompute="full" if config.recompute else "none",
         )

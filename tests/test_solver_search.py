@@ -8,11 +8,11 @@ import random
 import pytest
 
 from autopart.runtime.errors import InfeasibleError, PlanError
-from autopart.solver.search import Degrees, Evaluation, Status, degrees, search
+from autopart.solver.search import Degrees, Evaluation, Status, degrees, factorizations, read_axes, search
 
 
 def configs(count: int) -> list[Degrees]:
-    return [Degrees(1, 1, 1, number + 1, "1f1b") for number in range(count)]
+    return [Degrees(1, 1, (), number + 1, "1f1b") for number in range(count)]
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -100,6 +100,24 @@ def test_forced_values_and_limits() -> None:
     assert all(d.pp <= 2 for d in degrees(64, 32, max_pp=2))
 
 
+def test_tensor_axes_are_factorizations_in_every_order() -> None:
+    assert factorizations(8, 1) == ((8,),)
+    assert factorizations(8, 3) == ((8,), (2, 4), (4, 2), (2, 2, 2))
+    assert factorizations(12, 2) == ((12,), (2, 6), (3, 4), (4, 3), (6, 2))
+    assert factorizations(1, 3) == ((),)
+    found = {config.axes for config in degrees(8, 8, max_axes=2)}
+    assert found == {(), (2,), (4,), (2, 2), (8,), (2, 4), (4, 2)}
+    assert {config.axes for config in degrees(8, 8, tp=(4, 2))} == {(4, 2)}
+    assert {config.axes for config in degrees(8, 8, tp=8, max_axes=2)} == {(8,), (2, 4), (4, 2)}
+
+
+def test_a_tensor_degree_is_read_as_a_number_or_as_axes() -> None:
+    assert [read_axes(tp) for tp in (1, 4, "4", "2x4", (2, 4), (4,))] == [1, 4, 4, (2, 4), (2, 4), 4]
+    for wrong in ("2x", "x", "2x1", "0", (0,), (), "2x2x2x2"):
+        with pytest.raises(PlanError, match="tp"):
+            read_axes(wrong)
+
+
 def test_batch_that_does_not_divide_says_what_would() -> None:
     with pytest.raises(PlanError, match=r"batch of 6 .* dp=4.*would do: 4, 8"):
         degrees(4, 6, dp=4)
@@ -117,10 +135,15 @@ def test_devices_that_do_not_divide_say_what_would() -> None:
 
 
 def test_values_check_themselves() -> None:
-    with pytest.raises(ValueError, match="tp is at least 1"):
-        Degrees(1, 1, 0, 1, "1f1b")
+    with pytest.raises(ValueError, match="dp is at least 1"):
+        Degrees(1, 0, (), 1, "1f1b")
     with pytest.raises(ValueError, match="schedule"):
-        Degrees(1, 1, 1, 1, "")
+        Degrees(1, 1, (), 1, "")
     with pytest.raises(ValueError, match="not seconds"):
         Evaluation(None, math.inf, 0.0)
-    assert str(Degrees(2, 3, 4, 5, "gpipe", True)) == "pp=2 dp=3 tp=4 microbatches=5 gpipe recompute"
+    with pytest.raises(ValueError, match="at most 3 tensor axes"):
+        Degrees(1, 1, (2, 2, 2, 2), 1, "1f1b")
+    with pytest.raises(ValueError, match="at least 2 devices each"):
+        Degrees(1, 1, (2, 1), 1, "1f1b")
+    assert str(Degrees(1, 1, (2, 4), 1, "1f1b")) == "pp=1 dp=1 tp=2x4 microbatches=1 1f1b"
+    assert str(Degrees(2, 3, (4,), 5, "gpipe", True)) == "pp=2 dp=3 tp=4 microbatches=5 gpipe recompute"

@@ -184,7 +184,7 @@ def test_captured_products_are_those_of_the_closed_form() -> None:
         for strategy in analysis.strategies(2)[node]:
             # what bounds are made of is no more than what plans are priced with
             lower = prices.shared_seconds(node, 0.5, 0.5)
-            upper = prices.op_seconds(node, strategy, 2)
+            upper = prices.op_seconds(node, (strategy,), (2,))
             assert all(low <= high * (1 + 1e-9) for low, high in zip(lower, upper, strict=True))
 
 

@@ -56,7 +56,12 @@ def add_limits(parser: argparse.ArgumentParser, cluster_required: bool) -> None:
     )
     parser.add_argument("--pp", type=positive, metavar="N", help="pipeline stages")
     parser.add_argument("--dp", type=positive, metavar="N", help="data-parallel replicas")
-    parser.add_argument("--tp", type=positive, metavar="N", help="devices that share the tensors of a stage")
+    parser.add_argument(
+        "--tp",
+        type=tensor_axes,
+        metavar="N[xN[xN]]",
+        help="devices that share the tensors of a stage, on axes such as 2x4",
+    )
     parser.add_argument("--microbatches", type=positive, metavar="N", help="pieces of each replica's batch")
     parser.add_argument("--schedule", choices=("gpipe", "1f1b"), help="order of the microbatches' passes")
     parser.add_argument(
@@ -79,6 +84,16 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def tensor_axes(text: str) -> int | tuple[int, ...]:
+    from autopart.runtime.errors import PlanError
+    from autopart.solver.search import read_axes
+
+    try:
+        return read_axes(text)
+    except PlanError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def warmup(text: str) -> int | tuple[int, ...]:

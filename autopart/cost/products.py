@@ -12,6 +12,7 @@ Convolutions and einsums have no entry: their FLOPs are priced without shapes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 from torch import fx
@@ -23,22 +24,27 @@ from autopart.passes.graph import Value
 from autopart.passes.rules import Strategy
 from autopart.passes.saved import needs_gradient
 from autopart.passes.storage import op_name
-from autopart.runtime.placement import REPLICATE, Placement
+from autopart.runtime.placement import Placement
 
 _TWO_OPERANDS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 _ATTENTION = "scaled_dot_product_attention"
 
 
 def forward_products(
-    node: fx.Node, batch: int, strategy: Strategy | None = None, parts: int = 1
+    node: fx.Node, batch: int, chosen: Sequence[Strategy] = (), sizes: Sequence[int] = ()
 ) -> tuple[Product, ...]:
-    """The op's products for ``batch`` samples on one of ``parts`` ranks; none where shapes are not what counts."""
+    """The op's products for ``batch`` samples on one rank; none where shapes are not what counts.
+
+    chosen: one strategy per tensor axis, of ``sizes`` ranks.
+    """
     name = op_name(node)
     if name not in _TWO_OPERANDS and name != _ATTENTION:
         return ()
     values = graphs.inputs(node)
-    placements = strategy.inputs if strategy is not None else (REPLICATE,) * len(values)
-    shapes = [_local(value, placement, batch, parts) for value, placement in zip(values, placements, strict=True)]
+    shapes = [
+        _local(value, [strategy.inputs[index] for strategy in chosen], batch, sizes)
+        for index, value in enumerate(values)
+    ]
     if name == _ATTENTION:
         if len(shapes) < 3:  # one tensor in two roles
             return ()
@@ -67,8 +73,9 @@ def backward_products(node: fx.Node, forward: tuple[Product, ...]) -> tuple[Prod
     return tuple(gradient for gradient, value in zip(gradients, operands, strict=True) if needs_gradient(value))
 
 
-def _local(value: Value, placement: Placement, batch: int, parts: int) -> tuple[int, ...]:
-    sizes = [max(1, size(dim).at(batch)) for dim in value.fake.shape]
-    if placement.is_shard:
-        sizes[placement.dim] = max(1, sizes[placement.dim] // parts)
-    return tuple(sizes)
+def _local(value: Value, placements: Sequence[Placement], batch: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    shape = [max(1, size(dim).at(batch)) for dim in value.fake.shape]
+    for placement, parts in zip(placements, sizes, strict=True):
+        if placement.is_shard:
+            shape[placement.dim] = max(1, shape[placement.dim] // parts)
+    return tuple(shape)

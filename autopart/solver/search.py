@@ -17,29 +17,39 @@ from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver.tensor_problem import relative_gap
 
 Answer = TypeVar("Answer")
+MOST_AXES = 3
+"""Tensor axes of a mesh: the 3-D scheme needs three."""
 
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """A configuration: pp stages x dp replicas x tp-way tensor parallel, and how a step runs on it.
+    """A configuration: pp stages x dp replicas x tensor axes, and how a step runs on it.
 
-    microbatches: per replica and step. schedule: a schedule's name. recompute: activations are computed again in the
-    backward.
+    axes: sizes of the tensor axes, outermost first; a stage's devices are row-major over (dp, *axes), so that the last
+    axis joins neighbours. microbatches: per replica and step. schedule: a schedule's name. recompute: activations are
+    computed again in the backward.
     """
 
     pp: int
     dp: int
-    tp: int
+    axes: tuple[int, ...]
     microbatches: int
     schedule: str
     recompute: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("pp", "dp", "tp", "microbatches"):
+        for name in ("pp", "dp", "microbatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is at least 1, not {getattr(self, name)}")
+        if len(self.axes) > MOST_AXES or any(size < 2 for size in self.axes):
+            raise ValueError(f"at most {MOST_AXES} tensor axes of at least 2 devices each, not {self.axes}")
         if not self.schedule:
             raise ValueError("a configuration names its schedule")
+
+    @property
+    def tp(self) -> int:
+        """Devices that share one replica of a stage."""
+        return math.prod(self.axes)
 
     @property
     def devices(self) -> int:
@@ -47,7 +57,34 @@ class Degrees:
 
     def __str__(self) -> str:
         recompute = " recompute" if self.recompute else ""
-        return f"pp={self.pp} dp={self.dp} tp={self.tp} microbatches={self.microbatches} {self.schedule}{recompute}"
+        tp = axes_text(self.axes)
+        return f"pp={self.pp} dp={self.dp} tp={tp} microbatches={self.microbatches} {self.schedule}{recompute}"
+
+
+def axes_text(axes: Sequence[int]) -> str:
+    """``2x4`` for two axes, ``8`` for one, ``1`` for none."""
+    return "x".join(map(str, axes)) or "1"
+
+
+def read_axes(tp: int | Sequence[int] | str) -> int | tuple[int, ...]:
+    """A tensor degree as users write it: a number, whose axes are free, or sizes (``"2x4"``, ``(2, 4)``).
+
+    Raises PlanError for anything else.
+    """
+    if isinstance(tp, int):
+        sizes: tuple[int, ...] = (tp,)
+    elif isinstance(tp, str):
+        parts = tp.split("x")
+        if not all(part.isdecimal() for part in parts):
+            raise PlanError(f"tp={tp!r} is neither a number of devices nor sizes of axes such as 2x4")
+        sizes = tuple(map(int, parts))
+    else:
+        sizes = tuple(tp)
+    if min(sizes, default=0) < 1 or (len(sizes) > 1 and min(sizes) < 2):
+        raise PlanError(f"tp is at least 1, and each of several tensor axes at least 2, not {axes_text(sizes)}")
+    if len(sizes) > MOST_AXES:
+        raise PlanError(f"tp={axes_text(sizes)}: there are at most {MOST_AXES} tensor axes")
+    return sizes[0] if len(sizes) == 1 else sizes
 
 
 class Status(enum.Enum):
@@ -155,18 +192,23 @@ def degrees(
     *,
     pp: int | None = None,
     dp: int | None = None,
-    tp: int | None = None,
+    tp: int | Sequence[int] | str | None = None,
     microbatches: int | None = None,
     schedules: Sequence[str] = ("1f1b",),
     recompute: Sequence[bool] = (False, True),
     max_pp: int | None = None,
     max_tp: int | None = None,
+    max_axes: int = 1,
 ) -> tuple[Degrees, ...]:
     """Every configuration of exactly ``devices`` devices whose microbatches divide a batch of ``batch`` samples.
 
-    pp, dp, tp, microbatches: forced where given. Raises PlanError, saying what would do, when nothing matches.
+    pp, dp, tp, microbatches: forced where given; tp as :func:`read_axes` takes it. max_axes: tensor axes that a tensor
+    degree is factored into where its axes are not given. Raises PlanError, saying what would do, when nothing matches.
     """
-    for name, value in (("devices", devices), ("batch", batch), ("pp", pp), ("dp", dp), ("tp", tp)):
+    wanted = None if tp is None else read_axes(tp)
+    axes = wanted if isinstance(wanted, tuple) else None
+    count = math.prod(wanted) if isinstance(wanted, tuple) else wanted
+    for name, value in (("devices", devices), ("batch", batch), ("pp", pp), ("dp", dp)):
         if value is not None and value < 1:
             raise PlanError(f"{name} is at least 1, not {value}")
     if microbatches is not None and microbatches < 1:
@@ -176,24 +218,39 @@ def degrees(
     meshes = [
         mesh
         for mesh in _meshes(devices)
-        if all(want in (None, have) for want, have in zip((pp, dp, tp), mesh, strict=True))
+        if all(want in (None, have) for want, have in zip((pp, dp, count), mesh, strict=True))
         and (max_pp is None or mesh[0] <= max_pp)
         and (max_tp is None or mesh[2] <= max_tp)
     ]
     if not meshes:
-        raise PlanError(_no_mesh(devices, {"pp": pp, "dp": dp, "tp": tp}, {"pp": max_pp, "tp": max_tp}))
+        raise PlanError(_no_mesh(devices, {"pp": pp, "dp": dp, "tp": count}, {"pp": max_pp, "tp": max_tp}))
     result = tuple(
-        Degrees(*mesh, count, schedule, again)
-        for mesh in meshes
-        if batch % mesh[1] == 0
-        for count in _divisors(batch // mesh[1])
-        if microbatches in (None, count)
+        Degrees(pp, dp, sizes, pieces, schedule, again)
+        for pp, dp, tensor in meshes
+        if batch % dp == 0
+        for sizes in ([axes] if axes else factorizations(tensor, max_axes))
+        for pieces in _divisors(batch // dp)
+        if microbatches in (None, pieces)
         for schedule in schedules
         for again in recompute
     )
     if not result:
         raise PlanError(_no_batch(batch, sorted({mesh[1] for mesh in meshes}), microbatches))
     return result
+
+
+def factorizations(tensor: int, most: int) -> tuple[tuple[int, ...], ...]:
+    """All ways to write a tensor degree as at most ``most`` ordered axes, fewest axes first; one way, (), for 1.
+
+    The order decides which link an axis lies on.
+    """
+    if tensor == 1:
+        return ((),)
+    found: list[tuple[int, ...]] = [(tensor,)]
+    if most > 1:
+        for outer in _divisors(tensor)[1:-1]:
+            found += [(outer, *inner) for inner in factorizations(tensor // outer, most - 1)]
+    return tuple(sorted(found, key=lambda sizes: (len(sizes), sizes)))
 
 
 def _considered(
