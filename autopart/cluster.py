@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from autopart.cost import calibrated
 from autopart.cost import devices as presets
 from autopart.cost.devices import Device, Link
 from autopart.runtime.errors import ClusterError
@@ -161,6 +162,8 @@ class Cluster:
     def local(n: int | None = None) -> Cluster:
         """This host's CUDA devices, or ``n`` CPU devices that share its memory and cores.
 
+        Speeds are those that ``autopart calibrate`` measured here, with as many ranks or with the nearest number of
+        them (see autopart.cost.calibration); presets where it was never run.
         n: devices of the whole job, default WORLD_SIZE, else those present. Under torchrun on several hosts
         (LOCAL_WORLD_SIZE below WORLD_SIZE) every host is taken to be like this one. Raises ClusterError when
         there are fewer devices than ranks, or when the GPU is not among the presets.
@@ -179,9 +182,15 @@ class Cluster:
             raise ClusterError(
                 f"{count} devices were asked for, this host has {present}; start fewer processes per host"
             )
-        device = presets.from_cuda_name(torch.cuda.get_device_name(0))
+        calibration = calibrated.find("cuda", count)
+        if calibration is None:
+            device = presets.from_cuda_name(torch.cuda.get_device_name(0))
+        else:
+            device = calibration.applied(calibrated.base_device("cuda"), count)
         memory = min(device.memory_bytes, torch.cuda.get_device_properties(0).total_memory)
         node = Node.of(replace(device, memory_bytes=memory), count)
+        if calibration is not None and calibration.link is not None:
+            node = replace(node, inside=calibration.link)
         return Cluster((node,) * (1 if total is None else max(1, total // count)))
 
     @staticmethod
@@ -234,16 +243,15 @@ def _group_text(node: str, count: int) -> str:
 
 
 def _host_node(count: int) -> Node:
-    """``count`` CPU devices that share this host's memory and cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """``count`` CPU devices that share this host's memory and cores, as fast as measured or as presets say."""
     core = presets.device("CPU")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
-    share = cores / count
+    held = memory // count if memory else core.memory_bytes
+    calibration = calibrated.find("cpu", count)
+    if calibration is not None:
+        node = Node.of(replace(calibration.applied(core, count), memory_bytes=held), count)
+        return node if calibration.link is None else replace(node, inside=calibration.link)
+    share = calibrated.host_cores() / count
     peaks: Mapping[str, float] = {name: rate * share for name, rate in core.peak_flops.items()}
-    device = replace(
-        core,
-        memory_bytes=memory // count if memory else core.memory_bytes,
-        peak_flops=peaks,
-        memory_bandwidth=core.memory_bandwidth * share,
-    )
+    device = replace(core, memory_bytes=held, peak_flops=peaks, memory_bandwidth=core.memory_bandwidth * share)
     return Node.of(device, count)

@@ -1,4 +1,4 @@
-"""The command line: ``autopart inspect | plan | show | simulate | emit | verify | validate | rules | checkpoint``.
+"""The command line: ``autopart inspect | plan | show | simulate | emit | verify | validate | calibrate | …``.
 
 Results go to stdout, progress and errors to stderr. Exit status: 0; 1 when ``verify`` or ``rules`` finds a
 difference; 2 when a command could not do its work, with one line that says why. What a command needs is imported when
@@ -14,9 +14,31 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from autopart.cli import checkpoints, emitting, inspecting, planning, rules, showing, simulating, validating, verifying
+from autopart.cli import (
+    calibrating,
+    checkpoints,
+    emitting,
+    inspecting,
+    planning,
+    rules,
+    showing,
+    simulating,
+    validating,
+    verifying,
+)
 
-_COMMANDS = (inspecting, planning, showing, simulating, emitting, verifying, validating, rules, checkpoints)
+_COMMANDS = (
+    inspecting,
+    planning,
+    showing,
+    simulating,
+    emitting,
+    verifying,
+    validating,
+    calibrating,
+    rules,
+    checkpoints,
+)
 FAILED = 2
 INTERRUPTED = 130
 

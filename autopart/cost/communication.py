@@ -27,6 +27,8 @@ ALL_REDUCE = "all_reduce"
 ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 ALL_TO_ALL = "all_to_all"
+COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
+SEND = "send"
 
 CALL_S = 6.6e-6
 """Seconds that one collective takes on empty tensors (baseLat of a ring in NCCL's src/graph/tuning.cc)."""

@@ -18,11 +18,19 @@ FILL_K is the small-shape floor: a tile fills its pipeline of operands first and
 long as that many more steps along k. ``rate``: smaller tiles load more operands per FLOP. ``parts`` (split-k) divides
 k among tiles and pays for adding up partial sums. As cuBLAS does by its heuristics, the best tile and split are taken.
 Nothing of this falls when a size grows.
+
+Fused attention keeps its scores on the chip: it reads query, key and value and writes the result (what ``num_bytes``
+counts), and reaches a share of the peak of its own. Its thread blocks take ATTENTION_ROWS rows of the sequence of one
+head of one sample each (Dao, FlashAttention-2, arXiv 2307.08691, section 3.2), so that short sequences and few heads
+leave multiprocessors idle::
+
+    blocks     = groups ceil(sequence / ATTENTION_ROWS)
+    arithmetic = flops / (peak attention) * padded rows / rows * ceil(blocks / processors) processors / blocks
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
@@ -32,6 +40,8 @@ FILL_K = 96
 """Steps along k that filling and emptying a tile's pipeline takes: three stages of 32 elements (CUTLASS' default)."""
 OPERAND = 24.0
 """Weight of loading one operand element against one multiply-add per output row or column of the tile."""
+ATTENTION_ROWS = 128
+"""Rows of the sequence that one thread block of fused attention takes."""
 _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (32, 64), (64, 32), (32, 32))
 _LARGEST = 1 / 256 + 1 / 128
 _SPLITS = (1, 2, 3, 4, 6, 8, 16)
@@ -61,12 +71,13 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """``groups`` matrix products of ``m x k`` by ``k x n``."""
+    """``groups`` matrix products of ``m x k`` by ``k x n``. fused: inside a kernel of fused attention."""
 
     m: int
     n: int
     k: int
     groups: int = 1
+    fused: bool = False
 
     def __post_init__(self) -> None:
         if min(self.m, self.n, self.k, self.groups) < 1:
@@ -83,7 +94,7 @@ class Product:
     @property
     def backward(self) -> tuple[Product, Product]:
         """The factors' gradients: ``m x n`` by ``n x k`` and ``k x m`` by ``m x n``."""
-        return Product(self.m, self.k, self.n, self.groups), Product(self.k, self.n, self.m, self.groups)
+        return replace(self, n=self.k, k=self.n), replace(self, m=self.k, k=self.m)
 
 
 def op_seconds(
@@ -116,11 +127,24 @@ def copy_seconds(device: Device, num_bytes: float, efficiency: Efficiency | None
 
 def product_seconds(device: Device, product: Product, dtype: str, efficiency: Efficiency | None = None) -> float:
     """Seconds of a matrix product's arithmetic, without traffic and launch."""
+    if product.fused:
+        return _fused_seconds(product, device.processors, device.peak(dtype) * device.attention)
     rate = device.peak(dtype) * (efficiency.contraction if efficiency else device.contraction)
     if not device.processors:
         return product.flops / rate
     memory = device.memory_bandwidth * (efficiency.memory if efficiency else device.memory)
     return _tiled_seconds(product, device.processors, rate, memory)
+
+
+def _fused_seconds(product: Product, processors: int, rate: float) -> float:
+    if not processors:
+        return product.flops / rate
+    # Of a product's three sizes one is the head's, the others are sequences.
+    sequence = max(product.m, product.n, product.k)
+    blocks = ceil(sequence / ATTENTION_ROWS)
+    padding = blocks * ATTENTION_ROWS / sequence
+    waves = ceil(product.groups * blocks / processors)
+    return product.flops / rate * padding * waves * processors / (product.groups * blocks)
 
 
 @lru_cache(maxsize=65536)

@@ -24,7 +24,8 @@ class Device:
     kind: "cpu" or "cuda". memory_bytes: of its own memory. peak_flops: FLOP/s of dense contractions by dtype name.
     memory_bandwidth: bytes/s. launch_s: seconds from the start of one small op to the start of the next.
     processors: streaming multiprocessors, over which a matrix product's tiles are dealt (0: no tiles, as on a CPU).
-    contraction, memory: shares of the peaks that large matrix products and streaming kernels reach.
+    contraction, memory: shares of the peaks that large matrix products and streaming kernels reach. attention: share
+    of the peak FLOP/s that fused attention reaches on long sequences, forward and backward together.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Device:
     processors: int = 0
     contraction: float = 0.65
     memory: float = 0.8
+    attention: float = 0.5
 
     def __post_init__(self) -> None:
         if self.kind not in ("cpu", "cuda"):
@@ -44,9 +46,11 @@ class Device:
             raise ClusterError(f"device {self.name}: memory and bandwidth are above zero, launch_s is not below")
         if "float32" not in self.peak_flops or min(self.peak_flops.values()) <= 0:
             raise ClusterError(f"device {self.name}: peak_flops has rates above zero, float32 among them")
-        if self.processors < 0 or not 0 < self.contraction <= 1 or not 0 < self.memory <= 1:
+        shares = (self.contraction, self.memory, self.attention)
+        if self.processors < 0 or not all(0 < share <= 1 for share in shares):
             raise ClusterError(
-                f"device {self.name}: contraction and memory are above 0 and at most 1, processors is not negative"
+                f"device {self.name}: contraction, memory and attention are above 0 and at most 1, processors is not "
+                "negative"
             )
 
     def peak(self, dtype: str) -> float:
@@ -107,7 +111,7 @@ def device_from_table(name: str, table: Mapping[str, Any]) -> Device:
         {str(key): _number(rate) for key, rate in table["peak_flops"].items()},
         _number(table["memory_bandwidth"]),
         _number(table["launch_s"]),
-        **{key: _number(table[key]) for key in ("contraction", "memory") if key in table},
+        **{key: _number(table[key]) for key in ("contraction", "memory", "attention") if key in table},
         processors=round(_number(table.get("processors", 0))),
     )
 

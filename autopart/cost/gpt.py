@@ -24,7 +24,7 @@ Matrix products read and write their operands besides.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopart.cost.compute import Product, copy_seconds, op_seconds
 from autopart.cost.devices import Device
@@ -177,6 +177,7 @@ def _core(model: Gpt, device: Device, samples: int, tensor: int, style: Style) -
     """Scores, softmax, dropout, weighted values."""
     products = layer_products(model, samples, tensor)[1:3]
     if style.fused_attention:
+        products = tuple(replace(product, fused=True) for product in products)
         moved = _HALF * samples * model.sequence * model.width / tensor
         gradients = (products[0], *(gradient for product in products for gradient in product.backward))
         forward = op_seconds(device, 0.0, 4 * moved, "float16", products=products)

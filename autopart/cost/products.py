@@ -51,8 +51,8 @@ def forward_products(
         query, key, value = shapes[:3]
         groups, rows, columns = prod(query[:-2]), query[-2], key[-2]
         return (
-            Product(rows, columns, query[-1], groups),
-            Product(rows, value[-1], columns, groups),
+            Product(rows, columns, query[-1], groups, fused=True),
+            Product(rows, value[-1], columns, groups, fused=True),
         )
     operands = shapes[_TWO_OPERANDS[name] :]
     if len(operands) < 2 or min(map(len, operands[:2])) < 2:

@@ -1,0 +1,107 @@
+"""``autopart calibrate``: measures this machine for the cost model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autopart.cli.arguments import add_json
+from autopart.cli.progress import Progress
+
+if TYPE_CHECKING:
+    from autopart.cost.calibration import Calibration
+
+NAME = "calibrate"
+HELP = "measure this machine for the cost model"
+DESCRIPTION = """Measures matrix products, memory-bound ops, attention and launches, fits the cost model to two thirds
+of them and says how well it predicts the rest. The result is stored in the cache folder (AUTOPART_CACHE, else
+$XDG_CACHE_HOME/autopart, else ~/.cache/autopart) and used whenever a plan is made for this machine.
+
+Under torchrun all ranks measure at once, and collectives between them are measured as well. Ranks on CPUs share the
+cores, so start as many as will train."""
+EXAMPLE = "torchrun --nproc-per-node 4 -m autopart.cli calibrate"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="fewer shapes, the usual types alone, shorter spans")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="also write this host as a cluster file (.toml) for --cluster"
+    )
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import torch
+    import torch.distributed as dist
+
+    from autopart.cost.calibrate import calibrate
+    from autopart.cost.calibrated import base_device, store
+    from autopart.runtime.errors import ClusterError
+    from autopart.runtime.mesh import connect, pick_device
+
+    if arguments.output is not None and not arguments.output.absolute().parent.is_dir():
+        raise ClusterError(f"cannot write {arguments.output}: there is no folder {arguments.output.parent}")
+    world, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if world != local:
+        raise ClusterError(
+            f"{world} ranks on several hosts: calibrate one host at a time, with torchrun --standalone; describe the "
+            "network between hosts in a cluster.toml"
+        )
+    device = pick_device()
+    started = world > 1 and not dist.is_initialized()
+    connect(device)
+    try:
+        with Progress() as progress:
+            first = world == 1 or dist.get_rank() == 0
+            found = calibrate(device, arguments.quick, progress if first else lambda _: None)
+    finally:
+        if started:
+            dist.destroy_process_group()
+    if not first:
+        return 0
+    path = store(found)
+    print(f"calibration stored in {path}" if path else "the cache is off: nothing was stored", file=sys.stderr)
+    if arguments.output is not None:
+        from autopart.cluster import Cluster
+
+        Cluster.local(found.processes).save(arguments.output)
+    if arguments.json:
+        accuracy = [asdict(item) for item in found.accuracy(base_device(device.type))]
+        print(json.dumps({**found.to_json_object(), "accuracy": accuracy}))
+    else:
+        print(calibration_text(found, torch.device(device).type))
+    return 0
+
+
+def calibration_text(found: Calibration, kind: str) -> str:
+    """The fitted parameters, and a line for each kind of sample with its errors."""
+    from tabulate import tabulate
+
+    from autopart.cost.calibrated import base_device
+    from autopart.report.units import format_bytes, format_count, format_seconds, format_share
+
+    ranks = "1 process" if found.processes == 1 else f"{found.processes} processes at once"
+    lines = [f"{found.device}, {ranks}, {', '.join(f'{name} {text}' for name, text in found.libraries.items())}"]
+    lines += [f"{name}: {format_count(rate)}FLOP/s" for name, rate in found.rates.items()]
+    lines.append(f"memory: {format_bytes(found.memory_bandwidth)}/s; launch: {format_seconds(found.launch_s)}")
+    lines.append(f"attention: {format_share(found.attention)} of the matrix products' rate")
+    if found.link is not None:
+        bandwidth = format_bytes(found.link.bandwidth)
+        lines.append(f"collectives: {bandwidth}/s, {format_seconds(found.link.latency_s)} a step")
+    rows = [
+        (
+            item.kind.replace("_", "-"),
+            item.fitted,
+            format_share(item.fit_median),
+            item.samples,
+            *((format_share(item.median), format_share(item.largest)) if item.samples else ("-", "-")),
+        )
+        for item in found.accuracy(base_device(kind))
+    ]
+    headers = ("kind", "fitted", "median error", "kept aside", "median error", "largest")
+    return "\n".join([*lines, "", tabulate(rows, headers=headers, disable_numparse=True)])

@@ -1,0 +1,249 @@
+"""The cost model's parameters fitted to measurements of one machine, and how well they hold on what was kept aside.
+
+Fitted are the parameters of a :class:`Device` and a :class:`Link` that a measurement can see: the FLOP/s that large
+matrix products reach by type, the bytes/s of memory-bound ops, the seconds of a launch, the share of the matrix
+products' rate that fused attention reaches, bandwidth and latency of the link. Measured rates take the place of
+datasheets' peaks times shares, so that the fitted device's shares are 1.
+
+The fit is the minimum over the samples that are not kept aside of ::
+
+    sum_s (sqrt(1 + (log(predicted_s / measured_s) / DELTA)^2) - 1)
+
+which counts small errors squared and large ones, a disturbed measurement's, by their size (pseudo-Huber). It is found
+by coordinate descent in the logarithms: each parameter touches few samples and the sum is smooth nearly everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import exp, log, sqrt
+from statistics import median
+from typing import Any
+
+from autopart.cost.devices import Device, Link
+from autopart.cost.samples import ATTENTION, KERNELS, LAUNCH, PRODUCT, STREAM, Sample, predicted_seconds
+from autopart.runtime.errors import ClusterError
+
+VERSION = 1
+DELTA = 0.3
+_FIRST_STEP, _LAST_STEP, _GROWTH = 0.5, 1e-4, 1.5
+_ROUNDS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """How far predictions of one kind of sample are off, as shares of the measured seconds.
+
+    samples, median, largest: of those that were kept aside; fitted, fit_median: of the others.
+    """
+
+    kind: str
+    samples: int
+    median: float
+    largest: float
+    fitted: int
+    fit_median: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """One machine under one load.
+
+    device: as its driver or operating system names it. kind: "cpu" or "cuda". processes: ranks per host that measured
+    at once; threads: of each; cores: of the host. libraries: versions by name. rates: FLOP/s by type. link: None where
+    one rank measured alone.
+    """
+
+    device: str
+    kind: str
+    processes: int
+    threads: int
+    cores: int
+    libraries: Mapping[str, str] = field(hash=False)
+    rates: Mapping[str, float] = field(hash=False)
+    memory_bandwidth: float
+    launch_s: float
+    attention: float
+    link: Link | None
+    samples: tuple[Sample, ...] = ()
+
+    def __post_init__(self) -> None:
+        positive = [self.memory_bandwidth, self.launch_s, self.attention, *self.rates.values()]
+        if "float32" not in self.rates or min(positive) <= 0 or min(self.processes, self.threads, self.cores) < 1:
+            raise ClusterError(f"a calibration has numbers above zero, a rate for float32 among them: {self}")
+
+    def applied(self, device: Device, processes: int) -> Device:
+        """``device`` with what was measured, for a host that runs that many ranks.
+
+        A CPU's ranks share its cores: where their number is another than when measuring, each gets its part of what
+        all cores reach together, and launches take turns on cores that are fewer than ranks.
+        """
+        share = launches = 1.0
+        if self.kind == "cpu":
+            busy = min(self.cores, self.processes * self.threads)
+            share = (self.processes / busy) * (self.cores / processes) if processes != self.processes else 1.0
+            launches = max(1.0, processes / self.cores) / max(1.0, self.processes / self.cores)
+        rates = {name: rate * share for name, rate in self.rates.items()}
+        for name, rate in device.peak_flops.items():  # types that were not measured keep their relation to float32
+            rates.setdefault(name, rates["float32"] * rate / device.peak("float32"))
+        return replace(
+            device,
+            peak_flops=rates,
+            memory_bandwidth=self.memory_bandwidth * share,
+            launch_s=self.launch_s * launches,
+            contraction=1.0,
+            memory=1.0,
+            attention=min(1.0, self.attention),
+        )
+
+    def accuracy(self, device: Device) -> tuple[Accuracy, ...]:
+        """By kind of sample. device: the preset that the calibration is applied to."""
+        fitted = self.applied(device, self.processes)
+        found = []
+        for kind in dict.fromkeys(sample.kind for sample in self.samples):
+            errors: dict[bool, list[float]] = {True: [], False: []}
+            for sample in self.samples:
+                if sample.kind == kind:
+                    off = abs(predicted_seconds(sample, fitted, self.link) / sample.seconds - 1)
+                    errors[sample.held].append(off)
+            held, used = errors[True], errors[False]
+            found.append(Accuracy(kind, len(held), _median(held), max(held, default=0.0), len(used), _median(used)))
+        return tuple(found)
+
+    def to_json_object(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            **{name: value for name, value in asdict(replace(self, samples=())).items() if name != "samples"},
+            "samples": [sample.to_json_object() for sample in self.samples],
+        }
+
+    @staticmethod
+    def from_json_object(data: Mapping[str, Any]) -> Calibration:
+        """Reads what :meth:`to_json_object` gives. Raises ClusterError where something is missing or wrong."""
+        if data.get("version") != VERSION:
+            raise ClusterError(f"a calibration of version {data.get('version')!r}, this autopart reads {VERSION}")
+        fields = {name: value for name, value in data.items() if name != "version"}
+        try:
+            link = Link(**fields["link"]) if fields["link"] is not None else None
+            samples = tuple(Sample.from_json_object(item) for item in fields["samples"])
+            found = Calibration(**{**fields, "link": link, "samples": samples})
+            found.applied(_plain(found), found.processes)  # no text where numbers belong
+        except (TypeError, KeyError, ValueError, AttributeError, ArithmeticError) as error:
+            raise ClusterError(f"not a calibration: {type(error).__name__}: {error}") from error
+        return found
+
+
+def _plain(found: Calibration) -> Device:
+    return Device("any", found.kind, 1, {"float32": 1.0}, 1.0, 0.0)
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """device, link: with fitted parameters and shares of 1; link is None where there are no collectives."""
+
+    device: Device
+    link: Link | None
+
+
+def fit(samples: Iterable[Sample], device: Device, link_name: str = "measured") -> Fit:
+    """The parameters that explain the samples which are not kept aside best.
+
+    device: gives what no measurement shows, its name, memory and number of multiprocessors. Raises ClusterError where
+    a parameter has no sample.
+    """
+    used = [sample for sample in samples if not sample.held]
+    by_kind: dict[str, list[Sample]] = {}
+    for sample in used:
+        by_kind.setdefault(sample.kind if sample.kind in KERNELS else "link", []).append(sample)
+    for kind in (PRODUCT, STREAM, LAUNCH):
+        if kind not in by_kind:
+            raise ClusterError(f"cannot fit: no sample of kind {kind} was measured")
+    model = _Model(used, _start(by_kind, device), device, link_name)
+    model.descend()
+    return Fit(*model.built(model.values))
+
+
+def _start(by_kind: Mapping[str, Sequence[Sample]], device: Device) -> dict[str, float]:
+    """First values, each from the samples that show it most directly."""
+    launch = min(sample.seconds / sample.launches for sample in by_kind[LAUNCH])
+    streams = [sample for sample in by_kind[STREAM] if sample.seconds > 2 * launch] or by_kind[STREAM]
+    found = {
+        "launch_s": launch,
+        "memory_bandwidth": median(sample.num_bytes / sample.seconds for sample in streams),
+    }
+    for dtype in dict.fromkeys(sample.dtype for sample in by_kind[PRODUCT]):
+        rates = [
+            sum(product.flops for product in sample.products) / sample.seconds
+            for sample in by_kind[PRODUCT]
+            if sample.dtype == dtype
+        ]
+        found[f"rate {dtype}"] = sorted(rates)[len(rates) * 3 // 4]
+    if "float32" not in device.peak_flops or "rate float32" not in found:
+        raise ClusterError("cannot fit: no matrix product in float32 was measured")
+    if ATTENTION in by_kind:
+        found["attention"] = device.attention
+    if "link" in by_kind:
+        collectives = by_kind["link"]
+        found["bandwidth"] = max(sample.num_bytes / sample.seconds for sample in collectives)
+        found["latency_s"] = min(sample.seconds for sample in collectives) / 2
+    return found
+
+
+@dataclass(slots=True)
+class _Model:
+    """The sum to be minimised, and its parameters by name."""
+
+    samples: Sequence[Sample]
+    values: dict[str, float]
+    device: Device
+    link_name: str
+
+    def built(self, values: Mapping[str, float]) -> tuple[Device, Link | None]:
+        rates = {name.removeprefix("rate "): value for name, value in values.items() if name.startswith("rate ")}
+        device = replace(
+            self.device,
+            peak_flops=rates,
+            memory_bandwidth=values["memory_bandwidth"],
+            launch_s=values["launch_s"],
+            contraction=1.0,
+            memory=1.0,
+            attention=min(1.0, values.get("attention", self.device.attention)),
+        )
+        if "bandwidth" not in values:
+            return device, None
+        return device, Link(self.link_name, values["bandwidth"], values["latency_s"], efficiency=1.0)
+
+    def loss(self, values: Mapping[str, float], samples: Sequence[Sample]) -> float:
+        device, link = self.built(values)
+        errors = (log(predicted_seconds(sample, device, link) / sample.seconds) / DELTA for sample in samples)
+        return sum(sqrt(1 + error * error) - 1 for error in errors)
+
+    def touched(self, name: str) -> list[Sample]:
+        """The samples whose prediction a parameter can change."""
+        if name in ("bandwidth", "latency_s"):
+            return [sample for sample in self.samples if sample.is_collective]
+        kernels = [sample for sample in self.samples if not sample.is_collective]
+        if name.startswith("rate "):
+            return [sample for sample in kernels if sample.products and sample.dtype == name.removeprefix("rate ")]
+        return [sample for sample in kernels if sample.kind == ATTENTION] if name == "attention" else kernels
+
+    def descend(self) -> None:
+        """Tries each parameter larger and smaller by a step, which grows where that helps and shrinks where not."""
+        touched = {name: self.touched(name) for name in self.values}
+        steps = dict.fromkeys(self.values, _FIRST_STEP)
+        for _ in range(_ROUNDS):
+            for name, step in steps.items():
+                now = self.loss(self.values, touched[name])
+                tried = [{**self.values, name: self.values[name] * factor} for factor in (exp(step), exp(-step))]
+                least, best = min(((self.loss(item, touched[name]), item) for item in tried), key=lambda pair: pair[0])
+                if least < now:
+                    self.values, steps[name] = best, min(_FIRST_STEP, _GROWTH * step)
+                else:
+                    steps[name] = step / 2
+            if max(steps.values()) < _LAST_STEP:
+                return

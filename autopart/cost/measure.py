@@ -1,0 +1,276 @@
+"""Measures this machine: matrix products, memory-bound ops, attention, tiny ops, and collectives between ranks.
+
+Every rank of a job measures the same list, each sample between barriers, so that ranks that share cores, memory or a
+network are measured under the load that training gives them. A sample's seconds are the mean over ranks of each
+rank's median over a few spans, and a span is long enough for the operating system's turns to average out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopart.cost.communication import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND
+from autopart.cost.compute import Product
+from autopart.cost.samples import ATTENTION, LAUNCH, PRODUCT, STREAM, Sample
+from autopart.runtime import collectives
+from autopart.runtime.mesh import Axis
+
+_SPANS = 3
+_HELD_EVERY = 3
+"""Every third sample of a kind is kept aside from the fit."""
+_TOKENS = (32, 128, 512, 2048, 8192)
+_WIDTHS = (128, 384, 768, 1536, 4096)
+_ELEMENTS = tuple(2**power for power in (15, 17, 19, 21, 23))
+_COLLECTIVE_BYTES = tuple(2**power for power in (12, 15, 18, 20, 22, 23, 24))
+_HEADS = ((4, 8, 128, 64), (1, 12, 512, 64), (2, 8, 256, 32), (1, 8, 1024, 64), (2, 4, 512, 128), (8, 4, 64, 32))
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured. span_s: seconds of one span. products: matrix products by type. flops: of the largest."""
+
+    span_s: float
+    products: int
+    flops: float
+    dtypes: tuple[str, ...]
+    sizes: int
+
+
+def effort_for(kind: str, quick: bool) -> Effort:
+    """A minute or two on an idle machine; quick: a quarter of that, in the usual types alone."""
+    if kind == "cuda":
+        return Effort(
+            0.01, 12 if quick else 30, 2e11, ("bfloat16", "float32") if quick else _CUDA_DTYPES, 3 if quick else 5
+        )
+    return Effort(
+        0.02 if quick else 0.06, 12 if quick else 27, 3e9, ("float32",) if quick else _CPU_DTYPES, 3 if quick else 5
+    )
+
+
+_CUDA_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_CPU_DTYPES = ("float32", "bfloat16", "float64")
+
+
+def measure(device: torch.device, effort: Effort, progress: Callable[[str], None] = lambda _: None) -> list[Sample]:
+    """All samples of this rank's device, and of its group where torch.distributed is initialized with several ranks."""
+    clock = _Clock(device, effort.span_s)
+    found: list[Sample] = []
+    for what, samples in (
+        ("matrix products", _products(clock, effort)),
+        ("memory-bound ops", _streams(clock, effort)),
+        ("tiny ops", _launches(clock)),
+        ("attention", _attention(clock, effort)),
+        ("collectives", _collectives(clock, effort)),
+    ):
+        progress(what)
+        found += samples
+    return hold_aside(_averaged(found))
+
+
+def hold_aside(samples: Sequence[Sample]) -> list[Sample]:
+    """Every third sample of each kind and type is marked as kept aside; kinds with fewer than three keep none."""
+    seen: dict[tuple[str, str], int] = {}
+    marked = []
+    for sample in samples:
+        key = (sample.kind, sample.dtype)
+        seen[key] = seen.get(key, 0) + 1
+        marked.append(replace(sample, held=seen[key] % _HELD_EVERY == 0))
+    return marked
+
+
+def _averaged(samples: list[Sample]) -> list[Sample]:
+    """Each sample with its mean over the ranks."""
+    if not _in_job():
+        return samples
+    seconds = torch.tensor([sample.seconds for sample in samples], dtype=torch.float64)
+    if dist.get_backend() == "nccl":
+        seconds = seconds.cuda()
+    dist.all_reduce(seconds)
+    means = (seconds / dist.get_world_size()).tolist()
+    return [replace(sample, seconds=mean) for sample, mean in zip(samples, means, strict=True)]
+
+
+def _in_job() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+@dataclass(slots=True)
+class _Clock:
+    device: torch.device
+    span_s: float
+
+    def seconds(self, call: Callable[[], object], together: bool = False) -> float:
+        """Of one call. together: every rank makes equally many calls, as collectives demand."""
+        call()
+        self.synchronize()
+        once = self._span(call, 1)
+        if together:
+            once = self._largest(once)
+        count = max(1, round(self.span_s / once)) if once else 1
+        spans = []
+        for _ in range(_SPANS):
+            if _in_job():
+                dist.barrier()
+            spans.append(self._span(call, count))
+        return max(median(spans), 1e-9)
+
+    def _span(self, call: Callable[[], object], count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        self.synchronize()
+        return (time.perf_counter() - start) / count
+
+    def _largest(self, seconds: float) -> float:
+        found = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return float(found.item())
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def product_shapes(most_flops: float, count: int) -> list[Product]:
+    """Products of transformers' layers, heads' batched ones among them, thinned out to about ``count`` by FLOPs."""
+    found = set()
+    for tokens in _TOKENS:
+        for width in _WIDTHS:
+            found |= {
+                Product(tokens, 3 * width, width),
+                Product(tokens, width, width),
+                Product(tokens, width, 4 * width),
+            }
+            found.add(Product(tokens, 4 * width, width))
+        found.add(Product(min(tokens, 512), min(tokens, 512), 64, 12))
+    fitting = sorted(
+        (item for item in found if item.flops <= most_flops), key=lambda item: (item.flops, item.m, item.n)
+    )
+    return fitting[:: max(1, len(fitting) // count)]
+
+
+def _products(clock: _Clock, effort: Effort) -> Iterator[Sample]:
+    for name in effort.dtypes:
+        for index, shape in enumerate(product_shapes(effort.flops, effort.products)):
+            call, text = _product_call(shape, index, getattr(torch, name), clock.device)
+            seconds = clock.seconds(call)
+            moved = shape.num_bytes(getattr(torch, name).itemsize)
+            yield Sample(PRODUCT, f"{name} {text}", seconds, name, (shape,), moved)
+
+
+def _product_call(
+    shape: Product, index: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Callable[[], Tensor], str]:
+    """Forward's, input gradient's and weight gradient's layouts of the factors in turn."""
+
+    def made(rows: int, columns: int) -> Tensor:
+        return torch.randn(shape.groups, rows, columns, device=device).to(dtype).squeeze(0)
+
+    left, right = made(shape.m, shape.k), made(shape.k, shape.n)
+    if index % 3 == 0:
+        right = made(shape.n, shape.k).transpose(-1, -2)
+    elif index % 3 == 2:
+        left = made(shape.k, shape.m).transpose(-1, -2)
+    groups = f"{shape.groups} of " if shape.groups > 1 else ""
+    return lambda: left @ right, f"{groups}{shape.m}x{shape.k} by {shape.k}x{shape.n}"
+
+
+def _streams(clock: _Clock, effort: Effort) -> Iterator[Sample]:
+    name = effort.dtypes[0]
+    for elements in _ELEMENTS[: effort.sizes]:
+        x = torch.randn(elements // 512, 512, device=clock.device).to(getattr(torch, name))
+        ops: tuple[tuple[str, int, Callable[[], Tensor]], ...] = (
+            ("add", 3, partial(torch.add, x, x)),
+            ("copy", 2, x.clone),
+            ("gelu", 2, partial(F.gelu, x, approximate="tanh")),
+            ("layer_norm", 2, partial(F.layer_norm, x, (512,))),
+            ("softmax", 2, partial(F.softmax, x, -1)),
+        )
+        for op, tensors, call in ops:
+            moved = float(tensors * x.numel() * x.element_size())
+            yield Sample(STREAM, f"{op} of {elements} {name}", clock.seconds(call), name, (), moved)
+
+
+def _launches(clock: _Clock) -> Iterator[Sample]:
+    """Tiny ops as training runs them: with a gradient to record."""
+    x = torch.randn(4, 16, device=clock.device, requires_grad=True)
+    ops: tuple[tuple[str, Callable[[], Tensor]], ...] = (
+        ("add", lambda: x + x),
+        ("gelu", lambda: F.gelu(x, approximate="tanh")),
+        ("softmax", lambda: F.softmax(x, -1)),
+        ("layer_norm", lambda: F.layer_norm(x, (16,))),
+        ("sum", lambda: x.sum()),
+        ("mul", lambda: x * 2.0),
+    )
+    for op, call in ops:
+        yield Sample(LAUNCH, f"{op} of 64", clock.seconds(call), num_bytes=float(8 * x.numel()))
+
+
+def _attention(clock: _Clock, effort: Effort) -> Iterator[Sample]:
+    """Fused attention forward; and forward with backward, whose products repeat the scores once."""
+    for name in effort.dtypes[:2]:
+        dtype = getattr(torch, name)
+        for batch, heads, rows, size in _HEADS[: effort.sizes + 1]:
+            if clock.device.type == "cuda":
+                batch, rows = 4 * batch, 2 * rows
+            query, key, value = (
+                torch.randn(batch, heads, rows, size, device=clock.device).to(dtype).requires_grad_() for _ in range(3)
+            )
+            gradient = torch.ones_like(query)
+            scores = Product(rows, rows, size, batch * heads, fused=True)
+            values = Product(rows, size, rows, batch * heads, fused=True)
+            moved = float(query.numel() * dtype.itemsize)
+
+            def forward(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> Tensor:
+                return F.scaled_dot_product_attention(query, key, value)
+
+            def both(
+                query: Tensor = query, key: Tensor = key, value: Tensor = value, gradient: Tensor = gradient
+            ) -> tuple[Tensor, ...]:
+                result = F.scaled_dot_product_attention(query, key, value)
+                return torch.autograd.grad(result, (query, key, value), gradient)
+
+            text = f"{name} {batch}x{heads} heads, {rows}x{size}"
+            yield Sample(ATTENTION, text, clock.seconds(forward), name, (scores, values), 4 * moved)
+            products = (scores, values, scores, *scores.backward, *values.backward)
+            yield Sample(ATTENTION, f"{text}, with backward", clock.seconds(both), name, products, 12 * moved, 3)
+
+
+def _collectives(clock: _Clock, effort: Effort) -> Iterator[Sample]:
+    """Payloads as :mod:`autopart.cost.communication` counts them, by the calls that the runtime makes."""
+    if not _in_job():
+        return
+    size = dist.get_world_size()
+    axis = Axis("all", size, dist.get_rank(), dist.group.WORLD)
+    for payload in _COLLECTIVE_BYTES[: effort.sizes + 2]:
+        rows = payload // 4 // (size * size) * size
+        whole = torch.zeros(rows, size, device=clock.device)
+        num_bytes = float(whole.numel() * whole.element_size())
+        for kind, call in _calls(whole, axis):
+            text = f"{kind} of {whole.numel() * 4} bytes, {size} ranks"
+            yield Sample(kind, text, clock.seconds(call, together=True), num_bytes=num_bytes, parts=size)
+
+
+def _calls(whole: Tensor, axis: Axis) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The runtime's own functions, with the copies that they make; a send goes around the ring of ranks."""
+    share, received = whole[: len(whole) // axis.size].clone(), torch.empty_like(whole)
+    yield ALL_REDUCE, lambda: collectives.all_reduce(whole, axis)
+    yield ALL_GATHER, lambda: collectives.all_gather(share, axis, 0)
+    yield REDUCE_SCATTER, lambda: collectives.reduce_scatter(whole, axis, 0)
+    yield ALL_TO_ALL, lambda: collectives.all_to_all(whole, axis, 0, 1)
+    yield SEND, lambda: _send_on(whole, received, axis)
+
+
+def _send_on(sent: Tensor, received: Tensor, axis: Axis) -> None:
+    after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, received, before)]):
+        work.wait()

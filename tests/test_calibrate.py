@@ -1,0 +1,202 @@
+"""Calibration: known parameters come back from what they predict, and what is stored is used where it fits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autopart import cache
+from autopart.cli import main
+from autopart.cluster import Cluster
+from autopart.cost import calibrated
+from autopart.cost.calibrate import calibrate
+from autopart.cost.calibration import Calibration, fit
+from autopart.cost.communication import COLLECTIVES, SEND
+from autopart.cost.compute import Product
+from autopart.cost.devices import Device, Link, device
+from autopart.cost.measure import Effort, hold_aside, product_shapes
+from autopart.cost.samples import ATTENTION, LAUNCH, PRODUCT, STREAM, Sample, predicted_seconds
+from autopart.runtime.errors import ClusterError
+from launch import launch
+
+TINY = Effort(0.0001, 4, 1e7, ("float32",), 1)
+
+
+def samples_of(machine: Device, link: Link | None) -> list[Sample]:
+    """Made up: exactly what the cost model says of a machine."""
+    found = []
+    for dtype in machine.peak_flops:
+        shapes = product_shapes(3e11 if machine.kind == "cuda" else 3e9, 20)
+        found += [Sample(PRODUCT, "", 1.0, dtype, (shape,), shape.num_bytes(4)) for shape in shapes]
+    found += [Sample(STREAM, "", 1.0, num_bytes=2.0**power) for power in range(16, 27)]
+    found += [Sample(LAUNCH, "", 1.0, num_bytes=64.0) for _ in range(4)]
+    for heads in (8, 96, 512):
+        shape = Product(512, 512, 64, heads, fused=True)
+        found += [Sample(ATTENTION, "", 1.0, products=(shape, *shape.backward), launches=3) for _ in range(2)]
+    if link is not None:
+        for kind in (*COLLECTIVES, SEND):
+            found += [Sample(kind, "", 1.0, num_bytes=2.0**power, parts=4) for power in range(10, 27, 3)]
+    return hold_aside([replace(sample, seconds=predicted_seconds(sample, machine, link)) for sample in found])
+
+
+@pytest.mark.parametrize("preset", ["CPU", "A100-80GB"])
+def test_the_fit_recovers_known_parameters(preset: str) -> None:
+    base = device(preset)
+    rates = {"float32": 3.1 * base.peak("float32"), "bfloat16": 0.45 * base.peak("bfloat16")}
+    machine = replace(
+        base,
+        peak_flops=rates,
+        memory_bandwidth=0.7 * base.memory_bandwidth,
+        launch_s=3 * base.launch_s,
+        contraction=1.0,
+        memory=1.0,
+        attention=0.37,
+    )
+    link = Link("true", 3.3e9, 41e-6, efficiency=1.0)
+    samples = samples_of(machine, link)
+    disturbed = [
+        replace(item, seconds=7 * item.seconds) if index % 40 == 3 else item for index, item in enumerate(samples)
+    ]
+    for measured, near in ((samples, 0.005), (disturbed, 0.1)):
+        found = fit(measured, base)
+        assert found.link is not None
+        assert found.device.peak_flops == pytest.approx(rates, rel=near)
+        assert found.device.memory_bandwidth == pytest.approx(machine.memory_bandwidth, rel=near)
+        assert found.device.launch_s == pytest.approx(machine.launch_s, rel=near)
+        assert found.device.attention == pytest.approx(0.37, rel=near)
+        assert found.link.bandwidth == pytest.approx(link.bandwidth, rel=near)
+        assert found.link.latency_s == pytest.approx(link.latency_s, rel=near)
+
+
+def test_what_is_kept_aside_does_not_touch_the_fit() -> None:
+    samples = samples_of(device("CPU"), None)
+    spoiled = [replace(item, seconds=100.0) if item.held else item for item in samples]
+    assert fit(samples, device("CPU")) == fit(spoiled, device("CPU"))
+    assert {item.held for item in samples if item.kind == PRODUCT} == {True, False}
+    with pytest.raises(ClusterError, match="no sample of kind stream"):
+        fit([item for item in samples if item.kind != STREAM], device("CPU"))
+
+
+def made_up(processes: int = 4, **more: Any) -> Calibration:
+    link = Link("measured", 2e9, 5e-5, efficiency=1.0) if processes > 1 else None
+    found = Calibration(
+        device=calibrated.device_name("cpu"),
+        kind="cpu",
+        processes=processes,
+        threads=1,
+        cores=calibrated.host_cores(),
+        libraries=calibrated.libraries("cpu"),
+        rates={"float32": 1e11 / processes},
+        memory_bandwidth=8e9 / processes,
+        launch_s=1e-5,
+        attention=0.5,
+        link=link,
+    )
+    return replace(found, **more)
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+def test_stored_and_used(cached: Path) -> None:
+    preset = Cluster.local(4)
+    found = made_up()
+    path = calibrated.store(found)
+    assert path is not None and path.parent == cached / calibrated.FOLDER
+    assert [item.name for item in path.parent.iterdir()] == [path.name]
+    for cluster in (Cluster.local(4), Cluster.parse("cpu:4")):
+        (node,) = cluster.nodes
+        assert node.inside == found.link and cluster != preset and str(cluster) == "cpu:4"
+        assert node.device.peak("float32") == 1e11 / 4 and node.device.contraction == 1.0
+        assert node.device.memory_bandwidth == 2e9 and node.device.memory_bytes == preset.nodes[0].device.memory_bytes
+    calibrated.store(replace(found, launch_s=2e-5))  # in the older one's place
+    assert len(list(path.parent.iterdir())) == 1 and Cluster.local(4).nodes[0].device.launch_s == 2e-5
+
+
+def test_the_nearest_number_of_ranks_counts(cached: Path) -> None:
+    cores = calibrated.host_cores()
+    calibrated.store(made_up(1))
+    calibrated.store(made_up(4, rates={"float32": 1e10}))
+    assert calibrated.find("cpu", 1) == made_up(1)
+    eight = Cluster.local(8).nodes[0].device
+    # eight ranks get half of what each of four got, where four use all cores
+    busy = min(cores, 4)
+    assert eight.peak("float32") == pytest.approx(1e10 * 4 / busy * cores / 8)
+    assert eight.launch_s == pytest.approx(1e-5 * max(1.0, 8 / cores) / max(1.0, 4 / cores))
+
+
+@pytest.mark.parametrize(
+    "more", [{"libraries": {"torch": "1.0"}}, {"device": "another"}, {"kind": "cuda"}, {"cores": 10_000}]
+)
+def test_of_another_machine(cached: Path, more: dict[str, Any]) -> None:
+    calibrated.store(made_up(**more))
+    assert calibrated.find("cpu", 4) is None
+
+
+@pytest.mark.parametrize("spoil", ["", "[]", "{", '{"version": 7}', "launch_s", "rates", "link", "samples", "text"])
+def test_bad_files_are_left_alone(cached: Path, spoil: str) -> None:
+    before = Cluster.local(4)
+    path = calibrated.store(made_up())
+    assert path is not None
+    data = json.loads(path.read_text())
+    if spoil == "text":
+        data["memory_bandwidth"] = "fast"
+    elif spoil in data:
+        del data[spoil]
+    path.write_text(json.dumps(data) if spoil.isidentifier() else spoil)
+    with pytest.warns(UserWarning, match=r"run 'autopart calibrate' again"):
+        assert Cluster.local(4) == before
+
+
+def test_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(cache.VARIABLE, "off")
+    assert calibrated.store(made_up()) is None and calibrated.find("cpu", 4) is None
+    monkeypatch.delenv(cache.VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache.folder("x") == tmp_path / "autopart" / "x"
+
+
+def test_json_round_trip() -> None:
+    found = replace(made_up(), samples=tuple(samples_of(device("CPU"), Link("l", 1e9, 1e-5))))
+    again = Calibration.from_json_object(json.loads(json.dumps(found.to_json_object())))
+    assert again == found and again.rates == found.rates
+    accuracy = {item.kind: item for item in again.accuracy(device("CPU"))}
+    assert accuracy[PRODUCT].samples > 0 < accuracy[PRODUCT].fitted
+
+
+def test_command(cached: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("autopart.cost.calibrate.effort_for", lambda *_: TINY)
+    written = cached / "here.toml"
+    assert main(["calibrate", "--quick", "--json", "-o", str(written)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["processes"] == 1 and printed["link"] is None
+    assert {item["kind"] for item in printed["accuracy"]} == {PRODUCT, STREAM, LAUNCH, ATTENTION}
+    assert Cluster.load(written) == Cluster.local(1)
+    assert Cluster.local(1).nodes[0].device.launch_s == printed["launch_s"]
+    assert main(["calibrate"]) == 0
+    assert "FLOP/s" in capsys.readouterr().out
+    assert main(["calibrate", "-o", str(cached / "nowhere" / "x.toml")]) == 2
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert main(["calibrate"]) == 2
+    assert "one host at a time" in capsys.readouterr().err
+
+
+def _in_a_job() -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:  # the process is kept for other tests
+        patch.setattr("autopart.cost.calibrate.effort_for", lambda *_: TINY)
+        return calibrate(torch.device("cpu"), True).to_json_object()
+
+
+def test_ranks_measure_together() -> None:
+    first, second = launch(_in_a_job, 2)
+    assert first == second and first["processes"] == 2
+    assert first["link"]["bandwidth"] > 0 and {item["parts"] for item in first["samples"]} == {1, 2}
+    assert {item["kind"] for item in first["samples"]} >= {*COLLECTIVES, SEND}
