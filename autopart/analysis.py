@@ -45,7 +45,7 @@ class Analysis:
     classes: dict[fx.Node, tuple[str, ...]]
     keys: dict[fx.Node, str]
     _costs: dict[str, dict[fx.Node, OpCost]] = field(default_factory=dict)
-    _strategies: dict[int, dict[fx.Node, tuple[Strategy, ...]]] = field(default_factory=dict)
+    _strategies: dict[tuple[int, ...], dict[fx.Node, tuple[Strategy, ...]]] = field(default_factory=dict)
 
     def costs(self, kind: str) -> Mapping[fx.Node, OpCost]:
         """Costs of all ops on devices of a kind ("cuda" or "cpu")."""
@@ -53,11 +53,12 @@ class Analysis:
             self._costs[kind] = annotate(self.graph.nodes, kind)
         return self._costs[kind]
 
-    def strategies(self, parts: int) -> Mapping[fx.Node, tuple[Strategy, ...]]:
-        """The strategies of every op and tensor on an axis of ``parts`` ranks."""
-        if parts not in self._strategies:
-            self._strategies[parts] = strategies(self.graph, parts, self.rules)
-        return self._strategies[parts]
+    def strategies(self, parts: int, others: Sequence[int] = ()) -> Mapping[fx.Node, tuple[Strategy, ...]]:
+        """The strategies of every op and tensor on an axis of ``parts`` ranks, beside axes of sizes ``others``."""
+        key = (parts, *sorted(others))
+        if key not in self._strategies:
+            self._strategies[key] = strategies(self.graph, parts, self.rules, others=key[1:])
+        return self._strategies[key]
 
     @property
     def whole_outputs(self) -> tuple[str, ...]:

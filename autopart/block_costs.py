@@ -20,10 +20,9 @@ from autopart.passes.graph import Value
 from autopart.passes.program import Role
 from autopart.passes.rules import is_differentiable
 from autopart.passes.saved import saved_inside, saved_tensors
-from autopart.passes.shard import Placements
 from autopart.passes.storage import storage_of
 from autopart.prices import Chosen, Prices, value_shares
-from autopart.runtime.placement import REPLICATE
+from autopart.runtime.placement import REPLICATE, Placements
 
 
 @dataclass(slots=True)

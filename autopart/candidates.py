@@ -25,12 +25,12 @@ from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
 from autopart.passes.annotate import ParameterBytes, parameter_bytes
 from autopart.passes.blocks import crossing
+from autopart.passes.conversion import Axes
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
-from autopart.passes.shard import Axes, Placements
 from autopart.prices import Prices, share_of
 from autopart.runtime.errors import InfeasibleError
-from autopart.runtime.placement import REPLICATE
+from autopart.runtime.placement import REPLICATE, Placements
 from autopart.runtime.schedule import deeper_warmup, in_flight, make_schedule
 from autopart.simulate import StageTimes, simulate
 from autopart.solver import stages as stage_solver

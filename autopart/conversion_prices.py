@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from autopart.cost.communication import transition
 from autopart.cost.devices import Device, Link
-from autopart.passes.shard import Axes, Placements
-from autopart.runtime.placement import Placement
+from autopart.passes.conversion import Axes
+from autopart.runtime.placement import Placement, Placements
 
 _SAMPLE_BYTES = 2**40
 

@@ -15,10 +15,11 @@ from autopart.candidates import TENSOR_AXIS, Answer, Candidates
 from autopart.cost.communication import send_seconds
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
+from autopart.passes.conversion import Axes
 from autopart.passes.graph import Value
 from autopart.passes.partition import StageGraph
 from autopart.passes.program import Program, Role
-from autopart.passes.shard import Axes, collective_counts, value_placements
+from autopart.passes.shard import collective_counts, value_placements
 from autopart.plan import Plan, StagePlan, Transfers
 from autopart.predict import simulate_plan
 from autopart.prices import Chosen, share_of

@@ -10,14 +10,15 @@ from torch import fx
 
 from autopart.analysis import Analysis, analyze, fold, look_up, pattern_of
 from autopart.passes import graph as graphs
+from autopart.passes.conversion import Axes
 from autopart.passes.emit.program import Emitted, Layout, emit_program
 from autopart.passes.partition import Crossing, StageGraph, partition
 from autopart.passes.program import Program, Role
-from autopart.passes.rules import RULES, RuleBook, Strategy
-from autopart.passes.shard import Axes, Placements, shard_stage
+from autopart.passes.rules import RULES, RuleBook, Strategy, compatible
+from autopart.passes.shard import shard_stage
 from autopart.plan import Plan
 from autopart.runtime.errors import BatchError, PlanError
-from autopart.runtime.placement import Kind, Placement
+from autopart.runtime.placement import Kind, Placement, Placements, nested
 
 
 @dataclass(slots=True)
@@ -63,6 +64,7 @@ def read_strategies(
     """A plan's strategies and storage as objects. Raises PlanError for names that the ops do not offer."""
     if not axes:
         return {}, {}
+    sizes = tuple(parts for _, parts in axes)
     strategies: dict[fx.Node, tuple[Strategy, ...]] = {}
     for node in analysis.block_of:
         key = analysis.keys[node]
@@ -71,14 +73,20 @@ def read_strategies(
         if len(names) != len(axes):
             raise PlanError(f"strategies[{key!r}]: {len(names)} strategies for {len(axes)} tensor axes")
         chosen = []
-        for name, (axis, parts) in zip(names, axes, strict=True):
-            offered = {item.name: item for item in analysis.strategies(parts)[node]}
+        for index, (name, (axis, parts)) in enumerate(zip(names, axes, strict=True)):
+            others = [*sizes[:index], *sizes[index + 1 :]]
+            offered = {item.name: item for item in analysis.strategies(parts, others)[node]}
             if name not in offered:
                 raise PlanError(
                     f"strategies[{key!r}]: {name!r} is not offered on axis {axis} of {parts}; "
                     f"one of {', '.join(offered)}"
                 )
             chosen.append(offered[name])
+        if not compatible(node, chosen, sizes, analysis.rules):
+            raise PlanError(
+                f"strategies[{key!r}]: {text} do not hold together on axes of {sizes}; a factor sharded on two axes "
+                "is sharded inside the shares of the other on one of them, such as n and n/2"
+            )
         strategies[node] = tuple(chosen)
     known = set(analysis.keys.values())
     patterns = set(fold(dict.fromkeys(known, "")))
@@ -113,6 +121,11 @@ def read_storage(
                         f"storage[{name!r}]: {placement} does not divide its shape {list(info.shape)} on axis {axis} "
                         f"of {parts}"
                     )
+        if not nested(placements, [parts for _, parts in axes]):
+            raise PlanError(
+                f"storage[{name!r}]: {text}: a dim sharded on two axes is sharded inside the shares of the other on "
+                "one of them, such as S0 and S0/2"
+            )
         storage[name] = placements
     for node, chosen in strategies.items():
         if not graphs.updates_statistics(node):

@@ -25,9 +25,8 @@ from autopart.folding import FoldedGraph, FoldedValue, is_stored
 from autopart.passes.annotate import parameter_bytes
 from autopart.passes.graph import Value
 from autopart.passes.rules import is_differentiable
-from autopart.passes.shard import Placements
 from autopart.prices import Chosen, Prices, share_of
-from autopart.runtime.placement import BROADCAST, REPLICATE
+from autopart.runtime.placement import BROADCAST, REPLICATE, Placements
 from autopart.solver import tensor
 from autopart.solver.tensor_problem import Choice, Edge, Op, TensorProblem, TensorSolution
 

@@ -1,8 +1,9 @@
 """Tensor sharding of one stage: ops get their local sizes, edges their collectives.
 
 Given one strategy per op and mesh axis, every value has a placement per axis, and so has every use of it. Where they
-differ a transition is inserted, once per value and target and shared by all uses that want the same: what the solver
-charged is what stands in the graph. A rank's program is the result; sizes in it are those of the rank's share.
+differ the steps of :func:`autopart.passes.conversion.conversion` are inserted, once per value and target and shared by
+all uses that want the same: what the solver charged is what stands in the graph. A rank's program is the result; sizes
+in it are those of the rank's share.
 """
 
 from __future__ import annotations
@@ -15,19 +16,15 @@ import torch
 from torch import fx
 
 from autopart.passes import graph as graphs
+from autopart.passes.conversion import Axes, Step, conversion
 from autopart.passes.graph import Value
 from autopart.passes.partition import StageGraph
 from autopart.passes.program import Role
 from autopart.passes.rules import RULES, RuleBook, Strategy, called
 from autopart.passes.sizes import Extent, extent
 from autopart.runtime import collectives
-from autopart.runtime.placement import REPLICATE, Placement
-from autopart.runtime.transitions import Transition, transition
-
-Placements = tuple[Placement, ...]
-"""One placement per tensor axis of the mesh."""
-Axes = tuple[tuple[str, int], ...]
-"""Names and sizes of the tensor axes, outermost first."""
+from autopart.runtime.placement import REPLICATE, Placements
+from autopart.runtime.transitions import Transition
 
 
 def value_placements(value: Value, strategies: Mapping[fx.Node, tuple[Strategy, ...]], axes: Axes) -> Placements:
@@ -165,24 +162,23 @@ class _Sharder:
         key = (self.env[source], target)
         if key not in self.converted:
             node = self.env[source]
-            for index, (name, parts) in enumerate(self.axes):
-                step = transition(current[index], target[index]) if parts > 1 else None
-                if step is not None:
-                    node = self.insert(node, name, step, current, index, user)
-                    current = (*current[:index], target[index], *current[index + 1 :])
+            steps = conversion(current, target, self.axes)
+            assert steps is not None, f"{current} or {target} does not nest on {self.axes}"
+            for step in steps:
+                node = self.insert(node, step, user)
             self.converted[key] = node
         return self.converted[key]
 
-    def insert(
-        self, source: fx.Node, axis: str, step: Transition, before: Placements, index: int, user: fx.Node
-    ) -> fx.Node:
-        keywords = {name: self.expression(text) for name, text in step.arguments}
-        node = self.graph.call_function(getattr(collectives, step.name), (source, axis), keywords)
+    def insert(self, source: fx.Node, step: Step, user: fx.Node) -> fx.Node:
+        name, _ = self.axes[step.axis]
+        call = step.transition
+        keywords = {key: self.expression(text) for key, text in call.arguments}
+        node = self.graph.call_function(getattr(collectives, call.name), (source, name), keywords)
         node.meta.update({key: source.meta.get(key) for key in ("val", "differentiable")})
         node.meta.update({key: user.meta.get(key, "") for key in ("path", "source")})
-        node.meta["transition"] = (axis, step)
+        node.meta["transition"] = (name, call)
         node.meta["user"] = self.stage.origin.get(user)
-        node.meta["placements"] = (*before[:index], step.target, *before[index + 1 :])
+        node.meta["placements"] = step.after
         return node
 
     def expression(self, text: str) -> Any:

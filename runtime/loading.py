@@ -15,7 +15,7 @@ from autopart.runtime.errors import PlanError
 from autopart.runtime.links import dtype_of
 from autopart.runtime.manifest import Manifest, ParameterSpec
 from autopart.runtime.mesh import Mesh
-from autopart.runtime.placement import Placement, local_size, take_shard
+from autopart.runtime.placement import Placement, local_size, take_share
 from autopart.runtime.rng import derive_seed
 
 Originals = Mapping[str, "Tensor | None"]
@@ -68,9 +68,8 @@ def local_share(tensor: Tensor, spec: ParameterSpec, mesh: Mesh) -> Tensor:
     """This rank's share of the whole tensor; a view where possible. Raises PlanError for another shape."""
     if tuple(tensor.shape) != spec.shape:
         raise PlanError(f"{spec.name} has the shape {list(tensor.shape)}, the plan was made for {list(spec.shape)}")
-    for axis, text in zip(mesh.tensor_axes, spec.placements, strict=False):
-        tensor = take_shard(tensor, Placement.parse(text), axis.index, axis.size)
-    return tensor
+    placements = [Placement.parse(text) for text in spec.placements]
+    return take_share(tensor, placements, mesh.tensor_sizes, [axis.index for axis in mesh.tensor_axes])
 
 
 def place(stage: nn.Module, manifest: Manifest, mesh: Mesh, originals: Originals) -> None:

@@ -83,7 +83,8 @@ class Mesh:
     """A rank's place in the job. ``mesh["tp"]`` is an :class:`Axis`; axes of one rank have no process group.
 
     stage: index of the stage that this rank runs. axes: name -> Axis, in mesh order.
-    data: the data axis. tensor_axes: the others. stages: the axis that joins the same coordinates of all stages.
+    data: the data axis. tensor_axes: the others, of ``tensor_sizes`` ranks. stages: the axis that joins the same
+    coordinates of all stages.
     step, microbatch: what is being computed; set by the executor, read by :meth:`random`.
 
     Built on every rank of the job, in the same order among other process groups. Raises ClusterError when the job
@@ -124,6 +125,7 @@ class Mesh:
         self.axes: dict[str, Axis] = {axis.name: axis for axis in axes[1:]}
         self.data = self.axes.get(DATA_AXIS, Axis(DATA_AXIS, traffic=self.traffic))
         self.tensor_axes = tuple(axis for axis in self.axes.values() if axis.name != DATA_AXIS)
+        self.tensor_sizes = tuple(axis.size for axis in self.tensor_axes)
         self._ties = self._tie_groups(manifest)
 
     def __getitem__(self, name: str) -> Axis:

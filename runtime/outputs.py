@@ -12,7 +12,7 @@ from autopart.runtime.inputs import Division
 from autopart.runtime.links import dtype_of
 from autopart.runtime.manifest import OutputSpec, size_of
 from autopart.runtime.mesh import Axis, Mesh
-from autopart.runtime.placement import Kind, Placement
+from autopart.runtime.placement import Kind, Placement, local_cuts
 
 
 def collect(spec: OutputSpec, outputs: Mapping[int, Mapping[str, Tensor]], division: Division, mesh: Mesh) -> Tensor:
@@ -35,15 +35,14 @@ def collect(spec: OutputSpec, outputs: Mapping[int, Mapping[str, Tensor]], divis
 
 
 def _whole(spec: OutputSpec, piece: Tensor, division: Division, mesh: Mesh) -> Tensor:
-    """A microbatch's output, put together over the tensor axes; the last axis was divided last."""
-    for axis, text in reversed(list(zip(mesh.tensor_axes, spec.placements, strict=False))):
-        placement = Placement.parse(text)
-        if axis.size == 1:
-            continue
-        if placement.is_shard:
-            piece = gather_shards(piece, axis, placement.dim, placement.blocks(division.samples), "step")
-        elif placement.kind is Kind.PARTIAL:
+    """A microbatch's output, put together over the tensor axes: sums of shares, then the whole from its shares."""
+    placements = [Placement.parse(text) for text in spec.placements]
+    for axis, placement in zip(mesh.tensor_axes, placements, strict=False):
+        if placement.kind is Kind.PARTIAL and axis.size > 1:
             piece = sum_over(piece, axis, "step")
+    for position, cut in reversed(local_cuts(placements, mesh.tensor_sizes)):
+        axis = mesh.tensor_axes[position]
+        piece = gather_shards(piece, axis, cut.dim, cut.blocks(division.samples), "step")
     return piece
 
 

@@ -18,14 +18,19 @@ collective forward and one backward; :mod:`autopart.runtime.collectives` has one
 A sharded dim may hold several outer blocks, each of which is sharded by itself: GPT-2's fused projection yields
 ``(3, heads, head_dim)`` in one dim, and its heads are sharded inside each of the three blocks. ``S2/3`` is dim 2 seen
 as ``(3, n)`` with ``n`` sharded. The number of blocks may be a multiple of the batch size: ``S0/b``, ``S0/4b``.
+
+On several axes a value has one placement per axis, each in terms of the whole tensor: what a rank has is what all of
+them leave to it. On one dim the cuts have to nest, each inside the pieces of the coarser one: with two ranks on each of
+``x`` and ``y``, ``S0, S0/2`` and ``S0/2, S0`` do, ``S0, S0`` does not (:func:`nested`).
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -88,6 +93,9 @@ class Placement:
         return self.outer * batch if self.batched else self.outer
 
 
+Placements = tuple[Placement, ...]
+"""One placement per tensor axis of the mesh."""
+
 REPLICATE = Placement(Kind.REPLICATE)
 PARTIAL = Placement(Kind.PARTIAL)
 BROADCAST = Placement(Kind.BROADCAST)
@@ -102,6 +110,54 @@ def local_size(size: int, parts: int) -> int:
     """The size of one of ``parts`` equal shares of a dim; the strategies offered always divide."""
     assert size % parts == 0, f"a dim of {size} does not divide into {parts}"
     return size // parts
+
+
+def _cuts(placements: Sequence[Placement], sizes: Sequence[int]) -> list[tuple[int, Placement]]:
+    """Positions and placements of the axes that cut, by dim, coarse first."""
+    found = [(index, p) for index, p in enumerate(placements) if p.is_shard and sizes[index] > 1]
+    return sorted(found, key=lambda cut: (cut[1].dim, cut[1].batched, cut[1].outer))
+
+
+def nested(placements: Sequence[Placement], sizes: Sequence[int]) -> bool:
+    """Whether placements on axes of these sizes can hold together.
+
+    On each dim, sorted by blocks, the blocks of a cut are a multiple of the blocks of the cut before times its parts.
+    """
+    return all(
+        before.dim != after.dim
+        or (after.outer % (before.outer * sizes[index]) == 0 and (after.batched or not before.batched))
+        for (index, before), (_, after) in itertools.pairwise(_cuts(placements, sizes))
+    )
+
+
+def local_cuts(placements: Sequence[Placement], sizes: Sequence[int]) -> tuple[tuple[int, Placement], ...]:
+    """The cuts that make a rank's share, one after the other: position of the axis, and the cut of what is left.
+
+    Coarse first on each dim; blocks are those inside the remainder of the cuts before. Shares are joined in the
+    opposite order. The placements are :func:`nested`.
+    """
+    assert nested(placements, sizes), f"{', '.join(map(str, placements))} do not nest on axes of {tuple(sizes)}"
+    taken: dict[int, int] = {}
+    found = []
+    for index, placement in _cuts(placements, sizes):
+        coarser = taken.get(placement.dim, 1)
+        found.append((index, replace(placement, outer=placement.outer // coarser)))
+        taken[placement.dim] = coarser * sizes[index]
+    return tuple(found)
+
+
+def local_cut(placements: Sequence[Placement], sizes: Sequence[int], position: int) -> Placement:
+    """The placement on one axis, with blocks counted in a tensor that has the other axes' shares alone."""
+    return next((cut for index, cut in local_cuts(placements, sizes) if index == position), placements[position])
+
+
+def take_share(
+    tensor: Tensor, placements: Sequence[Placement], sizes: Sequence[int], indices: Sequence[int], batch: int = 1
+) -> Tensor:
+    """The share of the rank with these indices on axes of these sizes; a view where possible."""
+    for position, cut in local_cuts(placements, sizes):
+        tensor = take_shard(tensor, cut, indices[position], sizes[position], batch)
+    return tensor
 
 
 def take_shard(tensor: Tensor, placement: Placement, index: int, parts: int, batch: int = 1) -> Tensor:

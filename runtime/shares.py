@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from autopart.runtime.errors import CheckpointError
-from autopart.runtime.placement import Placement, local_size
+from autopart.runtime.placement import Placement, local_cuts, local_size
 
 # One mesh axis: the placement on it, this rank's index, the number of ranks.
 Cut = tuple[Placement, int, int]
@@ -74,9 +74,10 @@ class Piece:
 
 
 def boxes_of(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[Box, ...]:
-    """The boxes of the share that :func:`autopart.runtime.placement.take_shard` takes, one cut after the other."""
+    """The boxes of the share that :func:`autopart.runtime.placement.take_share` takes."""
+    local = local_cuts([cut for cut, _, _ in cuts], [parts for _, _, parts in cuts])
     runs = [
-        _runs(size, [(cut.outer, index, parts) for cut, index, parts in cuts if cut.is_shard and cut.dim == dim])
+        _runs(size, [(cut.outer, *cuts[position][1:]) for position, cut in local if cut.dim == dim])
         for dim, size in enumerate(shape)
     ]
     return tuple(

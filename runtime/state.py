@@ -13,7 +13,7 @@ from autopart.runtime.links import dtype_of
 from autopart.runtime.loading import local_share
 from autopart.runtime.manifest import Manifest, ParameterSpec
 from autopart.runtime.mesh import Mesh
-from autopart.runtime.placement import Placement
+from autopart.runtime.placement import Placement, local_cuts
 
 
 def gather_state(
@@ -44,11 +44,9 @@ def gather_state(
 def gather_parameter(spec: ParameterSpec, mesh: Mesh, tensor: Tensor) -> Tensor:
     """The whole of a parameter or buffer from the shares of the stage's ranks; all of them take part."""
     tensor = tensor.contiguous()
-    # Shares were taken along the first axis first, so the last axis is joined first.
-    for axis, text in reversed(list(zip(mesh.tensor_axes, spec.placements, strict=False))):
-        placement = Placement.parse(text)
-        if placement.is_shard and axis.size > 1:
-            tensor = gather_shards(tensor, axis, placement.dim, placement.outer, "step")
+    placements = [Placement.parse(text) for text in spec.placements]
+    for position, cut in reversed(local_cuts(placements, mesh.tensor_sizes)):
+        tensor = gather_shards(tensor, mesh.tensor_axes[position], cut.dim, cut.outer, "step")
     return tensor.contiguous()
 
 

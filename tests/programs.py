@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ from torch import Tensor, fx, nn
 
 from autopart.passes.batch import BatchSplit, split_batch
 from autopart.passes.blocks import find_blocks, free_nodes
+from autopart.passes.conversion import Axes
 from autopart.passes.emit.program import Emitted, Layout, emit_program
 from autopart.passes.partition import Crossing, StageGraph, partition
 from autopart.passes.program import Program, Role
-from autopart.passes.rules import RULES, Strategy, strategies
-from autopart.passes.shard import Axes, Placements, shard_stage
+from autopart.passes.rules import RULES, Strategy, compatible, strategies
+from autopart.passes.shard import shard_stage
+from autopart.runtime.placement import Placements
 from autopart.runtime.structure import flatten
 from autopart.tracing import capture
 
@@ -116,7 +119,8 @@ class Compiled:
     axes: Axes
 
 
-Choose = Callable[[fx.Graph, int], tuple[dict[fx.Node, tuple[Strategy, ...]], dict[str, Placements]]]
+Choose = Callable[..., tuple[dict[fx.Node, tuple[Strategy, ...]], dict[str, Placements]]]
+"""Strategies and storage for a graph; called with the graph and the size of each tensor axis."""
 
 
 def compile_program(
@@ -129,17 +133,17 @@ def compile_program(
     recompute: bool = False,
     boundaries: Sequence[int] | None = None,
 ) -> Compiled:
-    """The plan by hand: equal numbers of blocks per stage, strategies from ``choose`` (one axis)."""
+    """The plan by hand: equal numbers of blocks per stage, strategies from ``choose``."""
     split = split_batch(program, RULES)
     free = free_nodes(split.graph, program.updated_buffers)
     blocks = find_blocks(split.graph, free, lambda node: 1.0, 8)
     count = len(blocks)
     bounds = list(boundaries) if boundaries else [round(index * count / pp) for index in range(pp + 1)]
     stages, crossings = partition(program, split.graph, free, blocks, bounds)
-    chosen, storage = ({}, {}) if choose is None else choose(split.graph, axes[0][1])
+    chosen, storage = ({}, {}) if choose is None else choose(split.graph, *(parts for _, parts in axes))
     chosen = {node: found for node, found in chosen.items() if node not in free}
     graphs = [shard_stage(stage, axes, chosen, storage) for stage in stages]
-    ranks = dp * (axes[0][1] if axes else 1)
+    ranks = dp * math.prod(parts for _, parts in axes)
     layout = Layout(
         devices=tuple(tuple(range(index * ranks, (index + 1) * ranks)) for index in range(pp)),
         dp=dp,
@@ -161,18 +165,25 @@ def compile_model(directory: Path, model: nn.Module, kwargs: Mapping[str, Any], 
 
 
 def randomly(seed: int) -> Choose:
-    """Any strategy for every op and any storage for every parameter: all pairs of placements meet."""
+    """Any strategies for every op and any storage for every parameter that hold together on the axes: all pairs of
+    placements meet.
+    """
 
-    def choose(graph: fx.Graph, parts: int) -> tuple[dict[fx.Node, tuple[Strategy, ...]], dict[str, Placements]]:
+    def choose(graph: fx.Graph, *sizes: int) -> tuple[dict[fx.Node, tuple[Strategy, ...]], dict[str, Placements]]:
         dice = random.Random(seed)
         found: dict[fx.Node, tuple[Strategy, ...]] = {}
         storage: dict[str, Placements] = {}
-        for node, options in strategies(graph, parts).items():
-            picked = dice.choice(options)
+        offers = [
+            strategies(graph, parts, others=[*sizes[:index], *sizes[index + 1 :]]) for index, parts in enumerate(sizes)
+        ]
+        for node in offers[0]:
+            picked = tuple(dice.choice(offered[node]) for offered in offers)
+            while not compatible(node, picked, sizes):
+                picked = tuple(dice.choice(offered[node]) for offered in offers)
             if node.op != "placeholder":
-                found[node] = (picked,)
+                found[node] = picked
             elif node.meta["role"] in (Role.PARAMETER, Role.BUFFER):
-                storage[node.meta["name"]] = (picked.outputs[0],)
+                storage[node.meta["name"]] = tuple(item.outputs[0] for item in picked)
         return found, storage
 
     return choose

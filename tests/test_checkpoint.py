@@ -25,7 +25,7 @@ from autopart.runtime import ParallelModule, checkpoint, checkpoint_folder
 from autopart.runtime.agreement import checkpoint_group
 from autopart.runtime.errors import CheckpointError
 from autopart.runtime.holding import holding_of
-from autopart.runtime.placement import Placement, take_shard
+from autopart.runtime.placement import Placement, take_shard, take_share
 from autopart.runtime.shares import Folder, Piece, boxes_of, write_pieces
 from emitted import WIDTH, data, emit, plain
 from families import family
@@ -326,14 +326,15 @@ def test_dropout_goes_on(tmp_path: Path, ranks: int, limits: dict[str, Any]) -> 
 # --- Boxes, errors, what is loaded before the first call, the command ---
 
 
-@pytest.mark.parametrize("cuts", [["S1/3"], ["S0", "S0"], ["S1/3", "S1/3"], ["S1", "S1/6"], ["R", "S0/2"], ["B", "S1"]])
+@pytest.mark.parametrize(
+    "cuts", [["S1/3"], ["S0", "S0/2"], ["S1/6", "S1/3"], ["S1", "S1/6"], ["R", "S0/2"], ["B", "S1"]]
+)
 def test_boxes_are_what_a_share_takes(cuts: list[str]) -> None:
     whole = torch.arange(8 * 24).reshape(8, 24)
     for first, second in itertools.product(range(2), range(2)):
         axes = [(Placement.parse(text), index, 2) for text, index in zip(cuts, (first, second), strict=False)]
-        share = whole
-        for placement, index, parts in axes:
-            share = take_shard(share, placement, index, parts)
+        placements, indices, sizes = zip(*axes, strict=True)
+        share = take_share(whole, placements, sizes, indices)
         boxes = boxes_of(whole.shape, axes)
         assert sum(box.of(share).numel() for box in boxes) == share.numel()
         for box in boxes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from autopart.passes.conversion import Axes
 from autopart.passes.program import Role
 from autopart.passes.rules import Strategy, strategies
-from autopart.passes.shard import Axes, Placements, collective_counts, transitions_of
+from autopart.passes.shard import collective_counts, transitions_of
 from autopart.precision import eager_in_float64, float64_throughout
 from autopart.runtime import ParallelModule
+from autopart.runtime.placement import Placements
 from autopart.tracing import capture
 from families import family
 from launch import launch
@@ -39,7 +42,7 @@ def in_parallel(directory: str, name: str) -> tuple[list[float], dict[str, Tenso
         traffic = {
             (axis, phase, operation): (count.calls, count.bytes)
             for (operation, axis, phase), count in parallel.traffic.counts().items()
-            if axis == "tp" and phase != "step"
+            if axis not in ("dp", "stage") and phase != "step"
         }
         optimizer.step()
         optimizer.zero_grad()
@@ -66,21 +69,23 @@ def serial(name: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]
     return losses, model.state_dict(), first
 
 
-def check(directory: Path, name: str, choose: Choose, recompute: bool = False) -> dict[tuple[str, str, str], int]:
+def check(directory: Path, name: str, choose: Choose, axes: Axes = AXES) -> dict[tuple[str, str, str], int]:
     """Compares a family's training under these strategies; returns the counted calls."""
     item = family(name)
     with float64_throughout():
         program = capture(item.build(), (), item.inputs(2))
-    compiled = compile_program(program, axes=AXES, choose=choose)
+    compiled = compile_program(program, axes=axes, choose=choose)
     compiled.emitted.save(directory)
     losses, state, gradients = serial(name)
     (graph,) = compiled.graphs
     counted = {
         (axis, phase, operation): tuple(found)
-        for (axis, phase), operations in collective_counts(graph, AXES, BATCH).items()
+        for (axis, phase), operations in collective_counts(graph, axes, BATCH).items()
         for operation, found in operations.items()
     }
-    for parallel_losses, weights, traffic in launch(in_parallel, 2, str(directory), name):
+    for parallel_losses, weights, traffic in launch(
+        in_parallel, math.prod(parts for _, parts in axes), str(directory), name
+    ):
         torch.testing.assert_close(parallel_losses, losses, rtol=1e-9, atol=0)
         for key, tensor in state.items():
             # AdamW turns a gradient that is zero up to rounding into a step of full size

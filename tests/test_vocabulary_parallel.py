@@ -155,7 +155,7 @@ def forced(subject: Subject, limits: Mapping[str, Any], devices: int) -> Plan:
         ):
             offered[node] = tuple(item for item in offered[node] if item.form is not None)
             assert offered[node], node
-    analysis._strategies[2] = offered
+    analysis._strategies[(2,)] = offered
     return make_plan(subject.program, ideal(devices), batch=8, analysis=analysis, **limits)
 
 

@@ -10,9 +10,9 @@ from torch import fx
 
 from autopart.passes import graph as graphs
 from autopart.passes.blocks import is_random
+from autopart.passes.conversion import Axes
 from autopart.passes.emit.expressions import Printer, Text
 from autopart.passes.program import Role
-from autopart.passes.shard import Axes
 from autopart.passes.sizes import extent
 from autopart.runtime.manifest import argument_name
 

@@ -14,14 +14,16 @@ from torch import fx
 
 from autopart.passes import graph as graphs
 from autopart.passes.batch import BatchSplit
+from autopart.passes.conversion import Axes
 from autopart.passes.emit.source import StageSource
 from autopart.passes.emit.totals import totals_source
 from autopart.passes.partition import Crossing, StageGraph
 from autopart.passes.program import Program, Role, TensorInfo
-from autopart.passes.shard import Axes, Placements, local_extents
+from autopart.passes.shard import local_extents
 from autopart.passes.sizes import Extent, extent
 from autopart.runtime.errors import PlanError
 from autopart.runtime.manifest import Manifest, OutputSpec, ParameterSpec, Size, StageSpec, ValueSpec
+from autopart.runtime.placement import Placements
 
 CONSTANTS_FILE = "constants.pt"
 

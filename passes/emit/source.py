@@ -10,12 +10,13 @@ import torch
 from torch import fx
 
 from autopart.passes import graph as graphs
+from autopart.passes.conversion import Axes
 from autopart.passes.emit.expressions import Text
 from autopart.passes.emit.functions import Function, Names
 from autopart.passes.emit.layers import Run, find_runs
 from autopart.passes.emit.wrapping import LIMIT, wrapped
 from autopart.passes.program import Role, TensorInfo
-from autopart.passes.shard import Axes, local_extents
+from autopart.passes.shard import local_extents
 from autopart.runtime.manifest import argument_name
 from autopart.runtime.namespace import Namespace
 

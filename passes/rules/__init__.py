@@ -3,7 +3,7 @@
 from autopart.passes.rules.book import RuleBook, flops, name_of
 from autopart.passes.rules.matching import factor_of, follow, is_differentiable
 from autopart.passes.rules.notation import Annotation, LocalForm, Message, Rule, RuleError
-from autopart.passes.rules.strategies import Strategy, called, localized, strategies
+from autopart.passes.rules.strategies import Strategy, called, compatible, localized, strategies
 from autopart.passes.rules.table import RULES, default_rules
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "RuleError",
     "Strategy",
     "called",
+    "compatible",
     "default_rules",
     "factor_of",
     "flops",

@@ -10,6 +10,7 @@ split that reads it is. Candidate placements of every value are therefore propag
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,10 +28,11 @@ from autopart.passes.rules.notation import Dims, Extents, LocalForm, Rule, RuleE
 from autopart.passes.rules.table import RULES
 from autopart.passes.sizes import ONE, Extent
 from autopart.runtime import local_forms
-from autopart.runtime.placement import BROADCAST, REPLICATE, Kind, Placement
+from autopart.runtime.placement import BROADCAST, REPLICATE, Kind, Placement, nested
 
 _MOST_BLOCKS = 8
-"""Numbers of outer blocks offered per factor: real models need one or two, and each costs the solver a choice."""
+"""Numbers of outer blocks offered per factor (for each product of other axes' sizes): real models need one or two, and
+each costs the solver a choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,10 @@ def _tensors(node: fx.Node) -> bool:
 class _Candidates:
     """Candidate sharded placements of every value, and the shardings of every op that they belong to."""
 
-    def __init__(self, graph: fx.Graph, parts: int, rules: RuleBook, batch: bool) -> None:
+    def __init__(self, graph: fx.Graph, parts: int, rules: RuleBook, batch: bool, others: Sequence[int]) -> None:
         self.parts, self.batch = parts, batch
+        subsets = (some for count in range(len(others) + 1) for some in itertools.combinations(others, count))
+        self.coarser = tuple(dict.fromkeys(Extent(math.prod(some)) for some in subsets))
         self.rules = {node: rules.rule(node) for node in graph.nodes if graphs.is_op(node)}
         self.placements: dict[Value, dict[Placement, None]] = {}
         self.shardings: dict[fx.Node, dict[Sharding, None]] = {node: {} for node in self.rules}
@@ -95,7 +99,7 @@ class _Candidates:
         found = self.shardings[node]
         if sharding in found or not divides(rule, sharding, self.parts, self.batch):
             return
-        if sum(factor == sharding[0] for factor, _ in found) >= _MOST_BLOCKS:
+        if sum(factor == sharding[0] for factor, _ in found) >= _MOST_BLOCKS * len(self.coarser):
             return
         found[sharding] = None
         for value, dims in self._values(node, rule):
@@ -106,11 +110,14 @@ class _Candidates:
                 self.pending.append((value, placement))
 
     def propagate(self) -> None:
-        """Every op starts from its factors in one block; each new placement of a value is shown to all its users."""
-        for node, rule in self.rules.items():
-            for factor in rule.factors if rule is not None else ():
-                assert rule is not None
-                self.offer(node, rule, (factor, ONE))
+        """Every op starts from its factors in one block, and in the pieces that other axes may make of it; each new
+        placement of a value is shown to all its users.
+        """
+        for outer in self.coarser:
+            for node, rule in self.rules.items():
+                for factor in rule.factors if rule is not None else ():
+                    assert rule is not None
+                    self.offer(node, rule, (factor, outer))
         while self.pending:
             value, placement = self.pending.popleft()
             for node, dims in self.readers.get(value, ()):
@@ -163,14 +170,15 @@ def _distinct(
 
 
 def strategies(
-    graph: fx.Graph, parts: int, rules: RuleBook = RULES, batch: bool = False
+    graph: fx.Graph, parts: int, rules: RuleBook = RULES, batch: bool = False, others: Sequence[int] = ()
 ) -> dict[fx.Node, tuple[Strategy, ...]]:
     """The strategies of every op, parameter, buffer and input on a mesh axis of ``parts`` ranks.
 
-    ``batch``: consider only factors that hold the batch size, instead of only those that do not. Sizes, ``getitem``
-    and the output are not in the result. Raises RuleError where a rule does not fit its op.
+    ``batch``: consider only factors that hold the batch size, instead of only those that do not. ``others``: sizes of
+    the other tensor axes. Sizes, ``getitem`` and the output are not in the result. Raises RuleError where a rule does
+    not fit its op.
     """
-    candidates = _Candidates(graph, parts, rules, batch)
+    candidates = _Candidates(graph, parts, rules, batch, others)
     candidates.propagate()
     result: dict[fx.Node, tuple[Strategy, ...]] = {}
     for node in graph.nodes:
@@ -191,6 +199,23 @@ def op_strategies(
     """The strategies of one op for shardings chosen by the caller."""
     rule = rules.rule(node)
     return _distinct(node, rule, parts, _op_strategies(node, rule, shardings), rules)
+
+
+def compatible(node: fx.Node, chosen: Sequence[Strategy], sizes: Sequence[int], rules: RuleBook = RULES) -> bool:
+    """Whether an op can run by these strategies, one per axis of these sizes, or a tensor be stored so.
+
+    The cuts of each operand and output nest (then the sizes divide as well, since each strategy's do), the sizes can be
+    written down, and one axis at most has a local form.
+    """
+    sides = [
+        *zip(*(item.inputs for item in chosen), strict=True),
+        *zip(*(item.outputs for item in chosen), strict=True),
+    ]
+    if not all(nested(side, sizes) for side in sides) or sum(item.form is not None for item in chosen) > 1:
+        return False
+    if not graphs.is_op(node):
+        return True
+    return _localized(node, list(zip(chosen, sizes, strict=True)), rules, rules.rule(node)) is not None
 
 
 def sharding_of(rule: Rule, strategy: Strategy) -> Sharding | None:

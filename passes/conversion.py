@@ -1,0 +1,87 @@
+"""From one tuple of placements to another: which transitions, on which axes, in which order.
+
+A transition acts on one mesh axis while the others stay as they are, and the order matters: sharding on one axis
+before gathering on another moves less than after, and on the way the cuts of each dim have to nest. The sharder
+inserts, and pricing and counting charge, the steps that this one function gives.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from dataclasses import dataclass
+from fractions import Fraction
+
+from autopart.runtime.placement import REPLICATE, Placements, local_cut, nested
+from autopart.runtime.traffic import Operation
+from autopart.runtime.transitions import Transition, transition
+
+Axes = tuple[tuple[str, int], ...]
+"""Names and sizes of the tensor axes, outermost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One transition of a conversion.
+
+    axis: the index of the mesh axis. before, after: placements on all axes, which differ on this axis alone.
+    transition: the call, with blocks as a rank that has the other axes' shares counts them.
+    """
+
+    axis: int
+    before: Placements
+    transition: Transition
+    after: Placements
+
+
+@functools.cache
+def conversion(source: Placements, target: Placements, axes: Axes) -> tuple[Step, ...] | None:
+    """The steps that move the fewest bytes, forward and backward together; None where either end does not nest.
+
+    Each axis goes straight to its target, or first to R where the cuts on the way would not nest otherwise: a shortest
+    path over at most 3 placements per axis. Of equal paths the one with fewer steps, then that of the first axes first.
+    """
+    sizes = tuple(parts for _, parts in axes)
+    if not nested(source, sizes) or not nested(target, sizes):
+        return None
+    # On an axis of one rank all placements are the same.
+    source = tuple(have if parts > 1 else want for have, want, parts in zip(source, target, sizes, strict=True))
+    count = 0
+    queue: list[tuple[Fraction, int, int, Placements, tuple[Step, ...]]] = [(Fraction(0), 0, count, source, ())]
+    done: set[Placements] = set()
+    while queue:
+        moved, length, _, current, steps = heapq.heappop(queue)
+        if current == target:
+            return steps
+        if current in done:
+            continue
+        done.add(current)
+        for index, (have, want) in enumerate(zip(current, target, strict=True)):
+            for placement in dict.fromkeys((want, REPLICATE)):
+                after = (*current[:index], placement, *current[index + 1 :])
+                if placement == have or have == want or after in done or not nested(after, sizes):
+                    continue
+                call = transition(local_cut(current, sizes, index), local_cut(after, sizes, index))
+                assert call is not None
+                count += 1
+                step = Step(index, current, call, after)
+                cost = moved + _moved(call, current, sizes, index)
+                heapq.heappush(queue, (cost, length + 1, count, after, (*steps, step)))
+    raise AssertionError(f"no way from {source} to {target} on axes of {sizes}")
+
+
+def _moved(call: Transition, current: Placements, sizes: tuple[int, ...], axis: int) -> Fraction:
+    """What a rank sends forward and backward, as a part of the whole tensor."""
+    held = Fraction(1)
+    for index, placement in enumerate(current):
+        if index != axis and placement.is_shard:
+            held /= sizes[index]
+    return held * (_sent(call.forward, sizes[axis]) + _sent(call.backward, sizes[axis]))
+
+
+def _sent(operation: Operation | None, parts: int) -> Fraction:
+    """What a rank sends in a collective, as a part of the tensor that the axis shares: by rings, each part once."""
+    if operation is None:
+        return Fraction(0)
+    others = Fraction(parts - 1, parts)
+    return {"all_reduce": 2 * others, "all_to_all": others / parts}.get(operation, others)
