@@ -177,11 +177,11 @@ class Parallelized(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         return self._current.load_state_dict(state_dict, strict, assign)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales the gradients of all ranks to a 2-norm of at most ``max_norm``; all ranks call it."""
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales the gradients of all ranks to a norm of at most ``max_norm``; all ranks call it."""
         if self.parallel is None:
-            return torch.nn.utils.clip_grad_norm_(self.original.parameters(), max_norm)
-        return self.parallel.clip_grad_norm_(max_norm)
+            return torch.nn.utils.clip_grad_norm_(self.original.parameters(), max_norm, norm_type)
+        return self.parallel.clip_grad_norm_(max_norm, norm_type)
 
     def trace(self, path: str | Path) -> AbstractContextManager[None]:
         """Records the calls inside the block; see :meth:`autopart.runtime.ParallelModule.trace`.

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopart.runtime.collectives import sum_in_place
 from autopart.runtime.manifest import Manifest, ParameterSpec
 from autopart.runtime.mesh import Axis, Mesh
+from autopart.runtime.norms import counted, plain, reduce_norms
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -121,26 +121,20 @@ def average_buffers(manifest: Manifest, mesh: Mesh, buffers: dict[str, Tensor]) 
             tensor /= mesh.data.size
 
 
-def clip_gradients(manifest: Manifest, mesh: Mesh, parameters: dict[str, nn.Parameter], max_norm: float) -> Tensor:
-    """Scales all gradients so that the 2-norm over the whole model is at most ``max_norm``; returns the norm before.
+def clip_gradients(
+    manifest: Manifest, mesh: Mesh, parameters: dict[str, nn.Parameter], max_norm: float, norm_type: float = 2.0
+) -> Tensor:
+    """Scales all gradients so that the norm over the whole model is at most ``max_norm``; returns the norm before.
 
     Each element is counted once, however many ranks hold it.
     """
     specs = {spec.name: spec for spec in manifest.parameters}
-    square = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for name, parameter in parameters.items():
-        spec = specs[name]
-        copies = [
-            axis.index
-            for axis, placement in zip(mesh.tensor_axes, spec.placements, strict=False)
-            if not placement.startswith("S")
-        ]
-        first = mesh.data.index == 0 and mesh.stage == spec.stages[0] and not any(copies)
-        if first and parameter.grad is not None:
-            square += parameter.grad.detach().double().square().sum()
-    if mesh.world_size > 1:
-        dist.all_reduce(square)
-    norm = square.sqrt()
+    norms = [
+        torch.linalg.vector_norm(plain(parameter.grad), norm_type, dtype=torch.float64)
+        for name, parameter in parameters.items()
+        if parameter.grad is not None and counted(specs[name], mesh)
+    ]
+    norm = reduce_norms(torch.stack(norms) if norms else torch.zeros(0), norm_type, mesh)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters.values():
         if parameter.grad is not None:

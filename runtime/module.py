@@ -33,6 +33,8 @@ from autopart.runtime.links import Links, dtype_of, edges_of
 from autopart.runtime.loading import Originals, build_stage, import_file, place
 from autopart.runtime.manifest import Manifest, argument_name
 from autopart.runtime.mesh import Mesh
+from autopart.runtime.norms import GradientNorms
+from autopart.runtime.optimizers import OptimizerCheck
 from autopart.runtime.outputs import collect, gradient_piece
 from autopart.runtime.schedule import (
     Schedule,
@@ -95,6 +97,8 @@ class ParallelModule(nn.Module):
             if isinstance(tensor := tensors.get(name), nn.Parameter)
         }
         self._sums = GradientSums(self.manifest, self.mesh, self._parameters_in_order, bucket_bytes)
+        self._norms = GradientNorms(self.manifest, self.mesh, self._parameters_in_order)
+        self._optimizer_check = OptimizerCheck(self.manifest, self.mesh, self._parameters_in_order)
         self._links = Links(self.manifest, self.mesh)
         self._totals = import_file(directory / "totals.py").totals if self.manifest.totals else None
         self._inputs = [s for s in self.manifest.inputs if s.name in self.manifest.stages[self.mesh.stage].inputs]
@@ -170,7 +174,7 @@ class ParallelModule(nn.Module):
         keep = None if self.returned == "all" else {loss_name}
         run = self._run(feed, train=True, seeds=seeds, keep=keep)
         parameters = self._trainable()
-        with separate_gradients(parameters) as gradients:
+        with self._norms.running(), separate_gradients(parameters) as gradients:
             run.execute(self._actions)
         average_buffers(self.manifest, self.mesh, self._buffers_by_name())
         wanted = [spec for spec in self._outputs if self.returned == "all" or spec.name == loss_name]
@@ -203,7 +207,7 @@ class ParallelModule(nn.Module):
                 if gradient is not None
             }
             actions = backward_part(self.schedule).stages[self.mesh.stage]
-            with separate_gradients(parameters) as made, self._reporting():
+            with self._norms.running(), separate_gradients(parameters) as made, self._reporting():
                 run.execute(post_receives_early(actions))
             return made
 
@@ -318,13 +322,13 @@ class ParallelModule(nn.Module):
             *load_state(self.manifest, self.mesh, _own_tensors(self.stage, self.manifest), state_dict, strict)
         )
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales the gradients of all ranks to a 2-norm of at most ``max_norm`` over the whole model.
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales the gradients of all ranks to a norm of at most ``max_norm`` over the whole model.
 
-        Returns the norm before. All ranks call it; ``torch.nn.utils.clip_grad_norm_`` would see this rank's
-        parameters alone.
+        Returns the norm before. All ranks call it. ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)``
+        does the same, see :mod:`autopart.runtime.norms`.
         """
-        return clip_gradients(self.manifest, self.mesh, self._parameters_in_order, max_norm)
+        return clip_gradients(self.manifest, self.mesh, self._parameters_in_order, max_norm, norm_type)
 
 
 def _check_equal(samples: int, mesh: Mesh) -> None:

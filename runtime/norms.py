@@ -1,0 +1,208 @@
+"""Norms of gradients over the whole model, also where the script takes them by torch's own functions.
+
+``torch.nn.utils.clip_grad_norm_(model.parameters(), …)`` takes the norm of each ``.grad``, stacks these and takes the
+norm of the stack. A rank has the gradients of its stage only, and of a divided parameter a share. So the gradients that
+a program hands out are :class:`Share`, plain tensors in all but their norm; that is a :class:`ShareNorm`, and the norm
+of a stack of all of them is the whole model's, on every rank. What would be a norm of this rank alone is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopart.runtime.errors import InputError
+from autopart.runtime.manifest import Manifest, ParameterSpec
+from autopart.runtime.mesh import Mesh
+
+_NORMS: frozenset[Callable[..., Any]] = frozenset(
+    {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm, torch.functional.norm}
+)
+_KEPT: frozenset[Callable[..., Any]] = frozenset({Tensor.to, Tensor.detach, torch.stack})
+_INSTEAD = "call model.clip_grad_norm_(max_norm) on every rank instead, which also returns the norm"
+
+
+def counted(spec: ParameterSpec, mesh: Mesh) -> bool:
+    """Whether this rank is the one that counts its share, of all ranks that have equal copies of it."""
+    copies = [
+        axis.index
+        for axis, placement in zip(mesh.tensor_axes, spec.placements, strict=False)
+        if not placement.startswith("S")
+    ]
+    return mesh.data.index == 0 and mesh.stage == spec.stages[0] and not any(copies)
+
+
+def divided(spec: ParameterSpec, mesh: Mesh) -> bool:
+    """Whether a rank holds less than the whole parameter."""
+    pairs = zip(mesh.tensor_axes, spec.placements, strict=False)
+    return any(axis.size > 1 and placement.startswith("S") for axis, placement in pairs)
+
+
+class GradientNorms:
+    """The norms of one program's gradients. ``parameters``: this rank's own trainable ones by name."""
+
+    def __init__(self, manifest: Manifest, mesh: Mesh, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._mesh = mesh
+        self._parameters = dict(parameters)
+        specs = {spec.name: spec for spec in manifest.parameters}
+        self._counted = {name: counted(specs[name], mesh) for name in parameters}
+        self._divided = {name for name in parameters if divided(specs[name], mesh)}
+        trained = {stage for spec in manifest.parameters if spec.trainable for stage in spec.stages}
+        self._idle = [stage for stage in range(len(manifest.stages)) if stage not in trained]
+        self._running = False
+        if len(manifest.stages) > 1 or any(divided(spec, mesh) for spec in manifest.parameters):
+            for name, parameter in parameters.items():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._hook(name))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, gradients belong to the running step and are plain."""
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
+
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
+        def wrap(parameter: Tensor) -> None:
+            if not self._running and type(parameter.grad) is Tensor:
+                share = parameter.grad.as_subclass(Share)
+                share.owner = (self, name)
+                parameter.grad = share
+
+        return wrap
+
+    def of_share(self, name: str, norm: Tensor, order: float) -> ShareNorm:
+        """The norm of this rank's share of one gradient."""
+        return _share_norm(norm, self, (name,), order)
+
+    def check_whole(self, names: Sequence[str]) -> None:
+        """Raises InputError where the norm of this gradient is that of a share."""
+        shares = [name for name in names if name in self._divided]
+        if shares or len(names) > 1:
+            which = shares[0] if shares else names[0]
+            raise InputError(
+                f"the norm of {which!r}'s gradient is that of this rank's part of the model alone; {_INSTEAD}"
+            )
+
+    def total(self, norms: Tensor, names: Sequence[str], order: float) -> Tensor:
+        """The norm of the whole model's gradients: a scalar like ``norms``, this rank's by name, 1-D.
+
+        Raises InputError unless the names are all gradients of this rank, once each, on a rank of every stage.
+        """
+        if self._idle:
+            raise InputError(
+                f"stage {self._idle[0]} trains no parameter, so its ranks take no part in a norm over "
+                f"model.parameters(); {_INSTEAD}"
+            )
+        present = [name for name, parameter in self._parameters.items() if parameter.grad is not None]
+        if sorted(names) != sorted(present):
+            raise InputError(
+                f"a norm over {len(names)} gradients of the {len(present)} that this rank has: other ranks cannot know "
+                f"which of theirs belong to it; pass all of model.parameters(), or {_INSTEAD}"
+            )
+        mine = torch.tensor([self._counted[name] for name in names], device=norms.device)
+        return reduce_norms(norms[mine], order, self._mesh).to(norms.dtype)
+
+
+def reduce_norms(norms: Tensor, order: float, mesh: Mesh) -> Tensor:
+    """The ``order``-norm of all ranks' norms (1-D), a float64 scalar. All ranks take part."""
+    wide = norms.detach().to(mesh.device, torch.float64)
+    if math.isinf(order):
+        result = wide.max() if wide.numel() else torch.zeros((), dtype=torch.float64, device=mesh.device)
+    else:
+        result = wide.pow(order).sum()
+    if mesh.world_size > 1:
+        dist.all_reduce(result, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM)
+    return result if math.isinf(order) else result.pow(1 / order)
+
+
+def plain(gradient: Tensor) -> Tensor:
+    """The gradient as an ordinary tensor, sharing its memory."""
+    return gradient.detach()
+
+
+class Share(Tensor):
+    """A gradient that a program handed out. Results of all functions are plain tensors, but for norms."""
+
+    owner: tuple[GradientNorms, str] | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **kwargs)
+        if function is torch._foreach_norm:
+            order = _order(function, args, kwargs)
+            return [_named(share, norm, order) for share, norm in zip(args[0], result, strict=True)]
+        if function in _NORMS and result.dim() == 0:
+            return _named(
+                args[0] if args else kwargs.get("x", kwargs.get("input")), result, _order(function, args, kwargs)
+            )
+        return result
+
+
+class ShareNorm(Tensor):
+    """Norms of shares: of one (a scalar) or of several, stacked."""
+
+    owner: tuple[GradientNorms, tuple[str, ...], float] | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result: Any = function(*args, **(kwargs or {}))
+            if not isinstance(result, (Tensor, float, list)):
+                return result  # a size, a device
+            given = args[0] if function is torch.stack else args
+            parts = [item for item in given if isinstance(item, ShareNorm)]
+            owners = [part.owner for part in parts if part.owner is not None]
+            if not owners:
+                return result
+            norms, order = owners[0][0], owners[0][2]
+            names = tuple(name for owner in owners for name in owner[1])
+            alike = all(owner[0] is norms and owner[2] == order for owner in owners)
+            if function in _KEPT and alike and len(owners) == (len(given) if function is torch.stack else 1):
+                return _share_norm(result, norms, names, order)
+            if function in _NORMS and result.dim() == 0 and parts[0].dim() == 1:
+                if _order(function, args, kwargs or {}) == order:
+                    return norms.total(parts[0].as_subclass(Tensor), names, order)
+                raise InputError(f"a norm of norms of another order than {order:g}; {_INSTEAD}")
+            norms.check_whole(names)
+            return result
+
+
+def _share_norm(norm: Tensor, norms: GradientNorms, names: tuple[str, ...], order: float) -> ShareNorm:
+    with torch._C.DisableTorchFunctionSubclass():
+        found = norm.as_subclass(ShareNorm)
+    found.owner = (norms, names, order)
+    return found
+
+
+def _named(share: Any, norm: Tensor, order: float) -> Tensor:
+    owner = getattr(share, "owner", None) if isinstance(share, Share) else None
+    return norm if owner is None else owner[0].of_share(owner[1], norm, order)
+
+
+def _order(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """The p of a call of a norm. Raises InputError for matrix norms and orders that do not add up."""
+    given = next((kwargs[key] for key in ("ord", "p") if key in kwargs), args[1] if len(args) > 1 else 2)
+    if given in (None, "fro"):
+        return 2.0
+    try:
+        order = float(given)
+    except (TypeError, ValueError):
+        order = 0.0
+    if order <= 0:
+        raise InputError(f"a norm of order {given!r} of gradients of which this rank has a part; {_INSTEAD}")
+    return order

@@ -1,0 +1,104 @@
+"""Norms and clipping of gradients by torch's own functions, on programs whose ranks hold parts of the model."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopart.runtime.errors import InputError
+from launch import launch
+from two_layers import NAMES, PLANS, PP, TP, batch, build, parallel
+
+
+def clipped(limits: dict[str, Any] | None, order: float, own: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Norms of four steps, each of two backwards, and the weights after them."""
+    model: nn.Module = build()
+    if limits is not None:
+        model = parallel(limits)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    norms = []
+    for step in range(4):
+        for _ in range(2):
+            (model(**batch()) * 3.0).backward()
+        clip: Any = model.clip_grad_norm_ if own else partial(nn.utils.clip_grad_norm_, model.parameters())
+        norm = clip(0.1, order)
+        assert type(norm) is Tensor
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        norms.append(norm.item())
+    for state in optimizer.state.values():
+        assert all(type(value) in (Tensor, float, int) for value in state.values() if value is not None)
+    return norms, model.state_dict()
+
+
+@pytest.mark.parametrize("limits", PLANS, ids=str)
+@pytest.mark.parametrize(
+    ("order", "own"), [(2.0, False), (math.inf, False), (1.0, False), (2.0, True), (math.inf, True)]
+)
+def test_clipping_equals_the_plain_models(limits: dict[str, Any], order: float, own: bool) -> None:
+    norms, state = clipped(None, order, False)
+    assert all(norm > 0.1 for norm in norms), "every step is clipped"
+    for found, weights in launch(clipped, 2, limits, order, own):
+        assert found == pytest.approx(norms, rel=1e-9)
+        for name, tensor in state.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def refusals(limits: dict[str, Any]) -> dict[str, str]:
+    model = parallel(limits)
+    model(**batch()).backward()
+    parameters, first = [p for p in model.parameters() if p.grad is not None], gradients(model)[0]
+    found = {}
+
+    def refused(name: str, take: Any) -> None:
+        try:
+            take()
+        except InputError as error:
+            found[name] = str(error)
+
+    refused("some", lambda: nn.utils.clip_grad_norm_(parameters[:-1], 0.1))
+    for matrix in (g for g in gradients(model) if g.dim() == 2):  # the last stage may have none
+        refused("nuclear", partial(matrix.norm, "nuc"))
+    refused("zero", lambda: nn.utils.get_total_norm(gradients(model), 0.0))
+    refused("mixed", lambda: torch.stack([first.norm(), torch.ones(())]).norm())
+    refused("share", lambda: first.norm().item())
+    # what is no norm is plain
+    assert type(first * 2) is Tensor and type(first.clone()) is Tensor
+    return found
+
+
+def test_what_would_be_a_norm_of_one_rank_is_refused() -> None:
+    for found in launch(refusals, 2, TP):
+        assert "gradients of the" in found["some"] and "model.clip_grad_norm_" in found["some"]
+        assert "'nuc'" in found["nuclear"] and "0.0" in found["zero"]
+        assert "alone" in found["mixed"] and "alone" in found["share"]
+    for found in launch(refusals, 2, PP):
+        assert {"some", "zero"} <= found.keys()
+
+
+def other_ways(limits: dict[str, Any]) -> None:
+    model, plain = parallel(limits), build()
+    model(**batch()).backward()
+    plain(**batch()).backward()
+    expected = nn.utils.get_total_norm(gradients(plain)).item()
+    own = gradients(model)
+    totals = [
+        torch.norm(torch.stack([torch.norm(g, 2.0) for g in own]), 2.0).item(),
+        torch.linalg.vector_norm(torch.stack(torch._foreach_norm(own, 2.0))).item(),
+        nn.utils.get_total_norm(own, foreach=True).item(),
+    ]
+    assert totals == pytest.approx([expected] * 3, rel=1e-12)
+
+
+@pytest.mark.parametrize("limits", PLANS[:2], ids=NAMES[:2])
+def test_older_ways_of_writing_it_come_to_the_same(limits: dict[str, Any]) -> None:
+    launch(other_ways, 2, limits)
