@@ -15,7 +15,7 @@ from autopart.cost.products import backward_products, forward_products
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
 from autopart.passes.annotate import OpCost
-from autopart.passes.rules import Strategy
+from autopart.passes.rules import Strategy, local_forms
 from autopart.runtime.placement import Placement
 
 Chosen = tuple[Strategy, ...]
@@ -113,12 +113,11 @@ class Prices:
     def form_seconds(self, node: fx.Node, chosen: Chosen, axes: Sequence[TensorAxis]) -> tuple[float, float]:
         """Forward and backward seconds of what an op's local forms exchange, each along its axis."""
         forward = backward = 0.0
-        for strategy, axis in zip(chosen, axes, strict=True):
-            for message in strategy.form.messages if strategy.form is not None else ():
-                value = graphs.inputs(node)[message.operand]
-                size = value_bytes(value).at(self.batch) // value.fake.element_size() * message.element_bytes
-                share = share_of(tuple(item.inputs[message.operand] for item in chosen), [item.parts for item in axes])
-                seconds = collective_seconds(message.operation, size * share, axis.parts, axis.link)
+        applied = [(strategy, axis.parts) for strategy, axis in zip(chosen, axes, strict=True)]
+        for axis, form in zip(axes, local_forms(applied), strict=True):
+            for message in form.messages if form is not None else ():
+                payload = message.payload(axis.parts, self.batch)
+                seconds = collective_seconds(message.operation, payload, axis.parts, axis.link)
                 if message.phase == "forward":
                     forward += seconds
                 elif node.meta.get("differentiable"):

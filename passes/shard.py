@@ -20,7 +20,7 @@ from autopart.passes.conversion import Axes, Step, conversion
 from autopart.passes.graph import Value
 from autopart.passes.partition import StageGraph
 from autopart.passes.program import Role
-from autopart.passes.rules import RULES, RuleBook, Strategy, called
+from autopart.passes.rules import RULES, RuleBook, Strategy, called, local_forms
 from autopart.passes.sizes import Extent, extent
 from autopart.runtime import collectives
 from autopart.runtime.placement import REPLICATE, Placements
@@ -134,7 +134,8 @@ class _Sharder:
             wanted = [tuple(strategy.inputs[index] for strategy in chosen) for index in range(len(sources))]
             given = [tuple(strategy.outputs[index] for strategy in chosen) for index in range(len(outputs))]
             names, sizes = zip(*self.axes, strict=True)
-            target, args, kwargs = called(node, list(zip(chosen, sizes, strict=True)), names, self.rules)
+            applied = list(zip(chosen, sizes, strict=True))
+            target, args, kwargs = called(node, applied, names, self.rules)
         tensors = iter([self.convert(source, target, node) for source, target in zip(sources, wanted, strict=True)])
 
         def replace(argument: fx.Node) -> fx.Node:
@@ -147,9 +148,9 @@ class _Sharder:
         new.meta["placements"] = given[0] if isinstance(node.meta["val"], torch.Tensor) else tuple(given)
         if chosen is not None:
             new.meta["strategies"] = tuple(strategy.name for strategy in chosen)
-            for strategy, (axis, _) in zip(chosen, self.axes, strict=True):
-                if strategy.form is not None:
-                    new.meta["form"] = (axis, strategy.form)
+            for (axis, _), form in zip(self.axes, local_forms(applied), strict=True):
+                if form is not None:
+                    new.meta["form"] = (axis, form)
         self.env[node] = new
         for value, placements in zip(outputs, given, strict=True):
             self.placements[value] = placements
@@ -230,12 +231,7 @@ def collective_counts(graph: fx.Graph, axes: Axes, batch: int) -> dict[tuple[str
             for message in form.messages:
                 if message.phase == "backward" and not node.meta.get("differentiable"):
                     continue
-                operand = graphs.input_nodes(node)[message.operand]
-                size = message.element_bytes
-                for extents in local_extents(operand.meta["val"], operand.meta["placements"], axes):
-                    assert extents is not None
-                    size *= extents.at(batch)
-                count(axis, message.phase, message.operation, size)
+                count(axis, message.phase, message.operation, message.payload(sizes[axis], batch))
         if "transition" not in node.meta:
             continue
         axis, step = node.meta["transition"]

@@ -41,8 +41,7 @@ from autopart.runtime.traffic import Phase, payload
 # An operation without autograd: takes the tensor and the phase under which to count.
 _Operation = Callable[[Tensor, Phase], Tensor]
 
-# torch 2.13 renamed these two; 2.11 knows the old names alone.
-_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch 2.13 renamed this; 2.11 knows the old name alone.
 _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -51,9 +50,8 @@ _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def gather_shards(x: Tensor, axis: Axis, dim: int, outer: int, phase: Phase) -> Tensor:
     """The whole tensor from every rank's share."""
-    gathered = x.new_empty((axis.size, *x.shape))
-    axis.traffic.add("all_gather", axis.name, phase, payload(gathered))
-    _gather_single(gathered.flatten(), x.detach().contiguous().flatten(), group=axis.group)
+    axis.traffic.add("all_gather", axis.name, phase, axis.size * payload(x))
+    gathered = axis.all_gather(x.detach())
     if dim == 0 and outer == 1 and x.dim():
         return gathered.flatten(0, 1)
     return join_shards(gathered.unbind(), shard(dim, outer))

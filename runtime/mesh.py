@@ -19,6 +19,9 @@ from autopart.runtime.manifest import Manifest
 from autopart.runtime.rng import derive_seed, seeded
 from autopart.runtime.traffic import Traffic
 
+# torch 2.13 renamed this; 2.11 knows the old name alone.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 DATA_AXIS = "dp"
 STAGE_AXIS = "stage"
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -43,6 +46,12 @@ class Axis:
     def all_reduce(self, x: torch.Tensor, maximum: bool = False) -> None:
         """Replaces a contiguous tensor by the sum (or the maximum) over the axis; not counted."""
         dist.all_reduce(x, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self.group)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Every rank's tensor, stacked in front, ``[size, *x.shape]``; not counted."""
+        gathered = x.new_empty((self.size, *x.shape))
+        _gather_single(gathered.flatten(), x.contiguous().flatten(), group=self.group)
+        return gathered
 
 
 def job_size() -> int:

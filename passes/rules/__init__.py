@@ -3,7 +3,7 @@
 from autopart.passes.rules.book import RuleBook, flops, name_of
 from autopart.passes.rules.matching import factor_of, follow, is_differentiable
 from autopart.passes.rules.notation import Annotation, LocalForm, Message, Rule, RuleError
-from autopart.passes.rules.strategies import Strategy, called, compatible, localized, strategies
+from autopart.passes.rules.strategies import Strategy, called, compatible, local_forms, localized, strategies
 from autopart.passes.rules.table import RULES, default_rules
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "flops",
     "follow",
     "is_differentiable",
+    "local_forms",
     "localized",
     "name_of",
     "strategies",

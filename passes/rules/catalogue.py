@@ -165,7 +165,7 @@ def _attention() -> list[Case]:
     q, k, v = f(2, 4, 6, 2), f(2, 4, 3, 2), f(2, 4, 3, 5)
     return [
         Case(name, (q, k, v), minimum=6),
-        Case(name, (q, q, q, None, 0.0, True), minimum=5),
+        Case(name, (q, q, q, None, 0.0, True), minimum=6),
         Case(name, (q, k, v, m(2, 1, 6, 3) | True), {"scale": 0.25}, minimum=6),
         Case(name, (q, k, v, f(6, 3)), minimum=6),
         Case(name, (q, k, v, None, 0.5)),

@@ -131,11 +131,15 @@ class RehearsedAxis(Axis):
     barrier: Barrier = field(default_factory=lambda: Barrier(1), repr=False, compare=False)
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> None:
+        stacked = self.all_gather(x)
+        x.copy_(stacked.amax(0) if maximum else stacked.sum(0))
+
+    def all_gather(self, x: Tensor) -> Tensor:
         self.board[self.index] = x.clone()
         self.barrier.wait(_PATIENCE_S)
         stacked = torch.stack([tensor for tensor in self.board if tensor is not None])
         self.barrier.wait(_PATIENCE_S)
-        x.copy_(stacked.amax(0) if maximum else stacked.sum(0))
+        return stacked
 
 
 def rehearse(parts: int, run: Callable[[Axis], T]) -> list[T]:
@@ -215,26 +219,25 @@ def _check_strategy(
     local_batch = batch // parts if split else batch
     spread = [_spread(t, p, parts, batch, Kind.PARTIAL) for t, p in zip(tensors, strategy.inputs, strict=True)]
     spread_seeds = [_spread(t, p, parts, batch, Kind.BROADCAST) for t, p in zip(seeds, strategy.outputs, strict=True)]
-    results: list[list[Tensor]] = []
-    gradients: list[list[Tensor]] = []
-    written: list[list[Tensor]] = []
 
-    def one(axis: Axis) -> tuple[list[Tensor], list[Tensor]]:
+    def one(axis: Axis) -> tuple[list[Tensor], list[Tensor], list[Tensor], str]:
         target, args, kwargs = called(node, [(strategy, parts)], [axis], rules)
         inputs = _leaves([shares[axis.index] for shares in spread], tracked)
-        return inputs, _run(target, (args, kwargs), inputs, local_batch)
+        outputs = _run(target, (args, kwargs), inputs, local_batch)
+        own_seeds = [shares[axis.index] for shares in spread_seeds]
+        for index, (out, seed) in enumerate(zip(outputs, own_seeds, strict=True)):
+            if out.shape != seed.shape:
+                message = f"output {index} of rank {axis.index} has shape {list(out.shape)}, not {list(seed.shape)}"
+                return inputs, outputs, [], message
+        return inputs, outputs, _gradients(outputs, own_seeds, [inputs[index] for index in tracked]), ""
 
     ran = rehearse(parts, one) if strategy.form is not None else [one(Axis("axis", parts, i)) for i in range(parts)]
-    for rank, (inputs, outputs) in enumerate(ran):
-        for index, (out, shares) in enumerate(zip(outputs, spread_seeds, strict=True)):
-            if out.shape != shares[rank].shape:
-                message = f"output {index} of rank {rank} has shape {list(out.shape)}, not {list(shares[rank].shape)}"
-                return CheckResult(strategy, message, random)
-        results.append([out.detach() for out in outputs])
-        written.append([operand.detach() for operand in inputs])
-        gradients.append(
-            _gradients(outputs, [shares[rank] for shares in spread_seeds], [inputs[index] for index in tracked])
-        )
+    for *_, message in ran:
+        if message:
+            return CheckResult(strategy, message, random)
+    written = [[operand.detach() for operand in inputs] for inputs, *_ in ran]
+    results = [[out.detach() for out in outputs] for _, outputs, *_ in ran]
+    gradients = [found for *_, found, _ in ran]
     if random:
         return CheckResult(strategy, shapes_only=True)
     # A shard of outputs or gradients counts its blocks in samples of the whole batch, which is what is joined.

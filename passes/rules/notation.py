@@ -23,8 +23,8 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from autopart.passes.sizes import ONE, Extent
@@ -46,14 +46,21 @@ class RuleError(AutopartError):
 class Message:
     """One collective inside a local form, per microbatch.
 
-    operation, phase: as :class:`autopart.runtime.traffic.Traffic` counts it. Its payload is ``element_bytes`` for each
-    element of the op's operand of that index.
+    operation, phase: as :class:`autopart.runtime.traffic.Traffic` counts it. What a rank puts in has ``element_bytes``
+    for every index of ``factors``, which lack the form's own: ``("*b",)`` for a number per row.
+    elements: how many that are in the whole tensor; of a bound rule.
     """
 
     operation: Operation
     phase: Literal["forward", "backward"]
-    operand: int
+    factors: tuple[str, ...]
     element_bytes: int
+    elements: Extent = ONE
+
+    def payload(self, parts: int, batch: int) -> int:
+        """Bytes of the call as :class:`autopart.runtime.traffic.Traffic` counts them, on an axis of ``parts`` ranks."""
+        gathered = parts if self.operation == "all_gather" else 1
+        return self.elements.at(batch) * self.element_bytes * gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,9 +341,9 @@ def bind(annotation: Annotation, inputs: Sequence[Extents], outputs: Sequence[Ex
         if size is None or size.batched:
             frozen.add(name)
 
-    def named(product: str) -> tuple[str, ...]:
+    def named(product: Iterable[str]) -> tuple[str, ...]:
         names: list[str] = []
-        for name in product.split():
+        for name in product:
             run = name.lstrip("*")
             names.extend([f"{run}{index}" for index in range(runs.get(run, 0))] if name.startswith("*") else [name])
         return tuple(names)
@@ -348,10 +355,23 @@ def bind(annotation: Annotation, inputs: Sequence[Extents], outputs: Sequence[Ex
         frozen=frozenset(frozen),
         linear=annotation.linear,
         affine=annotation.affine,
-        products=tuple(named(product) for product in annotation.products),
+        products=tuple(named(product.split()) for product in annotation.products),
         random=annotation.random,
-        forms=annotation.forms,
+        forms={name: _settled(form, named, sizes) for name, form in annotation.forms.items() if name not in frozen},
     )
+
+
+def _settled(
+    form: LocalForm, named: Callable[[Iterable[str]], tuple[str, ...]], sizes: Mapping[str, Extent | None]
+) -> LocalForm:
+    """A form whose messages name single factors and know how many elements these have."""
+    messages = []
+    for message in form.messages:
+        names = named(message.factors)
+        elements = _product([sizes[name] for name in names])
+        assert elements is not None, f"{form.function} exchanges a tensor of unknown size"
+        messages.append(replace(message, factors=names, elements=elements))
+    return replace(form, messages=tuple(messages))
 
 
 def product_at(rule: Rule, names: Sequence[str], batch: int) -> int:

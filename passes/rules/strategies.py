@@ -13,7 +13,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,10 +24,10 @@ from autopart.passes.graph import Value
 from autopart.passes.rules import matching
 from autopart.passes.rules.book import Arguments, Local, RuleBook, name_of
 from autopart.passes.rules.matching import Sharding, is_differentiable
-from autopart.passes.rules.notation import Dims, Extents, LocalForm, Rule, RuleError
+from autopart.passes.rules.notation import Dims, Extents, LocalForm, Message, Rule, RuleError
 from autopart.passes.rules.table import RULES
 from autopart.passes.sizes import ONE, Extent
-from autopart.runtime import local_forms
+from autopart.runtime import local_forms as functions
 from autopart.runtime.placement import BROADCAST, REPLICATE, Kind, Placement, nested
 
 _MOST_BLOCKS = 8
@@ -49,6 +49,11 @@ class Strategy:
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     form: LocalForm | None = None
+
+    @property
+    def factor(self) -> str:
+        """The sharded factor of an op; a name that is no factor's for the others."""
+        return self.name.partition("/")[0]
 
     def __str__(self) -> str:
         return f"{self.name}: {', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
@@ -279,6 +284,26 @@ def localized(
     return found
 
 
+def local_forms(applied: Sequence[tuple[Strategy, int]]) -> list[LocalForm | None]:
+    """The form of each axis' strategy, its messages the size that the other axes leave of them.
+
+    applied: the strategy and the number of ranks of every mesh axis.
+    """
+
+    def reduced(own: int, message: Message) -> Message:
+        shared = math.prod(
+            parts for axis, (item, parts) in enumerate(applied) if axis != own and item.factor in message.factors
+        )
+        elements = message.elements.over(Extent(shared))
+        assert elements is not None, f"{message} does not divide into {shared}"
+        return replace(message, elements=elements)
+
+    return [
+        None if item.form is None else replace(item.form, messages=tuple(reduced(axis, m) for m in item.form.messages))
+        for axis, (item, _) in enumerate(applied)
+    ]
+
+
 def called(
     node: fx.Node, applied: Sequence[tuple[Strategy, int]], axes: Sequence[object], rules: RuleBook = RULES
 ) -> tuple[Callable[..., Any] | str, tuple[Any, ...], dict[str, Any]]:
@@ -298,4 +323,4 @@ def called(
     count = sum(1 for _ in itertools.takewhile(lambda value: isinstance(value, fx.Node), args))
     rest = {**dict(zip([*defaults][count:], args[count:], strict=False)), **kwargs}
     kept = {name: value for name, value in rest.items() if isinstance(value, fx.Node) or value != defaults.get(name)}
-    return getattr(local_forms, form.function), args[:count], {**kept, "axis": axis}
+    return getattr(functions, form.function), args[:count], {**kept, "axis": axis}

@@ -11,8 +11,8 @@ from torch import fx
 
 from autopart.passes import graph
 from autopart.passes.rules.arguments import argument, names, operands, rank_of
-from autopart.passes.rules.book import Entry
-from autopart.passes.rules.notation import Annotation
+from autopart.passes.rules.book import Entry, shape_of
+from autopart.passes.rules.notation import Annotation, LocalForm
 from autopart.passes.sizes import Extent
 
 
@@ -108,7 +108,7 @@ def _transposed_convolution(node: fx.Node) -> Annotation | None:
 
 
 def _attention(node: fx.Node) -> Annotation | None:
-    """Queries are independent of each other, keys are not (softmax). A causal mask ties queries to their position."""
+    """Queries are independent of each other, keys are not (softmax). A causal mask counts the queries before."""
     query, key = graph.inputs(node)[:2]
     rank = query.fake.dim()
     if rank != key.fake.dim() or rank < 3:
@@ -117,7 +117,9 @@ def _attention(node: fx.Node) -> Annotation | None:
     random = bool(argument(node, 4, "dropout_p", 0.0))
     mask = operands(node) == 4
     lead = "b " * (rank > 3) + " ".join(names(rank - 4, "e"))
-    q = "^q" if causal else "q"
+    # The form is for as many keys as queries: with more queries some rows would have no end. It draws no dropout.
+    fits = not random and shape_of(query.fake)[-2] == shape_of(key.fake)[-2]
+    q = "^q" if causal and not fits else "q"
     heads, shared = "h", "h"
     if argument(node, 7, "enable_gqa", False) and query.fake.shape[-3] != key.fake.shape[-3]:
         heads = "(h g)"
@@ -131,6 +133,7 @@ def _attention(node: fx.Node) -> Annotation | None:
         linear=((2,),) if not random else (),
         products=(f"{batch} q k d", f"{batch} q k v"),
         random=random,
+        forms={"q": LocalForm("query_sharded_attention")} if causal and fits else {},
     )
 
 

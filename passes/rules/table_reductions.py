@@ -110,7 +110,8 @@ def _cross_entropy(node: fx.Node) -> Annotation:
     scores = graph.inputs(node)[0].fake.dtype
     size = max(scores.itemsize, 4)  # half precision is computed in float32
     sums = 3 if argument(node, 5, "label_smoothing", 0.0) else 2
-    messages = tuple(Message("all_reduce", "forward", 1, count * size) for count in (1, sums))
+    samples = tuple(f"s{index}" for index in range(rank - 2))
+    messages = tuple(Message("all_reduce", "forward", ("t", *samples), count * size) for count in (1, sums))
     form = LocalForm("vocab_cross_entropy", whole=True, messages=messages)
     return Annotation(text.replace("^c", "c"), forms={"c": form})
 

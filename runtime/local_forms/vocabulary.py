@@ -1,8 +1,7 @@
-"""Ops on a shard of a dim that the op itself cannot be run on: these functions know their rank's place on the axis.
+"""The embedding and the loss of a vocabulary that is sharded.
 
-Each has the arguments of the op that it stands for, tensors first, and ``axis``, on which a shard has ``1/axis.size``
-of the vocabulary, in rank order. This is the vocabulary-parallel embedding and loss of Megatron-LM (Shoeybi et al.,
-arXiv 1909.08053, section 3): logits are never gathered, what is exchanged is a few numbers per token.
+Vocabulary parallelism of Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): logits are never gathered, what is
+exchanged is a few numbers per token.
 """
 
 from __future__ import annotations

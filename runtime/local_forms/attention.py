@@ -1,0 +1,40 @@
+"""Attention on a shard of its queries or of its heads."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from autopart.runtime.mesh import Axis
+
+
+def query_sharded_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool = True,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    axis: Axis,
+) -> Tensor:
+    """Causal ``F.scaled_dot_product_attention`` of this rank's queries: context parallelism with whole keys.
+
+    query: ``[*b, h, q / n, d]``, the rows from ``index * q / n`` on. key, value: ``[*b, h, k, d]``, whole, k >= q.
+    Returns ``[*b, h, q / n, v]``. Nothing is exchanged; the keys' and values' gradients are partial sums.
+
+    Keys behind the rank's last row are cut off, which leaves a causal mask aligned to the lower right corner: flash
+    kernels know it, and where there is none it costs ``q / n`` by that many keys, one byte each.
+    """
+    assert is_causal and query.size(-2) * axis.size <= key.size(-2)
+    rows = query.size(-2)
+    last = (axis.index + 1) * rows
+    return F.scaled_dot_product_attention(
+        query,
+        key[..., :last, :],
+        value[..., :last, :],
+        attn_mask=causal_lower_right(rows, last),
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
