@@ -1,4 +1,4 @@
-"""The cut into stages against all cuts, its bounds, and how it fails."""
+"""The division into stages against all divisions, its bounds, and how it fails."""
 
 from __future__ import annotations
 
@@ -6,97 +6,203 @@ import dataclasses
 import itertools
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver import brute, stages
 from autopart.solver.stages_graph import StageGraph
-from autopart.solver.stages_problem import Block, Cut, StageProblem, TiedGroup
+from autopart.solver.stages_order import positions
+from autopart.solver.stages_problem import Block, Choice, Cut, Shape, Slot, StageProblem, Step, TiedGroup
+
+Edges = tuple[tuple[int, int], ...]
 
 
-def random_problem(rng: random.Random, n: int, p: int, microbatches: int, whole: bool = False) -> StageProblem:
-    """Without limits on memory. whole: few distinct values, so that many cuts tie."""
+class Random(random.Random):
+    """whole: few distinct values, so that many divisions tie."""
 
-    def seconds(scale: float) -> float:
-        return rng.randint(0, 3) * scale if whole else rng.random() * scale
+    whole = False
 
-    blocks = tuple(
-        Block(
-            f"block{i}",
-            seconds(1e-3),
-            seconds(2e-3),
-            float(rng.randint(1, 100)),
-            float(rng.randint(1, 100)),
-            float(rng.randint(1, 100)),
-            seconds(4e-3),
+    def seconds(self, scale: float) -> float:
+        return self.randint(0, 3) * scale if self.whole else self.random() * scale
+
+    def size(self, most: int) -> float:
+        return float(self.randint(1, most))
+
+    def block(self, index: int, choices: int = 1) -> Block:
+        block = Block(
+            f"block{index}",
+            self.seconds(1e-3),
+            self.seconds(2e-3),
+            self.size(100),
+            self.size(100),
+            self.size(100),
+            self.seconds(4e-3),
         )
-        for i in range(n)
-    )
-    cuts = tuple(Cut(seconds(5e-4), seconds(5e-4), float(rng.randint(0, 30))) for _ in range(n - 1))
-    tied = tuple(
-        TiedGroup(
-            f"tied{i}",
-            tuple(rng.sample(range(n), min(n, rng.randint(1, 3)))),
-            rng.randint(1, 200),
-            seconds(2e-3),
-            seconds(1e-3),
+        others = [
+            Choice(
+                block.forward_s,
+                block.backward_s + self.seconds(1e-3),
+                block.state_bytes,
+                float(self.randint(0, int(block.activation_bytes))),
+                self.size(150),
+            )
+            for _ in range(choices - 1)
+        ]
+        return dataclasses.replace(block, others=tuple(others))
+
+    def cuts(self, count: int) -> tuple[Cut, ...]:
+        return tuple(Cut(self.seconds(5e-4), self.seconds(5e-4), self.size(30)) for _ in range(count))
+
+    def tied(self, blocks: int) -> tuple[TiedGroup, ...]:
+        return tuple(
+            TiedGroup(
+                f"tied{i}",
+                tuple(self.sample(range(blocks), min(blocks, self.randint(1, 3)))),
+                self.size(200),
+                self.seconds(2e-3),
+                self.seconds(1e-3),
+            )
+            for i in range(self.randint(0, 2))
         )
-        for i in range(rng.randint(0, 2))
+
+
+def chain_edges(count: int) -> Edges:
+    return tuple(itertools.pairwise(range(count)))
+
+
+def random_chain(rng: Random, n: int, p: int, microbatches: int) -> StageProblem:
+    """A chain on a row of equal meshes, without limits on memory."""
+    flight = [min(microbatches, p - stage) for stage in range(p)]
+    blocks = [rng.block(i) for i in range(n)]
+    return StageProblem.chain(
+        blocks, rng.cuts(n - 1), microbatches, flight, (math.inf,) * p, rng.size(9), rng.tied(n)
     )
-    in_flight = tuple(min(microbatches, p - stage) for stage in range(p))
-    return StageProblem(blocks, cuts, microbatches, in_flight, (math.inf,) * p, float(rng.randint(0, 9)), tied)
 
 
-def limited(rng: random.Random, problem: StageProblem) -> StageProblem:
-    """The same with capacities, mostly unequal, under which some or all cuts do not fit; at times pinned."""
-    ways = list(brute.cuts(problem))
-    first, last = rng.choice(ways)[0:2]
-    base = problem.stage_bytes(0, first, last)
-    capacity = [round(base * rng.choice([0.6, 1.0, 1.4])) for _ in range(problem.stages)]
+def random_edges(rng: Random, n: int) -> Edges:
+    """A graph in which every block but the first depends on one or two before it."""
+    found: set[tuple[int, int]] = set()
+    for block in range(1, n):
+        found.update((rng.randint(max(0, block - 3), block - 1), block) for _ in range(rng.randint(1, 2)))
+    return tuple(sorted(found))
+
+
+def random_dag(rng: Random, n: int, p: int) -> tuple[StageProblem, Edges]:
+    """A graph on four uneven devices: runs of one to three of them, of two speeds, with two kinds of links."""
+    edges = random_edges(rng, n)
+    places, complete = positions(n, edges)
+    assert complete
+    blocks = [rng.block(i, rng.choice([1, 1, 2, 3])) for i in range(n)]
+    tied = rng.tied(n)
+    shapes = []
+    for number in range(rng.randint(1, 3)):
+        factor = rng.choice([0.5, 1.0, 1.5]) if number else 1.0
+        slower = tuple(
+            dataclasses.replace(
+                block,
+                forward_s=block.forward_s * factor,
+                others=tuple(dataclasses.replace(c, forward_s=c.forward_s * factor) for c in block.others),
+            )
+            for block in blocks
+        )
+        cuts = tuple((Cut(), *rng.cuts(len(places) - 2), Cut()) for _ in range(2))
+        shapes.append(Shape(slower, cuts, rng.size(9), tied, f"shape{number}"))
+    microbatches = rng.choice([1, 2, 4, 16])
+    flight = tuple(min(microbatches, p - stage) for stage in range(p))
+    slots = [
+        Slot(start, start + width, rng.randrange(len(shapes)), math.inf)
+        for start in range(4)
+        for width in (1, 2, 3)
+        if start + width <= 4 and rng.random() < 0.8
+    ]
+    ends = (4,) if rng.random() < 0.7 else (3, 4)
+    links = tuple(rng.randint(0, 1) for _ in range(5))
+    return StageProblem(tuple(shapes), places, tuple(slots), links, ends, microbatches, flight), edges
+
+
+def limited(rng: Random, problem: StageProblem, edges: Edges) -> StageProblem:
+    """The same with capacities, mostly unequal, under which some or all divisions do not fit; at times pinned."""
+    bounds = next(brute.divisions(problem, edges))
+    some = next(brute.ways(problem, bounds, {}), None)
+    if some is None:
+        return problem
+    base = problem.stage_bytes(0, some[0])
+    factors = [0.6, 1.0, 1.4, 2.0] if rng.random() < 0.7 else [rng.choice([0.6, 1.0, 1.4])]
+    slots = tuple(
+        dataclasses.replace(slot, capacity_bytes=float(round(base * rng.choice(factors)))) for slot in problem.slots
+    )
+    pins: list[tuple[int, int]] = []
     if rng.random() < 0.3:
-        capacity = [capacity[0]] * problem.stages
-    pins = None
-    if rng.random() < 0.3:
-        pins = tuple(cut if rng.random() < 0.4 else None for cut in rng.choice(ways)[1:-1])
-    return dataclasses.replace(problem, capacity_bytes=tuple(map(float, capacity)), pins=pins)
+        pins = [(rng.randrange(len(problem.blocks)), rng.randrange(problem.stages))]
+    return dataclasses.replace(problem, slots=slots, pins=tuple(pins))
 
 
-def small_problem(seed: int) -> StageProblem:
-    rng = random.Random(seed)
-    n = rng.randint(1, 9)
-    problem = random_problem(rng, n, rng.randint(1, min(n, 5)), rng.choice([1, 2, 4, 16]), whole=rng.random() < 0.4)
-    return limited(rng, problem) if rng.random() < 0.7 else problem
+def small_problem(seed: int, dag: bool) -> tuple[StageProblem, Edges]:
+    rng = Random(seed)
+    rng.whole = rng.random() < 0.4
+    if dag:
+        # mostly small, as trying everything takes long
+        n = rng.choice([3, 4, 5, 5, 6, 6, 7]) if seed % 60 else 10
+        p = rng.randint(1, 3) if n < 10 else 2
+        problem, edges = random_dag(rng, n, p)
+    else:
+        n = rng.randint(1, 9)
+        problem, edges = random_chain(rng, n, rng.randint(1, min(n, 5)), rng.choice([1, 2, 4, 16])), chain_edges(n)
+    return (limited(rng, problem, edges) if rng.random() < 0.7 else problem), edges
 
 
-def check_against_all_cuts(problem: StageProblem, max_programs: int) -> None:
-    best = brute.best_boundaries(problem)
+def check_against_all(problem: StageProblem, edges: Edges, max_programs: int) -> None:
+    best = brute.best_way(problem, edges)
     if best is None:
         with pytest.raises(InfeasibleError):
             stages.solve(problem, max_programs=max_programs)
         return
     solution = stages.solve(problem, max_programs=max_programs)
     assert solution.objective == pytest.approx(best[1], rel=1e-9, abs=1e-15)
-    assert solution.objective == problem.objective(solution.boundaries)
+    assert solution.objective == problem.objective(solution.way)
     assert solution.gap == 0
-    assert solution.lower_bound_s == pytest.approx(brute.lower_bound_seconds(problem), rel=1e-9, abs=1e-15)
+    least = brute.lower_bound_seconds(problem, edges)
+    assert solution.lower_bound_s == pytest.approx(least, rel=1e-9, abs=1e-15)
     assert solution.lower_bound_s <= solution.objective * (1 + 1e-9)
-    assert problem.excess_bytes(solution.boundaries) <= 0 and problem.respects_pins(solution.boundaries)
+    assert problem.excess_bytes(solution.way) <= 0 and problem.respects_pins(solution.way)
 
 
-@pytest.mark.parametrize("seed", range(400))
-def test_equals_brute_force(seed: int) -> None:
-    check_against_all_cuts(small_problem(seed), stages.MAX_PROGRAMS)
+@pytest.mark.parametrize("seed", range(300))
+def test_equals_brute_force_on_chains(seed: int) -> None:
+    check_against_all(*small_problem(seed, dag=False), stages.MAX_PROGRAMS)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_equals_brute_force_on_graphs(seed: int) -> None:
+    """Up to 10 blocks of up to three choices, on four uneven devices."""
+    check_against_all(*small_problem(seed, dag=True), stages.MAX_PROGRAMS)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_integer_model_equals_brute_force(seed: int) -> None:
     """With a single box, CP-SAT has to find and prove nearly everything."""
-    check_against_all_cuts(small_problem(seed), 1)
+    check_against_all(*small_problem(seed, dag=seed % 2 == 0), 1)
+
+
+def test_graph_cases_are_of_all_kinds() -> None:
+    """Of the cases above some are infeasible, some use several shapes, and some other choices than the first."""
+    kinds = {"infeasible": 0, "shapes": 0, "choices": 0}
+    for seed in range(60):
+        problem, _ = small_problem(seed, dag=True)
+        try:
+            way = stages.solve(problem).way
+        except InfeasibleError:
+            kinds["infeasible"] += 1
+            continue
+        kinds["shapes"] += len({problem.slots[step.slot].shape for step in way}) > 1
+        kinds["choices"] += any(step.choices for step in way)
+    assert min(kinds.values()) >= 5, kinds
 
 
 def test_both_methods_are_reached() -> None:
-    problem = random_problem(random.Random(1), 12, 4, 2)
+    problem = random_chain(Random(1), 12, 4, 2)
     by_boxes, by_model = stages.solve(problem), stages.solve(problem, max_programs=1)
     assert (by_boxes.method, by_model.method) == ("dynamic program", "cp-sat")
     assert by_boxes.objective == pytest.approx(by_model.objective, rel=1e-9)
@@ -111,42 +217,83 @@ def test_repeated_layers_take_few_programs(stage_count: int) -> None:
     cuts = tuple(Cut(1e-4, 1e-4, 5) for _ in blocks[1:])
     in_flight = tuple(stage_count - stage for stage in range(stage_count))
     tied = (TiedGroup("embedding", (0, len(blocks) - 1), 900, 1e-3),)
-    problem = StageProblem(blocks, cuts, 32, in_flight, (math.inf,) * stage_count, 0.0, tied)
+    problem = StageProblem.chain(blocks, cuts, 32, in_flight, (math.inf,) * stage_count, 0.0, tied)
     solution = stages.solve(problem)
     assert solution.gap == 0 and solution.method == "dynamic program" and solution.programs <= 20
 
 
+def test_layers_are_recomputed_where_memory_binds() -> None:
+    """The first stage holds most in flight and recomputes some of its layers, the last one none."""
+    layer = Block("layer", 1.0, 2.0, 10.0, 10.0, 0.0, others=(Choice(1.0, 3.0, 10.0, 1.0, 9.0),))
+    problem = StageProblem.chain([layer] * 12, [Cut()] * 11, 8, (4, 3, 2, 1), (100.0,) * 4)
+    solution = stages.solve(problem)
+    again = [len(step.choices) for step in solution.way]
+    # 3 layers: 30 + 4 (3 - k) 10 + 4 k + 9 <= 100 needs k = 2
+    assert solution.boundaries == (0, 3, 6, 9, 12) and again == [2, 2, 0, 0]
+    assert solution.objective == 36 + 4 + 7 * 11 and solution.gap == 0
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_chains_too_long_to_enumerate_are_proved(seed: int) -> None:
-    solution = stages.solve(random_problem(random.Random(seed), 60, 6, 4))
+    solution = stages.solve(random_chain(Random(seed), 60, 6, 4))
     assert solution.gap == 0
-    least = random_problem(random.Random(seed), 60, 6, 4)
+    least = random_chain(Random(seed), 60, 6, 4)
     total = sum(block.seconds for block in least.blocks)
     assert solution.lower_bound_s >= 4 * max(total / 6, max(block.seconds for block in least.blocks)) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_smallest_excess_equals_brute_force(seed: int) -> None:
-    rng = random.Random(seed)
-    problem = limited(rng, random_problem(rng, rng.randint(2, 8), 2, 4))
-    tight = dataclasses.replace(problem, capacity_bytes=tuple(size / 4 for size in problem.capacity_bytes))
-    least = brute.least_excess_bytes(tight)
+    rng = Random(seed)
+    if seed % 2:
+        problem, edges = random_dag(rng, rng.randint(2, 6), 2)
+    else:
+        n = rng.randint(2, 8)
+        problem, edges = random_chain(rng, n, 2, 4), chain_edges(n)
+    problem = limited(rng, problem, edges)
+    sizes = [slot.capacity_bytes if math.isinf(slot.capacity_bytes) else slot.capacity_bytes // 4 for slot in problem.slots]
+    scaled = [dataclasses.replace(slot, capacity_bytes=size) for slot, size in zip(problem.slots, sizes, strict=True)]
+    tight = dataclasses.replace(problem, slots=tuple(scaled))
+    least = brute.least_excess_bytes(tight, edges)
     if least <= 0:
-        assert tight.excess_bytes(stages.solve(tight).boundaries) <= 0
+        assert tight.excess_bytes(stages.solve(tight).way) <= 0
         return
-    with pytest.raises(InfeasibleError, match=rf"\({least:.0f} bytes\) over its capacity"):
+    wanted = rf"\({least:.0f} bytes\) over its capacity" if math.isfinite(least) else "no "
+    with pytest.raises(InfeasibleError, match=wanted):
         stages.solve(tight)
-    grown = tuple(size + least for size in tight.capacity_bytes)
-    stages.solve(dataclasses.replace(tight, capacity_bytes=grown))
+    if not math.isfinite(least):
+        return
+    grown = [dataclasses.replace(slot, capacity_bytes=slot.capacity_bytes + least) for slot in tight.slots]
+    stages.solve(dataclasses.replace(tight, slots=tuple(grown)))
+    nearly = [dataclasses.replace(slot, capacity_bytes=slot.capacity_bytes - 1) for slot in grown]
     with pytest.raises(InfeasibleError):
-        stages.solve(dataclasses.replace(tight, capacity_bytes=tuple(size - 1 for size in grown)))
+        stages.solve(dataclasses.replace(tight, slots=tuple(nearly)))
 
 
-def chain(count: int, stage_count: int, **changes: object) -> StageProblem:
+def chain(
+    count: int,
+    stage_count: int,
+    *,
+    cuts: Sequence[Cut] | None = None,
+    in_flight: Sequence[int] | None = None,
+    capacity: Sequence[float] | None = None,
+    tied: Sequence[TiedGroup] = (),
+    pins: Sequence[tuple[int, int]] = (),
+) -> StageProblem:
     """Equal blocks of a second forward and two backward, 10 bytes of state, 1 byte of activations."""
-    blocks = tuple(Block(f"block{i}", 1.0, 2.0, 10.0, 1.0) for i in range(count))
-    problem = StageProblem(blocks, (Cut(),) * (count - 1), 8, (1,) * stage_count, (math.inf,) * stage_count)
-    return dataclasses.replace(problem, **changes)  # type: ignore[arg-type]
+    return StageProblem.chain(
+        [Block(f"block{i}", 1.0, 2.0, 10.0, 1.0) for i in range(count)],
+        cuts or [Cut()] * (count - 1),
+        8,
+        in_flight or (1,) * stage_count,
+        capacity or (math.inf,) * stage_count,
+        tied=tied,
+        pins=pins,
+    )
+
+
+def steps(*boundaries: int) -> tuple[Step, ...]:
+    return tuple(Step(stage, *span) for stage, span in enumerate(itertools.pairwise(boundaries)))
 
 
 def test_closed_form_of_an_even_pipeline() -> None:
@@ -164,8 +311,7 @@ def test_one_stage_is_the_whole_chain() -> None:
 
 
 def test_transfers_slow_the_stages_on_both_sides() -> None:
-    problem = chain(4, 2, cuts=(Cut(), Cut(0.25, 0.25), Cut()))
-    solution = stages.solve(problem)
+    solution = stages.solve(chain(4, 2, cuts=(Cut(), Cut(0.25, 0.25), Cut())))
     assert solution.boundaries == (0, 2, 4)
     assert solution.objective == 12 + 0.5 + 7 * (6 + 0.5)
 
@@ -176,26 +322,26 @@ def test_dear_cuts_are_avoided() -> None:
 
 def test_tied_parameters_are_held_once_per_stage() -> None:
     tied = (TiedGroup("embedding", (0, 3), 100.0, 5.0),)
-    problem = chain(4, 2, tied=tied, capacity_bytes=(122.0, 122.0))
-    assert problem.stage_bytes(0, 0, 2) == 122 and problem.stage_bytes(0, 0, 4) == 144
-    assert stages.solve(problem).objective == chain(4, 2).objective((0, 2, 4)) + 5.0
+    problem = chain(4, 2, tied=tied, capacity=(122.0, 122.0))
+    assert problem.stage_bytes(0, Step(0, 0, 2)) == 122 and problem.stage_bytes(0, Step(0, 0, 4)) == 144
+    assert stages.solve(problem).objective == chain(4, 2).objective(steps(0, 2, 4)) + 5.0
 
 
 def test_pins_are_kept() -> None:
-    assert stages.solve(chain(12, 4, pins=(1, None, 11))).boundaries == (0, 1, 6, 11, 12)
+    problem = chain(12, 4, pins=((0, 0), (1, 1), (10, 2), (11, 3)))
+    assert stages.solve(problem).boundaries == (0, 1, 6, 11, 12)
 
 
 def test_pins_that_leave_no_blocks() -> None:
     with pytest.raises(InfeasibleError, match="pinned"):
-        stages.solve(chain(4, 4, pins=(None, None, 2)))
+        stages.solve(chain(4, 4, pins=((1, 2),)))
 
 
 def test_memory_names_the_stage_and_what_would_do() -> None:
-    problem = chain(4, 2, in_flight=(3, 1), capacity_bytes=(25.0, 20.0))
     with pytest.raises(InfeasibleError, match=r"stage 1 \(block2 \.\. block3\) holds 22 B, 2 B .* Devices with 22 B"):
-        stages.solve(dataclasses.replace(problem, capacity_bytes=(26.0, 20.0)))
+        stages.solve(chain(4, 2, in_flight=(3, 1), capacity=(26.0, 20.0)))
     with pytest.raises(InfeasibleError, match=r"stage 0 \(block0\) holds 11 B, 6 B"):
-        stages.solve(chain(1, 1, capacity_bytes=(5.0,), pins=()))
+        stages.solve(chain(1, 1, capacity=(5.0,)))
 
 
 def test_more_stages_than_blocks() -> None:
@@ -204,13 +350,27 @@ def test_more_stages_than_blocks() -> None:
 
 
 def test_arcs_agree_with_the_problem() -> None:
-    problem = dataclasses.replace(random_problem(random.Random(5), 7, 3, 4), capacity_bytes=(0.0,) * 3)
+    problem = random_chain(Random(5), 7, 3, 4)
+    problem = dataclasses.replace(
+        problem, slots=tuple(dataclasses.replace(slot, capacity_bytes=0.0) for slot in problem.slots)
+    )
     graph = StageGraph.build(problem)
-    for way in brute.cuts(problem):
-        for stage, (first, last) in enumerate(itertools.pairwise(way)):
-            assert graph.excess[stage, first, last] == pytest.approx(problem.stage_bytes(stage, first, last))
-            assert graph.busy[first, last] == pytest.approx(problem.busy_seconds(first, last))
-            assert graph.floor[first, last] == pytest.approx(problem.span_floor(first, last))
+    for boundaries in brute.divisions(problem, chain_edges(7)):
+        for stage, step in enumerate(steps(*boundaries)):
+            at = stage, step.first, step.last
+            assert graph.excess[at] == pytest.approx(problem.stage_bytes(stage, step))
+            assert graph.busy[at] == pytest.approx(problem.busy_seconds(step))
+            assert graph.floor[at] == pytest.approx(problem.span_floor(step))
+
+
+def test_positions_of_a_chain_and_of_branches() -> None:
+    assert positions(3, chain_edges(3)) == ((0b000, 0b001, 0b011, 0b111), True)
+    branches = ((0, 1), (0, 2), (1, 3), (2, 3))
+    assert positions(4, branches) == ((0, 0b0001, 0b0011, 0b0101, 0b0111, 0b1111), True)
+    assert positions(4, branches, together=((0, 2),)) == ((0, 0b0101, 0b0111, 0b1111), True)
+    wide = tuple((0, block) for block in range(1, 20))
+    found, complete = positions(20, wide)
+    assert not complete and {(1 << end) - 1 for end in range(21)} <= set(found)
 
 
 def test_problems_check_themselves() -> None:
@@ -218,7 +378,7 @@ def test_problems_check_themselves() -> None:
         Block("b", -1.0, 0.0)
     with pytest.raises(ValueError, match="cut positions"):
         chain(4, 2, cuts=(Cut(),))
-    with pytest.raises(ValueError, match="rising"):
-        chain(4, 3, pins=(3, 2))
+    with pytest.raises(ValueError, match="pins"):
+        chain(4, 3, pins=((4, 0),))
     with pytest.raises(ValueError, match="beyond"):
         chain(4, 2, tied=(TiedGroup("t", (4,), 1.0),))

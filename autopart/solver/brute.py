@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from autopart.solver.stages_problem import StageProblem
+from autopart.solver.stages_problem import StageProblem, Step, Way
 from autopart.solver.tensor_problem import TensorProblem
 
 
@@ -21,29 +21,96 @@ def best_choices(problem: TensorProblem) -> tuple[tuple[int, ...], float] | None
     return best
 
 
-def cuts(problem: StageProblem) -> Iterator[tuple[int, ...]]:
-    """The boundaries of every cut into stages that respects the pins, whether it fits or not."""
-    n = len(problem.blocks)
-    for inner in itertools.combinations(range(1, n), problem.stages - 1):
-        if problem.respects_pins((0, *inner, n)):
-            yield 0, *inner, n
+def divisions(problem: StageProblem, edges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
+    """Every way to give each block a stage so that no stage is empty and none feeds an earlier one, as positions.
+
+    edges: (block, block that depends on it). Positions are found by their sets of blocks; all have to be there.
+    """
+    index = {mask: position for position, mask in enumerate(problem.positions)}
+
+    def assign(block: int, stage_of: list[int]) -> Iterator[list[int]]:
+        if block == len(problem.blocks):
+            if len(set(stage_of)) == problem.stages:
+                yield stage_of
+            return
+        least = max((stage_of[source] for source, target in edges if target == block), default=0)
+        for stage in range(least, problem.stages):
+            yield from assign(block + 1, [*stage_of, stage])
+
+    for stage_of in assign(0, []):
+        sets = [sum(1 << b for b, at in enumerate(stage_of) if at < s) for s in range(problem.stages + 1)]
+        yield tuple(index[mask] for mask in sets)
 
 
-def best_boundaries(problem: StageProblem) -> tuple[tuple[int, ...], float] | None:
-    """The cut that fits with the shortest step, and its seconds; None when none fits."""
-    fitting = [way for way in cuts(problem) if problem.excess_bytes(way) <= 0]
-    return min(((way, problem.objective(way)) for way in fitting), key=lambda item: item[1], default=None)
+_Known = dict[tuple[int, int, int, int], Step]
 
 
-def least_excess_bytes(problem: StageProblem) -> float:
-    """By how many bytes the fullest stage exceeds its capacity in the best cut; infinite when the pins leave none."""
-    return min(map(problem.excess_bytes, cuts(problem)), default=math.inf)
+def ways(problem: StageProblem, boundaries: Sequence[int], known: _Known) -> Iterator[Way]:
+    """Every way with these positions: all rows of slots, and for each stage the choices that may be the best.
+
+    Choices of a stage: of those that fit the fastest; where none fits, the one that exceeds its capacity least.
+    known: those found before.
+    """
+
+    def place(stage: int, at: int, steps: Way) -> Iterator[Way]:
+        if stage == problem.stages:
+            if at in problem.ends:
+                yield steps
+            return
+        for number, slot in enumerate(problem.slots):
+            if slot.start == at:
+                key = stage, number, boundaries[stage], boundaries[stage + 1]
+                if key not in known:
+                    known[key] = _best_step(problem, *key)
+                yield from place(stage + 1, slot.stop, (*steps, known[key]))
+
+    yield from place(0, 0, ())
 
 
-def lower_bound_seconds(problem: StageProblem) -> float:
-    """Over all cuts that fit, the smallest of what the slowest stage of each demands."""
+def _best_step(problem: StageProblem, stage: int, slot: int, first: int, last: int) -> Step:
+    blocks = problem.shapes[problem.slots[slot].shape].blocks
+    inside = problem.blocks_between(first, last)
+    tried = []
+    for made in itertools.product(*(range(len(blocks[block].choices)) for block in inside)):
+        step = Step(slot, first, last, tuple(zip(inside, made, strict=True)))
+        over = problem.stage_bytes(stage, step) - problem.slots[slot].capacity_bytes
+        tried.append((max(over, 0.0), problem.busy_seconds(step), step))
+    return min(tried, key=lambda item: item[:2])[2]
+
+
+def best_way(problem: StageProblem, edges: Sequence[tuple[int, int]]) -> tuple[Way, float] | None:
+    """The division that fits with the shortest step, and its seconds; None when none fits."""
+    best: tuple[Way, float] | None = None
+    known: _Known = {}
+    for boundaries in divisions(problem, edges):
+        for way in ways(problem, boundaries, known):
+            if problem.respects_pins(way) and problem.excess_bytes(way) <= 0:
+                seconds = problem.objective(way)
+                if seconds < (math.inf if best is None else best[1]):
+                    best = way, seconds
+    return best
+
+
+def least_excess_bytes(problem: StageProblem, edges: Sequence[tuple[int, int]]) -> float:
+    """By how many bytes the fullest stage exceeds its capacity in the best division; infinite without one."""
+    known: _Known = {}
     return min(
-        max(problem.span_floor(*span) for span in itertools.pairwise(way))
-        for way in cuts(problem)
-        if problem.excess_bytes(way) <= 0
+        (
+            problem.excess_bytes(way)
+            for boundaries in divisions(problem, edges)
+            for way in ways(problem, boundaries, known)
+            if problem.respects_pins(way)
+        ),
+        default=math.inf,
+    )
+
+
+def lower_bound_seconds(problem: StageProblem, edges: Sequence[tuple[int, int]]) -> float:
+    """Over all divisions that fit, the smallest of what the slowest stage of each demands."""
+    known: _Known = {}
+    return min(
+        max(map(problem.span_floor, way))
+        for boundaries in divisions(problem, edges)
+        for way in ways(problem, boundaries, known)
+        if problem.respects_pins(way) and problem.excess_bytes(way) <= 0
     )

@@ -1,26 +1,36 @@
-r"""Cuts a chain of n blocks into p pipeline stages, for the shortest step of m microbatches that fits in memory.
+r"""Divides blocks into p pipeline stages on a row of devices, for the shortest step of m microbatches that fits in memory.
 
-A stage s has the blocks a .. b - 1. Its busy time per microbatch t_s holds its blocks' forward and backward and its own
-sends and receives, which are taken as not overlapped. With x_i the seconds of crossing cut position i, both ways:
+A stage s has a slot (a run of devices with a mesh) and the blocks between two positions (a convex piece of the graph),
+each in one of its choices, such as with recomputation. Its busy time per microbatch t_s holds its blocks' forward and
+backward and its own sends and receives, which are taken as not overlapped. With x_s the seconds of crossing from stage
+s to the next, both ways, the larger of what the two sides need on the link between them:
 
-    minimise  sum of all blocks' seconds + sum_{cuts i} x_i            the first microbatch's way through and back
-              + (m - 1) max_s t_s                                      the others behind it, at the slowest stage's pace
+    minimise  sum_s (block seconds)_s + sum_s x_s                         the first microbatch's way through and back
+              + (m - 1) max_s t_s                                         the others, at the slowest stage's pace
               + max_s step_end_s + sum_{tied groups over several stages} seconds                  once per step
 
-    state + tied + in_flight[s] * activations + transient peak + buffers + overhead <= capacity[s]   for every stage s
+    state + tied + in_flight[s] * activations + transient peak + buffers + overhead <= capacity(slot)     for every s
 
-As a way through the arcs (s, a, b) of :mod:`autopart.solver.stages_graph`, of which those that do not fit are left out:
+Seconds of the blocks appear in every term with a positive sign, and choices of one stage bind no other: so a stage has
+the fastest choices that fit into its memory, d[s,a,b] seconds (:mod:`autopart.solver.stages_choices`). What remains is
+a way through the arcs (s, slot k, positions a, b) of :mod:`autopart.solver.stages_graph`, of which those that do not
+fit are left out; h is the shape of the stage before:
 
-    y[s,a,b] in {0, 1};    sum_b y[0,0,b] = 1                                                          _add_flow
-    sum_a y[s,a,b] = sum_c y[s+1,b,c]            at every cut b between s and s + 1                    _add_flow
-    T >= sum_{a,b} t[a,b] y[s,a,b] and E >= sum_{a,b} step_end[a,b] y[s,a,b]     for every stage s     _add_maximum
-    minimise  sum once[a,b] y[s,a,b] + (m - 1) T + E
+    y[s,k,a,b,h] in {0, 1};  one arc for each stage                                                     _add_flow
+    sum y[s,k,a,b,h] = sum y[s+1,l,b,c,h']  with l starting at the place where k stops, h' = shape(k)   _add_flow
+    T >= sum t[k,a,b] y[s,k,a,b,h] and E >= sum step_end[k,a,b] y[s,k,a,b,h]  for every stage s         _add_maximum
+    minimise  sum (once[k,a,b] + x[h,k,a]) y[s,k,a,b,h] + (m - 1) T + E
 
 The two maxima are what makes it hard: with both bounded from above, the cheapest sum is a shortest way. So the search
 first goes over boxes of (T, E). In a box, the cheapest sum under its upper limits, with the smallest T and the smallest
 E under them, bounds every way from below, and each way found is a candidate. Boxes that may hold something better are
 halved. If that takes more than ``max_programs`` boxes, the arcs that can still be part of a better way form the model
-above, which CP-SAT solves. Objective and bound count as equal when they differ by less than TOLERANCE of the objective.
+above, which CP-SAT solves. d is a bound at first, and made exact for the arcs of every way that is found, until the
+best way has exact arcs alone. Objective and bound count as equal when they differ by less than TOLERANCE of the
+objective.
+
+Positions decide how exact that is for a graph that is no chain: with all of them (:func:`stages_order.positions`) no
+convex division is left out; with those of some orders, only divisions that cut one of these orders are considered.
 """
 
 from __future__ import annotations
@@ -30,7 +40,7 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,8 +48,8 @@ from ortools.sat.python import cp_model
 
 from autopart.report.units import format_bytes
 from autopart.runtime.errors import InfeasibleError, PlanError
-from autopart.solver.stages_graph import Array, StageGraph, cheapest, smallest_maximum, sums_through
-from autopart.solver.stages_problem import StageProblem, StageSolution
+from autopart.solver.stages_graph import Array, Found, StageGraph, cheapest, smallest_maximum, sums_through
+from autopart.solver.stages_problem import StageProblem, StageSolution, Step, Way
 from autopart.solver.tensor_problem import relative_gap
 
 TOLERANCE = 1e-9
@@ -48,10 +58,10 @@ _TICKS = 2**40
 
 
 def solve(problem: StageProblem, time_limit_s: float = 60.0, *, max_programs: int = MAX_PROGRAMS) -> StageSolution:
-    """The cut into stages with the shortest step, or the best found in ``time_limit_s``.
+    """The division into stages with the shortest step, or the best found in ``time_limit_s``.
 
     max_programs: boxes to go over before the integer solver takes the rest. Raises InfeasibleError, with the stage and
-    the bytes that bind and the capacity that would do, when no cut fits; PlanError when there are too few blocks.
+    the bytes that bind and the capacity that would do, when none fits; PlanError when there are too few blocks.
     """
     start = time.perf_counter()
     if problem.stages > len(problem.blocks):
@@ -60,20 +70,19 @@ def solve(problem: StageProblem, time_limit_s: float = 60.0, *, max_programs: in
             f"use at most {len(problem.blocks)} stages"
         )
     graph = StageGraph.build(problem)
-    floor = smallest_maximum(np.where(graph.fits, graph.floor, np.inf))
+    floor = smallest_maximum(graph, np.where(graph.fits, graph.floor, np.inf))
     if floor is None:
         raise _infeasible(problem, graph)
-    search = _BoxSearch(problem, graph)
-    bound = search.run(max_programs, start + time_limit_s)
+    search = _BoxSearch(problem, graph, start + time_limit_s)
+    bound = search.run(max_programs)
     method = "dynamic program"
     if not search.meets(bound):
-        left = max(0.1, start + time_limit_s - time.perf_counter())
-        proved = _solve_rest(search, left)
+        proved = _solve_rest(search)
         bound, method = max(bound, min(proved, search.objective)), "cp-sat"
     if search.meets(bound):
         bound = search.objective
     return StageSolution(
-        boundaries=search.boundaries,
+        way=search.way,
         objective=search.objective,
         bound=bound,
         gap=relative_gap(search.objective, bound),
@@ -96,56 +105,91 @@ class _Box:
 
 
 class _BoxSearch:
-    """Best-first search over boxes of (T, E), and the best cut found."""
+    """Best-first search over boxes of (T, E), and the best division found."""
 
-    def __init__(self, problem: StageProblem, graph: StageGraph) -> None:
+    def __init__(self, problem: StageProblem, graph: StageGraph, until: float) -> None:
         self.problem = problem
         self.graph = graph
-        self.boundaries: tuple[int, ...] = ()
+        self.way: Way = ()
         self.objective = math.inf
         self.programs = 0
+        self.until = until
         self.pace = problem.microbatches - 1
-        self.base = math.fsum(block.seconds for block in problem.blocks)
         self._fits = graph.fits
-        used = self._fits.any(axis=0)
-        self._busy_values = np.unique(graph.busy[used])
-        self._step_end_values = np.unique(graph.step_end[used])
+        self._version = -1
+        self._busy_values = self._step_end_values = np.empty(0)
+        self._take_values()
 
     def meets(self, bound: float) -> bool:
         return self.objective - bound <= TOLERANCE * self.objective
 
-    def run(self, max_programs: int, until: float) -> float:
+    @property
+    def late(self) -> bool:
+        return time.perf_counter() > self.until
+
+    def run(self, max_programs: int) -> float:
         """Searches until proved, out of boxes or out of time; returns a bound in seconds. The first box always runs."""
-        heap = [_Box(0.0, self._busy_values[-1], self._step_end_values[-1], -1.0, -1.0)]
+        most = float(self.graph.busy[self._fits].max())
+        if not self.graph.exact.all():
+            most = math.inf  # refined stages are slower than these values say
+        heap = [_Box(0.0, most, self._step_end_values[-1], -1.0, -1.0)]
         while heap:
-            if self.boundaries and (
-                self.meets(heap[0].bound) or self.programs >= max_programs or time.perf_counter() > until
-            ):
+            if self.way and (self.meets(heap[0].bound) or self.programs >= max_programs or self.late):
                 return heap[0].bound
             for child in self._halves(heapq.heappop(heap)):
                 heapq.heappush(heap, child)
         return self.objective
 
     def arcs(self, costs: Array, busy_upto: float = math.inf, step_end_upto: float = math.inf) -> Array:
-        """``costs`` per arc [stage, first, last], infinite for arcs that do not fit or exceed the limits."""
+        """``costs`` per arc [table, first, last], infinite for arcs that do not fit or exceed the limits."""
         allowed = (self.graph.busy <= busy_upto) & (self.graph.step_end <= step_end_upto)
         return np.where(self._fits & allowed, costs, np.inf)
+
+    def exact(
+        self, find: Callable[[StageGraph, Array], Found | None], name: str, limits: tuple[float, float]
+    ) -> Found | None:
+        """The best way under the limits, all of whose stages have exact seconds, or the last found in time."""
+        while True:
+            found = find(self.graph, self.arcs(getattr(self.graph, name), *limits))
+            if found is None:
+                return None
+            # no generator: every stage is refined before the next look
+            changed = [self.graph.refine(stage, step) for stage, step in enumerate(found[1])]
+            self.offer(found[1])
+            if not any(changed) or self.late:
+                return found
+
+    def offer(self, way: Way) -> None:
+        """Keeps the division if its step is shorter than that of the one kept so far."""
+        found = [self.graph.with_choices(stage, step) for stage, step in enumerate(way)]
+        made = tuple(step for step in found if step is not None)
+        objective = self.problem.objective(made) if len(made) == len(found) else math.inf
+        if objective < self.objective:
+            self.way, self.objective = made, objective
+
+    def _take_values(self) -> None:
+        """The values that the maxima may have, as far as they are known."""
+        if self._version == self.graph.version:
+            return
+        self._version = self.graph.version
+        self._busy_values = np.unique(self.graph.busy[self._fits])
+        self._step_end_values = np.unique(self.graph.step_end[self._fits])
 
     def _halves(self, box: _Box) -> list[_Box]:
         """Bounds a box, tries the ways found for it, and splits it unless it holds nothing better."""
         self.programs += 1
         limits = box.busy_upto, box.step_end_upto
-        once = cheapest(self.arcs(self.graph.once, *limits))
-        busy = smallest_maximum(self.arcs(self.graph.busy, *limits))
-        step_end = smallest_maximum(self.arcs(self.graph.step_end, *limits))
+        once = self.exact(cheapest, "once", limits)
+        busy = self.exact(smallest_maximum, "busy", limits)
+        step_end = smallest_maximum(self.graph, self.arcs(self.graph.step_end, *limits))
         if once is None or busy is None or step_end is None:
             return []
-        for _, boundaries in (once, busy, step_end):
-            self.offer(boundaries)
+        self.offer(step_end[1])
+        self._take_values()
         slowest = self._busy_values[self._busy_values > box.busy_above]
         longest = self._step_end_values[self._step_end_values > box.step_end_above]
         least_busy, least_end = max(busy[0], slowest[0]), max(step_end[0], longest[0])
-        fixed = self.base + once[0]
+        fixed = once[0]
         bound = max(box.bound, fixed + self.pace * least_busy + least_end)
         if self.meets(bound):
             return []
@@ -165,7 +209,9 @@ class _BoxSearch:
             return [only] if (only.busy_upto, only.step_end_upto) != limits else []
         middle, after = values[(len(values) - 1) // 2], values[(len(values) - 1) // 2 + 1]
         if by_busy:
-            above = max(bound, fixed + self.pace * after + least_end)
+            # a stage that is still a bound may come to lie between two values
+            next_busy = after if self.graph.exact.all() else middle
+            above = max(bound, fixed + self.pace * next_busy + least_end)
             return [
                 _Box(bound, middle, most_end, box.busy_above, box.step_end_above),
                 _Box(above, most_busy, most_end, middle, box.step_end_above),
@@ -176,107 +222,158 @@ class _BoxSearch:
             _Box(above, most_busy, most_end, box.busy_above, middle),
         ]
 
-    def offer(self, boundaries: tuple[int, ...]) -> None:
-        """Keeps the cut if its step is shorter than that of the one kept so far."""
-        objective = self.problem.objective(boundaries)
-        if objective < self.objective:
-            self.boundaries, self.objective = boundaries, objective
 
-
-def _solve_rest(search: _BoxSearch, time_limit_s: float) -> float:
+def _solve_rest(search: _BoxSearch) -> float:
     """Offers the optimum of the arcs that may be part of a better way; returns a bound in seconds."""
-    graph = search.graph
-    ends = [smallest_maximum(search.arcs(costs)) for costs in (graph.busy, graph.step_end)]
-    least_busy, least_end = (end[0] if end else 0.0 for end in ends)
-    slowest = search.pace * np.maximum(graph.busy, least_busy) + np.maximum(graph.step_end, least_end)
-    at_least = search.base + sums_through(search.arcs(graph.once)) + slowest
-    arcs = [tuple(map(int, arc)) for arc in np.argwhere(at_least < search.objective)]
-    if not arcs:
-        return search.objective
-    model = _WayModel(search, arcs, least_busy, least_end)
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = time_limit_s
-    status = solver.solve(model.cp)
-    if status == cp_model.INFEASIBLE:
-        return search.objective
-    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        search.offer(model.boundaries(solver))
-    return search.base + solver.best_objective_bound * model.tick
+    graph, known = search.graph, 0.0
+    while True:
+        ends = [smallest_maximum(graph, search.arcs(costs)) for costs in (graph.busy, graph.step_end)]
+        least_busy, least_end = (end[0] if end else 0.0 for end in ends)
+        arcs: list[_Arc] = []
+        for stage, number, before, sums in sums_through(graph, search.arcs(graph.once)):
+            table = next(table for slot, table in graph.slots[stage] if slot == number)
+            slowest = search.pace * np.maximum(graph.busy[table], least_busy)
+            at_least = sums + slowest + np.maximum(graph.step_end[table], least_end)
+            found = np.argwhere(at_least < search.objective)
+            arcs += [_Arc(stage, number, before, table, int(first), int(last)) for first, last in found]
+        if not arcs:
+            return search.objective
+        model = _WayModel(search, arcs, least_busy, least_end)
+        solver = cp_model.CpSolver()
+        solver.parameters.max_time_in_seconds = max(0.1, search.until - time.perf_counter())
+        status = solver.solve(model.cp)
+        if status == cp_model.INFEASIBLE:
+            return search.objective
+        known = max(known, solver.best_objective_bound * model.tick)
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return known
+        way = model.way(solver)
+        changed = [graph.refine(stage, step) for stage, step in enumerate(way)]
+        search.offer(way)
+        if not any(changed) or search.late:
+            return known
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Arc:
+    """A stage with a slot and a run, behind a stage of the shape ``before`` (-1: none)."""
+
+    stage: int
+    slot: int
+    before: int
+    table: int
+    first: int
+    last: int
 
 
 class _WayModel:
-    """The model of this file's docstring over some arcs, in whole ticks of ``tick`` seconds, the blocks' own left out.
+    """The model of this file's docstring over some arcs, in whole ticks of ``tick`` seconds.
 
     Seconds are rounded down to ticks, so that a bound in ticks is one in seconds.
     """
 
-    def __init__(
-        self, search: _BoxSearch, arcs: Sequence[tuple[int, ...]], least_busy: float, least_end: float
-    ) -> None:
+    def __init__(self, search: _BoxSearch, arcs: list[_Arc], least_busy: float, least_end: float) -> None:
         self.tick = search.objective / _TICKS
         self.cp = cp_model.CpModel()
-        self._arcs = arcs
-        self._end = search.problem.stages, len(search.problem.blocks)
+        self._arcs = sorted(arcs)
+        self._search = search
         self._y = [self.cp.new_bool_var("") for _ in arcs]
         self._add_flow()
-        once = self._ticks(search.graph.once)
-        busy = self._add_maximum(search.graph.busy, least_busy)
-        step_end = self._add_maximum(search.graph.step_end, least_end)
-        crossings = cp_model.LinearExpr.weighted_sum(self._y, [once[a][b] for _, a, b in arcs])
-        self.cp.minimize(crossings + search.pace * busy + step_end)
+        graph, slots = search.graph, search.problem.slots
+        once = []
+        for arc in self._arcs:
+            slot = slots[arc.slot]
+            joint = graph.joint(arc.before, slot.shape, slot.start)[arc.first] if arc.before >= 0 else 0.0
+            once.append(self._ticks(graph.once[arc.table, arc.first, arc.last] + joint))
+        busy = self._add_maximum(graph.busy, least_busy)
+        step_end = self._add_maximum(graph.step_end, least_end)
+        self.cp.minimize(cp_model.LinearExpr.weighted_sum(self._y, once) + search.pace * busy + step_end)
 
-    def boundaries(self, solver: cp_model.CpSolver) -> tuple[int, ...]:
-        used = sorted(arc for arc, y in zip(self._arcs, self._y, strict=True) if solver.boolean_value(y))
-        return (0, *(last for _, _, last in used))
+    def way(self, solver: cp_model.CpSolver) -> Way:
+        used = [arc for arc, y in zip(self._arcs, self._y, strict=True) if solver.boolean_value(y)]
+        return tuple(Step(arc.slot, arc.first, arc.last) for arc in used)
 
     def _add_flow(self) -> None:
         """Each stage has one arc, and it begins where that of the stage before ends."""
-        leaving, entering = defaultdict(list), defaultdict(list)
-        for (stage, first, last), y in zip(self._arcs, self._y, strict=True):
-            leaving[stage, first].append(y)
-            entering[stage + 1, last].append(y)
-        for stage in range(self._end[0]):
-            self.cp.add_exactly_one(y for (of, _), group in leaving.items() if of == stage for y in group)
-        for node in sorted({*leaving, *entering} - {(0, 0), self._end}):
-            self.cp.add(sum(entering[node]) == sum(leaving[node]))
+        problem = self._search.problem
+        of_stage, leaving, entering = defaultdict(list), defaultdict(list), defaultdict(list)
+        for arc, y in zip(self._arcs, self._y, strict=True):
+            slot = problem.slots[arc.slot]
+            of_stage[arc.stage].append(y)
+            leaving[arc.stage, slot.start, arc.first, arc.before].append(y)
+            entering[arc.stage + 1, slot.stop, arc.last, slot.shape].append(y)
+        for stage in range(problem.stages):
+            self.cp.add_exactly_one(of_stage[stage])
+        for node in sorted({*leaving, *entering}):
+            if 0 < node[0] < problem.stages:
+                self.cp.add(sum(entering[node]) == sum(leaving[node]))
 
     def _add_maximum(self, seconds: Array, least: float) -> cp_model.IntVar:
         """A variable that is at least what the arc of each stage takes, and ``least``, which every way takes."""
-        ticks = self._ticks(seconds)
         maximum = self.cp.new_int_var(int(max(least, 0.0) / self.tick), _TICKS, "")
-        for _, group in itertools.groupby(zip(self._arcs, self._y, strict=True), key=lambda item: item[0][0]):
-            taken = [(y, ticks[first][last]) for (_, first, last), y in group]
+        for _, group in itertools.groupby(zip(self._arcs, self._y, strict=True), key=lambda item: item[0].stage):
+            taken = [(y, self._ticks(seconds[arc.table, arc.first, arc.last])) for arc, y in group]
             self.cp.add(maximum >= cp_model.LinearExpr.weighted_sum([y for y, _ in taken], [t for _, t in taken]))
         return maximum
 
-    def _ticks(self, seconds: Array) -> list[list[int]]:
-        rounded: list[list[int]] = np.floor(np.maximum(seconds, 0.0) / self.tick).astype(np.int64).tolist()
-        return rounded
+    def _ticks(self, seconds: float) -> int:
+        return math.floor(max(seconds, 0.0) / self.tick)
 
 
 def _infeasible(problem: StageProblem, graph: StageGraph) -> InfeasibleError:
     """Which stage is over memory at least, by how many bytes, and the capacity that would do."""
-    least = smallest_maximum(graph.excess)
+    least = smallest_maximum(graph, graph.excess)
     if least is None:
+        if not all(graph.slots):
+            return InfeasibleError(
+                f"no {problem.stages} stages can be placed on the devices with the meshes that are offered; "
+                "use another number of stages, or offer other meshes"
+            )
+        pins = ", ".join(f"{problem.blocks[block].name} on stage {stage}" for block, stage in problem.pins)
         return InfeasibleError(
-            f"no cut of {len(problem.blocks)} blocks into {problem.stages} stages has the pinned cuts {problem.pins}: "
+            f"no division of {len(problem.blocks)} blocks into {problem.stages} stages has what is pinned ({pins}): "
             "a pin leaves too few blocks before, behind or between; move it or use fewer stages"
         )
-    over, boundaries = least
-    spans = list(itertools.pairwise(boundaries))
-    stage = max(range(problem.stages), key=lambda s: graph.excess[s, spans[s][0], spans[s][1]])
-    first, last = spans[stage]
-    blocks = problem.blocks[first:last]
-    named = blocks[0].name if len(blocks) == 1 else f"{blocks[0].name} .. {blocks[-1].name}"
-    state = math.fsum(block.state_bytes for block in blocks)
-    kept = problem.in_flight[stage] * math.fsum(block.activation_bytes for block in blocks)
-    needed, capacity = problem.stage_bytes(stage, first, last), problem.capacity_bytes[stage]
-    in_flight = problem.in_flight[stage]
+    over, way = least
+    tables = [dict(found)[step.slot] for found, step in zip(graph.slots, way, strict=True)]
+    stage = max(
+        range(problem.stages), key=lambda s: float(graph.excess[tables[s], way[s].first, way[s].last])
+    )
+    step = _leanest(problem, stage, way[stage])
+    inside = problem.blocks_between(step.first, step.last)
+    names = [problem.blocks[block].name for block in inside]
+    named = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+    slot = problem.slots[step.slot]
+    named += f" on {problem.shapes[slot.shape].name}" if problem.shapes[slot.shape].name else ""
+    chosen, in_flight = problem.chosen(step), problem.in_flight[stage]
+    state = math.fsum(choice.state_bytes for choice in chosen)
+    kept = in_flight * math.fsum(choice.activation_bytes for choice in chosen)
     return InfeasibleError(
         f"no cut into {problem.stages} stages fits: in the best one stage {stage} ({named}) holds "
-        f"{format_bytes(needed)}, {format_bytes(over)} ({over:.0f} bytes) over its capacity of "
-        f"{format_bytes(capacity)}; {format_bytes(state)} of it are parameters with gradients and optimizer state, "
-        f"{format_bytes(kept)} activations of {in_flight} microbatch{'es' if in_flight > 1 else ''} in flight. "
-        f"Devices with {format_bytes(capacity + over)} would do; or more devices, or smaller microbatches",
+        f"{format_bytes(problem.stage_bytes(stage, step))}, {format_bytes(over)} ({over:.0f} bytes) over its capacity "
+        f"of {format_bytes(slot.capacity_bytes)}; {format_bytes(state)} of it are parameters with gradients and "
+        f"optimizer state, {format_bytes(kept)} activations of {in_flight} "
+        f"microbatch{'es' if in_flight > 1 else ''} in flight. "
+        f"Devices with {format_bytes(slot.capacity_bytes + over)} would do; or more devices, or smaller microbatches",
         over,
     )
+
+
+def _leanest(problem: StageProblem, stage: int, step: Step) -> Step:
+    """The stage with the choices that need the fewest bytes."""
+    blocks = problem.shapes[problem.slots[step.slot].shape].blocks
+    inside, in_flight = problem.blocks_between(step.first, step.last), problem.in_flight[stage]
+    tried = []
+    for most in {choice.transient_bytes for block in inside for choice in blocks[block].choices}:
+        made = []
+        for block in inside:
+            allowed = [
+                (choice.kept_bytes(in_flight), index)
+                for index, choice in enumerate(blocks[block].choices)
+                if choice.transient_bytes <= most
+            ]
+            made += [(block, min(allowed)[1])] if allowed else []
+        if len(made) == len(inside):
+            whole = Step(step.slot, step.first, step.last, tuple(item for item in made if item[1]))
+            tried.append((problem.stage_bytes(stage, whole), whole.choices, whole))
+    return min(tried)[2]

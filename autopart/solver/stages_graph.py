@@ -1,146 +1,348 @@
-"""All runs of blocks that one stage can have, as arrays, and dynamic programs over them.
+"""All runs of blocks that stages can have, as arrays, and dynamic programs over them.
 
-Everything is indexed [first, last] for the run of blocks first .. last - 1, and [stage, first, last] where the stage's
-position matters; a way from 0 to n with one arc per stage is a cut into stages. n <= 200 blocks and 64 stages make 2.6
-million arcs, one pass over which takes some milliseconds.
+A *table* holds what a stage of one shape costs at one number in the pipeline, with one capacity and the links of its
+two ends, [first, last] for the blocks between two positions; slots that agree in these share it. A way goes from place
+0 to one of the ends with one slot and one run per stage. n <= 200 positions and 64 stages of a row of equal meshes make
+2.6 million arcs, one pass over which takes some milliseconds.
+
+Seconds of stages whose blocks have several choices are those of :mod:`autopart.solver.stages_choices`: bounds at first,
+exact once :meth:`StageGraph.refine` has been asked for the run.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopart.solver.stages_problem import StageProblem
+from autopart.solver.stages_choices import Family, least_excess, least_seconds, relaxed_seconds
+from autopart.solver.stages_problem import Shape, StageProblem, Step
 
 Array = NDArray[np.float64]
+Bits = NDArray[np.bool_]
+# stage, shape, capacity, link at the start, link at the end
+_Key = tuple[int, int, float, int, int]
+# place and the shape of the stage before it, -1 where there is none
+_Node = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StageGraph:
     """The arcs of a problem.
 
-    busy, step_end: seconds of a stage, [first, last]. once: seconds that are added up over stages: the crossing of the
-    cut after it, and the tied groups that begin in it and end behind it. floor: see StageProblem.span_floor.
-    excess: bytes over the capacity, [stage, first, last]; infinite for arcs that no cut into stages has.
+    slots: per stage the (slot, table) that ways can use. All arrays are [table, first, last]: seconds: of the blocks
+    in their fastest choices that fit, or a bound. busy: with sends and receives; step_end. once: what is added up over
+    stages: ``seconds`` and the tied groups that begin in it and end behind it. floor: see StageProblem.span_floor.
+    excess: bytes over the capacity; infinite for runs that no division has. exact: where ``seconds`` is no mere bound.
+    crossing: [shape, link, position] seconds of what a rank sends and receives.
     """
 
+    problem: StageProblem
+    slots: list[list[tuple[int, int]]]
+    tables: list[_Key]
+    seconds: Array
     busy: Array
     step_end: Array
     once: Array
     floor: Array
     excess: Array
+    exact: Bits
+    crossing: Array
+    version: int = 0
+    _made: dict[tuple[int, int, int], tuple[tuple[int, int], ...] | None] = field(default_factory=dict)
 
     @staticmethod
     def build(problem: StageProblem) -> StageGraph:
-        n = len(problem.blocks)
-        first, last = np.arange(n + 1)[:, None], np.arange(n + 1)[None, :]
-        is_run = first < last
-        blocks, ends = problem.blocks, [problem.cut_at(position) for position in range(n + 1)]
-        forward = _prefix([block.forward_s for block in blocks])
-        compute = _prefix([block.seconds for block in blocks])
-        crossing = np.array([cut.seconds for cut in ends])
-        busy = _runs(compute) + crossing[:, None] + crossing[None, :]
-        step_end = _runs(_prefix([block.step_end_s for block in blocks]))
-        once = np.broadcast_to(crossing[None, :], (n + 1, n + 1)).copy()
-        held = _runs(_prefix([block.state_bytes for block in blocks])) + _running_max(problem)
-        for group in problem.tied:
-            begin, end = min(group.blocks), max(group.blocks)
-            once += group.seconds * ((first <= begin) & (begin < last) & (last <= end))
-            present = _prefix([float(block in group.blocks) for block in range(n)])
-            held += group.bytes * (_runs(present) > 0)
-            step_end += group.step_end_s * (_runs(present) > 0)
-        buffers = np.array([cut.buffer_bytes for cut in ends])
-        held += problem.overhead_bytes + buffers[:, None] + buffers[None, :]
-
-        ready = forward[:-1, None]
-        done = np.full((n + 1, n + 1), np.inf)
-        done[:-1] = ready + problem.microbatches * _runs(compute)[:-1]
-        way_back = compute - forward
-        way_back[1:] += blocks[0].step_end_s
-        floor = done + np.maximum(step_end, way_back[:, None])
-
-        activations = _runs(_prefix([block.activation_bytes for block in blocks]))
-        excess = np.stack(
-            [
-                np.where(is_run & _reachable(problem, stage), held + flight * activations - capacity, np.inf)
-                for stage, (flight, capacity) in enumerate(zip(problem.in_flight, problem.capacity_bytes, strict=True))
-            ]
-        )
-        return StageGraph(busy, step_end, once, floor, excess)
+        used = _slots_in_use(problem)
+        keys: dict[_Key, int] = {}
+        slots: list[list[tuple[int, int]]] = []
+        for stage, found in enumerate(used):
+            slots.append([])
+            for number in found:
+                slot = problem.slots[number]
+                links = problem.links[slot.start], problem.links[slot.stop]
+                key = stage, slot.shape, slot.capacity_bytes, *links
+                slots[-1].append((number, keys.setdefault(key, len(keys))))
+        size = len(problem.positions)
+        crossing = np.array([[[cut.seconds for cut in cuts] for cuts in s.cuts] for s in problem.shapes])
+        member = np.array([[mask >> b & 1 for b in range(len(problem.blocks))] for mask in problem.positions], dtype=bool)
+        shapes = [_Runs.of(problem, shape, member) for shape in problem.shapes]
+        allowed = [_allowed(problem, stage, member, shapes[0].is_run) for stage in range(problem.stages)]
+        shape_ = (len(keys), size, size)
+        made = {name: np.empty(shape_) for name in ("seconds", "busy", "step_end", "once", "floor", "excess")}
+        exact = np.zeros(shape_, dtype=bool)
+        for key, table in keys.items():
+            stage, number, capacity, start, stop = key
+            runs, shape = shapes[number], problem.shapes[number]
+            buffers = [np.array([cut.buffer_bytes for cut in shape.cuts[link]]) for link in (start, stop)]
+            room = capacity - shape.overhead_bytes - runs.tied_bytes - buffers[0][:, None] - buffers[1][None, :]
+            seconds, excess, sure = runs.fit(room, problem.in_flight[stage])
+            made["excess"][table] = np.where(allowed[stage], excess, np.inf)
+            made["seconds"][table], exact[table] = seconds, sure
+            ends = crossing[number, start][:, None] + crossing[number, stop][None, :]
+            made["busy"][table] = seconds + ends
+            made["step_end"][table] = runs.step_end
+            made["once"][table] = seconds + runs.tied_once
+            made["floor"][table] = runs.floor
+        return StageGraph(problem, slots, list(keys), **made, exact=exact, crossing=crossing)
 
     @property
-    def fits(self) -> NDArray[np.bool_]:
-        """Whether an arc can be used, [stage, first, last]."""
+    def fits(self) -> Bits:
+        """Whether a run can be used, [table, first, last]."""
         return self.excess <= 0
 
+    def joint(self, before: int, after: int, place: int) -> Array:
+        """Seconds of crossing at each position between stages of two shapes."""
+        link = self.problem.links[place]
+        return np.maximum(self.crossing[before, link], self.crossing[after, link])
 
-def cheapest(arcs: Array) -> tuple[float, tuple[int, ...]] | None:
-    """The way with the smallest sum of ``arcs`` [stage, first, last], and its boundaries; None without a way."""
-    return _best_way(arcs, np.add)
+    def refine(self, stage: int, step: Step) -> bool:
+        """Makes the seconds of a stage's run exact; whether they were other than supposed."""
+        table = next(table for slot, table in self.slots[stage] if slot == step.slot)
+        first, last = step.first, step.last
+        if self.exact[table, first, last]:
+            return False
+        found = self._solve(table, first, last)
+        more = found - self.seconds[table, first, last]
+        self.exact[table, first, last] = True
+        if not more > 1e-12 * found:
+            return False
+        self.version += 1
+        for array in (self.seconds, self.busy, self.once):
+            array[table, first, last] += more
+        return True
+
+    def with_choices(self, stage: int, step: Step) -> Step | None:
+        """The step with the fastest choices that fit; None where none does, which bounds may not have shown."""
+        table = next(table for slot, table in self.slots[stage] if slot == step.slot)
+        key = table, step.first, step.last
+        if key not in self._made:
+            self._solve(*key)
+        made = self._made[key]
+        return None if made is None else Step(step.slot, step.first, step.last, made)
+
+    def _solve(self, table: int, first: int, last: int) -> float:
+        problem = self.problem
+        stage, number, capacity, start, stop = self.tables[table]
+        shape, inside = problem.shapes[number], problem.blocks_between(first, last)
+        families = [shape.blocks[block].choices for block in inside]
+        room = capacity - shape.overhead_bytes - shape.cuts[start][first].buffer_bytes
+        room -= shape.cuts[stop][last].buffer_bytes + sum(g.bytes for g in shape.tied if set(g.blocks) & set(inside))
+        found = least_seconds(families, room, problem.in_flight[stage])
+        if found.choices is None:
+            self._made[table, first, last] = None
+            return float("inf")
+        self._made[table, first, last] = tuple(
+            (block, choice) for block, choice in zip(inside, found.choices, strict=True) if choice
+        )
+        return found.bound
 
 
-def smallest_maximum(arcs: Array) -> tuple[float, tuple[int, ...]] | None:
-    """The way whose largest arc is smallest, and its boundaries; None without a way."""
-    return _best_way(arcs, np.maximum)
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """What runs of blocks cost in one shape, [first, last], without capacities."""
+
+    families: list[Family]
+    counts: Array
+    is_run: Bits
+    fastest: Array
+    tied_bytes: Array
+    tied_once: Array
+    step_end: Array
+    floor: Array
+
+    @staticmethod
+    def of(problem: StageProblem, shape: Shape, member: Bits) -> _Runs:
+        families = list(dict.fromkeys(block.choices for block in shape.blocks))
+        of_block = np.array([families.index(block.choices) for block in shape.blocks])
+        held = np.stack([member[:, of_block == number].sum(axis=1) for number in range(len(families))]).astype(float)
+        size = member.sum(axis=1)
+        # a run: the first position is a part of the last
+        is_run = (member.astype(np.int64) @ member.T.astype(np.int64) == size[:, None]) & (size[:, None] < size[None, :])
+        quickest = [min(choice.seconds for choice in family) for family in families]
+        fastest = _between(held.T @ np.array(quickest))
+        step_end = _between(member @ np.array([block.step_end_s for block in shape.blocks]))
+        tied_bytes, tied_once = np.zeros(step_end.shape), np.zeros(step_end.shape)
+        for group in shape.tied:
+            present = member[:, list(set(group.blocks))].sum(axis=1)
+            inside = _between(present.astype(float)) > 0
+            tied_bytes += group.bytes * inside
+            step_end += group.step_end_s * inside
+            begins = (present == 0)[:, None] & (present < len(set(group.blocks)))[None, :]
+            tied_once += group.seconds * (inside & begins)
+        blocks = range(len(shape.blocks))
+        forward = member @ np.array([problem.least(block, "forward_s") for block in blocks])
+        way_back = member @ np.array([problem.least(block, "backward_s") for block in blocks])
+        sources = {block: problem.least_step_end(block) for block in blocks if 1 << block in problem.positions}
+        way_back += np.array([min((s for b, s in sources.items() if row[b]), default=0.0) for row in member])
+        floor = forward[:, None] + problem.microbatches * fastest + np.maximum(step_end, way_back[:, None])
+        counts = np.stack([_between(row) for row in held])
+        return _Runs(families, counts, is_run, fastest, tied_bytes, tied_once, step_end, floor)
+
+    def fit(self, room: Array, in_flight: int) -> tuple[Array, Array, Bits]:
+        """Seconds at least, bytes over the room, and where the seconds are exact."""
+        excess = np.where(self.is_run, least_excess(self.families, np.maximum(self.counts, 0), room, in_flight), np.inf)
+        if all(len(family) == 1 for family in self.families):
+            return self.fastest, excess, np.ones(room.shape, dtype=bool)
+        seconds = relaxed_seconds(self.families, np.maximum(self.counts, 0), room, in_flight)
+        # where a bound says that nothing fits it was too strict by rounding
+        seconds = np.where(np.isfinite(seconds), np.maximum(seconds, self.fastest), self.fastest)
+        return seconds, excess, np.isclose(seconds, self.fastest, rtol=1e-12, atol=0.0)
 
 
-def sums_through(arcs: Array) -> Array:
-    """For each arc the smallest sum of a way that uses it, [stage, first, last]."""
-    stages, size, _ = arcs.shape
-    to, after = np.full((stages + 1, size), np.inf), np.full((stages + 1, size), np.inf)
-    to[0, 0], after[stages, -1] = 0.0, 0.0
-    for stage in range(stages):
-        to[stage + 1] = (to[stage][:, None] + arcs[stage]).min(axis=0)
-    for stage in reversed(range(stages)):
-        after[stage] = (arcs[stage] + after[stage + 1][None, :]).min(axis=1)
-    return to[:-1, :, None] + arcs + after[1:, None, :]
+@dataclass(slots=True)
+class _Layer:
+    """Best values of ways up to some stage, by node, and where they come from: slot, run's first position, node."""
+
+    best: dict[_Node, Array] = field(default_factory=dict)
+    slot: dict[_Node, NDArray[np.intp]] = field(default_factory=dict)
+    first: dict[_Node, NDArray[np.intp]] = field(default_factory=dict)
+    shape: dict[_Node, NDArray[np.intp]] = field(default_factory=dict)
 
 
-def _best_way(arcs: Array, combine: np.ufunc) -> tuple[float, tuple[int, ...]] | None:
-    """best[s + 1, last] = min over first of combine(best[s, first], arcs[s, first, last])."""
-    stages, size, _ = arcs.shape
-    best = np.full(size, np.inf)
-    best[0] = -np.inf if combine is np.maximum else 0.0
-    came_from = np.zeros((stages, size), dtype=np.intp)
-    for stage in range(stages):
-        ways = combine(best[:, None], arcs[stage])
-        came_from[stage] = ways.argmin(axis=0)
-        best = np.take_along_axis(ways, came_from[stage][None, :], axis=0)[0]
-    if not np.isfinite(best[-1]):
+Found = tuple[float, tuple[Step, ...]]
+
+
+def cheapest(graph: StageGraph, arcs: Array) -> Found | None:
+    """The way with the smallest sum of ``arcs`` [table, first, last] and of what crosses; None without a way."""
+    return _best_way(graph, arcs, np.add)
+
+
+def smallest_maximum(graph: StageGraph, arcs: Array) -> Found | None:
+    """The way whose largest arc is smallest; None without a way."""
+    return _best_way(graph, arcs, np.maximum)
+
+
+def _best_way(graph: StageGraph, arcs: Array, combine: np.ufunc) -> Found | None:
+    """best[s + 1, stop, last] = min over slots and first of combine(best[s, start, first], arcs[table, first, last])."""
+    problem, adds = graph.problem, combine is np.add
+    size = len(problem.positions)
+    start = np.full(size, np.inf)
+    start[0] = 0.0 if adds else -np.inf
+    layers = [_Layer({(0, -1): start})]
+    for found in graph.slots:
+        before, layer = layers[-1], _Layer()
+        for number, table in found:
+            slot = problem.slots[number]
+            entry, came = _entry(graph, before.best, slot.start, slot.shape, adds)
+            if entry is None:
+                continue
+            ways = combine(entry[:, None], arcs[table])
+            first = ways.argmin(axis=0)
+            value = np.take_along_axis(ways, first[None, :], axis=0)[0]
+            node = slot.stop, slot.shape
+            if node not in layer.best:
+                layer.best[node], layer.first[node], layer.shape[node] = value, first, came[first]
+                layer.slot[node] = np.full(size, number)
+                continue
+            better = value < layer.best[node]
+            layer.best[node] = np.where(better, value, layer.best[node])
+            layer.first[node] = np.where(better, first, layer.first[node])
+            layer.shape[node] = np.where(better, came[first], layer.shape[node])
+            layer.slot[node] = np.where(better, number, layer.slot[node])
+        layers.append(layer)
+    final = [(float(value[-1]), node) for node, value in layers[-1].best.items() if node[0] in problem.ends]
+    value, node = min(final, default=(np.inf, (0, -1)))
+    if not np.isfinite(value):
         return None
-    boundaries = [size - 1]
-    for stage in reversed(range(stages)):
-        boundaries.append(int(came_from[stage, boundaries[-1]]))
-    return float(best[-1]), tuple(reversed(boundaries))
+    steps, last = [], size - 1
+    for layer in reversed(layers[1:]):
+        number, first = int(layer.slot[node][last]), int(layer.first[node][last])
+        steps.append(Step(number, first, last))
+        node = problem.slots[number].start, int(layer.shape[node][last])
+        last = first
+    return value, tuple(reversed(steps))
 
 
-def _prefix(values: list[float]) -> Array:
-    return np.concatenate([[0.0], np.cumsum(values)])
+def _entry(
+    graph: StageGraph, best: dict[_Node, Array], place: int, shape: int, adds: bool
+) -> tuple[Array | None, NDArray[np.intp]]:
+    """By position the best that leads to a stage of this shape, and the shape of the stage before."""
+    value: Array | None = None
+    came = np.full(len(graph.problem.positions), -1, dtype=np.intp)
+    for (at, other), found in best.items():
+        if at != place:
+            continue
+        through = found + graph.joint(other, shape, place) if adds and other >= 0 else found
+        better = np.ones(len(came), dtype=bool) if value is None else through < value
+        value = through if value is None else np.where(better, through, value)
+        came = np.where(better, other, came)
+    return value, came
 
 
-def _runs(prefix: Array) -> Array:
-    return prefix[None, :] - prefix[:, None]
+def sums_through(graph: StageGraph, arcs: Array) -> Iterator[tuple[int, int, int, Array]]:
+    """(stage, slot, shape before, [first, last]): for each arc the smallest sum of a way that uses it."""
+    problem, size = graph.problem, len(graph.problem.positions)
+    start = np.full(size, np.inf)
+    start[0] = 0.0
+    to: list[dict[_Node, Array]] = [{(0, -1): start}]
+    for found in graph.slots:
+        reached: dict[_Node, Array] = {}
+        for number, table in found:
+            slot = problem.slots[number]
+            entry, _ = _entry(graph, to[-1], slot.start, slot.shape, adds=True)
+            if entry is not None:
+                value = (entry[:, None] + arcs[table]).min(axis=0)
+                node = slot.stop, slot.shape
+                reached[node] = np.minimum(reached[node], value) if node in reached else value
+        to.append(reached)
+    end = np.full(size, np.inf)
+    end[-1] = 0.0
+    after: dict[_Node, Array] = {node: end for node in to[-1] if node[0] in problem.ends}
+    found_all: list[tuple[int, int, int, Array]] = []
+    for stage in reversed(range(problem.stages)):
+        back: dict[_Node, Array] = {}
+        for number, table in graph.slots[stage]:
+            slot = problem.slots[number]
+            rest = after.get((slot.stop, slot.shape))
+            if rest is None:
+                continue
+            onward = arcs[table] + rest[None, :]
+            for (place, other), before in to[stage].items():
+                if place != slot.start:
+                    continue
+                joint = graph.joint(other, slot.shape, place) if other >= 0 else np.zeros(size)
+                found_all.append((stage, number, other, (before + joint)[:, None] + onward))
+                value = joint + onward.min(axis=1)
+                node = place, other
+                back[node] = np.minimum(back[node], value) if node in back else value
+        after = back
+    return iter(found_all)
 
 
-def _running_max(problem: StageProblem) -> Array:
-    n = len(problem.blocks)
-    peak = np.zeros((n + 1, n + 1))
-    for first in range(n):
-        peak[first, first + 1 :] = np.maximum.accumulate([block.transient_bytes for block in problem.blocks[first:]])
-    return peak
+def _between(values: Array) -> Array:
+    """Of what grows with positions, the part of each run."""
+    return values[None, :] - values[:, None]
 
 
-def _reachable(problem: StageProblem, stage: int) -> NDArray[np.bool_]:
-    """Runs that leave a block for each other stage and begin and end at the pins."""
-    n, stages = len(problem.blocks), problem.stages
-    pins = (0, *(problem.pins or (None,) * (stages - 1)), n)
-    positions = np.arange(n + 1)
-    starts = (positions >= stage) & (positions <= n - (stages - stage))
-    stops = (positions >= stage + 1) & (positions <= n - (stages - stage - 1))
-    if pins[stage] is not None:
-        starts &= positions == pins[stage]
-    if pins[stage + 1] is not None:
-        stops &= positions == pins[stage + 1]
-    return starts[:, None] & stops[None, :]
+def _slots_in_use(problem: StageProblem) -> list[list[int]]:
+    """Per stage the slots on a way from place 0 to one of the ends."""
+    forward: list[set[int]] = [{0}]
+    for _ in range(problem.stages):
+        forward.append({slot.stop for slot in problem.slots if slot.start in forward[-1]})
+    back: list[set[int]] = [set(problem.ends)]
+    for _ in range(problem.stages):
+        back.append({slot.start for slot in problem.slots if slot.stop in back[-1]})
+    back.reverse()
+    return [
+        [
+            number
+            for number, slot in enumerate(problem.slots)
+            if slot.start in forward[stage] and slot.stop in back[stage + 1]
+        ]
+        for stage in range(problem.stages)
+    ]
+
+
+def _allowed(problem: StageProblem, stage: int, member: Bits, is_run: Bits) -> Bits:
+    """Runs that leave a block for each other stage and hold this stage's pinned blocks and no other stage's."""
+    size, stages = member.sum(axis=1), problem.stages
+    first = (size == 0) if stage == 0 else (size >= stage)
+    last = (size == size[-1]) if stage == stages - 1 else (size <= size[-1] - (stages - stage - 1))
+    allowed = is_run & first[:, None] & last[None, :]
+    for block, pinned in problem.pins:
+        inside = member[:, block][None, :] & ~member[:, block][:, None]
+        allowed &= inside if pinned == stage else ~inside
+    return allowed

@@ -1,7 +1,13 @@
-"""A chain of blocks to be cut into pipeline stages, as plain data, and what a given cut costs.
+"""Blocks to be divided into pipeline stages on a row of devices, as plain data, and what a given division costs.
 
-Times are seconds per microbatch unless said otherwise, memory is bytes per device. Blocks are in a topological order,
-so that every run of them is convex. Cut position i lies between block i - 1 and block i.
+Times are seconds per microbatch unless said otherwise, memory is bytes per device. A *position* is a set of blocks that
+holds every block it depends on; a stage has the blocks between two positions, so every stage is convex. In a chain the
+positions are its beginnings: position i holds the blocks 0 .. i - 1. :mod:`autopart.solver.stages_order` lists the
+positions of any graph.
+
+A *place* is a point in the row of devices between two stages, a *slot* the devices of one stage: a run of the row from
+one place to another, with one of the offered *shapes* (a mesh on devices of one kind). Where the order of unlike nodes
+is free, a place says which nodes come before it, so that a way through the slots is an order of the nodes as well.
 """
 
 from __future__ import annotations
@@ -13,12 +19,33 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to run a block, such as with recomputation; see :class:`Block` for the fields."""
+
+    forward_s: float
+    backward_s: float
+    state_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    transient_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_amounts("a choice", self, self.__slots__)
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+    def kept_bytes(self, in_flight: int) -> float:
+        return self.state_bytes + in_flight * self.activation_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """What cannot be cut further.
 
     forward_s, backward_s: seconds for one microbatch. step_end_s: seconds per step after the last backward (gradient
     reduction, optimizer). state_bytes: weights, gradients, optimizer. activation_bytes: kept for the backward, per
-    microbatch in flight. transient_bytes: peak beyond these while the block runs.
+    microbatch in flight. transient_bytes: peak beyond these while the block runs. others: further ways to run it.
     """
 
     name: str
@@ -28,18 +55,26 @@ class Block:
     activation_bytes: float = 0.0
     transient_bytes: float = 0.0
     step_end_s: float = 0.0
+    others: tuple[Choice, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_amounts(f"block {self.name!r}", self, self.__slots__[1:])
+        _check_amounts(f"block {self.name!r}", self, self.__slots__[1:-1])
 
     @property
     def seconds(self) -> float:
         return self.forward_s + self.backward_s
 
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        own = Choice(
+            self.forward_s, self.backward_s, self.state_bytes, self.activation_bytes, self.transient_bytes
+        )
+        return (own, *self.others)
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What crosses a cut position: seconds of sending forward and backward, bytes of buffers on either side."""
+    """What a rank next to a position does there: seconds of sending and receiving forward and backward, buffers."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -75,131 +110,244 @@ class TiedGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class StageProblem:
-    """How to cut ``blocks`` into ``len(in_flight)`` stages.
+class Shape:
+    """What stages of one mesh on devices of one kind cost.
 
-    cuts: one per cut position 1 .. len(blocks) - 1. in_flight: microbatches whose activations a stage holds at most,
-    per stage. capacity_bytes: per stage; overhead_bytes: taken from each. pins: per cut between two stages its forced
-    position or None; None: all free.
+    blocks: all blocks in this shape. cuts: [link][position], the first and the last position's are empty.
+    overhead_bytes: taken from each device. name: for people, such as "dp=2 tp=1 on A100".
     """
 
     blocks: tuple[Block, ...]
-    cuts: tuple[Cut, ...]
-    microbatches: int
-    in_flight: tuple[int, ...]
-    capacity_bytes: tuple[float, ...]
+    cuts: tuple[tuple[Cut, ...], ...]
     overhead_bytes: float = 0.0
     tied: tuple[TiedGroup, ...] = ()
-    pins: tuple[int | None, ...] | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Devices that one stage may have. capacity_bytes: of the smallest of them."""
+
+    start: int
+    stop: int
+    shape: int
+    capacity_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One stage of a division: its slot, the positions between which its blocks lie, and the choice of each block.
+
+    choices: by block number, of the blocks of this stage.
+    """
+
+    slot: int
+    first: int
+    last: int
+    choices: tuple[tuple[int, int], ...] = ()
+
+
+Way = tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageProblem:
+    """How to divide blocks into ``len(in_flight)`` stages.
+
+    positions: sets of blocks as bits, the empty one first and the full one last, in an order that subsets precede.
+    slots: from place 0 on; ends: the places where the last stage may stop. links: per place, which of a shape's lists
+    of cuts crosses there. in_flight: microbatches whose activations a stage holds at most, per stage. pins: (block,
+    stage) that are forced.
+    """
+
+    shapes: tuple[Shape, ...]
+    positions: tuple[int, ...]
+    slots: tuple[Slot, ...]
+    links: tuple[int, ...]
+    ends: tuple[int, ...]
+    microbatches: int
+    in_flight: tuple[int, ...]
+    pins: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.blocks or len(self.cuts) != len(self.blocks) - 1:
-            raise ValueError(f"{len(self.blocks)} blocks with {len(self.cuts)} cut positions between them")
+        count = len(self.shapes[0].blocks) if self.shapes else 0
+        if not count or any(len(shape.blocks) != count for shape in self.shapes):
+            raise ValueError("a problem has at least one block, and every shape has all blocks")
+        if self.positions[0] != 0 or self.positions[-1] != (1 << count) - 1 or len(self.positions) < 2:
+            raise ValueError("positions begin with no block and end with all")
+        for shape in self.shapes:
+            if any(len(cuts) != len(self.positions) for cuts in shape.cuts):
+                raise ValueError(f"{len(self.positions)} cut positions need as many cuts")
+            if any(not 0 <= block < count for group in shape.tied for block in group.blocks):
+                raise ValueError(f"a tied group names a block beyond the {count} there are")
+            if [group.blocks for group in shape.tied] != [group.blocks for group in self.shapes[0].tied]:
+                raise ValueError("all shapes have the same tied groups")
+            if math.isnan(shape.overhead_bytes):
+                raise ValueError("an overhead is not a number")
         if self.microbatches < 1:
             raise ValueError(f"a step has at least one microbatch, not {self.microbatches}")
-        if not self.in_flight or len(self.capacity_bytes) != len(self.in_flight):
-            raise ValueError(f"{len(self.in_flight)} stages with {len(self.capacity_bytes)} capacities")
-        if min(self.in_flight) < 0:
-            raise ValueError(f"microbatches in flight are not negative: {self.in_flight}")
-        if any(math.isnan(size) for size in (*self.capacity_bytes, self.overhead_bytes)):
+        if not self.in_flight or min(self.in_flight) < 0:
+            raise ValueError(f"microbatches in flight are not negative, of at least one stage: {self.in_flight}")
+        if any(math.isnan(slot.capacity_bytes) for slot in self.slots):
             raise ValueError("a capacity is not a number")
-        if any(not 0 <= block < len(self.blocks) for group in self.tied for block in group.blocks):
-            raise ValueError(f"a tied group names a block beyond the {len(self.blocks)} there are")
-        if self.pins is not None:
-            if len(self.pins) != self.stages - 1:
-                raise ValueError(f"{self.stages} stages have {self.stages - 1} cuts, but {len(self.pins)} are pinned")
-            fixed = [pin for pin in self.pins if pin is not None]
-            if any(not 0 < pin < len(self.blocks) for pin in fixed) or fixed != sorted(set(fixed)):
-                raise ValueError(f"pins are rising cut positions from 1 to {len(self.blocks) - 1}: {self.pins}")
+        places = range(len(self.links))
+        if any(slot.start not in places or slot.stop not in places for slot in self.slots):
+            raise ValueError("a slot has a place that is none")
+        if any(not (0 <= block < count and 0 <= stage < self.stages) for block, stage in self.pins):
+            raise ValueError(f"pins are (block, stage) below {count} and {self.stages}: {self.pins}")
+
+    @staticmethod
+    def chain(
+        blocks: Sequence[Block],
+        cuts: Sequence[Cut],
+        microbatches: int,
+        in_flight: Sequence[int],
+        capacity_bytes: Sequence[float],
+        overhead_bytes: float = 0.0,
+        tied: Sequence[TiedGroup] = (),
+        pins: Sequence[tuple[int, int]] = (),
+    ) -> StageProblem:
+        """Stages of one shape one after the other. cuts: one per position 1 .. len(blocks) - 1."""
+        if len(cuts) != len(blocks) - 1:
+            raise ValueError(f"{len(blocks)} blocks with {len(cuts)} cut positions between them")
+        if len(capacity_bytes) != len(in_flight):
+            raise ValueError(f"{len(in_flight)} stages with {len(capacity_bytes)} capacities")
+        count = len(in_flight)
+        shape = Shape(tuple(blocks), ((Cut(), *cuts, Cut()),), overhead_bytes, tuple(tied))
+        return StageProblem(
+            (shape,),
+            tuple((1 << end) - 1 for end in range(len(blocks) + 1)),
+            tuple(Slot(stage, stage + 1, 0, size) for stage, size in enumerate(capacity_bytes)),
+            (0,) * (count + 1),
+            (count,),
+            microbatches,
+            tuple(in_flight),
+            tuple(pins),
+        )
 
     @property
     def stages(self) -> int:
         return len(self.in_flight)
 
-    def cut_at(self, position: int) -> Cut:
-        """What crosses ``position``: nothing at both ends of the chain."""
-        return self.cuts[position - 1] if 0 < position < len(self.blocks) else Cut()
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks as the first shape has them."""
+        return self.shapes[0].blocks
 
-    def stage_bytes(self, stage: int, first: int, last: int) -> float:
-        """Bytes that stage number ``stage`` holds at its peak when it has the blocks first .. last - 1."""
-        blocks = self.blocks[first:last]
+    def blocks_between(self, first: int, last: int) -> tuple[int, ...]:
+        """Numbers of the blocks between two positions."""
+        mask = self.positions[last] & ~self.positions[first]
+        return tuple(index for index in range(len(self.blocks)) if mask >> index & 1)
+
+    def cut_at(self, position: int, shape: int = 0, link: int = 0) -> Cut:
+        return self.shapes[shape].cuts[link][position]
+
+    def ends_of(self, step: Step) -> tuple[Cut, Cut]:
+        """What the ranks of a stage do at its two ends."""
+        slot = self.slots[step.slot]
         return (
-            self.overhead_bytes
-            + math.fsum(block.state_bytes for block in blocks)
-            + math.fsum(g.bytes for g in self.tied if any(first <= block < last for block in g.blocks))
-            + self.in_flight[stage] * math.fsum(block.activation_bytes for block in blocks)
-            + max(block.transient_bytes for block in blocks)
-            + self.cut_at(first).buffer_bytes
-            + self.cut_at(last).buffer_bytes
+            self.cut_at(step.first, slot.shape, self.links[slot.start]),
+            self.cut_at(step.last, slot.shape, self.links[slot.stop]),
         )
 
-    def busy_seconds(self, first: int, last: int) -> float:
+    def chosen(self, step: Step) -> tuple[Choice, ...]:
+        """How a stage's blocks are run; a block without a choice takes its first."""
+        blocks, made = self.shapes[self.slots[step.slot].shape].blocks, dict(step.choices)
+        return tuple(blocks[b].choices[made.get(b, 0)] for b in self.blocks_between(step.first, step.last))
+
+    def stage_bytes(self, stage: int, step: Step) -> float:
+        """Bytes that a rank of stage number ``stage`` holds at its peak."""
+        shape, chosen = self.shapes[self.slots[step.slot].shape], self.chosen(step)
+        inside = set(self.blocks_between(step.first, step.last))
+        return (
+            shape.overhead_bytes
+            + math.fsum(choice.kept_bytes(self.in_flight[stage]) for choice in chosen)
+            + math.fsum(group.bytes for group in shape.tied if inside & set(group.blocks))
+            + max(choice.transient_bytes for choice in chosen)
+            + math.fsum(cut.buffer_bytes for cut in self.ends_of(step))
+        )
+
+    def busy_seconds(self, step: Step) -> float:
         """Seconds per microbatch of a stage: forward and backward, and its own sends and receives, not overlapped."""
-        compute = math.fsum(block.seconds for block in self.blocks[first:last])
-        return compute + self.cut_at(first).seconds + self.cut_at(last).seconds
+        compute = math.fsum(choice.seconds for choice in self.chosen(step))
+        return compute + math.fsum(cut.seconds for cut in self.ends_of(step))
 
-    def step_end_seconds(self, first: int, last: int) -> float:
-        own = math.fsum(block.step_end_s for block in self.blocks[first:last])
-        return own + math.fsum(g.step_end_s for g in self.tied if any(first <= block < last for block in g.blocks))
+    def step_end_seconds(self, step: Step) -> float:
+        shape = self.shapes[self.slots[step.slot].shape]
+        inside = set(self.blocks_between(step.first, step.last))
+        own = math.fsum(shape.blocks[block].step_end_s for block in inside)
+        return own + math.fsum(group.step_end_s for group in shape.tied if inside & set(group.blocks))
 
-    def tied_seconds(self, boundaries: Sequence[int]) -> float:
-        """Seconds per step of the tied groups that lie in more than one stage."""
-        inner = boundaries[1:-1]
-        return math.fsum(
-            group.seconds for group in self.tied if any(min(group.blocks) < cut <= max(group.blocks) for cut in inner)
-        )
+    def crossing_seconds(self, before: Step, after: Step) -> float:
+        """Seconds of one microbatch between two stages, both ways: the side whose ranks have more to do."""
+        return max(self.ends_of(before)[1].seconds, self.ends_of(after)[0].seconds)
 
-    def objective(self, boundaries: Sequence[int]) -> float:
-        """Seconds of a step; see the formula of :mod:`autopart.solver.stages`.
+    def tied_seconds(self, way: Sequence[Step]) -> float:
+        """Seconds per step of the tied groups that lie in more than one stage, as the first of these prices them."""
+        total = []
+        for step in way:
+            inside, before = self.positions[step.last] & ~self.positions[step.first], self.positions[step.first]
+            for group in self.shapes[self.slots[step.slot].shape].tied:
+                bits = sum(1 << block for block in set(group.blocks))
+                if bits & inside and not bits & before and bits & ~inside:
+                    total.append(group.seconds)
+        return math.fsum(total)
 
-        boundaries: 0, the cut positions, and the number of blocks.
-        """
-        spans = list(itertools.pairwise(boundaries))
+    def objective(self, way: Sequence[Step]) -> float:
+        """Seconds of a step; see the formula of :mod:`autopart.solver.stages`."""
         return (
-            math.fsum(block.seconds for block in self.blocks)
-            + math.fsum(self.cut_at(cut).seconds for cut in boundaries[1:-1])
-            + (self.microbatches - 1) * max(self.busy_seconds(*span) for span in spans)
-            + max(self.step_end_seconds(*span) for span in spans)
-            + self.tied_seconds(boundaries)
+            math.fsum(choice.seconds for step in way for choice in self.chosen(step))
+            + math.fsum(self.crossing_seconds(*pair) for pair in itertools.pairwise(way))
+            + (self.microbatches - 1) * max(map(self.busy_seconds, way))
+            + max(map(self.step_end_seconds, way))
+            + self.tied_seconds(way)
         )
 
-    def excess_bytes(self, boundaries: Sequence[int]) -> float:
+    def excess_bytes(self, way: Sequence[Step]) -> float:
         """By how many bytes the fullest stage exceeds its capacity; not positive when all fit."""
         return max(
-            self.stage_bytes(stage, *span) - self.capacity_bytes[stage]
-            for stage, span in enumerate(itertools.pairwise(boundaries))
+            self.stage_bytes(stage, step) - self.slots[step.slot].capacity_bytes for stage, step in enumerate(way)
         )
 
-    def respects_pins(self, boundaries: Sequence[int]) -> bool:
-        pins = self.pins or (None,) * (self.stages - 1)
-        return all(pin in (None, cut) for pin, cut in zip(pins, boundaries[1:-1], strict=True))
+    def respects_pins(self, way: Sequence[Step]) -> bool:
+        return all(block in self.blocks_between(way[stage].first, way[stage].last) for block, stage in self.pins)
 
-    def span_floor(self, first: int, last: int) -> float:
-        """Seconds that a step takes at least under any 1F1B or GPipe order, as blocks first .. last - 1 are one stage.
+    def span_floor(self, step: Step) -> float:
+        """Seconds that a step takes at least under any 1F1B or GPipe order, if these blocks are one stage.
 
         Its first forward waits for one through all earlier blocks; then it has every microbatch to do, forward and
-        backward; then come its own step end, or the last backward through all earlier blocks and block 0's step end.
-        Sends are not counted: they may overlap with work, and a value that only passes a stage by is not sent to it.
+        backward; then come its own step end, or the last backward through all earlier blocks and the step end of one
+        that can be the very first. Every block is taken in its fastest choice and shape, but this stage's in its own shape. Sends are not
+        counted: they may overlap with work, and a value that only passes a stage by is not sent to it.
         """
-        before = self.blocks[:first]
-        ready = math.fsum(block.forward_s for block in before)
-        done = ready + self.microbatches * math.fsum(block.seconds for block in self.blocks[first:last])
-        way_back = math.fsum(block.backward_s for block in before)
-        first_step_end = self.blocks[0].step_end_s if first else 0.0
-        return max(done + self.step_end_seconds(first, last), done + way_back + first_step_end)
+        before = self.blocks_between(0, step.first)
+        own = self.shapes[self.slots[step.slot].shape].blocks
+        ready = math.fsum(self.least(block, "forward_s") for block in before)
+        inside = self.blocks_between(step.first, step.last)
+        done = ready + self.microbatches * math.fsum(min(c.seconds for c in own[b].choices) for b in inside)
+        way_back = math.fsum(self.least(block, "backward_s") for block in before)
+        way_back += min((self.least_step_end(block) for block in before if 1 << block in self.positions), default=0.0)
+        return done + max(self.step_end_seconds(step), way_back)
+
+    def least_step_end(self, block: int) -> float:
+        return min(shape.blocks[block].step_end_s for shape in self.shapes)
+
+    def least(self, block: int, name: str) -> float:
+        """The smallest of this amount of a block over all shapes and choices."""
+        return min(getattr(choice, name) for shape in self.shapes for choice in shape.blocks[block].choices)
 
 
 @dataclass(frozen=True, slots=True)
 class StageSolution:
     """Where to cut, and how good that is at least.
 
-    boundaries: 0, the cut positions, the number of blocks. objective, bound: seconds of a step by the formula.
-    gap: (objective - bound) / objective. lower_bound_s: no cut into stages that fit takes fewer seconds under any 1F1B
-    or GPipe order, formula or not. seconds: spent solving. programs: dynamic programs run. method: "dynamic program"
-    when these alone proved the optimum, else "cp-sat".
+    way: the stages. boundaries: the positions between them, the first and the last included. objective, bound: seconds
+    of a step by the formula. gap: (objective - bound) / objective. lower_bound_s: no division that fits takes fewer
+    seconds under any 1F1B or GPipe order, formula or not. seconds: spent solving. programs: dynamic programs run.
+    method: "dynamic program" when these alone proved the optimum, else "cp-sat".
     """
 
-    boundaries: tuple[int, ...]
+    way: Way
     objective: float
     bound: float
     gap: float
@@ -207,6 +355,10 @@ class StageSolution:
     seconds: float
     programs: int
     method: str
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        return (0, *(step.last for step in self.way))
 
 
 def _check_amounts(owner: str, item: object, names: Iterable[str]) -> None:

@@ -1,0 +1,90 @@
+"""Positions of a graph of blocks: the sets between which convex stages lie.
+
+A stage is convex, and stages follow each other in one order, exactly if each begins and ends at an *ideal*: a set of
+blocks that holds all that its members depend on (Tarnawski et al., arXiv 2006.16423, section 4, for pipelines). A chain
+of n blocks has n + 1 ideals, a graph with branches more. Where they are too many, those of some topological orders are
+taken: divisions that cut none of these orders are then not considered, such as a stage with the ends of two long
+branches that every order leaves one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+MOST_POSITIONS = 300
+
+
+def positions(
+    count: int,
+    edges: Iterable[tuple[int, int]],
+    together: Sequence[Sequence[int]] = (),
+    most: int = MOST_POSITIONS,
+) -> tuple[tuple[int, ...], bool]:
+    """Positions of ``count`` blocks as bits, small ones first, and whether these are all.
+
+    edges: (block, block that depends on it), from lower to higher numbers, so that the blocks' own order is one of the
+    graph. together: blocks that no position may part.
+    """
+    needs = [0] * count
+    for source, target in edges:
+        assert source < target, f"blocks are numbered in an order of the graph: {source} -> {target}"
+        needs[target] |= 1 << source
+    found = _ideals(needs, most)
+    complete = found is not None
+    if found is None:
+        found = set()
+        for order in _orders(needs):
+            mask = 0
+            found.add(mask)
+            for block in order:
+                mask |= 1 << block
+                found.add(mask)
+    groups = [sum(1 << block for block in set(group)) for group in together]
+    kept = [mask for mask in found if all(mask & group in (0, group) for group in groups)]
+    return tuple(sorted(kept, key=lambda mask: (mask.bit_count(), mask))), complete
+
+
+def _ideals(needs: Sequence[int], most: int) -> set[int] | None:
+    """All sets that hold what their members need; None where there are more than ``most``."""
+    found, layer = {0}, {0}
+    while layer:
+        layer = {
+            mask | 1 << block
+            for mask in layer
+            for block, need in enumerate(needs)
+            if not mask >> block & 1 and need & ~mask == 0
+        }
+        found |= layer
+        if len(found) > most:
+            return None
+    return found
+
+
+def _orders(needs: Sequence[int]) -> list[list[int]]:
+    """Topological orders: as numbered, the deepest branch first, and level by level."""
+    count = len(needs)
+    depth, height = [0] * count, [0] * count
+    for block in range(count):
+        depth[block] = max((depth[other] + 1 for other in range(block) if needs[block] >> other & 1), default=0)
+    for block in reversed(range(count)):
+        for other in range(block):
+            if needs[block] >> other & 1:
+                height[other] = max(height[other], height[block] + 1)
+    ranks: list[Callable[[int], tuple[int, int]]] = [
+        lambda block: (0, block),
+        lambda block: (-height[block], block),
+        lambda block: (depth[block], block),
+        lambda block: (depth[block], -block),
+    ]
+    return [_order(needs, rank) for rank in ranks]
+
+
+def _order(needs: Sequence[int], rank: Callable[[int], tuple[int, int]]) -> list[int]:
+    order: list[int] = []
+    done, left = 0, set(range(len(needs)))
+    while left:
+        ready = min((block for block in left if needs[block] & ~done == 0), key=rank)
+        order.append(ready)
+        done |= 1 << ready
+        left.remove(ready)
+    return order
