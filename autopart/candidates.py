@@ -215,25 +215,24 @@ class Candidates:
 
     def _step_seconds(self, problem: StageProblem, cut: StageSolution, config: Degrees) -> float:
         """The simulated step of a cut; what crosses several cuts is taken to be passed on from stage to stage."""
-        spans = list(zip(cut.boundaries, cut.boundaries[1:], strict=False))
         times = [
             StageTimes(
-                sum(block.forward_s for block in problem.blocks[first:last]),
-                sum(block.backward_s for block in problem.blocks[first:last]),
-                reduce_s=problem.step_end_seconds(first, last),
+                sum(choice.forward_s for choice in problem.chosen(step)),
+                sum(choice.backward_s for choice in problem.chosen(step)),
+                reduce_s=problem.step_end_seconds(step),
             )
-            for first, last in spans
+            for step in cut.way
         ]
         edges = {(stage, stage + 1) for stage in range(config.pp - 1)}
         warmup = self.warmup_of(config)
         schedule = make_schedule(config.schedule, config.pp, config.microbatches, edges, warmup=warmup)
 
         def transfer(stage: int, peer: int) -> float:
-            crossed = problem.cut_at(spans[max(stage, peer)][0])
+            crossed = problem.cut_at(cut.way[max(stage, peer)].first)
             return crossed.forward_s if stage < peer else crossed.backward_s
 
         found = simulate(schedule, times, lambda action: transfer(action.stage, action.peer or 0))
-        return found.makespan_s + problem.tied_seconds(cut.boundaries)
+        return found.makespan_s + problem.tied_seconds(cut.way)
 
     # -- the stage problem ----------------------------------------------------------------------------------------
 
@@ -257,8 +256,8 @@ class Candidates:
             for index, (cost, (state, step_end)) in enumerate(zip(costs, private, strict=True))
         ]
         held = in_flight(config.schedule, config.pp, config.microbatches, self.warmup_of(config))
-        return StageProblem(
-            tuple(blocks),
+        return StageProblem.chain(
+            blocks,
             tuple(self._cut(config, choice, position) for position in range(1, len(blocks))),
             config.microbatches,
             held,

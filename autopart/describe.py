@@ -46,11 +46,11 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
                 last_op=analysis.keys[analysis.blocks[last - 1].nodes[-1]],
                 forward_s=forward,
                 backward_s=backward,
-                memory_bytes=round(problem.stage_bytes(index, first, last)),
+                memory_bytes=round(problem.stage_bytes(index, answer.cut.way[index])),
                 capacity_bytes=candidates.capacity(config, index),
                 parameters=_held(graph, axes),
                 collectives=_collectives(graph, axes, candidates.samples(config)),
-                step_end_s=problem.step_end_seconds(first, last),
+                step_end_s=problem.step_end_seconds(answer.cut.way[index]),
             )
         )
     program = analysis.program
@@ -71,7 +71,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
         notes=(*program.notes, *analysis.split.notes, *([analysis.split.flaw] if analysis.split.flaw else [])),
         warmup=candidates.warmup_of(config),
         transfers=_transfers(candidates, config, found, choice.strategies),
-        tied_s=problem.tied_seconds(boundaries),
+        tied_s=problem.tied_seconds(answer.cut.way),
     )
     return replace(plan, step_time_s=simulate_plan(plan).makespan_s + plan.tied_s)
 

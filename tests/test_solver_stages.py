@@ -76,9 +76,7 @@ def random_chain(rng: Random, n: int, p: int, microbatches: int) -> StageProblem
     """A chain on a row of equal meshes, without limits on memory."""
     flight = [min(microbatches, p - stage) for stage in range(p)]
     blocks = [rng.block(i) for i in range(n)]
-    return StageProblem.chain(
-        blocks, rng.cuts(n - 1), microbatches, flight, (math.inf,) * p, rng.size(9), rng.tied(n)
-    )
+    return StageProblem.chain(blocks, rng.cuts(n - 1), microbatches, flight, (math.inf,) * p, rng.size(9), rng.tied(n))
 
 
 def random_edges(rng: Random, n: int) -> Edges:
@@ -94,7 +92,7 @@ def random_dag(rng: Random, n: int, p: int) -> tuple[StageProblem, Edges]:
     edges = random_edges(rng, n)
     places, complete = positions(n, edges)
     assert complete
-    blocks = [rng.block(i, rng.choice([1, 1, 2, 3])) for i in range(n)]
+    blocks = [rng.block(i, rng.choice([1, 1, 2, 3] if n < 10 else [1, 1, 2])) for i in range(n)]
     tied = rng.tied(n)
     shapes = []
     for number in range(rng.randint(1, 3)):
@@ -251,8 +249,9 @@ def test_smallest_excess_equals_brute_force(seed: int) -> None:
         n = rng.randint(2, 8)
         problem, edges = random_chain(rng, n, 2, 4), chain_edges(n)
     problem = limited(rng, problem, edges)
-    sizes = [slot.capacity_bytes if math.isinf(slot.capacity_bytes) else slot.capacity_bytes // 4 for slot in problem.slots]
-    scaled = [dataclasses.replace(slot, capacity_bytes=size) for slot, size in zip(problem.slots, sizes, strict=True)]
+    scaled = [
+        dataclasses.replace(slot, capacity_bytes=float(min(slot.capacity_bytes, 1e9) // 4)) for slot in problem.slots
+    ]
     tight = dataclasses.replace(problem, slots=tuple(scaled))
     least = brute.least_excess_bytes(tight, edges)
     if least <= 0:

@@ -1,4 +1,4 @@
-r"""Divides blocks into p pipeline stages on a row of devices, for the shortest step of m microbatches that fits in memory.
+r"""Divides blocks into p pipeline stages on a row of devices: the shortest step of m microbatches that fits in memory.
 
 A stage s has a slot (a run of devices with a mesh) and the blocks between two positions (a convex piece of the graph),
 each in one of its choices, such as with recomputation. Its busy time per microbatch t_s holds its blocks' forward and
@@ -336,9 +336,7 @@ def _infeasible(problem: StageProblem, graph: StageGraph) -> InfeasibleError:
         )
     over, way = least
     tables = [dict(found)[step.slot] for found, step in zip(graph.slots, way, strict=True)]
-    stage = max(
-        range(problem.stages), key=lambda s: float(graph.excess[tables[s], way[s].first, way[s].last])
-    )
+    stage = max(range(problem.stages), key=lambda s: float(graph.excess[tables[s], way[s].first, way[s].last]))
     step = _leanest(problem, stage, way[stage])
     inside = problem.blocks_between(step.first, step.last)
     names = [problem.blocks[block].name for block in inside]

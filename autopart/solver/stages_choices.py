@@ -14,6 +14,7 @@ where a byte costs the fewest seconds (Dantzig's bound, on each block's lower co
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -46,7 +47,7 @@ def transients(families: Sequence[Family]) -> list[float]:
 
 
 def hull(family: Family, in_flight: int, most_transient: float) -> list[tuple[float, float, int]]:
-    """(seconds, kept bytes, index) of the choices on the lower convex hull, fastest first; empty when none is allowed."""
+    """(seconds, kept bytes, index) of the choices on the lower convex hull, fastest first; empty if none is allowed."""
     points = sorted(
         (choice.seconds, choice.kept_bytes(in_flight), index)
         for index, choice in enumerate(family)
@@ -67,48 +68,55 @@ def _slope(a: tuple[float, float, int], b: tuple[float, float, int]) -> float:
     return (b[0] - a[0]) / (a[1] - b[1])
 
 
-def relaxed_seconds(families: Sequence[Family], counts: Array, room: Array, in_flight: int) -> Array:
-    """At least the seconds of each stage's fastest choices that fit; infinite where surely none does.
+def relaxed_seconds(families: Sequence[Family], held: Array, room: Array, in_flight: int) -> Array:
+    """At least the seconds of each run's fastest choices that fit; infinite where surely none does.
 
-    counts: [family, ...] blocks of each family in a stage. room: [...] bytes. Where every fastest choice fits it is
-    exact.
+    held: [family, position] blocks of each family in a position. room: [first, last] bytes. Where every fastest choice
+    fits it is exact.
     """
     best = np.full(room.shape, np.inf)
     values = transients(families)
-    # Beyond some levels of the largest transient, neighbours are taken as one: the smaller is charged, the larger allowed.
+    counts = [np.maximum(between(row), 0.0) for row in held]
+    # Beyond some levels of the largest transient neighbours are taken as one: the smaller charged, the larger allowed.
     edges = values if len(values) <= _LEVELS else [values[i * (len(values) - 1) // _LEVELS] for i in range(_LEVELS + 1)]
     below = -math.inf
     for highest in edges:
         charged = next(value for value in values if value > below)
         below = highest
-        seconds, need = np.zeros(room.shape), charged - room
-        steps: list[tuple[float, float, int]] = []
-        for number, family in enumerate(families):
-            points = hull(family, in_flight, highest)
-            if not points:
-                seconds = np.where(counts[number] > 0, np.inf, seconds)
-                continue
-            seconds = seconds + counts[number] * points[0][0]
-            need = need + counts[number] * points[0][1]
-            steps += [(_slope(a, b), a[1] - b[1], number) for a, b in zip(points, points[1:], strict=False)]
+        hulls = [hull(family, in_flight, highest) for family in families]
+        barred = between(np.array([not points for points in hulls], dtype=float) @ held) > 0
+        seconds = between(np.array([points[0][0] if points else 0.0 for points in hulls]) @ held)
+        need = charged - room + between(np.array([points[0][1] if points else 0.0 for points in hulls]) @ held)
+        steps = [
+            (_slope(a, b), a[1] - b[1], number)
+            for number, points in enumerate(hulls)
+            for a, b in itertools.pairwise(points)
+        ]
         for price, freed, number in sorted(steps):
             taken = np.clip(need, 0.0, counts[number] * freed)
             seconds, need = seconds + taken * price, need - taken
         # rounding: what is freed altogether is as much as is needed
-        best = np.minimum(best, np.where(need <= 1e-9 * np.abs(room), seconds, np.inf))
+        best = np.minimum(best, np.where((need <= 1e-9 * np.abs(room)) & ~barred, seconds, np.inf))
     return best
 
 
-def least_excess(families: Sequence[Family], counts: Array, room: Array, in_flight: int) -> Array:
+def least_excess(families: Sequence[Family], held: Array, room: Array, in_flight: int) -> Array:
     """By how many bytes the choices that need the fewest exceed the room; not positive where some fit."""
     least = np.full(room.shape, np.inf)
     for highest in transients(families):
-        kept = np.zeros(room.shape)
-        for number, family in enumerate(families):
-            allowed = [c.kept_bytes(in_flight) for c in family if c.transient_bytes <= highest]
-            kept = kept + (counts[number] * min(allowed) if allowed else np.where(counts[number] > 0, np.inf, 0.0))
-        least = np.minimum(least, np.where(np.isinf(kept), np.inf, highest - room + np.where(np.isinf(kept), 0.0, kept)))
+        fewest = [
+            min((c.kept_bytes(in_flight) for c in family if c.transient_bytes <= highest), default=None)
+            for family in families
+        ]
+        barred = between(np.array([size is None for size in fewest], dtype=float) @ held) > 0
+        kept = between(np.array([size or 0.0 for size in fewest]) @ held)
+        least = np.minimum(least, np.where(barred, np.inf, kept + highest - room))
     return least
+
+
+def between(values: Array) -> Array:
+    """Of what grows with positions, the part of each run, [first, last]."""
+    return values[None, :] - values[:, None]
 
 
 def least_seconds(blocks: Sequence[Family], room: float, in_flight: int) -> Fastest:
@@ -148,11 +156,11 @@ class _Knapsack:
         order = sorted(self._counts, key=lambda family: -len(self._hulls[family]) * self._counts[family])
         seconds, kept = np.zeros(1), np.zeros(1)
         bound = math.inf
-        trail: list[tuple[Array, list[tuple[int, ...]], Array]] = []
+        trail: list[tuple[NDArray[np.intp], list[tuple[int, ...]], NDArray[np.intp]]] = []
         for number, family in enumerate(order):
             mixes = self._mixes(family)
-            more = np.array([sum(n * choice[0] for n, choice in zip(mix, self._allowed[family], strict=True)) for mix in mixes])
-            bytes_ = np.array([sum(n * choice[1] for n, choice in zip(mix, self._allowed[family], strict=True)) for mix in mixes])
+            amounts = np.array(mixes) @ np.array([choice[:2] for choice in self._allowed[family]])
+            more, bytes_ = amounts[:, 0], amounts[:, 1]
             at_least = (seconds[:, None] + more[None, :]).ravel()
             size = (kept[:, None] + bytes_[None, :]).ravel()
             rest = order[number + 1 :]
@@ -197,7 +205,7 @@ class _Knapsack:
             points, count = self._hulls[family], self._counts[family]
             base += count * points[0][0]
             need = need + count * points[0][1]
-            steps += [(_slope(a, b), count * (a[1] - b[1])) for a, b in zip(points, points[1:], strict=False)]
+            steps += [(_slope(a, b), count * (a[1] - b[1])) for a, b in itertools.pairwise(points)]
         seconds = np.full(need.shape, base)
         for price, freed in sorted(steps):
             part = np.clip(need, 0.0, freed)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopart.solver.stages_choices import Family, least_excess, least_seconds, relaxed_seconds
+from autopart.solver.stages_choices import Family, between, least_excess, least_seconds, relaxed_seconds
 from autopart.solver.stages_problem import Shape, StageProblem, Step
 
 Array = NDArray[np.float64]
@@ -67,7 +67,9 @@ class StageGraph:
                 slots[-1].append((number, keys.setdefault(key, len(keys))))
         size = len(problem.positions)
         crossing = np.array([[[cut.seconds for cut in cuts] for cuts in s.cuts] for s in problem.shapes])
-        member = np.array([[mask >> b & 1 for b in range(len(problem.blocks))] for mask in problem.positions], dtype=bool)
+        member = np.array(
+            [[mask >> b & 1 for b in range(len(problem.blocks))] for mask in problem.positions], dtype=bool
+        )
         shapes = [_Runs.of(problem, shape, member) for shape in problem.shapes]
         allowed = [_allowed(problem, stage, member, shapes[0].is_run) for stage in range(problem.stages)]
         shape_ = (len(keys), size, size)
@@ -86,7 +88,7 @@ class StageGraph:
             made["step_end"][table] = runs.step_end
             made["once"][table] = seconds + runs.tied_once
             made["floor"][table] = runs.floor
-        return StageGraph(problem, slots, list(keys), **made, exact=exact, crossing=crossing)
+        return StageGraph(problem, slots, list(keys), exact=exact, crossing=crossing, **made)  # type: ignore[arg-type]
 
     @property
     def fits(self) -> Bits:
@@ -128,6 +130,9 @@ class StageGraph:
         stage, number, capacity, start, stop = self.tables[table]
         shape, inside = problem.shapes[number], problem.blocks_between(first, last)
         families = [shape.blocks[block].choices for block in inside]
+        if all(len(family) == 1 for family in families):
+            self._made[table, first, last] = ()
+            return float(self.seconds[table, first, last])
         room = capacity - shape.overhead_bytes - shape.cuts[start][first].buffer_bytes
         room -= shape.cuts[stop][last].buffer_bytes + sum(g.bytes for g in shape.tied if set(g.blocks) & set(inside))
         found = least_seconds(families, room, problem.in_flight[stage])
@@ -145,13 +150,14 @@ class _Runs:
     """What runs of blocks cost in one shape, [first, last], without capacities."""
 
     families: list[Family]
-    counts: Array
+    held: Array  # [family, position]
     is_run: Bits
     fastest: Array
     tied_bytes: Array
     tied_once: Array
     step_end: Array
     floor: Array
+    peak: Array  # the largest transient of the blocks' first choices
 
     @staticmethod
     def of(problem: StageProblem, shape: Shape, member: Bits) -> _Runs:
@@ -160,14 +166,16 @@ class _Runs:
         held = np.stack([member[:, of_block == number].sum(axis=1) for number in range(len(families))]).astype(float)
         size = member.sum(axis=1)
         # a run: the first position is a part of the last
-        is_run = (member.astype(np.int64) @ member.T.astype(np.int64) == size[:, None]) & (size[:, None] < size[None, :])
+        is_run = (member.astype(np.int64) @ member.T.astype(np.int64) == size[:, None]) & (
+            size[:, None] < size[None, :]
+        )
         quickest = [min(choice.seconds for choice in family) for family in families]
-        fastest = _between(held.T @ np.array(quickest))
-        step_end = _between(member @ np.array([block.step_end_s for block in shape.blocks]))
+        fastest = between(held.T @ np.array(quickest))
+        step_end = between(member @ np.array([block.step_end_s for block in shape.blocks]))
         tied_bytes, tied_once = np.zeros(step_end.shape), np.zeros(step_end.shape)
         for group in shape.tied:
             present = member[:, list(set(group.blocks))].sum(axis=1)
-            inside = _between(present.astype(float)) > 0
+            inside = between(present.astype(float)) > 0
             tied_bytes += group.bytes * inside
             step_end += group.step_end_s * inside
             begins = (present == 0)[:, None] & (present < len(set(group.blocks)))[None, :]
@@ -178,15 +186,19 @@ class _Runs:
         sources = {block: problem.least_step_end(block) for block in blocks if 1 << block in problem.positions}
         way_back += np.array([min((s for b, s in sources.items() if row[b]), default=0.0) for row in member])
         floor = forward[:, None] + problem.microbatches * fastest + np.maximum(step_end, way_back[:, None])
-        counts = np.stack([_between(row) for row in held])
-        return _Runs(families, counts, is_run, fastest, tied_bytes, tied_once, step_end, floor)
+        peak = np.zeros(step_end.shape)
+        for number, family in enumerate(families):
+            np.maximum(peak, family[0].transient_bytes, out=peak, where=between(held[number]) > 0)
+        return _Runs(families, held, is_run, fastest, tied_bytes, tied_once, step_end, floor, peak)
 
     def fit(self, room: Array, in_flight: int) -> tuple[Array, Array, Bits]:
         """Seconds at least, bytes over the room, and where the seconds are exact."""
-        excess = np.where(self.is_run, least_excess(self.families, np.maximum(self.counts, 0), room, in_flight), np.inf)
         if all(len(family) == 1 for family in self.families):
+            kept = between(np.array([family[0].kept_bytes(in_flight) for family in self.families]) @ self.held)
+            excess = np.where(self.is_run, kept + self.peak - room, np.inf)
             return self.fastest, excess, np.ones(room.shape, dtype=bool)
-        seconds = relaxed_seconds(self.families, np.maximum(self.counts, 0), room, in_flight)
+        excess = np.where(self.is_run, least_excess(self.families, self.held, room, in_flight), np.inf)
+        seconds = relaxed_seconds(self.families, self.held, room, in_flight)
         # where a bound says that nothing fits it was too strict by rounding
         seconds = np.where(np.isfinite(seconds), np.maximum(seconds, self.fastest), self.fastest)
         return seconds, excess, np.isclose(seconds, self.fastest, rtol=1e-12, atol=0.0)
@@ -216,7 +228,7 @@ def smallest_maximum(graph: StageGraph, arcs: Array) -> Found | None:
 
 
 def _best_way(graph: StageGraph, arcs: Array, combine: np.ufunc) -> Found | None:
-    """best[s + 1, stop, last] = min over slots and first of combine(best[s, start, first], arcs[table, first, last])."""
+    """best[s + 1, stop, last] = min over slots, first of combine(best[s, start, first], arcs[table, first, last])."""
     problem, adds = graph.problem, combine is np.add
     size = len(problem.positions)
     start = np.full(size, np.inf)
@@ -310,11 +322,6 @@ def sums_through(graph: StageGraph, arcs: Array) -> Iterator[tuple[int, int, int
                 back[node] = np.minimum(back[node], value) if node in back else value
         after = back
     return iter(found_all)
-
-
-def _between(values: Array) -> Array:
-    """Of what grows with positions, the part of each run."""
-    return values[None, :] - values[:, None]
 
 
 def _slots_in_use(problem: StageProblem) -> list[list[int]]:

@@ -66,9 +66,7 @@ class Block:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        own = Choice(
-            self.forward_s, self.backward_s, self.state_bytes, self.activation_bytes, self.transient_bytes
-        )
+        own = Choice(self.forward_s, self.backward_s, self.state_bytes, self.activation_bytes, self.transient_bytes)
         return (own, *self.others)
 
 
@@ -317,8 +315,9 @@ class StageProblem:
 
         Its first forward waits for one through all earlier blocks; then it has every microbatch to do, forward and
         backward; then come its own step end, or the last backward through all earlier blocks and the step end of one
-        that can be the very first. Every block is taken in its fastest choice and shape, but this stage's in its own shape. Sends are not
-        counted: they may overlap with work, and a value that only passes a stage by is not sent to it.
+        that can be the very first. Every block is taken in its fastest choice and shape, but this stage's in its own
+        shape. Sends are not counted: they may overlap with work, and a value that only passes a stage by is not sent
+        to it.
         """
         before = self.blocks_between(0, step.first)
         own = self.shapes[self.slots[step.slot].shape].blocks
