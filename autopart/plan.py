@@ -15,12 +15,12 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from autopart.runtime.errors import PlanError
+from autopart.runtime.errors import PlanError, ScheduleError
 from autopart.runtime.placement import Placement
-from autopart.runtime.schedule import deeper_warmup, in_flight
+from autopart.runtime.schedule import NAMES, deeper_warmup, in_flight, make_schedule
 
 VERSION = 1
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = NAMES
 RECOMPUTE = ("none", "full")
 
 Mesh = tuple[tuple[str, int], ...]
@@ -32,7 +32,8 @@ _P = TypeVar("_P", "Plan", "StagePlan")
 class StagePlan:
     """One pipeline stage.
 
-    devices: numbers in the cluster, row-major over the mesh. mesh: (axis name, size), the data axis "dp" first, then
+    devices: numbers in the cluster, row-major over the mesh; stages that run on the same devices (virtual stages) list
+    them alike. mesh: (axis name, size), the data axis "dp" first, then
     tensor axes. blocks: half-open range of the model's block numbers. first_op, last_op: names of the ops at its ends.
     forward_s, backward_s: seconds of one microbatch with collectives. step_end_s: seconds once per step, for the
     gradients' sums and the optimizer. memory_bytes, capacity_bytes: predicted peak and what a device has. parameters:
@@ -133,8 +134,21 @@ class Plan:
                 0 <= source < target < len(self.stages) and all(x is None or 0 <= x < math.inf for x in seconds),
                 f"transfers: [{source}, {target}, ...]: expected source < target < {len(self.stages)} and seconds",
             )
-        used = [device for stage in self.stages for device in stage.devices]
-        _require(len(set(used)) == len(used), "stages: a device is in two stages; each runs one")
+        groups = {stage.devices: stage.mesh for stage in self.stages}
+        used = [device for devices in groups for device in devices]
+        _require(
+            len(set(used)) == len(used),
+            "stages: a device is in two stages; stages share all of their devices, in the same order, or none",
+        )
+        _require(
+            all(stage.mesh == groups[stage.devices] for stage in self.stages),
+            "stages: two stages share their devices but not their mesh; give them the same mesh",
+        )
+        try:
+            chain = tuple((stage, stage + 1) for stage in range(len(self.stages) - 1))
+            make_schedule(self.schedule, len(self.stages), self.microbatches, chain, places=self.places)
+        except ScheduleError as error:
+            raise PlanError(f"schedule: {error}") from error
         for index, (before, after) in enumerate(zip(self.stages, self.stages[1:], strict=False)):
             _require(
                 before.blocks[1] == after.blocks[0],
@@ -159,8 +173,15 @@ class Plan:
                     raise PlanError(f"storage[{pattern!r}]: {error}") from error
 
     @property
+    def places(self) -> tuple[int, ...]:
+        """The rank of the pipeline (a group of devices) that runs each stage, numbered as they appear."""
+        groups = list(dict.fromkeys(stage.devices for stage in self.stages))
+        return tuple(groups.index(stage.devices) for stage in self.stages)
+
+    @property
     def pp(self) -> int:
-        return len(self.stages)
+        """Ranks of the pipeline; there are more stages where these run several."""
+        return 1 + max(self.places)
 
     @property
     def dp(self) -> int:
@@ -175,7 +196,7 @@ class Plan:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """Most microbatches that each stage holds at once."""
-        return in_flight(self.schedule, len(self.stages), self.microbatches, self.warmup)
+        return in_flight(self.schedule, len(self.stages), self.microbatches, self.warmup, self.places)
 
     @property
     def is_uniform(self) -> bool:
@@ -184,7 +205,7 @@ class Plan:
 
     @property
     def device_count(self) -> int:
-        return sum(len(stage.devices) for stage in self.stages)
+        return len({device for stage in self.stages for device in stage.devices})
 
     @property
     def tokens_per_s(self) -> float:

@@ -21,7 +21,9 @@ def simulate_plan(plan: Plan) -> Simulation:
     transfers = plan.transfers or tuple((stage, stage + 1, 0.0, 0.0) for stage in range(count - 1))
     there = {(source, target): seconds for source, target, seconds, _ in transfers}
     back = {(source, target): seconds for source, target, _, seconds in transfers if seconds is not None}
-    schedule = make_schedule(plan.schedule, count, plan.microbatches, sorted(there), sorted(back), plan.warmup)
+    schedule = make_schedule(
+        plan.schedule, count, plan.microbatches, sorted(there), sorted(back), plan.warmup, plan.places
+    )
     times = [
         StageTimes(stage.forward_s, stage.backward_s, reduce_s=stage.step_end_s, fixed_bytes=stage.memory_bytes)
         for stage in plan.stages
@@ -37,14 +39,12 @@ def simulate_plan(plan: Plan) -> Simulation:
 
 
 def predicted_trace(plan: Plan, found: Simulation, first_pid: int = 0) -> dict[str, Any]:
-    """The simulation in the format of :mod:`autopart.runtime.trace`: each stage under the number of its first rank."""
-    order = {device: rank for rank, device in enumerate(sorted(d for stage in plan.stages for d in stage.devices))}
-    timelines = [
-        Timeline(
-            index,
-            order[stage.devices[0]],
-            tuple(Span(event.action, event.start_s, event.end_s) for event in found.stage_events(index)),
-        )
-        for index, stage in enumerate(plan.stages)
-    ]
+    """The simulation in the format of :mod:`autopart.runtime.trace`: a line per group of devices."""
+    order = {device: rank for rank, device in enumerate(sorted({d for stage in plan.stages for d in stage.devices}))}
+    timelines = []
+    for place in range(plan.pp):
+        stages = tuple(stage for stage, its in enumerate(plan.places) if its == place)
+        own = [event for event in found.events if event.action.stage in stages]
+        spans = tuple(Span(event.action, event.start_s, event.end_s) for event in own)
+        timelines.append(Timeline(stages, order[plan.stages[stages[0]].devices[0]], spans))
     return trace_object(timelines, "predicted", first_pid)

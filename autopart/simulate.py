@@ -1,9 +1,10 @@
-"""Runs a schedule on a clock: when each action starts and ends, and what each stage holds in memory.
+"""Runs a schedule on a clock: when each action starts and ends, and what each rank holds in memory.
 
-The rules are those of the runtime. A stage works through its list in order. Sends do not block: a transfer starts when
-the action before it has ended and takes the edge's seconds; transfers of one stage to one peer follow each other. A
-receive blocks the stage until its transfer has arrived. A stage's memory is what it always holds plus one
-microbatch's saved activations from the start of its forward to the end of its backward (its weights' share included).
+The rules are those of the runtime. A rank works through its list in order. Sends do not block: a transfer starts when
+the action before it has ended and takes the edge's seconds; transfers of one rank to another follow each other, and
+between stages of one rank they take nothing. A receive blocks the rank until its transfer has arrived. A rank's memory
+is what its stages always hold, the saved activations of each microbatch from the start of its forward to the end of its
+backward, what the weights' share needs of them until its end, and what is temporary in the action at hand.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from autopart.runtime.schedule import Action, Schedule, Work
 class StageTimes:
     """One stage's seconds per microbatch, and its bytes.
 
-    weight_s: the weights' share where a schedule splits the backward (backward_s is then the rest).
-    reduce_s: once per step. fixed_bytes: parameters, gradients, optimizer state. saved_bytes: per microbatch in flight.
-    working_bytes: temporary, while any microbatch is computed.
+    backward_s: of the whole backward. weight_s: the weights' share of it, which a schedule with W does there.
+    reduce_s: once per step. fixed_bytes: parameters, gradients, optimizer state. saved_bytes: per microbatch between
+    its forward and backward. weight_bytes: per microbatch between its B and W; None: as many as saved_bytes.
+    working_bytes: temporary, while a microbatch is computed.
     """
 
     forward_s: float
@@ -32,12 +34,14 @@ class StageTimes:
     fixed_bytes: int = 0
     saved_bytes: int = 0
     working_bytes: int = 0
+    weight_bytes: int | None = None
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: Work, splits: bool = False) -> float:
+        """splits: the stage's schedule has W actions."""
         if work is Work.FORWARD:
             return self.forward_s
         if work is Work.BACKWARD:
-            return self.backward_s
+            return self.backward_s - (self.weight_s if splits else 0.0)
         if work is Work.WEIGHT:
             return self.weight_s
         return self.reduce_s if work is Work.REDUCE else 0.0
@@ -54,9 +58,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """makespan_s: until the last stage's last action ends. busy_s, peak_bytes, in_flight: per stage.
+    """makespan_s: until the last rank's last action ends. busy_s, peak_bytes: per rank. in_flight: per stage.
 
-    busy_s counts computing and reducing. in_flight: most microbatches between their forward and backward at once.
+    busy_s counts computing and reducing. in_flight: most microbatches between their forward and backward at once (their
+    W, where the stage has such).
     """
 
     makespan_s: float
@@ -71,7 +76,7 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Idle share of all stages' time, between 0 and 1."""
+        """Idle share of all ranks' time, between 0 and 1."""
         return sum(self.idle_s) / (self.makespan_s * len(self.busy_s)) if self.makespan_s else 0.0
 
     def stage_events(self, stage: int) -> tuple[Event, ...]:
@@ -90,29 +95,32 @@ class _Clock:
     def __init__(self, schedule: Schedule, times: Sequence[StageTimes], transfer: Transfer):
         self.times = times
         self.transfer = transfer
-        count = len(times)
-        self.now = [0.0] * count
-        self.busy = [0.0] * count
+        self.rank_of = schedule.rank_of
+        ranks = len(schedule.ranks)
+        self.now = [0.0] * ranks
+        self.busy = [0.0] * ranks
         self.channel: dict[tuple[int, int], float] = {}
         self.arrivals: dict[tuple[Work, int, int, int | None], float] = {}
-        self.held: list[set[int]] = [set() for _ in times]
-        self.in_flight = [0] * count
-        # Where the weights' share is computed later, the saved activations stay until then.
-        self.release = [
-            Work.WEIGHT if any(action.work is Work.WEIGHT for action in actions) else Work.BACKWARD
-            for actions in schedule.stages
-        ]
+        # Where the weights' share is computed later, part of the saved activations stay until then.
+        self.splits = {a.stage for actions in schedule.ranks for a in actions if a.work is Work.WEIGHT}
+        self.held = [0] * len(times)
+        self.in_flight = [0] * len(times)
+        self.bytes = [sum(times[stage].fixed_bytes for stage in own) for own in _stages(schedule)]
+        self.peak_bytes = list(self.bytes)
         self.events: list[Event] = []
 
     def run(self, action: Action) -> bool:
         """Performs one action; False when it has to wait for a message that is not sent yet."""
-        stage, work, start = action.stage, action.work, self.now[action.stage]
+        stage, work = action.stage, action.work
+        rank = self.rank_of[stage]
+        start = self.now[rank]
         if work.is_send:
             assert action.peer is not None
-            edge = (stage, action.peer)
-            begins = max(start, self.channel.get(edge, 0.0))
-            ends = begins + self.transfer(action)
-            self.channel[edge] = ends
+            to = self.rank_of[action.peer]
+            begins = ends = start
+            if to != rank:
+                begins = max(start, self.channel.get((rank, to), 0.0))
+                ends = self.channel[rank, to] = begins + self.transfer(action)
             self.arrivals[work, stage, action.peer, action.microbatch] = ends
             self.events.append(Event(action, begins, ends))
             return True
@@ -121,38 +129,49 @@ class _Clock:
             arrival = self.arrivals.get((_PARTNER[work], action.peer, stage, action.microbatch))
             if arrival is None:
                 return False
-            self.now[stage] = max(start, arrival)
-            self.events.append(Event(action, start, self.now[stage]))
+            self.now[rank] = max(start, arrival)
+            self.events.append(Event(action, start, self.now[rank]))
             return True
-        duration = self.times[stage].seconds(work)
-        self.now[stage] = start + duration
-        self.busy[stage] += duration
-        self.events.append(Event(action, start, self.now[stage]))
-        self.count_memory(action)
+        duration = self.times[stage].seconds(work, stage in self.splits)
+        self.now[rank] = start + duration
+        self.busy[rank] += duration
+        self.events.append(Event(action, start, self.now[rank]))
+        self.count_memory(action, rank)
         return True
 
-    def count_memory(self, action: Action) -> None:
-        if action.microbatch is None:
+    def count_memory(self, action: Action, rank: int) -> None:
+        if not action.work.is_compute:
             return
-        held = self.held[action.stage]
+        stage, own = action.stage, self.times[action.stage]
+        later = own.saved_bytes if own.weight_bytes is None else own.weight_bytes
         if action.work is Work.FORWARD:
-            held.add(action.microbatch)
-            self.in_flight[action.stage] = max(self.in_flight[action.stage], len(held))
-        elif action.work is self.release[action.stage]:
-            held.discard(action.microbatch)
+            self.held[stage] += 1
+            self.in_flight[stage] = max(self.in_flight[stage], self.held[stage])
+            self.bytes[rank] += own.saved_bytes
+        self.peak_bytes[rank] = max(self.peak_bytes[rank], self.bytes[rank] + own.working_bytes)
+        if action.work is Work.BACKWARD:
+            self.bytes[rank] += (later if stage in self.splits else 0) - own.saved_bytes
+        elif action.work is Work.WEIGHT:
+            self.bytes[rank] -= later
+        if action.work is (Work.WEIGHT if stage in self.splits else Work.BACKWARD):
+            self.held[stage] -= 1
+
+
+def _stages(schedule: Schedule) -> list[list[int]]:
+    return [sorted({action.stage for action in actions}) for actions in schedule.ranks]
 
 
 def simulate(schedule: Schedule, times: Sequence[StageTimes], transfer: Transfer | float = 0.0) -> Simulation:
     """Times a schedule and tracks its memory.
 
-    times: one per stage. transfer: seconds of a send, as a number or as a function of the send.
+    times: one per stage. transfer: seconds of a send to another rank, as a number or as a function of the send.
     Raises ScheduleError when the numbers of stages differ or when the schedule waits for ever.
     """
-    if len(times) != len(schedule.stages):
-        raise ScheduleError(f"the schedule has {len(schedule.stages)} stages, times are given for {len(times)}")
+    if len(times) != schedule.stages:
+        raise ScheduleError(f"the schedule has {schedule.stages} stages, times are given for {len(times)}")
     seconds = transfer if callable(transfer) else lambda _: float(transfer)
     clock = _Clock(schedule, times, seconds)
-    left = [deque(actions) for actions in schedule.stages]
+    left = [deque(actions) for actions in schedule.ranks]
     moved = True
     while moved:
         moved = False
@@ -163,10 +182,7 @@ def simulate(schedule: Schedule, times: Sequence[StageTimes], transfer: Transfer
     stuck = [actions[0] for actions in left if actions]
     if stuck:
         raise ScheduleError(f"the schedule waits for ever: {', '.join(map(str, stuck))} have no matching send")
-    peaks = tuple(
-        stage.fixed_bytes + stage.saved_bytes * count + (stage.working_bytes if count else 0)
-        for stage, count in zip(times, clock.in_flight, strict=True)
-    )
     ends = [event.end_s for event in clock.events]
     events = tuple(sorted(clock.events, key=lambda event: (event.start_s, event.action.stage)))
+    peaks = tuple(clock.peak_bytes)
     return Simulation(max(ends, default=0.0), tuple(clock.busy), peaks, tuple(clock.in_flight), events)

@@ -1,4 +1,4 @@
-"""Runs one stage's action list on one rank."""
+"""Runs one rank's action list: of one stage, or of several."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Seeds = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor | None]]
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """What a step gives to a stage besides what other stages send.
+    """What a step gives to a rank's stages besides what other stages send.
 
-    inputs: microbatch -> the stage's inputs by name. samples: per microbatch on this rank (``b``); batch: in the whole
+    inputs: microbatch -> the stages' inputs by name. samples: per microbatch on this rank (``b``); batch: in the whole
     step (``B``). totals: by name.
     """
 
@@ -40,7 +40,7 @@ class Feed:
 
 @dataclass(slots=True)
 class _Microbatch:
-    """What is kept of a microbatch between its actions."""
+    """What a stage keeps of a microbatch between its actions."""
 
     received: dict[str, Tensor] = field(default_factory=dict)
     sent: dict[str, Tensor] = field(default_factory=dict)
@@ -53,15 +53,16 @@ class _Microbatch:
 
 
 class Run:
-    """One batch on its way through a stage: forward, and if ``train`` backward.
+    """One batch on its way through a rank's stages: forward, and if ``train`` backward.
 
-    outputs: per microbatch, the stage's outputs by name, detached. Gradients gather in the parameters' ``.grad``;
-    ``reduce`` is what REDUCE calls. recorder: notes when each action starts and ends.
+    modules: the stages by number. outputs: per microbatch, the stages' outputs by name, detached. Gradients gather in
+    the parameters' ``.grad``; ``reduce`` is what the last REDUCE calls. recorder: notes when each action starts and
+    ends.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: Mapping[int, nn.Module],
         manifest: Manifest,
         mesh: Mesh,
         links: Links,
@@ -74,14 +75,14 @@ class Run:
     ) -> None:
         self._recorder = recorder
         self._keep = keep
-        self._module = module
-        self._spec: StageSpec = manifest.stages[mesh.stage]
+        self._modules = modules
+        self._specs: Mapping[int, StageSpec] = {stage: manifest.stages[stage] for stage in mesh.stages}
         self._mesh = mesh
         self._links = links
         self._feed = feed
         self._train = train
         self._reduce = reduce
-        self._microbatches: dict[int, _Microbatch] = {}
+        self._microbatches: dict[tuple[int, int], _Microbatch] = {}
         self._step = mesh.step
         self.seeds = seeds
         self.outputs: dict[int, dict[str, Tensor]] = {}
@@ -89,63 +90,84 @@ class Run:
     def execute(self, actions: Sequence[Action]) -> None:
         """Does the actions in order. Raises what the stage raises; PlanError if it returns another number of values."""
         with torch.set_grad_enabled(self._train):
-            for action in actions:
-                self._do(action)
+            last_sum = max((index for index, action in enumerate(actions) if action.work is Work.REDUCE), default=-1)
+            for index, action in enumerate(actions):
+                if action.work is Work.REDUCE:
+                    with self._noted(action):
+                        if index == last_sum and self._reduce is not None:
+                            self._reduce()
+                else:
+                    self._do(action)
             self._links.flush()
 
     def _do(self, action: Action) -> None:
-        if action.work is Work.REDUCE:
-            if self._reduce is not None:
-                with self._noted(action):
-                    self._reduce()
-            return
         assert action.microbatch is not None
         if action.work.is_compute:
             # A recomputed forward inside a backward draws its random numbers again by these two.
             self._mesh.step, self._mesh.microbatch = self._step, action.microbatch
-        state = self._microbatches.setdefault(action.microbatch, _Microbatch())
+        state = self._state(action.stage, action.microbatch)
         match action.work:
             case Work.FORWARD:
                 self._forward(action, action.microbatch, state)
             case Work.BACKWARD:
                 self._backward(action, action.microbatch, state)
             case Work.SEND_ACTIVATION:
-                assert action.peer is not None
                 with self._noted(action):
-                    for value in self._links.outgoing[action.peer]:
-                        self._send(value, state.sent[value.name], action, "forward")
+                    self._send_activations(action, action.microbatch, state)
             case Work.RECV_ACTIVATION:
-                assert action.peer is not None
-                for value in self._links.incoming[action.peer]:
+                for value in self._crossing(action, "forward"):
                     state.received[value.name] = self._receive(value, state, action, "forward")
             case Work.SEND_GRADIENT:
-                assert action.peer is not None
                 with self._noted(action):
-                    for value in self._links.incoming[action.peer]:
-                        if value.needs_grad:
-                            leaf = state.received.pop(value.name)
-                            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                            self._send(value, gradient, action, "backward")
+                    self._send_gradients(action, action.microbatch, state)
             case Work.RECV_GRADIENT:
-                assert action.peer is not None
-                for value in self._links.outgoing[action.peer]:
-                    if value.needs_grad:
-                        gradient = self._receive(value, state, action, "backward")
-                        state.gradients.append((value, gradient))
+                for value in self._crossing(action, "backward"):
+                    state.gradients.append((value, self._receive(value, state, action, "backward")))
             case Work.WEIGHT:
                 pass  # the backward above computes the weights' gradients as well
 
-    def _send(self, value: ValueSpec, tensor: Tensor, action: Action, phase: Phase) -> None:
-        assert action.peer is not None and action.microbatch is not None
-        self._links.send(value, tensor, action.peer, action.microbatch, self._feed.samples, phase)
+    def _state(self, stage: int, microbatch: int) -> _Microbatch:
+        return self._microbatches.setdefault((stage, microbatch), _Microbatch())
+
+    def _crossing(self, action: Action, phase: Phase) -> Sequence[ValueSpec]:
+        """What a receive takes from another rank; from a stage of this rank it was handed over by the send."""
+        if action.peer in self._modules:
+            with self._noted(action):
+                return ()
+        values = self._links.values[_edge(action)]
+        return values if phase == "forward" else [value for value in values if value.needs_grad]
+
+    def _send_activations(self, action: Action, microbatch: int, state: _Microbatch) -> None:
+        edge = _edge(action)
+        for value in self._links.values[edge]:
+            tensor = state.sent[value.name]
+            if edge[1] not in self._modules:
+                self._links.send(value, tensor, edge, microbatch, self._feed.samples, "forward")
+                continue
+            self._links.check(value, tensor, self._feed.samples)
+            received = tensor.detach()
+            self._state(edge[1], microbatch).received[value.name] = self._as_leaf(value, received)
+
+    def _send_gradients(self, action: Action, microbatch: int, state: _Microbatch) -> None:
+        edge = _edge(action)
+        for value in self._links.values[edge]:
+            leaf = state.received.pop(value.name)
+            if not value.needs_grad:
+                continue
+            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            if edge[0] in self._modules:
+                self._state(edge[0], microbatch).gradients.append((value, gradient))
+            else:
+                self._links.send(value, gradient, edge, microbatch, self._feed.samples, "backward")
 
     def _receive(self, value: ValueSpec, state: _Microbatch, action: Action, phase: Phase) -> Tensor:
-        assert action.peer is not None and action.microbatch is not None
-        tensor, work = self._links.receive(value, action.peer, action.microbatch, self._feed.samples, phase)
+        assert action.microbatch is not None
+        tensor, work = self._links.receive(value, _edge(action), action.microbatch, self._feed.samples, phase)
         state.arriving[phase].append((action, work))
-        if phase == "forward" and value.needs_grad and self._train:
-            tensor.requires_grad_()
-        return tensor
+        return self._as_leaf(value, tensor) if phase == "forward" else tensor
+
+    def _as_leaf(self, value: ValueSpec, tensor: Tensor) -> Tensor:
+        return tensor.requires_grad_() if value.needs_grad and self._train else tensor
 
     def _noted(self, action: Action) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.span(action, self._step)
@@ -161,17 +183,17 @@ class Run:
     def _forward(self, action: Action, microbatch: int, state: _Microbatch) -> None:
         self._wait(state, "forward")
         with self._noted(action):
-            self._compute_forward(microbatch, state)
+            self._compute_forward(action.stage, microbatch, state)
 
-    def _compute_forward(self, microbatch: int, state: _Microbatch) -> None:
-        spec, feed = self._spec, self._feed
+    def _compute_forward(self, stage: int, microbatch: int, state: _Microbatch) -> None:
+        spec, feed = self._specs[stage], self._feed
         inputs = feed.inputs(microbatch)
         arguments = {
             **{argument_name(name): inputs[name] for name in spec.inputs},
             **{argument_name(name): state.received[name] for name in spec.receives},
             **{argument_name(name): feed.totals[name] for name in spec.totals},
         }
-        results = self._module(b=feed.samples, B=feed.batch, **arguments)
+        results = self._modules[stage](b=feed.samples, B=feed.batch, **arguments)
         if not isinstance(results, tuple) or len(results) != len(spec.sends) + len(spec.outputs):
             raise PlanError(
                 f"{spec.file} has to return a tuple of {len(spec.sends)} values to send {list(spec.sends)} and "
@@ -181,7 +203,8 @@ class Run:
         outputs = zip(spec.outputs, results[len(spec.sends) :], strict=True)
         # what nobody asks for must not outlive the stage's forward: logits are larger than anything else
         state.outputs = {name: tensor for name, tensor in outputs if self._keep is None or name in self._keep}
-        self.outputs[microbatch] = {name: tensor.detach() for name, tensor in state.outputs.items()}
+        found = {name: tensor.detach() for name, tensor in state.outputs.items()}
+        self.outputs.setdefault(microbatch, {}).update(found)
 
     def _backward(self, action: Action, microbatch: int, state: _Microbatch) -> None:
         self._wait(state, "backward")
@@ -205,6 +228,13 @@ class Run:
         state.sent, state.outputs, state.gradients = {}, {}, []
         if tensors:
             torch.autograd.backward(tensors, gradients)
+
+
+def _edge(action: Action) -> tuple[int, int]:
+    """The (source stage, target stage) of the values that an exchange is about: gradients go back along it."""
+    assert action.peer is not None
+    here_first = action.work in (Work.SEND_ACTIVATION, Work.RECV_GRADIENT)
+    return (action.stage, action.peer) if here_first else (action.peer, action.stage)
 
 
 def _sum_by_value(gradients: Sequence[tuple[ValueSpec, Tensor]]) -> dict[str, Tensor]:

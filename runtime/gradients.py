@@ -32,7 +32,7 @@ class GradientSums:
         self._own: list[tuple[ParameterSpec, nn.Parameter]] = [(specs[name], p) for name, p in parameters.items()]
         # Every rank meets the sets of tied stages in the order of the whole plan, so no two wait for each other.
         ties = dict.fromkeys(specs[n].stages for n in manifest.parameter_order if len(specs[n].stages) > 1)
-        self._ties = [stages for stages in ties if mesh.stage in stages]
+        self._ties = [(stages, axis) for stages in ties if (axis := mesh.tie(stages)) is not None]
 
     def reduce(self) -> None:
         """Replaces every ``.grad`` by its sum. A parameter without a gradient anywhere keeps None."""
@@ -42,9 +42,8 @@ class GradientSums:
             for position, axis in enumerate(self._mesh.tensor_axes):
                 partial = (p for spec, p in own if spec.placements and spec.placements[position] == "B")
                 sum_in_buckets(_gradients(partial), axis, self._bucket_bytes)
-            for stages in self._ties:
-                tied = [p for spec, p in own if spec.stages == stages]
-                self._reduce_tied(tied, self._mesh.tie(stages))
+            for stages, axis in self._ties:
+                self._reduce_tied([p for spec, p in own if spec.stages == stages], axis)
 
     def _reduce_tied(self, parameters: Sequence[nn.Parameter], axis: Axis) -> None:
         """A stage may use a tied parameter without a gradient reaching it, and still needs the others' sum."""

@@ -16,6 +16,7 @@ from autopart.runtime.mesh import Axis, Mesh
 from autopart.runtime.module import ParallelModule
 from autopart.runtime.placement import Placement
 from autopart.runtime.rng import derive_seed
+from autopart.runtime.schedule import NAMES
 from autopart.runtime.shares import Box, Piece, boxes_of, whole
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -82,7 +83,7 @@ class Holding:
             "stages": len(manifest.stages),
             "mesh": dict(manifest.stages[0].mesh),
             "microbatches": manifest.microbatches,
-            "schedule": manifest.schedule if manifest.schedule in ("gpipe", "1f1b") else "own",
+            "schedule": manifest.schedule if manifest.schedule in NAMES else "own",
         }
 
 
@@ -139,7 +140,7 @@ def _writes(spec: ParameterSpec, mesh: Mesh, manifest: Manifest) -> bool:
         axis.name for (cut, _, _), axis in zip(_cuts(spec, mesh), mesh.tensor_axes, strict=False) if cut.is_shard
     }
     copies = (mesh.data, *(axis for axis in mesh.tensor_axes if axis.name not in sharded))
-    return mesh.stage == spec.stages[drawn(len(spec.stages), "stage")] and all(map(chosen, copies))
+    return spec.stages[drawn(len(spec.stages), "stage")] in mesh.stages and all(map(chosen, copies))
 
 
 def _of_plain(model: nn.Module) -> Holding:

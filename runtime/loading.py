@@ -43,9 +43,9 @@ def import_file(path: Path, imports: tuple[str, ...] = ()) -> ModuleType:
     return module_
 
 
-def build_stage(directory: Path, manifest: Manifest, mesh: Mesh) -> nn.Module:
-    """This rank's stage with empty parameters (on the meta device)."""
-    path = directory / manifest.stages[mesh.stage].file
+def build_stage(directory: Path, manifest: Manifest, mesh: Mesh, stage_index: int) -> nn.Module:
+    """A stage of this rank with empty parameters (on the meta device)."""
+    path = directory / manifest.stages[stage_index].file
     module = import_file(path, manifest.imports)
     if not hasattr(module, "Stage"):
         raise PlanError(f"{path} defines no class Stage; emit the program again")
@@ -72,30 +72,33 @@ def local_share(tensor: Tensor, spec: ParameterSpec, mesh: Mesh) -> Tensor:
     return take_share(tensor, placements, mesh.tensor_sizes, [axis.index for axis in mesh.tensor_axes])
 
 
-def place(stage: nn.Module, manifest: Manifest, mesh: Mesh, originals: Originals) -> None:
-    """Replaces a stage's empty parameters and buffers by this rank's shares of the originals.
+def place(stages: Mapping[int, nn.Module], manifest: Manifest, mesh: Mesh, originals: Originals) -> None:
+    """Replaces the empty parameters and buffers of this rank's stages (by number) by its shares of the originals.
 
     An original ``nn.Parameter`` is kept: the very same object, with its data replaced by the share, goes into the
-    stage, so that an optimizer made before goes on working. Originals that this rank does not run are emptied. Without
-    an original (None, missing, or on the meta device) a tensor starts as zeros, to be loaded later.
+    stage, so that an optimizer made before goes on working. What several stages share is one object in all of them.
+    Originals that this rank does not run are emptied. Without an original (None, missing, or on the meta device) a
+    tensor starts as zeros, to be loaded later.
 
-    Raises PlanError when the stage's names or shapes are not those of the manifest.
+    Raises PlanError when a stage's names or shapes are not those of the manifest.
     """
     specs = {name: spec for spec in manifest.parameters for name in (spec.name, *spec.aliases)}
     placed: dict[str, Tensor] = {}
-    members = [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False)]
-    for name, empty in members:
-        spec = specs.get(name)
-        if spec is None:
-            raise PlanError(f"{manifest.stages[mesh.stage].file} has a parameter {name!r} that the manifest lacks")
-        if tuple(empty.shape) != local_shape(spec, mesh):
-            raise PlanError(
-                f"{manifest.stages[mesh.stage].file} declares {name!r} as {list(empty.shape)}, but the share of a rank "
-                f"is {list(local_shape(spec, mesh))}"
-            )
-        if spec.name not in placed:
-            placed[spec.name] = _place_one(spec, mesh, _original(spec, originals))
-        _replace(stage, name, placed[spec.name])
+    for index, stage in stages.items():
+        members = [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False)]
+        for name, empty in members:
+            spec = specs.get(name)
+            file = manifest.stages[index].file
+            if spec is None:
+                raise PlanError(f"{file} has a parameter {name!r} that the manifest lacks")
+            if tuple(empty.shape) != local_shape(spec, mesh):
+                raise PlanError(
+                    f"{file} declares {name!r} as {list(empty.shape)}, but the share of a rank is "
+                    f"{list(local_shape(spec, mesh))}"
+                )
+            if spec.name not in placed:
+                placed[spec.name] = _place_one(spec, mesh, _original(spec, originals))
+            _replace(stage, name, placed[spec.name])
     for spec in manifest.parameters:
         original = _original(spec, originals)
         if spec.name not in placed and isinstance(original, nn.Parameter):

@@ -6,6 +6,7 @@ import atexit
 import math
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -91,13 +92,13 @@ def _disconnect() -> None:
 class Mesh:
     """A rank's place in the job. ``mesh["tp"]`` is an :class:`Axis`; axes of one rank have no process group.
 
-    stage: index of the stage that this rank runs. axes: name -> Axis, in mesh order.
-    data: the data axis. tensor_axes: the others, of ``tensor_sizes`` ranks. stages: the axis that joins the same
-    coordinates of all stages.
+    stages: the stages that this rank runs, ascending; ``place_of[stage]``: the rank of the pipeline (a group of
+    devices) that runs it. axes: name -> Axis, in mesh order. data: the data axis. tensor_axes: the others, of
+    ``tensor_sizes`` ranks. pipeline: the axis that joins the same coordinates of all ranks of the pipeline.
     step, microbatch: what is being computed; set by the executor, read by :meth:`random`.
 
     Built on every rank of the job, in the same order among other process groups. Raises ClusterError when the job
-    has another size than the plan, PlanError when the stages do not share the ranks evenly.
+    has another size than the plan, PlanError when the stages do not share the ranks evenly, or share a part of them.
     """
 
     def __init__(self, manifest: Manifest, device: torch.device | None = None, seed: int | None = None) -> None:
@@ -110,10 +111,11 @@ class Mesh:
         self.microbatches = manifest.microbatches
         self.step = 0
         self.microbatch = 0
-        self._layout = _layout(manifest)
+        self.place_of = places_of(manifest)
+        self._layout = _layout(manifest, self.place_of)
         shape = manifest.stages[0].mesh
         position = (self._layout == self.rank).nonzero()[0].tolist()
-        self.stage: int = position[0]
+        self.stages = tuple(stage for stage, place in enumerate(self.place_of) if place == position[0])
         self.coordinates: tuple[int, ...] = tuple(position[1:])
         self.seed = self._agree(torch.initial_seed() if seed is None else seed)
         names = (STAGE_AXIS, *(name for name, _ in shape))
@@ -130,7 +132,7 @@ class Mesh:
             )
             for name, size, index in zip(names, self._layout.shape, position, strict=True)
         ]
-        self.stages = axes[0]
+        self.pipeline = axes[0]
         self.axes: dict[str, Axis] = {axis.name: axis for axis in axes[1:]}
         self.data = self.axes.get(DATA_AXIS, Axis(DATA_AXIS, traffic=self.traffic))
         self.tensor_axes = tuple(axis for axis in self.axes.values() if axis.name != DATA_AXIS)
@@ -142,15 +144,26 @@ class Mesh:
 
     def __repr__(self) -> str:
         where = ", ".join(f"{axis.name} {axis.index}/{axis.size}" for axis in self.axes.values())
-        return f"Mesh(rank {self.rank}, stage {self.stage}, {where})"
+        return f"Mesh(rank {self.rank}, {self.title}, {where})"
+
+    @property
+    def title(self) -> str:
+        """What this rank runs, for messages: ``stage 1`` or ``stages 1, 5``."""
+        return f"stage{'s' if len(self.stages) > 1 else ''} {', '.join(map(str, self.stages))}"
 
     def peer(self, stage: int) -> int:
         """The rank that has this rank's coordinates in another stage."""
-        return int(self._layout[(stage, *self.coordinates)])
+        return int(self._layout[(self.place_of[stage], *self.coordinates)])
 
-    def tie(self, stages: tuple[int, ...]) -> Axis:
-        """The axis that joins this rank with its peers in ``stages``, over which a tied parameter is summed."""
-        return self._ties[stages]
+    def tie(self, stages: tuple[int, ...]) -> Axis | None:
+        """The axis that joins this rank with its peers in ``stages``, over which a tied parameter is summed.
+
+        None when this rank runs none of them, or all.
+        """
+        return self._ties.get(self._places(stages))
+
+    def _places(self, stages: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted({self.place_of[stage] for stage in stages}))
 
     def random(
         self, path: str, key: int, over: tuple[str, ...] = (), training: bool = True
@@ -178,18 +191,19 @@ class Mesh:
         return int(shared.item())
 
     def _tie_groups(self, manifest: Manifest) -> dict[tuple[int, ...], Axis]:
-        """One axis per set of stages that share a parameter. Every rank makes every group, in the same order."""
-        sets = dict.fromkeys(spec.stages for spec in manifest.parameters if len(spec.stages) > 1 and not spec.buffer)
+        """One axis per set of pipeline ranks that share a parameter. All ranks make every group, in the same order."""
+        shared = (self._places(spec.stages) for spec in manifest.parameters if not spec.buffer)
         ties: dict[tuple[int, ...], Axis] = {}
-        for stages in sets:
-            if len(stages) == self.stages.size:
-                ties[stages] = self.stages
+        for places in dict.fromkeys(places for places in shared if len(places) > 1):
+            if len(places) == self.pipeline.size:
+                ties[places] = self.pipeline
                 continue
-            columns = self._layout[list(stages)].flatten(1).T.tolist()
+            columns = self._layout[list(places)].flatten(1).T.tolist()
             for ranks in columns:
                 group = dist.new_group(ranks)
                 if self.rank in ranks:
-                    ties[stages] = Axis(STAGE_AXIS, len(stages), stages.index(self.stage), group, self.traffic)
+                    index = places.index(self.pipeline.index)
+                    ties[places] = Axis(STAGE_AXIS, len(places), index, group, self.traffic)
         return ties
 
 
@@ -204,8 +218,14 @@ def check_job_size(planned: int) -> None:
         )
 
 
-def _layout(manifest: Manifest) -> torch.Tensor:
-    """The ranks as a tensor [stages, *mesh]. Raises PlanError if stages overlap or their meshes differ."""
+def places_of(manifest: Manifest) -> tuple[int, ...]:
+    """The rank of the pipeline that runs each stage: stages on the same devices are on one, numbered as they appear."""
+    groups = list(dict.fromkeys(stage.devices for stage in manifest.stages))
+    return tuple(groups.index(stage.devices) for stage in manifest.stages)
+
+
+def _layout(manifest: Manifest, places: Sequence[int]) -> torch.Tensor:
+    """The ranks as a tensor [pipeline ranks, *mesh]. Raises PlanError if these overlap or the stages' meshes differ."""
     shape = manifest.stages[0].mesh
     sizes = [size for _, size in shape]
     for index, stage in enumerate(manifest.stages):
@@ -213,7 +233,11 @@ def _layout(manifest: Manifest) -> torch.Tensor:
             raise PlanError(f"stage {index} has the mesh {stage.mesh}, stage 0 has {shape}; all must be equal")
         if len(stage.devices) != math.prod(sizes):
             raise PlanError(f"stage {index} has {len(stage.devices)} devices for a mesh of {math.prod(sizes)}")
-    ranks = [rank for stage in manifest.stages for rank in stage.devices]
+    groups = dict.fromkeys(stage.devices for stage in manifest.stages)
+    ranks = [rank for devices in groups for rank in devices]
     if sorted(ranks) != list(range(manifest.world_size)):
-        raise PlanError(f"the stages' devices {ranks} are not the ranks 0..{manifest.world_size - 1}, each once")
-    return torch.tensor(ranks, dtype=torch.int).reshape(len(manifest.stages), *sizes)
+        raise PlanError(
+            f"the stages' devices {ranks} are not the ranks 0..{manifest.world_size - 1}, each once; stages share all "
+            "of their devices, in the same order, or none"
+        )
+    return torch.tensor(ranks, dtype=torch.int).reshape(1 + max(places), *sizes)

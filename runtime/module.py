@@ -19,7 +19,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from autopart.runtime.attach import hand_out, run_later
 from autopart.runtime.collectives import gather_shards
 from autopart.runtime.dry_run import dry_run
-from autopart.runtime.errors import BatchError, InputError, PlanError
+from autopart.runtime.errors import BatchError, InputError, PlanError, ScheduleError
 from autopart.runtime.executor import Feed, Run
 from autopart.runtime.gradients import (
     BUCKET_BYTES,
@@ -37,6 +37,8 @@ from autopart.runtime.norms import GradientNorms
 from autopart.runtime.optimizers import OptimizerCheck
 from autopart.runtime.outputs import collect, gradient_piece
 from autopart.runtime.schedule import (
+    NAMES,
+    Action,
     Schedule,
     backward_part,
     forward_only,
@@ -88,9 +90,12 @@ class ParallelModule(nn.Module):
         self.mesh = Mesh(self.manifest, device, seed)
         self.batch: BatchMode = batch
         self.returned = outputs
-        self.stage = build_stage(directory, self.manifest, self.mesh)
-        place(self.stage, self.manifest, self.mesh, {} if originals is None else originals)
-        tensors = _own_tensors(self.stage, self.manifest)
+        built = [build_stage(directory, self.manifest, self.mesh, stage) for stage in self.mesh.stages]
+        # This rank's stages, several under a schedule with virtual stages.
+        self.stages = nn.ModuleList(built)
+        self._stages_by_number = dict(zip(self.mesh.stages, built, strict=True))
+        place(self._stages_by_number, self.manifest, self.mesh, {} if originals is None else originals)
+        tensors = self._own_tensors()
         self._parameters_in_order = {
             name: tensor
             for name in self.manifest.parameter_order
@@ -101,9 +106,11 @@ class ParallelModule(nn.Module):
         self._optimizer_check = OptimizerCheck(self.manifest, self.mesh, self._parameters_in_order)
         self._links = Links(self.manifest, self.mesh)
         self._totals = import_file(directory / "totals.py").totals if self.manifest.totals else None
-        self._inputs = [s for s in self.manifest.inputs if s.name in self.manifest.stages[self.mesh.stage].inputs]
+        own = [self.manifest.stages[stage] for stage in self.mesh.stages]
+        self._inputs = [spec for spec in self.manifest.inputs if any(spec.name in stage.inputs for stage in own)]
+        self._needs_totals = any(stage.totals for stage in own)
         self.schedule = self._make_schedule()
-        self._actions = post_receives_early(self.schedule.stages[self.mesh.stage])
+        self._actions = self._own_actions(self.schedule)
         self._outputs = [spec for spec in self.manifest.outputs if spec.combine != "constant"]
         # Calls in training so far; the random numbers follow from it.
         self.steps = 0
@@ -146,7 +153,7 @@ class ParallelModule(nn.Module):
 
     def _compute_totals(self, leaves: Mapping[str, Any], division: Division) -> dict[str, Tensor]:
         """Values of the whole batch. With local batches the inputs that they need are gathered from all replicas."""
-        if self._totals is None or not self.manifest.stages[self.mesh.stage].totals:
+        if self._totals is None or not self._needs_totals:
             return {}
         whole: dict[str, Tensor] = {}
         for spec in self.manifest.inputs:
@@ -155,7 +162,7 @@ class ParallelModule(nn.Module):
                 if self.batch == "local" and spec.batch_dim is not None and self.mesh.data.size > 1:
                     tensor = gather_shards(tensor, self.mesh.data, spec.batch_dim, 1, "step")
                 whole[argument_name(spec.name)] = tensor
-        buffers = _own_tensors(self.stage, self.manifest) if self.manifest.totals_buffers else {}
+        buffers = self._own_tensors() if self.manifest.totals_buffers else {}
         for parameter in self.manifest.parameters:
             if parameter.name in self.manifest.totals_buffers:
                 tensor = gather_parameter(parameter, self.mesh, buffers[parameter.name])
@@ -185,7 +192,7 @@ class ParallelModule(nn.Module):
         return rebuild(self.manifest.output_structure, values)
 
     def _train_without(self, feed: Feed, division: Division) -> Any:
-        if division.microbatches > 1 or self.schedule.stages[1:]:
+        if division.microbatches > 1 or self.schedule.stages > 1:
             warnings.warn(
                 "the loss is computed outside the model, so every stage keeps the activations of all "
                 f"{division.microbatches} microbatches until backward(), and each rank receives all outputs; "
@@ -194,8 +201,7 @@ class ParallelModule(nn.Module):
             )
         parameters = self._trainable()
         run = self._run(feed, train=True)
-        actions = forward_part(self.schedule).stages[self.mesh.stage]
-        run.execute(post_receives_early(actions))
+        run.execute(self._own_actions(forward_part(self.schedule)))
         average_buffers(self.manifest, self.mesh, self._buffers_by_name())
         values: dict[str, Any] = {spec.name: collect(spec, run.outputs, division, self.mesh) for spec in self._outputs}
         differentiable = [spec for spec in self._outputs if dtype_of(spec.dtype).is_floating_point]
@@ -206,9 +212,8 @@ class ParallelModule(nn.Module):
                 for spec, gradient in zip(differentiable, gradients, strict=True)
                 if gradient is not None
             }
-            actions = backward_part(self.schedule).stages[self.mesh.stage]
             with self._norms.running(), separate_gradients(parameters) as made, self._reporting():
-                run.execute(post_receives_early(actions))
+                run.execute(self._own_actions(backward_part(self.schedule)))
             return made
 
         attached = run_later([values[spec.name] for spec in differentiable], backward, parameters)
@@ -222,17 +227,27 @@ class ParallelModule(nn.Module):
                 f"{self.manifest.eval_flaw}; "
                 "load state_dict() into the original model and evaluate that"
             )
-        schedule = forward_only(len(self.manifest.stages), division.microbatches, edges_of(self.manifest)[0])
+        edges, places = edges_of(self.manifest)[0], self.mesh.place_of
+        schedule = forward_only(len(self.manifest.stages), division.microbatches, edges, places)
         run = self._run(feed, train=False)
-        run.execute(post_receives_early(schedule.stages[self.mesh.stage]))
+        run.execute(self._own_actions(schedule))
         if self.training:
             average_buffers(self.manifest, self.mesh, self._buffers_by_name())
         values: dict[str, Any] = {spec.name: collect(spec, run.outputs, division, self.mesh) for spec in self._outputs}
         return rebuild(self.manifest.output_structure, {**values, **self._constants()})
 
     def _run(self, feed: Feed, train: bool, seeds: Any = None, keep: set[str] | None = None) -> Run:
-        reduce, recorder = self._sums.reduce, self._recorder
-        return Run(self.stage, self.manifest, self.mesh, self._links, feed, train, seeds, reduce, keep, recorder)
+        reduce, recorder, stages = self._sums.reduce, self._recorder, self._stages_by_number
+        return Run(stages, self.manifest, self.mesh, self._links, feed, train, seeds, reduce, keep, recorder)
+
+    def _own_actions(self, schedule: Schedule) -> tuple[Action, ...]:
+        return post_receives_early(schedule.ranks[self.mesh.pipeline.index])
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """This rank's parameters and buffers by their spec's name."""
+        main = {name: spec.name for spec in self.manifest.parameters for name in (spec.name, *spec.aliases)}
+        members = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
+        return {main[name]: tensor for name, tensor in members}
 
     @contextmanager
     def trace(self, path: str | Path) -> Iterator[None]:
@@ -246,7 +261,7 @@ class ParallelModule(nn.Module):
             yield
         finally:
             self._recorder = None
-        found = gather_timelines(Timeline(self.mesh.stage, self.mesh.rank, recorder.spans()))
+        found = gather_timelines(Timeline(self.mesh.stages, self.mesh.rank, recorder.spans()))
         if found is not None:
             save_trace(path, trace_object(found))
 
@@ -255,11 +270,17 @@ class ParallelModule(nn.Module):
         edges, gradient_edges = edges_of(self.manifest)
         count, microbatches = len(self.manifest.stages), self.manifest.microbatches
         if self.manifest.loss is None:
-            return gpipe(count, microbatches, edges, gradient_edges)
+            return gpipe(count, microbatches, edges, gradient_edges, self.mesh.place_of)
         name, warmup = self.manifest.schedule, self.manifest.warmup
-        schedule = make_schedule(name, count, microbatches, edges, gradient_edges, warmup)
-        if warmup or name not in ("gpipe", "1f1b"):
+        schedule = make_schedule(name, count, microbatches, edges, gradient_edges, warmup, self.mesh.place_of)
+        if warmup or name not in NAMES:
             dry_run(schedule)
+        places = tuple(place for _, place in sorted(schedule.rank_of.items()))
+        if places != self.mesh.place_of:
+            raise ScheduleError(
+                f"the schedule runs its stages on the ranks {list(places)} of the pipeline, the stages' devices make "
+                f"that {list(self.mesh.place_of)}; write a line for each rank"
+            )
         return schedule
 
     def _trainable(self) -> list[nn.Parameter]:
@@ -267,7 +288,7 @@ class ParallelModule(nn.Module):
 
     def _buffers_by_name(self) -> dict[str, Tensor]:
         # Read anew: a stage may assign a new tensor to a buffer that it updates.
-        return dict(self.stage.named_buffers())
+        return dict(self.named_buffers())
 
     def _constants(self) -> dict[str, Any]:
         return {spec.name: spec.constant for spec in self.manifest.outputs if spec.combine == "constant"}
@@ -282,7 +303,7 @@ class ParallelModule(nn.Module):
                 text = traceback.format_exc()
                 if re.search(r"closed by peer|Connection reset|Broken pipe", text):
                     text = "lost the connection to another rank; its own message says why"
-                where = f"rank {self.mesh.rank} (stage {self.mesh.stage})"
+                where = f"rank {self.mesh.rank} ({self.mesh.title})"
                 print(f"[autopart] {where} failed: {text}", file=sys.stderr, flush=True)
             raise
 
@@ -291,14 +312,24 @@ class ParallelModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters (its shares of its stage) under their original names."""
-        return self.stage.named_parameters(prefix, recurse, remove_duplicate)
+        """This rank's parameters (its shares of its stages) under their original names."""
+        seen: set[Tensor] = set()
+        for stage in self.stages:
+            for name, parameter in stage.named_parameters(prefix, recurse, remove_duplicate):
+                if not (remove_duplicate and parameter in seen):
+                    seen.add(parameter)
+                    yield name, parameter
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """This rank's buffers under their original names."""
-        return self.stage.named_buffers(prefix, recurse, remove_duplicate)
+        seen: set[Tensor] = set()
+        for stage in self.stages:
+            for name, buffer in stage.named_buffers(prefix, recurse, remove_duplicate):
+                if not (remove_duplicate and buffer in seen):
+                    seen.add(buffer)
+                    yield name, buffer
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The whole model's state on every rank; all ranks have to call it. See :meth:`full_state_dict`."""
@@ -312,15 +343,13 @@ class ParallelModule(nn.Module):
 
         rank0_only: the other ranks return an empty dict.
         """
-        return gather_state(self.manifest, self.mesh, _own_tensors(self.stage, self.manifest), rank0_only)
+        return gather_state(self.manifest, self.mesh, self._own_tensors(), rank0_only)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads the original's state dict: each rank takes its share. Raises InputError where it does not fit."""
         if assign:
             raise PlanError("load_state_dict(assign=True) would undo the division of the weights; leave assign out")
-        return _IncompatibleKeys(
-            *load_state(self.manifest, self.mesh, _own_tensors(self.stage, self.manifest), state_dict, strict)
-        )
+        return _IncompatibleKeys(*load_state(self.manifest, self.mesh, self._own_tensors(), state_dict, strict))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients of all ranks to a norm of at most ``max_norm`` over the whole model.
@@ -342,10 +371,3 @@ def _check_equal(samples: int, mesh: Mesh) -> None:
             f'with batch="local" every replica passes as many samples; found {smallest} to {largest} (here {samples}); '
             "drop the last partial batch, or pass whole batches"
         )
-
-
-def _own_tensors(stage: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
-    """A stage's parameters and buffers by their spec's name."""
-    main = {name: spec.name for spec in manifest.parameters for name in (spec.name, *spec.aliases)}
-    members = [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False)]
-    return {main[name]: tensor for name, tensor in members}

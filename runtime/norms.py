@@ -35,7 +35,7 @@ def counted(spec: ParameterSpec, mesh: Mesh) -> bool:
         for axis, placement in zip(mesh.tensor_axes, spec.placements, strict=False)
         if not placement.startswith("S")
     ]
-    return mesh.data.index == 0 and mesh.stage == spec.stages[0] and not any(copies)
+    return mesh.data.index == 0 and spec.stages[0] in mesh.stages and not any(copies)
 
 
 def divided(spec: ParameterSpec, mesh: Mesh) -> bool:

@@ -21,7 +21,7 @@ def collect(spec: OutputSpec, outputs: Mapping[int, Mapping[str, Tensor]], divis
     outputs: what this rank computed, by microbatch and name; only ranks of the output's stage need to have it. All
     ranks call it for the same outputs in the same order.
     """
-    if mesh.stage == spec.stage:
+    if spec.stage in mesh.stages:
         pieces = [_whole(spec, outputs[k][spec.name], division, mesh) for k in range(division.microbatches)]
         # A batch that was not divided over the replicas is whole on each.
         data = mesh.data if division.replicas > 1 else Axis(mesh.data.name, traffic=mesh.traffic)
@@ -30,7 +30,7 @@ def collect(spec: OutputSpec, outputs: Mapping[int, Mapping[str, Tensor]], divis
         batch = division.batch if spec.combine == "cat" else division.samples
         shape = [size_of(size, batch) for size in spec.shape]
         whole = torch.empty(shape, dtype=dtype_of(spec.dtype), device=mesh.device)
-    broadcast_in_place(whole, mesh.stages, spec.stage, "step")
+    broadcast_in_place(whole, mesh.pipeline, mesh.place_of[spec.stage], "step")
     return whole
 
 

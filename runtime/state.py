@@ -28,12 +28,12 @@ def gather_state(
     for spec in manifest.parameters:
         if not spec.persistent:
             continue
-        owner = spec.stages[0]
-        if mesh.stage == owner:
+        owner = mesh.place_of[spec.stages[0]]
+        if mesh.pipeline.index == owner:
             whole = gather_parameter(spec, mesh, tensors[spec.name].detach())
         else:
             whole = torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device=mesh.device)
-        broadcast_in_place(whole, mesh.stages, owner, "step")
+        broadcast_in_place(whole, mesh.pipeline, owner, "step")
         if not rank0_only or mesh.rank == 0:
             # A copy even where nothing was gathered: the next step must not change a state that was taken.
             kept = whole.to("cpu", copy=True)

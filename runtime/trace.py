@@ -1,6 +1,7 @@
 """Timelines of a step, executed or predicted, as traces for chrome://tracing and Perfetto (ui.perfetto.dev).
 
-A stage is a process of the trace and a rank's lanes are its threads: computing, communication (waits of receives, and
+A rank of the pipeline, with its stage or stages, is a process of the trace, numbered by the first stage; the lanes of
+its ranks are threads: computing, communication (waits of receives, and
 gradient sums) and one lane for what is sent to each peer stage. Events bear the text of their action (``F0.3``,
 ``RA1.0<0``), in :class:`Recorder`'s traces of real runs as in the simulator's, so that the two can be compared by name.
 """
@@ -42,9 +43,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What one rank did."""
+    """What one rank did. stages: those that it runs."""
 
-    stage: int
+    stages: tuple[int, ...]
     rank: int
     spans: tuple[Span, ...]
 
@@ -111,20 +112,21 @@ class _Lanes:
 def trace_object(timelines: Sequence[Timeline], label: str = "", first_pid: int = 0) -> dict[str, Any]:
     """The timelines as an object of the trace format; times are microseconds there.
 
-    label: stands before the stages' names. first_pid: the process number of stage 0, so that several can be joined in
-    one file. A message's send and receive are joined by an arrow where there is one rank for each stage.
+    label: stands before the processes' names. first_pid: the number of the process with stage 0, so that several can be
+    joined in one file. A message's send and receive are joined by an arrow where no two ranks run the same stages.
     """
     lanes = _Lanes()
     for line in timelines:
         lanes.names += [name for name in sorted({s.lane for s in line.spans}) if name not in lanes.names]
     events: list[dict[str, Any]] = []
-    for stage in sorted({line.stage for line in timelines}):
-        name = f"{label} stage {stage}".strip()
-        events.append(_metadata("process_name", first_pid + stage, 0, {"name": name}))
-        events.append(_metadata("process_sort_index", first_pid + stage, 0, {"sort_index": first_pid + stage}))
-    arrows = len({line.stage for line in timelines}) == len(timelines)
+    for stages in sorted({line.stages for line in timelines}):
+        title = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+        pid = first_pid + stages[0]
+        events.append(_metadata("process_name", pid, 0, {"name": f"{label} {title}".strip()}))
+        events.append(_metadata("process_sort_index", pid, 0, {"sort_index": pid}))
+    arrows = len({line.stages for line in timelines}) == len(timelines)
     for line in timelines:
-        pid = first_pid + line.stage
+        pid = first_pid + line.stages[0]
         for lane in dict.fromkeys([_COMPUTE, *sorted({span.lane for span in line.spans})]):
             name = f"rank {line.rank} {lane}"
             events.append(_metadata("thread_name", pid, lanes.number(line.rank, lane), {"name": name}))

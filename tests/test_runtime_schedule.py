@@ -80,7 +80,7 @@ def test_bad_text(text: str) -> None:
         ("F0.0 F0.0 B0.0", r"F0\.0 comes twice"),
         ("F0.0 F0.1 B0.1", r"never does B0\.0"),
         ("F0.0 F0.1 B0.0 B0.1\nF1.0 B1.0", r"never does F1\.1, B1\.1"),
-        ("F0.0 R0 B0.0", r"R0 comes before B0\.0"),
+        ("F0.0 R0 B0.0", r"R0 comes before the last B"),
         ("F0.0 B0.0 R0 R0", r"R0 comes twice"),
         ("SA0.0>1 F0.0 B0.0\nRA1.0<0 F1.0 B1.0", r"SA0\.0>1 comes before what it sends"),
         ("F0.0 SA0.0>1 B0.0\nF1.0 RA1.0<0 B1.0", r"F1\.0 comes before RA1\.0<0"),
@@ -90,7 +90,7 @@ def test_bad_text(text: str) -> None:
         ),
         ("F0.0 SA0.0>3 B0.0", "a stage that is not there"),
         ("F0.0 W0.0 B0.0", r"W0\.0 comes before B0\.0"),
-        ("F1.0", "stands in the list of stage 0"),
+        ("F0.0\nF1.0 F0.1", "F0.1 stands in the list of rank 1, other actions of stage 0 in that of rank 0"),
     ],
 )
 def test_bad_schedules_are_found(text: str, names: str) -> None:
@@ -106,7 +106,7 @@ def test_unknown_name_and_backward_edges() -> None:
 
 
 def test_receives_are_posted_one_computation_earlier() -> None:
-    actions = one_f_one_b(2, 3, {(0, 1)}).stages[1]
+    actions = one_f_one_b(2, 3, {(0, 1)}).ranks[1]
     early = post_receives_early(actions)
     assert " ".join(map(str, early)) == (
         "RA1.0<0 F1.0 RA1.1<0 B1.0 SG1.0>0 F1.1 RA1.2<0 B1.1 SG1.1>0 F1.2 B1.2 SG1.2>0 R1"
@@ -118,5 +118,5 @@ def test_receives_are_posted_one_computation_earlier() -> None:
 
 def test_the_halves_of_a_schedule() -> None:
     whole = gpipe(3, 2, {(0, 1), (1, 2), (0, 2)})
-    halves = [(*a, *b) for a, b in zip(forward_part(whole).stages, backward_part(whole).stages, strict=True)]
-    assert tuple(halves) == whole.stages
+    halves = [(*a, *b) for a, b in zip(forward_part(whole).ranks, backward_part(whole).ranks, strict=True)]
+    assert tuple(halves) == whole.ranks

@@ -131,7 +131,7 @@ def _train(directory: str, batch: str) -> dict[str, Any]:
         loss = model(x, target)
         loss.backward()
         traffic = model.traffic.counts()
-        assert model.stage.unused.grad is None
+        assert model.stages[0].unused.grad is None
         norm = model.clip_grad_norm_(0.1)
         losses.append(loss.item())
         optimizer.step()

@@ -41,7 +41,8 @@ def every_schedule(stages: int, microbatches: int, transfers: Transfers) -> Iter
     ]
     back = [edge for edge, (_, gradient) in transfers.items() if gradient is not None]
     for chosen in itertools.product(orders, repeat=stages):
-        yield with_exchanges(chosen, list(transfers), back, reduce=True)
+        steps = [[(kind, stage, k) for kind, k in order] for stage, order in enumerate(chosen)]
+        yield with_exchanges(steps, list(transfers), back, reduce=True)
 
 
 def best_of_all(

@@ -58,7 +58,7 @@ def test_the_simulator_predicts_the_run(name: str, warmup: tuple[int, ...], kind
     # Computations come in the predicted order on each stage.
     for stage in range(4):
         done = [event["name"] for event in spans(path, 2) if event["pid"] == stage and event["cat"] in _COMPUTE]
-        assert done == [str(action) for action in schedule.stages[stage] if action.work.is_compute]
+        assert done == [str(action) for action in schedule.ranks[stage] if action.work.is_compute]
 
 
 _COMPUTE = ("forward", "backward")

@@ -97,5 +97,6 @@ def describe(found: Verification) -> str:
         if stage.counted or stage.planned:
             counted = ", ".join(f"{calls} {kind} {format_bytes(size)}" for kind, (calls, size) in stage.counted.items())
             verdict = {None: "", True: ", as planned", False: f", planned were {stage.planned}"}[stage.as_planned]
-            lines.append(f"stage {stage.stage}: collectives of a step: {counted or 'none'}{verdict}")
+            names = f"stage{'s' if len(stage.stages) > 1 else ''} {', '.join(map(str, stage.stages))}"
+            lines.append(f"{names}: collectives of a step: {counted or 'none'}{verdict}")
     return "\n".join(lines)

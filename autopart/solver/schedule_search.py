@@ -34,7 +34,7 @@ from fractions import Fraction
 from ortools.sat.python import cp_model
 
 from autopart.runtime.errors import InfeasibleError, PlanError
-from autopart.runtime.schedule import Action, Schedule, Work, with_exchanges
+from autopart.runtime.schedule import Action, Schedule, Step, Work, with_exchanges
 from autopart.simulate import StageTimes, simulate
 
 Edge = tuple[int, int]
@@ -179,14 +179,14 @@ class _Model:
                 self.cp.add(start >= before + takes)
             before = start
 
-    def order(self, solver: cp_model.CpSolver, stage: int) -> list[tuple[str, int]]:
+    def order(self, solver: cp_model.CpSolver, stage: int) -> list[Step]:
         """The stage's computations by their starts and, of those that take no time, by their ends and microbatches."""
         items = [
             (solver.value(start), self.lasts[stage][work], k, work)
             for work, starts in self.starts[stage].items()
             for k, start in enumerate(starts)
         ]
-        return [(work, k) for _, _, k, work in sorted(items, key=lambda item: (*item[:3], item[3] == "B"))]
+        return [(work, stage, k) for _, _, k, work in sorted(items, key=lambda item: (*item[:3], item[3] == "B"))]
 
 
 def _ticks(seconds: float, unit: float) -> int:

@@ -32,9 +32,12 @@ class GroupDifference:
 
 @dataclass(frozen=True, slots=True)
 class StageTraffic:
-    """Collectives inside a stage in one step, over all its microbatches: by kind (calls, bytes) of one rank."""
+    """Collectives inside a stage in one step, over all its microbatches: by kind (calls, bytes) of one rank.
 
-    stage: int
+    stages: several where ranks run several, which are counted together.
+    """
+
+    stages: tuple[int, ...]
     counted: Mapping[str, tuple[int, int]]
     planned: Mapping[str, tuple[int, int]] | None
 
@@ -107,7 +110,7 @@ def measure(
         gradient_difference=worst_gradient,
         parameter_difference=worst_state,
         groups=tuple(_groups(gradients, state)),
-        traffic=tuple(_traffic(manifest, plan, ranks)),
+        traffic=tuple(_traffic(plan, ranks)),
         notes=(*notes, *manifest.notes),
     )
 
@@ -147,21 +150,24 @@ def _groups(gradients: Mapping[str, float], state: Mapping[str, float]) -> list[
     ]
 
 
-def _traffic(manifest: Manifest, plan: Plan | None, ranks: Sequence[Mapping[str, Any]]) -> list[StageTraffic]:
+def _traffic(plan: Plan | None, ranks: Sequence[Mapping[str, Any]]) -> list[StageTraffic]:
     """What a rank of each stage exchanged inside the stage, against what the plan charges for all its microbatches."""
     found: list[StageTraffic] = []
-    for index in range(len(manifest.stages)):
-        counts = [_inside(rank["traffic"]) for rank in ranks if rank["stage"] == index]
-        planned = None
+    for stages in dict.fromkeys(tuple(rank["stages"]) for rank in ranks):
+        counts = [_inside(rank["traffic"]) for rank in ranks if tuple(rank["stages"]) == stages]
+        planned: dict[str, tuple[int, int]] | None = None
         if plan is not None:
-            planned = {
-                kind: (count["calls"] * plan.microbatches, count["bytes"] * plan.microbatches)
-                for kind, count in plan.stages[index].collectives.items()
-                if count["calls"]
-            }
+            planned = {}
+            for kind, count in (item for stage in stages for item in plan.stages[stage].collectives.items()):
+                if count["calls"]:
+                    calls, size = planned.get(kind, (0, 0))
+                    planned[kind] = (
+                        calls + count["calls"] * plan.microbatches,
+                        size + count["bytes"] * plan.microbatches,
+                    )
         # All ranks of a stage take part in the same collectives; one that does not is shown.
         odd = next((count for count in counts if count != planned), counts[0])
-        found.append(StageTraffic(index, odd, planned))
+        found.append(StageTraffic(stages, odd, planned))
     return found
 
 

@@ -27,7 +27,7 @@ def train_and_compare(directory: str, job: str, steps: int, learning_rate: float
     REFERENCE (the original's ``gradients`` after the first step and ``state`` after the last, by name). model_file: a
     user's file that defines custom ops or output classes, "" for none.
 
-    Returns the rank's stage, its losses, the traffic of the first step inside the stages, and the largest absolute
+    Returns the rank's stages, its losses, the traffic of the first step inside the stages, and the largest absolute
     difference of each of its own tensors: of the share that it holds, so that replicas and tied copies all count.
     """
     if model_file:
@@ -64,7 +64,7 @@ def train_and_compare(directory: str, job: str, steps: int, learning_rate: float
         if name in reference["state"]
     }
     return {
-        "stage": model.mesh.stage,
+        "stages": list(model.mesh.stages),
         "losses": losses,
         "gradients": gradients,
         "state": state,

@@ -119,7 +119,7 @@ def emit_program(
         files["totals.py"] = totals_source(split.totals, split.total_names)
     manifest = Manifest(
         fingerprint=program.fingerprint,
-        world_size=sum(len(devices) for devices in layout.devices),
+        world_size=len({device for devices in layout.devices for device in devices}),
         schedule=layout.schedule,
         warmup=layout.warmup,
         microbatches=layout.microbatches,

@@ -1,0 +1,85 @@
+"""Passes over schedules: exchanges put around computations, receives posted early, halves taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopart.runtime.errors import ScheduleError
+from autopart.runtime.schedule.actions import Action, Edges, Schedule, Work
+
+# A computation: "F", "B" or "W", the stage, the microbatch.
+Step = tuple[str, int, int]
+
+
+def with_exchanges(
+    order: Sequence[Sequence[Step]], edges: Edges, gradient_edges: Edges | None, reduce: bool
+) -> Schedule:
+    """The schedule of each rank's computations: receives right before, sends right after.
+
+    edges: the (source stage, target stage) pairs that exchange values. gradient_edges: those of them whose values have
+    a gradient; None: all. reduce: with the gradients' sums at the end. Raises ScheduleError.
+    """
+    gradient_edges = edges if gradient_edges is None else gradient_edges
+    stages = 1 + max((stage for steps in order for _, stage, _ in steps), default=-1)
+    for source, target in (*edges, *gradient_edges):
+        if not 0 <= source < target < stages:
+            raise ScheduleError(f"values cannot go from stage {source} to stage {target} of {stages}")
+    peers = {
+        stage: (
+            sorted(a for a, b in set(edges) if b == stage),
+            sorted(b for a, b in set(edges) if a == stage),
+            sorted(b for a, b in set(gradient_edges) if a == stage),
+            sorted(a for a, b in set(gradient_edges) if b == stage),
+        )
+        for stage in range(stages)
+    }
+    ranks = []
+    for steps in order:
+        actions: list[Action] = []
+        for work, stage, k in steps:
+            before, after, back_from, back_to = peers[stage]
+            if work == "F":
+                actions += [Action(Work.RECV_ACTIVATION, stage, k, peer) for peer in before]
+                actions.append(Action(Work.FORWARD, stage, k))
+                actions += [Action(Work.SEND_ACTIVATION, stage, k, peer) for peer in after]
+            elif work == "B":
+                actions += [Action(Work.RECV_GRADIENT, stage, k, peer) for peer in back_from]
+                actions.append(Action(Work.BACKWARD, stage, k))
+                actions += [Action(Work.SEND_GRADIENT, stage, k, peer) for peer in back_to]
+            else:
+                actions.append(Action(Work.WEIGHT, stage, k))
+        if reduce:
+            actions += [Action(Work.REDUCE, stage) for stage in sorted({stage for _, stage, _ in steps})]
+        ranks.append(tuple(actions))
+    return Schedule(tuple(ranks))
+
+
+def forward_part(schedule: Schedule) -> Schedule:
+    """The schedule's forwards and their exchanges, in order."""
+    keep = (Work.FORWARD, Work.SEND_ACTIVATION, Work.RECV_ACTIVATION)
+    return Schedule(tuple(tuple(a for a in actions if a.work in keep) for actions in schedule.ranks))
+
+
+def backward_part(schedule: Schedule) -> Schedule:
+    """What :func:`forward_part` leaves."""
+    leave = (Work.FORWARD, Work.SEND_ACTIVATION, Work.RECV_ACTIVATION)
+    return Schedule(tuple(tuple(a for a in actions if a.work not in leave) for actions in schedule.ranks))
+
+
+def post_receives_early(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """One rank's actions with each receive from another rank moved before the computation that precedes it.
+
+    The transfer then runs during that computation; it costs one more buffer. The order among receives stays.
+    """
+    own = {action.stage for action in actions}
+    moved: list[Action] = []
+    last_compute = 0  # position of the last computation in `moved`; receives gather before it
+    for action in actions:
+        if action.work.is_receive and action.peer not in own:
+            moved.insert(last_compute, action)
+            last_compute += 1
+        else:
+            if action.work.is_compute:
+                last_compute = len(moved)
+            moved.append(action)
+    return tuple(moved)
