@@ -17,27 +17,22 @@ from typing import NoReturn
 from autopart.cli import (
     calibrating,
     checkpoints,
+    comparing,
     emitting,
+    explaining,
     inspecting,
     planning,
     rules,
     showing,
     simulating,
+    supposing,
     validating,
     verifying,
 )
 
 _COMMANDS = (
-    inspecting,
-    planning,
-    showing,
-    simulating,
-    emitting,
-    verifying,
-    validating,
-    calibrating,
-    rules,
-    checkpoints,
+    *(inspecting, planning, showing, explaining, comparing, supposing, simulating, emitting, verifying),
+    *(validating, calibrating, rules, checkpoints),
 )
 FAILED = 2
 INTERRUPTED = 130

@@ -1,0 +1,177 @@
+"""Where a plan's step time and memory go, stage by stage, and what sets the pace.
+
+For every stage of a plan with m microbatches::
+
+    m (forward + backward) = compute + sum over kinds of collectives
+    compute + collectives + step end + idle + tied = step time
+
+Collectives are priced from the plan's own counts, which is exact, since their seconds are linear in calls and bytes.
+Recomputation, collectives that it repeats included, counts as compute. Idle is waiting for other stages and for
+transfers between them (the bubble).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autopart.cluster import Cluster
+from autopart.cost.communication import collective_seconds
+from autopart.cost.devices import Link
+from autopart.passes.annotate import parameter_bytes
+from autopart.plan import Plan, StagePlan
+from autopart.predict import simulate_plan
+
+COMPUTE, IDLE, STEP_END, TIED = "compute", "idle", "step end", "tied gradients"
+
+
+@dataclass(frozen=True, slots=True)
+class StageBreakdown:
+    """Seconds of one step, and bytes. collectives_s: by kind; None where the cluster's links are not known, or where
+    several tensor axes share the plan's counts: then they are within compute.
+
+    state_bytes: parameters, gradients and optimizer state, if each device held those of its parameters whole.
+    working_bytes: the rest, activations, temporary tensors and what the libraries take.
+    """
+
+    compute_s: float
+    collectives_s: Mapping[str, float] | None = field(hash=False)
+    step_end_s: float
+    idle_s: float
+    tied_s: float
+    state_bytes: int
+    working_bytes: int
+    capacity_bytes: int
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """All parts of the step by name, in the order of the docstring above."""
+        return {
+            COMPUTE: self.compute_s,
+            **(self.collectives_s or {}),
+            STEP_END: self.step_end_s,
+            IDLE: self.idle_s,
+            TIED: self.tied_s,
+        }
+
+    @property
+    def memory_share(self) -> float:
+        """Used over capacity; 0 where the plan does not know the capacity."""
+        return (self.state_bytes + self.working_bytes) / self.capacity_bytes if self.capacity_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """slowest: the stage that is busy longest. binds: the part of its step that takes most. fullest: the stage whose
+    devices are fullest.
+    """
+
+    stages: tuple[StageBreakdown, ...]
+    slowest: int
+    binds: str
+    fullest: int
+
+    def to_json_object(self) -> dict[str, Any]:
+        return {
+            "slowest_stage": self.slowest,
+            "binds": self.binds,
+            "fullest_stage": self.fullest,
+            "stages": [
+                {
+                    "compute_s": stage.compute_s,
+                    "collectives_s": None if stage.collectives_s is None else dict(stage.collectives_s),
+                    "step_end_s": stage.step_end_s,
+                    "idle_s": stage.idle_s,
+                    "tied_s": stage.tied_s,
+                    "state_bytes": stage.state_bytes,
+                    "working_bytes": stage.working_bytes,
+                    "capacity_bytes": stage.capacity_bytes,
+                }
+                for stage in self.stages
+            ],
+        }
+
+
+def break_down(plan: Plan, cluster: Cluster | None) -> Breakdown:
+    """cluster: that of the plan; None where it is not known."""
+    found = simulate_plan(plan)
+    stages = []
+    for stage, idle in zip(plan.stages, found.idle_s, strict=True):
+        busy = plan.microbatches * (stage.forward_s + stage.backward_s)
+        collectives = _collectives(stage, plan.microbatches, cluster)
+        state = min(stage.memory_bytes, _state_bytes(stage.parameters, plan.dtype))
+        stages.append(
+            StageBreakdown(
+                max(0.0, busy - sum((collectives or {}).values())),
+                collectives,
+                stage.step_end_s,
+                max(0.0, idle),
+                plan.tied_s,
+                state,
+                stage.memory_bytes - state,
+                stage.capacity_bytes,
+            )
+        )
+    slowest = max(range(len(stages)), key=lambda index: found.busy_s[index])
+    fullest = max(range(len(stages)), key=lambda index: stages[index].memory_share)
+    parts = stages[slowest].seconds
+    return Breakdown(tuple(stages), slowest, max(parts, key=lambda name: parts[name]), fullest)
+
+
+def tensor_axes(stage: StagePlan) -> tuple[tuple[str, int], ...]:
+    """The stage's tensor axes of more than one device."""
+    return tuple(axis for axis in stage.mesh[1:] if axis[1] > 1)
+
+
+def axis_link(cluster: Cluster, stage: StagePlan, axis: str) -> Link:
+    """The slowest link of the stage's groups along an axis; devices are row-major over the mesh."""
+    names = [name for name, _ in stage.mesh]
+    sizes = [size for _, size in stage.mesh]
+    stride = 1
+    for size in sizes[names.index(axis) + 1 :]:
+        stride *= size
+    count = sizes[names.index(axis)]
+    starts = (start for start in range(len(stage.devices)) if start // stride % count == 0)
+    groups = ([stage.devices[start + stride * step] for step in range(count)] for start in starts)
+    return min(map(cluster.group_link, groups), key=lambda link: (link.ring_bandwidth, -link.latency_s))
+
+
+def _collectives(stage: StagePlan, microbatches: int, cluster: Cluster | None) -> dict[str, float] | None:
+    axes = tensor_axes(stage)
+    if not stage.collectives:
+        return {}
+    if cluster is None or len(axes) != 1 or max(stage.devices) >= cluster.device_count:
+        return None
+    ((name, parts),) = axes
+    link = axis_link(cluster, stage, name)
+    return {
+        kind: microbatches * count["calls"] * collective_seconds(kind, count["bytes"] / count["calls"], parts, link)
+        for kind, count in stage.collectives.items()
+        if count["calls"]
+    }
+
+
+def _state_bytes(parameters: int, dtype: str) -> int:
+    return parameter_bytes((parameters,), getattr(torch, dtype)).total
+
+
+def columns(stages: Iterable[StageBreakdown]) -> list[str]:
+    """The names of all parts that some stage has, in a common order; those that are nothing everywhere left out."""
+    found: dict[str, float] = dict.fromkeys((COMPUTE,), 1.0)
+    kinds: dict[str, float] = {}
+    ends = dict.fromkeys((STEP_END, IDLE, TIED), 0.0)
+    for stage in stages:
+        for kind, seconds in (stage.collectives_s or {}).items():
+            kinds[kind] = kinds.get(kind, 0.0) + seconds
+        for name in ends:
+            ends[name] += stage.seconds[name]
+    return [name for name, seconds in {**found, **kinds, **ends}.items() if seconds]
+
+
+def totals(plan: Plan, found: Breakdown, names: Sequence[str]) -> dict[str, float]:
+    """Of the stage that sets the pace: parts of the step by name."""
+    parts = found.stages[found.slowest].seconds
+    return {name: parts.get(name, 0.0) for name in names}

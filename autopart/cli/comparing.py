@@ -1,0 +1,37 @@
+"""``autopart compare``: two plans beside each other."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from autopart.cli.arguments import add_json
+
+NAME = "compare"
+HELP = "lay two plans beside each other"
+DESCRIPTION = """Prints the decisions that two plans take differently, what is predicted of each, and where the time of
+each plan's slowest stage goes."""
+EXAMPLE = "autopart compare a.json b.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plans", type=Path, nargs=2, metavar="plan.json")
+    parser.add_argument("--cluster", metavar="CLUSTER", help="the plans' cluster, where it was described in a file")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from autopart.cli.explaining import plan_cluster
+    from autopart.explain import compare
+    from autopart.plan import Plan
+    from autopart.report.explanation import comparison_text
+
+    plans = [Plan.load(path) for path in arguments.plans]
+    found = compare(plans, [plan_cluster(plan, arguments.cluster) for plan in plans])
+    if arguments.json:
+        print(json.dumps(found.to_json_object()))
+    else:
+        names = [path.stem for path in arguments.plans]
+        print(comparison_text(names if names[0] != names[1] else list(map(str, arguments.plans)), found))
+    return 0

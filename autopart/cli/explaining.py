@@ -1,0 +1,137 @@
+"""``autopart explain``: what binds a plan, what it sends, and why others lost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autopart.cli.arguments import DTYPES, add_json, positive, read_cluster, read_program
+from autopart.cli.progress import working
+
+if TYPE_CHECKING:
+    from autopart.cluster import Cluster
+    from autopart.explain import Comparison
+    from autopart.plan import Plan
+
+NAME = "explain"
+HELP = "say what binds a plan, and why others lost"
+DESCRIPTION = """Says which stage and which resource set the pace of a plan, where each stage's time and memory go, and
+which candidates came next.
+
+With --model also what each change of placement costs, by op, and the fastest other candidate is planned and laid
+beside the chosen one."""
+EXAMPLE = "autopart explain plan.json --model hf:gpt2"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", type=Path, metavar="plan.json")
+    add_model_option(parser)
+    parser.add_argument("--cluster", metavar="CLUSTER", help="the plan's cluster, where it was described in a file")
+    parser.add_argument("--top", type=positive, default=10, metavar="N", help="lines of each table (default: 10)")
+    add_json(parser)
+
+
+def add_model_option(parser: argparse.ArgumentParser, required: bool = False) -> None:
+    """The model as an option, for commands whose first argument is a plan file."""
+    parser.add_argument(
+        "--model",
+        required=required,
+        metavar="MODEL",
+        help="the plan's: hf:FAMILY?key=value&… or file.py:function",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, metavar="TYPE", help="that the model was planned with")
+
+
+def plan_cluster(plan: Plan, given: str | None) -> Cluster | None:
+    """The plan's cluster, or the one given. Raises PlanError where it is too small, ClusterError."""
+    from autopart.explain import cluster_of
+    from autopart.runtime.errors import PlanError
+
+    if given is None:
+        return cluster_of(plan)
+    cluster = read_cluster(given)
+    if cluster.device_count < plan.device_count:
+        raise PlanError(
+            f"the plan uses {plan.device_count} devices, {cluster} has {cluster.device_count}; give the cluster that "
+            "it was made for"
+        )
+    return cluster
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from autopart.breakdown import break_down
+    from autopart.explain import infeasible, runners_up
+    from autopart.plan import Plan
+    from autopart.runtime.errors import PlanError
+
+    plan = Plan.load(arguments.plan)
+    cluster = plan_cluster(plan, arguments.cluster)
+    if arguments.model is not None and cluster is None:
+        raise PlanError(f"{plan.cluster} is no cluster that can be looked up by name; give its file with --cluster")
+    found = break_down(plan, cluster)
+    rows, unfit = runners_up(plan), infeasible(plan)
+    beside: Comparison | None = None
+    sent = None
+    if arguments.model is not None:
+        assert cluster is not None
+        sent, beside = _with_model(arguments, plan, cluster, rows)
+    if arguments.json:
+        printed: dict[str, Any] = {
+            "step_time_s": plan.step_time_s,
+            **found.to_json_object(),
+            "runners_up": rows[: arguments.top],
+            "infeasible": unfit[: arguments.top],
+        }
+        if sent is not None:
+            printed["reshardings"] = [item.to_json_object() for item in sent]
+        if beside is not None:
+            printed["runner_up"] = beside.to_json_object()
+        print(json.dumps(printed))
+        return 0
+    from autopart.report.explanation import (
+        binding_text,
+        breakdown_table,
+        comparison_text,
+        resharding_table,
+        runners_table,
+    )
+    from autopart.report.table import plan_header
+
+    print("\n".join([*plan_header(plan), "", binding_text(plan, found, len(unfit)), "", breakdown_table(found)]))
+    if sent is not None:
+        print("\n" + (resharding_table(sent, plan.step_time_s, arguments.top) if sent else "nothing is resharded"))
+    if rows:
+        print(f"\n{runners_table(rows[: arguments.top], plan.step_time_s)}")
+    if unfit:
+        print(f"\n{runners_table(unfit[: arguments.top], plan.step_time_s)}")
+    if beside is not None:
+        print(f"\nthe fastest other candidate:\n\n{comparison_text(('chosen', 'runner-up'), beside)}")
+    return 0
+
+
+def _with_model(
+    arguments: argparse.Namespace, plan: Plan, cluster: Cluster, rows: list[dict[str, Any]]
+) -> tuple[Any, Comparison | None]:
+    """Reshardings, and the chosen plan beside the fastest other candidate that can be planned."""
+    from autopart.analysis import analyze
+    from autopart.explain import compare, limits_of
+    from autopart.planner import make_plan
+    from autopart.reshardings import reshardings
+    from autopart.runtime.errors import InfeasibleError
+
+    program = read_program(arguments)
+    with working("analysing the model"):
+        analysis = analyze(program)
+        sent = reshardings(plan, analysis, cluster)
+    with working("planning the runner-up"):
+        for row in rows[:3]:  # a pruned one may turn out not to fit
+            try:
+                other = make_plan(
+                    program, cluster, batch=plan.batch, analysis=analysis, **limits_of(str(row["config"]))
+                )
+            except InfeasibleError:
+                continue
+            return sent, compare((plan, other), (cluster, cluster))
+    return sent, None

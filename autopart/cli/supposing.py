@@ -1,0 +1,109 @@
+"""``autopart what-if``: a plan made again for other hardware or another batch, beside the first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autopart.cli.arguments import add_json, positive, read_cluster, read_program
+from autopart.cli.explaining import add_model_option
+from autopart.cli.progress import working
+
+NAME = "what-if"
+HELP = "plan again for other hardware, and compare"
+DESCRIPTION = """Plans the model of a plan again on a changed cluster or for another batch, and prints three things side
+by side: the plan as it is, the same degrees under the change, and the best plan under the change. So what the change
+gives by itself is told apart from what other decisions add."""
+EXAMPLE = "autopart what-if plan.json --model hf:gpt2 --network 2x --memory 40GB"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", type=Path, metavar="plan.json")
+    add_model_option(parser, required=True)
+    parser.add_argument("--cluster", metavar="CLUSTER", help="another cluster (default: the plan's)")
+    parser.add_argument("--batch", type=positive, metavar="N", help="samples per step")
+    for name, what in (
+        ("network", "bandwidth of the nodes' network ports"),
+        ("inside", "bandwidth of the links within nodes"),
+        ("flops", "FLOP/s of the devices"),
+        ("bandwidth", "bandwidth of the devices' memory"),
+    ):
+        parser.add_argument(f"--{name}", type=_read("read_factor"), default=1.0, metavar="2x", help=what)
+    parser.add_argument("--memory", type=_read("read_memory"), default=1.0, metavar="80GB|2x", help="of a device")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the new plan")
+    add_json(parser)
+
+
+def _read(name: str) -> Callable[[str], float]:
+    """A reader of autopart.what_if as argparse wants it."""
+
+    def read(text: str) -> float:
+        from autopart import what_if
+        from autopart.runtime.errors import ClusterError
+
+        try:
+            value: float = getattr(what_if, name)(text)
+        except ClusterError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return value
+
+    return read
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from autopart.analysis import analyze
+    from autopart.breakdown import tensor_axes
+    from autopart.explain import cluster_of, compare
+    from autopart.plan import Plan
+    from autopart.planner import make_plan
+    from autopart.realize import check_plan
+    from autopart.report.explanation import comparison_text
+    from autopart.runtime.errors import InfeasibleError, PlanError
+    from autopart.what_if import Change
+
+    plan = Plan.load(arguments.plan)
+    before = cluster_of(plan)
+    base = read_cluster(arguments.cluster) if arguments.cluster is not None else before
+    if base is None:
+        raise PlanError(f"{plan.cluster} is no cluster that can be looked up by name; give its file with --cluster")
+    change = Change(arguments.network, arguments.inside, arguments.flops, arguments.bandwidth, arguments.memory)
+    batch = arguments.batch or plan.batch
+    if change == Change() and batch == plan.batch and arguments.cluster is None:
+        raise PlanError(
+            "nothing is changed; give --network, --inside, --flops, --bandwidth, --memory, --batch or --cluster"
+        )
+    if arguments.output is not None and not arguments.output.absolute().parent.is_dir():
+        raise PlanError(f"cannot write {arguments.output}: there is no folder {arguments.output.parent}")
+    cluster = change.applied(base)
+    program = read_program(arguments)
+    with working(f"planning for {cluster}{f' with {change}' if str(change) else ''}"):
+        analysis = analyze(program)
+        check_plan(program, analysis, plan)
+        named = f"{cluster} ({change})" if str(change) else str(cluster)
+        best = replace(make_plan(program, cluster, batch=batch, analysis=analysis), cluster=named)
+        limits: dict[str, Any] = {"schedule": plan.schedule, "recompute": plan.recompute, "pp": plan.pp, "dp": plan.dp}
+        limits["tp"] = tuple(size for _, size in tensor_axes(plan.stages[0])) or 1
+        try:
+            same = make_plan(program, cluster, batch=batch, analysis=analysis, **limits)
+        except (InfeasibleError, PlanError) as error:
+            same = None
+            print(f"the same degrees do not work under the change: {str(error).splitlines()[0]}", file=sys.stderr)
+    if arguments.output is not None:
+        best.save(arguments.output)
+        print(f"plan written to {arguments.output}", file=sys.stderr)
+    columns = [("now", plan, before)]
+    columns += [("same degrees", replace(same, cluster=named), cluster)] if same is not None else []
+    columns += [("best", best, cluster)]
+    names, plans, clusters = zip(*columns, strict=True)
+    found = compare(plans, clusters)
+    print(
+        json.dumps({"plans": list(names), **found.to_json_object()})
+        if arguments.json
+        else comparison_text(names, found)
+    )
+    return 0

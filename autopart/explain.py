@@ -1,0 +1,125 @@
+"""Plans explained: what binds, why the runner-up lost, how two plans differ."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from autopart.breakdown import Breakdown, break_down, columns
+from autopart.cluster import Cluster
+from autopart.plan import SCHEDULES, Plan
+from autopart.runtime.errors import ClusterError
+
+_OUTCOMES = {"step_time_s", "bound_s", "gap", "solve_s", "total_s", "tokens", "flops", "notes", "considered", "tied_s"}
+_OUTCOMES |= {"transfers"}
+_STAGE_OUTCOMES = {"forward_s", "backward_s", "memory_bytes", "capacity_bytes", "parameters", "collectives"}
+_STAGE_OUTCOMES |= {"step_end_s", "first_op", "last_op"}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One decision that two plans take differently. values: one per plan, None where a plan does not take it."""
+
+    what: str
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Plans beside each other. decisions: those that differ. figures: predicted numbers by name, one per plan.
+    breakdowns: one per plan. parts: seconds of the stage that sets each plan's pace, by part of the step.
+    """
+
+    decisions: tuple[Difference, ...]
+    figures: Mapping[str, tuple[float, ...]]
+    breakdowns: tuple[Breakdown, ...]
+    parts: Mapping[str, tuple[float, ...]]
+
+    def to_json_object(self) -> dict[str, Any]:
+        return {
+            "decisions": [{"what": item.what, "values": list(item.values)} for item in self.decisions],
+            "figures": {name: list(values) for name, values in self.figures.items()},
+            "parts_s": {name: list(values) for name, values in self.parts.items()},
+            "breakdowns": [item.to_json_object() for item in self.breakdowns],
+        }
+
+
+def cluster_of(plan: Plan) -> Cluster | None:
+    """The cluster that a plan names; None for one that was described in a file."""
+    try:
+        found = Cluster.parse(plan.cluster)
+    except ClusterError:
+        return None
+    return found if found.device_count >= plan.device_count else None
+
+
+def compare(plans: Sequence[Plan], clusters: Sequence[Cluster | None]) -> Comparison:
+    """clusters: of each plan, None where it is not known."""
+    breakdowns = [break_down(plan, cluster) for plan, cluster in zip(plans, clusters, strict=True)]
+    figures = {
+        "step time": tuple(plan.step_time_s for plan in plans),
+        "lower bound": tuple(plan.bound_s for plan in plans),
+        "tokens per second": tuple(plan.tokens_per_s for plan in plans),
+        "TFLOP/s per device": tuple(plan.tflops_per_device for plan in plans),
+        "memory of the fullest device": tuple(float(max(s.memory_bytes for s in plan.stages)) for plan in plans),
+    }
+    slowest = [found.stages[found.slowest] for found in breakdowns]
+    parts = {name: tuple(stage.seconds.get(name, 0.0) for stage in slowest) for name in columns(slowest)}
+    return Comparison(tuple(_decisions(plans)), figures, tuple(breakdowns), parts)
+
+
+def _decisions(plans: Sequence[Plan]) -> list[Difference]:
+    """Fields of plans and stages that are no outcome, and entries of their tables, where plans differ."""
+    taken = [_taken(plan) for plan in plans]
+    names = dict.fromkeys(name for found in taken for name in found)
+    rows = (Difference(name, tuple(found.get(name) for found in taken)) for name in names)
+    return [row for row in rows if any(value != row.values[0] for value in row.values)]
+
+
+def _taken(plan: Plan) -> dict[str, Any]:
+    found: dict[str, Any] = {"pp": plan.pp, "dp": plan.dp, "tp": plan.tp}
+    for item in fields(plan):
+        value = getattr(plan, item.name)
+        if item.name in _OUTCOMES or item.name == "stages":
+            continue
+        if isinstance(value, Mapping):
+            found |= {f"{item.name} of {name}": entry for name, entry in value.items()}
+        else:
+            found[item.name] = list(value) if isinstance(value, tuple) else value
+    for index, stage in enumerate(plan.stages):
+        for item in fields(stage):
+            if item.name in _STAGE_OUTCOMES or item.name == "devices":
+                continue
+            value = getattr(stage, item.name)
+            found[f"stage {index} {item.name}"] = [list(x) if isinstance(x, tuple) else x for x in value]
+    return found
+
+
+def runners_up(plan: Plan) -> list[dict[str, Any]]:
+    """The other candidates that could have run, the fastest first; of pruned ones the seconds are a lower bound."""
+    rows = [dict(row) for row in plan.considered if row.get("status") != "chosen" and row.get("seconds") is not None]
+    return sorted(rows, key=lambda row: float(row["seconds"]))
+
+
+def infeasible(plan: Plan) -> list[dict[str, Any]]:
+    """The candidates that did not fit in memory, in the order of the search: those with the lowest bounds first."""
+    return [dict(row) for row in plan.considered if row.get("status") == "infeasible"]
+
+
+def limits_of(config: str) -> dict[str, Any]:
+    """A candidate's description (``pp=2 dp=4 tp=1 microbatches=8 1f1b recompute``) as limits of ``make_plan``."""
+    from autopart.planner import make_plan
+
+    known = inspect.signature(make_plan).parameters
+    found: dict[str, Any] = {"recompute": "none"}
+    for word in config.split():
+        name, equals, value = word.partition("=")
+        if equals and name in known:
+            found[name] = int(value) if value.isdecimal() else value
+        elif word in SCHEDULES:
+            found["schedule"] = word
+        elif word == "recompute":
+            found["recompute"] = "full"
+    return found

@@ -1,0 +1,162 @@
+"""Explanations and comparisons of plans as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tabulate import tabulate
+
+from autopart.breakdown import Breakdown, columns
+from autopart.plan import Plan
+from autopart.report.units import format_bytes, format_count, format_seconds, format_share
+
+if TYPE_CHECKING:
+    from autopart.explain import Comparison
+    from autopart.reshardings import Resharding
+
+_REASON_WIDTH = 90
+_TELLING = (
+    ":linear",
+    ":addmm",
+    ":matmul",
+    ":mm",
+    ":bmm",
+    ":scaled_dot_product_attention",
+    ":embedding",
+    ":convolution",
+)
+_FORMATS: Mapping[str, Callable[[float], str]] = {
+    "step time": format_seconds,
+    "lower bound": format_seconds,
+    "tokens per second": format_count,
+    "TFLOP/s per device": lambda number: f"{number:.3g}",
+    "memory of the fullest device": format_bytes,
+}
+
+
+def binding_text(plan: Plan, found: Breakdown, unfit: int) -> str:
+    """What sets the pace, and whether memory has a say. unfit: candidates that did not fit."""
+    slowest, fullest = found.stages[found.slowest], found.stages[found.fullest]
+    total = plan.step_time_s or sum(slowest.seconds.values()) or 1.0
+    which = "the only stage" if len(plan.stages) == 1 else f"stage {found.slowest}"
+    shares = ", ".join(
+        f"{name.replace('_', '-')} {format_share(seconds / total)}"
+        for name, seconds in sorted(slowest.seconds.items(), key=lambda item: -item[1])
+        if seconds / total >= 0.0005
+    )
+    lines = [f"pace: {which} is bound by {found.binds.replace('_', '-')} ({shares})"]
+    if slowest.collectives_s is None:
+        lines.append("note: links are not known, or several axes share the counts: compute includes collectives")
+    if fullest.capacity_bytes:
+        lines.append(
+            f"memory: stage {found.fullest} is fullest, {format_share(fullest.memory_share)} of its devices"
+            + (f"; {unfit} of {len(plan.considered)} candidates did not fit" if unfit else "")
+        )
+    return "\n".join(lines)
+
+
+def breakdown_table(found: Breakdown) -> str:
+    """A line per stage: parts of the step, then memory."""
+    names = columns(found.stages)
+    rows = [
+        (
+            index,
+            *(format_seconds(stage.seconds.get(name, 0.0)) for name in names),
+            format_bytes(stage.state_bytes),
+            format_bytes(stage.working_bytes),
+            format_share(stage.memory_share) if stage.capacity_bytes else "-",
+        )
+        for index, stage in enumerate(found.stages)
+    ]
+    titles = [name.replace("_", "-") for name in names]
+    headers = ("stage", *titles, "parameters and optimizer", "activations and rest", "memory used")
+    return tabulate(rows, headers=headers, disable_numparse=True)
+
+
+def resharding_table(rows: Sequence[Resharding], step_time_s: float, most: int) -> str:
+    """The most expensive ones, per step."""
+    cells = [
+        (
+            item.stage,
+            item.op,
+            item.value or "(its own exchange)",
+            f"{item.source} to {item.target}" if item.source else "-",
+            f"{item.kind.replace('_', '-')} {item.direction}" + (f" on {item.axis}" if item.axis != "tp" else ""),
+            item.calls,
+            format_bytes(item.bytes),
+            format_seconds(item.seconds),
+            format_share(item.seconds / step_time_s) if step_time_s else "-",
+        )
+        for item in rows[:most]
+    ]
+    headers = ("stage", "op", "value", "placement", "collective", "calls", "bytes", "seconds", "share of step")
+    table = tabulate(cells, headers=headers, disable_numparse=True)
+    left = len(rows) - most
+    return table if left <= 0 else f"{table}\n… and {left} more, {format_seconds(sum(r.seconds for r in rows[most:]))}"
+
+
+def runners_table(rows: Sequence[Mapping[str, Any]], step_time_s: float) -> str:
+    cells = []
+    for row in rows:
+        seconds = row.get("seconds")
+        known = isinstance(seconds, int | float)
+        cells.append(
+            (
+                row.get("config", "-"),
+                ("at least " if row.get("status") == "pruned" else "") + format_seconds(seconds) if known else "-",
+                f"{seconds / step_time_s - 1:+.1%}" if known and step_time_s else "-",
+                _short(str(row.get("reason", ""))),
+            )
+        )
+    return tabulate(cells, headers=("candidate", "step time", "against chosen", "why not"), disable_numparse=True)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _REASON_WIDTH else text[: _REASON_WIDTH - 1] + "…"
+
+
+def comparison_text(names: Sequence[str], found: Comparison, most: int = 12) -> str:
+    """Decisions that differ, predicted figures, and where the time of the slowest stage goes.
+
+    most: lines on strategies and storage by op.
+    """
+    lines = []
+    if found.decisions:
+        # Strategies and storage by op can be many: those of matrix products say most.
+        by_op = [item for item in found.decisions if item.what.startswith(("strategies of", "storage of"))]
+        shown = sorted(by_op, key=lambda item: not item.what.endswith(_TELLING))[:most]
+        rows = [
+            (item.what, *map(_decision, item.values)) for item in found.decisions if item not in by_op or item in shown
+        ]
+        lines.append(tabulate(rows, headers=("decision", *names), disable_numparse=True))
+        if len(shown) < len(by_op):
+            lines.append(f"… and {len(by_op) - len(shown)} more strategies and storages (all of them with --json)")
+        lines.append("")
+    else:
+        lines += ["the same decisions", ""]
+    rows = [
+        (name, *map(_FORMATS[name], values), *_changes(values)) for name, values in found.figures.items() if any(values)
+    ]
+    changes = [f"{name} / {names[0]}" for name in names[1:]]
+    lines += [tabulate(rows, headers=("predicted", *names, *changes), disable_numparse=True), ""]
+    rows = [
+        (name.replace("_", "-"), *map(format_seconds, values), *(_added(value - values[0]) for value in values[1:]))
+        for name, values in found.parts.items()
+    ]
+    added = [f"{name} - {names[0]}" for name in names[1:]]
+    lines.append(tabulate(rows, headers=("time of the slowest stage", *names, *added), disable_numparse=True))
+    return "\n".join(lines)
+
+
+def _decision(value: Any) -> str:
+    text = "-" if value is None else str(value)
+    return text if len(text) <= 40 else text[:39] + "…"
+
+
+def _changes(values: Sequence[float]) -> list[str]:
+    return [f"{value / values[0]:.3f}" if values[0] else "-" for value in values[1:]]
+
+
+def _added(seconds: float) -> str:
+    return "0" if seconds == 0 else ("+" if seconds > 0 else "-") + format_seconds(abs(seconds))

@@ -1,0 +1,128 @@
+"""Solved tensor problems on disk, so that the same problem is not solved twice.
+
+An entry's name is a hash of everything that the answer follows from: the problem's whole content, the time limit (a
+search that was cut short would go on under a longer one), and the versions of autopart, of this format and of OR-Tools.
+Only answers that are proved optimal are kept, as nothing else is sure to come out again. What is read is checked
+against the problem, its objective computed anew; an entry that does not fit, or that cannot be read, is solved again
+and written over. So a cache gives the answer that solving gives, or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from functools import cache as remembered
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from autopart import cache
+from autopart.solver import tensor
+from autopart.solver.tensor_problem import TensorProblem, TensorSolution, relative_gap
+
+FOLDER = "solved"
+VERSION = 1
+_NEAR = 1e-12
+
+
+def solve(
+    problem: TensorProblem,
+    time_limit_s: float = 60.0,
+    solver: Callable[[TensorProblem, float], TensorSolution] = tensor.solve,
+) -> TensorSolution:
+    """As :func:`autopart.solver.tensor.solve`, from the cache where the answer is there. Raises what that raises."""
+    folder = cache.folder(FOLDER)
+    if folder is None:
+        return solver(problem, time_limit_s)
+    name = key(problem, time_limit_s)
+    path = folder / name[:2] / f"{name}.json"
+    known = _read(path, problem)
+    if known is not None:
+        return known
+    solution = solver(problem, time_limit_s)
+    if solution.gap <= tensor.TOLERANCE:
+        with contextlib.suppress(OSError):  # a full or read-only disk costs the next run its time, no more
+            cache.write(path, json.dumps(_written(solution)))
+    return solution
+
+
+def key(problem: TensorProblem, time_limit_s: float) -> str:
+    """The hash by which an answer is found."""
+    digest = hashlib.sha256()
+    for part in (VERSION, *_versions(), repr(time_limit_s)):
+        digest.update(f"{part}\n".encode())
+    _feed(problem, digest.update)
+    return digest.hexdigest()
+
+
+@remembered
+def _versions() -> tuple[str, ...]:
+    found = []
+    for name in ("autopart", "ortools"):
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{name} unknown")
+    # The version of a working copy stands still while its solver changes.
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    found.append(hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest())
+    return tuple(found)
+
+
+def _feed(item: Any, update: Callable[[bytes], None]) -> None:
+    """Every field of every part, with its type and place; numbers exactly."""
+    if is_dataclass(item) and not isinstance(item, type):
+        update(f"{type(item).__name__}(".encode())
+        for entry in fields(item):
+            update(f"{entry.name}=".encode())
+            _feed(getattr(item, entry.name), update)
+        update(b")")
+    elif isinstance(item, tuple | list):
+        update(f"[{len(item)}:".encode())
+        for part in item:
+            _feed(part, update)
+        update(b"]")
+    elif hasattr(item, "items"):
+        update(f"{{{len(item)}:".encode())
+        for name, value in sorted(item.items()):
+            _feed(name, update)
+            _feed(value, update)
+        update(b"}")
+    else:
+        update(f"{type(item).__name__} {item!r};".encode())
+
+
+def _written(solution: TensorSolution) -> dict[str, Any]:
+    return {
+        "choices": list(solution.choices),
+        "objective": solution.objective,
+        "bound": solution.bound,
+        "method": solution.method,
+    }
+
+
+def _read(path: Path, problem: TensorProblem) -> TensorSolution | None:
+    """The entry as an answer to the problem; None where it is none."""
+    data = cache.read_object(path)
+    if data is None:
+        return None
+    try:
+        choices = tuple(data["choices"])
+        objective, bound, method = float(data["objective"]), float(data["bound"]), str(data["method"])
+        valid = len(choices) == len(problem.ops) and all(
+            isinstance(choice, int) and 0 <= choice < len(op.choices)
+            for choice, op in zip(choices, problem.ops, strict=True)
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+    if not valid or not problem.fits(choices):
+        return None
+    if abs(problem.objective(choices) - objective) > _NEAR * objective or not 0 <= bound <= objective:
+        return None
+    gap = relative_gap(objective, bound)
+    if gap > tensor.TOLERANCE:
+        return None
+    return TensorSolution(choices, objective, bound, gap, 0.0, method, problem.conversions(choices))

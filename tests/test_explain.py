@@ -1,0 +1,235 @@
+"""explain, compare and what-if: parts that add up to the plan's own step, and what they say of made-up plans."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopart.analysis import analyze
+from autopart.breakdown import IDLE, axis_link, break_down
+from autopart.cli import main
+from autopart.cluster import Cluster
+from autopart.cost.communication import collective_seconds
+from autopart.cost.devices import GIB
+from autopart.explain import cluster_of, compare, limits_of, runners_up
+from autopart.models import load_model
+from autopart.plan import Plan, StagePlan
+from autopart.planner import make_plan
+from autopart.reshardings import reshardings
+from autopart.runtime.errors import ClusterError
+from autopart.tracing import capture
+from autopart.what_if import Change, read_factor, read_memory
+from clusters import ideal
+
+MODEL = "hf:gpt2?n_layer=2&n_embd=32&n_head=4&vocab_size=96&n_positions=32&seq=16&batch=8"
+CLUSTER = ideal(4, bandwidth=1e10)
+
+
+@pytest.fixture(scope="module")
+def program() -> Any:
+    loaded = load_model(MODEL, meta=True)
+    return capture(loaded.model, loaded.args, loaded.kwargs, name=loaded.name)
+
+
+@pytest.fixture(scope="module")
+def plan(program: Any) -> Plan:
+    limits: dict[str, Any] = {"pp": 2, "tp": 2, "microbatches": 2, "recompute": "none"}
+    return make_plan(program, CLUSTER, **limits)
+
+
+@pytest.fixture(scope="module")
+def cluster_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("clusters") / "cluster.toml"
+    CLUSTER.save(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def plan_file(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    plan.save(path)
+    return path
+
+
+def by_hand(**more: Any) -> Plan:
+    stages = tuple(
+        StagePlan(
+            (2 * s, 2 * s + 1),
+            (("dp", 1), ("tp", 2)),
+            (s, s + 1),
+            forward_s=1.0,
+            backward_s=2.0 + s,
+            memory_bytes=100,
+            capacity_bytes=200 + s,
+            parameters=2,
+            collectives={"all_reduce": {"calls": 3, "bytes": 6 * 10**9}},
+            step_end_s=0.5,
+        )
+        for s in range(2)
+    )
+    return Plan("x", "m", "4xV100-32GB", 4, "float32", "1f1b", 4, stages, step_time_s=20.0, **more)
+
+
+def test_parts_add_up_to_the_step(plan: Plan) -> None:
+    for found in (break_down(plan, CLUSTER), break_down(plan, None)):
+        for stage in found.stages:
+            assert sum(stage.seconds.values()) == pytest.approx(plan.step_time_s, rel=1e-9)
+        for stage, given in zip(found.stages, plan.stages, strict=True):
+            assert stage.state_bytes + stage.working_bytes == given.memory_bytes
+
+
+def test_by_hand() -> None:
+    plan = by_hand()
+    cluster = cluster_of(plan)
+    assert cluster is not None
+    link = cluster.group_link((0, 1))
+    found = break_down(plan, cluster)
+    sent = 4 * 3 * collective_seconds("all_reduce", 2e9, 2, link)
+    assert found.stages[1].collectives_s == {"all_reduce": pytest.approx(sent)}
+    assert found.stages[1].compute_s == pytest.approx(4 * 4.0 - sent)
+    assert (found.slowest, found.fullest, found.binds) == (1, 0, "compute")
+    assert found.stages[0].state_bytes == 2 * 4 * 4 and found.stages[0].working_bytes == 100 - 32
+    slow = replace(plan, stages=(replace(plan.stages[0], forward_s=40.0), plan.stages[1]))
+    assert break_down(slow, cluster).slowest == 0
+    waiting = replace(plan, microbatches=1)
+    assert break_down(waiting, cluster).stages[0].seconds[IDLE] == pytest.approx(4.0)  # the other's 1 + 3 s
+    assert break_down(plan, None).stages[0].collectives_s is None
+    assert cluster_of(replace(plan, cluster="8xMine")) is None is cluster_of(replace(plan, cluster="2xV100-32GB"))
+
+
+def test_links_of_axes() -> None:
+    """Devices are row-major over the mesh: the last axis joins neighbours, the first goes across nodes."""
+    cluster = Cluster.parse("2x4xA100-80GB")
+    stage = StagePlan(tuple(range(8)), (("dp", 2), ("a", 2), ("b", 2)), (0, 1))
+    assert axis_link(cluster, stage, "b") == axis_link(cluster, stage, "a") == cluster.group_link((0, 1))
+    assert axis_link(cluster, stage, "dp") == cluster.group_link((0, 4))
+
+
+def test_reshardings_are_those_of_the_plan(program: Any, plan: Plan) -> None:
+    rows = reshardings(plan, analyze(program), CLUSTER)
+    assert rows == sorted(rows, key=lambda row: -row.seconds)
+    found = break_down(plan, CLUSTER)
+    for index, stage in enumerate(plan.stages):
+        assert stage.collectives, "the plan under test has to send something"
+        for kind, count in stage.collectives.items():
+            mine = [row for row in rows if row.stage == index and row.kind == kind]
+            assert sum(row.calls for row in mine) == plan.microbatches * count["calls"]
+            assert sum(row.bytes for row in mine) == plan.microbatches * count["bytes"]
+            priced = found.stages[index].collectives_s
+            assert priced is not None and sum(row.seconds for row in mine) == pytest.approx(priced[kind])
+    assert all(row.source for row in rows if "attn" in row.op) and {row.axis for row in rows} == {"tp"}
+    assert any(".*." in row.op for row in rows)
+
+
+def test_compare() -> None:
+    one = by_hand(strategies={"h.*.fc:linear": "n"})
+    other = replace(one, microbatches=2, strategies={"h.*.fc:linear": "k", "head:linear": "n"}, step_time_s=30.0)
+    found = compare((one, other), (cluster_of(one), None))
+    assert {item.what: item.values for item in found.decisions} == {
+        "microbatches": (4, 2),
+        "strategies of h.*.fc:linear": ("n", "k"),
+        "strategies of head:linear": (None, "n"),
+    }
+    assert found.figures["step time"] == (20.0, 30.0)
+    assert found.parts["all_reduce"][0] > 0 == found.parts["all_reduce"][1]
+    assert not compare((one, one), (None, None)).decisions
+
+
+def test_runners_up() -> None:
+    rows = (
+        {"config": "a", "status": "slower", "seconds": 3.0, "reason": ""},
+        {"config": "b", "status": "chosen", "seconds": 1.0, "reason": ""},
+        {"config": "c", "status": "pruned", "seconds": 2.0, "reason": ""},
+        {"config": "d", "status": "infeasible", "seconds": None, "reason": ""},
+    )
+    assert [row["config"] for row in runners_up(by_hand(considered=rows))] == ["c", "a"]
+    assert limits_of("pp=2 dp=1 tp=4 microbatches=8 1f1b recompute") == {
+        "pp": 2,
+        "dp": 1,
+        "tp": 4,
+        "microbatches": 8,
+        "schedule": "1f1b",
+        "recompute": "full",
+    }
+    assert limits_of("pp=1 dp=1 tp=2x4 microbatches=8 gpipe")["tp"] == "2x4"
+
+
+def test_limits_of_what_the_search_writes(plan: Plan) -> None:
+    (row,) = [row for row in plan.considered if row["status"] == "chosen"]
+    found = limits_of(str(row["config"]))
+    assert found == {"pp": 2, "dp": 1, "tp": 2, "microbatches": 2, "schedule": "1f1b", "recompute": "none"}
+
+
+def test_change() -> None:
+    cluster = Cluster.parse("2x8xH100")
+    node = Change(network=2.0, inside=0.5, flops=3.0, bandwidth=4.0, memory=40 * GIB).applied(cluster).nodes[1]
+    was = cluster.nodes[1]
+    assert node.port.bandwidth == 2 * was.port.bandwidth and node.inside.bandwidth == was.inside.bandwidth / 2
+    assert node.device.peak("bfloat16") == 3 * was.device.peak("bfloat16")
+    assert node.device.memory_bandwidth == 4 * was.device.memory_bandwidth and node.device.memory_bytes == 40 * GIB
+    assert Change().applied(cluster) == cluster
+    assert Change(memory=0.5).applied(cluster).device(0).memory_bytes == was.device.memory_bytes // 2
+    assert read_memory("80GB") == read_memory("80 GiB") == 80 * GIB and read_memory("2x") == 2.0 == read_factor("2x")
+    for text in ("2", "x", "-1x", "0x", "infx", "nanx"):
+        with pytest.raises(ClusterError, match="factor"):
+            read_factor(text)
+    for text in ("80", "GB", "80MB", "0GB", "1.2.3GB"):
+        with pytest.raises(ClusterError):
+            read_memory(text)
+
+
+def test_explain_command(plan_file: Path, plan: Plan, cluster_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(plan_file)]) == 0
+    text = capsys.readouterr().out
+    assert "pace: stage" in text and "is fullest" in text and "compute includes collectives" in text
+    command = ["explain", str(plan_file), "--model", MODEL]
+    assert main([*command, "--cluster", cluster_file, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step_time_s"] == plan.step_time_s and len(found["stages"]) == 2 and found["reshardings"]
+    assert main([*command, "--cluster", cluster_file, "--top", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "more," in text and "share of step" in text
+    assert main(command) == 2
+    assert "give its file with --cluster" in capsys.readouterr().err
+    assert main([*command[:2], "--model", MODEL.replace("=32", "=64"), "--cluster", cluster_file]) == 2
+    assert "another model" in capsys.readouterr().err
+    assert main(["explain", str(plan_file), "--cluster", "2xH100"]) == 2
+    assert "4 devices" in capsys.readouterr().err
+
+
+def test_compare_command(plan_file: Path, plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "plan.json"
+    replace(plan, microbatches=4, batch=16).save(other)
+    assert main(["compare", str(plan_file), str(other)]) == 0
+    text = capsys.readouterr().out
+    assert "microbatches" in text and "step time" in text and str(other) in text
+    assert main(["compare", str(plan_file), str(other), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"what": "microbatches", "values": [2, 4]} in found["decisions"]
+    assert main(["compare", str(plan_file), str(tmp_path / "none.json")]) == 2
+
+
+def test_what_if_command(
+    plan_file: Path, plan: Plan, cluster_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["what-if", str(plan_file), "--model", MODEL, "--cluster", cluster_file]
+    written = tmp_path / "new.json"
+    assert main([*command, "--inside", "10x", "--flops", "2x", "--json", "-o", str(written)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    now, same, best = found["figures"]["step time"]
+    assert found["plans"] == ["now", "same degrees", "best"] and now == plan.step_time_s and best <= same < now
+    assert Plan.load(written).cluster == f"{CLUSTER} (inside 10x, flops 2x)"
+    assert main([*command, "--memory", "1GB"]) == 2  # less than a process takes
+    assert "fits" in capsys.readouterr().err
+    assert main([*command[:-2], "--flops", "2x"]) == 2
+    assert "give its file with --cluster" in capsys.readouterr().err
+    assert main([*command, "--network", "fast"]) == 2
+    assert "no factor" in capsys.readouterr().err
+    known = tmp_path / "known.json"
+    replace(plan, cluster="4xV100-32GB").save(known)
+    assert main(["what-if", str(known), "--model", MODEL]) == 2
+    assert "nothing is changed" in capsys.readouterr().err
