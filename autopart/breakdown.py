@@ -1,6 +1,6 @@
 """Where a plan's step time and memory go, stage by stage, and what sets the pace.
 
-For every stage of a plan with m microbatches::
+For every stage of a plan with m microbatches, or all stages of one rank of the pipeline where it runs several::
 
     m (forward + backward) = compute + sum over kinds of collectives
     compute + collectives + step end + idle + tied = step time
@@ -30,13 +30,15 @@ COMPUTE, IDLE, STEP_END, TIED = "compute", "idle", "step end", "tied gradients"
 
 @dataclass(frozen=True, slots=True)
 class StageBreakdown:
-    """Seconds of one step, and bytes. collectives_s: by kind; None where the cluster's links are not known, or where
-    several tensor axes share the plan's counts: then they are within compute.
+    """Seconds of one step, and bytes.
 
+    stages: numbers of the stages, one unless a rank runs several. collectives_s: by kind; None where links are unknown
+    or where several tensor axes share the plan's counts: then they are within compute.
     state_bytes: parameters, gradients and optimizer state, if each device held those of its parameters whole.
     working_bytes: the rest, activations, temporary tensors and what the libraries take.
     """
 
+    stages: tuple[int, ...]
     compute_s: float
     collectives_s: Mapping[str, float] | None = field(hash=False)
     step_end_s: float
@@ -65,8 +67,8 @@ class StageBreakdown:
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """slowest: the stage that is busy longest. binds: the part of its step that takes most. fullest: the stage whose
-    devices are fullest.
+    """stages: an entry per rank of the pipeline. slowest: the entry that is busy longest. binds: the part of its step
+    that takes most. fullest: the entry whose devices are fullest.
     """
 
     stages: tuple[StageBreakdown, ...]
@@ -76,11 +78,12 @@ class Breakdown:
 
     def to_json_object(self) -> dict[str, Any]:
         return {
-            "slowest_stage": self.slowest,
+            "slowest": self.slowest,
             "binds": self.binds,
-            "fullest_stage": self.fullest,
+            "fullest": self.fullest,
             "stages": [
                 {
+                    "stages": list(stage.stages),
                     "compute_s": stage.compute_s,
                     "collectives_s": None if stage.collectives_s is None else dict(stage.collectives_s),
                     "step_end_s": stage.step_end_s,
@@ -99,20 +102,24 @@ def break_down(plan: Plan, cluster: Cluster | None) -> Breakdown:
     """cluster: that of the plan; None where it is not known."""
     found = simulate_plan(plan)
     stages = []
-    for stage, idle in zip(plan.stages, found.idle_s, strict=True):
-        busy = plan.microbatches * (stage.forward_s + stage.backward_s)
-        collectives = _collectives(stage, plan.microbatches, cluster)
-        state = min(stage.memory_bytes, _state_bytes(stage.parameters, plan.dtype))
+    for place, idle in enumerate(found.idle_s):
+        numbers = tuple(index for index, its in enumerate(plan.places) if its == place)
+        own = [plan.stages[index] for index in numbers]
+        busy = plan.microbatches * sum(stage.forward_s + stage.backward_s for stage in own)
+        collectives = _joined([_collectives(stage, plan.microbatches, cluster) for stage in own])
+        used = sum(stage.memory_bytes for stage in own)
+        state = min(used, _state_bytes(sum(stage.parameters for stage in own), plan.dtype))
         stages.append(
             StageBreakdown(
+                numbers,
                 max(0.0, busy - sum((collectives or {}).values())),
                 collectives,
-                stage.step_end_s,
+                sum(stage.step_end_s for stage in own),
                 max(0.0, idle),
                 plan.tied_s,
                 state,
-                stage.memory_bytes - state,
-                stage.capacity_bytes,
+                used - state,
+                own[0].capacity_bytes,
             )
         )
     slowest = max(range(len(stages)), key=lambda index: found.busy_s[index])
@@ -154,13 +161,23 @@ def _collectives(stage: StagePlan, microbatches: int, cluster: Cluster | None) -
     }
 
 
+def _joined(found: Sequence[dict[str, float] | None]) -> dict[str, float] | None:
+    """Sums by kind; None where one is not known."""
+    total: dict[str, float] = {}
+    for item in found:
+        if item is None:
+            return None
+        for kind, seconds in item.items():
+            total[kind] = total.get(kind, 0.0) + seconds
+    return total
+
+
 def _state_bytes(parameters: int, dtype: str) -> int:
     return parameter_bytes((parameters,), getattr(torch, dtype)).total
 
 
 def columns(stages: Iterable[StageBreakdown]) -> list[str]:
     """The names of all parts that some stage has, in a common order; those that are nothing everywhere left out."""
-    found: dict[str, float] = dict.fromkeys((COMPUTE,), 1.0)
     kinds: dict[str, float] = {}
     ends = dict.fromkeys((STEP_END, IDLE, TIED), 0.0)
     for stage in stages:
@@ -168,10 +185,4 @@ def columns(stages: Iterable[StageBreakdown]) -> list[str]:
             kinds[kind] = kinds.get(kind, 0.0) + seconds
         for name in ends:
             ends[name] += stage.seconds[name]
-    return [name for name, seconds in {**found, **kinds, **ends}.items() if seconds]
-
-
-def totals(plan: Plan, found: Breakdown, names: Sequence[str]) -> dict[str, float]:
-    """Of the stage that sets the pace: parts of the step by name."""
-    parts = found.stages[found.slowest].seconds
-    return {name: parts.get(name, 0.0) for name in names}
+    return [name for name, seconds in {COMPUTE: 1.0, **kinds, **ends}.items() if seconds]

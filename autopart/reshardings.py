@@ -17,8 +17,9 @@ from autopart.breakdown import axis_link, tensor_axes
 from autopart.cluster import Cluster
 from autopart.cost.communication import collective_seconds
 from autopart.passes import graph as graphs
+from autopart.passes.conversion import Axes
 from autopart.passes.partition import StageGraph
-from autopart.passes.shard import Axes, collective_counts
+from autopart.passes.shard import collective_counts
 from autopart.plan import Plan
 from autopart.realize import build, check_plan, read_strategies
 

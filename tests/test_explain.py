@@ -89,7 +89,7 @@ def test_by_hand() -> None:
     link = cluster.group_link((0, 1))
     found = break_down(plan, cluster)
     sent = 4 * 3 * collective_seconds("all_reduce", 2e9, 2, link)
-    assert found.stages[1].collectives_s == {"all_reduce": pytest.approx(sent)}
+    assert found.stages[1].seconds["all_reduce"] == pytest.approx(sent)
     assert found.stages[1].compute_s == pytest.approx(4 * 4.0 - sent)
     assert (found.slowest, found.fullest, found.binds) == (1, 0, "compute")
     assert found.stages[0].state_bytes == 2 * 4 * 4 and found.stages[0].working_bytes == 100 - 32
@@ -98,6 +98,11 @@ def test_by_hand() -> None:
     waiting = replace(plan, microbatches=1)
     assert break_down(waiting, cluster).stages[0].seconds[IDLE] == pytest.approx(4.0)  # the other's 1 + 3 s
     assert break_down(plan, None).stages[0].collectives_s is None
+    looped = tuple(replace(plan.stages[s % 2], blocks=(s, s + 1)) for s in range(4))
+    found = break_down(replace(plan, stages=looped, schedule="interleaved"), cluster)
+    assert [stage.stages for stage in found.stages] == [(0, 2), (1, 3)]
+    assert found.stages[0].seconds["all_reduce"] == pytest.approx(2 * sent)
+    assert found.stages[0].step_end_s == 1.0 and found.stages[0].state_bytes == 2 * 32
     assert cluster_of(replace(plan, cluster="8xMine")) is None is cluster_of(replace(plan, cluster="2xV100-32GB"))
 
 

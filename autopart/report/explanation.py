@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from autopart.breakdown import Breakdown, columns
+from autopart.breakdown import Breakdown, StageBreakdown, columns
 from autopart.plan import Plan
 from autopart.report.units import format_bytes, format_count, format_seconds, format_share
 
@@ -39,7 +39,7 @@ def binding_text(plan: Plan, found: Breakdown, unfit: int) -> str:
     """What sets the pace, and whether memory has a say. unfit: candidates that did not fit."""
     slowest, fullest = found.stages[found.slowest], found.stages[found.fullest]
     total = plan.step_time_s or sum(slowest.seconds.values()) or 1.0
-    which = "the only stage" if len(plan.stages) == 1 else f"stage {found.slowest}"
+    which = "the only stage" if len(plan.stages) == 1 else f"stage {_numbers(slowest)}"
     shares = ", ".join(
         f"{name.replace('_', '-')} {format_share(seconds / total)}"
         for name, seconds in sorted(slowest.seconds.items(), key=lambda item: -item[1])
@@ -50,10 +50,14 @@ def binding_text(plan: Plan, found: Breakdown, unfit: int) -> str:
         lines.append("note: links are not known, or several axes share the counts: compute includes collectives")
     if fullest.capacity_bytes:
         lines.append(
-            f"memory: stage {found.fullest} is fullest, {format_share(fullest.memory_share)} of its devices"
+            f"memory: stage {_numbers(fullest)} is fullest, {format_share(fullest.memory_share)} of its devices"
             + (f"; {unfit} of {len(plan.considered)} candidates did not fit" if unfit else "")
         )
     return "\n".join(lines)
+
+
+def _numbers(stage: StageBreakdown) -> str:
+    return " and ".join(map(str, stage.stages))
 
 
 def breakdown_table(found: Breakdown) -> str:
@@ -61,13 +65,13 @@ def breakdown_table(found: Breakdown) -> str:
     names = columns(found.stages)
     rows = [
         (
-            index,
+            _numbers(stage),
             *(format_seconds(stage.seconds.get(name, 0.0)) for name in names),
             format_bytes(stage.state_bytes),
             format_bytes(stage.working_bytes),
             format_share(stage.memory_share) if stage.capacity_bytes else "-",
         )
-        for index, stage in enumerate(found.stages)
+        for stage in found.stages
     ]
     titles = [name.replace("_", "-") for name in names]
     headers = ("stage", *titles, "parameters and optimizer", "activations and rest", "memory used")
@@ -100,12 +104,13 @@ def runners_table(rows: Sequence[Mapping[str, Any]], step_time_s: float) -> str:
     cells = []
     for row in rows:
         seconds = row.get("seconds")
-        known = isinstance(seconds, int | float)
         cells.append(
             (
                 row.get("config", "-"),
-                ("at least " if row.get("status") == "pruned" else "") + format_seconds(seconds) if known else "-",
-                f"{seconds / step_time_s - 1:+.1%}" if known and step_time_s else "-",
+                ("at least " if row.get("status") == "pruned" else "") + format_seconds(seconds)
+                if isinstance(seconds, int | float)
+                else "-",
+                f"{seconds / step_time_s - 1:+.1%}" if isinstance(seconds, int | float) and step_time_s else "-",
                 _short(str(row.get("reason", ""))),
             )
         )
