@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from autopart.runtime.mesh import Axis
 from autopart.runtime.placement import join_shards, shard, take_shard
@@ -154,7 +155,11 @@ class _Transition(torch.autograd.Function):
 
 
 def _apply(x: Tensor, axis: Axis, forward: _Operation, backward: _Operation) -> Tensor:
-    return x if axis.size == 1 else _Transition.apply(x, forward, backward)
+    if axis.size == 1:
+        return x
+    if has_torch_function((x,)):  # as torch's own functions: _Transition.apply would not be seen
+        return handle_torch_function(_apply, (x,), x, axis, forward, backward)
+    return _Transition.apply(x, forward, backward)
 
 
 def _same(x: Tensor, phase: Phase) -> Tensor:

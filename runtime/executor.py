@@ -19,6 +19,7 @@ from autopart.runtime.mesh import Mesh
 from autopart.runtime.schedule import Action, Work
 from autopart.runtime.trace import Recorder
 from autopart.runtime.traffic import Phase
+from autopart.runtime.weight_split import LaterGradients, SplitBackward, into_outer
 
 # What starts the backward of a microbatch: output name -> gradient; None or missing: the output has none.
 Seeds = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor | None]]
@@ -47,6 +48,7 @@ class _Microbatch:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: list[tuple[ValueSpec, Tensor]] = field(default_factory=list)
     # Apart: the gradients' receives may be posted before the forward, which must not wait for them.
+    later: LaterGradients | None = None
     arriving: dict[Phase, list[tuple[Action, dist.Work]]] = field(
         default_factory=lambda: {"forward": [], "backward": []}
     )
@@ -83,6 +85,7 @@ class Run:
         self._train = train
         self._reduce = reduce
         self._microbatches: dict[tuple[int, int], _Microbatch] = {}
+        self._weights: dict[int, list[nn.Parameter]] = {}
         self._step = mesh.step
         self.seeds = seeds
         self.outputs: dict[int, dict[str, Tensor]] = {}
@@ -90,6 +93,7 @@ class Run:
     def execute(self, actions: Sequence[Action]) -> None:
         """Does the actions in order. Raises what the stage raises; PlanError if it returns another number of values."""
         with torch.set_grad_enabled(self._train):
+            self._weights = self._split_weights(actions) if self._train else {}
             last_sum = max((index for index, action in enumerate(actions) if action.work is Work.REDUCE), default=-1)
             for index, action in enumerate(actions):
                 if action.work is Work.REDUCE:
@@ -99,6 +103,15 @@ class Run:
                 else:
                     self._do(action)
             self._links.flush()
+
+    def _split_weights(self, actions: Sequence[Action]) -> dict[int, list[nn.Parameter]]:
+        """The parameters of the stages whose W has work of its own: without gradients to send, B may do it all."""
+        sends = {value.name for values in self._links.values.values() for value in values if value.needs_grad}
+        return {
+            stage: [p for p in self._modules[stage].parameters() if p.requires_grad]
+            for stage in {action.stage for action in actions if action.work is Work.WEIGHT}
+            if sends & set(self._specs[stage].receives)
+        }
 
     def _do(self, action: Action) -> None:
         assert action.microbatch is not None
@@ -124,7 +137,10 @@ class Run:
                 for value in self._crossing(action, "backward"):
                     state.gradients.append((value, self._receive(value, state, action, "backward")))
             case Work.WEIGHT:
-                pass  # the backward above computes the weights' gradients as well
+                with self._noted(action):
+                    if state.later is not None:
+                        state.later.compute(self._weights[action.stage])
+                    state.later = None
 
     def _state(self, stage: int, microbatch: int) -> _Microbatch:
         return self._microbatches.setdefault((stage, microbatch), _Microbatch())
@@ -193,7 +209,13 @@ class Run:
             **{argument_name(name): state.received[name] for name in spec.receives},
             **{argument_name(name): feed.totals[name] for name in spec.totals},
         }
-        results = self._modules[stage](b=feed.samples, B=feed.batch, **arguments)
+        if stage in self._weights:
+            state.later = LaterGradients()
+            with SplitBackward(self._weights[stage], state.later):
+                results = self._modules[stage](b=feed.samples, B=feed.batch, **arguments)
+                results = tuple(map(into_outer, results)) if isinstance(results, tuple) else results
+        else:
+            results = self._modules[stage](b=feed.samples, B=feed.batch, **arguments)
         if not isinstance(results, tuple) or len(results) != len(spec.sends) + len(spec.outputs):
             raise PlanError(
                 f"{spec.file} has to return a tuple of {len(spec.sends)} values to send {list(spec.sends)} and "

@@ -86,3 +86,14 @@ def test_places_by_name() -> None:
     assert places_of("interleaved", 6, 3) == (0, 1, 0, 1, 0, 1)
     assert places_of("zb-v", 6) == (0, 1, 2, 2, 1, 0)
     assert places_of("1f1b", 3) == (0, 1, 2)
+
+
+def test_recomputed_layers_under_a_split_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are computed again once, in B, which then makes their weights' gradients too."""
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
+    subject, analysis = subject_of("gpt2")
+    plan = replace(placed(chain_of("gpt2", 2), "zb-h1", (0, 1)), recompute="full")
+    emitted = realize(subject.program, plan, analysis)
+    assert all("checkpoint(" in text for name, text in emitted.files.items() if name.startswith("stage_"))
+    emitted.save(tmp_path / "program")
+    assert compare_emitted(tmp_path / "program", subject, plan=plan).equal

@@ -166,7 +166,7 @@ class StageSource:
         call = f"{layer_name}({', '.join(passed)})"
         # a second forward would update running statistics twice
         if self.recompute and not any("batch_norm" in str(node.target) for node in run.nodes):
-            call = f"checkpoint({', '.join([layer_name, *passed, 'use_reentrant=False'])})"
+            call = f"checkpoint({', '.join([layer_name, *passed])})"
             self.imports_checkpoint = True
         main.lines.append(f"{', '.join(results)} = {call}" if results else call)
         for node, result in zip(leaving, results, strict=True):
@@ -274,9 +274,9 @@ class StageSource:
             "import torch",
             "import torch.nn.functional as F",
             "from torch import Tensor, nn",
-            *(["from torch.utils.checkpoint import checkpoint"] if self.imports_checkpoint else []),
             "",
             f"from autopart.runtime import {', '.join(sorted(imports, key=str.lower))}",
+            *(["from autopart.runtime.recompute import checkpoint"] if self.imports_checkpoint else []),
             "",
             "",
         ]
