@@ -68,6 +68,7 @@ def parallelize(
     directory: str | Path | None = None,
     verbose: bool = True,
     rules: Any = None,
+    precision: str = "",
     **limits: Any,
 ) -> nn.Module:
     """The model as a parallel program over the processes of this job.
@@ -81,6 +82,8 @@ def parallelize(
     plan). outputs: "loss" returns only the loss in training, "all" everything. batch_dims: as for ``capture``.
     directory: where to write the emitted stages (default: a temporary folder). verbose: rank 0 prints the plan.
     rules: a RuleBook with the user's rules (``autopart.passes.rules.RULES.extended``; default: RULES).
+    precision: "bf16-mixed" or "fp16-mixed": weights and their gradients in their own type, ops as under
+    ``torch.autocast``; "": the types of the model, under the autocast that is on around the first call.
     limits: of ``make_plan``: pp, dp, tp, microbatches, schedule, warmup, recompute, optimizer.
     """
     if not isinstance(model, nn.Module):
@@ -95,6 +98,7 @@ def parallelize(
             "directory": directory,
             "verbose": verbose,
             "rules": rules,
+            "precision": precision,
             "limits": limits,
         },
         batch,
@@ -222,7 +226,8 @@ def _compile(
     from autopart.report.table import plan_text
     from autopart.tracing import capture
 
-    program = capture(model, args, kwargs, loss_fn=settings["loss_fn"], batch_dims=settings["batch_dims"])
+    options = {name: settings[name] for name in ("loss_fn", "batch_dims", "precision")}
+    program = capture(model, args, kwargs, **options)
     analysis = analyze(program, settings["rules"] or RULES)
     plan = settings["plan"]
     if plan is None:

@@ -59,7 +59,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
         model=program.name,
         cluster=str(candidates.cluster),
         batch=candidates.batch,
-        dtype=str(analysis.dtype).removeprefix("torch."),
+        dtype=analysis.program.precision or str(analysis.dtype).removeprefix("torch."),
         schedule=config.schedule,
         microbatches=config.microbatches,
         stages=tuple(stages),

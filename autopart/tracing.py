@@ -20,6 +20,8 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from autopart.capture_errors import Where, batch_reason, capture_error, fixes_batch
+from autopart.mixed_precision import autocast_of, current_precision
+from autopart.passes.autocast import Autocast, entered
 from autopart.passes.normalize import normalize
 from autopart.passes.program import OutputInfo, Program, Role, TensorInfo, mark_differentiable, mode_free_digests
 from autopart.runtime.errors import CaptureError
@@ -83,6 +85,7 @@ def capture(
     batch_dims: Mapping[str, int | None] | None = None,
     name: str = "",
     check_eval: bool = True,
+    precision: str = "",
 ) -> Program:
     """Captures the training computation of ``model`` on example inputs.
 
@@ -92,6 +95,8 @@ def capture(
     default every tensor whose dim 0 has the size of the first tensor's dim 0.
     check_eval: also capture the model in evaluation mode, to know whether the emitted stages, which switch dropout,
     attention's dropout and batch norm by ``self.training``, can be evaluated; else they refuse to be.
+    precision: "bf16-mixed" or "fp16-mixed": as under ``torch.autocast``, weights kept in their own type; "": as the
+    model computes, under the autocast that is on around this call.
     Raises CaptureError naming the module path and source line that cannot be captured.
     """
     if not isinstance(model, nn.Module):
@@ -107,10 +112,14 @@ def capture(
     dims = _batch_dims(named, batch_dims or {})
     named, batch = _examples(named, dims)
     flat = _Flat(model, loss_fn, structure, named)
-    with _training(model):
+    precision = precision or current_precision(flat)
+    autocast = autocast_of(precision, flat)
+    with _training(model), entered(autocast):
         exported, static_batch = _export(flat, named, dims)
     name = name or type(model).__name__
-    program = _assemble(flat, exported, named, dims, tuple(bound), batch, static_batch, name)
+    with entered({}):
+        program = _assemble(flat, exported, named, dims, tuple(bound), batch, static_batch, name, autocast)
+    program.precision = precision
     if check_eval:
         program.eval_flaw = _eval_flaw(program, model, args, {**kwargs, **targets}, loss_fn, batch_dims)
     return program
@@ -235,6 +244,7 @@ def _assemble(
     batch: int,
     static_batch: str,
     name: str,
+    autocast: Autocast,
 ) -> Program:
     kinds = torch.export.graph_signature.InputKind
     tensors, canonical = _tensors(flat)
@@ -266,7 +276,7 @@ def _assemble(
     symbol = _symbol(exported, roles, dims)
     if symbol is None and not static_batch:
         static_batch = "no input has a dim for samples"
-    normal = normalize(exported.graph_module, names, symbol)
+    normal = normalize(exported.graph_module, names, symbol, autocast)
     graph = normal.graph
     normal.batch.meta.update(role=Role.BATCH, name="b", path="", source="")
     first: dict[str, fx.Node] = {}
@@ -444,7 +454,15 @@ def _eval_flaw(
     model.eval()
     try:
         with _evaluating():
-            other = capture(model, args, kwargs, loss_fn=loss_fn, batch_dims=batch_dims, check_eval=False)
+            other = capture(
+                model,
+                args,
+                kwargs,
+                loss_fn=loss_fn,
+                batch_dims=batch_dims,
+                check_eval=False,
+                precision=program.precision,
+            )
     except CaptureError as error:
         return f"the model cannot be captured in evaluation mode: {error}"
     finally:

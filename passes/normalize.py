@@ -2,7 +2,8 @@
 
 Afterwards the graph has
 
-- no higher-order wrappers: regions without gradient are inlined and their results detached;
+- no higher-order wrappers: regions without gradient are inlined and their results detached, regions of autocast with
+  the casts written out;
 - no guards, asserts or sizes read off tensors: a size is a number or an expression in the batch size ``b``;
 - no in-place ops and no aliases that matter: an op that wrote into a tensor makes a new one, views of it are taken
   again, and a buffer that was written is listed in :attr:`Normalized.buffer_updates`;
@@ -23,6 +24,7 @@ import torch
 from torch import fx
 
 from autopart.passes import graph as graphs
+from autopart.passes.autocast import Autocast, casts_of, operands, type_of
 from autopart.passes.exported import (
     fakes,
     has_gradient,
@@ -98,8 +100,14 @@ class Normalized:
 
 
 class _Normalizer:
-    def __init__(self, root: fx.GraphModule, names: Mapping[str, str], batch_symbol: torch.SymInt | None):
+    def __init__(
+        self, root: fx.GraphModule, names: Mapping[str, str], batch_symbol: torch.SymInt | None, autocast: Autocast
+    ):
         self.root = root
+        self.autocast = autocast
+        # Exported node -> its value as the op at hand takes it under autocast.
+        self.cast: dict[fx.Node, fx.Node] = {}
+        self.known_casts: dict[str, list[torch.dtype]] = {}
         self.names = names
         self.graph = fx.Graph()
         self.batch = self.graph.placeholder("b")
@@ -146,7 +154,7 @@ class _Normalizer:
     def look(self, argument: Any) -> Any:
         """The new graph's counterpart of an argument, views of written tensors taken again."""
         if isinstance(argument, fx.Node):
-            new = self.env[argument]
+            new = self.cast[argument] if argument in self.cast else self.env[argument]
             return self.aliases.current(new, self.replay) if isinstance(new, fx.Node) else new
         if isinstance(argument, tuple | list):
             return type(argument)(self.look(item) for item in argument)
@@ -220,7 +228,40 @@ class _Normalizer:
             args, kwargs = self.look(node.args), self.look(dict(node.kwargs))
             self.env[node] = self.emit(graphs.called(node), args, kwargs, node)
             return
+        if self.autocast:
+            self.cast = self.casts(node)
         self.env[node] = self.op(node)
+        self.cast = {}
+
+    def casts(self, node: fx.Node) -> dict[fx.Node, fx.Node]:
+        """The operands of an op that autocast casts, cast."""
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or target in _CASTS:
+            return {}
+        given = operands(fakes((node.args, dict(node.kwargs))))
+        if not any(tensor.is_floating_point() for tensor in given):
+            return {}
+        # What is cast follows from the types alone.
+        plain = fx.node.map_aggregate(
+            (node.args, dict(node.kwargs)), lambda item: type_of(item) if isinstance(item, fx.Node) else item
+        )
+        key = f"{target}{plain}{self.autocast}"
+        try:
+            if key not in self.known_casts:
+                self.known_casts[key] = casts_of(
+                    target, fakes(node.args), fakes(dict(node.kwargs)), self.autocast, self.fake_mode
+                )
+            dtypes = self.known_casts[key]
+        except CaptureError as error:
+            path, source = origin(node)
+            raise CaptureError(f"{error} (module {path or '(root)'}, {source})") from None
+        found: dict[fx.Node, fx.Node] = {}
+        wanted = {id(tensor): dtype for tensor, dtype in zip(given, dtypes, strict=True) if tensor.dtype != dtype}
+        for operand in node.all_input_nodes:
+            dtype = wanted.get(id(operand.meta.get("val")))
+            if dtype is not None:
+                found[operand] = self.emit(aten.to.dtype, (self.look(operand), dtype), {}, node)
+        return found
 
     def symbolic(self, node: fx.Node, value: Any) -> Any:
         if isinstance(value, int) or extent(value) is not None:
@@ -236,17 +277,16 @@ class _Normalizer:
     def region(self, node: fx.Node) -> None:
         """Inlines a higher-order wrapper: grad mode switched, autocast entered."""
         name = node.target.name()  # type: ignore[union-attr]
-        args = list(node.args)
+        args: list[Any] = list(node.args)
+        autocast = self.autocast
         if name == "wrap_with_set_grad_enabled":
-            detach, body, operands = args[0] is False, args[1], args[2:]
+            detach, body, given = args[0] is False, args[1], args[2:]
         elif name == "wrap_with_autocast":
-            if args[2]:
-                path, source = origin(node)
-                raise CaptureError(
-                    f"module {path or '(root)'} enters torch.autocast inside its forward ({source}); "
-                    "enter autocast around the call of the parallel model instead"
-                )
-            detach, body, operands = False, args[4], args[5:]
+            device, dtype, enabled = args[:3]
+            detach, body, given = False, args[4], args[5:]
+            autocast = {**self.autocast, device: dtype or torch.get_autocast_dtype(device)}
+            if not enabled:
+                del autocast[device]
         else:
             path, source = origin(node)
             raise CaptureError(
@@ -256,18 +296,19 @@ class _Normalizer:
         sub = self.env[body] if isinstance(body, fx.Node) else body
         assert isinstance(sub, fx.GraphModule)
         formals = [inner for inner in sub.graph.nodes if inner.op == "placeholder"]
-        for formal, operand in zip(formals, operands, strict=True):
+        for formal, operand in zip(formals, given, strict=True):
             self.env[formal] = self.look(operand)
         saved, (path, source) = self.region_meta, origin(node)
         self.region_meta = {"path": path, "source": source} if path else saved
         outside, self.without_grad = self.without_grad, self.without_grad or detach
+        around, self.autocast = self.autocast, autocast
         for inner in sub.graph.nodes:
             if inner.op == "output":
                 result = self.look(inner.args[0])
                 self.env[node] = self.detached(result, node) if detach else result
             elif inner.op != "placeholder":
                 self.one(inner, sub)
-        self.region_meta, self.without_grad = saved, outside
+        self.region_meta, self.without_grad, self.autocast = saved, outside, around
 
     def detached(self, result: Any, like: fx.Node) -> Any:
         if isinstance(result, tuple | list):
@@ -444,10 +485,16 @@ class _Normalizer:
         return self.emit(aten.clone.default, (source,), {}, node) if source is args[1] else source
 
 
-def normalize(root: fx.GraphModule, names: Mapping[str, str], batch_symbol: torch.SymInt | None) -> Normalized:
+def normalize(
+    root: fx.GraphModule,
+    names: Mapping[str, str],
+    batch_symbol: torch.SymInt | None,
+    autocast: Autocast | None = None,
+) -> Normalized:
     """The functional form of an exported training graph.
 
     names: new names of its placeholders. batch_symbol: the size that export left symbolic, None when it is fixed.
-    Raises CaptureError for autocast regions, higher-order ops and writes that have no functional form.
+    autocast: what was on around the model when it was exported.
+    Raises CaptureError for higher-order ops, and for writes and autocast that have no functional form.
     """
-    return _Normalizer(root, names, batch_symbol).run()
+    return _Normalizer(root, names, batch_symbol, autocast or {}).run()

@@ -57,6 +57,7 @@ class Program:
     batch: samples in the example inputs. static_batch: why the batch size is fixed, '' when it is symbolic.
     loss: name of the output that is the loss, None when the user's code computes it.
     eval_flaw: why the emitted stages cannot be evaluated, '' when they can.
+    precision: "bf16-mixed", "fp16-mixed", or '' where the ops compute in the types that the model names.
     constants: tensors that the state dict does not hold (non-persistent buffers, literals), where they are real.
     """
 
@@ -74,6 +75,7 @@ class Program:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
+    precision: str = ""
     eval_flaw: str = "it was captured without check_eval, so that nobody knows whether evaluation computes the same"
     _fingerprint: str = ""
 

@@ -12,9 +12,18 @@ from torch import Tensor
 Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
-def hand_out(loss: Tensor, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-    """The loss, attached to gradients that are known already; they are given away by its first backward."""
-    return _HandOut.apply(loss, list(gradients), _anchor(loss), *parameters)
+# Gradients, and the loss's gradient in the script's backward -> the gradients under that.
+Scale = Callable[[Sequence[Tensor | None], Tensor], Sequence[Tensor | None]]
+
+
+def hand_out(
+    loss: Tensor, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], scale: Scale | None = None
+) -> Tensor:
+    """The loss, attached to gradients that are known already; they are given away by its first backward.
+
+    scale: applies the loss's own gradient to them (default: multiplies).
+    """
+    return _HandOut.apply(loss, list(gradients), scale or _multiply, _anchor(loss), *parameters)
 
 
 def run_later(outputs: Sequence[Tensor], backward: Backward, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -31,8 +40,10 @@ class _HandOut(torch.autograd.Function):
     """The loss, whose gradients are known already: backward scales them and gives them to the parameters."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], anchor: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.gradients = gradients
+    def forward(
+        ctx: Any, loss: Tensor, gradients: list[Tensor | None], scale: Scale, anchor: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        ctx.gradients, ctx.scale = gradients, scale
         return loss.view_as(loss)
 
     @staticmethod
@@ -41,7 +52,12 @@ class _HandOut(torch.autograd.Function):
             raise RuntimeError("the gradients of this step were handed out already; call the model again")
         # Scaled in place and let go: a copy would double the memory of all gradients.
         gradients, ctx.gradients = ctx.gradients, None
-        return (None, None, None, *(None if g is None else _scale(g, gradient) for g in gradients))
+        scale, ctx.scale = ctx.scale, None
+        return (None, None, None, None, *scale(gradients, gradient))
+
+
+def _multiply(gradients: Sequence[Tensor | None], factor: Tensor) -> list[Tensor | None]:
+    return [None if g is None else _scale(g, factor) for g in gradients]
 
 
 def _scale(tensor: Tensor, factor: Tensor) -> Tensor:

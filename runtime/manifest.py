@@ -13,12 +13,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from autopart.runtime.errors import PlanError
 
 VERSION = 1
 FILE_NAME = "manifest.json"
 
 Size = int | str
+
+# Mixed precisions: the name, and in what torch.autocast computes there.
+MIXED = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 # Names that mean something else inside an emitted function.
 _RESERVED = frozenset(
@@ -144,6 +149,7 @@ class Manifest:
     ``totals.py``'s function ``totals(*, b, B, <totals_inputs and totals_buffers>)`` which returns them as a tuple.
     Stages that use totals hold the buffers that these are computed from.
     loss: name of the output that is the loss; None when the user's code computes it from the outputs.
+    precision: "bf16-mixed", "fp16-mixed" (see MIXED), or '' where the stages compute in the parameters' types.
     eval_flaw: why the stages cannot be evaluated (model.eval()), '' when they can.
     batch_splittable: False when the model mixes samples: one microbatch, one replica.
     """
@@ -169,6 +175,7 @@ class Manifest:
     notes: tuple[str, ...] = field(default=())
     eval_flaw: str = ""
     warmup: tuple[int, ...] = ()
+    precision: str = ""
 
     def save(self, directory: Path) -> None:
         text = json.dumps({"version": VERSION, **asdict(self)}, indent=1)

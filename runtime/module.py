@@ -6,8 +6,8 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,11 +31,13 @@ from autopart.runtime.gradients import (
 from autopart.runtime.inputs import BatchMode, Division, bind, check, divide, microbatch_of
 from autopart.runtime.links import Links, dtype_of, edges_of
 from autopart.runtime.loading import Originals, build_stage, import_file, place
-from autopart.runtime.manifest import Manifest, argument_name
+from autopart.runtime.loss_scale import Gradients, LossScale
+from autopart.runtime.manifest import MIXED, Manifest, argument_name
 from autopart.runtime.mesh import Mesh
 from autopart.runtime.norms import GradientNorms
 from autopart.runtime.optimizers import OptimizerCheck
 from autopart.runtime.outputs import collect, gradient_piece
+from autopart.runtime.rng import default_generator, resumed
 from autopart.runtime.schedule import (
     NAMES,
     Action,
@@ -102,6 +104,7 @@ class ParallelModule(nn.Module):
             if isinstance(tensor := tensors.get(name), nn.Parameter)
         }
         self._sums = GradientSums(self.manifest, self.mesh, self._parameters_in_order, bucket_bytes)
+        self._scale = LossScale(self.mesh) if _computes_in_float16(self.manifest) else None
         self._norms = GradientNorms(self.manifest, self.mesh, self._parameters_in_order)
         self._optimizer_check = OptimizerCheck(self.manifest, self.mesh, self._parameters_in_order)
         self._links = Links(self.manifest, self.mesh)
@@ -126,7 +129,26 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's outputs for this batch; see the class. Raises InputError and BatchError."""
         with self._reporting():
-            return self._call(args, kwargs)
+            self._check_autocast()
+            with self._plainly():
+                return self._call(args, kwargs)
+
+    def _plainly(self) -> AbstractContextManager[None]:
+        """Without autocast: the stages say themselves what is cast."""
+        return torch.autocast(self.mesh.device.type, enabled=False)
+
+    def _check_autocast(self) -> None:
+        """Raises InputError when the script's autocast is not what the program was planned with."""
+        kind = self.mesh.device.type
+        if not torch.is_autocast_enabled(kind):
+            return
+        dtype = torch.get_autocast_dtype(kind)
+        if MIXED.get(self.manifest.precision) != dtype:
+            raise InputError(
+                f"called under torch.autocast({kind!r}, {dtype}), but the program was captured "
+                f"{f'in {self.manifest.precision}' if self.manifest.precision else 'without it'}; make the first call "
+                "under the same autocast as all others, or say precision= instead"
+            )
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         train = self.training and torch.is_grad_enabled()
@@ -175,18 +197,29 @@ class ParallelModule(nn.Module):
         loss_name = self.manifest.loss
         assert loss_name is not None
 
-        def seeds(microbatch: int, outputs: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-            return {loss_name: torch.ones_like(outputs[loss_name])} if loss_name in outputs else {}
-
         keep = None if self.returned == "all" else {loss_name}
-        run = self._run(feed, train=True, seeds=seeds, keep=keep)
         parameters = self._trainable()
-        with self._norms.running(), separate_gradients(parameters) as gradients:
-            run.execute(self._actions)
+
+        def run_with(seed: float) -> tuple[Run, list[Tensor | None]]:
+            def seeds(microbatch: int, outputs: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+                return {loss_name: torch.full_like(outputs[loss_name], seed)} if loss_name in outputs else {}
+
+            run = self._run(feed, train=True, seeds=seeds, keep=keep)
+            with self._norms.running(), separate_gradients(parameters) as made:
+                run.execute(self._actions)
+            return run, made
+
+        seed = 1.0 if self._scale is None else self._scale.seed
+        again = None if self._scale is None else self._repeatable(lambda wanted: run_with(wanted)[1])
+        run, gradients = run_with(seed)
         average_buffers(self.manifest, self.mesh, self._buffers_by_name())
         wanted = [spec for spec in self._outputs if self.returned == "all" or spec.name == loss_name]
         values: dict[str, Any] = {spec.name: collect(spec, run.outputs, division, self.mesh) for spec in wanted}
-        values[loss_name] = hand_out(values[loss_name], gradients, parameters)
+        scale = None
+        if self._scale is not None and again is not None:
+            settle, repeat = self._scale.settle, again
+            scale = lambda found, incoming: settle(found, seed, incoming, repeat)  # noqa: E731
+        values[loss_name] = hand_out(values[loss_name], gradients, parameters, scale)
         if self.returned == "all":
             values.update(self._constants())
         return rebuild(self.manifest.output_structure, values)
@@ -214,6 +247,8 @@ class ParallelModule(nn.Module):
             }
             with self._norms.running(), separate_gradients(parameters) as made, self._reporting():
                 run.execute(self._own_actions(backward_part(self.schedule)))
+            if self._scale is not None:
+                self._scale.agree(made)
             return made
 
         attached = run_later([values[spec.name] for spec in differentiable], backward, parameters)
@@ -235,6 +270,24 @@ class ParallelModule(nn.Module):
             average_buffers(self.manifest, self.mesh, self._buffers_by_name())
         values: dict[str, Any] = {spec.name: collect(spec, run.outputs, division, self.mesh) for spec in self._outputs}
         return rebuild(self.manifest.output_structure, {**values, **self._constants()})
+
+    def _repeatable(self, run: Callable[[float], Gradients]) -> Callable[[float], Gradients]:
+        """``run``, later, as if now: with this step's random numbers, and leaving running statistics as they are."""
+        device, step = self.mesh.device, self.mesh.step
+        state = default_generator(device).get_state()
+
+        def again(seed: float) -> Gradients:
+            kept = {name: buffer.clone() for name, buffer in self._buffers_by_name().items()}
+            later, self.mesh.step = self.mesh.step, step
+            with self._reporting(), self._plainly(), resumed(device, state):
+                made = run(seed)
+            self.mesh.step = later
+            with torch.no_grad():
+                for name, buffer in self._buffers_by_name().items():
+                    buffer.copy_(kept[name])
+            return made
+
+        return again
 
     def _run(self, feed: Feed, train: bool, seeds: Any = None, keep: set[str] | None = None) -> Run:
         reduce, recorder, stages = self._sums.reduce, self._recorder, self._stages_by_number
@@ -358,6 +411,10 @@ class ParallelModule(nn.Module):
         does the same, see :mod:`autopart.runtime.norms`.
         """
         return clip_gradients(self.manifest, self.mesh, self._parameters_in_order, max_norm, norm_type)
+
+
+def _computes_in_float16(manifest: Manifest) -> bool:
+    return manifest.precision == "fp16-mixed" or any(spec.dtype == "float16" for spec in manifest.parameters)
 
 
 def _check_equal(samples: int, mesh: Mesh) -> None:

@@ -162,7 +162,7 @@ class ShareNorm(Tensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result: Any = function(*args, **(kwargs or {}))
-            if not isinstance(result, (Tensor, float, list)):
+            if not _is_value(result):
                 return result  # a size, a device
             given = args[0] if function is torch.stack else args
             parts = [item for item in given if isinstance(item, ShareNorm)]
@@ -180,6 +180,10 @@ class ShareNorm(Tensor):
                 raise InputError(f"a norm of norms of another order than {order:g}; {_INSTEAD}")
             norms.check_whole(names)
             return result
+
+
+def _is_value(result: object) -> bool:
+    return isinstance(result, Tensor | float | list)
 
 
 def _share_norm(norm: Tensor, norms: GradientNorms, names: tuple[str, ...], order: float) -> ShareNorm:

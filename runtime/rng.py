@@ -27,9 +27,18 @@ def default_generator(device: torch.device) -> torch.Generator:
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
     """Random functions inside the block follow ``seed``; afterwards the generator goes on as if nothing had run."""
     generator = default_generator(device)
-    state = generator.get_state()
-    generator.manual_seed(seed)
+    with resumed(device, generator.get_state()):
+        generator.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def resumed(device: torch.device, state: torch.Tensor) -> Iterator[None]:
+    """Inside, random functions go on from ``state``; afterwards the generator goes on as if nothing had run."""
+    generator = default_generator(device)
+    outside = generator.get_state()
+    generator.set_state(state)
     try:
         yield
     finally:
-        generator.set_state(state)
+        generator.set_state(outside)

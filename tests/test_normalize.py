@@ -249,16 +249,6 @@ def test_region_without_gradient_is_detached() -> None:
     assert "aten.detach.default" in spellings(program)
 
 
-def test_autocast_inside_is_refused() -> None:
-    def autocast(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return x @ y.t()
-
-    given = {name: torch.randn(BATCH, 6) for name in ("x", "y")}
-    with pytest.raises(CaptureError, match="autocast around the call"):
-        capture(Writer(autocast).float(), (), given)
-
-
 def test_disabled_autocast_is_inlined() -> None:
     def disabled(x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):

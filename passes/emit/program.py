@@ -139,6 +139,7 @@ def emit_program(
         imports=program.imports,
         notes=(*program.notes, *split.notes),
         eval_flaw=program.eval_flaw,
+        precision=program.precision,
     )
     return Emitted(files, manifest, dict(program.constants))
 
