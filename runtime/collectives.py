@@ -51,11 +51,18 @@ _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def gather_shards(x: Tensor, axis: Axis, dim: int, outer: int, phase: Phase) -> Tensor:
     """The whole tensor from every rank's share."""
-    axis.traffic.add("all_gather", axis.name, phase, axis.size * payload(x))
-    gathered = axis.all_gather(x.detach())
+    gathered = gather_in_front(x, axis, phase)
     if dim == 0 and outer == 1 and x.dim():
         return gathered.flatten(0, 1)
     return join_shards(gathered.unbind(), shard(dim, outer))
+
+
+def gather_in_front(x: Tensor, axis: Axis, phase: Phase) -> Tensor:
+    """Every rank's tensor, stacked in front: ``[axis.size, *x.shape]``."""
+    if axis.size == 1:
+        return x.detach().unsqueeze(0)
+    axis.traffic.add("all_gather", axis.name, phase, axis.size * payload(x))
+    return axis.all_gather(x.detach())
 
 
 def sum_over(x: Tensor, axis: Axis, phase: Phase) -> Tensor:

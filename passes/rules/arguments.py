@@ -33,6 +33,11 @@ def operands(node: fx.Node) -> int:
     return len(graph.inputs(node))
 
 
+def wide_bytes(node: fx.Node) -> int:
+    """Bytes per element of what a local form computes from the first operand: half precision is widened to float32."""
+    return max(graph.inputs(node)[0].fake.dtype.itemsize, 4)
+
+
 def positive(dim: int, rank: int) -> int:
     """A dim counted from the left."""
     return dim % rank if rank else 0

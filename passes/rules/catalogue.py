@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch import Tensor
 
 from autopart.passes.rules.examples import F64, Case, f, i, m
 
@@ -226,8 +227,15 @@ def _shapes() -> list[Case]:
     ]
 
 
+def _half_masked() -> Tensor:
+    """Rows of which the first, the second or no half is -inf."""
+    x = f(4, 6)
+    x[0, :3] = x[1, 3:] = -torch.inf
+    return x
+
+
 def _reductions() -> list[Case]:
-    along = "amax amin argmax argmin logsumexp prod.dim_int any.dim all.dim max.dim min.dim median.dim"
+    along = "amax amin argmax argmin prod.dim_int any.dim all.dim max.dim min.dim median.dim"
     lists = "any.dims all.dims var.correction std.correction var_mean.correction std_mean.correction var.dim std.dim"
     full = "max min any all prod median count_nonzero var std mean argmax"
     single = ["argmax", "argmin", "prod.dim_int", "any.dim", "all.dim", "max.dim", "min.dim", "median.dim"]
@@ -241,7 +249,13 @@ def _reductions() -> list[Case]:
         Case("aten.sum.dim_IntList", (f(4, 6), [0, 1]), minimum=5),
         Case("aten.sum.dim_IntList", (i(3, 4, 6), [0]), minimum=3),
         Case("aten.sum.dim_IntList", (f(4, 6), None), minimum=5),
-        Case("aten.mean.dim", (f(4, 6), [-1], True), minimum=4),
+        Case("aten.mean.dim", (f(4, 6), [-1], True), minimum=5),
+        Case("aten.mean.dim", (f(4, 6, 2), [0, 2]), minimum=6),
+        Case("aten.logsumexp.default", (f(4, 6), [1], True), minimum=4),
+        Case("aten.logsumexp.default", (f(4, 6, 2), [0, -1]), minimum=5),
+        Case("aten.softmax.int", (_half_masked(), -1), minimum=4),
+        Case("aten.log_softmax.int", (f(4, 6), 0), minimum=4),
+        Case("aten.log_softmax.int", (f(4, 6, 2), 1), minimum=5),
         *[Case(key(name), (f(4, 6), 1 if name in single else [1]), minimum=3) for name in along.split()],
         *[Case(key(name), (f(4, 6), [1]), {"keepdim": True}, minimum=3) for name in lists.split()],
         *[Case(key(name), (f(4, 6),)) for name in full.split()],
@@ -250,7 +264,7 @@ def _reductions() -> list[Case]:
         Case("aten.norm.ScalarOpt_dim", (f(4, 6), 2, [1]), minimum=3),
         *[
             Case(key(name), (f(4, 6), -1), minimum=3)
-            for name in ("softmax.int", "log_softmax.int", "cumprod", "cummax", "cummin", "logcumsumexp", "cumsum")
+            for name in ("cumprod", "cummax", "cummin", "logcumsumexp", "cumsum")
         ],
         Case("aten._softmax.default", (f(4, 6), -1, False), minimum=3),
         Case("aten._log_softmax.default", (f(4, 6), 0, False), minimum=3),
@@ -264,10 +278,13 @@ def _normalisations_and_losses() -> list[Case]:
     constant = {"soft_margin_loss": (1,)}
     classes = ("cross_entropy_loss", "nll_loss_nd")
     return [
-        Case("aten.layer_norm.default", (f(2, 4, 6), [6], f(6), f(6)), minimum=4),
-        Case("aten.layer_norm.default", (f(2, 4, 6), [4, 6]), minimum=3),
-        Case("aten.rms_norm.default", (f(2, 4, 6), [6], f(6)), minimum=4),
-        Case("aten.group_norm.default", (f(2, 4, 3), 2, f(4), f(4)), minimum=3),
+        Case("aten.layer_norm.default", (f(2, 4, 6), [6], f(6), f(6)), minimum=5),
+        Case("aten.layer_norm.default", (f(2, 4, 6), [6], f(6)), minimum=5),
+        Case("aten.layer_norm.default", (f(2, 4, 6) + 1e4, [4, 6]), minimum=5),
+        Case("aten.rms_norm.default", (f(2, 4, 6), [6], f(6)), minimum=5),
+        Case("aten.rms_norm.default", (f(2, 4, 6), [6], None, 1e-3), minimum=5),
+        Case("aten.group_norm.default", (f(2, 4, 3), 2, f(4), f(4)), minimum=5),
+        Case("aten.group_norm.default", (f(2, 4, 3, 2), 1, f(4), f(4), 1e-3), minimum=4),
         Case(
             "aten.batch_norm.default", (f(2, 4, 3, 3), *statistics, True, 0.1, 1e-5, False), minimum=3, constant=(3, 4)
         ),

@@ -110,6 +110,12 @@ def _convolution(node: fx.Node, local: Local) -> Arguments | None:
     return replaced(node, 6, "groups", groups.coefficient)
 
 
+def _group_norm(node: fx.Node, local: Local) -> Arguments | None:
+    groups = local.sizes["g"]
+    assert groups is not None
+    return replaced(node, 1, "num_groups", groups.coefficient)
+
+
 def localizers() -> dict[str, Localizer]:
     """The rewrites of this file by op name."""
     return {
@@ -125,6 +131,7 @@ def localizers() -> dict[str, Localizer]:
         "aten.split_with_sizes.default": _split,
         "aten.slice.Tensor": _slice,
         "aten.repeat.default": _repeat,
+        "aten.group_norm.default": _group_norm,
         "aten.repeat_interleave.self_int": _repeat_interleave,
         **{f"aten.conv{space}d.default": _convolution for space in (1, 2, 3)},
         **{f"aten.conv{space}d.padding": _convolution for space in (1, 2, 3)},

@@ -6,6 +6,8 @@ from autopart.passes.rules import (
     table_contractions,
     table_elementwise,
     table_indexing,
+    table_losses,
+    table_norms,
     table_reductions,
     table_shape,
 )
@@ -15,7 +17,15 @@ from autopart.passes.rules.localize import localizers
 
 def default_rules() -> RuleBook:
     """A book of all built-in rules; extend it with :meth:`RuleBook.extended`."""
-    tables = (table_contractions, table_elementwise, table_indexing, table_reductions, table_shape)
+    tables = (
+        table_contractions,
+        table_elementwise,
+        table_indexing,
+        table_losses,
+        table_norms,
+        table_reductions,
+        table_shape,
+    )
     merged = {name: entry for module in tables for name, entry in module.table().items()}
     assert len(merged) == sum(len(module.table()) for module in tables), "an op has rules in two tables"
     return RuleBook(merged, localizers())

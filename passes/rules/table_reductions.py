@@ -1,7 +1,7 @@
-"""Rules of reductions, normalisations, pooling and losses.
+"""Rules of reductions and pooling.
 
-Only a plain sum lets a shard of the reduced factor become a partial sum; all other reductions freeze it. ``mean`` is
-linear, so partial sums pass through it, but the mean of a shard is not a part of the whole mean's sum.
+Only a plain sum lets a shard of the reduced factor become a partial sum; most other reductions freeze it. ``mean`` is
+linear, so partial sums pass through it; of a shard its local form makes a summand of the whole mean.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from autopart.passes import graph
-from autopart.passes.rules.arguments import argument, dims_of, names, operands, rank_of, words
+from autopart.passes.rules.arguments import dims_of, names, rank_of, wide_bytes, words
 from autopart.passes.rules.book import Entry
 from autopart.passes.rules.notation import Annotation, LocalForm, Message
 
@@ -36,7 +36,23 @@ def _sum(node: fx.Node) -> Annotation:
 
 def _mean(node: fx.Node) -> Annotation:
     dims = dims_of(node, 1, "dim")
-    return Annotation(_reduction(node, dims, _keepdim(node), freeze=True), linear=((0,),))
+    forms = {f"d{dim}": LocalForm("partial_mean") for dim in dims}
+    return Annotation(_reduction(node, dims, _keepdim(node), freeze=False), linear=((0,),), forms=forms)
+
+
+def _mean_of_all(node: fx.Node) -> Annotation:
+    dims = list(range(rank_of(node)))
+    forms = {f"d{dim}": LocalForm("partial_mean") for dim in dims}
+    return Annotation(_reduction(node, dims, False, freeze=False), linear=((0,),), forms=forms)
+
+
+def _logsumexp(node: fx.Node) -> Annotation:
+    """Over a shard: the largest numbers and the sums of exponentials of all ranks."""
+    dims = dims_of(node, 1, "dim")
+    rest = tuple(name for dim, name in enumerate(names(rank_of(node))) if dim not in dims)
+    size = wide_bytes(node)
+    form = LocalForm("sharded_logsumexp", whole=True, messages=(Message("all_gather", "forward", rest, 2 * size),))
+    return Annotation(_reduction(node, dims, _keepdim(node), freeze=False), forms={f"d{dim}": form for dim in dims})
 
 
 def _frozen_reduction(node: fx.Node) -> str:
@@ -64,24 +80,6 @@ def _cumulative_sum(node: fx.Node) -> Annotation:
     return Annotation(_along(node), linear=((0,),))
 
 
-def _layer_norm(node: fx.Node) -> str:
-    """layer_norm and rms_norm: the normalised dims are frozen, weights have exactly those."""
-    count = len(argument(node, 1, "normalized_shape"))
-    normal = " ".join(f"^n{index}" for index in range(count))
-    return ", ".join([f"*b {normal}", *[normal] * (operands(node) - 1)]) + f" -> *b {normal}"
-
-
-def _group_norm(node: fx.Node) -> str:
-    return ", ".join(["b ^c ^*s", *["^c"] * (operands(node) - 1)]) + " -> b ^c ^*s"
-
-
-def _batch_norm(node: fx.Node) -> str:
-    """Channels are independent, running statistics included. In training the batch and space are one sample."""
-    training = bool(argument(node, 5, "training"))
-    data = "^b c ^*s" if training else "b c *s"
-    return ", ".join([data, *["c"] * (operands(node) - 1)]) + f" -> {data}"
-
-
 def _pool(space: int) -> Entry:
     hole = " ".join(["_"] * space)
     return f"*b {hole} -> *b {hole}"
@@ -96,64 +94,15 @@ def _pool_with_indices(node: fx.Node) -> str:
     return "*b _ _ -> *b ^y ^x, *b ^y ^x"
 
 
-_NONE, _MEAN = 0, 1
-
-
-def _cross_entropy(node: fx.Node) -> Annotation:
-    """Samples are summed, or frozen where their mean is taken over the valid ones; classes run by a local form."""
-    reduction = argument(node, 3, "reduction", _MEAN)
-    text = _class_loss(node, reduction)
-    rank = rank_of(node)
-    numbered = rank > 1 and rank_of(node, 1) == rank - 1
-    if not numbered or operands(node) > 2 or not isinstance(argument(node, 4, "ignore_index", -100), int):
-        return Annotation(text)
-    scores = graph.inputs(node)[0].fake.dtype
-    size = max(scores.itemsize, 4)  # half precision is computed in float32
-    sums = 3 if argument(node, 5, "label_smoothing", 0.0) else 2
-    samples = tuple(f"s{index}" for index in range(rank - 2))
-    messages = tuple(Message("all_reduce", "forward", ("t", *samples), count * size) for count in (1, sums))
-    form = LocalForm("vocab_cross_entropy", whole=True, messages=messages)
-    return Annotation(text.replace("^c", "c"), forms={"c": form})
-
-
-def _class_loss(node: fx.Node, reduction: int) -> str:
-    """``[n, c, …]`` or ``[c]`` scores; targets are class numbers without c, or probabilities with it."""
-    rank = rank_of(node)
-    mark = "^" if reduction == _MEAN else ""
-    lead = f"{mark}t" if rank > 1 else ""
-    rest = " ".join(f"{mark}s{index}" for index in range(rank - 2))
-    scores = f"{lead} ^c {rest}"
-    target = scores if rank_of(node, 1) == rank else f"{lead} {rest}"
-    weights = ", ^c" * (operands(node) - 2)
-    output = f"{lead} {rest}" if reduction == _NONE else ""
-    return f"{scores}, {target}{weights} -> {output}"
-
-
-def _nll(node: fx.Node) -> Annotation:
-    """Picks one log-probability per sample: linear in them."""
-    return Annotation(_class_loss(node, argument(node, 3, "reduction", _MEAN)), linear=((0,),))
-
-
-def _elementwise_loss(position: int) -> Entry:
-    """A loss of two tensors and weights, element by element, then ``reduction`` (the argument at ``position``)."""
-
-    def build(node: fx.Node) -> str:
-        reduction = argument(node, position, "reduction", _MEAN)
-        mark = "^" if reduction == _MEAN else ""
-        return ", ".join([f"{mark}*d"] * operands(node)) + (f" -> {mark}*d" if reduction == _NONE else " -> ")
-
-    return build
-
-
 def table() -> dict[str, Entry]:
     """The rules of this file by op name."""
     frozen = words(
-        "amax amin argmax argmin logsumexp prod.dim_int any.dim any.dims all.dim all.dims max.dim min.dim median.dim "
+        "amax amin argmax argmin prod.dim_int any.dim any.dims all.dim all.dims max.dim min.dim median.dim "
         "var.correction std.correction var_mean.correction std_mean.correction var.dim std.dim "
         "count_nonzero.dim_IntList"
     )
     full = words("max min any all prod median count_nonzero var std")
-    along = words("softmax.int log_softmax.int _softmax _log_softmax cumprod cummax cummin logcumsumexp")
+    along = words("_softmax _log_softmax cumprod cummax cummin logcumsumexp")
 
     def key(name: str) -> str:
         return f"aten.{name}" if "." in name else f"aten.{name}.default"
@@ -161,18 +110,15 @@ def table() -> dict[str, Entry]:
     return {
         "aten.sum.default": Annotation("*d -> ", linear=((0,),)),
         "aten.sum.dim_IntList": _sum,
-        "aten.mean.default": Annotation("^*d -> ", linear=((0,),)),
+        "aten.mean.default": _mean_of_all,
         "aten.mean.dim": _mean,
         **{key(name): _frozen_reduction for name in frozen},
         **{key(name): _full_reduction for name in full},
+        "aten.logsumexp.default": _logsumexp,
         "aten.linalg_vector_norm.default": _vector_norm,
         "aten.norm.ScalarOpt_dim": _vector_norm,
         **{key(name): _along for name in along},
         "aten.cumsum.default": _cumulative_sum,
-        "aten.layer_norm.default": _layer_norm,
-        "aten.rms_norm.default": _layer_norm,
-        "aten.group_norm.default": _group_norm,
-        "aten.batch_norm.default": _batch_norm,
         "aten.max_pool1d.default": _pool(1),
         "aten.max_pool2d.default": _pool(2),
         "aten.max_pool3d.default": _pool(3),
@@ -186,15 +132,4 @@ def table() -> dict[str, Entry]:
         "aten.upsample_nearest2d.vec": _linear_pool(2),
         "aten.upsample_bilinear2d.vec": _linear_pool(2),
         "aten.upsample_bicubic2d.vec": _linear_pool(2),
-        "aten.cross_entropy_loss.default": _cross_entropy,
-        "aten.nll_loss.default": _nll,
-        "aten.nll_loss_nd.default": _nll,
-        "aten.mse_loss.default": _elementwise_loss(2),
-        "aten.l1_loss.default": _elementwise_loss(2),
-        "aten.smooth_l1_loss.default": _elementwise_loss(2),
-        "aten.huber_loss.default": _elementwise_loss(2),
-        "aten.kl_div.default": _elementwise_loss(2),
-        "aten.soft_margin_loss.default": _elementwise_loss(2),
-        "aten.binary_cross_entropy.default": _elementwise_loss(3),
-        "aten.binary_cross_entropy_with_logits.default": _elementwise_loss(4),
     }

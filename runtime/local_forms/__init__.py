@@ -5,6 +5,19 @@ of the dim, in rank order. What one exchanges is declared with the op's rule, an
 """
 
 from autopart.runtime.local_forms.attention import query_sharded_attention
+from autopart.runtime.local_forms.norms import partial_mean, sharded_group_norm, sharded_layer_norm, sharded_rms_norm
+from autopart.runtime.local_forms.softmax import sharded_log_softmax, sharded_logsumexp, sharded_softmax
 from autopart.runtime.local_forms.vocabulary import vocab_cross_entropy, vocab_embedding
 
-__all__ = ["query_sharded_attention", "vocab_cross_entropy", "vocab_embedding"]
+__all__ = [
+    "partial_mean",
+    "query_sharded_attention",
+    "sharded_group_norm",
+    "sharded_layer_norm",
+    "sharded_log_softmax",
+    "sharded_logsumexp",
+    "sharded_rms_norm",
+    "sharded_softmax",
+    "vocab_cross_entropy",
+    "vocab_embedding",
+]
