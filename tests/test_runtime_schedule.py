@@ -16,8 +16,11 @@ from autopart.runtime.schedule import (
     forward_only,
     forward_part,
     gpipe,
+    in_flight,
+    interleaved,
     make_schedule,
     one_f_one_b,
+    places_of,
     post_receives_early,
 )
 
@@ -28,8 +31,7 @@ def chain(stages: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("stages", range(1, 17))
 def test_all_sizes_run_and_hold_what_the_formulas_say(stages: int) -> None:
-    every = [*range(1, 2 * stages + 2), 47, 64]
-    for microbatches in sorted(set(every)):
+    for microbatches in sorted({1, 2, stages - 1, stages, stages + 1, 2 * stages - 1, 47, 64} - {0}):
         edges = chain(stages)
         assert dry_run(gpipe(stages, microbatches, edges)) == (microbatches,) * stages
         expected = tuple(min(microbatches, stages - s) for s in range(stages))
@@ -37,15 +39,67 @@ def test_all_sizes_run_and_hold_what_the_formulas_say(stages: int) -> None:
         assert dry_run(forward_only(stages, microbatches, edges)) == (0,) * stages
 
 
+@pytest.mark.parametrize("stages", range(1, 17))
+def test_split_backwards_run_and_hold_what_the_formulas_say(stages: int) -> None:
+    for microbatches in sorted({1, 2, stages - 1, stages, stages + 1, 2 * stages, 64} - {0}):
+        found = dry_run(make_schedule("zb-h1", stages, microbatches, chain(stages)))
+        assert found == in_flight("zb-h1", stages, microbatches) == (min(microbatches, stages),) * stages
+        if stages % 2 == 0:
+            found = dry_run(make_schedule("zb-v", stages, microbatches, chain(stages)))
+            assert found == in_flight("zb-v", stages, microbatches)
+            assert found == tuple(min(microbatches, stages - s) for s in range(stages))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 16])
+@pytest.mark.parametrize("virtual", [1, 2, 3, 4])
+def test_interleaved_runs_and_holds_what_the_formula_says(ranks: int, virtual: int) -> None:
+    stages = ranks * virtual
+    if stages > 16:
+        pytest.skip("more than 16 stages")
+    places = places_of("interleaved", stages, virtual)
+    for groups in sorted({1, 2, 3, 64 // ranks}):
+        schedule = interleaved(stages, ranks * groups, chain(stages), places=places)
+        assert dry_run(schedule) == in_flight("interleaved", stages, ranks * groups, places=places)
+        if virtual == 1:
+            assert schedule == one_f_one_b(stages, ranks * groups, chain(stages))
+    with pytest.raises(ScheduleError, match="multiple of"):
+        interleaved(2 * ranks + 2, ranks * 3 + 1 if ranks > 1 else 1, (), places=(*range(ranks + 1),) * 2)
+
+
+def test_several_stages_on_a_rank() -> None:
+    for places in ((0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 0, 0), (0, 0, 1, 1)):
+        assert dry_run(gpipe(4, 5, chain(4), places=places)) == (5,) * 4
+        assert dry_run(forward_only(4, 5, chain(4), places)) == (0,) * 4
+    with pytest.raises(ScheduleError, match="1f1b runs one stage on each rank"):
+        make_schedule("1f1b", 4, 4, chain(4), places=(0, 1, 0, 1))
+    with pytest.raises(ScheduleError, match="in a V"):
+        make_schedule("zb-v", 4, 4, chain(4), places=(0, 1, 0, 1))
+    with pytest.raises(ScheduleError, match="no even number"):
+        make_schedule("zb-v", 3, 4, chain(3))
+
+
+def test_messages_between_two_ranks_are_received_in_the_order_of_sending() -> None:
+    """Also those of different stages: NCCL tells them apart by their order alone."""
+    good = "F0.0 SA0.0>1 RA2.0<1 F2.0 SA2.0>3\nRA1.0<0 F1.0 SA1.0>2 RA3.0<2 F3.0"
+    assert dry_run(Schedule.parse(good)) == (0, 0, 0, 0)
+    with pytest.raises(ScheduleError, match=r"RA3\.0<1 comes where microbatch 0 was sent from 0 to 2"):
+        dry_run(Schedule.parse("F0.0 SA0.0>2 F1.0 SA1.0>3\nRA3.0<1 F3.0 RA2.0<0 F2.0"))
+
+
 def test_random_edges_with_skips() -> None:
     draw = random.Random(0)
-    for _ in range(150):
+    for _ in range(60):
         stages, microbatches = draw.randint(2, 9), draw.randint(1, 12)
         pairs = [(a, b) for b in range(stages) for a in range(b)]
         edges = sorted({*chain(stages), *draw.sample(pairs, draw.randint(0, len(pairs)))})
         back = draw.sample(edges, draw.randint(0, len(edges)))
-        for name in ("gpipe", "1f1b", "forward_only"):
-            schedule = make_schedule(name, stages, microbatches, edges, back)
+        virtual = draw.choice([v for v in (1, 2, 3) if stages % v == 0])
+        for name in ("gpipe", "1f1b", "forward_only", "zb-h1", "interleaved", *(["zb-v"] if stages % 2 == 0 else [])):
+            places = None
+            if name == "interleaved":
+                places = places_of(name, stages, virtual)
+                microbatches = stages // virtual * draw.randint(1, 3)
+            schedule = make_schedule(name, stages, microbatches, edges, back, places=places)
             dry_run(schedule)
             assert Schedule.parse(str(schedule)) == schedule
 
@@ -90,6 +144,9 @@ def test_bad_text(text: str) -> None:
         ),
         ("F0.0 SA0.0>3 B0.0", "a stage that is not there"),
         ("F0.0 W0.0 B0.0", r"W0\.0 comes before B0\.0"),
+        ("F0.0 B0.0 W0.0 W0.0", r"W0\.0 comes twice"),
+        ("F0.0 B0.0 F0.1 B0.1 W0.0", r"never does W0\.1"),
+        ("F0.0 B0.0 R0 W0.0", r"R0 comes before the last W"),
         ("F0.0\nF1.0 F0.1", "F0.1 stands in the list of rank 1, other actions of stage 0 in that of rank 0"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from autopart.runtime.errors import ScheduleError
@@ -51,6 +52,36 @@ def with_exchanges(
         if reduce:
             actions += [Action(Work.REDUCE, stage) for stage in sorted({stage for _, stage, _ in steps})]
         ranks.append(tuple(actions))
+    return receive_as_sent(Schedule(tuple(ranks)))
+
+
+def receive_as_sent(schedule: Schedule) -> Schedule:
+    """The schedule with each rank's receives from another in the order of that one's sends, moved up where need be.
+
+    Two ranks with several stages may exchange along several edges, and NCCL tells messages apart by their order alone.
+    """
+    rank_of = schedule.rank_of
+    sent: dict[tuple[Work, int, int], deque[Action]] = {}
+    for rank, actions in enumerate(schedule.ranks):
+        for action in actions:
+            if action.work.is_send and action.peer is not None and rank_of[action.peer] != rank:
+                work = Work.RECV_ACTIVATION if action.work is Work.SEND_ACTIVATION else Work.RECV_GRADIENT
+                receive = Action(work, action.peer, action.microbatch, action.stage)
+                sent.setdefault((work, rank, rank_of[action.peer]), deque()).append(receive)
+    ranks = []
+    for rank, actions in enumerate(schedule.ranks):
+        ordered: list[Action] = []
+        early: set[Action] = set()
+        for action in actions:
+            if not action.work.is_receive or action.peer is None or rank_of[action.peer] == rank:
+                ordered.append(action)
+            elif action not in early:
+                queue = sent[action.work, rank_of[action.peer], rank]
+                while (first := queue.popleft()) != action:
+                    ordered.append(first)
+                    early.add(first)
+                ordered.append(action)
+        ranks.append(tuple(ordered))
     return Schedule(tuple(ranks))
 
 
