@@ -187,6 +187,12 @@ class Parallelized(nn.Module):
             return torch.nn.utils.clip_grad_norm_(self.original.parameters(), max_norm, norm_type)
         return self.parallel.clip_grad_norm_(max_norm, norm_type)
 
+    def finish(self) -> Any:
+        """Ends the last batch of the schedule "2bw"; see :meth:`autopart.runtime.ParallelModule.finish`."""
+        if self.parallel is None:
+            raise PlanError("finish() ends a batch that is in flight; call the model before")
+        return self.parallel.finish()
+
     def trace(self, path: str | Path) -> AbstractContextManager[None]:
         """Records the calls inside the block; see :meth:`autopart.runtime.ParallelModule.trace`.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from autopart.plan import Plan
 from autopart.runtime.schedule import Action, Work, make_schedule
+from autopart.runtime.schedule.double_buffered import unrolled
 from autopart.runtime.trace import Span, Timeline, trace_object
 from autopart.simulate import Simulation, StageTimes, simulate
 
@@ -35,7 +37,12 @@ def simulate_plan(plan: Plan) -> Simulation:
             return there[action.stage, action.peer]
         return back[action.peer, action.stage]
 
-    return simulate(schedule, times, transfer)
+    if plan.schedule != "2bw":
+        return simulate(schedule, times, transfer)
+    # A batch's timeline with its fill and drain, but the step is what one more batch adds.
+    one, two = (simulate(unrolled(schedule, count, plan.microbatches), times, transfer) for count in (1, 2))
+    step = two.makespan_s - one.makespan_s + max(own.reduce_s for own in times)
+    return replace(one, makespan_s=step)
 
 
 def predicted_trace(plan: Plan, found: Simulation, first_pid: int = 0) -> dict[str, Any]:

@@ -88,6 +88,15 @@ def max_in_place(x: Tensor, axis: Axis, phase: Phase) -> None:
     axis.all_reduce(x, maximum=True)
 
 
+def start_broadcast(x: Tensor, axis: Axis, source: int, phase: Phase) -> dist.Work | None:
+    """As :func:`broadcast_in_place`, done when the work has been waited for; None: nothing is to be done."""
+    if axis.size == 1:
+        return None
+    axis.traffic.add("broadcast", axis.name, phase, payload(x))
+    assert axis.group is not None
+    return dist.broadcast(x, dist.get_global_rank(axis.group, source), group=axis.group, async_op=True)
+
+
 def broadcast_in_place(x: Tensor, axis: Axis, source: int, phase: Phase) -> None:
     """Replaces a contiguous tensor by the one of the rank with index ``source`` on the axis."""
     if axis.size == 1:

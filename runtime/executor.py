@@ -90,8 +90,11 @@ class Run:
         self.seeds = seeds
         self.outputs: dict[int, dict[str, Tensor]] = {}
 
-    def execute(self, actions: Sequence[Action]) -> None:
-        """Does the actions in order. Raises what the stage raises; PlanError if it returns another number of values."""
+    def execute(self, actions: Sequence[Action], flush: bool = True) -> None:
+        """Does the actions in order. Raises what the stage raises; PlanError if it returns another number of values.
+
+        flush: ends when all that was sent has left, also by other runs.
+        """
         with torch.set_grad_enabled(self._train):
             self._weights = self._split_weights(actions) if self._train else {}
             last_sum = max((index for index, action in enumerate(actions) if action.work is Work.REDUCE), default=-1)
@@ -101,8 +104,9 @@ class Run:
                         if index == last_sum and self._reduce is not None:
                             self._reduce()
                 else:
-                    self._do(action)
-            self._links.flush()
+                    self.do(action)
+            if flush:
+                self._links.flush()
 
     def _split_weights(self, actions: Sequence[Action]) -> dict[int, list[nn.Parameter]]:
         """The parameters of the stages whose W has work of its own: without gradients to send, B may do it all."""
@@ -113,7 +117,8 @@ class Run:
             if sends & set(self._specs[stage].receives)
         }
 
-    def _do(self, action: Action) -> None:
+    def do(self, action: Action) -> None:
+        """Does one action other than REDUCE, with what came before of its microbatch done."""
         assert action.microbatch is not None
         if action.work.is_compute:
             # A recomputed forward inside a backward draws its random numbers again by these two.

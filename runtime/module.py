@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import traceback
@@ -18,6 +19,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from autopart.runtime.attach import hand_out, run_later
 from autopart.runtime.collectives import gather_shards
+from autopart.runtime.double_buffer import DoubleBuffer
 from autopart.runtime.dry_run import dry_run
 from autopart.runtime.errors import BatchError, InputError, PlanError, ScheduleError
 from autopart.runtime.executor import Feed, Run
@@ -32,11 +34,11 @@ from autopart.runtime.inputs import BatchMode, Division, bind, check, divide, mi
 from autopart.runtime.links import Links, dtype_of, edges_of
 from autopart.runtime.loading import Originals, build_stage, import_file, place
 from autopart.runtime.loss_scale import Gradients, LossScale
-from autopart.runtime.manifest import MIXED, Manifest, argument_name
+from autopart.runtime.manifest import MIXED, Manifest, OutputSpec, argument_name
 from autopart.runtime.mesh import Mesh
 from autopart.runtime.norms import GradientNorms
 from autopart.runtime.optimizers import OptimizerCheck
-from autopart.runtime.outputs import collect, gradient_piece
+from autopart.runtime.outputs import collect, collect_later, gradient_piece
 from autopart.runtime.rng import default_generator, resumed
 from autopart.runtime.schedule import (
     NAMES,
@@ -115,6 +117,14 @@ class ParallelModule(nn.Module):
         self.schedule = self._make_schedule()
         self._actions = self._own_actions(self.schedule)
         self._outputs = [spec for spec in self.manifest.outputs if spec.combine != "constant"]
+        self._buffer: DoubleBuffer | None = None
+        if self.manifest.schedule == "2bw" and self.manifest.loss is not None:
+            if outputs == "all" or self._scale is not None:
+                raise PlanError(
+                    "the schedule 2bw returns the loss of the batch before and repeats no step, so it gives no other "
+                    "outputs and computes nothing in float16; use 2bw-flush"
+                )
+            self._buffer = DoubleBuffer(built, self._trainable(), self._actions, self._sums.reduce)
         # Calls in training so far; the random numbers follow from it.
         self.steps = 0
         self._recorder: Recorder | None = None
@@ -164,6 +174,8 @@ class ParallelModule(nn.Module):
         self.mesh.step = self.steps
         if not train:
             return self._evaluate(feed, division)
+        if self._buffer is not None:
+            return self._train_without_flush(feed, division)
         return self._train_with_loss(feed, division) if self.manifest.loss else self._train_without(feed, division)
 
     def _feed(self, leaves: Mapping[str, Any], division: Division) -> Feed:
@@ -224,6 +236,54 @@ class ParallelModule(nn.Module):
             values.update(self._constants())
         return rebuild(self.manifest.output_structure, values)
 
+    def _train_without_flush(self, feed: Feed, division: Division) -> Any:
+        """Begins this batch and ends the one before, whose loss and gradients it gives; see double_buffer.py."""
+        assert self._buffer is not None
+        run = self._run(feed, train=True, seeds=self._seeds, keep={spec.name for spec in self._loss_specs})
+        losses = self._collect_losses()
+        with self._norms.running():
+            gradients = self._buffer.advance(run, division)
+        average_buffers(self.manifest, self.mesh, self._buffers_by_name())
+        return self._hand_out_late(losses(), gradients)
+
+    def finish(self) -> Any:
+        """Under the schedule "2bw": ends the last batch and returns its loss, as the call after it would have.
+
+        Every call of such a model returns the loss, and its backward hands out the gradients, of the batch before: the
+        first one's loss is nan and has no gradients. Call this after the last batch, or where the loop pauses; a call
+        after it begins anew. All ranks call it. Raises InputError where no batch is in flight.
+        """
+        if self._buffer is None or self._buffer.batch is None:
+            raise InputError("no batch is in flight; finish() ends the last batch of the schedule 2bw")
+        with self._reporting(), self._plainly():
+            losses = self._collect_losses()
+            with self._norms.running():
+                gradients = self._buffer.finish()
+            self._links.flush()
+            return self._hand_out_late(losses(), gradients)
+
+    @property
+    def _loss_specs(self) -> list[OutputSpec]:
+        return [spec for spec in self._outputs if spec.name == self.manifest.loss]
+
+    def _seeds(self, microbatch: int, outputs: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        name = self.manifest.loss
+        return {name: torch.ones_like(outputs[name])} if name in outputs else {}
+
+    def _collect_losses(self) -> Callable[[], Tensor]:
+        """The loss of the batch in flight, begun now: its last stage has it already."""
+        assert self._buffer is not None
+        (spec,) = self._loss_specs
+        batch = self._buffer.batch
+        if batch is None:
+            return lambda: torch.full((), math.nan, dtype=dtype_of(spec.dtype), device=self.mesh.device)
+        return collect_later(spec, batch.run.outputs, batch.division, self.mesh)
+
+    def _hand_out_late(self, loss: Tensor, gradients: list[Tensor | None]) -> Any:
+        (spec,) = self._loss_specs
+        values = {spec.name: hand_out(loss, gradients, self._trainable(), None)}
+        return rebuild(self.manifest.output_structure, values)
+
     def _train_without(self, feed: Feed, division: Division) -> Any:
         if division.microbatches > 1 or self.schedule.stages > 1:
             warnings.warn(
@@ -265,7 +325,8 @@ class ParallelModule(nn.Module):
         edges, places = edges_of(self.manifest)[0], self.mesh.place_of
         schedule = forward_only(len(self.manifest.stages), division.microbatches, edges, places)
         run = self._run(feed, train=False)
-        run.execute(self._own_actions(schedule))
+        # A gradient that is on its way between two batches is received in the next one's call.
+        run.execute(self._own_actions(schedule), flush=self._buffer is None)
         if self.training:
             average_buffers(self.manifest, self.mesh, self._buffers_by_name())
         values: dict[str, Any] = {spec.name: collect(spec, run.outputs, division, self.mesh) for spec in self._outputs}

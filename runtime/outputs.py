@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from autopart.runtime.collectives import broadcast_in_place, gather_shards, sum_in_place, sum_over
+from autopart.runtime.collectives import broadcast_in_place, gather_shards, start_broadcast, sum_in_place, sum_over
 from autopart.runtime.inputs import Division
 from autopart.runtime.links import dtype_of
 from autopart.runtime.manifest import OutputSpec, size_of
@@ -21,6 +21,30 @@ def collect(spec: OutputSpec, outputs: Mapping[int, Mapping[str, Tensor]], divis
     outputs: what this rank computed, by microbatch and name; only ranks of the output's stage need to have it. All
     ranks call it for the same outputs in the same order.
     """
+    whole = _own_or_empty(spec, outputs, division, mesh)
+    broadcast_in_place(whole, mesh.pipeline, mesh.place_of[spec.stage], "step")
+    return whole
+
+
+def collect_later(
+    spec: OutputSpec, outputs: Mapping[int, Mapping[str, Tensor]], division: Division, mesh: Mesh
+) -> Callable[[], Tensor]:
+    """As :func:`collect`, begun now and waited for when the result is called."""
+    whole = _own_or_empty(spec, outputs, division, mesh)
+    work = start_broadcast(whole, mesh.pipeline, mesh.place_of[spec.stage], "step")
+
+    def wait() -> Tensor:
+        if work is not None:
+            work.wait()
+        return whole
+
+    return wait
+
+
+def _own_or_empty(
+    spec: OutputSpec, outputs: Mapping[int, Mapping[str, Tensor]], division: Division, mesh: Mesh
+) -> Tensor:
+    """The output on ranks of its stage, elsewhere room for it."""
     if spec.stage in mesh.stages:
         pieces = [_whole(spec, outputs[k][spec.name], division, mesh) for k in range(division.microbatches)]
         # A batch that was not divided over the replicas is whole on each.
@@ -30,7 +54,6 @@ def collect(spec: OutputSpec, outputs: Mapping[int, Mapping[str, Tensor]], divis
         batch = division.batch if spec.combine == "cat" else division.samples
         shape = [size_of(size, batch) for size in spec.shape]
         whole = torch.empty(shape, dtype=dtype_of(spec.dtype), device=mesh.device)
-    broadcast_in_place(whole, mesh.pipeline, mesh.place_of[spec.stage], "step")
     return whole
 
 

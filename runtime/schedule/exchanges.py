@@ -15,11 +15,18 @@ Step = tuple[str, int, int]
 def with_exchanges(
     order: Sequence[Sequence[Step]], edges: Edges, gradient_edges: Edges | None, reduce: bool
 ) -> Schedule:
-    """The schedule of each rank's computations: receives right before, sends right after.
+    """The schedule of each rank's computations: receives right before, as :func:`receive_as_sent`; sends right after.
 
     edges: the (source stage, target stage) pairs that exchange values. gradient_edges: those of them whose values have
     a gradient; None: all. reduce: with the gradients' sums at the end. Raises ScheduleError.
     """
+    return receive_as_sent(insert_exchanges(order, edges, gradient_edges, reduce))
+
+
+def insert_exchanges(
+    order: Sequence[Sequence[Step]], edges: Edges, gradient_edges: Edges | None, reduce: bool
+) -> Schedule:
+    """As :func:`with_exchanges`, each receive at the computation that it is for."""
     gradient_edges = edges if gradient_edges is None else gradient_edges
     stages = 1 + max((stage for steps in order for _, stage, _ in steps), default=-1)
     for source, target in (*edges, *gradient_edges):
@@ -52,7 +59,7 @@ def with_exchanges(
         if reduce:
             actions += [Action(Work.REDUCE, stage) for stage in sorted({stage for _, stage, _ in steps})]
         ranks.append(tuple(actions))
-    return receive_as_sent(Schedule(tuple(ranks)))
+    return Schedule(tuple(ranks))
 
 
 def receive_as_sent(schedule: Schedule) -> Schedule:

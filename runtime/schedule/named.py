@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from autopart.runtime.errors import ScheduleError
 from autopart.runtime.schedule import interleaving
 from autopart.runtime.schedule.actions import Edges, Schedule
+from autopart.runtime.schedule.double_buffered import two_buffered_weights
 from autopart.runtime.schedule.flushing import deeper_warmup, forward_only, gpipe, one_f_one_b
 from autopart.runtime.schedule.zero_bubble import v_shaped, zb_h1, zb_v
 
-NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "2bw", "2bw-flush")
 # Those that run several stages on each rank.
 VIRTUAL = ("interleaved", "zb-v")
 
@@ -44,8 +45,10 @@ def make_schedule(
             raise ScheduleError(
                 f"{name} runs one stage on each rank, not {list(places)}; {' and '.join(VIRTUAL)} run several"
             )
-        if name == "1f1b":
+        if name in ("1f1b", "2bw-flush"):  # PipeDream-Flush of the 2BW paper is 1F1B
             return one_f_one_b(stages, microbatches, edges, warmup or None, gradient_edges)
+        if name == "2bw":
+            return two_buffered_weights(stages, microbatches, edges, gradient_edges)
         return zb_h1(stages, microbatches, edges, gradient_edges)
     if "." not in name:
         raise ScheduleError(f"no schedule is called {name!r}; there are {', '.join(NAMES)} and forward_only")
@@ -67,8 +70,8 @@ def in_flight(
 ) -> tuple[int, ...]:
     """Most microbatches that each stage holds at once: from a forward to its backward or, where that is split, its W.
 
-    GPipe m; 1F1B min(m, warm-up + 1); interleaved see :func:`interleaving.in_flight`; ZB-H1 min(m, p); ZB-V of S stages
-    min(m, S - s).
+    GPipe m; 1F1B (2BW-flush) and 2BW min(m, warm-up + 1); interleaved see :func:`interleaving.in_flight`; ZB-H1
+    min(m, p); ZB-V of S stages min(m, S - s).
     """
     if name == "gpipe":
         return (microbatches,) * stages
