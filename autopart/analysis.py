@@ -15,7 +15,7 @@ from autopart.passes.batch import BatchSplit, split_batch
 from autopart.passes.blocks import Block, find_blocks, free_nodes
 from autopart.passes.emit.layers import find_runs
 from autopart.passes.program import Program, Role
-from autopart.passes.rules import RULES, RuleBook, Strategy, strategies
+from autopart.passes.rules import RULES, RuleBook, Strategy, joint_strategies, strategies
 from autopart.passes.storage import op_name
 
 # Weights blocks by a nominal device, so that a model's blocks do not depend on the cluster: bytes cost as many FLOPs.
@@ -47,6 +47,8 @@ class Analysis:
     _costs: dict[str, dict[fx.Node, OpCost]] = field(default_factory=dict)
     _strategies: dict[tuple[int, ...], dict[fx.Node, tuple[Strategy, ...]]] = field(default_factory=dict)
 
+    _joint: dict[tuple[int, ...], dict[fx.Node, tuple[tuple[Strategy, ...], ...]]] = field(default_factory=dict)
+
     def costs(self, kind: str) -> Mapping[fx.Node, OpCost]:
         """Costs of all ops on devices of a kind ("cuda" or "cpu")."""
         if kind not in self._costs:
@@ -59,6 +61,20 @@ class Analysis:
         if key not in self._strategies:
             self._strategies[key] = strategies(self.graph, parts, self.rules, others=key[1:])
         return self._strategies[key]
+
+    def joint_strategies(self, sizes: Sequence[int]) -> Mapping[fx.Node, tuple[tuple[Strategy, ...], ...]]:
+        """For ops that have any: the strategies on tensor axes of these sizes in which two of the axes act together."""
+        key = tuple(sizes)
+        if key not in self._joint:
+            alone = [self.strategies(parts) for parts in key]
+            beside = [self.strategies(parts, [*key[:index], *key[index + 1 :]]) for index, parts in enumerate(key)]
+            found = {
+                node: joint_strategies(node, [s[node] for s in alone], [s[node] for s in beside], key, self.rules)
+                for node in (alone[0] if len(key) > 1 else ())
+                if graphs.is_op(node)
+            }
+            self._joint[key] = {node: tuples for node, tuples in found.items() if tuples}
+        return self._joint[key]
 
     @property
     def whole_outputs(self) -> tuple[str, ...]:

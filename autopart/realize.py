@@ -15,6 +15,7 @@ from autopart.passes.emit.program import Emitted, Layout, emit_program
 from autopart.passes.partition import Crossing, StageGraph, partition
 from autopart.passes.program import Program, Role
 from autopart.passes.rules import RULES, RuleBook, Strategy, compatible
+from autopart.passes.rules.strategies import JOINT
 from autopart.passes.shard import shard_stage
 from autopart.plan import Plan
 from autopart.runtime.errors import BatchError, PlanError
@@ -72,6 +73,9 @@ def read_strategies(
         names = (text or ",".join("R" for _ in axes)).split(",")
         if len(names) != len(axes):
             raise PlanError(f"strategies[{key!r}]: {len(names)} strategies for {len(axes)} tensor axes")
+        if any(name.startswith(JOINT) for name in names):
+            strategies[node] = _joint(analysis, node, tuple(names), sizes)
+            continue
         chosen = []
         for index, (name, (axis, parts)) in enumerate(zip(names, axes, strict=True)):
             others = [*sizes[:index], *sizes[index + 1 :]]
@@ -94,6 +98,18 @@ def read_strategies(
         if name not in known and name not in patterns:
             raise PlanError(f"strategies[{name!r}]: the model has no such op")
     return strategies, read_storage(analysis, plan, axes, strategies)
+
+
+def _joint(analysis: Analysis, node: fx.Node, names: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[Strategy, ...]:
+    """The tuple with these names, of those in which two axes act together."""
+    offered = {tuple(item.name for item in chosen): chosen for chosen in analysis.joint_strategies(sizes).get(node, ())}
+    if names not in offered:
+        known = "; ".join(",".join(found) for found in offered) or "none"
+        raise PlanError(
+            f"strategies[{analysis.keys[node]!r}]: {','.join(names)!r} is not offered on axes of {sizes}; "
+            f"panel by panel there is {known}"
+        )
+    return offered[names]
 
 
 def read_storage(

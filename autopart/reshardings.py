@@ -90,7 +90,7 @@ def reshardings(plan: Plan, analysis: Analysis, cluster: Cluster) -> list[Reshar
 def _counts(graph: fx.Graph, axes: Axes, samples: int) -> Iterator[tuple[fx.Node, _Counts]]:
     """What each node of a rank's graph sends, counted as for the whole graph."""
     for node in graph.nodes:
-        if "transition" in node.meta or "form" in node.meta:
+        if "transition" in node.meta or "forms" in node.meta:
             yield node, collective_counts(cast(fx.Graph, _Part([node])), axes, samples)
 
 

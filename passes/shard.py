@@ -64,7 +64,7 @@ def shard_stage(
     storage: placements of parameters and buffers by name, replicated where absent.
     Nodes of the result have ``meta["placements"]`` (a tuple of them for ops with several outputs, by index);
     inserted collectives have ``meta["transition"]`` = (axis name, :class:`Transition`), ops that run by a local form
-    ``meta["form"]`` = (axis name, :class:`LocalForm`).
+    ``meta["forms"]`` = pairs of axis name and :class:`LocalForm`, one for each axis that it spans.
     """
     return _Sharder(stage, axes, strategies, storage, rules, whole_outputs).run()
 
@@ -148,9 +148,10 @@ class _Sharder:
         new.meta["placements"] = given[0] if isinstance(node.meta["val"], torch.Tensor) else tuple(given)
         if chosen is not None:
             new.meta["strategies"] = tuple(strategy.name for strategy in chosen)
-            for (axis, _), form in zip(self.axes, local_forms(applied), strict=True):
-                if form is not None:
-                    new.meta["form"] = (axis, form)
+            found = zip(self.axes, local_forms(applied), strict=True)
+            forms = tuple((axis, form) for (axis, _), form in found if form is not None)
+            if forms:
+                new.meta["forms"] = forms
         self.env[node] = new
         for value, placements in zip(outputs, given, strict=True):
             self.placements[value] = placements
@@ -226,8 +227,7 @@ def collective_counts(graph: fx.Graph, axes: Axes, batch: int) -> dict[tuple[str
         entry[1] += size
 
     for node in graph.nodes:
-        if "form" in node.meta:
-            axis, form = node.meta["form"]
+        for axis, form in node.meta.get("forms", ()):
             for message in form.messages:
                 if message.phase == "backward" and not node.meta.get("differentiable"):
                     continue

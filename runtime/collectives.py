@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from autopart.runtime.mesh import Axis
+from autopart.runtime.mesh import Axis, Pending
 from autopart.runtime.placement import join_shards, shard, take_shard
 from autopart.runtime.traffic import Phase, payload
 
@@ -103,6 +103,18 @@ def broadcast_in_place(x: Tensor, axis: Axis, source: int, phase: Phase) -> None
         return
     axis.traffic.add("broadcast", axis.name, phase, payload(x))
     dist.broadcast(x, group=axis.group, group_src=source)
+
+
+def start_broadcast(x: Tensor, axis: Axis, source: int, phase: Phase) -> Pending:
+    """Begins :func:`broadcast_in_place`; the axis has several ranks."""
+    axis.traffic.add("broadcast", axis.name, phase, payload(x))
+    return axis.broadcast(x, source)
+
+
+def start_sum(x: Tensor, axis: Axis, target: int, phase: Phase) -> Pending:
+    """Begins to sum contiguous tensors into that of the rank with index ``target``; the axis has several ranks."""
+    axis.traffic.add("reduce", axis.name, phase, payload(x))
+    return axis.reduce(x, target)
 
 
 def _scatter_sums(x: Tensor, axis: Axis, dim: int, outer: int, phase: Phase) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,12 @@ _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_int
 DATA_AXIS = "dp"
 STAGE_AXIS = "stage"
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+class Pending(Protocol):
+    """Something begun; the tensors belong to it until it was waited for."""
+
+    def wait(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,18 @@ class Axis:
         gathered = x.new_empty((self.size, *x.shape))
         _gather_single(gathered.flatten(), x.contiguous().flatten(), group=self.group)
         return gathered
+
+    def broadcast(self, x: torch.Tensor, source: int) -> Pending:
+        """Begins to replace a contiguous tensor by that of rank ``source`` of the axis; not counted."""
+        work = dist.broadcast(x, group=self.group, group_src=source, async_op=True)
+        assert work is not None
+        return work
+
+    def reduce(self, x: torch.Tensor, target: int) -> Pending:
+        """Begins to sum a contiguous tensor into that of rank ``target``; what the others hold is lost; not counted."""
+        work = dist.reduce(x, group=self.group, group_dst=target, async_op=True)
+        assert work is not None
+        return work
 
 
 def job_size() -> int:

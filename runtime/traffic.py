@@ -9,7 +9,7 @@ from torch import Tensor
 
 # forward and backward: inside the stages, per microbatch; step: once a step (gradient sums, losses, outputs).
 Phase = Literal["forward", "backward", "step"]
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Count:
 class Traffic:
     """Calls and payload bytes per operation, mesh axis and phase, as this rank took part in them.
 
-    Bytes of one call: all_reduce, broadcast and send: of the tensor; all_gather: of the gathered result;
+    Bytes of one call: all_reduce, broadcast, reduce and send: of the tensor; all_gather: of the gathered result;
     reduce_scatter: of the whole input; all_to_all: of the rank's own tensor. A send counts at the sender, on the axis
     "stage".
     """

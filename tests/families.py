@@ -48,7 +48,10 @@ def families(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> tuple[
 
 
 def family(name: str, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> Family:
-    """One of them by name: gpt2, llama, bert, t5, vit, resnet, mixtral."""
+    """One of them by name: gpt2, llama, bert, t5, vit, resnet, mixtral; gpt2-1 and llama-1 have one layer."""
+    short = {"gpt2-1": gpt2, "llama-1": llama}
+    if name in short:
+        return replace(_seeded(short[name](dropout, dtype, layers=1)), name=name)
     return next(item for item in families(dropout, dtype) if item.name == name)
 
 
@@ -61,7 +64,7 @@ def _seeded(item: Family) -> Family:
     return replace(item, build=build)
 
 
-def gpt2(dropout: float, dtype: torch.dtype) -> Family:
+def gpt2(dropout: float, dtype: torch.dtype, layers: int = 4) -> Family:
     """Learned positions, one fused projection for query, key and value, output tied to the embedding."""
 
     def build() -> nn.Module:
@@ -71,7 +74,7 @@ def gpt2(dropout: float, dtype: torch.dtype) -> Family:
             vocab_size=VOCAB,
             n_positions=32,
             n_embd=32,
-            n_layer=4,
+            n_layer=layers,
             n_head=4,
             resid_pdrop=dropout,
             embd_pdrop=dropout,
@@ -85,7 +88,7 @@ def gpt2(dropout: float, dtype: torch.dtype) -> Family:
     return Family("gpt2", build, _causal)
 
 
-def llama(dropout: float, dtype: torch.dtype) -> Family:
+def llama(dropout: float, dtype: torch.dtype, layers: int = 4) -> Family:
     """Rotary positions, four query heads on two key-value heads, gated MLP, untied."""
 
     def build() -> nn.Module:
@@ -95,7 +98,7 @@ def llama(dropout: float, dtype: torch.dtype) -> Family:
             vocab_size=VOCAB,
             hidden_size=32,
             intermediate_size=64,
-            num_hidden_layers=4,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=32,

@@ -7,6 +7,8 @@ all-reduce algorithms for clusters of workstations, JPDC 69(2), 2009; Thakur, Ra
     all_gather         (n-1)/n B / W +   (n-1) a       B: bytes of the gathered result
     reduce_scatter     (n-1)/n B / W +   (n-1) a       B: bytes of the input
     all_to_all         (n-1)/n B / W +   (n-1) a       B: bytes of the local tensor
+    broadcast                B / W + (n-1) a       B: bytes of the tensor, passed on in pieces
+    reduce                   B / W + (n-1) a       B: bytes of the tensor, summed on its way
     send                     B / W +         a       B: bytes sent
 
 W is the link's bandwidth times its ``efficiency``. A group over several nodes is one ring through all of its devices:
@@ -28,6 +30,8 @@ ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 ALL_TO_ALL = "all_to_all"
 COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
+BROADCAST = "broadcast"
+REDUCE = "reduce"
 SEND = "send"
 
 CALL_S = 6.6e-6
@@ -60,6 +64,13 @@ def all_to_all_seconds(num_bytes: float, parts: int, link: Link, efficiency: Eff
     return CALL_S + (parts - 1) * (num_bytes / parts / (link.bandwidth * _share(link, efficiency)) + link.latency_s)
 
 
+def chain_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency | None = None) -> float:
+    """From one device through all others, or back: a broadcast or a sum for one device."""
+    if parts == 1:
+        return 0.0
+    return CALL_S + num_bytes / (link.ring_bandwidth * _share(link, efficiency)) + (parts - 1) * link.latency_s
+
+
 def send_seconds(num_bytes: float, link: Link, efficiency: Efficiency | None = None) -> float:
     return CALL_S + num_bytes / (link.bandwidth * _share(link, efficiency)) + link.latency_s
 
@@ -80,6 +91,8 @@ _SECONDS = {
     ALL_GATHER: all_gather_seconds,
     REDUCE_SCATTER: reduce_scatter_seconds,
     ALL_TO_ALL: all_to_all_seconds,
+    BROADCAST: chain_seconds,
+    REDUCE: chain_seconds,
 }
 
 

@@ -60,17 +60,19 @@ def forward_products(
     left, right = operands[:2]
     if len(right) == 2:
         columns = right[0] if name == "linear" else right[1]
-        return (Product(prod(left[:-1]), columns, left[-1]),)
+        # Panel by panel, one product for each rank along an axis.
+        panels = next((parts for item, parts in zip(chosen, sizes, strict=True) if item.is_joint), 1)
+        return (Product(prod(left[:-1]), columns, left[-1]),) * panels
     return (Product(left[-2], right[-1], left[-1], max(prod(left[:-2]), prod(right[:-2]))),)
 
 
 def backward_products(node: fx.Node, forward: tuple[Product, ...]) -> tuple[Product, ...]:
     """The products of the op's gradients, for the operands that want one; fused attention repeats its scores."""
-    gradients = [gradient for product in forward for gradient in product.backward]
     if op_name(node) == _ATTENTION:
-        return (*forward[:1], *gradients)
-    operands = graphs.inputs(node)[_TWO_OPERANDS[op_name(node)] :][:2]
-    return tuple(gradient for gradient, value in zip(gradients, operands, strict=True) if needs_gradient(value))
+        return (*forward[:1], *(gradient for product in forward for gradient in product.backward))
+    wanted = [needs_gradient(value) for value in graphs.inputs(node)[_TWO_OPERANDS[op_name(node)] :][:2]]
+    pairs = [pair for product in forward for pair in zip(product.backward, wanted, strict=True)]
+    return tuple(gradient for gradient, needed in pairs if needed)
 
 
 def _local(value: Value, placements: Sequence[Placement], batch: int, sizes: Sequence[int]) -> tuple[int, ...]:

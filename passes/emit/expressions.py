@@ -143,10 +143,11 @@ class Printer:
             return Text(f"torch.ops.{target}({arguments.all()})")
         return Text(f"{target.__module__}.{target.__qualname__}({arguments.all()})")  # type: ignore[union-attr]
 
-    def form(self, node: fx.Node, names: Callable[[fx.Node], Text], axis: str) -> str:
-        """The call of an op's local form; ``axis``: the variable that holds the axis."""
-        function = node.meta["form"][1].function
-        return f"local_forms.{function}({_Arguments(node, names, self.device).all()}, axis={axis})"
+    def form(self, node: fx.Node, names: Callable[[fx.Node], Text], axes: Mapping[str, str]) -> str:
+        """The call of an op's local form; ``axes``: by role the variable that holds the axis."""
+        (_, form), *_ = node.meta["forms"]
+        roles = ", ".join(f"{role}={axis}" for role, axis in sorted(axes.items(), reverse=True))
+        return f"local_forms.{form.function}({_Arguments(node, names, self.device).all()}, {roles})"
 
 
 class _Arguments:
@@ -190,8 +191,8 @@ class _Arguments:
         """All arguments from ``start``; a tensor made from nothing is made on the rank's device."""
         parts = [self.code(index) for index in range(start, len(self.node.args))]
         keywords = {key: value for key, value in self.node.kwargs.items() if key not in _SKIPPED_KEYWORDS}
-        if "form" in self.node.meta:
-            keywords.pop("axis")  # written by who knows its variable
+        for _, form in self.node.meta.get("forms", ()):
+            keywords.pop(form.role)  # written by who knows the axis' variable
         makes = "transition" not in self.node.meta and not any(
             isinstance(item.meta.get("val"), torch.Tensor) for item in self.node.all_input_nodes
         )

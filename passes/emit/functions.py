@@ -85,8 +85,9 @@ class Function:
             call = f"{self.name(source).code}, {axis}{rest}"
             self.assign(node, f"collectives.{node.meta['transition'][1].name}({call})")
             return
-        if "form" in node.meta:
-            self.assign(node, self.printer.form(node, self.name, self._axis(node.meta["form"][0])))
+        if "forms" in node.meta:
+            axes = {form.role: self._axis(axis) for axis, form in node.meta["forms"]}
+            self.assign(node, self.printer.form(node, self.name, axes))
             return
         text = self.printer.text(node, self.name)
         if is_random(node):

@@ -264,7 +264,7 @@ class StageSource:
 
     def _header(self) -> list[str]:
         kinds = {"buffer" if info.buffer else "parameter" for info in self.tensors.values()}
-        forms = ["local_forms"] if any("form" in node.meta for node in self.graph.nodes) else []
+        forms = ["local_forms"] if any("forms" in node.meta for node in self.graph.nodes) else []
         imports = ["Mesh", "Namespace", "collectives", *forms, *kinds]
         return [
             *_docstring(self.heading, ""),

@@ -1,8 +1,9 @@
 """What each op allows: one line of factors per op, and the sharding strategies that follow from it."""
 
 from autopart.passes.rules.book import RuleBook, flops, name_of
+from autopart.passes.rules.joint import joint_strategies
 from autopart.passes.rules.matching import factor_of, follow, is_differentiable
-from autopart.passes.rules.notation import Annotation, LocalForm, Message, Rule, RuleError
+from autopart.passes.rules.notation import Annotation, LocalForm, Message, Panels, Rule, RuleError
 from autopart.passes.rules.strategies import Strategy, called, compatible, local_forms, localized, strategies
 from autopart.passes.rules.table import RULES, default_rules
 
@@ -11,6 +12,7 @@ __all__ = [
     "Annotation",
     "LocalForm",
     "Message",
+    "Panels",
     "Rule",
     "RuleBook",
     "RuleError",
@@ -22,6 +24,7 @@ __all__ = [
     "flops",
     "follow",
     "is_differentiable",
+    "joint_strategies",
     "local_forms",
     "localized",
     "name_of",

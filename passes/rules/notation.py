@@ -68,13 +68,28 @@ class LocalForm:
     """How an op runs on a shard of one factor where the op itself does not: by a function that knows its place.
 
     function: of :mod:`autopart.runtime.local_forms`; takes the op's own arguments (those that are no tensors by name)
-        and ``axis``. whole: it returns the whole result (R), having exchanged what that needs; else what lacks the
-        factor is a partial sum. messages: what it exchanges.
+        and the axis, by the name ``role``. whole: it returns the whole result (R), having exchanged what that needs;
+        else what lacks the factor is a partial sum. messages: what it exchanges on this axis.
+    role: ``axis``, or in a form that spans two axes ``rows`` and ``columns`` (:mod:`autopart.passes.rules.joint`).
     """
 
     function: str
     whole: bool = False
     messages: tuple[Message, ...] = ()
+    role: str = "axis"
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """How a product of two operands is computed panel by panel on two axes (:mod:`autopart.runtime.local_forms.summa`).
+
+    function: of :mod:`autopart.runtime.local_forms`. left, right: the operands; the right one is a matrix of two
+    factors, one of them shared with the left one and summed over. Others are added to the product.
+    """
+
+    function: str
+    left: int = 0
+    right: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +104,7 @@ class Annotation:
     sizes: factors whose size does not follow from the shapes.
     random: two runs differ (random numbers, uninitialised memory), and a sharded run from the whole.
     forms: local forms by factor. Such a factor is sharded in one block, never over the batch, and only by its form.
+    panels: its form on two axes together, if it has one.
     """
 
     text: str
@@ -98,6 +114,7 @@ class Annotation:
     sizes: Mapping[str, Extent] = field(default_factory=dict, hash=False)
     random: bool = False
     forms: Mapping[str, LocalForm] = field(default_factory=dict, hash=False)
+    panels: Panels | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +123,7 @@ class Rule:
 
     inputs, outputs: factors of every dim, aligned with ``passes.graph.inputs`` and ``outputs`` of the node.
     sizes: the size of every factor; None if it is no multiple of the batch size (such factors are frozen).
-    frozen: factors that may not be sharded. linear, affine, random, forms: as in :class:`Annotation`.
+    frozen: factors that may not be sharded. linear, affine, random, forms, panels: as in :class:`Annotation`.
     products: factor names of each multiplication of arrays.
     """
 
@@ -119,6 +136,7 @@ class Rule:
     products: tuple[tuple[str, ...], ...] = ()
     random: bool = False
     forms: Mapping[str, LocalForm] = field(default_factory=dict, hash=False)
+    panels: Panels | None = None
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -358,6 +376,7 @@ def bind(annotation: Annotation, inputs: Sequence[Extents], outputs: Sequence[Ex
         products=tuple(named(product.split()) for product in annotation.products),
         random=annotation.random,
         forms={name: _settled(form, named, sizes) for name, form in annotation.forms.items() if name not in frozen},
+        panels=annotation.panels,
     )
 
 

@@ -35,12 +35,17 @@ _MOST_BLOCKS = 8
 each costs the solver a choice."""
 
 
+JOINT = "summa_"
+"""What the names of strategies begin with that make sense beside their partner's on another axis only."""
+
+
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """One way to run one op on one mesh axis.
 
     name: ``R``, ``B``, ``P`` (``P0``, ``P1`` … where the op is linear in several groups of operands), the sharded
-        factor (``n``; ``n/3`` inside three blocks), or for a placeholder its placement.
+        factor (``n``; ``n/3`` inside three blocks), the same after ``summa_`` where two axes act together
+        (:mod:`autopart.passes.rules.joint`), or for a placeholder its placement.
     inputs, outputs: placements aligned with ``passes.graph.inputs`` and ``outputs`` of the node.
     form: what runs instead of the op, if that is not the op itself on the rank's part.
     """
@@ -53,7 +58,12 @@ class Strategy:
     @property
     def factor(self) -> str:
         """The sharded factor of an op; a name that is no factor's for the others."""
-        return self.name.partition("/")[0]
+        return self.name.removeprefix(JOINT).partition("/")[0]
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether it acts together with the strategy of another axis."""
+        return self.form is not None and self.form.role != "axis"
 
     def __str__(self) -> str:
         return f"{self.name}: {', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
@@ -206,17 +216,23 @@ def op_strategies(
     return _distinct(node, rule, parts, _op_strategies(node, rule, shardings), rules)
 
 
+def one_form(forms: Sequence[LocalForm]) -> bool:
+    """Whether an op's forms on its axes are none, one on one axis, or the parts of one that spans two."""
+    roles = sorted(form.role for form in forms)
+    return roles in ([], ["axis"]) or (roles == ["columns", "rows"] and forms[0].function == forms[1].function)
+
+
 def compatible(node: fx.Node, chosen: Sequence[Strategy], sizes: Sequence[int], rules: RuleBook = RULES) -> bool:
     """Whether an op can run by these strategies, one per axis of these sizes, or a tensor be stored so.
 
     The cuts of each operand and output nest (then the sizes divide as well, since each strategy's do), the sizes can be
-    written down, and one axis at most has a local form.
+    written down, and there is at most one local form, on the axis or axes that it is for.
     """
     sides = [
         *zip(*(item.inputs for item in chosen), strict=True),
         *zip(*(item.outputs for item in chosen), strict=True),
     ]
-    if not all(nested(side, sizes) for side in sides) or sum(item.form is not None for item in chosen) > 1:
+    if not all(nested(side, sizes) for side in sides) or not one_form([item.form for item in chosen if item.form]):
         return False
     if not graphs.is_op(node):
         return True
@@ -309,18 +325,18 @@ def called(
 ) -> tuple[Callable[..., Any] | str, tuple[Any, ...], dict[str, Any]]:
     """What one rank calls for an op: the op or its local form, with arguments as :func:`localized` makes them.
 
-    axes: what a local form gets as ``axis``, one per strategy. Raises RuleError where forms are wanted on two axes.
+    axes: what a local form gets as its axes, one per strategy. Raises RuleError where two forms are wanted.
     """
     args, kwargs = localized(node, applied, rules)
     forms = [(strategy.form, axis) for (strategy, _), axis in zip(applied, axes, strict=True) if strategy.form]
     if not forms:
         return node.target, args, kwargs
-    if len(forms) > 1:
-        raise RuleError(f"{name_of(node)} runs by a local form on one axis, not on two")
-    ((form, axis),) = forms
+    if not one_form([form for form, _ in forms]):
+        raise RuleError(f"{name_of(node)} runs by one local form, not by {', '.join(f.function for f, _ in forms)}")
+    form = forms[0][0]
     assert isinstance(node.target, torch._ops.OpOverload)
     defaults = {argument.name: argument.default_value for argument in node.target._schema.arguments}
     count = sum(1 for _ in itertools.takewhile(lambda value: isinstance(value, fx.Node), args))
     rest = {**dict(zip([*defaults][count:], args[count:], strict=False)), **kwargs}
     kept = {name: value for name, value in rest.items() if isinstance(value, fx.Node) or value != defaults.get(name)}
-    return getattr(functions, form.function), args[:count], {**kept, "axis": axis}
+    return getattr(functions, form.function), args[:count], {**kept, **{form.role: axis for form, axis in forms}}

@@ -12,7 +12,7 @@ from torch import fx
 from autopart.passes import graph
 from autopart.passes.rules.arguments import argument, names, operands, rank_of
 from autopart.passes.rules.book import Entry, shape_of
-from autopart.passes.rules.notation import Annotation, LocalForm
+from autopart.passes.rules.notation import Annotation, LocalForm, Panels
 from autopart.passes.sizes import Extent
 
 
@@ -27,7 +27,9 @@ def _product(text: str, factors: str, bias: int | None = None) -> Annotation:
 def _addmm(node: fx.Node) -> Annotation:
     """The added operand broadcasts to ``m n``."""
     added = ("", "n", "m n")[rank_of(node, 0)]
-    return _product(f"{added}, m k, k n -> m n", "m n k", bias=0)
+    found = _product(f"{added}, m k, k n -> m n", "m n k", bias=0)
+    scaled = argument(node, 3, "beta", 1) != 1 or argument(node, 4, "alpha", 1) != 1
+    return found if scaled else replace(found, panels=Panels("summa_addmm", 1, 2))
 
 
 def _baddbmm(node: fx.Node) -> Annotation:
@@ -37,8 +39,10 @@ def _baddbmm(node: fx.Node) -> Annotation:
 
 def _linear(node: fx.Node) -> Annotation:
     if operands(node) == 3:
-        return _product("*b k, n k, n -> *b n", "*b n k", bias=2)
-    return _product("*b k, n k -> *b n", "*b n k")
+        found = _product("*b k, n k, n -> *b n", "*b n k", bias=2)
+    else:
+        found = _product("*b k, n k -> *b n", "*b n k")
+    return replace(found, panels=Panels("summa_linear"))
 
 
 def _matmul(node: fx.Node) -> Annotation:
@@ -48,7 +52,8 @@ def _matmul(node: fx.Node) -> Annotation:
     a = f"*b {m} k" if left > 1 else "k"
     b = f"*b k {n}" if right > 1 else "k"
     runs = "*b " if left > 1 or right > 1 else ""
-    return _product(f"{a}, {b} -> {runs}{m} {n}", f"{runs}{m} {n} k")
+    found = _product(f"{a}, {b} -> {runs}{m} {n}", f"{runs}{m} {n} k")
+    return replace(found, panels=Panels("summa_matmul")) if left > 1 and right == 2 else found
 
 
 def _einsum(node: fx.Node) -> Annotation | None:
@@ -149,7 +154,7 @@ def table() -> dict[str, Entry]:
     convolutions = ("conv1d", "conv2d", "conv3d")
     return {
         "aten.linear.default": _linear,
-        "aten.mm.default": _product("m k, k n -> m n", "m n k"),
+        "aten.mm.default": replace(_product("m k, k n -> m n", "m n k"), panels=Panels("summa_matmul")),
         "aten.bmm.default": _product("b m k, b k n -> b m n", "b m n k"),
         "aten.addmm.default": _addmm,
         "aten.baddbmm.default": _baddbmm,

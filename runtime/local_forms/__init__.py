@@ -1,12 +1,14 @@
 """Ops on a shard of a dim that the op itself cannot be run on: these functions know their rank's place on the axis.
 
 Each has the arguments of the op that it stands for, tensors first, and ``axis``, on which a shard has ``1/axis.size``
-of the dim, in rank order. What one exchanges is declared with the op's rule, and counted under the axis' name.
+of the dim, in rank order; products panel by panel have two axes, ``rows`` and ``columns``. What one exchanges is
+declared with the op's rule, and counted under the axis' name.
 """
 
 from autopart.runtime.local_forms.attention import query_sharded_attention
 from autopart.runtime.local_forms.norms import partial_mean, sharded_group_norm, sharded_layer_norm, sharded_rms_norm
 from autopart.runtime.local_forms.softmax import sharded_log_softmax, sharded_logsumexp, sharded_softmax
+from autopart.runtime.local_forms.summa import summa_addmm, summa_linear, summa_matmul
 from autopart.runtime.local_forms.vocabulary import vocab_cross_entropy, vocab_embedding
 
 __all__ = [
@@ -18,6 +20,9 @@ __all__ = [
     "sharded_logsumexp",
     "sharded_rms_norm",
     "sharded_softmax",
+    "summa_addmm",
+    "summa_linear",
+    "summa_matmul",
     "vocab_cross_entropy",
     "vocab_embedding",
 ]
