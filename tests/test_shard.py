@@ -84,7 +84,7 @@ def check(directory: Path, name: str, choose: Choose, axes: Axes = AXES) -> dict
         for operation, found in operations.items()
     }
     ranks = math.prod(parts for _, parts in axes)
-    for parallel_losses, weights, traffic in launch(in_parallel, ranks, str(directory), name, timeout=240.0):
+    for parallel_losses, weights, traffic in launch(in_parallel, ranks, str(directory), name, timeout=400.0):
         torch.testing.assert_close(parallel_losses, losses, rtol=1e-9, atol=0)
         for key, tensor in state.items():
             # AdamW turns a gradient that is zero up to rounding into a step of full size

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_shard import check
 
 from autopart.passes.conversion import Axes
 from programs import randomly
+from test_shard import check
 
 XY: Axes = (("x", 2), ("y", 2))
 

@@ -5,24 +5,29 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+from autopart.passes.conversion import Axes
+from autopart.passes.shard import collective_counts
+from autopart.runtime.placement import take_share
+from autopart.tracing import capture
+from families import family
+from launch import launch
+from programs import compile_program
 from schemes import is_product, scheme, share
 from square import PAIRS, RESULTS, TOKENS, K, N, Q, on_a_square, operands, parsed
 from test_shard import check
-
-from autopart.passes.conversion import Axes
-from autopart.runtime.placement import take_share
-from families import family
-from launch import launch
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_equals_the_product(name: str) -> None:
     _, function, shapes, texts, right = PAIRS[name]
-    ranks = launch(on_a_square, Q * Q, name)
+    ranks = launch(on_a_square, Q * Q, name, timeout=400.0)
     whole = [tensor.requires_grad_() for tensor in operands(shapes)]
     expected = function(*whole)
     result_text = RESULTS.get(name, "S1 S2")
@@ -91,3 +96,40 @@ def test_scheme(tmp_path: Path, name: str, kind: str) -> None:
     for key, tensor in weights.items():
         assert share(tensor.shape, seen["storage"][key], sizes) * math.prod(sizes) == tensor.numel(), key
     assert (("x", "forward", "broadcast") in counted) is (kind != "3d")
+
+
+class Mlp(nn.Module):
+    """Two products with an activation between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16, bias=False), nn.Linear(16, 24, bias=False)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.second(torch.nn.functional.gelu(self.first(x))).square().mean()}
+
+
+def test_what_a_product_moves_in_three_dimensions() -> None:
+    """Bian et al., arXiv 2105.14450, section 3.1: both operands are all-gathered and the result is reduce-scattered,
+    each among q ranks and from shares of 1/q^3; backward the gathers become reduce-scatters and the other way round.
+    """
+    batch, tokens, q = 2, 8, 2
+    program = capture(Mlp(), (), {"x": torch.randn(batch, tokens, 8)})
+    axes = SCHEMES["3d"]
+    (graph,) = compile_program(program, axes=axes, choose=scheme("3d")).graphs
+    _, product = (node for node in graph.nodes if str(node.target) == "aten.linear.default")
+    around: list[Any] = [user for user in product.users if "transition" in user.meta]
+    for source in product.all_input_nodes:
+        while "transition" in source.meta:
+            around.append(source)
+            source = source.args[0]
+    counts = collective_counts(SimpleNamespace(nodes=around), axes, batch)  # type: ignore[arg-type]
+    x, weight, result = (4 * size // q**2 for size in (batch * tokens * 16, 16 * 24, batch * tokens * 24))
+    assert counts == {
+        ("y", "forward"): {"all_gather": [1, x]},
+        ("y", "backward"): {"reduce_scatter": [1, x]},
+        ("x", "forward"): {"all_gather": [1, weight]},
+        ("x", "backward"): {"reduce_scatter": [1, weight]},
+        ("z", "forward"): {"reduce_scatter": [1, result]},
+        ("z", "backward"): {"all_gather": [1, result]},
+    }
