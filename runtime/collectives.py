@@ -88,13 +88,22 @@ def max_in_place(x: Tensor, axis: Axis, phase: Phase) -> None:
     axis.all_reduce(x, maximum=True)
 
 
-def start_broadcast(x: Tensor, axis: Axis, source: int, phase: Phase) -> dist.Work | None:
-    """As :func:`broadcast_in_place`, done when the work has been waited for; None: nothing is to be done."""
+def start_broadcast(x: Tensor, axis: Axis, source: int, phase: Phase) -> Pending | None:
+    """As :func:`broadcast_in_place`, done when it has been waited for; None: nothing is to be done."""
     if axis.size == 1:
         return None
     axis.traffic.add("broadcast", axis.name, phase, payload(x))
-    assert axis.group is not None
-    return dist.broadcast(x, dist.get_global_rank(axis.group, source), group=axis.group, async_op=True)
+    return axis.broadcast(x, source)
+
+
+def start_sum(x: Tensor, axis: Axis, target: int, phase: Phase) -> Pending | None:
+    """Sums contiguous tensors into that of the rank with index ``target``, once it has been waited for; None as above.
+    What other ranks hold is lost.
+    """
+    if axis.size == 1:
+        return None
+    axis.traffic.add("reduce", axis.name, phase, payload(x))
+    return axis.reduce(x, target)
 
 
 def broadcast_in_place(x: Tensor, axis: Axis, source: int, phase: Phase) -> None:
@@ -103,18 +112,6 @@ def broadcast_in_place(x: Tensor, axis: Axis, source: int, phase: Phase) -> None
         return
     axis.traffic.add("broadcast", axis.name, phase, payload(x))
     dist.broadcast(x, group=axis.group, group_src=source)
-
-
-def start_broadcast(x: Tensor, axis: Axis, source: int, phase: Phase) -> Pending:
-    """Begins :func:`broadcast_in_place`; the axis has several ranks."""
-    axis.traffic.add("broadcast", axis.name, phase, payload(x))
-    return axis.broadcast(x, source)
-
-
-def start_sum(x: Tensor, axis: Axis, target: int, phase: Phase) -> Pending:
-    """Begins to sum contiguous tensors into that of the rank with index ``target``; the axis has several ranks."""
-    axis.traffic.add("reduce", axis.name, phase, payload(x))
-    return axis.reduce(x, target)
 
 
 def _scatter_sums(x: Tensor, axis: Axis, dim: int, outer: int, phase: Phase) -> Tensor:

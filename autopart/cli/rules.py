@@ -215,9 +215,9 @@ def trial(case: Case, parts: int, book: RuleBook) -> list[dict[str, Any]]:
         {
             "op": case.op,
             "shapes": shapes,
-            "strategy": result.strategy.name,
-            "inputs": [str(placement) for placement in result.strategy.inputs],
-            "outputs": [str(placement) for placement in result.strategy.outputs],
+            "strategy": result.name,
+            "inputs": result.inputs,
+            "outputs": result.outputs,
             "shapes_only": result.shapes_only,
             "message": result.message,
         }

@@ -15,7 +15,9 @@ letter    a value going in, per rank        an output's gradient, per rank      
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Barrier, BrokenBarrierError
@@ -26,13 +28,14 @@ from torch import Tensor, fx
 
 from autopart.passes import graph as graphs
 from autopart.passes.rules.book import RuleBook
+from autopart.passes.rules.joint import joint_strategies
 from autopart.passes.rules.matching import Sharding, is_differentiable
 from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.strategies import Strategy, called, divides, op_strategies
 from autopart.passes.rules.table import RULES
 from autopart.passes.sizes import ONE, Extent, extent
-from autopart.runtime.mesh import Axis
-from autopart.runtime.placement import Kind, Placement, join_shards, take_shard
+from autopart.runtime.mesh import Axis, Pending
+from autopart.runtime.placement import Kind, Placements, take_share
 
 T = TypeVar("T")
 _TOLERANCE = 1e-8
@@ -41,15 +44,28 @@ _PATIENCE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What came of one strategy.
+    """What came of one strategy, or of the strategies of several axes together.
 
     message: '' if it holds; else the first value or gradient that differs, and by how much.
     shapes_only: the op draws random numbers, so that only shapes could be compared.
     """
 
-    strategy: Strategy
+    strategies: tuple[Strategy, ...]
     message: str = ""
     shapes_only: bool = False
+
+    @property
+    def name(self) -> str:
+        return ",".join(strategy.name for strategy in self.strategies)
+
+    @property
+    def inputs(self) -> list[str]:
+        """Placements of the operands, axes joined with commas."""
+        return [",".join(map(str, side)) for side in zip(*(item.inputs for item in self.strategies), strict=True)]
+
+    @property
+    def outputs(self) -> list[str]:
+        return [",".join(map(str, side)) for side in zip(*(item.outputs for item in self.strategies), strict=True)]
 
     @property
     def ok(self) -> bool:
@@ -90,25 +106,38 @@ def _summands(tensor: Tensor, parts: int) -> list[Tensor]:
     return [tensor - total, *others]
 
 
-def _spread(tensor: Tensor, placement: Placement, parts: int, batch: int, summands: Kind) -> list[Tensor]:
-    """Every rank's tensor; ``summands`` says which kind of placement holds parts of a sum."""
-    if placement.kind is summands:
-        return _summands(tensor, parts)
-    return [take_shard(tensor, placement, rank, parts, batch) for rank in range(parts)]
+def _spread(
+    tensor: Tensor, placements: Placements, sizes: Sequence[int], batch: int, summands: Kind
+) -> dict[tuple[int, ...], Tensor]:
+    """Every rank's tensor by its place on the axes; ``summands`` says which kind of placement holds parts of a sum."""
+    spread: dict[tuple[int, ...], Tensor] = {(): tensor}
+    for placement, parts in zip(placements, sizes, strict=True):
+        spread = {
+            (*place, index): piece
+            for place, held in spread.items()
+            for index, piece in enumerate(_summands(held, parts) if placement.kind is summands else [held] * parts)
+        }
+    return {place: take_share(held, placements, sizes, place, batch) for place, held in spread.items()}
 
 
-def _collect(shares: Sequence[Tensor], placement: Placement, whole: Tensor, batch: int, summands: Kind) -> str:
-    """'' if the ranks' tensors combine to the whole, else what differs."""
-    if placement.is_shard:
-        joined = join_shards(shares, placement, batch)
-    elif placement.kind is summands:
-        joined = torch.stack(tuple(shares)).sum(0).to(whole.dtype)
-    else:
-        joined = shares[0]
-        for rank, share in enumerate(shares):
-            if message := _difference(share, joined):
-                return f"rank {rank} differs from rank 0: {message}"
-    return _difference(joined, whole)
+def _collect(
+    found: Mapping[tuple[int, ...], Tensor],
+    placements: Placements,
+    whole: Tensor,
+    sizes: Sequence[int],
+    batch: int,
+    summands: Kind,
+) -> str:
+    """'' if the ranks' tensors are what the placements promise of the whole, else what differs."""
+    summed = [axis for axis, placement in enumerate(placements) if placement.kind is summands]
+    for place, held in found.items():
+        total = held
+        if summed:
+            group = (range(sizes[axis]) if axis in summed else [index] for axis, index in enumerate(place))
+            total = torch.stack([found[other] for other in itertools.product(*group)]).sum(0).to(whole.dtype)
+        if message := _difference(total, take_share(whole, placements, sizes, place, batch)):
+            return f"{message} on rank {', '.join(map(str, place))}"
+    return ""
 
 
 def _difference(found: Tensor, expected: Tensor) -> str:
@@ -123,6 +152,11 @@ def _difference(found: Tensor, expected: Tensor) -> str:
     return "" if torch.equal(found, expected) else "values differ"
 
 
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class RehearsedAxis(Axis):
     """An axis whose ranks are threads of this process. ``board`` has a place for each rank's tensor."""
@@ -134,6 +168,16 @@ class RehearsedAxis(Axis):
         stacked = self.all_gather(x)
         x.copy_(stacked.amax(0) if maximum else stacked.sum(0))
 
+    def broadcast(self, x: Tensor, source: int) -> Pending:
+        x.copy_(self.all_gather(x)[source])
+        return _Done()
+
+    def reduce(self, x: Tensor, target: int) -> Pending:
+        stacked = self.all_gather(x)
+        if self.index == target:
+            x.copy_(stacked.sum(0))
+        return _Done()
+
     def all_gather(self, x: Tensor) -> Tensor:
         self.board[self.index] = x.clone()
         self.barrier.wait(_PATIENCE_S)
@@ -142,24 +186,34 @@ class RehearsedAxis(Axis):
         return stacked
 
 
-def rehearse(parts: int, run: Callable[[Axis], T]) -> list[T]:
-    """``run`` on every rank of an axis, in threads. Raises what the first rank to fail raises."""
-    board: list[Tensor | None] = [None] * parts
-    barrier = Barrier(parts)
+def rehearse(sizes: Sequence[int], run: Callable[[tuple[Axis, ...]], T]) -> dict[tuple[int, ...], T]:
+    """``run`` on every rank of a mesh, in threads. Raises what the first rank to fail raises."""
+    places = list(itertools.product(*map(range, sizes)))
+    boards: dict[tuple[int, ...], tuple[list[Tensor | None], Barrier]] = {}
 
-    def rank(index: int) -> T:
+    def axes(place: tuple[int, ...]) -> tuple[Axis, ...]:
+        found: list[Axis] = []
+        for axis, (parts, index) in enumerate(zip(sizes, place, strict=True)):
+            group = (axis, *place[:axis], *place[axis + 1 :])
+            board, barrier = boards.setdefault(group, ([None] * parts, Barrier(parts)))
+            found.append(RehearsedAxis(f"axis {axis}", parts, index, board=board, barrier=barrier))
+        return tuple(found)
+
+    def rank(own: tuple[Axis, ...]) -> T:
         try:
-            return run(RehearsedAxis("axis", parts, index, board=board, barrier=barrier))
+            return run(own)
         except BaseException:
-            barrier.abort()
+            for _, barrier in boards.values():
+                barrier.abort()
             raise
 
-    with ThreadPoolExecutor(parts) as pool:
-        futures = [pool.submit(rank, index) for index in range(parts)]
+    meshes = [axes(place) for place in places]
+    with ThreadPoolExecutor(len(places)) as pool:
+        futures = [pool.submit(rank, own) for own in meshes]
     failures = [error for future in futures if (error := future.exception()) is not None]
     if failures:
         raise next((error for error in failures if not isinstance(error, BrokenBarrierError)), failures[0])
-    return [future.result() for future in futures]
+    return {place: future.result() for place, future in zip(places, futures, strict=True)}
 
 
 def _run(
@@ -205,8 +259,14 @@ def _gradients(outputs: Sequence[Tensor], seeds: Sequence[Tensor], sources: Sequ
     return [torch.zeros_like(s) if g is None else g for g, s in zip(found, sources, strict=True)]
 
 
-def _check_strategy(
-    node: fx.Node, strategy: Strategy, parts: int, rules: RuleBook, tensors: Sequence[Tensor], batch: int, split: bool
+def _check_strategies(
+    node: fx.Node,
+    chosen: tuple[Strategy, ...],
+    sizes: tuple[int, ...],
+    rules: RuleBook,
+    tensors: Sequence[Tensor],
+    batch: int,
+    split: bool,
 ) -> CheckResult:
     rule = rules.rule(node)
     random = rule is not None and rule.random
@@ -216,47 +276,58 @@ def _check_strategy(
     seeds = [torch.randn_like(out) if out.dtype.is_floating_point else out for out in whole]
     whole_gradients = _gradients(whole, seeds, [whole_inputs[index] for index in tracked])
 
-    local_batch = batch // parts if split else batch
-    spread = [_spread(t, p, parts, batch, Kind.PARTIAL) for t, p in zip(tensors, strategy.inputs, strict=True)]
-    spread_seeds = [_spread(t, p, parts, batch, Kind.BROADCAST) for t, p in zip(seeds, strategy.outputs, strict=True)]
+    local_batch = batch // math.prod(sizes) if split else batch
+    wanted = list(zip(*(strategy.inputs for strategy in chosen), strict=True))
+    given = list(zip(*(strategy.outputs for strategy in chosen), strict=True))
+    spread = [_spread(t, p, sizes, batch, Kind.PARTIAL) for t, p in zip(tensors, wanted, strict=True)]
+    spread_seeds = [_spread(t, p, sizes, batch, Kind.BROADCAST) for t, p in zip(seeds, given, strict=True)]
 
-    def one(axis: Axis) -> tuple[list[Tensor], list[Tensor], list[Tensor], str]:
-        target, args, kwargs = called(node, [(strategy, parts)], [axis], rules)
-        inputs = _leaves([shares[axis.index] for shares in spread], tracked)
+    def one(axes: tuple[Axis, ...]) -> tuple[list[Tensor], list[Tensor], list[Tensor], str]:
+        place = tuple(axis.index for axis in axes)
+        target, args, kwargs = called(node, list(zip(chosen, sizes, strict=True)), axes, rules)
+        inputs = _leaves([shares[place] for shares in spread], tracked)
         outputs = _run(target, (args, kwargs), inputs, local_batch)
-        own_seeds = [shares[axis.index] for shares in spread_seeds]
+        own_seeds = [shares[place] for shares in spread_seeds]
         for index, (out, seed) in enumerate(zip(outputs, own_seeds, strict=True)):
             if out.shape != seed.shape:
-                message = f"output {index} of rank {axis.index} has shape {list(out.shape)}, not {list(seed.shape)}"
+                where = ", ".join(map(str, place))
+                message = f"output {index} of rank {where} has shape {list(out.shape)}, not {list(seed.shape)}"
                 return inputs, outputs, [], message
         return inputs, outputs, _gradients(outputs, own_seeds, [inputs[index] for index in tracked]), ""
 
-    ran = rehearse(parts, one) if strategy.form is not None else [one(Axis("axis", parts, i)) for i in range(parts)]
-    for *_, message in ran:
+    if any(strategy.form is not None for strategy in chosen):
+        ran = rehearse(sizes, one)
+    else:
+        places = itertools.product(*map(range, sizes))
+        ran = {p: one(tuple(Axis("axis", n, i) for n, i in zip(sizes, p, strict=True))) for p in places}
+    for *_, message in ran.values():
         if message:
-            return CheckResult(strategy, message, random)
-    written = [[operand.detach() for operand in inputs] for inputs, *_ in ran]
-    results = [[out.detach() for out in outputs] for _, outputs, *_ in ran]
-    gradients = [found for *_, found, _ in ran]
+            return CheckResult(chosen, message, random)
     if random:
-        return CheckResult(strategy, shapes_only=True)
-    # A shard of outputs or gradients counts its blocks in samples of the whole batch, which is what is joined.
-    for index, (expected, placement) in enumerate(zip(whole, strategy.outputs, strict=True)):
-        shares = [outputs[index] for outputs in results]
-        if message := _collect(shares, placement, expected.detach(), batch, Kind.PARTIAL):
-            return CheckResult(strategy, f"output {index} ({placement}): {message}")
+        return CheckResult(chosen, shapes_only=True)
+
+    def differs(found: Mapping[tuple[int, ...], Tensor], placements: Placements, whole: Tensor, summands: Kind) -> str:
+        # A shard of outputs or gradients counts its blocks in samples of the whole batch.
+        return _collect(found, placements, whole.detach(), sizes, batch, summands)
+
+    for index, (expected, placements) in enumerate(zip(whole, given, strict=True)):
+        found = {place: outputs[index].detach() for place, (_, outputs, _, _) in ran.items()}
+        if message := differs(found, placements, expected, Kind.PARTIAL):
+            return CheckResult(chosen, f"output {index} ({_text(placements)}): {message}")
     for index, (before, after) in enumerate(zip(tensors, whole_inputs, strict=True)):
         if not torch.equal(before, after):  # running statistics are updated in place
-            shares = [operands[index] for operands in written]
-            placement = strategy.inputs[index]
-            if message := _collect(shares, placement, after.detach(), batch, Kind.PARTIAL):
-                return CheckResult(strategy, f"operand {index} after the op ({placement}): {message}")
+            found = {place: operands[index].detach() for place, (operands, _, _, _) in ran.items()}
+            if message := differs(found, wanted[index], after, Kind.PARTIAL):
+                return CheckResult(chosen, f"operand {index} after the op ({_text(wanted[index])}): {message}")
     for position, index in enumerate(tracked):
-        shares = [found[position] for found in gradients]
-        placement = strategy.inputs[index]
-        if message := _collect(shares, placement, whole_gradients[position], batch, Kind.BROADCAST):
-            return CheckResult(strategy, f"gradient of operand {index} ({placement}): {message}")
-    return CheckResult(strategy)
+        found = {place: gradients[position] for place, (_, _, gradients, _) in ran.items()}
+        if message := differs(found, wanted[index], whole_gradients[position], Kind.BROADCAST):
+            return CheckResult(chosen, f"gradient of operand {index} ({_text(wanted[index])}): {message}")
+    return CheckResult(chosen)
+
+
+def _text(placements: Placements) -> str:
+    return ",".join(map(str, placements))
 
 
 def _leaves(tensors: Sequence[Tensor], tracked: Sequence[int]) -> list[Tensor]:
@@ -276,7 +347,8 @@ def check(
     batched: bool = False,
     make: Callable[[Tensor, int], Tensor] = random_operand,
 ) -> list[CheckResult]:
-    """Checks every strategy of an op: R, B, each P, and each factor in one block and in some.
+    """Checks every strategy of an op: R, B, each P, and each factor in one block and in some; and those in which two
+    axes of ``parts`` ranks act together.
 
     operands: data to run on, aligned with ``passes.graph.inputs``; by default ``make(fake, batch)`` of each.
     batch: the size of the whole batch, ``2 * parts`` by default. batched: check the factors that hold the batch size.
@@ -287,7 +359,10 @@ def check(
     tensors = list(operands or [make(value.fake, batch) for value in graphs.inputs(node)])
     tensors = [tensor.to(torch.float64) if tensor.dtype.is_floating_point else tensor for tensor in tensors]
     results = []
-    for strategy in op_strategies(node, parts, shardings, rules):
+    offered = op_strategies(node, parts, shardings, rules)
+    for strategy in offered:
         split = batched and any(p.is_shard for p in (*strategy.inputs, *strategy.outputs))
-        results.append(_check_strategy(node, strategy, parts, rules, tensors, batch, split))
-    return results
+        results.append(_check_strategies(node, (strategy,), (parts,), rules, tensors, batch, split))
+    square = (parts, parts)
+    together = () if batched else joint_strategies(node, [offered] * 2, [offered] * 2, square, rules)
+    return results + [_check_strategies(node, chosen, square, rules, tensors, batch, False) for chosen in together]

@@ -85,7 +85,7 @@ def _panels(own: Tensor, axis: Axis, phase: Phase) -> Iterator[Tensor]:
     """The share of each rank on the axis in turn; the next one is on its way while one is used."""
     own = own.detach().contiguous()
 
-    def start(source: int) -> tuple[Tensor, Pending]:
+    def start(source: int) -> tuple[Tensor, Pending | None]:
         panel = own if source == axis.index else torch.empty_like(own)
         return panel, start_broadcast(panel, axis, source, phase)
 
@@ -94,7 +94,8 @@ def _panels(own: Tensor, axis: Axis, phase: Phase) -> Iterator[Tensor]:
         panel, pending = ahead
         if source + 1 < axis.size:
             ahead = start(source + 1)
-        pending.wait()
+        if pending is not None:
+            pending.wait()
         yield panel
 
 
@@ -109,6 +110,7 @@ def _sums(parts: Iterator[Tensor], axis: Axis) -> Tensor:
         pending = start_sum(part, axis, target, "backward")
         if target == axis.index:
             own = part
-    assert own is not None and pending is not None
-    pending.wait()
+    if pending is not None:
+        pending.wait()
+    assert own is not None
     return own
