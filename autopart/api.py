@@ -11,7 +11,7 @@ import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -69,6 +69,7 @@ def parallelize(
     verbose: bool = True,
     rules: Any = None,
     precision: str = "",
+    example: Mapping[str, Any] | Sequence[Any] | None = None,
     **limits: Any,
 ) -> nn.Module:
     """The model as a parallel program over the processes of this job.
@@ -84,11 +85,13 @@ def parallelize(
     rules: a RuleBook with the user's rules (``autopart.passes.rules.RULES.extended``; default: RULES).
     precision: "bf16-mixed" or "fp16-mixed": weights and their gradients in their own type, ops as under
     ``torch.autocast``; "": the types of the model, under the autocast that is on around the first call.
+    example: a batch to plan with now instead of at the first call, by name (or by position, in a tuple or list):
+    ``data_rank`` and ``data_world_size`` are known from then on, which a sampler for ``batch="local"`` needs.
     limits: of ``make_plan``: pp, dp, tp, microbatches, schedule, warmup, recompute, optimizer.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"parallelize takes an nn.Module, got {type(model).__name__}")
-    return Parallelized(
+    parallelized = Parallelized(
         model,
         {
             "cluster": cluster,
@@ -104,6 +107,11 @@ def parallelize(
         batch,
         outputs,
     )
+    if isinstance(example, Mapping):
+        parallelized.start((), dict(example))
+    elif example is not None:
+        parallelized.start(tuple(example), {})
+    return parallelized
 
 
 class Parallelized(nn.Module):
@@ -138,12 +146,36 @@ class Parallelized(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns; see :class:`autopart.runtime.ParallelModule`."""
         if self.parallel is None:
-            object.__setattr__(self, "parallel", self._start(args, kwargs))
+            self.start(args, kwargs)
             assert self.parallel is not None
-            self.parallel.train(self.training)
-            while self._callbacks:
-                self._callbacks.pop(0)()
         return self.parallel(*args, **kwargs)
+
+    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plans, emits and divides the model for batches like these inputs. All ranks call it, once."""
+        object.__setattr__(self, "parallel", self._start(args, kwargs))
+        assert self.parallel is not None
+        self.parallel.train(self.training)
+        while self._callbacks:
+            self._callbacks.pop(0)()
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the data this rank is to be fed; see :attr:`autopart.runtime.ParallelModule.data_rank`."""
+        return self._planned("data_rank").data_rank
+
+    @property
+    def data_world_size(self) -> int:
+        """How many parts the data has."""
+        return self._planned("data_world_size").data_world_size
+
+    def _planned(self, name: str) -> ParallelModule:
+        """Raises PlanError before the model is planned."""
+        if self.parallel is None:
+            raise PlanError(
+                f"{name} is known when the model is planned, at its first call; parallelize(model, example=batch) "
+                "plans at once"
+            )
+        return self.parallel
 
     def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ParallelModule:
         device = pick_device()

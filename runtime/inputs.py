@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from autopart.runtime.errors import BatchError, InputError
+from autopart.runtime.errors import InputError
 from autopart.runtime.links import dtype_of
 from autopart.runtime.manifest import InputSpec, Manifest, Size, size_of
 from autopart.runtime.structure import flatten
@@ -107,31 +107,18 @@ def _check_tensor(spec: InputSpec, leaf: Tensor, batch: int | None) -> int | Non
     return batch
 
 
-def divide(manifest: Manifest, found: int, replicas: int, replica: int, mode: BatchMode, train: bool) -> Division:
+def divide(manifest: Manifest, found: int, replicas: int, replica: int, mode: BatchMode) -> Division:
     """How a batch of ``found`` samples is divided.
 
-    In training the samples must divide by replicas times microbatches. In evaluation, where nothing is summed, a batch
-    that does not is run in fewer microbatches, or if need be whole on every replica.
-
-    Raises BatchError which names the sizes that would do.
+    A batch that does not divide by replicas times microbatches, such as the last of an epoch, is run in fewer
+    microbatches, or if it does not divide by the replicas whole on every one of them. Nothing is padded.
     """
     local = mode == "local"
     batch = found * replicas if local else found
-    parts = replicas * manifest.microbatches
-    if batch % parts == 0:
-        return Division(batch, replicas, replica, manifest.microbatches, replica * found if local else 0)
-    if train:
-        unit = manifest.microbatches if local else parts
-        lower = found // unit * unit
-        sizes = f"{lower} or {lower + unit}" if lower else f"{unit} or {2 * unit}"
-        split = f"{manifest.microbatches} microbatches" + ("" if local else f" on {replicas} replicas")
-        raise BatchError(
-            f"a batch of {found} samples cannot be split into {split} of equal size; "
-            f"multiples of {unit} would do, such as {sizes}"
-        )
     if batch % replicas:
         replicas, replica = 1, 0
-    count = max(k for k in range(1, manifest.microbatches + 1) if (batch // replicas) % k == 0)
+    share = batch // replicas
+    count = max(k for k in range(1, manifest.microbatches + 1) if share % k == 0)
     return Division(batch, replicas, replica, count, replica * found if local else 0)
 
 

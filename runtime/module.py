@@ -8,7 +8,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -115,7 +115,7 @@ class ParallelModule(nn.Module):
         self._inputs = [spec for spec in self.manifest.inputs if any(spec.name in stage.inputs for stage in own)]
         self._needs_totals = any(stage.totals for stage in own)
         self.schedule = self._make_schedule()
-        self._actions = self._own_actions(self.schedule)
+        self._schedules = {self.manifest.microbatches: self.schedule}
         self._outputs = [spec for spec in self.manifest.outputs if spec.combine != "constant"]
         self._buffer: DoubleBuffer | None = None
         if self.manifest.schedule == "2bw" and self.manifest.loss is not None:
@@ -133,6 +133,16 @@ class ParallelModule(nn.Module):
     def traffic(self) -> Traffic:
         """What this rank has exchanged so far."""
         return self.mesh.traffic
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the data this rank is to be fed with ``batch="local"``: equal on ranks of one replica."""
+        return self.mesh.data.index
+
+    @property
+    def data_world_size(self) -> int:
+        """How many parts the data has: the replicas."""
+        return self.mesh.data.size
 
     # --- Calls ---
 
@@ -167,7 +177,7 @@ class ParallelModule(nn.Module):
         data = self.mesh.data
         if self.batch == "local":
             _check_equal(found, self.mesh)
-        division = divide(self.manifest, found, data.size, data.index, self.batch, train)
+        division = divide(self.manifest, found, data.size, data.index, self.batch)
         feed = self._feed(leaves, division)
         if self.training:
             self.steps += 1
@@ -211,14 +221,16 @@ class ParallelModule(nn.Module):
 
         keep = None if self.returned == "all" else {loss_name}
         parameters = self._trainable()
+        actions = self._own_actions(self._schedule_of(division.microbatches))
+        part = self._part(division)
 
         def run_with(seed: float) -> tuple[Run, list[Tensor | None]]:
             def seeds(microbatch: int, outputs: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-                return {loss_name: torch.full_like(outputs[loss_name], seed)} if loss_name in outputs else {}
+                return {loss_name: torch.full_like(outputs[loss_name], seed * part)} if loss_name in outputs else {}
 
             run = self._run(feed, train=True, seeds=seeds, keep=keep)
             with self._norms.running(), separate_gradients(parameters) as made:
-                run.execute(self._actions)
+                run.execute(actions)
             return run, made
 
         seed = 1.0 if self._scale is None else self._scale.seed
@@ -293,20 +305,23 @@ class ParallelModule(nn.Module):
                 stacklevel=4,
             )
         parameters = self._trainable()
+        part = self._part(division)
         run = self._run(feed, train=True)
-        run.execute(self._own_actions(forward_part(self.schedule)))
+        schedule = self._schedule_of(division.microbatches)
+        run.execute(self._own_actions(forward_part(schedule)))
         average_buffers(self.manifest, self.mesh, self._buffers_by_name())
         values: dict[str, Any] = {spec.name: collect(spec, run.outputs, division, self.mesh) for spec in self._outputs}
         differentiable = [spec for spec in self._outputs if dtype_of(spec.dtype).is_floating_point]
 
         def backward(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
             run.seeds = lambda microbatch, _: {
-                spec.name: gradient_piece(spec, gradient, division, microbatch)
+                spec.name: None if piece is None else piece * part
                 for spec, gradient in zip(differentiable, gradients, strict=True)
                 if gradient is not None
+                for piece in (gradient_piece(spec, gradient, division, microbatch),)
             }
             with self._norms.running(), separate_gradients(parameters) as made, self._reporting():
-                run.execute(self._own_actions(backward_part(self.schedule)))
+                run.execute(self._own_actions(backward_part(schedule)))
             if self._scale is not None:
                 self._scale.agree(made)
             return made
@@ -378,6 +393,25 @@ class ParallelModule(nn.Module):
         found = gather_timelines(Timeline(self.mesh.stages, self.mesh.rank, recorder.spans()))
         if found is not None:
             save_trace(path, trace_object(found))
+
+    def _part(self, division: Division) -> float:
+        """What a backward starts from: where every replica has the whole batch, the sum over them counts each once."""
+        return division.replicas / self.mesh.data.size
+
+    def _schedule_of(self, microbatches: int) -> Schedule:
+        """The plan's schedule for a batch of fewer microbatches; gpipe where the plan's own has no such form."""
+        if microbatches not in self._schedules:
+            manifest, places = self.manifest, self.mesh.place_of
+            edges, stages = edges_of(manifest), len(manifest.stages)
+            found = gpipe(stages, microbatches, *edges, places)
+            if manifest.loss is not None and manifest.schedule in NAMES:
+                warmup = tuple(min(forwards, microbatches) for forwards in manifest.warmup)
+                with suppress(ScheduleError):
+                    named = make_schedule(manifest.schedule, stages, microbatches, *edges, warmup, places)
+                    dry_run(named)
+                    found = named
+            self._schedules[microbatches] = found
+        return self._schedules[microbatches]
 
     def _make_schedule(self) -> Schedule:
         """Raises ScheduleError when the manifest's own schedule would deadlock."""

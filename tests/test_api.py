@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autopart
-from autopart.runtime.errors import BatchError, ClusterError, InputError, PlanError
+from autopart.runtime.errors import ClusterError, InputError, PlanError
 from launch import ChildFailure, launch
 
 
@@ -186,21 +186,6 @@ def call_with(limits: dict[str, Any], samples: int = 8) -> None:
 def test_a_batch_that_does_not_divide() -> None:
     with pytest.raises(ChildFailure, match="batch of 7 does not divide"):
         launch(call_with, 2, {"dp": 2}, 7)
-
-
-def later_batch() -> str:
-    parallel = autopart.parallelize(build(), verbose=False, dp=2, microbatches=2)
-    parallel(**batch(8))
-    try:
-        parallel(**batch(6))
-    except BatchError as error:
-        return str(error)
-    return ""
-
-
-def test_a_later_batch_that_does_not_divide() -> None:
-    for message in launch(later_batch, 2):
-        assert "6" in message and "4" in message
 
 
 def test_a_cluster_of_another_size() -> None:

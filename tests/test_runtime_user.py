@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from autopart.runtime import Namespace, ParallelModule, buffer, parameter
-from autopart.runtime.errors import BatchError, ClusterError, InputError, PlanError
+from autopart.runtime.errors import ClusterError, InputError, PlanError
 from autopart.runtime.manifest import Manifest
 from autopart.runtime.structure import flatten, rebuild
 from emitted import WIDTH, data, emit, plain
@@ -38,7 +38,6 @@ def model_in(directory: Path, **options: Any) -> ParallelModule:
         ((data()[0].float(), data()[1]), {}, InputError, "'x' has the dtype torch.float32; expected is torch.float64"),
         ((data()[0].clone().requires_grad_(), data()[1]), {}, InputError, "detach it"),
         (([1.0], data()[1]), {}, InputError, r"'x.0' \(1.0\) was not there"),
-        (data(10), {}, BatchError, "10 samples cannot be split into 4 microbatches on 1 replicas.* such as 8 or 12"),
     ],
 )
 def test_wrong_inputs(tmp_path: Path, arguments: Any, keywords: Any, error: type, message: str) -> None:
