@@ -26,12 +26,13 @@ from autopart.cli import (
     showing,
     simulating,
     supposing,
+    trading,
     validating,
     verifying,
 )
 
 _COMMANDS = (
-    *(inspecting, planning, showing, explaining, comparing, supposing, simulating, emitting, verifying),
+    *(inspecting, planning, showing, explaining, comparing, supposing, trading, simulating, emitting, verifying),
     *(validating, calibrating, rules, checkpoints),
 )
 FAILED = 2

@@ -21,6 +21,20 @@ def best_choices(problem: TensorProblem) -> tuple[tuple[int, ...], float] | None
     return best
 
 
+def frontier(problem: TensorProblem) -> list[tuple[float, float]]:
+    """Seconds and bytes of all undominated choices of strategies that fit, the fastest first."""
+    points = sorted(
+        (problem.objective(choices), problem.memory(choices))
+        for choices in itertools.product(*(range(len(op.choices)) for op in problem.ops))
+        if problem.fits(choices)
+    )
+    kept: list[tuple[float, float]] = []
+    for seconds, memory in points:
+        if seconds < math.inf and (not kept or memory < kept[-1][1]):
+            kept.append((seconds, memory))
+    return kept
+
+
 def divisions(problem: StageProblem, edges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
     """Every way to give each block a stage so that no stage is empty and none feeds an earlier one, as positions.
 

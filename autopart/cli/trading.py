@@ -1,0 +1,150 @@
+"""``autopart frontier``: what time costs, in memory or in devices."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autopart.cli.arguments import add_json, add_limits, add_model, limits, read_cluster, read_program
+from autopart.cli.progress import working
+
+if TYPE_CHECKING:
+    from autopart.frontier import PlanPoint
+
+NAME = "frontier"
+HELP = "all undominated plans: time against memory or devices"
+DESCRIPTION = """Prints the plans that no other beats both in step time and in memory per device, or with --devices the
+fastest plan for each number of devices with what a step costs. -o draws them (.svg).
+
+Each plan states how far from the best it can be at most; --step says how much less memory the next plan has to hold
+(0 for every plan there is)."""
+EXAMPLE = "autopart frontier hf:gpt2 --cluster 8xRTX-3090 --batch 64 -o frontier.svg"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_limits(parser, cluster_required=True)
+    parser.add_argument(
+        "--devices", type=_counts, metavar="N,N,…", help="time and cost over these numbers of the cluster's devices"
+    )
+    parser.add_argument("--price", type=_price, metavar="P", help="of a device per hour, to state costs in")
+    parser.add_argument(
+        "--step", type=_share, default=0.1, metavar="PART", help="memory saved from plan to plan (default: %(default)s)"
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="draw the plans as SVG")
+    add_json(parser)
+
+
+def _counts(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of devices such as 1,2,4,8")
+    return sorted({int(part) for part in parts})
+
+
+def _price(text: str) -> float:
+    return _number(text, float("inf"), "a price above 0")
+
+
+def _share(text: str) -> float:
+    return 0.0 if text in ("0", "0.0") else _number(text, 1.0, "a share below 1 such as 0.1")
+
+
+def _number(text: str, below: float, what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < below:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from autopart.frontier import count_frontier, first_devices, memory_frontier
+    from autopart.runtime.errors import PlanError
+
+    cluster = read_cluster(arguments.cluster)
+    if arguments.output is not None and not arguments.output.absolute().parent.is_dir():
+        raise PlanError(f"cannot write {arguments.output}: there is no folder {arguments.output.parent}")
+    for count in arguments.devices or ():
+        first_devices(cluster, count)  # more than there are is said before the capture
+    program = read_program(arguments)
+
+    def report(point: PlanPoint) -> None:
+        print(f"{_layout(point)}: {point.seconds:.4g} s, {point.memory_bytes / 2**30:.3g} GiB", file=sys.stderr)
+
+    with working(f"planning for {cluster}"):
+        if arguments.devices:
+            points = count_frontier(program, cluster, arguments.devices, report=report, **limits(arguments))
+        else:
+            points = memory_frontier(program, cluster, step=arguments.step, report=report, **limits(arguments))
+    if arguments.output is not None:
+        arguments.output.write_text(picture(points, program.name, bool(arguments.devices), arguments.price))
+        print(f"picture written to {arguments.output}", file=sys.stderr)
+    if arguments.json:
+        print(json.dumps({"points": [point.to_json_object() for point in points]}))
+    else:
+        print(table(points, bool(arguments.devices), arguments.price))
+    return 0
+
+
+def _layout(point: PlanPoint) -> str:
+    plan = point.plan
+    text = f"pp {plan.pp} x dp {plan.dp} x tp {plan.tp}, {plan.microbatches} microbatches, {plan.schedule}"
+    return text if plan.recompute == "none" else f"{text}, recompute {plan.recompute}"
+
+
+def _cost(point: PlanPoint, price: float | None) -> float:
+    """Device-seconds of a step, or what they cost."""
+    return point.device_seconds if price is None else point.device_seconds * price / 3600
+
+
+def table(points: Sequence[PlanPoint], by_count: bool, price: float | None) -> str:
+    from tabulate import tabulate
+
+    from autopart.frontier import undominated
+    from autopart.report.units import format_bytes, format_count, format_seconds, format_share
+
+    best = undominated(points, lambda point: point.device_seconds) if by_count else []
+    rows = []
+    for point in points:
+        row = [
+            *([point.devices] if by_count else []),
+            format_seconds(point.seconds),
+            format_share(point.gap),
+            format_bytes(point.memory_bytes),
+            format_count(point.plan.tokens_per_s),
+            *([f"{_cost(point, price):.4g}", "" if point in best else "slower and dearer"] if by_count else []),
+            _layout(point),
+        ]
+        rows.append(row)
+    cost = "device-seconds" if price is None else "cost of a step"
+    headers = [
+        *(["devices"] if by_count else []),
+        *("step time", "gap at most", "memory", "tokens/s"),
+        *([cost, "dominated"] if by_count else []),
+        "plan",
+    ]
+    return tabulate(rows, headers=headers, disable_numparse=True)
+
+
+def picture(points: Sequence[PlanPoint], name: str, by_count: bool, price: float | None) -> str:
+    """Step time over memory, or over cost."""
+    from autopart.report.picture import Curve, svg
+    from autopart.report.units import format_seconds
+
+    labels = tuple(f"{point.devices} devices, {_layout(point)}" for point in points)
+    if by_count:
+        placed = tuple((_cost(point, price), point.seconds) for point in points)
+        cost = "device-seconds of a step" if price is None else "cost of a step"
+        curve = Curve("plans", placed, labels)
+        return svg(f"{name}: time and cost", [curve], cost, "step time", lambda x: f"{x:.3g}", format_seconds)
+    placed = tuple((point.memory_bytes / 2**30, point.seconds) for point in points)
+    curve = Curve("plans", placed, labels, stairs=True)
+    title, across = f"{name}: time and memory", "GiB of the fullest device"
+    return svg(title, [curve], across, "step time", lambda x: f"{x:g}", format_seconds)

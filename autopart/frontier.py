@@ -1,0 +1,170 @@
+"""All undominated plans of a model: step time against memory per device, and time against cost over device counts.
+
+**Memory.** Plans are made under falling capacities (epsilon-constraint): the first on the cluster as it is, each next
+one with no device allowed as many bytes as the fullest of the last plan holds. A plan's bound holds for every plan of
+the searched space within its capacity. So with ``step`` s and the plans' gaps, for every plan of that space with (t, b)
+there is a point with at most (t / (1 - gap), b / (1 - s)): the proven epsilon.
+
+**Device counts.** For each count the fastest plan on the cluster's first devices, with its cost, devices times seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopart.analysis import Analysis, analyze
+from autopart.cluster import Cluster, Node
+from autopart.passes.program import Program
+from autopart.plan import Plan
+from autopart.planner import make_plan
+from autopart.runtime.errors import ClusterError, InfeasibleError, PlanError
+from autopart.solver.tensor_problem import relative_gap
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPoint:
+    """A plan of the frontier. memory_bytes: of the fullest device. bound_s: no plan with as few bytes is faster.
+    device_seconds: devices times step time, which is what a step costs.
+    """
+
+    plan: Plan
+    devices: int
+    memory_bytes: int
+    bound_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.plan.step_time_s
+
+    @property
+    def device_seconds(self) -> float:
+        return self.devices * self.plan.step_time_s
+
+    @property
+    def gap(self) -> float:
+        return relative_gap(self.seconds, self.bound_s)
+
+    def to_json_object(self) -> dict[str, Any]:
+        return {
+            "devices": self.devices,
+            "step_time_s": self.seconds,
+            "memory_bytes": self.memory_bytes,
+            "bound_s": self.bound_s,
+            "gap": self.gap,
+            "device_seconds": self.device_seconds,
+            "tokens_per_s": self.plan.tokens_per_s,
+            "plan": self.plan.to_json_object(),
+        }
+
+
+def memory_frontier(
+    program: Program,
+    cluster: Cluster,
+    *,
+    step: float = 0.1,
+    most: int = 50,
+    analysis: Analysis | None = None,
+    report: Callable[[PlanPoint], None] = lambda _: None,
+    **limits: Any,
+) -> list[PlanPoint]:
+    """Undominated plans, the fastest first.
+
+    step: share of the last plan's bytes by which the next has to hold less; 0 for all plans. most: plans made at most.
+    limits: as ``make_plan`` takes them. Raises InfeasibleError where nothing fits in the cluster at all, PlanError.
+    """
+    if not 0 <= step < 1:
+        raise PlanError(f"a step is a share, at least 0 and below 1, not {step}")
+    analysis = analysis or analyze(program)
+    points: list[PlanPoint] = []
+    capacity = max(device.memory_bytes for device in cluster.devices)
+    for _ in range(most):
+        try:
+            plan = make_plan(program, capped(cluster, capacity), analysis=analysis, **limits)
+        except InfeasibleError:
+            if not points:
+                raise
+            break
+        held = fullest_bytes(plan)
+        points.append(PlanPoint(plan, plan.device_count, held, plan.bound_s))
+        report(points[-1])
+        capacity = min(held - 1, int(held * (1 - step)))
+        if capacity < 1:
+            break
+    return undominated(points, lambda point: point.memory_bytes)
+
+
+def count_frontier(
+    program: Program,
+    cluster: Cluster,
+    counts: Sequence[int],
+    *,
+    analysis: Analysis | None = None,
+    report: Callable[[PlanPoint], None] = lambda _: None,
+    **limits: Any,
+) -> list[PlanPoint]:
+    """The fastest plan for each number of devices, in that order; counts that nothing fits on are left out.
+
+    Raises InfeasibleError where nothing fits on any, ClusterError for more devices than the cluster has.
+    """
+    analysis = analysis or analyze(program)
+    points: list[PlanPoint] = []
+    failure: Exception | None = None
+    for count in sorted(set(counts)):
+        try:
+            plan = make_plan(program, first_devices(cluster, count), analysis=analysis, **limits)
+        except InfeasibleError as error:
+            failure = error
+            continue
+        points.append(PlanPoint(plan, count, fullest_bytes(plan), plan.bound_s))
+        report(points[-1])
+    if not points:
+        raise failure or PlanError("give at least one number of devices")
+    return points
+
+
+def fullest_bytes(plan: Plan) -> int:
+    """Bytes of the fullest device; one that runs several stages holds them all."""
+    held: dict[tuple[int, ...], int] = {}
+    for stage in plan.stages:
+        held[stage.devices] = held.get(stage.devices, 0) + stage.memory_bytes
+    return max(held.values())
+
+
+def undominated(points: Sequence[PlanPoint], other: Callable[[PlanPoint], float]) -> list[PlanPoint]:
+    """Those that no point beats in both step time and ``other``, the fastest first."""
+    kept: list[PlanPoint] = []
+    for point in sorted(points, key=lambda item: (item.seconds, other(item))):
+        if not kept or other(point) < other(kept[-1]):
+            kept.append(point)
+    return kept
+
+
+def capped(cluster: Cluster, memory_bytes: int) -> Cluster:
+    """The cluster with no device that has more memory than that."""
+
+    def node_of(node: Node) -> Node:
+        if node.device.memory_bytes <= memory_bytes:
+            return node
+        return replace(node, device=replace(node.device, memory_bytes=memory_bytes))
+
+    return Cluster(tuple(map(node_of, cluster.nodes)))
+
+
+def first_devices(cluster: Cluster, count: int) -> Cluster:
+    """The cluster's first ``count`` devices; a node of which a part is left keeps its share of ports. ClusterError."""
+    if not 1 <= count <= cluster.device_count:
+        raise ClusterError(f"{cluster} has {cluster.device_count} devices, not {count}")
+    return Cluster(tuple(_first_nodes(cluster, count)))
+
+
+def _first_nodes(cluster: Cluster, left: int) -> Iterator[Node]:
+    for node in cluster.nodes:
+        if left <= 0:
+            return
+        if node.count <= left:
+            yield node
+        else:
+            yield replace(node, count=left, ports=max(1, node.ports * left // node.count))
+        left -= node.count

@@ -1,0 +1,165 @@
+"""Frontiers of plans: every plan that can be forced is covered by a point, and the picture shows the points."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from autopart.analysis import Analysis, analyze
+from autopart.cli import main
+from autopart.cluster import Cluster
+from autopart.frontier import PlanPoint, capped, count_frontier, first_devices, memory_frontier, undominated
+from autopart.models import load_model
+from autopart.plan import Plan, StagePlan
+from autopart.planner import make_plan
+from autopart.report.picture import Curve, svg, ticks
+from autopart.runtime.errors import ClusterError, InfeasibleError, PlanError
+from autopart.tracing import capture
+from clusters import ideal
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x))).square().mean()
+
+
+def small():
+    return Small(), (torch.randn(4, 32),), {}
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("models") / "models.py"
+    path.write_text(MODEL)
+    return f"{path}:small"
+
+
+@pytest.fixture(scope="module")
+def program(model: str) -> Any:
+    loaded = load_model(model, meta=True)
+    return capture(loaded.model, loaded.args, loaded.kwargs, name=loaded.name, check_eval=False)
+
+
+@pytest.fixture(scope="module")
+def analysis(program: Any) -> Analysis:
+    return analyze(program)
+
+
+def overhead_free() -> Cluster:
+    """CPUs, whose processes take nothing besides tensors, so that a small model's tensors are what memory is about."""
+    (node,) = ideal(2).nodes
+    return Cluster((replace(node, device=replace(node.device, kind="cpu")),))
+
+
+def test_every_forced_plan_is_covered(program: Any, analysis: Analysis) -> None:
+    cluster = overhead_free()
+    seen: list[PlanPoint] = []
+    found = memory_frontier(program, cluster, step=0.0, analysis=analysis, report=seen.append)
+    assert len(found) > 1 and set(map(id, found)) <= set(map(id, seen))
+    for before, after in itertools.pairwise(found):
+        assert before.seconds < after.seconds and before.memory_bytes > after.memory_bytes
+    for pp, dp, tp in ((1, 2, 1), (1, 1, 2), (2, 1, 1)):
+        for count in (1, 2):
+            plan = make_plan(program, cluster, analysis=analysis, pp=pp, dp=dp, tp=tp, microbatches=count)
+            held = max(stage.memory_bytes for stage in plan.stages)
+            assert any(
+                point.seconds * (1 - point.gap) <= plan.step_time_s * (1 + 1e-9) and point.memory_bytes <= held
+                for point in found
+            ), (pp, dp, tp, count)
+    coarse = memory_frontier(program, cluster, step=0.3, analysis=analysis)
+    assert len(coarse) <= len(found)
+    for point in found:
+        assert any(
+            other.seconds * (1 - other.gap) <= point.seconds and other.memory_bytes <= point.memory_bytes / 0.7 + 1
+            for other in coarse
+        )
+
+
+def test_nothing_fits(program: Any, analysis: Analysis) -> None:
+    with pytest.raises(InfeasibleError):
+        memory_frontier(program, capped(overhead_free(), 1000), analysis=analysis)
+    with pytest.raises(InfeasibleError):
+        count_frontier(program, capped(overhead_free(), 1000), [1, 2], analysis=analysis)
+    with pytest.raises(PlanError, match="share"):
+        memory_frontier(program, overhead_free(), step=1.0, analysis=analysis)
+
+
+def test_device_counts(program: Any, analysis: Analysis) -> None:
+    cluster = overhead_free()
+    one, two = count_frontier(program, cluster, [2, 1, 2], analysis=analysis)
+    assert (one.devices, two.devices) == (1, 2) and two.seconds < one.seconds
+    assert two.device_seconds == 2 * two.seconds
+    tight = capped(cluster, one.memory_bytes - 1)
+    memory = [point.devices for point in count_frontier(program, tight, [1, 2], analysis=analysis)]
+    assert memory[-1] == 2  # one device may fit with recomputation, or not at all
+
+
+def test_first_devices() -> None:
+    cluster = Cluster.parse("2x8xA100-80GB+4xV100-32GB")
+    assert first_devices(cluster, 20) == cluster
+    assert str(first_devices(cluster, 8)) == "8xA100-80GB"
+    part = first_devices(cluster, 12)
+    assert [node.count for node in part.nodes] == [8, 4] and part.nodes[1].ports == cluster.nodes[1].ports // 2
+    for count in (0, 21):
+        with pytest.raises(ClusterError, match="20 devices"):
+            first_devices(cluster, count)
+    small = capped(cluster, 40 * 2**30)
+    assert [node.device.memory_bytes >> 30 for node in small.nodes] == [40, 40, 32]
+
+
+def point(seconds: float, memory: int, devices: int = 1) -> PlanPoint:
+    stage = StagePlan(tuple(range(devices)), (("dp", devices),), (0, 1), memory_bytes=memory)
+    plan = Plan("x", "m", "c", devices, "float32", "1f1b", 1, (stage,), step_time_s=seconds)
+    return PlanPoint(plan, devices, memory, seconds / 2)
+
+
+def test_undominated() -> None:
+    points = [point(3.0, 1), point(1.0, 5), point(2.0, 5), point(2.0, 3), point(2.5, 3)]
+    assert undominated(points, lambda item: item.memory_bytes) == [points[1], points[3], points[0]]
+    assert points[0].gap == 0.5
+
+
+def test_picture() -> None:
+    text = svg("a < b", [Curve("c", ((1.0, 4.0), (3.0, 2.0)), ("one", "two & three"), stairs=True)], "x", "y")
+    root = ElementTree.fromstring(text)
+    names = [item.tag.rpartition("}")[2] for item in root.iter()]
+    assert names.count("circle") == 2 and names.count("title") == 2
+    (path,) = [item.get("d") or "" for item in root.iter() if item.tag.endswith("path")]
+    assert path.split()[2].startswith("H") and path.split()[3].startswith("V")
+    assert "a < b" in [item.text for item in root.iter() if item.text]
+    with pytest.raises(ValueError, match="point"):
+        svg("", [], "x", "y")
+    for largest in (0.013, 1.0, 7.3, 1e9):
+        found = ticks(largest)
+        assert found[0] == 0 and found[-2] < largest <= found[-1] * (1 + 1e-9) and 4 <= len(found) <= 8
+    assert ticks(0.0) == [0.0, 1.0]
+
+
+def test_command(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, picture = tmp_path / "cluster.toml", tmp_path / "frontier.svg"
+    overhead_free().save(file)
+    command = ["frontier", model, "--cluster", str(file), "--microbatches", "1"]
+    assert main([*command, "--step", "0.4", "--json", "-o", str(picture)]) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert points == sorted(points, key=lambda item: item["step_time_s"])
+    circles = [item for item in ElementTree.parse(picture).iter() if item.tag.endswith("circle")]
+    assert len(circles) == len(points) > 1
+    assert main([*command, "--devices", "1,2", "--price", "3.6", "-o", str(picture)]) == 0
+    assert "cost of a step" in capsys.readouterr().out and "cost of a step" in picture.read_text()
+    for wrong in (["--devices", "4"], ["--devices", "0"], ["--step", "2"], ["--price", "-1"], ["-o", "no/where.svg"]):
+        assert main([*command, *wrong]) == 2
