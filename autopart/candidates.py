@@ -9,7 +9,7 @@ optimizer) counts only for one stage, where nothing can overlap with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -31,8 +31,8 @@ from autopart.passes.program import Role
 from autopart.prices import Prices, share_of
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.placement import REPLICATE, Placements
-from autopart.runtime.schedule import deeper_warmup, in_flight, make_schedule
-from autopart.simulate import StageTimes, simulate
+from autopart.runtime.schedule import Action, deeper_warmup, in_flight, make_schedule, places_of
+from autopart.simulate import StageTimes, steady_seconds
 from autopart.solver import stages as stage_solver
 from autopart.solver.search import Degrees, Evaluation
 from autopart.solver.stages_problem import Block, Cut, StageProblem, StageSolution, TiedGroup
@@ -43,6 +43,8 @@ TENSOR_AXES = ("x", "y", "z")
 """Names of several tensor axes, outermost first."""
 # What a CUDA process needs besides its tensors: context, libraries' workspaces, communication buffers.
 _CUDA_OVERHEAD_BYTES = 2 * 2**30
+# Schedules of whole backwards, one stage on each rank, that end with each batch.
+_WHOLE = ("gpipe", "1f1b", "2bw-flush")
 # How often strategies are chosen again under a tighter memory limit when the fastest ones do not fit.
 _TIGHTENINGS = 4
 
@@ -97,11 +99,16 @@ class Candidates:
     def ranks(self, config: Degrees, stage: int) -> tuple[int, ...]:
         """The stage's devices, row-major over (dp, tensor axes): tensor ranks are neighbours."""
         count = config.dp * config.tp
-        return tuple(range(stage * count, (stage + 1) * count))
+        place = self.places(config)[stage]
+        return tuple(range(place * count, (place + 1) * count))
+
+    def places(self, config: Degrees) -> tuple[int, ...]:
+        """The rank of the pipeline that runs each stage."""
+        return places_of(config.schedule, config.stages, config.virtual)
 
     def capacity(self, config: Degrees, stage: int) -> int:
-        """Bytes of the stage's smallest device."""
-        return min(self.cluster.device(rank).memory_bytes for rank in self.ranks(config, stage))
+        """Bytes that the stage may take of its smallest device, which stages on one rank share evenly."""
+        return min(self.cluster.device(rank).memory_bytes for rank in self.ranks(config, stage)) // config.virtual
 
     def tensor_axes(self, config: Degrees) -> tuple[TensorAxis, ...]:
         """The tensor axes, outermost first, each with the slowest link of any group along it."""
@@ -209,30 +216,55 @@ class Candidates:
                     raise error from None
                 problem = self.problem(config, choice)
         if choice.solution is None:
-            floor = cut.lower_bound_s
+            floor = cut.lower_bound_s if config.schedule in _WHOLE else pipeline_floor(free, config)
         seconds = self._step_seconds(problem, cut, config)
         return Evaluation(Answer(config, choice, problem, cut), seconds, min(floor, seconds))
 
     def _step_seconds(self, problem: StageProblem, cut: StageSolution, config: Degrees) -> float:
         """The simulated step of a cut; what crosses several cuts is taken to be passed on from stage to stage."""
-        times = [
-            StageTimes(
-                sum(choice.forward_s for choice in problem.chosen(step)),
-                sum(choice.backward_s for choice in problem.chosen(step)),
-                reduce_s=problem.step_end_seconds(step),
+        times = []
+        for step in cut.way:
+            backward = sum(choice.backward_s for choice in problem.chosen(step))
+            times.append(
+                StageTimes(
+                    sum(choice.forward_s for choice in problem.chosen(step)),
+                    backward,
+                    weight_s=backward * self.weight_share(config, [block for block, _ in step.choices]),
+                    reduce_s=problem.step_end_seconds(step),
+                )
             )
-            for step in cut.way
-        ]
-        edges = {(stage, stage + 1) for stage in range(config.pp - 1)}
-        warmup = self.warmup_of(config)
-        schedule = make_schedule(config.schedule, config.pp, config.microbatches, edges, warmup=warmup)
+        edges = {(stage, stage + 1) for stage in range(config.stages - 1)}
+        warmup, places = self.warmup_of(config), self.places(config)
+        schedule = make_schedule(
+            config.schedule, config.stages, config.microbatches, edges, warmup=warmup, places=places
+        )
 
         def transfer(stage: int, peer: int) -> float:
             crossed = problem.cut_at(cut.way[max(stage, peer)].first)
             return crossed.forward_s if stage < peer else crossed.backward_s
 
-        found = simulate(schedule, times, lambda action: transfer(action.stage, action.peer or 0))
-        return found.makespan_s + problem.tied_seconds(cut.way)
+        def seconds(action: Action) -> float:
+            return transfer(action.stage, action.peer or 0)
+
+        makespan = steady_seconds(schedule, config.schedule, config.microbatches, times, seconds)
+        return makespan + problem.tied_seconds(cut.way)
+
+    def weight_share(self, config: Degrees, blocks: Iterable[int]) -> float:
+        """Which part of the blocks' backward a schedule can leave for W: half of that of ops with trained weights.
+
+        Their other half is the inputs' gradients. With recomputation there is none, as B computes layers again for all.
+        """
+        if config.recompute or not config.schedule.startswith("zb"):
+            return 0.0
+        prices, wanted = self.prices(config), set(blocks)
+        later = whole = 0.0
+        for node, block in self.analysis.block_of.items():
+            if block in wanted:
+                seconds = prices.op_seconds(node)[1]
+                whole += seconds
+                if any(value.node.meta.get("trainable") for value in graphs.inputs(node)):
+                    later += seconds / 2
+        return later / whole if whole else 0.0
 
     # -- the stage problem ----------------------------------------------------------------------------------------
 
@@ -255,14 +287,15 @@ class Candidates:
             )
             for index, (cost, (state, step_end)) in enumerate(zip(costs, private, strict=True))
         ]
-        held = in_flight(config.schedule, config.pp, config.microbatches, self.warmup_of(config))
+        places = self.places(config)
+        held = in_flight(config.schedule, config.stages, config.microbatches, self.warmup_of(config), places)
         return StageProblem.chain(
             blocks,
             tuple(self._cut(config, choice, position) for position in range(1, len(blocks))),
             config.microbatches,
             held,
-            tuple(float(self.capacity(config, stage)) for stage in range(config.pp)),
-            float(_CUDA_OVERHEAD_BYTES if self.device.kind == "cuda" else 0),
+            tuple(float(self.capacity(config, stage)) for stage in range(config.stages)),
+            float(_CUDA_OVERHEAD_BYTES if self.device.kind == "cuda" else 0) / config.virtual,
             tuple(tied),
         )
 
@@ -284,7 +317,9 @@ class Candidates:
     def _cut(self, config: Degrees, choice: TensorChoice, position: int) -> Cut:
         if config.pp == 1:
             return Cut()
-        link = _slowest([self.stage_link(config, stage, stage + 1) for stage in range(config.pp - 1)])
+        places = self.places(config)
+        apart = [stage for stage in range(config.stages - 1) if places[stage] != places[stage + 1]]
+        link = _slowest([self.stage_link(config, stage, stage + 1) for stage in apart])
         sizes = {value: self._local_bytes(value, config, choice) for value in self.crossings[position]}
         total = sum(sizes.values())
         back = sum(size for value, size in sizes.items() if value.node.meta.get("differentiable"))
@@ -308,6 +343,8 @@ class Candidates:
             if len(found) == 1:
                 (index,) = found
                 private[index][0] += amounts.total
+                if config.schedule == "2bw":  # a second version of the weight, and a gradient that is held for a step
+                    private[index][0] += amounts.weight + amounts.gradient
                 private[index][1] += seconds
                 continue
             sums = 0.0
@@ -333,7 +370,13 @@ class Candidates:
 
 
 def pipeline_floor(work: float, config: Degrees) -> float:
-    """Least seconds of a step whose microbatches take ``work`` seconds each through all stages; see the module."""
+    """Least seconds of a step whose microbatches take ``work`` seconds each through all stages; see the module.
+
+    Where the last backward need not go back whole (W split off, several stages on a rank, no end of the batch), only
+    that a rank does its share of the work is sure.
+    """
+    if config.schedule not in _WHOLE:
+        return config.microbatches * work / config.pp
     ratio = (config.microbatches - 1) / config.microbatches
     return work / (1 - ratio**config.pp)
 

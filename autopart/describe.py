@@ -46,6 +46,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
                 last_op=analysis.keys[analysis.blocks[last - 1].nodes[-1]],
                 forward_s=forward,
                 backward_s=backward,
+                weight_s=backward * candidates.weight_share(config, range(first, last)),
                 memory_bytes=round(problem.stage_bytes(index, answer.cut.way[index])),
                 capacity_bytes=candidates.capacity(config, index),
                 parameters=_held(graph, axes),
@@ -149,6 +150,9 @@ def _transfers(
             entry[1] += back
     transfers = []
     for (source, target), (there, back) in sorted(sent.items()):
+        if candidates.ranks(config, source) == candidates.ranks(config, target):
+            transfers.append((source, target, 0.0, 0.0 if back else None))
+            continue
         link = candidates.stage_link(config, source, target)
         transfers.append((source, target, send_seconds(there, link), send_seconds(back, link) if back else None))
     return tuple(transfers)

@@ -35,9 +35,10 @@ class StagePlan:
     devices: numbers in the cluster, row-major over the mesh; stages that run on the same devices (virtual stages) list
     them alike. mesh: (axis name, size), the data axis "dp" first, then
     tensor axes. blocks: half-open range of the model's block numbers. first_op, last_op: names of the ops at its ends.
-    forward_s, backward_s: seconds of one microbatch with collectives. step_end_s: seconds once per step, for the
-    gradients' sums and the optimizer. memory_bytes, capacity_bytes: predicted peak and what a device has. parameters:
-    numbers held by one device. collectives: by kind, calls and payload bytes per microbatch, such as
+    forward_s, backward_s: seconds of one microbatch with collectives; weight_s: of the backward, the weights' share
+    that a zero-bubble schedule does apart. step_end_s: seconds once per step, for the gradients' sums and optimizer.
+    memory_bytes, capacity_bytes: predicted peak and what a device has (an even share where it runs several stages).
+    parameters: numbers held by one device. collectives: by kind, calls and payload bytes per microbatch, such as
     ``{"all_reduce": {"calls": 4, "bytes": 8388608}}``.
     """
 
@@ -53,6 +54,7 @@ class StagePlan:
     parameters: int = 0
     collectives: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
     step_end_s: float = 0.0
+    weight_s: float = 0.0
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.mesh]
@@ -68,7 +70,15 @@ class StagePlan:
         _require(all(device >= 0 for device in self.devices), "devices: numbers count from 0")
         first, end = self.blocks
         _require(0 <= first < end, f"blocks: expected [first, end) with first < end, found [{first}, {end})")
-        for name in ("forward_s", "backward_s", "step_end_s", "memory_bytes", "capacity_bytes", "parameters"):
+        for name in (
+            "forward_s",
+            "backward_s",
+            "step_end_s",
+            "weight_s",
+            "memory_bytes",
+            "capacity_bytes",
+            "parameters",
+        ):
             value = getattr(self, name)
             _require(value >= 0 and math.isfinite(value), f"{name}: expected a number of at least 0, found {value}")
 

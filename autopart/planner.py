@@ -21,6 +21,7 @@ from autopart.passes.program import Program
 from autopart.passes.rules import RULES, RuleBook
 from autopart.plan import Plan, check_warmup
 from autopart.runtime.errors import BatchError, PlanError
+from autopart.runtime.schedule import NAMES
 from autopart.solver.search import Considered, degrees, search
 from autopart.solver.tensor_problem import relative_gap
 
@@ -38,6 +39,7 @@ def make_plan(
     microbatches: int | None = None,
     schedule: str | None = None,
     warmup: int | Sequence[int] | None = None,
+    virtual: int | None = None,
     recompute: str = "auto",
     optimizer: str = "adamw",
     time_limit_s: float = 60.0,
@@ -49,6 +51,8 @@ def make_plan(
     tp: devices that share tensors, or the sizes of their axes, outermost first: (2, 4) or "2x4".
     batch: samples of a step over all replicas (default: those of the example inputs). warmup: of 1F1B, forwards that
     each stage runs ahead of the next (1: the least; 2 hides transfers), or one number of forwards for each stage.
+    schedule: a name of runtime.schedule.NAMES (default: 1f1b), or "auto": 1f1b, zb-h1, zb-v and interleaved are tried.
+    virtual: of interleaved, stages on each rank of the pipeline (default: 2).
     time_limit_s: for each solver call. rules: what ops allow (``RULES.extended({...})`` adds a user's own); an
     ``analysis`` that is given has its own. Raises InfeasibleError when nothing fits in memory, BatchError when the
     model's batch may not be split that way, PlanError for contradicting limits.
@@ -65,7 +69,8 @@ def make_plan(
                 "and pipeline or tensor parallelism instead"
             )
         dp, microbatches = 1, 1
-    schedule = _schedule(program, schedule)
+    schedules = _schedules(program, schedule, virtual)
+    schedule = schedules[0][0] if len(schedules) == 1 else "auto"
     if warmup is not None and not isinstance(warmup, int):
         warmup, pp = tuple(warmup), pp or len(warmup)
         check_warmup(schedule, warmup, pp)
@@ -81,11 +86,13 @@ def make_plan(
         dp=dp,
         tp=tp,
         microbatches=microbatches,
-        schedules=(schedule,),
+        schedules=schedules,
         recompute=RECOMPUTE[recompute],
-        max_pp=None if pp else len(analysis.blocks),
+        max_pp=len(analysis.blocks),
         max_tp=None if tp else max(node.count for node in cluster.nodes),
     )
+    if schedule == "auto":  # on one rank all schedules are one
+        configs = tuple(config for config in configs if config.pp > 1 or config.schedule == "1f1b")
     if any(len(config.axes) > 1 for config in configs):
         raise PlanError("strategies are chosen on one tensor axis only; give tp as a number of devices")
     solving = time.perf_counter()
@@ -103,16 +110,26 @@ def make_plan(
     )
 
 
-def _schedule(program: Program, wanted: str | None) -> str:
-    """1F1B keeps least in flight; a loss that the script computes is known only after all forwards."""
-    if program.loss is not None:
-        return wanted or "1f1b"
-    if wanted not in (None, "gpipe"):
-        raise PlanError(
-            f"{program.name} returns no loss, so that backwards start after all forwards: only the schedule gpipe runs "
-            f"it, not {wanted}; pass loss_fn, or leave schedule out"
-        )
-    return "gpipe"
+def _schedules(program: Program, wanted: str | None, virtual: int | None) -> tuple[tuple[str, int], ...]:
+    """What is tried, with the stages on each rank; 1F1B by default.
+
+    A loss that the script computes is known only after all forwards. Raises PlanError.
+    """
+    if wanted not in (None, "auto", *NAMES):
+        raise PlanError(f"schedule is one of {', '.join(NAMES)} or auto, not {wanted!r}")
+    if program.loss is None:
+        if wanted not in (None, "gpipe", "auto"):
+            raise PlanError(
+                f"{program.name} returns no loss, so that backwards start after all forwards: only the schedule gpipe "
+                f"runs it, not {wanted}; pass loss_fn, or leave schedule out"
+            )
+        return (("gpipe", 1),)
+    if virtual is not None and wanted not in ("interleaved", "auto") and not (wanted == "zb-v" and virtual == 2):
+        raise PlanError(f"virtual: {virtual} stages on each rank are for interleaved, not {wanted or '1f1b'}")
+    if wanted == "auto":
+        return ("1f1b", 1), ("zb-h1", 1), ("zb-v", 2), ("interleaved", virtual or 2)
+    name = wanted or "1f1b"
+    return ((name, {"interleaved": virtual or 2, "zb-v": 2}.get(name, 1)),)
 
 
 def _row(item: Considered) -> dict[str, object]:

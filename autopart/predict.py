@@ -9,7 +9,7 @@ from autopart.plan import Plan
 from autopart.runtime.schedule import Action, Work, make_schedule
 from autopart.runtime.schedule.double_buffered import unrolled
 from autopart.runtime.trace import Span, Timeline, trace_object
-from autopart.simulate import Simulation, StageTimes, simulate
+from autopart.simulate import Simulation, StageTimes, simulate, steady_seconds
 
 
 def simulate_plan(plan: Plan) -> Simulation:
@@ -27,7 +27,7 @@ def simulate_plan(plan: Plan) -> Simulation:
         plan.schedule, count, plan.microbatches, sorted(there), sorted(back), plan.warmup, plan.places
     )
     times = [
-        StageTimes(stage.forward_s, stage.backward_s, reduce_s=stage.step_end_s, fixed_bytes=stage.memory_bytes)
+        StageTimes(stage.forward_s, stage.backward_s, stage.weight_s, stage.step_end_s, fixed_bytes=stage.memory_bytes)
         for stage in plan.stages
     ]
 
@@ -40,9 +40,8 @@ def simulate_plan(plan: Plan) -> Simulation:
     if plan.schedule != "2bw":
         return simulate(schedule, times, transfer)
     # A batch's timeline with its fill and drain, but the step is what one more batch adds.
-    one, two = (simulate(unrolled(schedule, count, plan.microbatches), times, transfer) for count in (1, 2))
-    step = two.makespan_s - one.makespan_s + max(own.reduce_s for own in times)
-    return replace(one, makespan_s=step)
+    one = simulate(unrolled(schedule, 1, plan.microbatches), times, transfer)
+    return replace(one, makespan_s=steady_seconds(schedule, plan.schedule, plan.microbatches, times, transfer))
 
 
 def predicted_trace(plan: Plan, found: Simulation, first_pid: int = 0) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from autopart.runtime.errors import ScheduleError
 from autopart.runtime.schedule import Action, Schedule, Work
+from autopart.runtime.schedule.double_buffered import unrolled
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,16 @@ class _Clock:
 
 def _stages(schedule: Schedule) -> list[list[int]]:
     return [sorted({action.stage for action in actions}) for actions in schedule.ranks]
+
+
+def steady_seconds(
+    schedule: Schedule, name: str, microbatches: int, times: Sequence[StageTimes], transfer: Transfer | float = 0.0
+) -> float:
+    """Seconds of a step: the makespan, or under "2bw" what one more batch adds to the batches before."""
+    if name != "2bw":
+        return simulate(schedule, times, transfer).makespan_s
+    one, two = (simulate(unrolled(schedule, count, microbatches), times, transfer).makespan_s for count in (1, 2))
+    return two - one + max(own.reduce_s for own in times)
 
 
 def simulate(schedule: Schedule, times: Sequence[StageTimes], transfer: Transfer | float = 0.0) -> Simulation:

@@ -280,6 +280,7 @@ class ParallelModule(nn.Module):
 
     def _seeds(self, microbatch: int, outputs: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         name = self.manifest.loss
+        assert name is not None
         return {name: torch.ones_like(outputs[name])} if name in outputs else {}
 
     def _collect_losses(self) -> Callable[[], Tensor]:

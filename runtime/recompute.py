@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.checkpoint import checkpoint as _checkpoint
 
 
-def checkpoint(function: Callable[..., Any], *args: Tensor | int) -> Any:
+def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """Calls the function, keeps its arguments alone, and calls it again when its gradients are wanted.
 
     Whoever intercepts torch's functions sees this as one, so that both calls do the same.

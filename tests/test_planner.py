@@ -14,13 +14,17 @@ from torch import Tensor, nn
 from autopart.analysis import Analysis, analyze, fold, look_up, pattern_of
 from autopart.cluster import Cluster
 from autopart.models import load_model
+from autopart.passes.program import Program
 from autopart.plan import Plan
 from autopart.planner import make_plan
+from autopart.predict import simulate_plan
 from autopart.realize import realize
 from autopart.runtime.errors import BatchError, InfeasibleError, PlanError
+from autopart.runtime.schedule import NAMES
 from autopart.runtime.transitions import Transition
 from autopart.solver.search import degrees
 from autopart.tracing import capture
+from branching import branches
 from clusters import ideal
 from families import family
 
@@ -240,3 +244,34 @@ def test_transitions_are_typed() -> None:
     found = build(analysis, (0, len(analysis.blocks)), axes, strategies, storage)
     inserted = [node.meta["transition"] for node in found.local[0].nodes if "transition" in node.meta]
     assert inserted and all(isinstance(step, Transition) and axis == "tp" for axis, step in inserted)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "auto"])
+def test_every_schedule_is_planned(name: str) -> None:
+    """The plan's own simulation is its step time, its bound holds, and it survives its file."""
+    program, analysis = _schedules_subject()
+    plan = make_plan(
+        program, ideal(2), schedule=name, pp=2, dp=1, tp=1, microbatches=4, recompute="none", analysis=analysis
+    )
+    assert plan.places == {"interleaved": (0, 1, 0, 1), "zb-v": (0, 1, 1, 0)}.get(plan.schedule, (0, 1))
+    assert plan.bound_s <= plan.step_time_s == simulate_plan(plan).makespan_s + plan.tied_s
+    assert any(stage.weight_s for stage in plan.stages) == plan.schedule.startswith("zb")
+    assert Plan.from_json(plan.to_json()) == plan
+    if name == "auto":
+        names = {str(row["config"]).split()[4] for row in plan.considered}
+        assert names == {"1f1b", "zb-h1", "zb-v", "interleaved"}
+
+
+def test_stages_on_each_rank_are_for_interleaving() -> None:
+    program, analysis = _schedules_subject()
+    with pytest.raises(PlanError, match="virtual: 3 stages on each rank"):
+        make_plan(program, ideal(2), schedule="1f1b", virtual=3, analysis=analysis)
+    with pytest.raises(PlanError, match="schedule is one of"):
+        make_plan(program, ideal(2), schedule="zigzag", analysis=analysis)
+
+
+@functools.cache
+def _schedules_subject() -> tuple[Program, Analysis]:
+    model, batch = branches()
+    program = capture(model, (), batch, check_eval=False)
+    return program, analyze(program)

@@ -79,7 +79,7 @@ def test_nothing_to_search() -> None:
 @pytest.mark.parametrize("devices", [1, 2, 6, 7, 12, 64, 96])
 def test_degrees_are_all_that_match(devices: int) -> None:
     batch = 24
-    found = degrees(devices, batch, schedules=("1f1b", "gpipe"), recompute=(False,))
+    found = degrees(devices, batch, schedules=(("1f1b", 1), ("gpipe", 1)), recompute=(False,))
     expected = {
         (pp, dp, tp, count, schedule)
         for pp in range(1, devices + 1)

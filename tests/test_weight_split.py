@@ -117,7 +117,7 @@ def test_equal_to_the_whole_backward(recompute: bool) -> None:
 
 def test_what_weights_do_not_need_is_freed_by_b() -> None:
     """GELU's input goes with B; the projection's input stays until W."""
-    kept: dict[str, weakref.ref[Tensor]] = {}
+    kept: dict[str, weakref.ref[torch.UntypedStorage]] = {}
     model = stage()
 
     def gelu(x: Tensor) -> Tensor:
@@ -126,6 +126,7 @@ def test_what_weights_do_not_need_is_freed_by_b() -> None:
         return made
 
     block = model.blocks[1]
+    assert isinstance(block, Block)
     x = leaf().requires_grad_()
     later = LaterGradients()
     with SplitBackward(list(model.parameters()), later):

@@ -26,7 +26,9 @@ DTYPES = {
     "float32": "float32",
     "float64": "float64",
 }
-_LIMITS = ("batch", "pp", "dp", "tp", "microbatches", "schedule", "warmup", "recompute")
+_LIMITS = ("batch", "pp", "dp", "tp", "microbatches", "schedule", "warmup", "virtual", "recompute")
+# Those of autopart.runtime.schedule.NAMES, which would import torch here.
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "2bw", "2bw-flush", "auto")
 
 
 def add_model(parser: argparse.ArgumentParser, dtype: bool = True, or_plan: bool = False) -> None:
@@ -63,7 +65,10 @@ def add_limits(parser: argparse.ArgumentParser, cluster_required: bool) -> None:
         help="devices that share the tensors of a stage, on axes such as 2x4",
     )
     parser.add_argument("--microbatches", type=positive, metavar="N", help="pieces of each replica's batch")
-    parser.add_argument("--schedule", choices=("gpipe", "1f1b"), help="order of the microbatches' passes")
+    parser.add_argument(
+        "--schedule", choices=SCHEDULES, help="order of the microbatches' passes (default: 1f1b; auto: tries several)"
+    )
+    parser.add_argument("--virtual", type=positive, metavar="N", help="interleaved: stages on each rank (default: 2)")
     parser.add_argument(
         "--warmup",
         type=warmup,

@@ -23,11 +23,11 @@ MOST_AXES = 3
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """A configuration: pp stages x dp replicas x tensor axes, and how a step runs on it.
+    """A configuration: pp ranks of the pipeline x dp replicas x tensor axes, and how a step runs on it.
 
     axes: sizes of the tensor axes, outermost first; a stage's devices are row-major over (dp, *axes), so that the last
     axis joins neighbours. microbatches: per replica and step. schedule: a schedule's name. recompute: activations are
-    computed again in the backward.
+    computed again in the backward. virtual: stages that each rank of the pipeline runs.
     """
 
     pp: int
@@ -36,9 +36,10 @@ class Degrees:
     microbatches: int
     schedule: str
     recompute: bool = False
+    virtual: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("pp", "dp", "microbatches"):
+        for name in ("pp", "dp", "microbatches", "virtual"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is at least 1, not {getattr(self, name)}")
         if len(self.axes) > MOST_AXES or any(size < 2 for size in self.axes):
@@ -55,10 +56,22 @@ class Degrees:
     def devices(self) -> int:
         return self.pp * self.dp * self.tp
 
+    @property
+    def stages(self) -> int:
+        return self.pp * self.virtual
+
+    @property
+    def runs(self) -> bool:
+        """Whether the schedule takes as many microbatches."""
+        if self.schedule == "interleaved":
+            return self.microbatches % self.pp == 0
+        return self.schedule != "2bw" or self.microbatches >= self.pp
+
     def __str__(self) -> str:
+        virtual = f" x{self.virtual}" if self.virtual > 1 else ""
         recompute = " recompute" if self.recompute else ""
         tp = axes_text(self.axes)
-        return f"pp={self.pp} dp={self.dp} tp={tp} microbatches={self.microbatches} {self.schedule}{recompute}"
+        return f"pp={self.pp} dp={self.dp} tp={tp} microbatches={self.microbatches} {self.schedule}{virtual}{recompute}"
 
 
 def axes_text(axes: Sequence[int]) -> str:
@@ -194,7 +207,7 @@ def degrees(
     dp: int | None = None,
     tp: int | Sequence[int] | str | None = None,
     microbatches: int | None = None,
-    schedules: Sequence[str] = ("1f1b",),
+    schedules: Sequence[tuple[str, int]] = (("1f1b", 1),),
     recompute: Sequence[bool] = (False, True),
     max_pp: int | None = None,
     max_tp: int | None = None,
@@ -202,7 +215,8 @@ def degrees(
 ) -> tuple[Degrees, ...]:
     """Every configuration of exactly ``devices`` devices whose microbatches divide a batch of ``batch`` samples.
 
-    pp, dp, tp, microbatches: forced where given; tp as :func:`read_axes` takes it. max_axes: tensor axes that a tensor
+    schedules: names with the stages on each rank. max_pp: stages in all. pp, dp, tp, microbatches: forced where given;
+    tp as :func:`read_axes` takes it. max_axes: tensor axes that a tensor
     degree is factored into where its axes are not given. Raises PlanError, saying what would do, when nothing matches.
     """
     wanted = None if tp is None else read_axes(tp)
@@ -225,14 +239,16 @@ def degrees(
     if not meshes:
         raise PlanError(_no_mesh(devices, {"pp": pp, "dp": dp, "tp": count}, {"pp": max_pp, "tp": max_tp}))
     result = tuple(
-        Degrees(pp, dp, sizes, pieces, schedule, again)
+        config
         for pp, dp, tensor in meshes
         if batch % dp == 0
         for sizes in ([axes] if axes else factorizations(tensor, max_axes))
         for pieces in _divisors(batch // dp)
         if microbatches in (None, pieces)
-        for schedule in schedules
+        for schedule, virtual in schedules
         for again in recompute
+        if (config := Degrees(pp, dp, sizes, pieces, schedule, again, virtual)).runs
+        and (max_pp is None or config.stages <= max_pp)
     )
     if not result:
         raise PlanError(_no_batch(batch, sorted({mesh[1] for mesh in meshes}), microbatches))
