@@ -251,6 +251,11 @@ class ParallelModule(nn.Module):
     def _train_without_flush(self, feed: Feed, division: Division) -> Any:
         """Begins this batch and ends the one before, whose loss and gradients it gives; see double_buffer.py."""
         assert self._buffer is not None
+        if division.microbatches != self.manifest.microbatches or division.replicas != self.mesh.data.size:
+            raise BatchError(
+                f"the schedule 2bw takes batches of {self.manifest.microbatches} microbatches on {self.mesh.data.size} "
+                f"replicas only, {division.batch} samples do not; drop the last partial batch, or use 2bw-flush"
+            )
         run = self._run(feed, train=True, seeds=self._seeds, keep={spec.name for spec in self._loss_specs})
         losses = self._collect_losses()
         with self._norms.running():
