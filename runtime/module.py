@@ -124,7 +124,7 @@ class ParallelModule(nn.Module):
                     "the schedule 2bw returns the loss of the batch before and repeats no step, so it gives no other "
                     "outputs and computes nothing in float16; use 2bw-flush"
                 )
-            self._buffer = DoubleBuffer(built, self._trainable(), self._actions, self._sums.reduce)
+            self._buffer = DoubleBuffer(built, self._trainable(), self._own_actions(self.schedule), self._sums.reduce)
         # Calls in training so far; the random numbers follow from it.
         self.steps = 0
         self._recorder: Recorder | None = None

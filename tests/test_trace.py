@@ -77,7 +77,8 @@ def _train(directory: str, path: str) -> dict[str, Any]:
     with model.trace(path):
         during = model(x, target=target)["loss"].item()
     after = model(x, target=target)["loss"].item()
-    return {"losses": (before, during, after), "actions": [str(action) for action in model._actions]}
+    actions = [str(action) for action in model._own_actions(model.schedule)]
+    return {"losses": (before, during, after), "actions": actions}
 
 
 @pytest.mark.parametrize(("cuts", "dp"), [(2, 1), (2, 2), (1, 1)])
