@@ -23,7 +23,7 @@ from autopart.passes.program import Role
 from autopart.passes.rules import RULES, RuleBook, Strategy, called, local_forms
 from autopart.passes.sizes import Extent, extent
 from autopart.runtime import collectives
-from autopart.runtime.placement import REPLICATE, Placements
+from autopart.runtime.placement import REPLICATE, Kind, Placements
 from autopart.runtime.transitions import Transition
 
 
@@ -112,6 +112,8 @@ class _Sharder:
         role = node.meta["role"]
         if role in (Role.PARAMETER, Role.BUFFER):
             placements = self.storage.get(node.meta["name"], self.replicated)
+            summed = any(placement.kind is Kind.PARTIAL for placement in placements)
+            assert not summed, f"{node.meta['name']} is stored as a partial sum"
         elif role is Role.RECEIVED:
             source = self.stage.origin[node]
             value = Value(source, node.meta["index"])

@@ -45,10 +45,12 @@ def _names(scheme: str, node: fx.Node, offered: Iterable[str]) -> tuple[str, ...
 
 
 def stored(shape: Sequence[int], used: Placements, sizes: Sequence[int]) -> Placements:
-    """Where it is used whole a matrix is stored sharded: inside the pieces that the other axes make of a dim."""
-    found = list(used)
+    """Where it is used whole a matrix is stored sharded: inside the pieces that the other axes make of a dim. A vector
+    is stored as it is used, but for a bias that is used as a partial sum.
+    """
+    found = [REPLICATE if placement.kind is Kind.PARTIAL else placement for placement in used]
     if len(shape) < 2:
-        return used
+        return tuple(found)
     for axis, placement in enumerate(used):
         if placement.is_shard:
             continue

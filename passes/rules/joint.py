@@ -75,6 +75,8 @@ def _factors(rule: Rule, panels: Panels) -> tuple[str, str] | None:
     left, right = rule.inputs[panels.left], rule.inputs[panels.right]
     if len(right) != 2 or any(len(dim) != 1 for dim in right) or len(rule.outputs) != 1:
         return None
+    if any(rule.sizes[name] is None for dim in (*left, *right) for name in dim):
+        return None
     names = [dim[0] for dim in right]
     inner = [name for name in names if (name,) == left[-1]]
     columns = [name for name in names if (name,) == rule.outputs[0][-1]]
