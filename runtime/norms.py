@@ -54,7 +54,8 @@ class GradientNorms:
         self._counted = {name: counted(specs[name], mesh) for name in parameters}
         self._divided = {name for name in parameters if divided(specs[name], mesh)}
         trained = {stage for spec in manifest.parameters if spec.trainable for stage in spec.stages}
-        self._idle = [stage for stage in range(len(manifest.stages)) if stage not in trained]
+        busy = {mesh.place_of[stage] for stage in trained}
+        self._idle = [stage for stage, place in enumerate(mesh.place_of) if place not in busy]
         self._running = False
         if len(manifest.stages) > 1 or any(divided(spec, mesh) for spec in manifest.parameters):
             for name, parameter in parameters.items():

@@ -20,6 +20,7 @@ that meets no weight stays in the outer graph, and so does a recomputed layer wi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -96,7 +97,7 @@ def into_outer(value: Any) -> Any:
     tensor, later = value, getattr(value, _MARK, None)
     if later is None or not torch.is_grad_enabled():
         return tensor
-    return _Aside.apply(_anchor(tensor), later, get_gradient_edge(tensor), tensor.detach())
+    return _Aside.apply(_anchor(tensor.device), later, get_gradient_edge(tensor), tensor.detach())
 
 
 def _cut_out(
@@ -107,7 +108,7 @@ def _cut_out(
     later: LaterGradients,
 ) -> Any:
     """Calls ``func`` on an inner graph whose ends join the outer graph in one node."""
-    entries = _Enter.apply(_anchor(others[0]), [tensor.detach() for tensor in others])
+    entries = _Enter.apply(_anchor(others[0].device), [tensor.detach() for tensor in others])
     swapped = {id(tensor): entry for tensor, entry in zip(others, entries, strict=True)}
     result = func(*_swap(args, swapped), **_swap(kwargs, swapped))
     ends = [item for item in _tensors((result,), {}) if item.requires_grad]
@@ -174,9 +175,10 @@ class _Aside(torch.autograd.Function):
         return None, None, None, None
 
 
-def _anchor(like: Tensor) -> Tensor:
+@functools.cache
+def _anchor(device: torch.device) -> Tensor:
     """What makes the start of a graph require gradients; it gets none."""
-    return torch.empty((), device=like.device).requires_grad_()
+    return torch.empty((), device=device).requires_grad_()
 
 
 def _tensors(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
