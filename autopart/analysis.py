@@ -13,6 +13,7 @@ from autopart.passes import graph as graphs
 from autopart.passes.annotate import OpCost, annotate
 from autopart.passes.batch import BatchSplit, split_batch
 from autopart.passes.blocks import Block, find_blocks, free_nodes
+from autopart.passes.draws import number_draws
 from autopart.passes.emit.layers import find_runs
 from autopart.passes.program import Program, Role
 from autopart.passes.rules import RULES, RuleBook, Strategy, joint_strategies, strategies
@@ -99,6 +100,7 @@ def analyze(program: Program, rules: RuleBook = RULES) -> Analysis:
     """Everything that does not depend on the cluster."""
     split = split_batch(program, rules)
     graph = split.graph
+    number_draws(graph)
     free = free_nodes(graph, program.updated_buffers)
     costs = annotate(graph.nodes, "cuda")
     batch = max(program.batch, 1)

@@ -87,7 +87,7 @@ def parallelize(
     ``torch.autocast``; "": the types of the model, under the autocast that is on around the first call.
     example: a batch to plan with now instead of at the first call, by name (or by position, in a tuple or list):
     ``data_rank`` and ``data_world_size`` are known from then on, which a sampler for ``batch="local"`` needs.
-    limits: of ``make_plan``: pp, dp, tp, microbatches, schedule, warmup, recompute, optimizer.
+    limits: of ``make_plan``: pp, dp, tp, microbatches, schedule, warmup, recompute, optimizer, dropout.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"parallelize takes an nn.Module, got {type(model).__name__}")

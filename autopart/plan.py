@@ -22,6 +22,7 @@ from autopart.runtime.schedule import NAMES, deeper_warmup, in_flight, make_sche
 VERSION = 1
 SCHEDULES = NAMES
 RECOMPUTE = ("none", "full")
+DROPOUT = ("torch", "invariant")
 
 Mesh = tuple[tuple[str, int], ...]
 Transfers = tuple[tuple[int, int, float, float | None], ...]
@@ -105,6 +106,7 @@ class Plan:
     null where none go back). tied_s: seconds of summing gradients over stages, once per step.
     step_time_s: predicted seconds of a step. bound_s: no plan of the searched space is faster. gap:
     ``(step_time_s - bound_s) / step_time_s``. solve_s, total_s: seconds the solver and all of planning took.
+    dropout: "torch", each rank's own numbers; or "invariant", the same masks under every plan (runtime.invariant).
     tokens, flops: of one step, 0 when unknown. considered: other candidates, as rows for the report.
     """
 
@@ -131,10 +133,12 @@ class Plan:
     warmup: tuple[int, ...] = ()
     transfers: Transfers = ()
     tied_s: float = 0.0
+    dropout: str = "torch"
 
     def __post_init__(self) -> None:
         _require(self.schedule in SCHEDULES, f"schedule: {self.schedule!r} is not one of {', '.join(SCHEDULES)}")
         _require(self.recompute in RECOMPUTE, f"recompute: {self.recompute!r} is not one of {', '.join(RECOMPUTE)}")
+        _require(self.dropout in DROPOUT, f"dropout: {self.dropout!r} is not one of {', '.join(DROPOUT)}")
         _require(self.batch >= 1 and self.microbatches >= 1, "batch and microbatches: at least 1")
         _require(bool(self.stages), "stages: a plan has at least one stage")
         if self.warmup:

@@ -19,7 +19,7 @@ from autopart.cluster import Cluster
 from autopart.describe import describe
 from autopart.passes.program import Program
 from autopart.passes.rules import RULES, RuleBook
-from autopart.plan import Plan, check_warmup
+from autopart.plan import DROPOUT, Plan, check_warmup
 from autopart.runtime.errors import BatchError, PlanError
 from autopart.runtime.schedule import NAMES
 from autopart.solver.search import Considered, degrees, search
@@ -42,6 +42,7 @@ def make_plan(
     virtual: int | None = None,
     recompute: str = "auto",
     optimizer: str = "adamw",
+    dropout: str = "torch",
     time_limit_s: float = 60.0,
     analysis: Analysis | None = None,
     rules: RuleBook = RULES,
@@ -53,6 +54,7 @@ def make_plan(
     each stage runs ahead of the next (1: the least; 2 hides transfers), or one number of forwards for each stage.
     schedule: a name of runtime.schedule.NAMES (default: 1f1b), or "auto": 1f1b, zb-h1, zb-v and interleaved are tried.
     virtual: of interleaved, stages on each rank of the pipeline (default: 2).
+    dropout: "torch", or "invariant", whose masks are the same under every plan and in one process.
     time_limit_s: for each solver call. rules: what ops allow (``RULES.extended({...})`` adds a user's own); an
     ``analysis`` that is given has its own. Raises InfeasibleError when nothing fits in memory, BatchError when the
     model's batch may not be split that way, PlanError for contradicting limits.
@@ -62,6 +64,8 @@ def make_plan(
     batch = batch or program.batch
     if recompute not in RECOMPUTE:
         raise PlanError(f"recompute is one of {', '.join(RECOMPUTE)}, not {recompute!r}")
+    if dropout not in DROPOUT:
+        raise PlanError(f"dropout is one of {', '.join(DROPOUT)}, not {dropout!r}")
     if analysis.split.flaw:
         if (dp or 1) > 1 or (microbatches or 1) > 1:
             raise BatchError(
@@ -106,6 +110,7 @@ def make_plan(
         gap=relative_gap(plan.step_time_s, bound),
         solve_s=solved - solving,
         total_s=time.perf_counter() - start,
+        dropout=dropout,
         considered=tuple(_row(item) for item in result.considered),
     )
 

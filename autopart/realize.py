@@ -203,6 +203,7 @@ def realize(program: Program, plan: Plan, analysis: Analysis | None = None, rule
         warmup=plan.warmup,
         microbatches=plan.microbatches,
         recompute=plan.recompute == "full",
+        invariant_dropout=plan.dropout == "invariant",
         headings=tuple(_heading(program, plan, index) for index in range(len(plan.stages))),
     )
     return emit_program(program, analysis.split, found.stages, found.local, found.crossings, found.storage, layout)

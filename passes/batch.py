@@ -197,6 +197,8 @@ class Splitter:
     def put(self, new: fx.Node, *states: BatchState) -> fx.Node:
         if isinstance(new.meta.get("val"), torch.Tensor):
             self.states[new] = states[0]
+            if states[0].placement.is_shard:
+                new.meta["samples"] = states[0].placement  # where the batch lies in the value
         else:
             self.outputs[new] = states
         return new

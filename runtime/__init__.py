@@ -1,6 +1,6 @@
 """What runs on every rank; needs torch alone."""
 
-from autopart.runtime import collectives, local_forms
+from autopart.runtime import collectives, invariant, local_forms
 from autopart.runtime.mesh import Axis, Mesh
 from autopart.runtime.module import ParallelModule
 from autopart.runtime.namespace import Namespace, buffer, parameter
@@ -14,6 +14,7 @@ __all__ = [
     "Traffic",
     "buffer",
     "collectives",
+    "invariant",
     "local_forms",
     "parameter",
 ]

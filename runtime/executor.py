@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopart.runtime.errors import PlanError
+from autopart.runtime.invariant import Share
 from autopart.runtime.links import Links
 from autopart.runtime.manifest import Manifest, StageSpec, ValueSpec, argument_name
 from autopart.runtime.mesh import Mesh
@@ -30,13 +31,14 @@ class Feed:
     """What a step gives to a rank's stages besides what other stages send.
 
     inputs: microbatch -> the stages' inputs by name. samples: per microbatch on this rank (``b``); batch: in the whole
-    step (``B``). totals: by name.
+    step (``B``). totals: by name. first: microbatch -> its first sample, counted in the whole batch.
     """
 
     inputs: Callable[[int], Mapping[str, Tensor]]
     samples: int
     batch: int
     totals: Mapping[str, Tensor]
+    first: Callable[[int], int]
 
 
 @dataclass(slots=True)
@@ -121,8 +123,10 @@ class Run:
         """Does one action other than REDUCE, with what came before of its microbatch done."""
         assert action.microbatch is not None
         if action.work.is_compute:
-            # A recomputed forward inside a backward draws its random numbers again by these two.
+            # A recomputed forward inside a backward draws its random numbers again by these.
             self._mesh.step, self._mesh.microbatch = self._step, action.microbatch
+            feed = self._feed
+            self._mesh.share = Share(feed.first(action.microbatch), feed.samples, feed.batch)
         state = self._state(action.stage, action.microbatch)
         match action.work:
             case Work.FORWARD:

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopart.runtime.errors import ClusterError, PlanError
+from autopart.runtime.invariant import Draw, Share
 from autopart.runtime.manifest import Manifest
+from autopart.runtime.placement import Placement
 from autopart.runtime.rng import derive_seed, seeded
 from autopart.runtime.traffic import Traffic
 
@@ -114,7 +116,7 @@ class Mesh:
     stages: the stages that this rank runs, ascending; ``place_of[stage]``: the rank of the pipeline (a group of
     devices) that runs it. axes: name -> Axis, in mesh order. data: the data axis. tensor_axes: the others, of
     ``tensor_sizes`` ranks. pipeline: the axis that joins the same coordinates of all ranks of the pipeline.
-    step, microbatch: what is being computed; set by the executor, read by :meth:`random`.
+    step, microbatch, share: what is being computed; set by the executor, read by :meth:`random` and :meth:`draw`.
 
     Built on every rank of the job, in the same order among other process groups. Raises ClusterError when the job
     has another size than the plan, PlanError when the stages do not share the ranks evenly, or share a part of them.
@@ -130,6 +132,7 @@ class Mesh:
         self.microbatches = manifest.microbatches
         self.step = 0
         self.microbatch = 0
+        self.share = Share()
         self.place_of = places_of(manifest)
         self._layout = _layout(manifest, self.place_of)
         shape = manifest.stages[0].mesh
@@ -199,6 +202,21 @@ class Mesh:
             return nullcontext()
         coordinates = tuple(self.axes[name].index for name in over if name in self.axes)
         return seeded(self.device, derive_seed(self.seed, self.step, self.microbatch, path, key, coordinates))
+
+    def draw(self, path: str, key: int, placements: str = "", samples: str = "") -> Draw:
+        """The random numbers of a call that are the same under every plan, for this rank's part of the value.
+
+        path, key: the module and the number of its call. placements: of the value, one per tensor axis, with commas.
+        samples: the placement that shards the batch; '' if the value does not hold it.
+        """
+        return Draw(
+            derive_seed(self.seed, self.step, path, key),
+            tuple(map(Placement.parse, placements.split(","))) if placements else (),
+            tuple(axis.size for axis in self.tensor_axes if axis.size > 1),
+            tuple(axis.index for axis in self.tensor_axes if axis.size > 1),
+            Placement.parse(samples) if samples else None,
+            self.share,
+        )
 
     def _agree(self, seed: int) -> int:
         """Rank 0's seed, on all ranks."""

@@ -192,7 +192,11 @@ class ParallelModule(nn.Module):
         totals = self._compute_totals(leaves, division)
         device = self.mesh.device
         return Feed(
-            lambda k: microbatch_of(self._inputs, leaves, division, k, device), division.samples, division.batch, totals
+            lambda k: microbatch_of(self._inputs, leaves, division, k, device),
+            division.samples,
+            division.batch,
+            totals,
+            division.start,
         )
 
     def _compute_totals(self, leaves: Mapping[str, Any], division: Division) -> dict[str, Tensor]:

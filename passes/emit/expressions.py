@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopart.passes import graph as graphs
 from autopart.passes.rules.arguments import words
+from autopart.runtime.errors import PlanError
 
 aten = torch.ops.aten
 
@@ -149,6 +151,21 @@ class Printer:
         roles = ", ".join(f"{role}={axis}" for role, axis in sorted(axes.items(), reverse=True))
         return f"local_forms.{form.function}({_Arguments(node, names, self.device).all()}, {roles})"
 
+    def invariant(self, node: fx.Node, names: Callable[[fx.Node], Text], draw: str) -> str:
+        """An op that draws random numbers, by the function of :mod:`autopart.runtime.invariant` that draws ``draw``.
+
+        Raises PlanError for an op that has none.
+        """
+        a, end = _Arguments(node, names, self.device), f"draw={draw}"
+        if node.target is aten.dropout.default:
+            return f"invariant.dropout({a.code(0)}, {a.code(1)}, {self.training}, {end})"
+        if node.target is aten.scaled_dot_product_attention.default:
+            return f"invariant.attention({_attention_arguments(a)}, training={self.training}, {end})"
+        raise PlanError(
+            f"{node.target} in {graphs.module_path(node) or 'the model'} ({graphs.source_line(node)}) draws random "
+            'numbers of its own: dropout="invariant" knows dropout and attention only; use dropout="torch"'
+        )
+
 
 class _Arguments:
     """An op's arguments as text."""
@@ -273,16 +290,21 @@ def _other_dropout(a: _Arguments, training: str) -> str | None:
     return f"torch.{name}({a.code(0)}, {a.code(1)}, {training if a.get(2, 'train') else 'False'})"
 
 
-def _attention(a: _Arguments, training: str) -> str | None:
+def _attention_arguments(a: _Arguments, when: str = "") -> str:
+    """``when`` follows the probability of dropout."""
     parts = [a.code(0), a.code(1), a.code(2)]
     if a.get(3, "attn_mask") is not None:
         parts.append(f"attn_mask={a.named(3, 'attn_mask')}")
     if a.get(4, "dropout_p", 0.0):
-        parts.append(f"dropout_p={a.named(4, 'dropout_p')} if {training} else 0.0")
+        parts.append(f"dropout_p={a.named(4, 'dropout_p')}{when}")
     if a.get(5, "is_causal", False):
         parts.append("is_causal=True")
     parts += [f"{key}={a.literal(a.node.kwargs[key]).code}" for key in ("scale", "enable_gqa") if key in a.node.kwargs]
-    return f"F.scaled_dot_product_attention({', '.join(parts)})"
+    return ", ".join(parts)
+
+
+def _attention(a: _Arguments, training: str) -> str | None:
+    return f"F.scaled_dot_product_attention({_attention_arguments(a, f' if {training} else 0.0')})"
 
 
 def _embedding(a: _Arguments, _training: str) -> str | None:

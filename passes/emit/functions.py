@@ -48,10 +48,21 @@ def _wanted(node: fx.Node) -> str:
 
 
 class Function:
-    """Statements of one forward: a layer's, or the part of the stage's outside of layers."""
+    """Statements of one forward: a layer's, or the part of the stage's outside of layers.
 
-    def __init__(self, axes: Axes, names: Names, indent: str = "        ", device: str = "self._mesh.device"):
-        self.axes = axes
+    invariant: random numbers do not depend on the plan. path: the layer's.
+    """
+
+    def __init__(
+        self,
+        axes: Axes,
+        names: Names,
+        indent: str = "        ",
+        device: str = "self._mesh.device",
+        invariant: bool = False,
+        path: str = "",
+    ):
+        self.axes, self.invariant, self.path = axes, invariant, path
         self.names = names
         self.indent = indent
         self.lines: list[str] = []
@@ -90,6 +101,9 @@ class Function:
             self.assign(node, self.printer.form(node, self.name, axes))
             return
         text = self.printer.text(node, self.name)
+        if is_random(node) and self.invariant:
+            self.assign(node, self.printer.invariant(node, self.name, self._draw(node)))
+            return
         if is_random(node):
             self.random_calls += 1
             over = [*self._sample_axes(node), *self._sharded_axes(node)]
@@ -103,6 +117,17 @@ class Function:
             self.texts[node] = text
         else:
             self.assign(node, text.code)
+
+    def _draw(self, node: fx.Node) -> str:
+        """Which numbers of the whole tensor's a call draws; paths are written from the layer's on."""
+        path = graphs.module_path(node)
+        inner = path.removeprefix(f"{self.path}.") if self.path else path
+        named = f'"{path}"' if inner == path else f'f"{{self._path}}.{inner}"'
+        placements = ",".join(map(str, node.meta["placements"]))
+        arguments = [named, str(node.meta["draw"]), *([f'"{placements}"'] if placements else [])]
+        if "samples" in node.meta:
+            arguments.append(f'samples="{node.meta["samples"]}"')
+        return f"self._mesh.draw({', '.join(arguments)})"
 
     def _axis(self, name: str) -> str:
         """The variable that holds a mesh axis."""

@@ -70,6 +70,7 @@ class Layout:
     recompute: bool
     headings: tuple[tuple[str, ...], ...]
     warmup: tuple[int, ...] = ()
+    invariant_dropout: bool = False
 
 
 def emit_program(
@@ -98,6 +99,7 @@ def emit_program(
             stage.updates,
             layout.recompute,
             f"stage_{stage.index}",
+            layout.invariant_dropout,
         )
         files[name] = source.write()
         roles = {role: _names(graph, role) for role in (Role.INPUT, Role.RECEIVED, Role.TOTAL)}

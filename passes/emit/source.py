@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from autopart.passes import graph as graphs
+from autopart.passes.blocks import is_random
 from autopart.passes.conversion import Axes
 from autopart.passes.emit.expressions import Text
 from autopart.passes.emit.functions import Function, Names
@@ -37,6 +38,7 @@ class StageSource:
     graph: one rank's graph (:func:`autopart.passes.shard.shard_stage`). tensors: parameters and buffers that the stage
     holds, in the order they are registered. heading: first lines of the file's docstring.
     path: a name of the stage, different for every stage: random numbers outside of layers are drawn under it.
+    invariant: random numbers do not depend on the plan.
     recompute: keep only the layers' inputs for the backward, and run each layer's forward again there.
     results: (sends + outputs) count; what follows in the graph's output are new values of the buffers ``updates``.
     """
@@ -51,8 +53,9 @@ class StageSource:
         updates: Sequence[str],
         recompute: bool = False,
         path: str = "",
+        invariant: bool = False,
     ):
-        self.recompute, self.path = recompute, path
+        self.recompute, self.path, self.invariant = recompute, path, invariant
         self.graph, self.axes, self.tensors, self.heading = graph, axes, tensors, heading
         self.results, self.updates = results, updates
         self.returned = graphs.results(graph)
@@ -68,7 +71,7 @@ class StageSource:
         names = Names()
         for node in arguments:
             names.fresh(argument_name(node.meta["name"]))
-        main = Function(self.axes, names)
+        main = Function(self.axes, names, invariant=self.invariant)
         for node in arguments:
             main.texts[node] = Text(argument_name(node.meta["name"]))
         for node, expression in attributes.items():
@@ -111,7 +114,7 @@ class StageSource:
         inside = set(run.nodes)
         prefix = f"{run.path}."
         names = Names()
-        function = Function(self.axes, names)
+        function = Function(self.axes, names, invariant=self.invariant, path=run.path)
         function.scope = inside
         parameters: list[tuple[str, fx.Node]] = []
         held: dict[str, fx.Node] = {}
@@ -265,7 +268,8 @@ class StageSource:
     def _header(self) -> list[str]:
         kinds = {"buffer" if info.buffer else "parameter" for info in self.tensors.values()}
         forms = ["local_forms"] if any("forms" in node.meta for node in self.graph.nodes) else []
-        imports = ["Mesh", "Namespace", "collectives", *forms, *kinds]
+        drawn = ["invariant"] if self.invariant and any(is_random(node) for node in self.graph.nodes) else []
+        imports = ["Mesh", "Namespace", "collectives", *drawn, *forms, *kinds]
         return [
             *_docstring(self.heading, ""),
             "",
