@@ -16,11 +16,11 @@ from ortools.linear_solver import linear_solver_pb2, pywraplp
 
 @dataclass(frozen=True, slots=True)
 class Relaxation:
-    """An optimum of the relaxed model. reduced_costs: what the objective rises by per unit of each variable."""
+    """An optimum of the relaxed model. duals: what the objective rises by per unit of each row's bound."""
 
     objective: float
     values: list[float]
-    reduced_costs: list[float]
+    duals: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +81,10 @@ class LinearModel:
             return None
         if status != pywraplp.Solver.OPTIMAL:
             raise TimeoutError(f"GLOP stopped with status {status} on {self.variables} variables, {self.rows} rows")
-        variables = solver.variables()
         return Relaxation(
             objective=solver.Objective().Value(),
-            values=[variable.solution_value() for variable in variables],
-            reduced_costs=[variable.reduced_cost() for variable in variables],
+            values=[variable.solution_value() for variable in solver.variables()],
+            duals=[row.dual_value() for row in solver.constraints()],
         )
 
     def solve(self, time_limit_s: float = math.inf) -> IntegerAnswer:

@@ -1,53 +1,141 @@
-"""Which choices of a tensor problem can be part of a best assignment at all.
+r"""Which choices of a tensor problem can be part of a best assignment at all.
 
-A choice goes when another of its op has the same placements and costs no more in seconds and bytes (dominated), or when
-one of its inputs or outputs can be converted from or to nothing that the other end still offers (unreachable). Removing
-one can make others unreachable, so this repeats until nothing changes.
+A choice goes when one of its inputs or outputs can be converted from or to nothing that the other end still offers
+(unreachable), or when another of its op does as well whatever the others choose (dominated): c by c' where
+
+    cost[c'] - cost[c] + sum_e max_{what others choose} (conversions of e with c' - with c) <= 0,  memory[c'] <= memory[c]
+
+(dead-end elimination; Goldstein, Biophysical Journal 66(5), 1994, equation 6). A conversion is paid once per target,
+so that a target which another use may want as well saves nothing when it is given up. Removing one choice can make
+others unreachable or dominated, so this repeats until nothing changes.
 """
 
 from __future__ import annotations
 
-from autopart.solver.tensor_problem import IMPOSSIBLE, Choice, Edge, Op, TensorProblem
+import numpy as np
 
-Live = list[list[int]]
-"""Per op the indices of the choices that remain, cheapest first."""
+from autopart.solver.tensor_arrays import (
+    EdgeArrays,
+    Floats,
+    Ints,
+    Live,
+    Mask,
+    ProblemArrays,
+    compiled,
+    incoming,
+    outgoing,
+)
+from autopart.solver.tensor_problem import TensorProblem
+
+# Largest array that comparing all placements of a use for all of the other end may take; above, equal ones alone are.
+_MOST_CELLS = 4_000_000
 
 
 def live_choices(problem: TensorProblem) -> Live | None:
     """The choices that remain, or None when an op has none left: no assignment exists."""
-    live = [_undominated(op) for op in problem.ops]
-    changed = True
-    while changed:
-        changed = False
-        for edge in problem.edges:
-            for op, slot in edge.uses:
-                changed |= _drop_unreachable(problem, live, edge, op, slot)
-        if not all(live):
+    found = presolved(compiled(problem))
+    return None if found is None else found.live
+
+
+def presolved(arrays: ProblemArrays) -> ProblemArrays | None:
+    """The problem over the choices that remain; None when an op has none left."""
+    arrays = arrays.of([_cheapest_of_equals(arrays, op) for op in range(len(arrays.cost))])
+    while True:
+        reached = _reachable(arrays)
+        if reached is None:
             return None
-    return live
+        arrays, before = reached, reached
+        arrays = arrays.of(_undominated(arrays))
+        if sum(map(len, arrays.live)) == sum(map(len, before.live)):
+            return arrays
 
 
-def _undominated(op: Op) -> list[int]:
-    kept: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Choice]] = {}
-    result = []
-    for index in sorted(range(len(op.choices)), key=lambda c: (op.choices[c].cost, op.choices[c].memory)):
-        choice = op.choices[index]
-        rivals = kept.setdefault((choice.outputs, choice.inputs), [])
-        if all(rival.memory > choice.memory for rival in rivals):
-            rivals.append(choice)
-            result.append(index)
-    return result
+def _cheapest_of_equals(arrays: ProblemArrays, op: int) -> Mask:
+    """Of choices with equal placements those that are no slower with less memory; choices are cheapest first."""
+    kept: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+    mask = np.ones(len(arrays.cost[op]), dtype=bool)
+    for index, choice in enumerate(arrays.live[op]):
+        item = arrays.problem.ops[op].choices[choice]
+        key = (item.outputs, item.inputs)
+        if kept.get(key, np.inf) <= item.memory:
+            mask[index] = False
+        else:
+            kept[key] = item.memory
+    return mask
 
 
-def _drop_unreachable(problem: TensorProblem, live: Live, edge: Edge, op: int, slot: int) -> bool:
-    """Keeps at both ends of one use the choices that some choice of the other end can be converted with."""
-    sources, users = problem.ops[edge.source].choices, problem.ops[op].choices
-    produced = {sources[c].outputs[edge.output] for c in live[edge.source]}
-    wanted = {users[c].inputs[slot] for c in live[op]}
-    pairs = [(p, t) for p in produced for t in wanted if edge.seconds(p, t) < IMPOSSIBLE]
-    if len({t for _, t in pairs}) == len(wanted) and len({p for p, _ in pairs}) == len(produced):
-        return False
-    ends, starts = {t for _, t in pairs}, {p for p, _ in pairs}
-    live[op] = [c for c in live[op] if users[c].inputs[slot] in ends]
-    live[edge.source] = [c for c in live[edge.source] if sources[c].outputs[edge.output] in starts]
-    return True
+def _reachable(arrays: ProblemArrays) -> ProblemArrays | None:
+    """Without choices that nothing at the other end of a use can be converted with."""
+    while True:
+        kept = [np.ones(len(cost), dtype=bool) for cost in arrays.cost]
+        for edge in arrays.edges:
+            possible = np.isfinite(edge.seconds)
+            for use in edge.uses:
+                if not possible[:, use.columns].all():
+                    kept[use.op] &= possible.any(axis=0)[use.wanted]
+                    kept[edge.source] &= possible[:, use.columns].any(axis=1)[edge.produced]
+        if not all(mask.any() for mask in kept):
+            return None
+        if all(mask.all() for mask in kept):
+            return arrays
+        arrays = arrays.of(kept)
+
+
+def _undominated(arrays: ProblemArrays) -> list[Mask]:
+    sources, readers = outgoing(arrays), incoming(arrays)
+    found = []
+    for op, (cost, memory) in enumerate(zip(arrays.cost, arrays.memory, strict=True)):
+        if len(cost) == 1:
+            found.append(np.ones(1, dtype=bool))
+            continue
+        rise = cost[:, None] - cost[None, :]  # [instead, now]
+        with np.errstate(invalid="ignore"):  # impossible before and after an intermediate change: not comparable
+            for edge in sources[op]:
+                rise = rise + _rise_of_source(edge)[np.ix_(edge.produced, edge.produced)]
+            for edge, number in readers[op]:
+                wanted = edge.uses[number].wanted
+                rise = rise + _rise_of_use(edge, number)[np.ix_(wanted, wanted)]
+        better = (rise <= 0) & (memory[:, None] <= memory[None, :])
+        np.fill_diagonal(better, False)
+        mask = np.ones(len(cost), dtype=bool)
+        for choice in range(len(cost) - 1, -1, -1):  # the dearest first, so that the cheaper of two equals stays
+            mask[choice] = not (better[:, choice] & mask).any()
+        found.append(mask)
+    return found
+
+
+def _rise_of_source(edge: EdgeArrays) -> Floats:
+    """By how much conversions cost more at most where a value is produced as [instead] in place of [now]."""
+    seconds, rows = edge.seconds, len(edge.seconds)
+    if rows * seconds.size > _MOST_CELLS:
+        return np.where(np.eye(rows, dtype=bool), 0.0, np.inf)
+    with np.errstate(invalid="ignore"):
+        difference = seconds[:, None, :] - seconds[None, :, :]
+    difference[:, np.isinf(seconds)] = -np.inf  # no assignment needs what cannot be done
+    most: Floats = difference.max(axis=2)
+    if len(edge.uses) == 1:
+        return most
+    single = sum(np.maximum(0.0, difference[:, :, use.columns].max(axis=2)) for use in edge.uses)
+    return np.where(most <= 0, most, single)
+
+
+def _rise_of_use(edge: EdgeArrays, number: int) -> Floats:
+    """The same where a use wants its value as [instead] in place of [now]."""
+    seconds, columns = edge.seconds, edge.seconds.shape[1]
+    if columns * seconds.size > _MOST_CELLS:
+        return np.where(np.eye(columns, dtype=bool), 0.0, np.inf)
+    shared = np.zeros(columns, dtype=bool)
+    for other, use in enumerate(edge.uses):
+        if other != number:
+            shared[use.columns] = True
+    saved = np.where(np.isinf(seconds), np.inf, np.where(shared[None, :], 0.0, seconds))
+    with np.errstate(invalid="ignore"):
+        difference = seconds[:, :, None] - saved[:, None, :]  # [produced, instead, now]
+    difference[np.broadcast_to(np.isinf(seconds)[:, None, :], difference.shape)] = -np.inf
+    most: Floats = difference.max(axis=0)
+    _zero_diagonal(most, edge.uses[number].columns)
+    return most
+
+
+def _zero_diagonal(values: Floats, columns: Ints) -> None:
+    values[columns, columns] = 0.0

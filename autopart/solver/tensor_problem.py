@@ -10,8 +10,11 @@ conversion does not start from another conversion: ``cost`` has to hold the chea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 IMPOSSIBLE = math.inf
 
@@ -50,6 +53,35 @@ class Op:
             raise ValueError(f"the choices of op {self.name!r} differ in their number of outputs or inputs")
 
 
+class CostTable(Mapping[tuple[int, int], float]):
+    """Seconds by (produced, wanted) placement id as a matrix: for values with many placements.
+
+    rows, columns: the ids, each once. Raises ValueError where a cost is negative or not a number.
+    """
+
+    def __init__(self, rows: Sequence[int], columns: Sequence[int], seconds: NDArray[np.float64]) -> None:
+        if seconds.shape != (len(rows), len(columns)) or not (seconds >= 0).all():
+            raise ValueError("the cost of a conversion is not negative, one for each row and column")
+        self._rows = {placement: index for index, placement in enumerate(rows)}
+        self._columns = {placement: index for index, placement in enumerate(columns)}
+        self._seconds = seconds
+
+    def __getitem__(self, pair: tuple[int, int]) -> float:
+        return float(self._seconds[self._rows[pair[0]], self._columns[pair[1]]])
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return ((row, column) for row in self._rows for column in self._columns)
+
+    def __len__(self) -> int:
+        return int(self._seconds.size)
+
+    def part(self, produced: Sequence[int], wanted: Sequence[int]) -> NDArray[np.float64]:
+        """Seconds of these ids alone; all have to be there."""
+        rows, columns = [self._rows[have] for have in produced], [self._columns[want] for want in wanted]
+        found: NDArray[np.float64] = self._seconds[np.ix_(rows, columns)]
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Edge:
     """One value: output ``output`` of op ``source``, read by ``uses``, pairs of (op index, input index).
@@ -70,13 +102,20 @@ class Edge:
             raise ValueError(f"the weight of an edge has to be finite and not negative, not {self.weight}")
         if not self.uses:
             raise ValueError("an edge has at least one use")
-        if any(not seconds >= 0 for seconds in self.cost.values()):
+        if not isinstance(self.cost, CostTable) and any(not seconds >= 0 for seconds in self.cost.values()):
             raise ValueError("the cost of a conversion is not negative")
 
     def seconds(self, produced: int, wanted: int) -> float:
         """Seconds of one conversion, times the weight; IMPOSSIBLE where there is none."""
         seconds = self.cost.get((produced, wanted), 0.0 if produced == wanted else IMPOSSIBLE)
         return seconds if seconds == IMPOSSIBLE else self.weight * seconds
+
+    def table(self, produced: Sequence[int], wanted: Sequence[int]) -> NDArray[np.float64]:
+        """:meth:`seconds` of every pair: [produced, wanted]."""
+        if isinstance(self.cost, CostTable):
+            seconds = self.cost.part(produced, wanted)
+            return np.where(np.isinf(seconds), seconds, seconds * self.weight)
+        return np.array([[self.seconds(have, want) for want in wanted] for have in produced], dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)
