@@ -21,6 +21,7 @@ from autopart.conversion_prices import ConversionPrices, TensorAxis
 from autopart.cost.communication import bucketed_all_reduce_seconds, send_seconds
 from autopart.cost.devices import Device, Link
 from autopart.folding import FoldedGraph, fold_graph
+from autopart.offers import Offers
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
 from autopart.passes.annotate import ParameterBytes, parameter_bytes
@@ -73,6 +74,8 @@ class Candidates:
     crossings: list[tuple[Value, ...]] = field(init=False)  # values that live across each block boundary
     _prices: dict[int, Prices] = field(default_factory=dict)
     _links: dict[tuple[int, int, int], Link] = field(default_factory=dict)
+    _conversions: dict[tuple[TensorAxis, ...], ConversionPrices] = field(default_factory=dict)
+    _offers: dict[tuple[int, ...], Offers] = field(default_factory=dict)
     _readers: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)  # blocks that read a parameter or buffer
     _block_costs: BlockCosts = field(init=False)
     _folded: FoldedGraph = field(init=False)
@@ -159,8 +162,10 @@ class Candidates:
         return tuple((axis.name, axis.parts) for axis in self.tensor_axes(config))
 
     def setting(self, config: Degrees) -> Setting:
-        conversions = ConversionPrices(self.tensor_axes(config), self.device)
-        return Setting(self.prices(config), conversions, config.dp, self.data_link(config), config.microbatches)
+        axes = self.tensor_axes(config)
+        conversions = self._conversions.setdefault(axes, ConversionPrices(axes, self.device))
+        offers = self._offers.setdefault(config.axes, Offers(self.analysis, config.axes))
+        return Setting(self.prices(config), conversions, offers, config.dp, self.data_link(config), config.microbatches)
 
     def choose(self, config: Degrees, memory_limit: float | None = None) -> TensorChoice:
         """The fastest strategies; under a limit, those whose bytes over all stages stay below it."""

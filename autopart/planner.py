@@ -97,8 +97,6 @@ def make_plan(
     )
     if schedule == "auto":  # on one rank all schedules are one
         configs = tuple(config for config in configs if config.pp > 1 or config.schedule == "1f1b")
-    if any(len(config.axes) > 1 for config in configs):
-        raise PlanError("strategies are chosen on one tensor axis only; give tp as a number of devices")
     solving = time.perf_counter()
     result = search(configs, candidates.evaluate, candidates.lower_bound)
     solved = time.perf_counter()

@@ -22,13 +22,14 @@ from autopart.conversion_prices import ConversionPrices, TensorAxis
 from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.cost.devices import Link
 from autopart.folding import FoldedGraph, FoldedValue, is_stored
+from autopart.offers import Offers
 from autopart.passes.annotate import parameter_bytes
 from autopart.passes.graph import Value
 from autopart.passes.rules import is_differentiable
 from autopart.prices import Chosen, Prices, share_of
 from autopart.runtime.placement import BROADCAST, REPLICATE, Placements
 from autopart.solver import tensor
-from autopart.solver.tensor_problem import Choice, Edge, Op, TensorProblem, TensorSolution
+from autopart.solver.tensor_problem import Choice, CostTable, Edge, Op, TensorProblem, TensorSolution
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Setting:
 
     prices: Prices
     conversions: ConversionPrices
+    offers: Offers
     dp: int
     data_link: Link
     microbatches: int
@@ -106,11 +108,6 @@ class _Builder:
     optimizer: str
     ids: dict[Placements, int] = field(default_factory=dict)
 
-    def offered(self, node: fx.Node) -> tuple[Chosen, ...]:
-        """The strategies of an op, or ways to store a parameter, one per axis."""
-        (parts,) = self.setting.sizes
-        return tuple((strategy,) for strategy in self.analysis.strategies(parts)[node])
-
     def id_of(self, placements: Placements) -> int:
         return self.ids.setdefault(placements, len(self.ids))
 
@@ -146,22 +143,22 @@ class _Builder:
     def op(self, nodes: Sequence[fx.Node]) -> Op:
         node = nodes[0]
         way = self.stored if is_stored(node) else self.run
-        return Op(node.name, tuple(way(node, chosen, len(nodes)) for chosen in self.offered(node)))
+        return Op(node.name, tuple(way(node, chosen, len(nodes)) for chosen in self.setting.offers.of(node)))
 
     # -- edges ----------------------------------------------------------------------------------------------------
 
     def edge(self, value: FoldedValue, ops: Sequence[Op], placements: Sequence[Placements]) -> Edge:
         """The collectives between how a value is made and how it is read; statistics are stored as they are used."""
-        costs: dict[tuple[int, int], float] = {}
-        if not value.as_stored:
-            size = self.block_costs.size(value.example).at(self.setting.prices.batch)
-            gradient = is_differentiable(value.example)
-            wanted = {choice.inputs[slot] for op, slot in value.uses for choice in ops[op].choices}
-            for have in {choice.outputs[value.slot] for choice in ops[value.source].choices}:
-                for want in wanted:
-                    steps = self.setting.conversions.seconds(placements[have], placements[want], size, gradient)
-                    costs[have, want] = sum(steps)
-        return Edge(value.source, value.slot, value.uses, costs, value.count)
+        if value.as_stored:
+            return Edge(value.source, value.slot, value.uses, {}, value.count)
+        size = self.block_costs.size(value.example).at(self.setting.prices.batch)
+        gradient = is_differentiable(value.example)
+        have = sorted({choice.outputs[value.slot] for choice in ops[value.source].choices})
+        want = sorted({choice.inputs[slot] for op, slot in value.uses for choice in ops[op].choices})
+        seconds = self.setting.conversions.table(
+            [placements[item] for item in have], [placements[item] for item in want], size, gradient
+        )
+        return Edge(value.source, value.slot, value.uses, CostTable(have, want, seconds), value.count)
 
     # -- the answer -----------------------------------------------------------------------------------------------
 
@@ -177,7 +174,7 @@ class _Builder:
         strategies: dict[fx.Node, Chosen] = {}
         storage: dict[str, Placements] = {}
         for nodes, index in zip(classes, solution.choices, strict=False):
-            chosen = self.offered(nodes[0])[index]
+            chosen = self.setting.offers.of(nodes[0])[index]
             for node in nodes:
                 if is_stored(node):
                     storage[node.meta["name"]] = tuple(strategy.outputs[0] for strategy in chosen)

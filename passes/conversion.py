@@ -76,10 +76,10 @@ def _moved(call: Transition, current: Placements, sizes: tuple[int, ...], axis: 
     for index, placement in enumerate(current):
         if index != axis and placement.is_shard:
             held /= sizes[index]
-    return held * (_sent(call.forward, sizes[axis]) + _sent(call.backward, sizes[axis]))
+    return held * (sent(call.forward, sizes[axis]) + sent(call.backward, sizes[axis]))
 
 
-def _sent(operation: Operation | None, parts: int) -> Fraction:
+def sent(operation: Operation | None, parts: int) -> Fraction:
     """What a rank sends in a collective, as a part of the tensor that the axis shares: by rings, each part once."""
     if operation is None:
         return Fraction(0)

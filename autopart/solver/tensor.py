@@ -15,8 +15,8 @@ that a use of it wants (on several axes choices and placements are tuples, numbe
 
 An impossible conversion has no y. The flow is what makes the relaxation tight: it is exact where the graph is a tree,
 and on the graphs of models it mostly comes out integral. On several axes there are hundreds of choices per op and
-thousands of pairs (p, t) per use, of which few matter, so the relaxation is solved by column generation (Dantzig, Wolfe,
-Operations Research 8(1), 1960):
+thousands of pairs (p, t) per use, of which few matter, so the relaxation is solved by column generation (Dantzig,
+Wolfe, Operations Research 8(1), 1960):
 
 1. Choices that are dominated or unreachable go (:mod:`autopart.solver.tensor_presolve`), and local search finds a first
    assignment (:mod:`autopart.solver.tensor_descent`).

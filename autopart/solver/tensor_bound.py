@@ -1,17 +1,17 @@
 r"""A bound for all choices from prices of a part: the Lagrangian dual of :mod:`autopart.solver.tensor`.
 
-With prices a[e,u,p] and b[e,u,t] of the flow's two rows and l >= 0 of a byte, taking the flow's equations and the memory
-limit into the objective leaves, for every op by itself and every edge by itself,
+With prices a[e,u,p] and b[e,u,t] of the flow's two rows and l >= 0 of a byte, taking the flow's equations and the
+memory limit into the objective leaves, for every op by itself and every edge by itself,
 
-    D = sum_o min_c v[o,c] - l memory_limit,     v[o,c] = cost[o,c] + l memory[o,c]
-                                                         + sum_{e,u: o yields p} a[e,u,p] + sum_{e,u: o wants t} b[e,u,t]
-    where for all e, p, t:   sum_u max(0, a[e,u,p] + b[e,u,t]) <= weight[e] cost[e,p,t]                           (feasible)
+    D = sum_o min_c v[o,c] - l memory_limit
+    v[o,c] = cost[o,c] + l memory[o,c] + sum_{e,u: c yields p} a[e,u,p] + sum_{e,u: c wants t} b[e,u,t]
+    where for all e, p, t:   sum_u max(0, a[e,u,p] + b[e,u,t]) <= weight[e] cost[e,p,t]                     (feasible)
     (one use: a[e,p] + b[e,t] <= weight[e] cost[e,p,t], of any sign)
 
 D is at most the optimum for *any* prices that are feasible (Geoffrion, Lagrangean relaxation for integer programming,
-1974), so the prices of a model over some choices are completed to all placements: each missing price is the largest that
-stays feasible, which is where a missing choice looks dearest. v[o,c] - min v[o,.] is then what the bound rises by if c is
-taken (:meth:`Bound.excess`), and so is weight cost - sum_u max(0, a + b) for a pair of placements.
+1974), so the prices of a model over some choices are completed to all placements: each missing price is the largest
+that stays feasible, which is where a missing choice looks dearest. v[o,c] - min v[o,.] is then what the bound rises by
+if c is taken (:meth:`Bound.excess`), and so is weight cost - sum_u max(0, a + b) for a pair of placements.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ TOLERANCE = 1e-7
 
 
 class Incumbent:
-    """The best assignment so far, in the problem's own numbers of choices; ``objective`` is infinite before there is one."""
+    """The best assignment so far, in the problem's own numbers of choices; before there is one, in infinite seconds."""
 
     def __init__(self, arrays: ProblemArrays) -> None:
         self.choices: list[int] | None = None

@@ -3,7 +3,8 @@ r"""Which choices of a tensor problem can be part of a best assignment at all.
 A choice goes when one of its inputs or outputs can be converted from or to nothing that the other end still offers
 (unreachable), or when another of its op does as well whatever the others choose (dominated): c by c' where
 
-    cost[c'] - cost[c] + sum_e max_{what others choose} (conversions of e with c' - with c) <= 0,  memory[c'] <= memory[c]
+    cost[c'] - cost[c] + sum_e max_{what others choose} (conversions of e with c' - with c) <= 0
+    memory[c'] <= memory[c]
 
 (dead-end elimination; Goldstein, Biophysical Journal 66(5), 1994, equation 6). A conversion is paid once per target,
 so that a target which another use may want as well saves nothing when it is given up. Removing one choice can make
