@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import heapq
+import math
 from dataclasses import dataclass
-from fractions import Fraction
 
-from autopart.runtime.placement import REPLICATE, Placements, local_cut, nested
+from autopart.runtime.placement import REPLICATE, Placement, Placements, local_cut, nested
 from autopart.runtime.traffic import Operation
 from autopart.runtime.transitions import Transition, transition
 
@@ -47,7 +47,7 @@ def conversion(source: Placements, target: Placements, axes: Axes) -> tuple[Step
     # On an axis of one rank all placements are the same.
     source = tuple(have if parts > 1 else want for have, want, parts in zip(source, target, sizes, strict=True))
     count = 0
-    queue: list[tuple[Fraction, int, int, Placements, tuple[Step, ...]]] = [(Fraction(0), 0, count, source, ())]
+    queue: list[tuple[int, int, int, Placements, tuple[Step, ...]]] = [(0, 0, count, source, ())]
     done: set[Placements] = set()
     while queue:
         moved, length, _, current, steps = heapq.heappop(queue)
@@ -59,9 +59,13 @@ def conversion(source: Placements, target: Placements, axes: Axes) -> tuple[Step
         for index, (have, want) in enumerate(zip(current, target, strict=True)):
             for placement in dict.fromkeys((want, REPLICATE)):
                 after = (*current[:index], placement, *current[index + 1 :])
-                if placement == have or have == want or after in done or not nested(after, sizes):
+                if placement == have or have == want or after in done:
                     continue
-                call = transition(local_cut(current, sizes, index), local_cut(after, sizes, index))
+                before_cut, after_cut = _local_cut(current, sizes, index), _local_cut(after, sizes, index)
+                if after_cut is None:
+                    continue
+                assert before_cut is not None
+                call = transition(before_cut, after_cut)
                 assert call is not None
                 count += 1
                 step = Step(index, current, call, after)
@@ -70,18 +74,28 @@ def conversion(source: Placements, target: Placements, axes: Axes) -> tuple[Step
     raise AssertionError(f"no way from {source} to {target} on axes of {sizes}")
 
 
-def _moved(call: Transition, current: Placements, sizes: tuple[int, ...], axis: int) -> Fraction:
-    """What a rank sends forward and backward, as a part of the whole tensor."""
-    held = Fraction(1)
+@functools.cache
+def _local_cut(placements: Placements, sizes: tuple[int, ...], index: int) -> Placement | None:
+    """The axis' cut of what the coarser ones leave; None where the placements do not nest."""
+    return local_cut(placements, sizes, index) if nested(placements, sizes) else None
+
+
+def _moved(call: Transition, current: Placements, sizes: tuple[int, ...], axis: int) -> int:
+    """What a rank sends forward and backward, in units of which the whole tensor has the sizes' product cubed."""
+    held = math.prod(sizes) ** 3
     for index, placement in enumerate(current):
         if index != axis and placement.is_shard:
-            held /= sizes[index]
-    return held * (sent(call.forward, sizes[axis]) + sent(call.backward, sizes[axis]))
+            held //= sizes[index]
+    return (_sent(call.forward, sizes[axis], held)) + _sent(call.backward, sizes[axis], held)
 
 
-def sent(operation: Operation | None, parts: int) -> Fraction:
-    """What a rank sends in a collective, as a part of the tensor that the axis shares: by rings, each part once."""
+def _sent(operation: Operation | None, parts: int, held: int) -> int:
     if operation is None:
-        return Fraction(0)
-    others = Fraction(parts - 1, parts)
-    return {"all_reduce": 2 * others, "all_to_all": others / parts}.get(operation, others)
+        return 0
+    once = held // parts * (parts - 1)
+    return {"all_reduce": 2 * once, "all_to_all": once // parts}.get(operation, once)
+
+
+def sent(operation: Operation | None, parts: int) -> float:
+    """What a rank sends in a collective, as a part of the tensor that the axis shares: by rings, each part once."""
+    return _sent(operation, parts, parts**2) / parts**2
