@@ -87,10 +87,10 @@ class LinearModel:
             duals=[row.dual_value() for row in solver.constraints()],
         )
 
-    def solve(self, time_limit_s: float = math.inf) -> IntegerAnswer:
-        """Solves with the integer variables as integers, to a relative gap of 1e-9."""
+    def solve(self, time_limit_s: float = math.inf, gap: float = 0.0) -> IntegerAnswer:
+        """Solves with the integer variables as integers, to a relative gap of 1e-9 or ``gap``."""
         solver = self._load("SCIP", time_limit_s)
-        solver.SetSolverSpecificParametersAsString("limits/gap = 1e-9\nnumerics/feastol = 1e-9\n")
+        solver.SetSolverSpecificParametersAsString(f"limits/gap = {max(gap, 1e-9):g}\nnumerics/feastol = 1e-9\n")
         status = solver.Solve()
         if status == pywraplp.Solver.INFEASIBLE:
             return IntegerAnswer(None, math.inf, infeasible=True)

@@ -18,8 +18,9 @@ and on the graphs of models it mostly comes out integral. On several axes there 
 thousands of pairs (p, t) per use, of which few matter, so the relaxation is solved by column generation (Dantzig,
 Wolfe, Operations Research 8(1), 1960):
 
-1. Choices that are dominated or unreachable go (:mod:`autopart.solver.tensor_presolve`), and local search finds a first
-   assignment (:mod:`autopart.solver.tensor_descent`).
+1. Choices that are dominated or unreachable go (:mod:`autopart.solver.tensor_presolve`), local search finds a first
+   assignment (:mod:`autopart.solver.tensor_descent`), and a first bound is climbed to without a linear solver
+   (:mod:`autopart.solver.tensor_ascent`): choices whose excess over it is more than the distance between the two go.
 2. GLOP solves the model over a part of the choices and pairs, which contains the best assignment known   _Search._relax
 3. Its prices, completed to all choices, give a bound that holds for the whole problem
    (:mod:`autopart.solver.tensor_bound`). What prices below zero joins the part, and 2 repeats;              _grow
@@ -42,7 +43,8 @@ import numpy as np
 
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver.tensor_arrays import EdgeArrays, Mask, ProblemArrays, compiled
-from autopart.solver.tensor_bound import Bound, completed
+from autopart.solver.tensor_ascent import Ascent
+from autopart.solver.tensor_bound import Bound, Prices, completed, free
 from autopart.solver.tensor_descent import TOLERANCE, Incumbent
 from autopart.solver.tensor_flow import Flow, Part, largest_seconds, whole
 from autopart.solver.tensor_presolve import presolved
@@ -52,28 +54,32 @@ from autopart.solver.tensor_problem import IMPOSSIBLE, Edge, Op, TensorProblem, 
 _FEW_PAIRS = 3000
 # Choices of an op that join the part in one round at most.
 _MOST_NEW = 12
+# Passes of message passing before the first relaxation, and after each.
+_PASSES = 30
+_FEW_PASSES = 3
+# Leaving choices out is worth starting over while no more than this share of them stays.
+_WORTHWHILE = 0.8
 
 
-def solve(problem: TensorProblem, time_limit_s: float = 60.0, starts: Sequence[Sequence[int]] = ()) -> TensorSolution:
+def solve(problem: TensorProblem, time_limit_s: float = 60.0, gap: float = 0.0) -> TensorSolution:
     """The strategies that take the fewest seconds within the memory limit, or the best found in ``time_limit_s``.
 
-    starts: assignments to improve on, where some are known. Raises InfeasibleError, naming what binds, when there are
-    none; PlanError when none were found in time.
+    gap: a share of the objective by which it may exceed its bound; 0 for the optimum. Raises InfeasibleError, naming
+    what binds, when there are none; PlanError when none were found in time.
     """
     start = time.perf_counter()
     arrays = presolved(compiled(problem))
     if arrays is None:
         raise _infeasible(problem, time_limit_s)
-    search = _Search(arrays, start + time_limit_s)
-    for choices in starts:
-        search.best.offer(choices)
+    search = _Search(arrays, start + time_limit_s, max(gap, TOLERANCE))
     method = search.run()
     best = search.best
     if best.choices is None:
         if search.bound == math.inf:
             raise _infeasible(problem, time_limit_s)
         raise PlanError(f"no assignment of strategies was found in {time_limit_s:g} s; raise the time limit")
-    bound = best.objective if best.meets(search.bound) else search.bound
+    near = best.objective - search.bound <= TOLERANCE * best.objective
+    bound = best.objective if near else search.bound
     return TensorSolution(
         choices=tuple(best.choices),
         objective=best.objective,
@@ -91,13 +97,13 @@ class _Search:
 
     arrays: ProblemArrays
     until: float
+    gap: float
     best: Incumbent = field(init=False)
     bound: float = 0.0
-    _proof: Bound | None = None  # what gave the bound, where prices did
-    _relaxed: bool = False  # whether the bound is that of the whole relaxation
+    _proof: Bound | None = None  # of the prices that gave the highest bound
 
     def __post_init__(self) -> None:
-        self.best = Incumbent(self.arrays)
+        self.best = Incumbent(self.arrays, self.gap)
 
     def run(self) -> str:
         """Improves ``best`` and ``bound`` until they meet; returns the method that finished it."""
@@ -107,8 +113,10 @@ class _Search:
         self.bound = math.fsum(float(cost.min()) for cost in arrays.cost)
         if best.meets(self.bound):
             return "presolve"
+        while self.arrays.pairs > _FEW_PAIRS and self._climb():
+            pass
         method = self._relax()
-        if best.meets(self.bound) or (best.choices is None and self.bound == math.inf):
+        if self.best.meets(self.bound) or (self.best.choices is None and self.bound == math.inf):
             return method
         self._finish()
         return "mip"
@@ -117,12 +125,44 @@ class _Search:
     def _left(self) -> float:
         return max(0.1, self.until - time.perf_counter())
 
+    def _climb(self) -> bool:
+        """Raises the bound by message passing and leaves out what it excludes; False where that is little."""
+        arrays, best = self.arrays, self.best
+        prices = free(arrays)
+        self._ascend(prices, _PASSES)
+        assert self._proof is not None
+        if best.choices is None:
+            return False
+        room = (best.objective - self._proof.seconds) * (1 + 1e-6)
+        kept = [self._proof.excess(op) <= room for op in range(len(arrays.cost))]
+        for mask, live, choice in zip(kept, arrays.live, best.choices, strict=True):
+            mask[live.index(choice)] = True
+        left = sum(int(mask.sum()) for mask in kept)
+        if left > _WORTHWHILE * sum(map(len, kept)):
+            return False
+        reduced = arrays.of(kept)
+        self.arrays, self._proof = reduced, None
+        self.best = Incumbent(reduced, self.gap)
+        self.best.offer(best.choices)
+        return True
+
+    def _ascend(self, prices: Prices, passes: int) -> None:
+        ascent = Ascent(self.arrays, prices)
+        self._prove(ascent.run(passes), prices.bound(self.arrays))
+        for choices in ascent.assignments():
+            self.best.offer(self.arrays.original(choices))
+
+    def _prove(self, seconds: float, proof: Bound) -> None:
+        if self._proof is None or proof.seconds > self._proof.seconds:
+            self._proof = proof
+        self.bound = max(self.bound, seconds)
+
     def _relax(self) -> str:
         """The relaxation over a growing part, until it is that of the whole or the bound meets the best assignment."""
         arrays, best = self.arrays, self.best
         unit = best.objective if 0 < best.objective < math.inf else largest_seconds(arrays)
         all_at_once = arrays.pairs <= _FEW_PAIRS or best.choices is None
-        part = whole(arrays) if all_at_once else _around(arrays, best.choices or ())
+        part = whole(arrays) if all_at_once else _around(arrays, best.choices or (), self._proof)
         while True:
             flow = Flow(arrays, part, unit)
             try:
@@ -130,19 +170,21 @@ class _Search:
             except TimeoutError:
                 return "lp"
             if relaxed is None:
-                assert all_at_once or best.choices is None, "the part has an assignment"
+                assert all_at_once, "the part has an assignment"
                 self.bound = math.inf if best.choices is None else self.bound
                 return "lp"
             integral = flow.is_integral(relaxed.values)
             if best.offer(flow.rounded(relaxed.values)):
                 _join(arrays, part, best.choices or ())
-            found = completed(arrays, flow.duals(relaxed))
-            if self._proof is None or found.seconds > self._proof.seconds:
-                self._proof = found
-            self.bound = max(self.bound, found.seconds)
-            if all_at_once or best.meets(self.bound) or not _grow(arrays, part, found, TOLERANCE * unit):
-                if all_at_once or not best.meets(self.bound):
-                    self.bound = max(self.bound, relaxed.objective * flow.unit)
+            prices, violated = completed(arrays, flow.duals(relaxed))
+            found = prices.bound(arrays)
+            self._prove(found.seconds, found)
+            solved = all_at_once or not _grow(arrays, part, found, violated, TOLERANCE * unit)
+            if solved:
+                self.bound = max(self.bound, relaxed.objective * flow.unit)
+            elif not best.meets(self.bound):
+                self._ascend(prices, _FEW_PASSES)
+            if solved or best.meets(self.bound):
                 return "lp" if integral else "lp rounded"
 
     def _finish(self) -> None:
@@ -158,7 +200,7 @@ class _Search:
         if best.choices is not None:
             flow.hint(best.choices)
         while True:
-            answer = flow.model.solve(self._left)
+            answer = flow.model.solve(self._left, self.gap if self.gap > TOLERANCE else 0.0)
             proved = answer.bound * flow.unit
             if answer.values is not None:
                 found = flow.rounded(answer.values)
@@ -171,17 +213,17 @@ class _Search:
             return
 
 
-def _around(arrays: ProblemArrays, choices: Sequence[int]) -> Part:
-    """A part with one assignment alone, and what its ops do most cheaply."""
+def _around(arrays: ProblemArrays, choices: Sequence[int], proof: Bound | None) -> Part:
+    """A part with one assignment, and of each op what the proof has least against, or else what is cheapest."""
     part = Part(
         [np.zeros(len(cost), dtype=bool) for cost in arrays.cost],
         [[np.zeros(edge.seconds.shape, dtype=bool) for _ in edge.uses] for edge in arrays.edges],
     )
-    for mask in part.choices:
-        mask[:_MOST_NEW] = True
+    for op, mask in enumerate(part.choices):
+        mask[np.argsort(proof.values[op] if proof else arrays.cost[op], kind="stable")[:_MOST_NEW]] = True
     _join(arrays, part, choices)
-    for edge, pairs in zip(arrays.edges, part.pairs, strict=True):
-        _add_pairs(arrays, part, edge, pairs, [edge.seconds] * len(edge.uses), 0.0)
+    for index, (edge, pairs) in enumerate(zip(arrays.edges, part.pairs, strict=True)):
+        _add_pairs(part, edge, pairs, proof.slack[index] if proof else [edge.seconds] * len(edge.uses), 0.0)
     return part
 
 
@@ -195,7 +237,9 @@ def _join(arrays: ProblemArrays, part: Part, choices: Sequence[int]) -> None:
             mask[edge.produced[chosen[edge.source]], use.wanted[chosen[use.op]]] = True
 
 
-def _grow(arrays: ProblemArrays, part: Part, found: Bound, tolerance: float) -> bool:
+def _grow(
+    arrays: ProblemArrays, part: Part, found: Bound, violated: Sequence[Sequence[Mask]], tolerance: float
+) -> bool:
     """Adds to a part what prices below zero; False where nothing does."""
     grown = False
     share = tolerance / max(1, len(arrays.cost))
@@ -204,16 +248,15 @@ def _grow(arrays: ProblemArrays, part: Part, found: Bound, tolerance: float) -> 
         if len(cheaper):
             mask[cheaper[np.argsort(values[cheaper])[:_MOST_NEW]]] = True
             grown = True
-    for edge, pairs, slack, violated in zip(arrays.edges, part.pairs, found.slack, found.violated, strict=True):
-        for mask, broken in zip(pairs, violated, strict=True):
+    for edge, pairs, slack, wrong in zip(arrays.edges, part.pairs, found.slack, violated, strict=True):
+        for mask, broken in zip(pairs, wrong, strict=True):
             grown |= bool((broken & ~mask).any())
             mask |= broken
-        _add_pairs(arrays, part, edge, pairs, slack, share)
+        _add_pairs(part, edge, pairs, slack, share)
     return grown
 
 
 def _add_pairs(
-    arrays: ProblemArrays,
     part: Part,
     edge: EdgeArrays,
     pairs: Sequence[Mask],

@@ -25,17 +25,40 @@ from autopart.solver.tensor_arrays import EdgeArrays, Floats, Mask, ProblemArray
 from autopart.solver.tensor_flow import Duals
 
 
+@dataclass(slots=True)
+class Prices:
+    """Feasible prices of all placements. yielded, wanted: a and b per edge and use; memory: seconds per byte.
+
+    What a use does not want is priced at minus infinity.
+    """
+
+    yielded: list[list[Floats]]
+    wanted: list[list[Floats]]
+    memory: float = 0.0
+
+    def values(self, arrays: ProblemArrays) -> list[Floats]:
+        """v[o,c], per op."""
+        found = [cost + self.memory * memory for cost, memory in zip(arrays.cost, arrays.memory, strict=True)]
+        for edge, rows, columns in zip(arrays.edges, self.yielded, self.wanted, strict=True):
+            for use, by_row, by_column in zip(edge.uses, rows, columns, strict=True):
+                found[edge.source] = found[edge.source] + by_row[edge.produced]
+                found[use.op] = found[use.op] + by_column[use.wanted]
+        return found
+
+    def bound(self, arrays: ProblemArrays) -> Bound:
+        values = self.values(arrays)
+        seconds = sum(float(row.min()) for row in values) - self.memory * (arrays.limit or 0.0)
+        slack = [_slack(*item) for item in zip(arrays.edges, self.yielded, self.wanted, strict=True)]
+        return Bound(seconds, values, slack)
+
+
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """seconds: no assignment takes fewer. values: v[o,c]. slack: per edge and use, what is left of each pair's cost.
-
-    violated: per edge and use the pairs of present placements whose prices had to be lowered.
-    """
+    """seconds: no assignment takes fewer. values: v[o,c]. slack: per edge and use, what is left of each pair's cost."""
 
     seconds: float
     values: list[Floats]
     slack: list[list[Floats]]
-    violated: list[list[Mask]]
 
     def excess(self, op: int) -> Floats:
         """Per choice what the bound rises by at least where the choice is taken."""
@@ -44,20 +67,31 @@ class Bound:
         return found
 
 
-def completed(arrays: ProblemArrays, duals: Duals) -> Bound:
-    """The bound of prices that are known for a part of the placements."""
-    values = [cost + duals.memory * memory for cost, memory in zip(arrays.cost, arrays.memory, strict=True)]
-    slack, violated = [], []
-    for edge, yielded, wanted in zip(arrays.edges, duals.yielded, duals.wanted, strict=True):
-        a, b = [row.copy() for row in yielded], [column.copy() for column in wanted]
+def free(arrays: ProblemArrays) -> Prices:
+    """Prices of nothing."""
+    yielded, wanted = [], []
+    for edge in arrays.edges:
+        rows, columns = edge.seconds.shape
+        yielded.append([np.zeros(rows) for _ in edge.uses])
+        wanted.append([np.full(columns, -np.inf) for _ in edge.uses])
+        for use, column in zip(edge.uses, wanted[-1], strict=True):
+            column[use.columns] = 0.0
+    return Prices(yielded, wanted)
+
+
+def completed(arrays: ProblemArrays, duals: Duals) -> tuple[Prices, list[list[Mask]]]:
+    """Feasible prices from those known for a part of the placements.
+
+    Also returns, per edge and use, the pairs of known placements whose prices had to be lowered.
+    """
+    yielded, wanted, violated = [], [], []
+    for edge, rows, columns in zip(arrays.edges, duals.yielded, duals.wanted, strict=True):
+        a, b = [row.copy() for row in rows], [column.copy() for column in columns]
         violated.append(_violated(edge, a, b))
         (_complete_single if len(edge.uses) == 1 else _complete_shared)(edge, a, b)
-        slack.append(_slack(edge, a, b))
-        for use, by_row, by_column in zip(edge.uses, a, b, strict=True):
-            values[edge.source] = values[edge.source] + by_row[edge.produced]
-            values[use.op] = values[use.op] + by_column[use.wanted]
-    seconds = sum(float(row.min()) for row in values) - duals.memory * (arrays.limit or 0.0)
-    return Bound(seconds, values, slack, violated)
+        yielded.append(a)
+        wanted.append([np.where(np.isnan(column), -np.inf, column) for column in b])
+    return Prices(yielded, wanted, duals.memory), violated
 
 
 def _violated(edge: EdgeArrays, a: Sequence[Floats], b: Sequence[Floats]) -> list[Mask]:

@@ -16,7 +16,8 @@ TOLERANCE = 1e-7
 class Incumbent:
     """The best assignment so far, in the problem's own numbers of choices; before there is one, in infinite seconds."""
 
-    def __init__(self, arrays: ProblemArrays) -> None:
+    def __init__(self, arrays: ProblemArrays, gap: float = TOLERANCE) -> None:
+        self.gap = gap
         self.choices: list[int] | None = None
         self.objective = math.inf
         self._arrays = arrays
@@ -34,7 +35,8 @@ class Incumbent:
             )
 
     def meets(self, bound: float) -> bool:
-        return self.choices is not None and self.objective - bound <= TOLERANCE * self.objective
+        """Whether it is within the gap of a bound."""
+        return self.choices is not None and self.objective - bound <= self.gap * self.objective
 
     def offer(self, choices: Iterable[int]) -> bool:
         """Keeps ``choices``, improved, if they are possible, fit and take fewer seconds than those kept so far.
