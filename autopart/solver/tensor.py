@@ -50,6 +50,8 @@ from autopart.solver.tensor_flow import Flow, Part, largest_seconds, whole
 from autopart.solver.tensor_presolve import presolved
 from autopart.solver.tensor_problem import IMPOSSIBLE, Edge, Op, TensorProblem, TensorSolution, relative_gap
 
+__all__ = ["TOLERANCE", "solve"]
+
 # Below this number of pairs the whole relaxation is solved at once.
 _FEW_PAIRS = 3000
 # Choices of an op that join the part in one round at most.

@@ -57,9 +57,9 @@ class Ascent:
                         values = values + row[edge.uses[use].wanted]
                 for index in self._sources[op]:
                     edge = self.arrays.edges[index]
-                    for use, slack in zip(edge.uses, bound.slack[index], strict=True):
-                        if use.op in chosen:
-                            values = values + slack[:, use.wanted[chosen[use.op]]][edge.produced]
+                    for reader, slack in zip(edge.uses, bound.slack[index], strict=True):
+                        if reader.op in chosen:
+                            values = values + slack[:, reader.wanted[chosen[reader.op]]][edge.produced]
                 chosen[op] = int(values.argmin())
             found.append([chosen[op] for op in ops])
         return found[0], found[1]

@@ -70,11 +70,11 @@ def _reachable(arrays: ProblemArrays) -> ProblemArrays | None:
     while True:
         kept = [np.ones(len(cost), dtype=bool) for cost in arrays.cost]
         for edge in arrays.edges:
-            possible = np.isfinite(edge.seconds)
+            possible: Mask = np.isfinite(edge.seconds)
             for use in edge.uses:
                 if not possible[:, use.columns].all():
-                    kept[use.op] &= possible.any(axis=0)[use.wanted]
-                    kept[edge.source] &= possible[:, use.columns].any(axis=1)[edge.produced]
+                    kept[use.op] &= np.any(possible, axis=0)[use.wanted]
+                    kept[edge.source] &= np.any(possible[:, use.columns], axis=1)[edge.produced]
         if not all(mask.any() for mask in kept):
             return None
         if all(mask.all() for mask in kept):
