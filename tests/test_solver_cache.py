@@ -42,9 +42,9 @@ class Counting:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, given: TensorProblem, time_limit_s: float) -> TensorSolution:
+    def __call__(self, given: TensorProblem, *limits: float) -> TensorSolution:
         self.calls += 1
-        return tensor.solve(given, time_limit_s)
+        return tensor.solve(given, limits[0])
 
 
 @pytest.fixture
@@ -149,6 +149,19 @@ def test_what_is_not_proved_is_not_kept(folder: Path) -> None:
     assert not entries(folder)
 
 
+def test_answers_within_a_gap_are_another_entry(folder: Path) -> None:
+    given = problem(2)
+
+    def near(given: TensorProblem, time_limit_s: float, gap: float) -> TensorSolution:
+        found = tensor.solve(given, time_limit_s)
+        return replace(found, bound=found.objective * (1 - gap), gap=gap)
+
+    for _ in range(2):
+        assert solved.solve(given, gap=0.25, solver=near).gap == pytest.approx(0.25)
+    assert solved.solve(given).gap == 0.0
+    assert len(entries(folder)) == 2
+
+
 def test_infeasible_problems_and_broken_folders(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(InfeasibleError):
@@ -159,9 +172,13 @@ def test_infeasible_problems_and_broken_folders(folder: Path, monkeypatch: pytes
     assert solved.solve(problem(1)).choices == tensor.solve(problem(1)).choices
 
 
-def test_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(cache.VARIABLE, "off")
+def test_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     solver = Counting()
+    with solved.used(False):
+        for _ in range(2):
+            solved.solve(problem(1), solver=solver)
+    assert solver.calls == 2 and not entries(folder)
+    monkeypatch.setenv(cache.VARIABLE, "off")
     for _ in range(2):
         solved.solve(problem(1), solver=solver)
-    assert solver.calls == 2
+    assert solver.calls == 4 and not entries(folder)

@@ -1,10 +1,10 @@
 """Solved tensor problems on disk, so that the same problem is not solved twice.
 
-An entry's name is a hash of everything that the answer follows from: the problem's whole content, the time limit (a
-search that was cut short would go on under a longer one), and the versions of autopart, of this format and of OR-Tools.
-Only answers that are proved optimal are kept, as nothing else is sure to come out again. What is read is checked
-against the problem, its objective computed anew; an entry that does not fit, or that cannot be read, is solved again
-and written over. So a cache gives the answer that solving gives, or none.
+An entry's name is a hash of everything that the answer follows from: the problem's whole content, the solver's limits
+(a search that was cut short would go on under a longer one), and the versions of autopart, of its solvers' sources and
+of OR-Tools. Only answers that are proved as good as was asked for are kept: one that time cut short need not come out
+again. What is read is checked against the problem, its objective computed anew; an entry that does not fit, or that
+cannot be read, is solved again and written over. So a cache gives an answer that solving gives, or none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from functools import cache as remembered
 from importlib import metadata
@@ -26,34 +27,53 @@ from autopart.solver.tensor_problem import TensorProblem, TensorSolution, relati
 FOLDER = "solved"
 VERSION = 1
 _NEAR = 1e-12
+_PROVED = 1e-7
+"""Objective and bound count as equal within that share of the objective."""
+_USED: ContextVar[bool] = ContextVar("solved problems are kept", default=True)
 
 
 def solve(
     problem: TensorProblem,
     time_limit_s: float = 60.0,
-    solver: Callable[[TensorProblem, float], TensorSolution] = tensor.solve,
+    gap: float = 0.0,
+    solver: Callable[..., TensorSolution] = tensor.solve,
 ) -> TensorSolution:
-    """As :func:`autopart.solver.tensor.solve`, from the cache where the answer is there. Raises what that raises."""
-    folder = cache.folder(FOLDER)
+    """As :func:`autopart.solver.tensor.solve`, from the cache where the answer is there. Raises what that raises.
+
+    gap: how far from its bound an answer may be; 0 for the optimum, which is what a ``solver`` without a gap gives.
+    """
+    limits = (time_limit_s, gap) if gap else (time_limit_s,)
+    folder = cache.folder(FOLDER) if _USED.get() else None
     if folder is None:
-        return solver(problem, time_limit_s)
-    name = key(problem, time_limit_s)
+        return solver(problem, *limits)
+    name = key(problem, *limits)
     path = folder / name[:2] / f"{name}.json"
-    known = _read(path, problem)
+    wanted = max(_PROVED, gap)
+    known = _read(path, problem, wanted)
     if known is not None:
         return known
-    solution = solver(problem, time_limit_s)
-    if solution.gap <= tensor.TOLERANCE:
+    solution = solver(problem, *limits)
+    if solution.gap <= wanted:
         with contextlib.suppress(OSError):  # a full or read-only disk costs the next run its time, no more
             cache.write(path, json.dumps(_written(solution)))
     return solution
 
 
-def key(problem: TensorProblem, time_limit_s: float) -> str:
+@contextlib.contextmanager
+def used(whether: bool) -> Iterator[None]:
+    """Inside, solved problems are kept and looked up, or not."""
+    token = _USED.set(whether)
+    try:
+        yield
+    finally:
+        _USED.reset(token)
+
+
+def key(problem: TensorProblem, *limits: float) -> str:
     """The hash by which an answer is found."""
     digest = hashlib.sha256()
-    for part in (VERSION, *_versions(), repr(time_limit_s)):
-        digest.update(f"{part}\n".encode())
+    for part in (VERSION, *_versions(), limits):
+        digest.update(f"{part!r}\n".encode())
     _feed(problem, digest.update)
     return digest.hexdigest()
 
@@ -85,12 +105,8 @@ def _feed(item: Any, update: Callable[[bytes], None]) -> None:
         for part in item:
             _feed(part, update)
         update(b"]")
-    elif hasattr(item, "items"):
-        update(f"{{{len(item)}:".encode())
-        for name, value in sorted(item.items()):
-            _feed(name, update)
-            _feed(value, update)
-        update(b"}")
+    elif isinstance(item, Mapping):
+        update(f"{sorted(item.items())!r};".encode())
     else:
         update(f"{type(item).__name__} {item!r};".encode())
 
@@ -104,8 +120,8 @@ def _written(solution: TensorSolution) -> dict[str, Any]:
     }
 
 
-def _read(path: Path, problem: TensorProblem) -> TensorSolution | None:
-    """The entry as an answer to the problem; None where it is none."""
+def _read(path: Path, problem: TensorProblem, wanted: float) -> TensorSolution | None:
+    """The entry as an answer to the problem with a gap of at most ``wanted``; None where it is none."""
     data = cache.read_object(path)
     if data is None:
         return None
@@ -123,6 +139,6 @@ def _read(path: Path, problem: TensorProblem) -> TensorSolution | None:
     if abs(problem.objective(choices) - objective) > _NEAR * objective or not 0 <= bound <= objective:
         return None
     gap = relative_gap(objective, bound)
-    if gap > tensor.TOLERANCE:
+    if gap > wanted:
         return None
     return TensorSolution(choices, objective, bound, gap, 0.0, method, problem.conversions(choices))

@@ -16,6 +16,9 @@ from autopart.solver import tensor
 from autopart.solver.elimination import Point
 from autopart.solver.tensor_problem import TensorProblem
 
+_NEAR = 1e-7
+"""Seconds within that share of each other count as equal, as they do for the solver."""
+
 
 def frontier(problem: TensorProblem, step: float = 0.0, time_limit_s: float = 60.0) -> tuple[Point, ...]:
     """The fastest first. step: each limit lies below the last answer's bytes by at least that share of them.
@@ -32,7 +35,7 @@ def frontier(problem: TensorProblem, step: float = 0.0, time_limit_s: float = 60
         except InfeasibleError:
             return tuple(found)
         memory = problem.memory(solution.choices)
-        while found and found[-1].seconds >= solution.objective * (1 - tensor.TOLERANCE):
+        while found and found[-1].seconds >= solution.objective * (1 - _NEAR):
             found.pop()  # as fast, with more bytes
         found.append(Point(solution.objective, memory, solution.choices))
         if memory <= 0:
