@@ -87,14 +87,20 @@ def _taken(plan: Plan) -> dict[str, Any]:
         if isinstance(value, Mapping):
             found |= {f"{item.name} of {name}": entry for name, entry in value.items()}
         else:
-            found[item.name] = list(value) if isinstance(value, tuple) else value
+            found[item.name] = _listed(value)
     for index, stage in enumerate(plan.stages):
         for item in fields(stage):
             if item.name in _STAGE_OUTCOMES or item.name == "devices":
                 continue
             value = getattr(stage, item.name)
-            found[f"stage {index} {item.name}"] = [list(x) if isinstance(x, tuple) else x for x in value]
+            if not isinstance(value, float):  # seconds are outcomes
+                found[f"stage {index} {item.name}"] = _listed(value)
     return found
+
+
+def _listed(value: Any) -> Any:
+    """Tuples as lists, as JSON has them."""
+    return [_listed(item) for item in value] if isinstance(value, tuple) else value
 
 
 def runners_up(plan: Plan) -> list[dict[str, Any]]:
