@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from autopart.runtime.errors import AutopartError, ClusterError, PlanError
 from autopart.runtime.inputs import BatchMode
 from autopart.runtime.mesh import connect, job_size, pick_device
 from autopart.runtime.module import ParallelModule
+from autopart.runtime.weights import load_weights, save_weights
 
 CONSTANTS_FILE = "constants.pt"
 
@@ -70,6 +72,7 @@ def parallelize(
     rules: Any = None,
     precision: str = "",
     example: Mapping[str, Any] | Sequence[Any] | None = None,
+    weights: str | Path | None = None,
     **limits: Any,
 ) -> nn.Module:
     """The model as a parallel program over the processes of this job.
@@ -87,6 +90,8 @@ def parallelize(
     ``torch.autocast``; "": the types of the model, under the autocast that is on around the first call.
     example: a batch to plan with now instead of at the first call, by name (or by position, in a tuple or list):
     ``data_rank`` and ``data_world_size`` are known from then on, which a sampler for ``batch="local"`` needs.
+    weights: a folder of safetensors files, of which each rank reads its shares once the model is planned; for models
+    built under ``autopart.parameters_on_meta()``, which have no weights of their own.
     limits: of ``make_plan``: pp, dp, tp, microbatches, schedule, warmup, recompute, optimizer, dropout.
     """
     if not isinstance(model, nn.Module):
@@ -107,6 +112,8 @@ def parallelize(
         batch,
         outputs,
     )
+    if weights is not None:
+        parallelized.when_started(partial(load_weights, weights, parallelized))
     if isinstance(example, Mapping):
         parallelized.start((), dict(example))
     elif example is not None:
@@ -129,13 +136,13 @@ class Parallelized(nn.Module):
         self._settings = settings
         self._batch: BatchMode = batch
         self._returned = outputs
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], object]] = []
         self.training = model.training
 
     original: nn.Module
     parallel: ParallelModule | None
 
-    def when_started(self, callback: Callable[[], None]) -> None:
+    def when_started(self, callback: Callable[[], object]) -> None:
         """Called on every rank once the weights are divided, before the first step."""
         self._callbacks.append(callback)
 
@@ -177,7 +184,18 @@ class Parallelized(nn.Module):
             )
         return self.parallel
 
+    def _check_buffers(self) -> None:
+        """Raises PlanError for buffers on meta that no file of weights holds."""
+        kept = self.original.state_dict(keep_vars=True).keys()
+        lost = [name for name, buffer in self.original.named_buffers() if buffer.is_meta and name not in kept]
+        if lost:
+            raise PlanError(
+                f"the buffer {lost[0]!r} is on meta and in no state dict, so nobody knows its value; build the model "
+                "under autopart.parameters_on_meta() instead"
+            )
+
     def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ParallelModule:
+        self._check_buffers()
         device = pick_device()
         connect(device)
         settings = self._settings
@@ -198,8 +216,27 @@ class Parallelized(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Before the first call the original's; then this rank's shares of its stage, under their original names."""
+        """Before the first call the original's; then this rank's shares of its stage, under their original names.
+
+        Raises PlanError before the first call where the original is on meta: its parameters are not kept.
+        """
+        if self.parallel is None and any(parameter.is_meta for parameter in self.original.parameters()):
+            raise PlanError(
+                "the model is on meta, so its parameters are made when it is planned; make the optimizer after that: "
+                "parallelize(model, example=batch) plans at once"
+            )
         return self._current.named_parameters(prefix, recurse, remove_duplicate)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes the weights as safetensors files, and the model's ``config`` if it has one; all ranks call it.
+
+        ``from_pretrained`` of the transformers library reads the folder. Raises PlanError before the first call.
+        """
+        program = self._planned("save_pretrained")
+        save_weights(folder, program)
+        config = getattr(self.original, "config", None)
+        if program.mesh.rank == 0 and config is not None and hasattr(config, "save_pretrained"):
+            config.save_pretrained(folder)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

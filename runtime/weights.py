@@ -1,0 +1,181 @@
+"""Weights from and to safetensors folders, as the Hugging Face libraries write them: no rank needs the whole model.
+
+``load_weights`` reads only the slices that this rank holds. ``save_weights`` gathers one tensor at a time.
+``parameters_on_meta`` is how a model is built whose weights will be read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from autopart.runtime.collectives import broadcast_in_place
+from autopart.runtime.errors import InputError
+from autopart.runtime.holding import Entry, holding_of
+from autopart.runtime.links import dtype_of
+from autopart.runtime.module import ParallelModule
+from autopart.runtime.state import gather_parameter
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules made inside have parameters without memory; buffers, such as rotary frequencies, are made as ever."""
+
+    # Any: torch's stubs say that a hook returns nothing; its documentation, that what it returns is registered.
+    def emptied(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or parameter.is_meta:
+            return parameter
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(emptied)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def load_weights(folder: str | Path, model: nn.Module, strict: bool = True) -> tuple[list[str], list[str]]:
+    """Reads a model's weights, each rank its own shares, converted to the type of the model's.
+
+    folder: with ``model.safetensors`` or ``model.safetensors.index.json``; or one safetensors file. One name of a tied
+    tensor is enough. Returns the missing and the unexpected names.
+
+    Raises InputError for another shape, and when ``strict`` for missing or unexpected names, before anything is read.
+    """
+    homes = _homes(Path(folder))
+    holding = holding_of(model)
+    found = {e.name: next(name for name in e.names if name in homes) for e in holding.entries.values() if _in(e, homes)}
+    known = {name for entry in holding.entries.values() for name in entry.names}
+    missing = [name for name in holding.entries if name not in found]
+    unexpected = sorted(name for name in homes if name not in known)
+    if strict and (missing or unexpected):
+        raise InputError(f"{folder} does not fit the model: missing {missing[:8]}, unexpected {unexpected[:8]}")
+    open_ = _safetensors().safe_open
+    files: dict[Path, list[Entry]] = {}
+    for name, stored in found.items():
+        files.setdefault(homes[stored], []).append(holding.entries[name])
+    for read in (False, True):
+        for path, entries in files.items():
+            with open_(path, framework="pt") as file:
+                for entry in entries:
+                    _take(file.get_slice(found[entry.name]), entry, path, read)
+    return missing, unexpected
+
+
+def _in(entry: Entry, homes: dict[str, Path]) -> bool:
+    return any(name in homes for name in entry.names)
+
+
+def _take(stored: Any, entry: Entry, path: Path, read: bool) -> None:
+    """Checks the shape, or copies the boxes of this rank's share."""
+    if tuple(stored.get_shape()) != entry.shape:
+        raise InputError(f"{entry.name} is {stored.get_shape()} in {path} and {list(entry.shape)} in the model")
+    if not read or entry.tensor is None:
+        return
+    with torch.no_grad():
+        for box in entry.boxes:
+            bounds = zip(box.offset, box.size, strict=True)
+            piece = stored[tuple(slice(start, start + size) for start, size in bounds)] if entry.shape else stored[...]
+            box.of(entry.tensor).copy_(piece)
+
+
+def _homes(folder: Path) -> dict[str, Path]:
+    """The file of every stored tensor. Raises InputError when there is none, or one is missing."""
+    if folder.is_file():
+        single = folder
+    elif (folder / INDEX).is_file():
+        placed = json.loads((folder / INDEX).read_text())["weight_map"]
+        absent = sorted({file for file in placed.values() if not (folder / file).is_file()})
+        if absent:
+            raise InputError(f"{folder / INDEX} names {absent}, which are not there")
+        return {name: folder / file for name, file in placed.items()}
+    else:
+        single = folder / SINGLE
+    if not single.is_file():
+        raise InputError(f"{folder} holds neither {SINGLE} nor {INDEX}")
+    with _safetensors().safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise InputError("weights are read and written by the safetensors library: pip install safetensors") from error
+    return safetensors
+
+
+def save_weights(folder: str | Path, model: ParallelModule, shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes the whole model as safetensors files of up to ``shard_bytes``; all ranks call it.
+
+    A tied tensor is written once, under its first name. Rank 0 holds one file's tensors at a time, the others one
+    tensor. Raises OSError on rank 0 when it cannot write.
+    """
+    save_file = _safetensors().torch.save_file
+    target, first = Path(folder), model.mesh.rank == 0
+    if first:
+        target.mkdir(parents=True, exist_ok=True)
+    files: list[dict[str, int]] = []
+    waiting: dict[str, Tensor] = {}
+
+    def write() -> None:
+        save_file(waiting, target / f".part-{len(files)}", metadata={"format": "pt"})
+        files.append({name: _bytes(tensor) for name, tensor in waiting.items()})
+        waiting.clear()
+
+    for name, tensor in _whole_tensors(model):
+        if first:
+            if waiting and sum(map(_bytes, waiting.values())) + _bytes(tensor) > shard_bytes:
+                write()
+            waiting[name] = tensor
+    if first:
+        write()
+        _name_files(target, files)
+    if model.mesh.world_size > 1:
+        dist.barrier()
+
+
+def _whole_tensors(model: ParallelModule) -> Iterator[tuple[str, Tensor]]:
+    """Every persistent tensor, whole, on all ranks; on the CPU."""
+    manifest, mesh, own = model.manifest, model.mesh, model._own_tensors()
+    for spec in manifest.parameters:
+        if not spec.persistent:
+            continue
+        owner = mesh.place_of[spec.stages[0]]
+        if mesh.pipeline.index == owner:
+            tensor = gather_parameter(spec, mesh, own[spec.name].detach())
+        else:
+            tensor = torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device=mesh.device)
+        broadcast_in_place(tensor, mesh.pipeline, owner, "step")
+        yield spec.name, tensor.to("cpu", copy=True) if mesh.rank == 0 else tensor
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _name_files(target: Path, files: list[dict[str, int]]) -> None:
+    """Gives the written files their names, and writes the index where there are several."""
+    for old in target.glob("model*.safetensors*"):
+        old.unlink()
+    if len(files) == 1:
+        (target / ".part-0").replace(target / SINGLE)
+        return
+    placed: dict[str, str] = {}
+    for number, names in enumerate(files):
+        file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        (target / f".part-{number}").replace(target / file)
+        placed.update(dict.fromkeys(names, file))
+    total = sum(size for names in files for size in names.values())
+    (target / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": placed}, indent=1) + "\n")
