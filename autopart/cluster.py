@@ -15,6 +15,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 from autopart.cost import calibrated
@@ -48,7 +49,7 @@ class Node:
     @property
     def network(self) -> Link:
         """One device's share of the node's ports, when all devices send at once."""
-        return replace(self.port, bandwidth=self.port.bandwidth * self.ports / self.count)
+        return _shared(self.port, self.ports, self.count)
 
     @staticmethod
     def of(device: Device, count: int, port: Link | None = None, ports: int | None = None) -> Node:
@@ -222,6 +223,13 @@ class Cluster:
         Path(path).write_text(write_nodes(nodes))
 
 
+# Planning asks for the links of all pairs of ranks, of which a cluster has few different ones.
+@lru_cache(maxsize=1024)
+def _shared(port: Link, ports: int, devices: int) -> Link:
+    return replace(port, bandwidth=port.bandwidth * ports / devices)
+
+
+@lru_cache(maxsize=1024)
 def _slower(first: Link, second: Link) -> Link:
     slow = min(first, second, key=lambda link: link.bandwidth)
     return replace(slow, latency_s=max(first.latency_s, second.latency_s))
