@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from autopart.plan import Plan as Plan
     from autopart.planner import make_plan as make_plan
     from autopart.realize import emit as emit
-    from autopart.runtime.weights import parameters_on_meta as parameters_on_meta
     from autopart.tracing import capture as capture
+    from autopart.weights import parameters_on_meta as parameters_on_meta
 
 _HOMES = {
     "Cluster": "autopart.cluster",
@@ -27,7 +27,7 @@ _HOMES = {
     "load": "autopart.api",
     "make_plan": "autopart.planner",
     "parallelize": "autopart.api",
-    "parameters_on_meta": "autopart.runtime.weights",
+    "parameters_on_meta": "autopart.weights",
 }
 __all__ = ["Cluster", "Plan", "capture", "emit", "load", "make_plan", "parallelize", "parameters_on_meta"]
 

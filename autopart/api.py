@@ -25,7 +25,7 @@ from autopart.runtime.errors import AutopartError, ClusterError, PlanError
 from autopart.runtime.inputs import BatchMode
 from autopart.runtime.mesh import connect, job_size, pick_device
 from autopart.runtime.module import ParallelModule
-from autopart.runtime.weights import load_weights, save_weights
+from autopart.weights import load_weights, save_weights
 
 CONSTANTS_FILE = "constants.pt"
 

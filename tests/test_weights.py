@@ -75,7 +75,7 @@ def test_a_folder_is_read_in_shares_and_written_again(family: str, limits: dict[
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
-    from autopart.runtime.weights import load_weights, save_weights
+    from autopart.weights import load_weights, save_weights
 
     model: Any = autopart.parallelize(nn.Sequential(nn.Linear(4, 4)), loss_fn=nn.MSELoss(), verbose=False)
     with pytest.raises(PlanError, match="known when the model is planned"):
