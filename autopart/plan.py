@@ -40,7 +40,9 @@ class StagePlan:
     that a zero-bubble schedule does apart. step_end_s: seconds once per step, for the gradients' sums and optimizer.
     memory_bytes, capacity_bytes: predicted peak and what a device has (an even share where it runs several stages).
     parameters: numbers held by one device. collectives: by kind, calls and payload bytes per microbatch, such as
-    ``{"all_reduce": {"calls": 4, "bytes": 8388608}}``.
+    ``{"all_reduce": {"calls": 4, "bytes": 8388608}}``. shares: of each microbatch, the part of every replica, such as
+    [3, 1] where one device is faster; empty: equal parts. strategies, storage: this stage's own, where its tensor axes
+    are not those of other stages; empty: the plan's.
     """
 
     devices: tuple[int, ...]
@@ -56,9 +58,16 @@ class StagePlan:
     collectives: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
     step_end_s: float = 0.0
     weight_s: float = 0.0
+    shares: tuple[int, ...] = ()
+    strategies: Mapping[str, str] = field(default_factory=dict, hash=False)
+    storage: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.mesh]
+        _require(
+            not self.shares or (len(self.shares) == self.mesh[0][1] and min(self.shares) >= 1),
+            f"shares: a part of at least 1 for each replica, found {list(self.shares)}",
+        )
         _require(bool(self.mesh) and names[0] == "dp", f"mesh: the first axis is 'dp', found {names}; write ['dp', 1]")
         _require(len(set(names)) == len(names), f"mesh: two axes are both called one of {names}; rename one")
         _require(all(size >= 1 for _, size in self.mesh), "mesh: an axis has at least 1 device")
@@ -170,11 +179,13 @@ class Plan:
             )
         _require(self.stages[0].blocks[0] == 0, "stages[0].blocks: the first stage starts at block 0")
         for index, stage in enumerate(self.stages):
-            samples = self.microbatches * stage.dp
+            parts = sum(stage.shares) // math.gcd(*stage.shares) if stage.shares else stage.dp
+            samples = self.microbatches * parts
             _require(
                 self.batch % samples == 0,
                 f"stages[{index}]: a batch of {self.batch} does not divide into {self.microbatches} microbatches on "
-                f"{stage.dp} replicas; make batch a multiple of {samples}",
+                f"{stage.dp} replicas{f' with the shares {list(stage.shares)}' if stage.shares else ''}; make batch a "
+                f"multiple of {samples}",
             )
         for name in ("step_time_s", "bound_s", "gap", "solve_s", "total_s", "tokens", "flops", "tied_s"):
             value = getattr(self, name)
@@ -214,8 +225,9 @@ class Plan:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all stages have one mesh."""
-        return len({stage.mesh for stage in self.stages}) == 1
+        """Whether all stages have one mesh, strategies of the plan, and replicas with equal parts of the batch."""
+        own = any(stage.strategies or stage.storage or len(set(stage.shares)) > 1 for stage in self.stages)
+        return len({stage.mesh for stage in self.stages}) == 1 and not own
 
     @property
     def device_count(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import fx
@@ -11,12 +11,13 @@ from torch import fx
 from autopart.analysis import Analysis, analyze, fold, look_up, pattern_of
 from autopart.passes import graph as graphs
 from autopart.passes.conversion import Axes
-from autopart.passes.emit.program import Emitted, Layout, emit_program
+from autopart.passes.emit.program import Emitted, Layout, StageMesh, emit_program
 from autopart.passes.partition import Crossing, StageGraph, partition
 from autopart.passes.program import Program, Role
 from autopart.passes.rules import RULES, RuleBook, Strategy, compatible
 from autopart.passes.rules.strategies import JOINT
 from autopart.passes.shard import shard_stage
+from autopart.passes.unlike_meshes import StageSetting, crossing_placements
 from autopart.plan import Plan
 from autopart.runtime.errors import BatchError, PlanError
 from autopart.runtime.placement import Kind, Placement, Placements, nested
@@ -40,11 +41,41 @@ def build(
     strategies: Mapping[fx.Node, tuple[Strategy, ...]],
     storage: Mapping[str, Placements],
 ) -> Realization:
-    """Splits the graph at block boundaries and shards every stage."""
+    """Splits the graph at block boundaries and shards every stage alike."""
     stages, crossings = partition(analysis.program, analysis.graph, analysis.free, analysis.blocks, boundaries)
     wanted = analysis.whole_outputs
     local = [shard_stage(stage, axes, strategies, storage, analysis.rules, wanted) for stage in stages]
     return Realization(stages, local, crossings, dict(storage), axes)
+
+
+def build_unlike(analysis: Analysis, boundaries: Sequence[int], settings: Sequence[StageSetting]) -> Realization:
+    """The same, each stage by its own setting."""
+    stages, crossings = partition(analysis.program, analysis.graph, analysis.free, analysis.blocks, boundaries)
+    placed = crossing_placements(crossings, settings)
+    local = [
+        shard_stage(
+            stage, own.axes, own.strategies, own.storage, analysis.rules, analysis.whole_outputs, placed[stage.index]
+        )
+        for stage, own in zip(stages, settings, strict=True)
+    ]
+    return Realization(stages, local, crossings, dict(settings[0].storage), settings[0].axes)
+
+
+def settings_of(analysis: Analysis, plan: Plan) -> list[StageSetting]:
+    """How each stage of a plan is divided. Raises PlanError for strategies that a stage's ops do not offer."""
+    found: list[StageSetting] = []
+    for index, stage in enumerate(plan.stages):
+        if plan.is_uniform and found:
+            found.append(found[0])
+            continue
+        axes: Axes = tuple(axis for axis in stage.mesh[1:] if axis[1] > 1)
+        own = replace(plan, strategies=stage.strategies or plan.strategies, storage=stage.storage or plan.storage)
+        try:
+            strategies, storage = read_strategies(analysis, own, axes)
+        except PlanError as error:
+            raise PlanError(f"stages[{index}]: {error}; a stage may have strategies and storage of its own") from error
+        found.append(StageSetting(stage.dp, axes, strategies, storage, stage.shares))
+    return found
 
 
 def strategy_names(analysis: Analysis, strategies: Mapping[fx.Node, tuple[Strategy, ...]]) -> dict[str, str]:
@@ -174,8 +205,6 @@ def check_plan(program: Program, analysis: Analysis, plan: Plan) -> None:
     last = plan.stages[-1].blocks[1]
     if last != len(analysis.blocks):
         raise PlanError(f"stages: the plan ends at block {last}, the model has {len(analysis.blocks)}; plan it again")
-    if not plan.is_uniform:
-        raise PlanError("stages: stages with unlike meshes cannot be run yet; give every stage the same mesh")
     if analysis.split.flaw and (plan.dp > 1 or plan.microbatches > 1):
         raise BatchError(
             f"the batch may not be split: {analysis.split.flaw}; "
@@ -190,21 +219,27 @@ def realize(program: Program, plan: Plan, analysis: Analysis | None = None, rule
     """
     analysis = analysis or analyze(program, rules)
     check_plan(program, analysis, plan)
-    axes: Axes = tuple(axis for axis in plan.stages[0].mesh[1:] if axis[1] > 1)
-    strategies, storage = read_strategies(analysis, plan, axes)
+    settings = settings_of(analysis, plan)
+    own = settings[0]
     boundaries = [stage.blocks[0] for stage in plan.stages] + [plan.stages[-1].blocks[1]]
-    found = build(analysis, boundaries, axes, strategies, storage)
+    if plan.is_uniform:
+        found = build(analysis, boundaries, own.axes, own.strategies, own.storage)
+    else:
+        found = build_unlike(analysis, boundaries, settings)
     order = {device: rank for rank, device in enumerate(sorted({d for stage in plan.stages for d in stage.devices}))}
     layout = Layout(
         devices=tuple(tuple(order[device] for device in stage.devices) for stage in plan.stages),
-        dp=plan.stages[0].dp,
-        axes=axes,
+        dp=own.dp,
+        axes=own.axes,
         schedule=plan.schedule,
         warmup=plan.warmup,
         microbatches=plan.microbatches,
         recompute=plan.recompute == "full",
         invariant_dropout=plan.dropout == "invariant",
         headings=tuple(_heading(program, plan, index) for index in range(len(plan.stages))),
+        unlike=()
+        if plan.is_uniform
+        else tuple(StageMesh(item.dp, item.axes, item.storage, item.shares) for item in settings),
     )
     return emit_program(program, analysis.split, found.stages, found.local, found.crossings, found.storage, layout)
 

@@ -355,6 +355,10 @@ class Splitter:
                 self.notes[f"the buffer {name!r} is updated once per microbatch"] = None
         self.graph.output(results)
         totals = _extract(self.graph, list(self.totals)) if self.totals else None
+        for node, state in self.states.items():
+            node.meta["batch"] = state.placement
+        for node, states in self.outputs.items():
+            node.meta["batch"] = tuple(state.placement for state in states)
         graphs.prune(self.graph)
         mark_differentiable(self.graph)
         self.graph.lint()

@@ -55,8 +55,12 @@ def shard_stage(
     storage: Mapping[str, Placements],
     rules: RuleBook = RULES,
     whole_outputs: Collection[str] | None = None,
+    crossing: Mapping[str, Placements] | None = None,
 ) -> fx.Graph:
     """One rank's graph of a stage.
+
+    crossing: placements in which values are received or sent, by name, where they are not those in which the
+    strategies make them: from and to stages with other meshes.
 
     whole_outputs: names of the model's outputs that every rank needs whole (default: all); others stay as they lie.
 
@@ -66,7 +70,7 @@ def shard_stage(
     inserted collectives have ``meta["transition"]`` = (axis name, :class:`Transition`), ops that run by a local form
     ``meta["forms"]`` = pairs of axis name and :class:`LocalForm`, one for each axis that it spans.
     """
-    return _Sharder(stage, axes, strategies, storage, rules, whole_outputs).run()
+    return _Sharder(stage, axes, strategies, storage, rules, whole_outputs, crossing or {}).run()
 
 
 class _Sharder:
@@ -78,7 +82,9 @@ class _Sharder:
         storage: Mapping[str, Placements],
         rules: RuleBook,
         whole_outputs: Collection[str] | None,
+        crossing: Mapping[str, Placements],
     ) -> None:
+        self.crossing = crossing
         self.whole_outputs = whole_outputs
         self.stage, self.axes, self.strategies, self.storage, self.rules = stage, axes, strategies, storage, rules
         self.graph = fx.Graph()
@@ -117,7 +123,7 @@ class _Sharder:
         elif role is Role.RECEIVED:
             source = self.stage.origin[node]
             value = Value(source, node.meta["index"])
-            placements = value_placements(value, self.strategies, self.axes)
+            placements = self.crossing.get(node.meta["name"]) or value_placements(value, self.strategies, self.axes)
         else:
             placements = self.replicated
         self.placements[Value(node)] = placements
@@ -202,7 +208,8 @@ class _Sharder:
         kept: list[fx.Node] = []
         for index, result in enumerate(results):
             if index < len(stage.sends):
-                kept.append(self.env[result])
+                own = self.placements[graphs.value_of(result)]
+                kept.append(self.convert(result, self.crossing.get(stage.sends[index], own), node))
             elif index < len(stage.sends) + len(stage.outputs):
                 name = stage.outputs[index - len(stage.sends)]
                 own = self.placements[graphs.value_of(result)]

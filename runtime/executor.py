@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autopart.runtime.errors import PlanError
 from autopart.runtime.invariant import Share
-from autopart.runtime.links import Links
+from autopart.runtime.links import Arrival, Links
 from autopart.runtime.manifest import Manifest, StageSpec, ValueSpec, argument_name
 from autopart.runtime.mesh import Mesh
 from autopart.runtime.schedule import Action, Work
@@ -51,7 +51,7 @@ class _Microbatch:
     gradients: list[tuple[ValueSpec, Tensor]] = field(default_factory=list)
     # Apart: the gradients' receives may be posted before the forward, which must not wait for them.
     later: LaterGradients | None = None
-    arriving: dict[Phase, list[tuple[Action, dist.Work]]] = field(
+    arriving: dict[Phase, list[tuple[Action, dist.Work | Arrival]]] = field(
         default_factory=lambda: {"forward": [], "backward": []}
     )
 

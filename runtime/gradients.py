@@ -43,10 +43,13 @@ class GradientSums:
                 partial = (p for spec, p in own if spec.placements and spec.placements[position] == "B")
                 sum_in_buckets(_gradients(partial), axis, self._bucket_bytes)
             for stages, axis in self._ties:
-                self._reduce_tied([p for spec, p in own if spec.stages == stages], axis)
+                self._reduce_tied([p for spec, p in own if spec.stages == stages], axis, self._mesh.counts_in(stages))
 
-    def _reduce_tied(self, parameters: Sequence[nn.Parameter], axis: Axis) -> None:
-        """A stage may use a tied parameter without a gradient reaching it, and still needs the others' sum."""
+    def _reduce_tied(self, parameters: Sequence[nn.Parameter], axis: Axis, counts: bool) -> None:
+        """A stage may use a tied parameter without a gradient reaching it, and still needs the others' sum.
+
+        counts: whether this rank's gradients are among those that are added.
+        """
         if not parameters:
             return
         device = parameters[0].device
@@ -54,7 +57,7 @@ class GradientSums:
         sum_in_place(present, axis, "step")
         used = [p for p, count in zip(parameters, present.tolist(), strict=True) if count]
         for parameter in used:
-            if parameter.grad is None:
+            if parameter.grad is None or not counts:
                 parameter.grad = torch.zeros_like(parameter)
         sum_in_buckets(_gradients(used), axis, self._bucket_bytes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,7 +22,9 @@ BatchMode = Literal["global", "local"]
 class Division:
     """How a batch is divided: ``batch`` samples over ``replicas`` (this rank's is ``replica``) and ``microbatches``.
 
-    offset: the samples before those that this rank was given (0 when it was given the whole batch).
+    offset: the samples before those that this rank was given (0 when it was given the whole batch). shares: parts of
+    the replicas in each microbatch where stages have unlike meshes or replicas unlike parts; a microbatch then is a run
+    of the batch, the same on all stages. Empty: equal parts, each a run of the batch with the replica's microbatches.
     """
 
     batch: int
@@ -29,14 +32,20 @@ class Division:
     replica: int
     microbatches: int
     offset: int = 0
+    shares: tuple[int, ...] = ()
 
     @property
     def samples(self) -> int:
         """Samples in one microbatch on one rank."""
+        if self.shares:
+            return self.batch // self.microbatches * self.shares[self.replica] // sum(self.shares)
         return self.batch // (self.replicas * self.microbatches)
 
     def start(self, microbatch: int) -> int:
-        """The first sample of this rank's microbatch, counted in the whole batch: contiguous, replica by replica."""
+        """The first sample of this rank's microbatch, counted in the whole batch."""
+        if self.shares:
+            whole = self.batch // self.microbatches
+            return microbatch * whole + whole * sum(self.shares[: self.replica]) // sum(self.shares)
         return (self.replica * self.microbatches + microbatch) * self.samples
 
 
@@ -107,12 +116,19 @@ def _check_tensor(spec: InputSpec, leaf: Tensor, batch: int | None) -> int | Non
     return batch
 
 
-def divide(manifest: Manifest, found: int, replicas: int, replica: int, mode: BatchMode) -> Division:
+def divide(
+    manifest: Manifest, found: int, replicas: int, replica: int, mode: BatchMode, shares: tuple[int, ...] = ()
+) -> Division:
     """How a batch of ``found`` samples is divided.
 
     A batch that does not divide by replicas times microbatches, such as the last of an epoch, is run in fewer
     microbatches, or if it does not divide by the replicas whole on every one of them. Nothing is padded.
+
+    shares: parts of the replicas of this rank's stage, see :class:`Division`. Where stages have unlike meshes, raises
+    BatchError for a batch that some stage cannot divide, and says which it could.
     """
+    if not manifest.is_uniform:
+        return _divide_unlike(manifest, found, replica, mode, shares)
     local = mode == "local"
     batch = found * replicas if local else found
     if batch % replicas:
@@ -120,6 +136,25 @@ def divide(manifest: Manifest, found: int, replicas: int, replica: int, mode: Ba
     share = batch // replicas
     count = max(k for k in range(1, manifest.microbatches + 1) if share % k == 0)
     return Division(batch, replicas, replica, count, replica * found if local else 0)
+
+
+def _divide_unlike(manifest: Manifest, found: int, replica: int, mode: BatchMode, shares: tuple[int, ...]) -> Division:
+    """Where meshes or parts differ, every stage has to be able to divide each microbatch."""
+    if mode == "local":
+        raise BatchError(
+            'batch="local" gives each replica its own part, but stages of this plan have unlike replicas; '
+            'pass every rank the whole batch (batch="global")'
+        )
+    unit = math.lcm(*(sum(stage.replica_shares) for stage in manifest.stages))
+    for count in range(manifest.microbatches, 0, -1):
+        if found % (count * unit) == 0:
+            return Division(found, len(shares), replica, count, 0, shares)
+    lower = found // unit * unit
+    sizes = f"{lower} or {lower + unit}" if lower else f"{unit} or {2 * unit}"
+    raise BatchError(
+        f"a batch of {found} samples cannot be divided over the replicas of every stage; multiples of {unit} would do, "
+        f"such as {sizes}"
+    )
 
 
 def microbatch_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -12,8 +13,12 @@ from torch import Tensor
 from autopart.runtime.errors import PlanError
 from autopart.runtime.manifest import Manifest, ValueSpec, size_of
 from autopart.runtime.mesh import STAGE_AXIS, Mesh
+from autopart.runtime.placement import Placement
+from autopart.runtime.resharding import Message, Side, Slices, backward_messages, forward_messages, local_shape
 from autopart.runtime.traffic import Phase, payload
 
+# Pieces of one value that have tags of their own; those that share one are told apart by their order.
+_MOST_PIECES: Final = 256
 _PHASES: Final[tuple[Phase, Phase]] = ("forward", "backward")
 
 
@@ -32,6 +37,26 @@ def edges_of(manifest: Manifest) -> tuple[list[tuple[int, int]], list[tuple[int,
     return sorted(edges), sorted(back)
 
 
+class Arrival:
+    """A tensor that comes in pieces: ``wait`` returns once all are in their places, added up where they overlap."""
+
+    def __init__(self, tensor: Tensor, parts: Sequence[tuple[dist.Work, Tensor, Slices]]) -> None:
+        # not the tensor itself, which autograd may know as a leaf by then
+        self._tensor = tensor.detach()
+        self._parts = parts
+
+    def wait(self) -> None:
+        for work, piece, where in self._parts:
+            work.wait()
+            self._tensor[where] += piece
+
+
+def _differ(manifest: Manifest, value: ValueSpec, target: int, arrival: Sequence[str]) -> bool:
+    source, other = manifest.stages[value.source], manifest.stages[target]
+    alike = source.mesh == other.mesh and source.replica_shares == other.replica_shares
+    return not alike or tuple(arrival) != value.placements
+
+
 class Links:
     """Sends and receives the values that cross between stages. Neither blocks; sends are kept until they are done."""
 
@@ -44,6 +69,14 @@ class Links:
         for value in manifest.values:
             for target in value.targets:
                 self.values.setdefault((value.source, target), []).append(value)
+        self._manifest = manifest
+        self._unlike = {
+            (value.name, target)
+            for value in manifest.values
+            for target, arrival in zip(value.targets, value.arrivals, strict=False)
+            if _differ(manifest, value, target, arrival)
+        }
+        self._messages: dict[tuple[str, int, int, Phase], list[tuple[int, Message]]] = {}
         # NCCL knows no tags and runs what passes between two ranks of one group in one queue. A group per direction
         # keeps an activation that waits for its receiver from holding up a gradient that comes the other way; where
         # stages of one rank send to and receive from one other rank, these two have groups of their own as well.
@@ -73,7 +106,12 @@ class Links:
 
         Raises PlanError when the tensor is not what the manifest promises.
         """
-        self.check(value, tensor, batch)
+        unlike = (value.name, edge[1]) in self._unlike
+        if phase == "forward" or not unlike:
+            self.check(value, tensor, batch)
+        if unlike:
+            self._send_pieces(value, tensor, edge, microbatch, self._whole(batch), phase)
+            return
         tensor = tensor.detach().contiguous()
         self._mesh.traffic.add("send", STAGE_AXIS, phase, payload(tensor))
         work = dist.isend(
@@ -89,8 +127,10 @@ class Links:
 
     def receive(
         self, value: ValueSpec, edge: tuple[int, int], microbatch: int, batch: int, phase: Phase
-    ) -> tuple[Tensor, dist.Work]:
+    ) -> tuple[Tensor, dist.Work | Arrival]:
         """Starts receiving what :meth:`send` sends; the tensor holds it once the work has been waited for."""
+        if (value.name, edge[1]) in self._unlike:
+            return self._receive_pieces(value, edge, microbatch, self._whole(batch), phase)
         shape = [size_of(size, batch) for size in value.shape]
         tensor = torch.empty(shape, dtype=dtype_of(value.dtype), device=self._mesh.device)
         work = dist.irecv(
@@ -102,15 +142,78 @@ class Links:
         assert work is not None
         return tensor, work
 
+    def _send_pieces(
+        self, value: ValueSpec, tensor: Tensor, edge: tuple[int, int], microbatch: int, samples: int, phase: Phase
+    ) -> None:
+        """Sends the pieces that ranks of a stage with another mesh take of this rank's share."""
+        group = self._groups.get((phase, self._ascends(edge, phase)))
+        for number, message in self._exchange(value, edge, samples, phase):
+            if message.source == self._mesh.rank:
+                tag = self._tag(value, microbatch, phase, number)
+                piece = tensor.detach()[message.take].contiguous()
+                self._mesh.traffic.add("send", STAGE_AXIS, phase, payload(piece))
+                work = dist.isend(piece, message.target, group=group, tag=tag)
+                assert work is not None
+                self._sending.append((work, piece))
+
+    def _receive_pieces(
+        self, value: ValueSpec, edge: tuple[int, int], microbatch: int, samples: int, phase: Phase
+    ) -> tuple[Tensor, Arrival]:
+        group = self._groups.get((phase, self._ascends(edge, phase)))
+        here = self._side(value, edge[phase == "forward"], samples)
+        shape = local_shape(value.whole, here, self._mesh.rank)
+        tensor = torch.zeros(shape, dtype=dtype_of(value.dtype), device=self._mesh.device)
+        parts = []
+        for number, message in self._exchange(value, edge, samples, phase):
+            if message.target == self._mesh.rank:
+                tag = self._tag(value, microbatch, phase, number)
+                piece = torch.empty(message.shape, dtype=tensor.dtype, device=tensor.device)
+                work = dist.irecv(piece, message.source, group=group, tag=tag)
+                assert work is not None
+                parts.append((work, piece, message.put))
+        return tensor, Arrival(tensor, parts)
+
+    def _exchange(
+        self, value: ValueSpec, edge: tuple[int, int], samples: int, phase: Phase
+    ) -> list[tuple[int, Message]]:
+        """The messages of one microbatch that this rank sends or receives, numbered alike on both sides."""
+        key = value.name, edge[1], samples, phase
+        if key not in self._messages:
+            make = forward_messages if phase == "forward" else backward_messages
+            found = make(
+                value.whole, value.batch_dim, self._side(value, edge[0], samples), self._side(value, edge[1], samples)
+            )
+            mine = enumerate(found)
+            self._messages[key] = [item for item in mine if self._mesh.rank in (item[1].source, item[1].target)]
+        return self._messages[key]
+
+    def _whole(self, samples: int) -> int:
+        """Samples in a microbatch over all replicas, of which this rank has so many."""
+        shares = self._manifest.stages[self._mesh.stages[0]].replica_shares
+        return samples * sum(shares) // shares[self._mesh.data.index]
+
+    def _side(self, value: ValueSpec, stage: int, samples: int) -> Side:
+        """How a value of this many samples lies in a stage."""
+        spec = self._manifest.stages[stage]
+        placements = value.placements if stage == value.source else value.arrivals[value.targets.index(stage)]
+        shares = spec.replica_shares
+        return Side(
+            spec.devices,
+            tuple(samples * share // sum(shares) for share in shares),
+            tuple(size for _, size in spec.mesh[1:]),
+            tuple(map(Placement.parse, placements)),
+        )
+
     def flush(self) -> None:
         """Waits until everything that was sent has left."""
         while self._sending:
             self._sending.popleft()[0].wait()
 
-    def _tag(self, value: ValueSpec, microbatch: int, phase: Phase) -> int:
+    def _tag(self, value: ValueSpec, microbatch: int, phase: Phase, piece: int = 0) -> int:
         if not self._tagged:
             return 0
-        return (microbatch * len(self._index) + self._index[value.name]) * 2 + (phase == "backward")
+        number = (microbatch * len(self._index) + self._index[value.name]) * 2 + (phase == "backward")
+        return number * _MOST_PIECES + piece % _MOST_PIECES
 
     def _ascends(self, edge: tuple[int, int], phase: Phase) -> bool:
         """Whether a message goes to a higher rank of the pipeline."""
@@ -124,7 +227,15 @@ class Links:
             for phase in _PHASES:
                 sender, receiver = (source, target) if phase == "forward" else (target, source)
                 group = self._groups[phase, self._ascends((source, target), phase)]
-                if sender in self._mesh.stages:
-                    dist.send(token, self._mesh.peer(receiver), group=group)
-                elif receiver in self._mesh.stages:
-                    dist.recv(token, self._mesh.peer(sender), group=group)
+                for here, there in self._pairs(sender, receiver):
+                    if here == self._mesh.rank:
+                        dist.send(token, there, group=group)
+                    elif there == self._mesh.rank:
+                        dist.recv(token, here, group=group)
+
+    def _pairs(self, sender: int, receiver: int) -> list[tuple[int, int]]:
+        """Ranks of two stages that may exchange something, in one order for all."""
+        source, target = self._manifest.stages[sender], self._manifest.stages[receiver]
+        if source.mesh == target.mesh and not self._unlike:
+            return list(zip(source.devices, target.devices, strict=True))
+        return [(here, there) for here in source.devices for there in target.devices]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import keyword
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,12 @@ def size_of(size: Size, batch: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ValueSpec:
-    """A tensor that crosses between stages; ``shape`` is what one rank holds (already its tensor shard)."""
+    """A tensor that crosses between stages; ``shape`` is what one rank holds (already its tensor shard).
+
+    whole: the shape of a replica's value. batch_dim: where it has samples, None if it does not depend on them.
+    placements: how it lies on the source's tensor axes; arrivals: on those of each target, in the order of ``targets``.
+    Between stages with one mesh it arrives as it lies.
+    """
 
     name: str
     shape: tuple[Size, ...]
@@ -61,6 +68,10 @@ class ValueSpec:
     source: int
     targets: tuple[int, ...]
     needs_grad: bool
+    whole: tuple[Size, ...] = ()
+    batch_dim: int | None = None
+    placements: tuple[str, ...] = ()
+    arrivals: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +117,7 @@ class ParameterSpec:
     placements: one per tensor axis of the mesh (Placement text); "B" means whole on every rank with partial gradients,
     summed over the axis once per step. aliases: further names of the same tensor.
     persistent: False for buffers that are not part of the state dict. mutated: a buffer that the forward updates.
+    by_stage: where meshes differ, the placements on each of ``stages``, of which ``placements`` are the first's.
     """
 
     name: str
@@ -118,6 +130,7 @@ class ParameterSpec:
     buffer: bool = False
     persistent: bool = True
     mutated: bool = False
+    by_stage: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +139,8 @@ class StageSpec:
 
     mesh: (axis name, size) pairs, outermost first; "dp" is the data axis, all others are tensor axes.
     inputs, receives, totals: keyword arguments of ``Stage.forward`` besides ``b`` and ``B``, see :func:`argument_name`.
-    sends, outputs: what it returns, in this order, as one tuple.
+    sends, outputs: what it returns, in this order, as one tuple. shares: of each microbatch, the part of every replica;
+    empty: equal parts.
     """
 
     file: str
@@ -137,6 +151,14 @@ class StageSpec:
     totals: tuple[str, ...]
     sends: tuple[str, ...]
     outputs: tuple[str, ...]
+    shares: tuple[int, ...] = ()
+
+    @property
+    def replica_shares(self) -> tuple[int, ...]:
+        """The parts of the replicas, in lowest terms."""
+        shares = self.shares or (1,) * dict(self.mesh).get("dp", 1)
+        divisor = math.gcd(*shares)
+        return tuple(share // divisor for share in shares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +198,24 @@ class Manifest:
     eval_flaw: str = ""
     warmup: tuple[int, ...] = ()
     precision: str = ""
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all stages have one mesh, and replicas equal parts of the batch."""
+        return len({stage.mesh for stage in self.stages}) == 1 and all(
+            len(set(stage.replica_shares)) == 1 for stage in self.stages
+        )
+
+    def seen_from(self, stages: Sequence[int]) -> Manifest:
+        """The manifest as ranks of these stages see it: parameters with the placements that they have there."""
+        if self.is_uniform:
+            return self
+
+        def local(spec: ParameterSpec) -> ParameterSpec:
+            held = [placements for stage, placements in zip(spec.stages, spec.by_stage, strict=True) if stage in stages]
+            return replace(spec, placements=held[0] if held else ())
+
+        return replace(self, parameters=tuple(map(local, self.parameters)))
 
     def save(self, directory: Path) -> None:
         text = json.dumps({"version": VERSION, **asdict(self)}, indent=1)
@@ -219,4 +259,8 @@ _NAME_LISTS = ("parameter_order", "input_names", "totals", "totals_inputs", "tot
 
 def _tuples(item: dict[str, Any]) -> dict[str, Any]:
     keep = ("constant",)
-    return {key: tuple(value) if isinstance(value, list) and key not in keep else value for key, value in item.items()}
+    return {key: _tuple(value) if key not in keep else value for key, value in item.items()}
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(map(_tuple, value)) if isinstance(value, list) else value

@@ -134,32 +134,50 @@ class Mesh:
         self.microbatch = 0
         self.share = Share()
         self.place_of = places_of(manifest)
-        self._layout = _layout(manifest, self.place_of)
-        shape = manifest.stages[0].mesh
-        position = (self._layout == self.rank).nonzero()[0].tolist()
-        self.stages = tuple(stage for stage, place in enumerate(self.place_of) if place == position[0])
-        self.coordinates: tuple[int, ...] = tuple(position[1:])
+        self._layouts = _layouts(manifest, self.place_of)
+        place = next(index for index, layout in enumerate(self._layouts) if (layout == self.rank).any())
+        self.stages = tuple(stage for stage, at in enumerate(self.place_of) if at == place)
+        self.coordinates: tuple[int, ...] = tuple((self._layouts[place] == self.rank).nonzero()[0].tolist())
         self.seed = self._agree(torch.initial_seed() if seed is None else seed)
-        names = (STAGE_AXIS, *(name for name, _ in shape))
-        self.device_mesh = (
-            DeviceMesh(self.device.type, self._layout, mesh_dim_names=names) if self.world_size > 1 else None
-        )
-        axes = [
-            Axis(
-                name,
-                size,
-                index,
-                self.device_mesh.get_group(name) if self.device_mesh is not None and size > 1 else None,
-                self.traffic,
-            )
-            for name, size, index in zip(names, self._layout.shape, position, strict=True)
-        ]
+        names = tuple(name for name, _ in manifest.stages[self.stages[0]].mesh)
+        self._alike = len({stage.mesh for stage in manifest.stages}) == 1
+        axes = self._uniform_axes(names) if self._alike else self._own_axes(names)
         self.pipeline = axes[0]
+        # All ranks, where no two stages' ranks correspond.
+        group = dist.group.WORLD if self.world_size > 1 else None
+        self.everyone = None if self._alike else Axis(STAGE_AXIS, self.world_size, self.rank, group, self.traffic)
         self.axes: dict[str, Axis] = {axis.name: axis for axis in axes[1:]}
         self.data = self.axes.get(DATA_AXIS, Axis(DATA_AXIS, traffic=self.traffic))
         self.tensor_axes = tuple(axis for axis in self.axes.values() if axis.name != DATA_AXIS)
         self.tensor_sizes = tuple(axis.size for axis in self.tensor_axes)
         self._ties = self._tie_groups(manifest)
+
+    def _uniform_axes(self, names: Sequence[str]) -> list[Axis]:
+        """The pipeline's axis and the stages', of one mesh."""
+        names = (STAGE_AXIS, *names)
+        layout = torch.stack(self._layouts)
+        mesh = DeviceMesh(self.device.type, layout, mesh_dim_names=tuple(names)) if self.world_size > 1 else None
+        position = (self.place_of[self.stages[0]], *self.coordinates)
+        return [
+            Axis(name, size, index, mesh.get_group(name) if mesh is not None and size > 1 else None, self.traffic)
+            for name, size, index in zip(names, layout.shape, position, strict=True)
+        ]
+
+    def _own_axes(self, names: Sequence[str]) -> list[Axis]:
+        """The same for stages of unlike meshes; no rank corresponds to one of another stage."""
+        axes = [Axis(STAGE_AXIS, len(self._layouts), self.place_of[self.stages[0]], None, self.traffic)]
+        groups: dict[int, dist.ProcessGroup] = {}
+        for layout in self._layouts:
+            for dim, size in enumerate(layout.shape):
+                # every rank makes every group, in the same order
+                for ranks in layout.movedim(dim, -1).reshape(-1, size).tolist() if size > 1 else ():
+                    group = dist.new_group(ranks)
+                    if self.rank in ranks:
+                        groups[dim] = group
+        shape = self._layouts[axes[0].index].shape
+        for dim, (name, size, index) in enumerate(zip(names, shape, self.coordinates, strict=True)):
+            axes.append(Axis(name, size, index, groups.get(dim), self.traffic))
+        return axes
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]
@@ -175,7 +193,16 @@ class Mesh:
 
     def peer(self, stage: int) -> int:
         """The rank that has this rank's coordinates in another stage."""
-        return int(self._layout[(self.place_of[stage], *self.coordinates)])
+        return int(self._layouts[self.place_of[stage]][self.coordinates])
+
+    def route_from(self, stage: int) -> tuple[Axis, int]:
+        """The axis, and the index on it, from which all ranks get what the ranks of a stage have alike."""
+        place = self.place_of[stage]
+        return (self.pipeline, place) if self.everyone is None else (self.everyone, self.ranks_of(place)[0])
+
+    def ranks_of(self, place: int) -> tuple[int, ...]:
+        """The job's ranks that are one rank of the pipeline, row-major over its mesh."""
+        return tuple(self._layouts[place].flatten().tolist())
 
     def tie(self, stages: tuple[int, ...]) -> Axis | None:
         """The axis that joins this rank with its peers in ``stages``, over which a tied parameter is summed.
@@ -232,16 +259,31 @@ class Mesh:
         shared = (self._places(spec.stages) for spec in manifest.parameters if not spec.buffer)
         ties: dict[tuple[int, ...], Axis] = {}
         for places in dict.fromkeys(places for places in shared if len(places) > 1):
-            if len(places) == self.pipeline.size:
+            if self._alike and len(places) == self.pipeline.size:
                 ties[places] = self.pipeline
                 continue
-            columns = self._layout[list(places)].flatten(1).T.tolist()
-            for ranks in columns:
+            for ranks in self._tied_ranks(places):
                 group = dist.new_group(ranks)
                 if self.rank in ranks:
-                    index = places.index(self.pipeline.index)
-                    ties[places] = Axis(STAGE_AXIS, len(places), index, group, self.traffic)
+                    ties[places] = Axis(STAGE_AXIS, len(ranks), ranks.index(self.rank), group, self.traffic)
         return ties
+
+    def _tied_ranks(self, places: tuple[int, ...]) -> list[list[int]]:
+        """Ranks that add up a parameter: those with equal coordinates, or all where meshes are unlike."""
+        layouts = [self._layouts[place] for place in places]
+        if len({layout.shape for layout in layouts}) == 1:
+            return [list(column) for column in zip(*(layout.flatten().tolist() for layout in layouts), strict=True)]
+        return [[rank for place in places for rank in self.ranks_of(place)]]
+
+    def counts_in(self, stages: tuple[int, ...]) -> bool:
+        """Whether this rank's gradient of a parameter tied over these stages is one of those to be added.
+
+        Of the equal copies on all ranks of an unlike mesh the first counts.
+        """
+        places = self._places(stages)
+        if len({self._layouts[place].shape for place in places}) == 1:
+            return True
+        return not any(self.coordinates)
 
 
 def check_job_size(planned: int) -> None:
@@ -261,20 +303,18 @@ def places_of(manifest: Manifest) -> tuple[int, ...]:
     return tuple(groups.index(stage.devices) for stage in manifest.stages)
 
 
-def _layout(manifest: Manifest, places: Sequence[int]) -> torch.Tensor:
-    """The ranks as a tensor [pipeline ranks, *mesh]. Raises PlanError if these overlap or the stages' meshes differ."""
-    shape = manifest.stages[0].mesh
-    sizes = [size for _, size in shape]
-    for index, stage in enumerate(manifest.stages):
-        if stage.mesh != shape:
-            raise PlanError(f"stage {index} has the mesh {stage.mesh}, stage 0 has {shape}; all must be equal")
+def _layouts(manifest: Manifest, places: Sequence[int]) -> list[torch.Tensor]:
+    """The ranks of each rank of the pipeline in the shape of its mesh. Raises PlanError if these overlap."""
+    layouts: dict[int, torch.Tensor] = {}
+    for index, (stage, place) in enumerate(zip(manifest.stages, places, strict=True)):
+        sizes = [size for _, size in stage.mesh]
         if len(stage.devices) != math.prod(sizes):
             raise PlanError(f"stage {index} has {len(stage.devices)} devices for a mesh of {math.prod(sizes)}")
-    groups = dict.fromkeys(stage.devices for stage in manifest.stages)
-    ranks = [rank for devices in groups for rank in devices]
+        layouts[place] = torch.tensor(stage.devices, dtype=torch.int).reshape(sizes)
+    ranks = [rank for layout in layouts.values() for rank in layout.flatten().tolist()]
     if sorted(ranks) != list(range(manifest.world_size)):
         raise PlanError(
             f"the stages' devices {ranks} are not the ranks 0..{manifest.world_size - 1}, each once; stages share all "
             "of their devices, in the same order, or none"
         )
-    return torch.tensor(ranks, dtype=torch.int).reshape(1 + max(places), *sizes)
+    return [layouts[place] for place in sorted(layouts)]

@@ -90,8 +90,9 @@ class ParallelModule(nn.Module):
     ) -> None:
         super().__init__()
         directory = Path(directory)
-        self.manifest = Manifest.load(directory)
-        self.mesh = Mesh(self.manifest, device, seed)
+        manifest = Manifest.load(directory)
+        self.mesh = Mesh(manifest, device, seed)
+        self.manifest = manifest.seen_from(self.mesh.stages)
         self.batch: BatchMode = batch
         self.returned = outputs
         built = [build_stage(directory, self.manifest, self.mesh, stage) for stage in self.mesh.stages]
@@ -177,7 +178,8 @@ class ParallelModule(nn.Module):
         data = self.mesh.data
         if self.batch == "local":
             _check_equal(found, self.mesh)
-        division = divide(self.manifest, found, data.size, data.index, self.batch)
+        shares = self.manifest.stages[self.mesh.stages[0]].replica_shares
+        division = divide(self.manifest, found, data.size, data.index, self.batch, shares)
         feed = self._feed(leaves, division)
         if self.training:
             self.steps += 1

@@ -22,7 +22,7 @@ def collect(spec: OutputSpec, outputs: Mapping[int, Mapping[str, Tensor]], divis
     ranks call it for the same outputs in the same order.
     """
     whole = _own_or_empty(spec, outputs, division, mesh)
-    broadcast_in_place(whole, mesh.pipeline, mesh.place_of[spec.stage], "step")
+    broadcast_in_place(whole, *mesh.route_from(spec.stage), "step")
     return whole
 
 
@@ -31,7 +31,7 @@ def collect_later(
 ) -> Callable[[], Tensor]:
     """As :func:`collect`, begun now and waited for when the result is called."""
     whole = _own_or_empty(spec, outputs, division, mesh)
-    work = start_broadcast(whole, mesh.pipeline, mesh.place_of[spec.stage], "step")
+    work = start_broadcast(whole, *mesh.route_from(spec.stage), "step")
 
     def wait() -> Tensor:
         if work is not None:
@@ -49,7 +49,7 @@ def _own_or_empty(
         pieces = [_whole(spec, outputs[k][spec.name], division, mesh) for k in range(division.microbatches)]
         # A batch that was not divided over the replicas is whole on each.
         data = mesh.data if division.replicas > 1 else Axis(mesh.data.name, traffic=mesh.traffic)
-        whole = _combine(spec, pieces, data)
+        whole = _combine(spec, pieces, data, division)
     else:
         batch = division.batch if spec.combine == "cat" else division.samples
         shape = [size_of(size, batch) for size in spec.shape]
@@ -69,7 +69,7 @@ def _whole(spec: OutputSpec, piece: Tensor, division: Division, mesh: Mesh) -> T
     return piece
 
 
-def _combine(spec: OutputSpec, pieces: Sequence[Tensor], data: Axis) -> Tensor:
+def _combine(spec: OutputSpec, pieces: Sequence[Tensor], data: Axis, division: Division) -> Tensor:
     if spec.combine == "same":
         return pieces[0].clone(memory_format=torch.contiguous_format)
     if spec.combine == "sum":
@@ -77,10 +77,26 @@ def _combine(spec: OutputSpec, pieces: Sequence[Tensor], data: Axis) -> Tensor:
         sum_in_place(total, data, "step")
         return total
     assert spec.combine == "cat", f"unknown way to combine an output: {spec.combine!r}"
+    if division.shares:
+        return _fill(spec, pieces, data, division)
     whole = torch.cat(tuple(pieces), spec.batch_dim)
     if data.size > 1:
         whole = gather_shards(whole, data, spec.batch_dim, 1, "step")
     return whole.contiguous()
+
+
+def _fill(spec: OutputSpec, pieces: Sequence[Tensor], data: Axis, division: Division) -> Tensor:
+    """Pieces of unlike sizes, which alternate with those of other replicas: each at its place, added up."""
+    rows = size_of(spec.shape[spec.batch_dim], 1)
+    first = pieces[0]
+    # sums know no booleans
+    kind = torch.uint8 if first.dtype is torch.bool else first.dtype
+    whole = torch.zeros([size_of(size, division.batch) for size in spec.shape], dtype=kind, device=first.device)
+    for microbatch, piece in enumerate(pieces):
+        place = whole.narrow(spec.batch_dim, division.start(microbatch) * rows, piece.size(spec.batch_dim))
+        place.copy_(piece.detach())
+    sum_in_place(whole, data, "step")
+    return whole.to(first.dtype)
 
 
 def gradient_piece(spec: OutputSpec, gradient: Tensor, division: Division, microbatch: int) -> Tensor | None:
@@ -90,6 +106,5 @@ def gradient_piece(spec: OutputSpec, gradient: Tensor, division: Division, micro
     if spec.combine == "same":
         # Every microbatch and replica computes the same value; one of them stands for it.
         return gradient if microbatch == 0 and division.replica == 0 else torch.zeros_like(gradient)
-    size = gradient.size(spec.batch_dim) // (division.replicas * division.microbatches)
-    index = division.replica * division.microbatches + microbatch
-    return gradient.narrow(spec.batch_dim, index * size, size)
+    rows = gradient.size(spec.batch_dim) // division.batch
+    return gradient.narrow(spec.batch_dim, division.start(microbatch) * rows, division.samples * rows)

@@ -33,7 +33,7 @@ def gather_state(
             whole = gather_parameter(spec, mesh, tensors[spec.name].detach())
         else:
             whole = torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device=mesh.device)
-        broadcast_in_place(whole, mesh.pipeline, owner, "step")
+        broadcast_in_place(whole, *mesh.route_from(spec.stages[0]), "step")
         if not rank0_only or mesh.rank == 0:
             # A copy even where nothing was gathered: the next step must not change a state that was taken.
             kept = whole.to("cpu", copy=True)

@@ -35,6 +35,13 @@ def divide(manifest: Manifest, subject: Subject) -> Division:
     leaves = {**{spec.name: spec.constant for spec in manifest.inputs if spec.kind == "constant"}, **subject.tensors}
     replicas = dict(manifest.stages[0].mesh).get("dp", 1)
     batch = check(manifest, leaves)
+    if not manifest.is_uniform:
+        if any(note.startswith(_BATCH_STATISTICS) for note in manifest.notes):
+            raise VerifyError(
+                "stages have unlike replicas, so no pieces of the batch have the statistics that all of the model's "
+                "batch norms take; give all stages the same mesh"
+            )
+        return Division(batch, 1, 0, 1)
     if batch % (replicas * manifest.microbatches):
         raise VerifyError(
             f"the batch of {batch} samples does not divide into {manifest.microbatches} microbatches on {replicas} "

@@ -23,7 +23,7 @@ from autopart.passes.shard import local_extents
 from autopart.passes.sizes import Extent, extent
 from autopart.runtime.errors import PlanError
 from autopart.runtime.manifest import Manifest, OutputSpec, ParameterSpec, Size, StageSpec, ValueSpec
-from autopart.runtime.placement import Placements
+from autopart.runtime.placement import REPLICATE, Kind, Placements
 
 CONSTANTS_FILE = "constants.pt"
 
@@ -55,11 +55,21 @@ class Emitted:
 
 
 @dataclass(frozen=True, slots=True)
+class StageMesh:
+    """One stage's own mesh, where stages differ. shares: parts of the replicas; storage: of parameters by name."""
+
+    dp: int
+    axes: Axes
+    storage: Mapping[str, Placements]
+    shares: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """What a plan decides that the graphs do not show: who runs a stage, and the schedule.
 
     devices: ranks of each stage, row-major over (dp, tensor axes). dp: size of the data axis.
-    headings: first lines of each stage's docstring.
+    headings: first lines of each stage's docstring. unlike: the mesh of each stage; empty: dp and axes for all.
     """
 
     devices: tuple[tuple[int, ...], ...]
@@ -71,6 +81,10 @@ class Layout:
     headings: tuple[tuple[str, ...], ...]
     warmup: tuple[int, ...] = ()
     invariant_dropout: bool = False
+    unlike: tuple[StageMesh, ...] = ()
+
+    def mesh_of(self, stage: int, storage: Mapping[str, Placements]) -> StageMesh:
+        return self.unlike[stage] if self.unlike else StageMesh(self.dp, self.axes, storage)
 
 
 def emit_program(
@@ -90,9 +104,10 @@ def emit_program(
     for stage, graph in zip(stages, graphs_by_stage, strict=True):
         tensors = {name: info for name, info in program.tensors.items() if stage.index in homes[name]}
         name = f"stage_{stage.index}.py"
+        mesh = layout.mesh_of(stage.index, storage)
         source = StageSource(
             graph,
-            layout.axes,
+            mesh.axes,
             tensors,
             layout.headings[stage.index],
             len(stage.sends) + len(stage.outputs),
@@ -107,12 +122,13 @@ def emit_program(
             StageSpec(
                 file=name,
                 devices=layout.devices[stage.index],
-                mesh=(("dp", layout.dp), *layout.axes),
+                mesh=(("dp", mesh.dp), *mesh.axes),
                 inputs=roles[Role.INPUT],
                 receives=roles[Role.RECEIVED],
                 totals=roles[Role.TOTAL],
                 sends=stage.sends,
                 outputs=stage.outputs,
+                shares=mesh.shares,
             )
         )
     totals_inputs: tuple[str, ...] = ()
@@ -126,10 +142,10 @@ def emit_program(
         warmup=layout.warmup,
         microbatches=layout.microbatches,
         stages=tuple(specs),
-        values=tuple(_values(stages, graphs_by_stage, crossings, layout.axes)),
+        values=tuple(_values(stages, graphs_by_stage, crossings, layout, split)),
         inputs=program.inputs,
         outputs=tuple(_outputs(program, split, stages, graphs_by_stage)),
-        parameters=tuple(_parameter(info, homes, storage, program, layout.axes) for info in program.tensors.values()),
+        parameters=tuple(_parameter(info, homes, storage, program, layout) for info in program.tensors.values()),
         parameter_order=tuple(info.name for info in program.parameters),
         input_names=program.input_names,
         loss=program.loss,
@@ -183,12 +199,19 @@ def _sizes(sizes: Sequence[Extent | None], what: str) -> tuple[Size, ...]:
 
 
 def _values(
-    stages: Sequence[StageGraph], stage_graphs: Sequence[fx.Graph], crossings: Sequence[Crossing], axes: Axes
+    stages: Sequence[StageGraph],
+    stage_graphs: Sequence[fx.Graph],
+    crossings: Sequence[Crossing],
+    layout: Layout,
+    split: BatchSplit,
 ) -> list[ValueSpec]:
     specs = []
     for crossing in crossings:
         node = graphs.results(stage_graphs[crossing.source])[stages[crossing.source].sends.index(crossing.name)]
+        axes = layout.mesh_of(crossing.source, {}).axes
         sizes = local_extents(node.meta["val"], node.meta["placements"], axes)
+        whole = [extent(size) for size in node.meta["val"].shape]
+        arrivals = [_arrival(stage_graphs[target], crossing.name) for target in crossing.targets]
         specs.append(
             ValueSpec(
                 name=crossing.name,
@@ -197,9 +220,34 @@ def _values(
                 source=crossing.source,
                 targets=crossing.targets,
                 needs_grad=bool(node.meta.get("differentiable")) and node.meta["val"].is_floating_point(),
+                whole=_sizes(whole, f"the value {crossing.name} between stages"),
+                batch_dim=_batch_dim(crossing, layout, split),
+                placements=tuple(map(str, node.meta["placements"])),
+                arrivals=tuple(arrivals),
             )
         )
     return specs
+
+
+def _arrival(graph: fx.Graph, name: str) -> tuple[str, ...]:
+    """How a stage expects a value."""
+    received = (n for n in graph.nodes if n.op == "placeholder" and n.meta["role"] is Role.RECEIVED)
+    return next(tuple(map(str, node.meta["placements"])) for node in received if node.meta["name"] == name)
+
+
+def _batch_dim(crossing: Crossing, layout: Layout, split: BatchSplit) -> int | None:
+    """The dim with a value's samples. Raises PlanError where unlike replicas cannot be given their parts of it."""
+    state = crossing.value.node.meta.get("batch", REPLICATE)
+    state = state[crossing.value.index] if isinstance(state, tuple) else state
+    meshes = [layout.mesh_of(stage, {}) for stage in (crossing.source, *crossing.targets)]
+    unlike = len({(mesh.dp, mesh.shares) for mesh in meshes}) > 1 and not split.flaw
+    if unlike and (state.kind is Kind.PARTIAL or (state.is_shard and (state.outer != 1 or state.batched))):
+        how = "is a sum over samples" if state.kind is Kind.PARTIAL else "has its samples inside other blocks"
+        raise PlanError(
+            f"the value {crossing.name} crosses between stages with unlike replicas and {how}; give stages "
+            f"{crossing.source} and {', '.join(map(str, crossing.targets))} the same data axis, or cut elsewhere"
+        )
+    return state.dim if state.is_shard else None
 
 
 def _outputs(
@@ -225,16 +273,28 @@ def _parameter(
     homes: Mapping[str, tuple[int, ...]],
     storage: Mapping[str, Placements],
     program: Program,
-    axes: Axes,
+    layout: Layout,
 ) -> ParameterSpec:
-    placements = storage.get(info.name)
+    by_stage = []
+    for stage in homes[info.name]:
+        mesh = layout.mesh_of(stage, storage)
+        found = mesh.storage.get(info.name)
+        by_stage.append(tuple(map(str, found)) if found else ("R",) * len(mesh.axes))
+    meshes = {(mesh.dp, mesh.axes) for mesh in (layout.mesh_of(stage, storage) for stage in homes[info.name])}
+    divided = any(text.startswith("S") for texts in by_stage for text in texts)
+    if info.trainable and divided and (len(meshes) > 1 or len(set(by_stage)) > 1):
+        raise PlanError(
+            f"{info.name} is used by stages {', '.join(map(str, homes[info.name]))} with unlike meshes and stored in "
+            "shares; store it whole (R or B) on each, or give these stages the same mesh"
+        )
     mutated = info.name in program.updated_buffers or info.name in running_statistics(program)
     return ParameterSpec(
         name=info.name,
         shape=info.shape,
         dtype=_dtype(info.dtype),
         stages=homes[info.name],
-        placements=tuple(str(item) for item in placements) if placements else ("R",) * len(axes),
+        placements=by_stage[0],
+        by_stage=tuple(by_stage) if layout.unlike else (),
         aliases=info.aliases,
         trainable=info.trainable,
         buffer=info.buffer,
