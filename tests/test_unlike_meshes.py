@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import autopart
 import autopart.verify
 import branching
 from autopart.analysis import Analysis, analyze
+from autopart.passes.emit.program import Emitted
 from autopart.plan import Plan, StagePlan
 from autopart.planner import make_plan
+from autopart.precision import eager_in_float64
 from autopart.realize import realize
+from autopart.runtime import checkpoint
+from autopart.runtime.errors import BatchError, PlanError
 from autopart.runtime.placement import REPLICATE, Placement, shard, take_share
 from autopart.runtime.resharding import Message, Side, backward_messages, forward_messages, local_shape
 from autopart.verify import Subject, compare_emitted, prepare
 from clusters import ideal
 from families import family
-from launch import run_kept_job
+from launch import launch, run_kept_job
 
 # --- Pieces ---
 
@@ -132,7 +139,7 @@ CASES: dict[str, tuple[tuple[Mesh, ...], tuple[int, ...]]] = {
 
 @functools.lru_cache(maxsize=4)
 def subject_of(name: str) -> tuple[Subject, Analysis]:
-    if name == "gpt2":
+    if name in ("gpt2", "t5"):
         item = family(name)
         subject = prepare(item.build(), (), item.inputs(item.batch))
     else:
@@ -175,8 +182,14 @@ def with_meshes(name: str, meshes: tuple[Mesh, ...], shares: tuple[int, ...] = (
     return replace(plan, stages=tuple(stages))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("case", CASES)
+EQUAL = [
+    *itertools.product(MODELS, CASES),
+    # a bias that depends on no sample, and weights that both ends share
+    *itertools.product(["t5", "branches"], ["dp2-1", "1-dp2"]),
+]
+
+
+@pytest.mark.parametrize(("name", "case"), EQUAL)
 def test_equal(name: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
     subject, analysis = subject_of(name)
@@ -185,3 +198,137 @@ def test_equal(name: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     result = compare_emitted(tmp_path / "program", subject)
     worst = sorted(result.groups, key=lambda group: -max(group.gradient or 0.0, group.parameter))[:3]
     assert result.equal, f"{result.loss_difference=} {worst}"
+
+
+def test_cases_cross_all_kinds_of_values() -> None:
+    """Sharded and replicated values, values without samples, and tied parameters cross in the cases above."""
+    shared = {name: realize_of(name, "dp2-1").manifest for name in ("gpt2", "t5", "branches")}
+    assert any(value.batch_dim is None and value.needs_grad for value in shared["t5"].values)
+    assert any(len(spec.stages) > 1 and spec.trainable for spec in shared["branches"].parameters)
+    sharded = realize_of("gpt2", "dp2-tp2").manifest
+    assert any(spec.by_stage and any(text.startswith("S") for text in spec.by_stage[0]) for spec in sharded.parameters)
+
+
+def realize_of(name: str, case: str) -> Emitted:
+    subject, analysis = subject_of(name)
+    return realize(subject.program, with_meshes(name, *CASES[case]), analysis)
+
+
+# --- What users call ---
+
+
+def as_users_do(directory: str, folder: str, batch: dict[str, Tensor]) -> dict[str, Any]:
+    """On each rank: outputs in training and evaluation, the norm, bytes sent, the state, a checkpoint, refusals."""
+    weights = torch.load(Path(folder) / "weights.pt")
+    model = autopart.load(directory, weights, outputs="all").train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.traffic.reset()
+    outputs = model(**batch)
+    outputs["loss"].backward()
+    sent = {key[2]: count.bytes for key, count in model.traffic.counts().items() if key[:2] == ("send", "stage")}
+    norm = model.clip_grad_norm_(0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        evaluated = model(**batch)
+    refused = {}
+    for key, wrong in (("odd", {name: tensor[:5] for name, tensor in batch.items()}), ("local", batch)):
+        model.train()
+        model.batch = "local" if key == "local" else "global"
+        with pytest.raises(BatchError) as error:
+            model(**wrong)
+        refused[key] = str(error.value)
+    checkpoint.save(Path(folder) / "saved", model, optimizer, step=1)
+    state = model.state_dict()
+    model.load_state_dict({name: tensor * 0 for name, tensor in state.items()})
+    again = model.state_dict()
+    return {
+        "outputs": {name: tensor.detach() for name, tensor in outputs.items()},
+        "evaluated": evaluated,
+        "norm": norm,
+        "sent": sent,
+        "state": state,
+        "zeros": all(not tensor.any() for tensor in again.values()),
+        "refused": refused,
+    }
+
+
+def plain_run(subject: Subject, batch: dict[str, Tensor]) -> dict[str, Any]:
+    model = copy.deepcopy(subject.model).train()
+    with eager_in_float64(model):
+        outputs = model(**batch)
+        outputs["loss"].backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        model.eval()
+        with torch.no_grad():
+            evaluated = model(**batch)
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    return {"outputs": outputs, "evaluated": evaluated, "norm": norm, "state": state}
+
+
+@pytest.mark.parametrize("case", ["dp2-1", "shares 3:1"])
+def test_what_users_call(case: str, tmp_path: Path) -> None:
+    subject, _ = subject_of("gpt2")
+    emitted = realize_of("gpt2", case)
+    emitted.save(tmp_path / "program")
+    members = [*subject.model.named_parameters(), *subject.model.named_buffers()]
+    torch.save({name: tensor.detach() for name, tensor in members}, tmp_path / "weights.pt")
+    batch = dict(subject.tensors)
+    plain = plain_run(subject, batch)
+    found = launch(as_users_do, 3, str(tmp_path / "program"), str(tmp_path), batch, timeout=300)
+    for rank, item in enumerate(found):
+        for key in ("loss", "logits"):
+            torch.testing.assert_close(item["outputs"][key], plain["outputs"][key].detach(), rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(item["evaluated"][key], plain["evaluated"][key], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(item["norm"].double(), plain["norm"].double(), rtol=1e-9, atol=0.0)
+        for name, tensor in item["state"].items():
+            torch.testing.assert_close(tensor, plain["state"][name], rtol=1e-8, atol=1e-8, msg=name)
+        assert item["zeros"]
+        assert "multiples of" in item["refused"]["odd"] and "global" in item["refused"]["local"]
+        for phase in ("forward", "backward"):
+            assert item["sent"].get(phase, 0) == sent_bytes(emitted, rank, phase), (rank, phase)
+    again = copy.deepcopy(subject.model)
+    checkpoint.load(tmp_path / "saved", again, strict=False)
+    for name, tensor in again.state_dict().items():
+        torch.testing.assert_close(tensor, plain["state"][name], rtol=1e-8, atol=1e-8, msg=name)
+
+
+def sent_bytes(emitted: Emitted, rank: int, phase: str) -> int:
+    """What a rank has to send in a step, by the shapes alone: the pieces that the other stage needs, once each."""
+    manifest, total = emitted.manifest, 0
+    samples = BATCH // manifest.microbatches
+    for value in manifest.values:
+        sides = []
+        for stage, placements in ((value.source, value.placements), (value.targets[0], value.arrivals[0])):
+            spec = manifest.stages[stage]
+            parts = tuple(samples * share // sum(spec.replica_shares) for share in spec.replica_shares)
+            sizes = tuple(size for _, size in spec.mesh[1:])
+            sides.append(Side(spec.devices, parts, sizes, tuple(map(Placement.parse, placements))))
+        if phase == "backward" and not value.needs_grad:
+            continue
+        make = forward_messages if phase == "forward" else backward_messages
+        width = torch.empty((), dtype=getattr(torch, value.dtype)).element_size()
+        found = make(value.whole, value.batch_dim, *sides)
+        total += sum(math.prod(m.shape) for m in found if m.source == rank) * width
+    return total * manifest.microbatches
+
+
+def test_a_tie_of_unlike_meshes_is_stored_whole() -> None:
+    subject, analysis = subject_of("branches")
+    plan = with_meshes("branches", ((1, 1), (1, 2)))
+    name = next(spec.name for spec in subject.program.tensors.values() if spec.aliases)
+    stages = (plan.stages[0], replace(plan.stages[1], storage={name: "S0"}))
+    with pytest.raises(PlanError, match="unlike meshes and stored in shares"):
+        realize(subject.program, replace(plan, stages=stages), analysis)
+
+
+def test_plans_check_shares() -> None:
+    plan = with_meshes("unet", ((2, 1), (1, 1)))
+    with pytest.raises(PlanError, match="a part of at least 1 for each replica"):
+        replace(plan.stages[0], shares=(3, 1, 1))
+    with pytest.raises(PlanError, match=r"shares \[5, 2\]; make batch a multiple of 14"):
+        replace(plan, stages=(replace(plan.stages[0], shares=(5, 2)), plan.stages[1]))
+    again = Plan.from_json(replace(plan, stages=(replace(plan.stages[0], shares=(3, 1)), plan.stages[1])).to_json())
+    assert again.stages[0].shares == (3, 1) and not again.is_uniform
