@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from autopart.runtime.errors import InputError
+from autopart.runtime.errors import BatchError, InputError
 from autopart.runtime.links import dtype_of
 from autopart.runtime.manifest import InputSpec, Manifest, Size, size_of
 from autopart.runtime.structure import flatten
