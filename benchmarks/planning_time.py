@@ -17,6 +17,10 @@ import time
 CASES = {
     "GPT-2 124M on 8 H100": ["hf:gpt2?seq=1024", "--cluster", "8xH100", "--batch", "64"],
     "GPT-2 124M on 8 H100, tp 2 forced": ["hf:gpt2?seq=1024", "--cluster", "8xH100", "--batch", "64", "--tp", "2"],
+    "GPT-2 124M on 2x4 A100-80GB, tp 2x4 forced": [
+        *("hf:gpt2?seq=1024", "--cluster", "2x4xA100-80GB", "--batch", "8", "--tp", "2x4"),
+        *("--pp", "1", "--microbatches", "1", "--recompute", "none"),
+    ],
     "GPT-2 124M on 8 H100, pp 4 x tp 2 forced": [
         *("hf:gpt2?seq=1024", "--cluster", "8xH100", "--batch", "64"),
         *("--pp", "4", "--tp", "2"),

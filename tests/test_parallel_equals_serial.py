@@ -44,7 +44,7 @@ def check(name: str, limits: Mapping[str, Any], devices: int, folder: Path, monk
     monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
     subject, analysis = subject_of(name)
     plan = make_plan(subject.program, ideal(devices), batch=8, analysis=analysis, **limits)
-    if limits.get("tp", 1) > 1:
+    if limits.get("tp", 1) != 1:
         assert plan.strategies, "nothing is sharded, so that this plan tests nothing"
     realize(subject.program, plan, analysis).save(folder / "program")
     result = compare_emitted(folder / "program", subject, plan=plan)
@@ -58,6 +58,12 @@ def check(name: str, limits: Mapping[str, Any], devices: int, folder: Path, monk
 def test_forced_plan(name: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = PLANS[plan]
     check(name, limits, limits["pp"] * limits["dp"] * limits["tp"], tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_two_tensor_axes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"pp": 1, "dp": 1, "tp": (2, 2), "microbatches": 1, "recompute": "none"}
+    check(name, limits, 4, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", NAMES)
