@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from autopart.runtime.errors import BatchError, InputError
 from autopart.runtime.links import dtype_of
 from autopart.runtime.manifest import InputSpec, Manifest, Size, size_of
+from autopart.runtime.mesh import Mesh
 from autopart.runtime.structure import flatten
 
 BatchMode = Literal["global", "local"]
@@ -114,6 +116,19 @@ def _check_tensor(spec: InputSpec, leaf: Tensor, batch: int | None) -> int | Non
         elif size != found:
             raise InputError(where + ", with b samples" * ("b" in _shape_text(spec.shape)))
     return batch
+
+
+def check_equal(samples: int, mesh: Mesh) -> None:
+    """Raises BatchError, on every replica, when replicas were given parts of unlike size."""
+    sizes = torch.tensor([samples, -samples], device=mesh.device)
+    if mesh.data.size > 1:
+        dist.all_reduce(sizes, dist.ReduceOp.MAX, group=mesh.data.group)
+    largest, smallest = int(sizes[0]), -int(sizes[1])
+    if largest != smallest:
+        raise BatchError(
+            f'with batch="local" every replica passes as many samples; found {smallest} to {largest} (here {samples}); '
+            "drop the last partial batch, or pass whole batches"
+        )
 
 
 def divide(

@@ -8,20 +8,16 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from autopart.runtime.attach import hand_out, run_later
-from autopart.runtime.collectives import gather_shards
 from autopart.runtime.double_buffer import DoubleBuffer
-from autopart.runtime.dry_run import dry_run
-from autopart.runtime.errors import BatchError, InputError, PlanError, ScheduleError
+from autopart.runtime.errors import BatchError, InputError, PlanError
 from autopart.runtime.executor import Feed, Run
 from autopart.runtime.gradients import (
     BUCKET_BYTES,
@@ -30,34 +26,26 @@ from autopart.runtime.gradients import (
     clip_gradients,
     separate_gradients,
 )
-from autopart.runtime.inputs import BatchMode, Division, bind, check, divide, microbatch_of
-from autopart.runtime.links import Links, dtype_of, edges_of
-from autopart.runtime.loading import Originals, build_stage, import_file, place
+from autopart.runtime.held_stages import HeldStages
+from autopart.runtime.inputs import BatchMode, Division, bind, check, check_equal, divide, microbatch_of
+from autopart.runtime.links import Links, dtype_of
+from autopart.runtime.loading import Originals, build_stage, place
 from autopart.runtime.loss_scale import Gradients, LossScale
-from autopart.runtime.manifest import MIXED, Manifest, OutputSpec, argument_name
+from autopart.runtime.manifest import MIXED, Manifest, OutputSpec
 from autopart.runtime.mesh import Mesh
 from autopart.runtime.norms import GradientNorms
 from autopart.runtime.optimizers import OptimizerCheck
 from autopart.runtime.outputs import collect, collect_later, gradient_piece
+from autopart.runtime.planned_schedules import PlannedSchedules
 from autopart.runtime.rng import default_generator, resumed
-from autopart.runtime.schedule import (
-    NAMES,
-    Action,
-    Schedule,
-    backward_part,
-    forward_only,
-    forward_part,
-    gpipe,
-    make_schedule,
-    post_receives_early,
-)
-from autopart.runtime.state import gather_parameter, gather_state, load_state
+from autopart.runtime.schedule import backward_part, forward_part
 from autopart.runtime.structure import rebuild
+from autopart.runtime.totals import Totals
 from autopart.runtime.trace import Recorder, Timeline, gather_timelines, save_trace, trace_object
 from autopart.runtime.traffic import Traffic
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(HeldStages):
     """Runs an emitted program; built on every rank of the job.
 
     directory: what was emitted. originals: the original model's parameters and buffers by name, see
@@ -88,18 +76,15 @@ class ParallelModule(nn.Module):
         seed: int | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        super().__init__()
         directory = Path(directory)
         manifest = Manifest.load(directory)
-        self.mesh = Mesh(manifest, device, seed)
-        self.manifest = manifest.seen_from(self.mesh.stages)
+        mesh = Mesh(manifest, device, seed)
+        manifest = manifest.seen_from(mesh.stages)
+        built = {stage: build_stage(directory, manifest, mesh, stage) for stage in mesh.stages}
+        super().__init__(built, manifest, mesh)
         self.batch: BatchMode = batch
         self.returned = outputs
-        built = [build_stage(directory, self.manifest, self.mesh, stage) for stage in self.mesh.stages]
-        # This rank's stages, several under a schedule with virtual stages.
-        self.stages = nn.ModuleList(built)
-        self._stages_by_number = dict(zip(self.mesh.stages, built, strict=True))
-        place(self._stages_by_number, self.manifest, self.mesh, {} if originals is None else originals)
+        place(built, manifest, mesh, {} if originals is None else originals)
         tensors = self._own_tensors()
         self._parameters_in_order = {
             name: tensor
@@ -111,12 +96,11 @@ class ParallelModule(nn.Module):
         self._norms = GradientNorms(self.manifest, self.mesh, self._parameters_in_order)
         self._optimizer_check = OptimizerCheck(self.manifest, self.mesh, self._parameters_in_order)
         self._links = Links(self.manifest, self.mesh)
-        self._totals = import_file(directory / "totals.py").totals if self.manifest.totals else None
+        self._totals = Totals(directory, self.manifest, self.mesh)
         own = [self.manifest.stages[stage] for stage in self.mesh.stages]
         self._inputs = [spec for spec in self.manifest.inputs if any(spec.name in stage.inputs for stage in own)]
-        self._needs_totals = any(stage.totals for stage in own)
-        self.schedule = self._make_schedule()
-        self._schedules = {self.manifest.microbatches: self.schedule}
+        self._schedules = PlannedSchedules(self.manifest, self.mesh)
+        self.schedule = self._schedules.planned
         self._outputs = [spec for spec in self.manifest.outputs if spec.combine != "constant"]
         self._buffer: DoubleBuffer | None = None
         if self.manifest.schedule == "2bw" and self.manifest.loss is not None:
@@ -125,7 +109,9 @@ class ParallelModule(nn.Module):
                     "the schedule 2bw returns the loss of the batch before and repeats no step, so it gives no other "
                     "outputs and computes nothing in float16; use 2bw-flush"
                 )
-            self._buffer = DoubleBuffer(built, self._trainable(), self._own_actions(self.schedule), self._sums.reduce)
+            self._buffer = DoubleBuffer(
+                built.values(), self._trainable(), self._schedules.own(self.schedule), self._sums.reduce
+            )
         # Calls in training so far; the random numbers follow from it.
         self.steps = 0
         self._recorder: Recorder | None = None
@@ -177,7 +163,7 @@ class ParallelModule(nn.Module):
         found = check(self.manifest, leaves)
         data = self.mesh.data
         if self.batch == "local":
-            _check_equal(found, self.mesh)
+            check_equal(found, self.mesh)
         shares = self.manifest.stages[self.mesh.stages[0]].replica_shares
         division = divide(self.manifest, found, data.size, data.index, self.batch, shares)
         feed = self._feed(leaves, division)
@@ -191,7 +177,7 @@ class ParallelModule(nn.Module):
         return self._train_with_loss(feed, division) if self.manifest.loss else self._train_without(feed, division)
 
     def _feed(self, leaves: Mapping[str, Any], division: Division) -> Feed:
-        totals = self._compute_totals(leaves, division)
+        totals = self._totals.compute(leaves, division, self.batch, self._own_tensors)
         device = self.mesh.device
         return Feed(
             lambda k: microbatch_of(self._inputs, leaves, division, k, device),
@@ -201,33 +187,13 @@ class ParallelModule(nn.Module):
             division.start,
         )
 
-    def _compute_totals(self, leaves: Mapping[str, Any], division: Division) -> dict[str, Tensor]:
-        """Values of the whole batch. With local batches the inputs that they need are gathered from all replicas."""
-        if self._totals is None or not self._needs_totals:
-            return {}
-        whole: dict[str, Tensor] = {}
-        for spec in self.manifest.inputs:
-            if spec.name in self.manifest.totals_inputs:
-                tensor = leaves[spec.name].to(self.mesh.device)
-                if self.batch == "local" and spec.batch_dim is not None and self.mesh.data.size > 1:
-                    tensor = gather_shards(tensor, self.mesh.data, spec.batch_dim, 1, "step")
-                whole[argument_name(spec.name)] = tensor
-        buffers = self._own_tensors() if self.manifest.totals_buffers else {}
-        for parameter in self.manifest.parameters:
-            if parameter.name in self.manifest.totals_buffers:
-                tensor = gather_parameter(parameter, self.mesh, buffers[parameter.name])
-                whole[argument_name(parameter.name)] = tensor
-        with torch.no_grad():
-            results = self._totals(b=division.batch, B=division.batch, **whole)
-        return dict(zip(self.manifest.totals, results, strict=True))
-
     def _train_with_loss(self, feed: Feed, division: Division) -> Any:
         loss_name = self.manifest.loss
         assert loss_name is not None
 
         keep = None if self.returned == "all" else {loss_name}
         parameters = self._trainable()
-        actions = self._own_actions(self._schedule_of(division.microbatches))
+        actions = self._schedules.own(self._schedules.of(division.microbatches))
         part = self._part(division)
 
         def run_with(seed: float) -> tuple[Run, list[Tensor | None]]:
@@ -319,8 +285,8 @@ class ParallelModule(nn.Module):
         parameters = self._trainable()
         part = self._part(division)
         run = self._run(feed, train=True)
-        schedule = self._schedule_of(division.microbatches)
-        run.execute(self._own_actions(forward_part(schedule)))
+        schedule = self._schedules.of(division.microbatches)
+        run.execute(self._schedules.own(forward_part(schedule)))
         average_buffers(self.manifest, self.mesh, self._buffers_by_name())
         values: dict[str, Any] = {spec.name: collect(spec, run.outputs, division, self.mesh) for spec in self._outputs}
         differentiable = [spec for spec in self._outputs if dtype_of(spec.dtype).is_floating_point]
@@ -333,7 +299,7 @@ class ParallelModule(nn.Module):
                 for piece in (gradient_piece(spec, gradient, division, microbatch),)
             }
             with self._norms.running(), separate_gradients(parameters) as made, self._reporting():
-                run.execute(self._own_actions(backward_part(schedule)))
+                run.execute(self._schedules.own(backward_part(schedule)))
             if self._scale is not None:
                 self._scale.agree(made)
             return made
@@ -349,11 +315,10 @@ class ParallelModule(nn.Module):
                 f"{self.manifest.eval_flaw}; "
                 "load state_dict() into the original model and evaluate that"
             )
-        edges, places = edges_of(self.manifest)[0], self.mesh.place_of
-        schedule = forward_only(len(self.manifest.stages), division.microbatches, edges, places)
+        schedule = self._schedules.evaluation(division.microbatches)
         run = self._run(feed, train=False)
         # A gradient that is on its way between two batches is received in the next one's call.
-        run.execute(self._own_actions(schedule), flush=self._buffer is None)
+        run.execute(self._schedules.own(schedule), flush=self._buffer is None)
         if self.training:
             average_buffers(self.manifest, self.mesh, self._buffers_by_name())
         values: dict[str, Any] = {spec.name: collect(spec, run.outputs, division, self.mesh) for spec in self._outputs}
@@ -381,15 +346,6 @@ class ParallelModule(nn.Module):
         reduce, recorder, stages = self._sums.reduce, self._recorder, self._stages_by_number
         return Run(stages, self.manifest, self.mesh, self._links, feed, train, seeds, reduce, keep, recorder)
 
-    def _own_actions(self, schedule: Schedule) -> tuple[Action, ...]:
-        return post_receives_early(schedule.ranks[self.mesh.pipeline.index])
-
-    def _own_tensors(self) -> dict[str, Tensor]:
-        """This rank's parameters and buffers by their spec's name."""
-        main = {name: spec.name for spec in self.manifest.parameters for name in (spec.name, *spec.aliases)}
-        members = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
-        return {main[name]: tensor for name, tensor in members}
-
     @contextmanager
     def trace(self, path: str | Path) -> Iterator[None]:
         """Records the calls inside the block; after it rank 0 writes all ranks' timelines to ``path``.
@@ -410,45 +366,8 @@ class ParallelModule(nn.Module):
         """What a backward starts from: where every replica has the whole batch, the sum over them counts each once."""
         return division.replicas / self.mesh.data.size
 
-    def _schedule_of(self, microbatches: int) -> Schedule:
-        """The plan's schedule for a batch of fewer microbatches; gpipe where the plan's own has no such form."""
-        if microbatches not in self._schedules:
-            manifest, places = self.manifest, self.mesh.place_of
-            edges, stages = edges_of(manifest), len(manifest.stages)
-            found = gpipe(stages, microbatches, *edges, places)
-            if manifest.loss is not None and manifest.schedule in NAMES:
-                warmup = tuple(min(forwards, microbatches) for forwards in manifest.warmup)
-                with suppress(ScheduleError):
-                    named = make_schedule(manifest.schedule, stages, microbatches, *edges, warmup, places)
-                    dry_run(named)
-                    found = named
-            self._schedules[microbatches] = found
-        return self._schedules[microbatches]
-
-    def _make_schedule(self) -> Schedule:
-        """Raises ScheduleError when the manifest's own schedule would deadlock."""
-        edges, gradient_edges = edges_of(self.manifest)
-        count, microbatches = len(self.manifest.stages), self.manifest.microbatches
-        if self.manifest.loss is None:
-            return gpipe(count, microbatches, edges, gradient_edges, self.mesh.place_of)
-        name, warmup = self.manifest.schedule, self.manifest.warmup
-        schedule = make_schedule(name, count, microbatches, edges, gradient_edges, warmup, self.mesh.place_of)
-        if warmup or name not in NAMES:
-            dry_run(schedule)
-        places = tuple(place for _, place in sorted(schedule.rank_of.items()))
-        if places != self.mesh.place_of:
-            raise ScheduleError(
-                f"the schedule runs its stages on the ranks {list(places)} of the pipeline, the stages' devices make "
-                f"that {list(self.mesh.place_of)}; write a line for each rank"
-            )
-        return schedule
-
     def _trainable(self) -> list[nn.Parameter]:
         return [p for p in self._parameters_in_order.values() if p.requires_grad]
-
-    def _buffers_by_name(self) -> dict[str, Tensor]:
-        # Read anew: a stage may assign a new tensor to a buffer that it updates.
-        return dict(self.named_buffers())
 
     def _constants(self) -> dict[str, Any]:
         return {spec.name: spec.constant for spec in self.manifest.outputs if spec.combine == "constant"}
@@ -467,50 +386,6 @@ class ParallelModule(nn.Module):
                 print(f"[autopart] {where} failed: {text}", file=sys.stderr, flush=True)
             raise
 
-    # --- The module's own interface, under the original names ---
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters (its shares of its stages) under their original names."""
-        seen: set[Tensor] = set()
-        for stage in self.stages:
-            for name, parameter in stage.named_parameters(prefix, recurse, remove_duplicate):
-                if not (remove_duplicate and parameter in seen):
-                    seen.add(parameter)
-                    yield name, parameter
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """This rank's buffers under their original names."""
-        seen: set[Tensor] = set()
-        for stage in self.stages:
-            for name, buffer in stage.named_buffers(prefix, recurse, remove_duplicate):
-                if not (remove_duplicate and buffer in seen):
-                    seen.add(buffer)
-                    yield name, buffer
-
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """The whole model's state on every rank; all ranks have to call it. See :meth:`full_state_dict`."""
-        state = self.full_state_dict()
-        destination = {} if destination is None else destination
-        destination.update({prefix + name: tensor for name, tensor in state.items()})
-        return destination
-
-    def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
-        """The whole model's state as full tensors on the CPU, as the original's ``state_dict()``. All ranks call it.
-
-        rank0_only: the other ranks return an empty dict.
-        """
-        return gather_state(self.manifest, self.mesh, self._own_tensors(), rank0_only)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads the original's state dict: each rank takes its share. Raises InputError where it does not fit."""
-        if assign:
-            raise PlanError("load_state_dict(assign=True) would undo the division of the weights; leave assign out")
-        return _IncompatibleKeys(*load_state(self.manifest, self.mesh, self._own_tensors(), state_dict, strict))
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients of all ranks to a norm of at most ``max_norm`` over the whole model.
 
@@ -522,16 +397,3 @@ class ParallelModule(nn.Module):
 
 def _computes_in_float16(manifest: Manifest) -> bool:
     return manifest.precision == "fp16-mixed" or any(spec.dtype == "float16" for spec in manifest.parameters)
-
-
-def _check_equal(samples: int, mesh: Mesh) -> None:
-    """Raises BatchError, on every replica, when replicas were given parts of unlike size."""
-    sizes = torch.tensor([samples, -samples], device=mesh.device)
-    if mesh.data.size > 1:
-        dist.all_reduce(sizes, dist.ReduceOp.MAX, group=mesh.data.group)
-    largest, smallest = int(sizes[0]), -int(sizes[1])
-    if largest != smallest:
-        raise BatchError(
-            f'with batch="local" every replica passes as many samples; found {smallest} to {largest} (here {samples}); '
-            "drop the last partial batch, or pass whole batches"
-        )

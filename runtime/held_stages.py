@@ -1,0 +1,80 @@
+"""The stages that a rank holds, as a module whose parameters, buffers and state go by the original's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from autopart.runtime.errors import PlanError
+from autopart.runtime.manifest import Manifest
+from autopart.runtime.mesh import Mesh
+from autopart.runtime.state import gather_state, load_state
+
+
+class HeldStages(nn.Module):
+    """A rank's share of the model.
+
+    stages: this rank's, several under a schedule with virtual stages.
+    """
+
+    def __init__(self, stages: Mapping[int, nn.Module], manifest: Manifest, mesh: Mesh) -> None:
+        super().__init__()
+        self.manifest = manifest
+        self.mesh = mesh
+        self.stages = nn.ModuleList(stages.values())
+        self._stages_by_number = dict(stages)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters (its shares of its stages) under their original names."""
+        seen: set[Tensor] = set()
+        for stage in self.stages:
+            for name, parameter in stage.named_parameters(prefix, recurse, remove_duplicate):
+                if not (remove_duplicate and parameter in seen):
+                    seen.add(parameter)
+                    yield name, parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """This rank's buffers under their original names."""
+        seen: set[Tensor] = set()
+        for stage in self.stages:
+            for name, buffer in stage.named_buffers(prefix, recurse, remove_duplicate):
+                if not (remove_duplicate and buffer in seen):
+                    seen.add(buffer)
+                    yield name, buffer
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """The whole model's state on every rank; all ranks have to call it. See :meth:`full_state_dict`."""
+        state = self.full_state_dict()
+        destination = {} if destination is None else destination
+        destination.update({prefix + name: tensor for name, tensor in state.items()})
+        return destination
+
+    def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
+        """The whole model's state as full tensors on the CPU, as the original's ``state_dict()``. All ranks call it.
+
+        rank0_only: the other ranks return an empty dict.
+        """
+        return gather_state(self.manifest, self.mesh, self._own_tensors(), rank0_only)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads the original's state dict: each rank takes its share. Raises InputError where it does not fit."""
+        if assign:
+            raise PlanError("load_state_dict(assign=True) would undo the division of the weights; leave assign out")
+        return _IncompatibleKeys(*load_state(self.manifest, self.mesh, self._own_tensors(), state_dict, strict))
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """This rank's parameters and buffers by their spec's name."""
+        main = {name: spec.name for spec in self.manifest.parameters for name in (spec.name, *spec.aliases)}
+        members = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
+        return {main[name]: tensor for name, tensor in members}
+
+    def _buffers_by_name(self) -> dict[str, Tensor]:
+        # Read anew: a stage may assign a new tensor to a buffer that it updates.
+        return dict(self.named_buffers())
