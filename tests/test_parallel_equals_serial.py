@@ -16,6 +16,7 @@ import pytest
 
 import autopart.verify
 from autopart.analysis import Analysis, analyze
+from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.realize import realize
 from autopart.verify import Subject, compare_emitted, prepare
@@ -40,7 +41,7 @@ def subject_of(name: str) -> tuple[Subject, Analysis]:
     return subject, analyze(subject.program)
 
 
-def check(name: str, limits: Mapping[str, Any], devices: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def check(name: str, limits: Mapping[str, Any], devices: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
     monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
     subject, analysis = subject_of(name)
     plan = make_plan(subject.program, ideal(devices), batch=8, analysis=analysis, **limits)
@@ -51,13 +52,18 @@ def check(name: str, limits: Mapping[str, Any], devices: int, folder: Path, monk
     worst = sorted(result.groups, key=lambda group: -max(group.gradient or 0.0, group.parameter))[:3]
     assert result.equal, f"{result.loss_difference=} {worst}"
     assert all(stage.as_planned for stage in result.traffic), result.traffic
+    return plan
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("plan", PLANS)
 def test_forced_plan(name: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = PLANS[plan]
-    check(name, limits, limits["pp"] * limits["dp"] * limits["tp"], tmp_path, monkeypatch)
+    found = check(name, limits, limits["pp"] * limits["dp"] * limits["tp"], tmp_path, monkeypatch)
+    if (name, plan) == ("resnet", "tp2"):
+        kernels = [placement for weight, placement in found.storage.items() if weight.endswith("convolution.weight")]
+        # out channels or in channels, each rank with half of the weights
+        assert len(kernels) == 12 and sum(placement in ("S0", "S1") for placement in kernels) > 6, kernels
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
