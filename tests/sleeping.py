@@ -7,11 +7,13 @@ from pathlib import Path
 
 from autopart.runtime.manifest import InputSpec, Manifest, OutputSpec, ParameterSpec, StageSpec, ValueSpec
 from autopart.runtime.structure import flatten
+from autopart.simulate import StageTimes
 
 STAGE = """import time
 
 import torch
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from autopart.runtime import parameter
 
@@ -29,41 +31,56 @@ class Sleep(torch.autograd.Function):
         return gradient, None, None
 
 
+def sleep(x, forward_s, backward_s):
+    # Seen by who intercepts torch's functions, as its own ops are: of a weight, the backward belongs to W.
+    if has_torch_function((x,)):
+        return handle_torch_function(sleep, (x,), x, forward_s, backward_s)
+    return Sleep.apply(x, forward_s, backward_s)
+
+
 class Stage(nn.Module):
     def __init__(self, mesh):
         super().__init__()
         self.scale{index} = parameter(1, dtype=torch.float64)
 
     def forward(self, *, b, B, {argument}):
-        y = Sleep.apply({argument} * self.scale{index}, {forward_s}, {backward_s})
+        scale = sleep(self.scale{index}, 0.0, {weight_s})
+        y = sleep({argument} * scale, {forward_s}, {input_s})
         return ({result},)
 """
 
 
 def emit_sleeping(
     directory: Path,
-    seconds: Sequence[tuple[float, float]],
+    times: Sequence[StageTimes],
     microbatches: int,
     schedule: str,
     warmup: tuple[int, ...] = (),
+    places: Sequence[int] | None = None,
 ) -> None:
-    """Writes a chain of stages, each of which multiplies by its parameter; ``seconds``: (forward, backward) of each."""
-    last = len(seconds) - 1
+    """Writes a chain of stages, each of which multiplies by its parameter.
+
+    times: how long each sleeps; weight_s on the way to its parameter's gradient. places: the rank of each stage; None:
+    each has its own.
+    """
+    places = range(len(times)) if places is None else places
+    last = len(times) - 1
     stages = []
-    for index, (forward_s, backward_s) in enumerate(seconds):
+    for index, own in enumerate(times):
         argument = f"v{index - 1}" if index else "x"
         text = STAGE.format(
             index=index,
             argument=argument,
-            forward_s=forward_s,
-            backward_s=backward_s,
+            forward_s=own.forward_s,
+            input_s=own.backward_s - own.weight_s,
+            weight_s=own.weight_s,
             result="y.sum() / B" if index == last else "y",
         )
         (directory / f"stage_{index}.py").write_text(text)
         stages.append(
             StageSpec(
                 file=f"stage_{index}.py",
-                devices=(index,),
+                devices=(places[index],),
                 mesh=(("dp", 1),),
                 inputs=() if index else ("x",),
                 receives=(argument,) if index else (),
@@ -72,10 +89,10 @@ def emit_sleeping(
                 outputs=("loss",) if index == last else (),
             )
         )
-    names = tuple(f"scale{index}" for index in range(len(seconds)))
+    names = tuple(f"scale{index}" for index in range(len(times)))
     Manifest(
         fingerprint="by hand",
-        world_size=len(seconds),
+        world_size=1 + max(places),
         schedule=schedule,
         microbatches=microbatches,
         stages=tuple(stages),

@@ -128,6 +128,32 @@ def test_the_predicted_trace_has_the_format_of_the_executed() -> None:
     assert all(begins[key] < ends[key] for key in begins)
 
 
+def test_command_of_several_stages_on_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line per rank: (m v + p - 1) of the stages' times, of which each rank computes m v."""
+    seconds: dict[str, Any] = {"forward_s": 1.0, "backward_s": 2.0, "capacity_bytes": 100}
+    stages = tuple(StagePlan((s % 2,), (("dp", 1),), (s, s + 1), memory_bytes=10 + s, **seconds) for s in range(4))
+    plan = Plan("x", "m", "cpu:2", 6, "float32", "interleaved", 6, stages)
+    plan.save(tmp_path / "plan.json")
+    assert main(["simulate", str(tmp_path / "plan.json"), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["makespan_s"] == 3.0 * (6 * 2 + 1)
+    in_flight_of = plan.in_flight
+    assert summary["ranks"] == [
+        {
+            "stages": [rank, rank + 2],
+            "busy_s": 36.0,
+            "idle_s": 3.0,
+            "in_flight": [in_flight_of[rank], in_flight_of[rank + 2]],
+            "memory_bytes": 22 + 2 * rank,
+            "capacity_bytes": 200,
+        }
+        for rank in range(2)
+    ]
+    assert main(["simulate", str(tmp_path / "plan.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:4] for line in lines[-2:]] == ["0, 2", "1, 3"]
+
+
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan, trace, both = tmp_path / "plan.json", tmp_path / "trace.json", tmp_path / "both.json"
     by_hand(tied_s=0.5).save(plan)
@@ -137,7 +163,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(plan), "--json", "--beside", str(trace), "-o", str(both)]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert (summary["makespan_s"], summary["step_time_s"], summary["bubble"]) == (24.0, 24.5, 0.25)
-    assert [stage["in_flight"] for stage in summary["stages"]] == [3, 2, 1]
+    assert [rank["in_flight"] for rank in summary["ranks"]] == [[3], [2], [1]]
     events = json.loads(both.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == set(range(6))
     for wrong, words in (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,37 @@ from emitted import data, emit, plain
 from launch import launch
 from sleeping import emit_sleeping
 
-MICROBATCHES = 6
-SECONDS = {
-    "equal": ((0.04, 0.08),) * 4,
-    "unequal": ((0.04, 0.06), (0.06, 0.12), (0.02, 0.06), (0.05, 0.1)),
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """places: the rank of each stage. seconds: (forward, backward, the weight's share of it) of each stage."""
+
+    schedule: str
+    microbatches: int
+    seconds: tuple[tuple[float, float, float], ...]
+    places: tuple[int, ...]
+    warmup: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        return 1 + max(self.places)
+
+    @property
+    def times(self) -> list[StageTimes]:
+        return [StageTimes(*own) for own in self.seconds]
+
+
+UNEQUAL = ((0.04, 0.06, 0.0), (0.06, 0.12, 0.0), (0.02, 0.06, 0.0), (0.05, 0.1, 0.0))
+# The first stage of a split backward receives nothing, so its B does all and its W nothing.
+SPLIT = ((0.05, 0.1, 0.0), (0.05, 0.1, 0.05), (0.06, 0.1, 0.04), (0.04, 0.12, 0.06))
+CASES = {
+    "1f1b": Case("1f1b", 6, ((0.04, 0.08, 0.0),) * 4, (0, 1, 2, 3)),
+    "1f1b-deep": Case("1f1b", 6, UNEQUAL, (0, 1, 2, 3), (6, 4, 2, 0)),
+    "gpipe": Case("gpipe", 6, UNEQUAL, (0, 1, 2, 3)),
+    "interleaved-4on2": Case("interleaved", 4, UNEQUAL, (0, 1, 0, 1)),
+    "zb-h1-3": Case("zb-h1", 5, SPLIT[:3], (0, 1, 2)),
+    "zb-v-4on2": Case("zb-v", 4, SPLIT, (0, 1, 1, 0)),
+    "1f1b-8": Case("1f1b", 5, ((0.06, 0.12, 0.0), (0.08, 0.1, 0.0)) * 4, tuple(range(8))),
 }
 
 
@@ -32,36 +60,44 @@ def spans(path: Path, step: int | None = None) -> list[dict[str, Any]]:
     return sorted(found, key=lambda event: float(event["ts"]))
 
 
-def _sleep(directory: str, path: str, steps: int) -> str:
-    model = ParallelModule(directory, dict.fromkeys(("scale0", "scale1", "scale2", "scale3"), torch.ones(1).double()))
-    x = torch.ones(2 * MICROBATCHES, 1, dtype=torch.float64)
+def _sleep(directory: str, path: str, case: Case) -> None:
+    names = [f"scale{stage}" for stage in range(len(case.places))]
+    model = ParallelModule(directory, dict.fromkeys(names, torch.ones(1).double()))
+    x = torch.ones(2 * case.microbatches, 1, dtype=torch.float64)
     assert model(x)["loss"].item() == pytest.approx(1.0)  # not timed: connections are made at the first exchange
     with model.trace(path):
-        for _ in range(steps):
+        for _ in range(2):
             model(x)
-    return str(model.schedule)
 
 
-@pytest.mark.parametrize(
-    ("name", "warmup", "kind"), [("1f1b", (), "equal"), ("1f1b", (6, 4, 2, 0), "unequal"), ("gpipe", (), "unequal")]
-)
-def test_the_simulator_predicts_the_run(name: str, warmup: tuple[int, ...], kind: str, tmp_path: Path) -> None:
-    """Of three steps the one with the least disturbance takes what is predicted, within 5 %."""
-    emit_sleeping(tmp_path, SECONDS[kind], MICROBATCHES, name, warmup)
-    path = tmp_path / "trace.json"
-    launch(_sleep, 4, str(tmp_path), str(path), 3)
-    times = [StageTimes(*pair) for pair in SECONDS[kind]]
-    schedule = make_schedule(name, 4, MICROBATCHES, [(0, 1), (1, 2), (2, 3)], warmup=warmup)
-    predicted = simulate(schedule, times).makespan_s
-    executed = min(_makespan(spans(path, step)) for step in (2, 3, 4))
-    assert predicted == pytest.approx(executed, rel=0.05)
-    # Computations come in the predicted order on each stage.
-    for stage in range(4):
-        done = [event["name"] for event in spans(path, 2) if event["pid"] == stage and event["cat"] in _COMPUTE]
-        assert done == [str(action) for action in schedule.ranks[stage] if action.work.is_compute]
+@pytest.mark.parametrize("name", CASES)
+def test_the_simulator_predicts_the_run(name: str, tmp_path: Path) -> None:
+    """Of a few steps the one with the least disturbance takes what is predicted, within 5 %; none takes less."""
+    case, path = CASES[name], tmp_path / "trace.json"
+    emit_sleeping(tmp_path, case.times, case.microbatches, case.schedule, case.warmup, case.places)
+    count = len(case.places)
+    chain = [(stage, stage + 1) for stage in range(count - 1)]
+    schedule = make_schedule(case.schedule, count, case.microbatches, chain, warmup=case.warmup, places=case.places)
+    predicted = simulate(schedule, case.times)
+    executed: list[float] = []
+    for _ in range(4):  # a machine that is busy with other things delays some steps
+        launch(_sleep, case.ranks, str(tmp_path), str(path), case)
+        executed += [_makespan(spans(path, step)) for step in (2, 3)]
+        if min(executed) <= 1.05 * predicted.makespan_s:
+            break
+    assert predicted.makespan_s == pytest.approx(min(executed), rel=0.05)
+    # Computations come in the predicted order on each rank, and everything is there under the predicted name.
+    for rank, actions in enumerate(schedule.ranks):
+        own = [event for event in spans(path, 2) if event["args"]["rank"] == rank]
+        assert {event["pid"] for event in own} == {case.places.index(rank)}
+        done = [event["name"] for event in own if event["cat"] in _COMPUTE]
+        assert done == [str(action) for action in actions if action.work.is_compute]
+        assert sorted(event["name"] for event in own) == sorted(
+            str(event.action) for event in predicted.events if schedule.rank_of[event.action.stage] == rank
+        )
 
 
-_COMPUTE = ("forward", "backward")
+_COMPUTE = ("forward", "backward", "weight")
 
 
 def _makespan(found: Sequence[dict[str, Any]]) -> float:

@@ -18,8 +18,9 @@ NAME = "simulate"
 HELP = "time a plan's schedule, and draw it"
 DESCRIPTION = """Times the schedule of a plan file, or of the plan that a model, a cluster and limits give.
 
-Prints what each stage is busy with and how long it idles. With -o it writes the timeline for chrome://tracing or
-ui.perfetto.dev, in the format of ParallelModule.trace; --beside joins it with such a trace of a real run."""
+Prints how long each rank of the pipeline (a stage, or its stages) is busy and idle. With -o it writes the timeline for
+chrome://tracing or ui.perfetto.dev, in the format of ParallelModule.trace; --beside joins it with such a trace of a
+real run."""
 EXAMPLE = "autopart simulate plan.json -o predicted.json"
 
 
@@ -85,7 +86,10 @@ def _read_trace(path: Path) -> dict[str, Any]:
 
 
 def to_json_object(plan: Plan, found: Simulation) -> dict[str, Any]:
-    """makespan_s: of the schedule; step_time_s: with the sums of tied gradients. bubble: idle share of all time."""
+    """makespan_s: of the schedule; step_time_s: with the sums of tied gradients. bubble: idle share of all time.
+
+    ranks: of the pipeline, each with the numbers of its stages; in_flight is one number for each of these.
+    """
     return {
         "makespan_s": found.makespan_s,
         "tied_s": plan.tied_s,
@@ -93,21 +97,27 @@ def to_json_object(plan: Plan, found: Simulation) -> dict[str, Any]:
         "bubble": found.bubble,
         "schedule": plan.schedule,
         "microbatches": plan.microbatches,
-        "stages": [
+        "ranks": [
             {
+                "stages": stages,
                 "busy_s": busy,
                 "idle_s": idle,
-                "in_flight": held,
-                "memory_bytes": stage.memory_bytes,
-                "capacity_bytes": stage.capacity_bytes,
+                "in_flight": [found.in_flight[stage] for stage in stages],
+                "memory_bytes": sum(plan.stages[stage].memory_bytes for stage in stages),
+                "capacity_bytes": sum(plan.stages[stage].capacity_bytes for stage in stages),
             }
-            for stage, busy, idle, held in zip(plan.stages, found.busy_s, found.idle_s, found.in_flight, strict=True)
+            for stages, busy, idle in zip(_stages_by_rank(plan), found.busy_s, found.idle_s, strict=True)
         ],
     }
 
 
+def _stages_by_rank(plan: Plan) -> list[list[int]]:
+    """The stages that each rank of the pipeline runs, several under a schedule with virtual stages."""
+    return [[stage for stage, its in enumerate(plan.places) if its == place] for place in range(plan.pp)]
+
+
 def describe(plan: Plan, found: Simulation) -> str:
-    """The step's time and a line for each stage."""
+    """The step's time and a line for each rank of the pipeline."""
     from tabulate import tabulate
 
     from autopart.report.table import format_memory
@@ -116,17 +126,17 @@ def describe(plan: Plan, found: Simulation) -> str:
     share = (lambda part: format_share(part / found.makespan_s)) if found.makespan_s else (lambda _: "-")
     rows = [
         (
-            index,
-            format_seconds(found.busy_s[index]),
-            format_seconds(found.idle_s[index]),
-            share(found.idle_s[index]),
-            found.in_flight[index],
-            format_memory(stage.memory_bytes, stage.capacity_bytes),
+            ", ".join(map(str, rank["stages"])),
+            format_seconds(rank["busy_s"]),
+            format_seconds(rank["idle_s"]),
+            share(rank["idle_s"]),
+            ", ".join(map(str, rank["in_flight"])),
+            format_memory(rank["memory_bytes"], rank["capacity_bytes"]),
         )
-        for index, stage in enumerate(plan.stages)
+        for rank in to_json_object(plan, found)["ranks"]
     ]
     tied = f" and {format_seconds(plan.tied_s)} for gradients of tied parameters" if plan.tied_s else ""
-    headers = ("stage", "busy", "idle", "idle share", "in flight", "memory / capacity")
+    headers = ("stages", "busy", "idle", "idle share", "in flight", "memory / capacity")
     lines = [
         f"{plan.model} on {plan.cluster}: {plan.schedule}, {plan.microbatches} microbatches",
         f"makespan {format_seconds(found.makespan_s)}{tied}, bubble {format_share(found.bubble)}",
