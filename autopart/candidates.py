@@ -29,6 +29,7 @@ from autopart.passes.blocks import crossing
 from autopart.passes.conversion import Axes
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
+from autopart.pins import Pins
 from autopart.prices import Prices, share_of
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.placement import REPLICATE, Placements
@@ -70,6 +71,7 @@ class Candidates:
     optimizer: str
     time_limit_s: float = 60.0
     warmup: int | tuple[int, ...] | None = None  # of 1F1B: for all stages, or the depth of deeper_warmup
+    pins: Pins | None = None
     device: Device = field(init=False)
     crossings: list[tuple[Value, ...]] = field(init=False)  # values that live across each block boundary
     _prices: dict[int, Prices] = field(default_factory=dict)
@@ -302,6 +304,8 @@ class Candidates:
             tuple(float(self.capacity(config, stage)) for stage in range(config.stages)),
             float(_CUDA_OVERHEAD_BYTES if self.device.kind == "cuda" else 0) / config.virtual,
             tuple(tied),
+            self.pins.stages if self.pins else (),
+            self.pins.together if self.pins else (),
         )
 
     def _recompute(self, costs: Sequence[BlockCost], config: Degrees, choice: TensorChoice) -> None:

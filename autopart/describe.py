@@ -31,7 +31,8 @@ from autopart.tensor_choice import Setting
 def describe(candidates: Candidates, answer: Answer) -> Plan:
     """The plan, without the search's account of bounds and alternatives."""
     analysis, config, choice = candidates.analysis, answer.config, answer.choice
-    axes, boundaries, problem = candidates.axes(config), answer.cut.boundaries, answer.problem
+    axes, problem = candidates.axes(config), answer.problem
+    boundaries = problem.boundaries(answer.cut.way)
     found = build(analysis, boundaries, axes, choice.strategies, choice.storage)
     stages = []
     for index, (stage, graph) in enumerate(zip(found.stages, found.local, strict=True)):

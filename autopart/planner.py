@@ -10,7 +10,7 @@ when no other can be faster. The winner is timed once more on the graphs that wi
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopart.analysis import Analysis, analyze
@@ -19,6 +19,7 @@ from autopart.cluster import Cluster
 from autopart.describe import describe
 from autopart.passes.program import Program
 from autopart.passes.rules import RULES, RuleBook
+from autopart.pins import read_pins
 from autopart.plan import DROPOUT, Plan, check_warmup
 from autopart.runtime.errors import BatchError, PlanError
 from autopart.runtime.schedule import NAMES
@@ -41,6 +42,8 @@ def make_plan(
     warmup: int | Sequence[int] | None = None,
     virtual: int | None = None,
     recompute: str = "auto",
+    together: Sequence[Sequence[str]] | None = None,
+    pins: Mapping[str, int] | None = None,
     optimizer: str = "adamw",
     dropout: str = "torch",
     time_limit_s: float = 60.0,
@@ -54,6 +57,8 @@ def make_plan(
     each stage runs ahead of the next (1: the least; 2 hides transfers), or one number of forwards for each stage.
     schedule: a name of runtime.schedule.NAMES (default: 1f1b), or "auto": 1f1b, zb-h1, zb-v and interleaved are tried.
     virtual: of interleaved, stages on each rank of the pipeline (default: 2).
+    together: groups of patterns of module paths, [["encoder.*", "embed"]]: these modules on one stage. pins: pattern
+    -> stage, {"decoder.layers.3": 2}; see :mod:`autopart.pins`.
     dropout: "torch", or "invariant", whose masks are the same under every plan and in one process.
     time_limit_s: for each solver call. rules: what ops allow (``RULES.extended({...})`` adds a user's own); an
     ``analysis`` that is given has its own. Raises InfeasibleError when nothing fits in memory, BatchError when the
@@ -80,9 +85,10 @@ def make_plan(
         check_warmup(schedule, warmup, pp)
     elif warmup is not None:
         check_warmup(schedule, (warmup,), 1)
+    pinned = read_pins(analysis, together or (), pins)
     if pp is not None and pp > len(analysis.blocks):
         raise PlanError(f"pp={pp} stages need as many blocks, {program.name} has {len(analysis.blocks)}; lower pp")
-    candidates = Candidates(analysis, cluster, batch, optimizer, time_limit_s, warmup)
+    candidates = Candidates(analysis, cluster, batch, optimizer, time_limit_s, warmup, pinned)
     configs = degrees(
         cluster.device_count,
         batch,
@@ -92,11 +98,18 @@ def make_plan(
         microbatches=microbatches,
         schedules=schedules,
         recompute=RECOMPUTE[recompute],
-        max_pp=len(analysis.blocks),
+        max_pp=pinned.most_stages,
         max_tp=None if tp else max(node.count for node in cluster.nodes),
     )
     if schedule == "auto":  # on one rank all schedules are one
         configs = tuple(config for config in configs if config.pp > 1 or config.schedule == "1f1b")
+    stages = max(config.stages for config in configs)
+    configs = tuple(config for config in configs if config.stages >= pinned.least_stages)
+    if not configs:
+        raise PlanError(
+            f"pins: stage {pinned.least_stages - 1} is named, but these limits and devices allow {stages} "
+            f"stage{'s' if stages > 1 else ''}, counted from 0; raise pp, or pin on a lower stage"
+        )
     solving = time.perf_counter()
     result = search(configs, candidates.evaluate, candidates.lower_bound)
     solved = time.perf_counter()

@@ -227,7 +227,7 @@ def test_layers_are_recomputed_where_memory_binds() -> None:
     solution = stages.solve(problem)
     again = [len(step.choices) for step in solution.way]
     # 3 layers: 30 + 4 (3 - k) 10 + 4 k + 9 <= 100 needs k = 2
-    assert solution.boundaries == (0, 3, 6, 9, 12) and again == [2, 2, 0, 0]
+    assert problem.boundaries(solution.way) == (0, 3, 6, 9, 12) and again == [2, 2, 0, 0]
     assert solution.objective == 36 + 4 + 7 * 11 and solution.gap == 0
 
 
@@ -297,26 +297,30 @@ def steps(*boundaries: int) -> tuple[Step, ...]:
 
 def test_closed_form_of_an_even_pipeline() -> None:
     """(p + m - 1) times a stage; the bound is that of 4, 3, 3 and 2 blocks, whose first stage is busy that long."""
-    solution = stages.solve(chain(12, 4))
-    assert solution.boundaries == (0, 3, 6, 9, 12)
+    problem = chain(12, 4)
+    solution = stages.solve(problem)
+    assert problem.boundaries(solution.way) == (0, 3, 6, 9, 12)
     assert solution.objective == (4 + 8 - 1) * 9.0
     assert solution.lower_bound_s == 8 * 12.0
 
 
 def test_one_stage_is_the_whole_chain() -> None:
-    solution = stages.solve(chain(5, 1))
-    assert solution.boundaries == (0, 5)
+    problem = chain(5, 1)
+    solution = stages.solve(problem)
+    assert problem.boundaries(solution.way) == (0, 5)
     assert solution.objective == solution.lower_bound_s == 8 * 15.0
 
 
 def test_transfers_slow_the_stages_on_both_sides() -> None:
-    solution = stages.solve(chain(4, 2, cuts=(Cut(), Cut(0.25, 0.25), Cut())))
-    assert solution.boundaries == (0, 2, 4)
+    problem = chain(4, 2, cuts=(Cut(), Cut(0.25, 0.25), Cut()))
+    solution = stages.solve(problem)
+    assert problem.boundaries(solution.way) == (0, 2, 4)
     assert solution.objective == 12 + 0.5 + 7 * (6 + 0.5)
 
 
 def test_dear_cuts_are_avoided() -> None:
-    assert stages.solve(chain(4, 2, cuts=(Cut(), Cut(50.0), Cut()))).boundaries in ((0, 1, 4), (0, 3, 4))
+    problem = chain(4, 2, cuts=(Cut(), Cut(50.0), Cut()))
+    assert problem.boundaries(stages.solve(problem).way) in ((0, 1, 4), (0, 3, 4))
 
 
 def test_tied_parameters_are_held_once_per_stage() -> None:
@@ -328,7 +332,7 @@ def test_tied_parameters_are_held_once_per_stage() -> None:
 
 def test_pins_are_kept() -> None:
     problem = chain(12, 4, pins=((0, 0), (1, 1), (10, 2), (11, 3)))
-    assert stages.solve(problem).boundaries == (0, 1, 6, 11, 12)
+    assert problem.boundaries(stages.solve(problem).way) == (0, 1, 6, 11, 12)
 
 
 def test_pins_that_leave_no_blocks() -> None:

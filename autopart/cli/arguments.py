@@ -26,7 +26,7 @@ DTYPES = {
     "float32": "float32",
     "float64": "float64",
 }
-_LIMITS = ("batch", "pp", "dp", "tp", "microbatches", "schedule", "warmup", "virtual", "recompute")
+_LIMITS = ("batch", "pp", "dp", "tp", "microbatches", "schedule", "warmup", "virtual", "recompute", "together")
 # Those of autopart.runtime.schedule.NAMES, which would import torch here.
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "2bw", "2bw-flush", "auto")
 
@@ -79,6 +79,20 @@ def add_limits(parser: argparse.ArgumentParser, cluster_required: bool) -> None:
     parser.add_argument(
         "--recompute", choices=("none", "full", "auto"), default="auto", help="activations (default: %(default)s)"
     )
+    parser.add_argument(
+        "--together",
+        action="append",
+        type=patterns,
+        metavar="PATTERN,PATTERN",
+        help="modules on one stage, such as 'encoder.*,embed'; may be repeated",
+    )
+    parser.add_argument(
+        "--pin",
+        action="append",
+        type=pin,
+        metavar="PATTERN=STAGE",
+        help="modules on a given stage, counted from 0, such as decoder.layers.3=2; may be repeated",
+    )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -108,9 +122,25 @@ def warmup(text: str) -> int | tuple[int, ...]:
     return int(text) if len(parts) == 1 else tuple(map(int, parts))
 
 
+def patterns(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def pin(text: str) -> tuple[str, int]:
+    pattern, _, stage = text.rpartition("=")
+    if not pattern or not stage.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no pattern with a stage, such as decoder.layers.3=2")
+    return pattern, int(stage)
+
+
 def limits(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What is forced, as :func:`autopart.make_plan` takes it."""
-    return {name: getattr(arguments, name) for name in _LIMITS}
+    """What is forced, as :func:`autopart.make_plan` takes it. Raises PlanError."""
+    pins = dict(arguments.pin or ())
+    if len(pins) < len(arguments.pin or ()):
+        from autopart.runtime.errors import PlanError
+
+        raise PlanError("--pin names one pattern twice; a module is on one stage")
+    return {**{name: getattr(arguments, name) for name in _LIMITS}, "pins": pins or None}
 
 
 def read_cluster(text: str) -> Cluster:

@@ -44,6 +44,15 @@ def positions(
     return tuple(sorted(kept, key=lambda mask: (mask.bit_count(), mask))), complete
 
 
+def chain_positions(count: int, together: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
+    """Positions of a chain of ``count`` blocks, as numbers of blocks before them, that part no group of ``together``.
+
+    A group's blocks are one stage's, and so is all that lies between them.
+    """
+    parted = {end for group in together for end in range(min(group) + 1, max(group) + 1)}
+    return tuple(end for end in range(count + 1) if end not in parted)
+
+
 def _ideals(needs: Sequence[int], most: int) -> set[int] | None:
     """All sets that hold what their members need; None where there are more than ``most``."""
     found, layer = {0}, {0}

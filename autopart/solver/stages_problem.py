@@ -17,6 +17,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from autopart.solver.stages_order import chain_positions
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -204,17 +206,22 @@ class StageProblem:
         overhead_bytes: float = 0.0,
         tied: Sequence[TiedGroup] = (),
         pins: Sequence[tuple[int, int]] = (),
+        together: Sequence[Sequence[int]] = (),
     ) -> StageProblem:
-        """Stages of one shape one after the other. cuts: one per position 1 .. len(blocks) - 1."""
+        """Stages of one shape one after the other.
+
+        cuts: one per position 1 .. len(blocks) - 1. together: groups of blocks that no position parts.
+        """
         if len(cuts) != len(blocks) - 1:
             raise ValueError(f"{len(blocks)} blocks with {len(cuts)} cut positions between them")
         if len(capacity_bytes) != len(in_flight):
             raise ValueError(f"{len(in_flight)} stages with {len(capacity_bytes)} capacities")
         count = len(in_flight)
-        shape = Shape(tuple(blocks), ((Cut(), *cuts, Cut()),), overhead_bytes, tuple(tied))
+        ends, all_cuts = chain_positions(len(blocks), together), (Cut(), *cuts, Cut())
+        shape = Shape(tuple(blocks), (tuple(all_cuts[end] for end in ends),), overhead_bytes, tuple(tied))
         return StageProblem(
             (shape,),
-            tuple((1 << end) - 1 for end in range(len(blocks) + 1)),
+            tuple((1 << end) - 1 for end in ends),
             tuple(Slot(stage, stage + 1, 0, size) for stage, size in enumerate(capacity_bytes)),
             (0,) * (count + 1),
             (count,),
@@ -236,6 +243,10 @@ class StageProblem:
         """Numbers of the blocks between two positions."""
         mask = self.positions[last] & ~self.positions[first]
         return tuple(index for index in range(len(self.blocks)) if mask >> index & 1)
+
+    def boundaries(self, way: Way) -> tuple[int, ...]:
+        """How many blocks lie before each cut of a way, its two ends included."""
+        return (0, *(self.positions[step.last].bit_count() for step in way))
 
     def cut_at(self, position: int, shape: int = 0, link: int = 0) -> Cut:
         return self.shapes[shape].cuts[link][position]
@@ -340,10 +351,10 @@ class StageProblem:
 class StageSolution:
     """Where to cut, and how good that is at least.
 
-    way: the stages. boundaries: the positions between them, the first and the last included. objective, bound: seconds
-    of a step by the formula. gap: (objective - bound) / objective. lower_bound_s: no division that fits takes fewer
-    seconds under any 1F1B or GPipe order, formula or not. seconds: spent solving. programs: dynamic programs run.
-    method: "dynamic program" when these alone proved the optimum, else "cp-sat".
+    way: the stages. objective, bound: seconds of a step by the formula. gap: (objective - bound) / objective.
+    lower_bound_s: no division that fits takes fewer seconds under any 1F1B or GPipe order, formula or not. seconds:
+    spent solving. programs: dynamic programs run. method: "dynamic program" when these alone proved the optimum, else
+    "cp-sat".
     """
 
     way: Way
@@ -354,10 +365,6 @@ class StageSolution:
     seconds: float
     programs: int
     method: str
-
-    @property
-    def boundaries(self) -> tuple[int, ...]:
-        return (0, *(step.last for step in self.way))
 
 
 def _check_amounts(owner: str, item: object, names: Iterable[str]) -> None:

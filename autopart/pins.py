@@ -1,0 +1,123 @@
+"""What users pin: modules that stay on one stage, and modules on a given stage.
+
+A pattern is of module paths as :mod:`fnmatch` reads them, and means the modules that it matches with all that is inside
+them: ``decoder.layers.3``, ``encoder.*``. Stages are made of blocks, so a block with an op of such a module is meant
+as a whole. The blocks form a chain: what lies between blocks of one stage is on it too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from autopart.analysis import Analysis
+from autopart.passes import graph as graphs
+from autopart.runtime.errors import PlanError
+from autopart.solver.stages_order import chain_positions
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """together: groups of block numbers that no cut parts. stages: (block, stage) that are forced.
+
+    most_stages: into which the blocks can be divided that way.
+    """
+
+    together: tuple[tuple[int, ...], ...]
+    stages: tuple[tuple[int, int], ...]
+    most_stages: int
+
+    @property
+    def least_stages(self) -> int:
+        return 1 + max((stage for _, stage in self.stages), default=0)
+
+
+def read_pins(
+    analysis: Analysis, together: Sequence[Sequence[str]] = (), stages: Mapping[str, int] | None = None
+) -> Pins:
+    """The pins as blocks. together: groups of patterns; stages: pattern -> stage.
+
+    Raises PlanError when a pattern matches nothing, or no division into stages can have all pins.
+    """
+    if isinstance(together, str) or any(isinstance(group, str) for group in together):
+        raise PlanError('together is a list of groups of patterns, such as [["encoder.*", "embed"]]')
+    groups = tuple(tuple(sorted({b for pattern in group for b in _blocks(analysis, pattern)})) for group in together)
+    groups = tuple(group for group in groups if group)
+    wanted: dict[int, tuple[int, str]] = {}  # block -> stage, and the pattern that says so
+    for pattern, stage in (stages or {}).items():
+        if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
+            raise PlanError(f"pins[{pattern!r}]: a stage is a whole number from 0 on, not {stage!r}")
+        for block in _blocks(analysis, pattern):
+            other, before = wanted.setdefault(block, (stage, pattern))
+            if other != stage:
+                raise PlanError(
+                    f"pins: {_named(analysis, block)} has ops of {before!r}, pinned on stage {other}, and of "
+                    f"{pattern!r}, pinned on stage {stage}; a block is on one stage"
+                )
+    return Pins(
+        groups,
+        tuple((block, stage) for block, (stage, _) in sorted(wanted.items())),
+        _most_stages(analysis, groups, wanted),
+    )
+
+
+def _blocks(analysis: Analysis, pattern: str) -> set[int]:
+    """Numbers of the blocks with an op of a module that matches."""
+    found = {index for node, index in analysis.block_of.items() if _matches(graphs.module_path(node), pattern)}
+    if found:
+        return found
+    if any(_matches(graphs.module_path(node), pattern) for node in analysis.free_block):
+        raise PlanError(
+            f"pins: what {pattern!r} computes depends on no parameter, so that every stage computes it for itself; "
+            "pin the modules that use it"
+        )
+    paths = {graphs.module_path(node) for node in analysis.block_of}
+    known = {".".join(parts[:end]) for parts in (path.split(".") for path in paths) for end in range(1, len(parts) + 1)}
+    near = difflib.get_close_matches(pattern, sorted(known), 3) or sorted(known - {""}, key=lambda p: (p.count("."), p))
+    raise PlanError(f"pins: no op is in a module {pattern!r}; there are {', '.join(near[:5]) or 'no modules'}")
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
+
+
+def _most_stages(analysis: Analysis, together: Sequence[Sequence[int]], wanted: Mapping[int, tuple[int, str]]) -> int:
+    """Raises PlanError where pins contradict: stages fall along the chain, or have too few pieces for all of them.
+
+    Between cuts that are allowed lie the pieces 0 .. n - 1. If piece i is on stage s and a later piece j on stage t,
+    0 <= t - s <= j - i, for every stage has a piece; s <= i as well, and there are at most s + n - i stages.
+    """
+    ends = chain_positions(len(analysis.blocks), together)
+    pieces = list(itertools.pairwise(ends))
+    piece, stage, who = -1, -1, ""
+    for index, (first, last) in enumerate(pieces):
+        for block in range(first, last):
+            if block not in wanted:
+                continue
+            target, pattern = wanted[block]
+            if index == piece and target != stage:
+                raise PlanError(
+                    f"pins: {who!r} is pinned on stage {stage} and {pattern!r} on stage {target}, but they have to "
+                    "stay together; give them one stage, or take a pattern out of together"
+                )
+            if target < stage:
+                raise PlanError(
+                    f"pins: {pattern!r} is pinned on stage {target}, before {who!r} on stage {stage}, but computes "
+                    f"after it ({_named(analysis, block)}); stages follow the order of computation"
+                )
+            if target - stage > index - piece:
+                place = f"after {who!r} on stage {stage}" if who else "before it"
+                raise PlanError(
+                    f"pins: {pattern!r} is pinned on stage {target}, but {place} there are "
+                    f"{index - piece - 1} pieces of the model for {target - stage - 1} stages; pin it on a lower stage"
+                )
+            piece, stage, who = index, target, pattern
+    return stage + len(pieces) - piece
+
+
+def _named(analysis: Analysis, block: int) -> str:
+    nodes = analysis.blocks[block].nodes
+    return f"block {block} ({analysis.keys[nodes[0]]} .. {analysis.keys[nodes[-1]]})"
