@@ -16,7 +16,16 @@ from autopart.passes.blocks import Block, find_blocks, free_nodes
 from autopart.passes.draws import number_draws
 from autopart.passes.emit.layers import find_runs
 from autopart.passes.program import Program, Role
-from autopart.passes.rules import RULES, RuleBook, Strategy, joint_strategies, strategies
+from autopart.passes.rules import (
+    RULES,
+    Rule,
+    RuleBook,
+    Strategy,
+    bound_rules,
+    is_differentiable,
+    joint_strategies,
+    strategies,
+)
 from autopart.passes.storage import op_name
 
 # Weights blocks by a nominal device, so that a model's blocks do not depend on the cluster: bytes cost as many FLOPs.
@@ -30,8 +39,9 @@ class Analysis:
     graph: the program's graph for one share of the batch (``split.graph``). free: nodes that every stage computes for
     itself. blocks: what stages are made of. free_block: the first block that needs a free op.
     layers: the layer that each block belongs to, whose inputs alone are kept when layers are recomputed; '' for none.
-    classes: for every op and tensor the class of equal ones it belongs to
-    (blocks that repeat are folded). keys: a readable name for every op, ``transformer.h.0.mlp.c_fc:addmm``.
+    classes: for every op and tensor the class of equal ones it belongs to (blocks that repeat are folded). first: for
+    ops that are not the first of their class, the first, if that has gradients for the same operands and results: what
+    is found for it holds for them. keys: a readable name for every op, ``transformer.h.0.mlp.c_fc:addmm``.
     """
 
     program: Program
@@ -45,10 +55,12 @@ class Analysis:
     layers: tuple[str, ...]
     classes: dict[fx.Node, tuple[str, ...]]
     keys: dict[fx.Node, str]
+    first: dict[fx.Node, fx.Node] = field(default_factory=dict)
     _costs: dict[str, dict[fx.Node, OpCost]] = field(default_factory=dict)
     _strategies: dict[tuple[int, ...], dict[fx.Node, tuple[Strategy, ...]]] = field(default_factory=dict)
 
     _joint: dict[tuple[int, ...], dict[fx.Node, tuple[tuple[Strategy, ...], ...]]] = field(default_factory=dict)
+    _bound: dict[fx.Node, Rule | None] = field(default_factory=dict)
 
     def costs(self, kind: str) -> Mapping[fx.Node, OpCost]:
         """Costs of all ops on devices of a kind ("cuda" or "cpu")."""
@@ -60,7 +72,11 @@ class Analysis:
         """The strategies of every op and tensor on an axis of ``parts`` ranks, beside axes of sizes ``others``."""
         key = (parts, *sorted(others))
         if key not in self._strategies:
-            self._strategies[key] = strategies(self.graph, parts, self.rules, others=key[1:])
+            if not self._bound:
+                self._bound = bound_rules(self.graph, self.rules)
+            self._strategies[key] = strategies(
+                self.graph, parts, self.rules, others=key[1:], bound=self._bound, first=self.first
+            )
         return self._strategies[key]
 
     def joint_strategies(self, sizes: Sequence[int]) -> Mapping[fx.Node, tuple[tuple[Strategy, ...], ...]]:
@@ -111,6 +127,7 @@ def analyze(program: Program, rules: RuleBook = RULES) -> Analysis:
 
     blocks = find_blocks(graph, free, weight, batch)
     block_of = {node: block.index for block in blocks for node in block.nodes}
+    classes = _classes(graph, blocks, block_of)
     return Analysis(
         program=program,
         rules=rules,
@@ -121,7 +138,8 @@ def analyze(program: Program, rules: RuleBook = RULES) -> Analysis:
         block_of=block_of,
         free_block=_first_use(graph, free, block_of),
         layers=_layers(blocks),
-        classes=_classes(graph, blocks, block_of),
+        classes=classes,
+        first=_first_alike(classes, block_of),
         keys=op_keys(graph),
         _costs={"cuda": costs},
     )
@@ -178,6 +196,18 @@ def _classes(
         if node.op == "placeholder" and node not in classes:
             classes[node] = ("shared", node.name)
     return classes
+
+
+def _first_alike(classes: Mapping[fx.Node, tuple[str, ...]], block_of: Mapping[fx.Node, int]) -> dict[fx.Node, fx.Node]:
+    """For every op that is not the first of its class, the first one; ops that differ in what has a gradient differ."""
+    seen: dict[object, fx.Node] = {}
+    found: dict[fx.Node, fx.Node] = {}
+    for node in block_of:
+        gradients = [is_differentiable(value) for value in (*graphs.inputs(node), *graphs.outputs(node))]
+        other = seen.setdefault((classes[node], *gradients), node)
+        if other is not node:
+            found[node] = other
+    return found
 
 
 def op_keys(graph: fx.Graph) -> dict[fx.Node, str]:

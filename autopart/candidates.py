@@ -9,6 +9,7 @@ optimizer) counts only for one stage, where nothing can overlap with it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -76,6 +77,10 @@ class Candidates:
     crossings: list[tuple[Value, ...]] = field(init=False)  # values that live across each block boundary
     _prices: dict[int, Prices] = field(default_factory=dict)
     _links: dict[tuple[int, int, int], Link] = field(default_factory=dict)
+    _stage_links: dict[tuple[int, int, int], Link] = field(default_factory=dict)
+    _work: dict[tuple[int, int, bool], float] = field(default_factory=dict)
+    _free: dict[int, float] = field(default_factory=dict)
+    _alike: list[tuple[tuple[fx.Node, bool], int]] = field(init=False)  # an op of each class, in a layer; how many
     _conversions: dict[tuple[TensorAxis, ...], ConversionPrices] = field(default_factory=dict)
     _offers: dict[tuple[int, ...], Offers] = field(default_factory=dict)
     _readers: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)  # blocks that read a parameter or buffer
@@ -92,6 +97,9 @@ class Candidates:
         self.crossings = [lives[end] for end in ends]
         self._block_costs = BlockCosts(self.analysis, self.device.kind)
         self._folded = fold_graph(self.analysis)
+        first, layers = self.analysis.first, self.analysis.layers
+        alike = Counter((first.get(node, node), bool(layers[at])) for node, at in self.analysis.block_of.items())
+        self._alike = list(alike.items())
         readers: dict[fx.Node, set[int]] = {}
         for node, index in self.analysis.block_of.items():
             for value in graphs.inputs(node):
@@ -139,15 +147,21 @@ class Candidates:
 
     def stage_link(self, config: Degrees, first: int, second: int) -> Link:
         """The slowest link between ranks of equal coordinates in two stages."""
-        pairs = zip(self.ranks(config, first), self.ranks(config, second), strict=True)
-        return _slowest([self.cluster.link(i, j) for i, j in pairs])
+        places, count = self.places(config), config.dp * config.tp
+        key = (places[first], places[second], count)
+        if key not in self._stage_links:
+            pairs = zip(self.ranks(config, first), self.ranks(config, second), strict=True)
+            self._stage_links[key] = _slowest([self.cluster.link(i, j) for i, j in pairs])
+        return self._stage_links[key]
 
     # -- prices ---------------------------------------------------------------------------------------------------
 
     def prices(self, config: Degrees) -> Prices:
         samples = self.samples(config)
         if samples not in self._prices:
-            self._prices[samples] = Prices(self.device, self.analysis.costs(self.device.kind), samples)
+            self._prices[samples] = Prices(
+                self.device, self.analysis.costs(self.device.kind), samples, self.analysis.first
+            )
         return self._prices[samples]
 
     def samples(self, config: Degrees) -> int:
@@ -178,25 +192,36 @@ class Candidates:
 
     def lower_bound(self, config: Degrees) -> float:
         """Seconds that a step takes at least: the work alone, shared perfectly where it is shared."""
-        prices, share, layers = self.prices(config), 1 / config.tp, self.analysis.layers
-        work = self.free_seconds(config)
-        for node, block in self.analysis.block_of.items():
-            if config.tp == 1:
-                forward, backward = prices.op_seconds(node)
-            else:
-                forward, backward = prices.shared_seconds(node, share, share)
-            work += forward + backward + (forward if config.recompute and layers[block] else 0.0)
-        floor = pipeline_floor(work, config)
+        prices = self.prices(config)
+        floor = pipeline_floor(self.free_seconds(config) + self.work_seconds(config), config)
         if config.pp > 1:
             return floor
         data = self.data_link(config)
         held = sum(value_bytes(Value(node)).at(1) for node in self._readers if node.meta.get("trainable")) / config.tp
         return floor + prices.optimizer_seconds(held) + bucketed_all_reduce_seconds(held, config.dp, data)
 
+    def work_seconds(self, config: Degrees) -> float:
+        """Seconds of one microbatch's ops, on tp ranks that share all FLOPs and bytes of each perfectly."""
+        key = (self.samples(config), config.tp, config.recompute)
+        if key not in self._work:
+            prices, share = self.prices(config), 1 / config.tp
+            work = 0.0
+            for (node, in_layer), count in self._alike:
+                if config.tp == 1:
+                    forward, backward = prices.op_seconds(node)
+                else:
+                    forward, backward = prices.shared_seconds(node, share, share)
+                work += count * (forward + backward + (forward if config.recompute and in_layer else 0.0))
+            self._work[key] = work
+        return self._work[key]
+
     def free_seconds(self, config: Degrees) -> float:
         """Seconds of one microbatch's free ops, which some stage has to compute at least once."""
-        prices = self.prices(config)
-        return sum(prices.op_seconds(node)[0] for node in self.analysis.free_block)
+        samples = self.samples(config)
+        if samples not in self._free:
+            prices = self.prices(config)
+            self._free[samples] = sum(prices.op_seconds(node)[0] for node in self.analysis.free_block)
+        return self._free[samples]
 
     def evaluate(self, config: Degrees) -> Evaluation[Answer]:
         """Strategies and stages of a candidate. Raises InfeasibleError when it does not fit in memory."""

@@ -27,11 +27,15 @@ _OPTIMIZER_PASSES = 8
 
 @dataclass(slots=True)
 class Prices:
-    """Prices on a device for microbatches of ``batch`` samples; ``costs`` are those of whole ops."""
+    """Prices on a device for microbatches of ``batch`` samples; ``costs`` are those of whole ops.
+
+    first: the first of all ops that cost the same, for those that are not it; each cost is found once.
+    """
 
     device: Device
     costs: Mapping[fx.Node, OpCost]
     batch: int
+    first: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
     _cache: dict[tuple[fx.Node, float, float], tuple[float, float]] = field(default_factory=dict)
     _sizes: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     _shaped: dict[tuple[fx.Node, tuple[int, ...], tuple[int, ...]], tuple[float, float]] = field(default_factory=dict)
@@ -57,6 +61,7 @@ class Prices:
 
         chosen: a strategy per tensor axis, of ``sizes`` ranks; none for the whole op.
         """
+        node = self.first.get(node, node)
         # by identity: strategies are made once per axis size and kept, and hashing them costs more than pricing
         key = (node, tuple(map(id, chosen)), tuple(sizes))
         if key not in self._shaped:
@@ -82,6 +87,7 @@ class Prices:
         """Forward and backward seconds of a share of the op's FLOPs and bytes, whatever the shapes: no more than
         :meth:`op_seconds`.
         """
+        node = self.first.get(node, node)
         key = (node, flops_share, bytes_share)
         if key not in self._cache:
             cost = self.costs.get(node)

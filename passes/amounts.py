@@ -85,10 +85,13 @@ def size(value: int | torch.SymInt) -> Amount:
 
 
 def product(sizes: Iterable[int | torch.SymInt]) -> Amount:
-    result = ONE
+    result, number = ONE, 1
     for item in sizes:
-        result = result * size(item)
-    return result
+        if isinstance(item, int):
+            number *= item
+        else:
+            result = result * size(item)
+    return result * number
 
 
 def numel(tensor: torch.Tensor) -> Amount:

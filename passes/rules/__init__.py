@@ -4,7 +4,15 @@ from autopart.passes.rules.book import RuleBook, flops, name_of
 from autopart.passes.rules.joint import joint_strategies
 from autopart.passes.rules.matching import factor_of, follow, is_differentiable
 from autopart.passes.rules.notation import Annotation, LocalForm, Message, Panels, Rule, RuleError
-from autopart.passes.rules.strategies import Strategy, called, compatible, local_forms, localized, strategies
+from autopart.passes.rules.strategies import (
+    Strategy,
+    bound_rules,
+    called,
+    compatible,
+    local_forms,
+    localized,
+    strategies,
+)
 from autopart.passes.rules.table import RULES, default_rules
 
 __all__ = [
@@ -17,6 +25,7 @@ __all__ = [
     "RuleBook",
     "RuleError",
     "Strategy",
+    "bound_rules",
     "called",
     "compatible",
     "default_rules",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,11 +91,11 @@ def _tensors(node: fx.Node) -> bool:
 class _Candidates:
     """Candidate sharded placements of every value, and the shardings of every op that they belong to."""
 
-    def __init__(self, graph: fx.Graph, parts: int, rules: RuleBook, batch: bool, others: Sequence[int]) -> None:
+    def __init__(self, rules: Mapping[fx.Node, Rule | None], parts: int, batch: bool, others: Sequence[int]) -> None:
         self.parts, self.batch = parts, batch
         subsets = (some for count in range(len(others) + 1) for some in itertools.combinations(others, count))
         self.coarser = tuple(dict.fromkeys(Extent(math.prod(some)) for some in subsets))
-        self.rules = {node: rules.rule(node) for node in graph.nodes if graphs.is_op(node)}
+        self.rules = rules
         self.placements: dict[Value, dict[Placement, None]] = {}
         self.shardings: dict[fx.Node, dict[Sharding, None]] = {node: {} for node in self.rules}
         self.readers: dict[Value, list[tuple[fx.Node, Dims]]] = {}
@@ -184,25 +184,40 @@ def _distinct(
     return tuple(kept.values())
 
 
+def bound_rules(graph: fx.Graph, rules: RuleBook = RULES) -> dict[fx.Node, Rule | None]:
+    """Every op's rule with the sizes of its operands; None where there is none. Raises RuleError as strategies do."""
+    return {node: rules.rule(node) for node in graph.nodes if graphs.is_op(node)}
+
+
 def strategies(
-    graph: fx.Graph, parts: int, rules: RuleBook = RULES, batch: bool = False, others: Sequence[int] = ()
+    graph: fx.Graph,
+    parts: int,
+    rules: RuleBook = RULES,
+    batch: bool = False,
+    others: Sequence[int] = (),
+    bound: Mapping[fx.Node, Rule | None] | None = None,
+    first: Mapping[fx.Node, fx.Node] | None = None,
 ) -> dict[fx.Node, tuple[Strategy, ...]]:
     """The strategies of every op, parameter, buffer and input on a mesh axis of ``parts`` ranks.
 
     ``batch``: consider only factors that hold the batch size, instead of only those that do not. ``others``: sizes of
-    the other tensor axes. Sizes, ``getitem`` and the output are not in the result. Raises RuleError where a rule does
-    not fit its op.
+    the other tensor axes. ``bound``: the ops' rules, where they are known (:func:`bound_rules`). ``first``: for an op
+    another one that equals it in all but the tensors it reads. Sizes, ``getitem`` and the output are not in the result.
+    Raises RuleError where a rule does not fit its op.
     """
-    candidates = _Candidates(graph, parts, rules, batch, others)
+    candidates = _Candidates(bound_rules(graph, rules) if bound is None else bound, parts, batch, others)
     candidates.propagate()
     result: dict[fx.Node, tuple[Strategy, ...]] = {}
+    made: dict[tuple[fx.Node, tuple[Sharding, ...]], tuple[Strategy, ...]] = {}
     for node in graph.nodes:
         if not _tensors(node):
             continue
         if graphs.is_op(node):
-            rule = candidates.rules[node]
-            found = _op_strategies(node, rule, candidates.shardings[node])
-            result[node] = _distinct(node, rule, parts, found, rules)
+            rule, shardings = candidates.rules[node], candidates.shardings[node]
+            key = (node if first is None else first.get(node, node), tuple(shardings))
+            if key not in made:
+                made[key] = _distinct(node, rule, parts, _op_strategies(node, rule, shardings), rules)
+            result[node] = made[key]
         else:
             result[node] = _source_strategies(node, candidates.placements.get(Value(node), ()))
     return result
