@@ -48,8 +48,8 @@ def families(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> tuple[
 
 
 def family(name: str, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> Family:
-    """One of them by name: gpt2, llama, bert, t5, vit, resnet, mixtral; gpt2-1 and llama-1 have one layer."""
-    short = {"gpt2-1": gpt2, "llama-1": llama}
+    """One of them by name: gpt2, llama, bert, t5, vit, resnet, mixtral; with -1 gpt2, llama, mixtral of one layer."""
+    short = {"gpt2-1": gpt2, "llama-1": llama, "mixtral-1": mixtral}
     if name in short:
         return replace(_seeded(short[name](dropout, dtype, layers=1)), name=name)
     return next(item for item in families(dropout, dtype) if item.name == name)
@@ -197,7 +197,7 @@ def resnet(dropout: float, dtype: torch.dtype) -> Family:
     return Family("resnet", build, lambda batch: _images(batch, 4 * IMAGE, dtype))
 
 
-def mixtral(dropout: float, dtype: torch.dtype) -> Family:
+def mixtral(dropout: float, dtype: torch.dtype, layers: int = 4) -> Family:
     """Four experts, two per token. Eagerly in float64 it runs under ``eager_in_float64`` only."""
 
     def build() -> nn.Module:
@@ -207,7 +207,7 @@ def mixtral(dropout: float, dtype: torch.dtype) -> Family:
             vocab_size=VOCAB,
             hidden_size=32,
             intermediate_size=64,
-            num_hidden_layers=4,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             num_local_experts=4,

@@ -112,7 +112,7 @@ def _constants() -> list[Case]:
 
 
 def _contractions() -> list[Case]:
-    ends = torch.tensor([2, 3, 8], dtype=torch.int32)
+    ends, late = (torch.tensor(rows, dtype=torch.int32) for rows in ([2, 3, 3, 8], [0, 0, 3, 6]))
     return [
         Case("aten.linear.default", (f(2, 4, 8), f(6, 8)), minimum=8),
         Case("aten.linear.default", (f(2, 4, 8), f(6, 8), f(6)), minimum=8),
@@ -157,7 +157,8 @@ def _contractions() -> list[Case]:
         Case("aten.conv_transpose2d.input", (f(2, 4, 5, 5), f(4, 2, 3, 3), None, [1, 1], [0, 0], [0, 0], 2), minimum=2),
         Case("aten.conv_transpose3d.input", (f(2, 4, 2, 2, 2), f(4, 6, 3, 3, 3))),
         *_attention(),
-        Case("transformers.grouped_mm_fallback.default", (f(8, 4), f(3, 4, 6), ends), minimum=6),
+        Case("transformers.grouped_mm_fallback.default", (f(8, 4), f(4, 4, 6), ends), minimum=7),
+        Case("transformers.grouped_mm_fallback.default", (f(6, 4), f(4, 4, 2), late), minimum=7),
     ]
 
 

@@ -143,10 +143,20 @@ def _attention(node: fx.Node) -> Annotation | None:
 
 
 def _grouped_product(node: fx.Node) -> Annotation | None:
-    """Tokens sorted by expert times their expert's matrix; ``offs`` says where each expert's tokens end."""
+    """Tokens sorted by expert times their expert's matrix; ``offs`` says where each expert's tokens end.
+
+    A rank with some of the experts computes their tokens' rows by a local form, which needs all of ``offs``.
+    """
     if operands(node) != 3 or (rank_of(node, 0), rank_of(node, 1)) != (2, 3):
         return None
-    return _product("^t k, ^e k n, ^e -> ^t n", "t k n")
+    found = _product("^t k, e k n, ^ends -> ^t n", "t k n")
+    # Of torch's op; the form computes in the operands' type.
+    same_type = argument(node, 4, "out_dtype") is None
+    return (
+        replace(found, forms={"e": LocalForm("own_experts_product")})
+        if same_type
+        else replace(found, text="^t k, ^e k n, ^ends -> ^t n")
+    )
 
 
 def table() -> dict[str, Entry]:

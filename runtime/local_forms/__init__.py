@@ -6,12 +6,14 @@ declared with the op's rule, and counted under the axis' name.
 """
 
 from autopart.runtime.local_forms.attention import query_sharded_attention
+from autopart.runtime.local_forms.experts import own_experts_product
 from autopart.runtime.local_forms.norms import partial_mean, sharded_group_norm, sharded_layer_norm, sharded_rms_norm
 from autopart.runtime.local_forms.softmax import sharded_log_softmax, sharded_logsumexp, sharded_softmax
 from autopart.runtime.local_forms.summa import summa_addmm, summa_linear, summa_matmul
 from autopart.runtime.local_forms.vocabulary import vocab_cross_entropy, vocab_embedding
 
 __all__ = [
+    "own_experts_product",
     "partial_mean",
     "query_sharded_attention",
     "sharded_group_norm",
