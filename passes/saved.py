@@ -16,6 +16,7 @@ from torch import fx
 
 from autopart.passes.amounts import ZERO, Amount, numel, product, stored_bytes, tensor_bytes, total
 from autopart.passes.graph import Value, inputs, is_op, is_tensor, outputs, value_of
+from autopart.passes.program import Role
 from autopart.passes.storage import argument, is_view, merges_leading_dims, op_name, storage_of
 
 _NOTHING = {
@@ -279,13 +280,15 @@ def _attention_inside(node: fx.Node, kind: str) -> Amount:
 def saved_values(nodes: Iterable[fx.Node], kind: str = "cuda", skip_placeholders: bool = True) -> list[Value]:
     """The distinct values in memory until the backward of ``nodes``: each owner of a kept view once, in order.
 
-    skip_placeholders: leave out parameters, buffers and inputs, which are in memory anyway.
+    skip_placeholders: leave out parameters, buffers and inputs, which are in memory anyway; what a stage receives from
+    another is in memory for its sake, and stays.
     """
     kept: dict[Value, None] = {}
     for node in nodes:
         for value in saved_tensors(node, kind):
             owner = storage_of(value)
-            if owner.node.op == "call_function" or not skip_placeholders:
+            stays = owner.node.op == "call_function" or owner.node.meta.get("role") is Role.RECEIVED
+            if stays or not skip_placeholders:
                 kept[owner] = None
     return list(kept)
 
