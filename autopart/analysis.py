@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -30,6 +31,7 @@ from autopart.passes.storage import op_name
 
 # Weights blocks by a nominal device, so that a model's blocks do not depend on the cluster: bytes cost as many FLOPs.
 _FLOPS_PER_BYTE = 100
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -230,18 +232,18 @@ def pattern_of(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path) + colon + op
 
 
-def fold(named: Mapping[str, str]) -> dict[str, str]:
+def fold(named: Mapping[str, _T]) -> dict[str, _T]:
     """Equal entries under one pattern, where everything that matches it is equal; the others by their own name."""
-    groups: dict[str, set[str]] = {}
+    groups: dict[str, set[_T]] = {}
     for name, value in named.items():
         groups.setdefault(pattern_of(name), set()).add(value)
-    folded: dict[str, str] = {}
+    folded: dict[str, _T] = {}
     for name, value in named.items():
         pattern = pattern_of(name)
         folded[pattern if len(groups[pattern]) == 1 else name] = value
     return folded
 
 
-def look_up(folded: Mapping[str, str], name: str) -> str | None:
+def look_up(folded: Mapping[str, _T], name: str) -> _T | None:
     """The entry for a name: its own, else its pattern's."""
     return folded.get(name, folded.get(pattern_of(name)))

@@ -71,10 +71,19 @@ class BlockCosts:
     kind: str
     _facts: dict[fx.Node, _OpFacts] = field(default_factory=dict)
     _bytes: dict[Value, Amount] = field(default_factory=dict)
+    _saved: set[fx.Node] = field(init=False)  # owners of memory that some op keeps for its backward
+    _read_in: dict[str, int] = field(init=False)  # by layer, how many parameters it reads
 
     def __post_init__(self) -> None:
         for node in [*self.analysis.block_of, *self.analysis.free_block]:
             self._facts[node] = self._gather(node)
+        self._saved = {item.owner.node for facts in self._facts.values() for item in facts.kept}
+        read: dict[str, set[fx.Node]] = {}
+        for node, block in self.analysis.block_of.items():
+            read.setdefault(self.analysis.layers[block], set()).update(
+                source for source in node.all_input_nodes if source.meta.get("role") is Role.PARAMETER
+            )
+        self._read_in = {layer: len(found) for layer, found in read.items()}
 
     def size(self, value: Value) -> Amount:
         if value not in self._bytes:
@@ -98,6 +107,19 @@ class BlockCosts:
             tuple(kept),
             saved_inside(node, self.kind),
         )
+
+    def gathering(self, node: fx.Node, recompute: bool) -> tuple[bool, float]:
+        """Of a parameter that is gathered at use: whether the backward needs it again, and its part of a message.
+
+        A layer's parameters share one message, which comes again as a whole.
+        """
+        layers = {
+            self.analysis.layers[self.analysis.block_of[user]] for user in node.users if user in self.analysis.block_of
+        }
+        layer = next(iter(layers), "") if len(layers) == 1 else ""
+        if not layer:
+            return node in self._saved, 1.0
+        return True, 1.0 / self._read_in[layer]
 
     def kept_bytes(self, node: fx.Node, chosen: Chosen, sizes: Sequence[int], batch: int) -> float:
         """Bytes that one op by itself keeps for its backward on one rank."""

@@ -21,6 +21,7 @@ from autopart.cluster import Cluster
 from autopart.conversion_prices import ConversionPrices, TensorAxis
 from autopart.cost.communication import bucketed_all_reduce_seconds, send_seconds
 from autopart.cost.devices import Device, Link
+from autopart.data_prices import TRANSIENT_COPIES, held_bytes
 from autopart.folding import FoldedGraph, fold_graph
 from autopart.offers import Offers
 from autopart.passes import graph as graphs
@@ -28,6 +29,7 @@ from autopart.passes.amounts import value_bytes
 from autopart.passes.annotate import ParameterBytes, parameter_bytes
 from autopart.passes.blocks import crossing
 from autopart.passes.conversion import Axes
+from autopart.passes.data_axis import LEVELS
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
 from autopart.pins import Pins
@@ -73,6 +75,7 @@ class Candidates:
     time_limit_s: float = 60.0
     warmup: int | tuple[int, ...] | None = None  # of 1F1B: for all stages, or the depth of deeper_warmup
     pins: Pins | None = None
+    zero: int | None = 0  # the level of all parameters; None: 0 where that fits, else chosen for each
     device: Device = field(init=False)
     crossings: list[tuple[Value, ...]] = field(init=False)  # values that live across each block boundary
     _prices: dict[int, Prices] = field(default_factory=dict)
@@ -184,11 +187,26 @@ class Candidates:
         return Setting(self.prices(config), conversions, offers, config.dp, self.data_link(config), config.microbatches)
 
     def choose(self, config: Degrees, memory_limit: float | None = None) -> TensorChoice:
-        """The fastest strategies; under a limit, those whose bytes over all stages stay below it."""
-        setting = self.setting(config)
+        """The fastest strategies; under a limit, those whose bytes over all stages stay below it.
+
+        Parameters are divided over replicas only under a limit, unless a level is given.
+        """
+        levels = LEVELS if self._divides(config) and memory_limit is not None else (self.zero or 0,)
         return choose(
-            self.analysis, self._folded, setting, self._block_costs, self.optimizer, memory_limit, self.time_limit_s
+            self.analysis,
+            self._folded,
+            self.setting(config),
+            self._block_costs,
+            self.optimizer,
+            memory_limit,
+            self.time_limit_s,
+            levels,
+            bool(config.recompute),
         )
+
+    def _divides(self, config: Degrees) -> bool:
+        """Whether parameters may be divided over replicas where they do not fit; 2BW keeps versions of whole ones."""
+        return self.zero is None and config.dp > 1 and config.schedule != "2bw"
 
     def lower_bound(self, config: Degrees) -> float:
         """Seconds that a step takes at least: the work alone, shared perfectly where it is shared."""
@@ -198,7 +216,8 @@ class Candidates:
             return floor
         data = self.data_link(config)
         held = sum(value_bytes(Value(node)).at(1) for node in self._readers if node.meta.get("trainable")) / config.tp
-        return floor + prices.optimizer_seconds(held) + bucketed_all_reduce_seconds(held, config.dp, data)
+        updated = held if self.zero == 0 else held / config.dp
+        return floor + prices.optimizer_seconds(updated) + bucketed_all_reduce_seconds(held, config.dp, data)
 
     def work_seconds(self, config: Degrees) -> float:
         """Seconds of one microbatch's ops, on tp ranks that share all FLOPs and bytes of each perfectly."""
@@ -239,7 +258,11 @@ class Candidates:
                 cut = stage_solver.solve(problem, self.time_limit_s)
                 break
             except InfeasibleError as error:
-                if choice.solution is None or error.excess_bytes is None or attempt == _TIGHTENINGS:
+                if (
+                    (choice.solution is None and not self._divides(config))
+                    or error.excess_bytes is None
+                    or attempt == _TIGHTENINGS
+                ):
                     raise
                 # Other strategies may hold less: take the missing bytes off what these hold together.
                 try:
@@ -249,6 +272,8 @@ class Candidates:
                 problem = self.problem(config, choice)
         if choice.solution is None:
             floor = cut.lower_bound_s if config.schedule in _WHOLE else pipeline_floor(free, config)
+            if choice.levels and self.zero is None:
+                floor = self.lower_bound(config)
         seconds = self._step_seconds(problem, cut, config)
         return Evaluation(Answer(config, choice, problem, cut), seconds, min(floor, seconds))
 
@@ -306,7 +331,8 @@ class Candidates:
         costs = self._block_costs.costs(setting.prices, choice.strategies, choice.storage, setting.conversions)
         if config.recompute:
             self._recompute(costs, config, choice)
-        private, tied = self._parameters(config, choice.storage, setting)
+        self._add_exchanges(costs, config, choice)
+        private, tied = self._parameters(config, choice, setting)
         blocks = [
             Block(
                 f"block {index}, {self.analysis.keys[self.analysis.blocks[index].nodes[0]]}",
@@ -348,6 +374,38 @@ class Candidates:
             cost.transient_bytes += whole[layer]
             cost.backward_s += cost.forward_s
 
+    def data_seconds(self, config: Degrees, choice: TensorChoice, node: fx.Node) -> tuple[float, float]:
+        """Forward and backward seconds of one microbatch in which replicas exchange a divided parameter."""
+        if not choice.levels:
+            return 0.0, 0.0
+        setting, info = self.setting(config), self.analysis.program.tensors[node.meta["name"]]
+        placements = choice.storage.get(info.name, (REPLICATE,) * len(setting.axes))
+        size = value_bytes(Value(node)).at(1) * share_of(placements, setting.sizes)
+        gathered = self._block_costs.gathering(node, bool(config.recompute))
+        return setting.data.microbatch_seconds(size, choice.levels.get(info.name, 0), info.trainable, *gathered)
+
+    def _add_exchanges(self, costs: Sequence[BlockCost], config: Degrees, choice: TensorChoice) -> None:
+        """What divided parameters add to the blocks that read them: exchanges, and whole weights for a while."""
+        if not choice.levels:
+            return
+        sizes = self.setting(config).sizes
+        layers = self.analysis.layers
+        whole: dict[str, float] = {}  # by layer, or by block outside of layers
+        owners = [layer or f"block {index}" for index, layer in enumerate(layers)]
+        for node, found in self._readers.items():
+            level = choice.levels.get(node.meta["name"], 0)
+            there, back = self.data_seconds(config, choice, node)
+            for index in found:
+                costs[index].forward_s += there
+                costs[index].backward_s += back
+            if level == 3:
+                placements = choice.storage.get(node.meta["name"], (REPLICATE,) * len(sizes))
+                size = value_bytes(Value(node)).at(1) * share_of(placements, sizes)
+                for owner in {owners[index] for index in found}:
+                    whole[owner] = whole.get(owner, 0.0) + size
+        for owner, cost in zip(owners, costs, strict=True):
+            cost.transient_bytes += TRANSIENT_COPIES * whole.get(owner, 0.0)
+
     def _cut(self, config: Degrees, choice: TensorChoice, position: int) -> Cut:
         if config.pp == 1:
             return Cut()
@@ -367,13 +425,14 @@ class Candidates:
         return size * share_of([item.outputs[value.index] for item in chosen], config.axes)
 
     def _parameters(
-        self, config: Degrees, storage: Mapping[str, Placements], setting: Setting
+        self, config: Degrees, choice: TensorChoice, setting: Setting
     ) -> tuple[list[tuple[float, float]], list[TiedGroup]]:
         """Per block the bytes of its own parameters and the seconds of their step end; parameters of several blocks."""
         private = [[0.0, 0.0] for _ in self.analysis.blocks]
         tied: list[TiedGroup] = []
         for node, found in self._readers.items():
-            amounts, seconds = self.parameter(node, storage, setting)
+            level = choice.levels.get(node.meta["name"], 0)
+            amounts, seconds = self.parameter(node, choice.storage, setting, level)
             if len(found) == 1:
                 (index,) = found
                 private[index][0] += amounts.total
@@ -390,7 +449,7 @@ class Candidates:
         return [(size, seconds) for size, seconds in private], tied
 
     def parameter(
-        self, node: fx.Node, storage: Mapping[str, Placements], setting: Setting
+        self, node: fx.Node, storage: Mapping[str, Placements], setting: Setting, level: int = 0
     ) -> tuple[ParameterBytes, float]:
         """What one rank holds for a parameter, and seconds of its step end: gradient sums and the optimizer."""
         info = self.analysis.program.tensors[node.meta["name"]]
@@ -400,7 +459,8 @@ class Candidates:
         held = ParameterBytes(
             round(whole.weight * share), round(whole.gradient * share), round(whole.optimizer * share)
         )
-        return held, setting.step_end_seconds(whole.weight, placements) if info.trainable else 0.0
+        seconds = setting.step_end_seconds(whole.weight, placements, level) if info.trainable else 0.0
+        return held_bytes(held, level, setting.dp), seconds
 
 
 def pipeline_floor(work: float, config: Degrees) -> float:

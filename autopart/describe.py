@@ -11,21 +11,24 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from autopart.analysis import fold
 from autopart.candidates import TENSOR_AXIS, Answer, Candidates
 from autopart.cost.communication import send_seconds
+from autopart.exchanges import exchanges
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
 from autopart.passes.conversion import Axes
+from autopart.passes.data_axis import DataCut, cut_parameters
 from autopart.passes.graph import Value
 from autopart.passes.partition import StageGraph
 from autopart.passes.program import Program, Role
-from autopart.passes.shard import collective_counts, value_placements
+from autopart.passes.shard import value_placements
 from autopart.plan import Plan, StagePlan, Transfers
 from autopart.predict import simulate_plan
 from autopart.prices import Chosen, share_of
 from autopart.realize import Realization, build, storage_names, strategy_names
 from autopart.solver.search import Degrees
-from autopart.tensor_choice import Setting
+from autopart.tensor_choice import Setting, TensorChoice
 
 
 def describe(candidates: Candidates, answer: Answer) -> Plan:
@@ -33,11 +36,14 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
     analysis, config, choice = candidates.analysis, answer.config, answer.choice
     axes, problem = candidates.axes(config), answer.problem
     boundaries = problem.boundaries(answer.cut.way)
-    found = build(analysis, boundaries, axes, choice.strategies, choice.storage)
+    cuts = cut_parameters(analysis.program.tensors, choice.storage, axes, config.dp, choice.levels)
+    found = build(analysis, boundaries, axes, choice.strategies, choice.storage, cuts)
+    places = candidates.places(config)
+    exchanged = exchanges(analysis, found, config.dp, candidates.samples(config), config.recompute, places)
     stages = []
     for index, (stage, graph) in enumerate(zip(found.stages, found.local, strict=True)):
         first, last = boundaries[index], boundaries[index + 1]
-        forward, backward = _Clock(candidates, config, stage, graph, choice.strategies).seconds()
+        forward, backward = _Clock(candidates, config, stage, graph, choice).seconds()
         stages.append(
             StagePlan(
                 devices=candidates.ranks(config, index),
@@ -50,9 +56,10 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
                 weight_s=backward * candidates.weight_share(config, range(first, last)),
                 memory_bytes=round(problem.stage_bytes(index, answer.cut.way[index])),
                 capacity_bytes=candidates.capacity(config, index),
-                parameters=_held(graph, axes),
-                collectives=_collectives(graph, axes, candidates.samples(config)),
+                parameters=_held(graph, axes, found.cuts, config.dp),
+                collectives=exchanged[index].microbatch,
                 step_end_s=problem.step_end_seconds(answer.cut.way[index]),
+                step_collectives=exchanged[index].step,
             )
         )
     program = analysis.program
@@ -68,6 +75,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
         recompute="full" if config.recompute else "none",
         strategies=strategy_names(analysis, choice.strategies),
         storage=storage_names(choice.storage),
+        zero=fold(choice.levels),
         tokens=_tokens(program, candidates.batch),
         flops=_flops(candidates),
         notes=(*program.notes, *analysis.split.notes, *([analysis.split.flaw] if analysis.split.flaw else [])),
@@ -86,7 +94,7 @@ class _Clock:
     config: Degrees
     stage: StageGraph
     graph: fx.Graph
-    strategies: Mapping[fx.Node, Chosen]
+    choice: TensorChoice
 
     def seconds(self) -> tuple[float, float]:
         """Forward and backward of one microbatch."""
@@ -97,6 +105,10 @@ class _Clock:
         numbers = {name: index for index, name in enumerate(sizes)}
         origins = self._origins()
         forward = backward = 0.0
+        for node in self.stage.graph.nodes:
+            if node.op == "placeholder" and node.meta["role"] is Role.PARAMETER:
+                one, two = candidates.data_seconds(config, self.choice, self.stage.origin[node])
+                forward, backward = forward + one, backward + two
         for node in self.graph.nodes:
             if "transition" in node.meta:
                 axis, step = node.meta["transition"]
@@ -124,7 +136,7 @@ class _Clock:
         return {local: self.stage.origin[node] for node, local in zip(before, kept, strict=True)}
 
     def _op(self, node: fx.Node, origin: fx.Node, setting: Setting) -> tuple[float, float]:
-        chosen = self.strategies.get(origin) if node.meta.get("strategies") else None
+        chosen = self.choice.strategies.get(origin) if node.meta.get("strategies") else None
         if chosen is None:
             return setting.prices.op_seconds(origin)
         forward, backward = setting.prices.op_seconds(origin, chosen, setting.sizes)
@@ -159,24 +171,16 @@ def _transfers(
     return tuple(transfers)
 
 
-def _held(graph: fx.Graph, axes: Axes) -> int:
-    """Numbers in the parameters that one rank of a stage holds."""
+def _held(graph: fx.Graph, axes: Axes, cuts: Mapping[str, DataCut], replicas: int) -> int:
+    """Numbers in the parameters that one rank of a stage holds between its steps."""
     total = 0
     for node in graph.nodes:
         if node.op == "placeholder" and node.meta["role"] is Role.PARAMETER:
-            total += round(node.meta["val"].numel() * share_of(node.meta["placements"], [parts for _, parts in axes]))
+            cut = cuts.get(node.meta["name"])
+            whole = replicas if cut is not None and cut.level == 3 else 1
+            share = share_of(node.meta["placements"], [parts for _, parts in axes])
+            total += round(node.meta["val"].numel() * share) // whole
     return total
-
-
-def _collectives(graph: fx.Graph, axes: Axes, samples: int) -> dict[str, dict[str, int]]:
-    """Calls and bytes of one microbatch by operation, forward and backward together."""
-    totals: dict[str, dict[str, int]] = {}
-    for operations in collective_counts(graph, axes, samples).values():
-        for operation, (calls, size) in operations.items():
-            entry = totals.setdefault(operation, {"calls": 0, "bytes": 0})
-            entry["calls"] += calls
-            entry["bytes"] += size
-    return totals
 
 
 def _flops(candidates: Candidates) -> float:

@@ -43,6 +43,7 @@ class StagePlan:
     ``{"all_reduce": {"calls": 4, "bytes": 8388608}}``. shares: of each microbatch, the part of every replica, such as
     [3, 1] where one device is faster; empty: equal parts. strategies, storage: this stage's own, where its tensor axes
     are not those of other stages; empty: the plan's.
+    step_collectives: of a step for the parameters, such as sums of gradients.
     """
 
     devices: tuple[int, ...]
@@ -61,6 +62,7 @@ class StagePlan:
     shares: tuple[int, ...] = ()
     strategies: Mapping[str, str] = field(default_factory=dict, hash=False)
     storage: Mapping[str, str] = field(default_factory=dict, hash=False)
+    step_collectives: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.mesh]
@@ -109,7 +111,8 @@ class Plan:
     batch: samples of a step over all replicas. dtype: of most parameters. strategies: by op pattern
     (``h.*.mlp.c_fc:addmm``, ``*`` for a layer's index) the strategy's name; what is not listed is replicated ("R").
     storage: by parameter pattern how it is stored, one Placement per tensor axis joined with a comma; not listed: as
-    it is used.
+    it is used. zero: by parameter pattern what its replicas divide between them: 1 the optimizer's state, 2 gradients
+    too, 3 weights too; not listed: 0, nothing.
     warmup: forwards of each stage before its first backward's pair under 1f1b (runtime.schedule.one_f_one_b); empty:
     the least. transfers: (source stage, target stage, seconds of one microbatch's values, seconds of their gradients or
     null where none go back). tied_s: seconds of summing gradients over stages, once per step.
@@ -130,6 +133,7 @@ class Plan:
     recompute: str = "none"
     strategies: Mapping[str, str] = field(default_factory=dict, hash=False)
     storage: Mapping[str, str] = field(default_factory=dict, hash=False)
+    zero: Mapping[str, int] = field(default_factory=dict, hash=False)
     step_time_s: float = 0.0
     bound_s: float = 0.0
     gap: float = 0.0
@@ -190,6 +194,8 @@ class Plan:
         for name in ("step_time_s", "bound_s", "gap", "solve_s", "total_s", "tokens", "flops", "tied_s"):
             value = getattr(self, name)
             _require(value >= 0 and math.isfinite(value), f"{name}: expected a number of at least 0, found {value}")
+        for pattern, level in self.zero.items():
+            _require(level in (0, 1, 2, 3), f"zero[{pattern!r}]: one of 0, 1, 2, 3, found {level}")
         for pattern, text in self.storage.items():
             for item in text.split(","):
                 try:
@@ -268,6 +274,7 @@ class Plan:
                     "capacity_bytes": stage.capacity_bytes,
                     "parameters": stage.parameters,
                     "collectives": {kind: dict(count) for kind, count in stage.collectives.items()},
+                    "step_collectives": {kind: dict(count) for kind, count in stage.step_collectives.items()},
                 }
                 for stage in self.stages
             ],
@@ -423,6 +430,10 @@ _CHECKS: dict[str, tuple[str, Any]] = {
     "Mapping[str, str]": (
         "an object of strings",
         lambda value: isinstance(value, dict) and all(isinstance(item, str) for item in value.values()),
+    ),
+    "Mapping[str, int]": (
+        "an object of whole numbers",
+        lambda value: isinstance(value, dict) and all(map(_is_int, value.values())),
     ),
     "Mapping[str, Mapping[str, int]]": ('an object such as {"all_reduce": {"calls": 4, "bytes": 64}}', _is_collectives),
 }

@@ -17,6 +17,7 @@ from autopart.analysis import Analysis, analyze
 from autopart.candidates import Candidates
 from autopart.cluster import Cluster
 from autopart.describe import describe
+from autopart.passes.data_axis import LEVELS
 from autopart.passes.program import Program
 from autopart.passes.rules import RULES, RuleBook
 from autopart.pins import read_pins
@@ -44,6 +45,7 @@ def make_plan(
     recompute: str = "auto",
     together: Sequence[Sequence[str]] | None = None,
     pins: Mapping[str, int] | None = None,
+    zero: int | None = None,
     optimizer: str = "adamw",
     dropout: str = "torch",
     time_limit_s: float = 60.0,
@@ -60,6 +62,8 @@ def make_plan(
     together: groups of patterns of module paths, [["encoder.*", "embed"]]: these modules on one stage. pins: pattern
     -> stage, {"decoder.layers.3": 2}; see :mod:`autopart.pins`.
     dropout: "torch", or "invariant", whose masks are the same under every plan and in one process.
+    zero: what replicas divide between them of every parameter that can be: 0 nothing, 1 the optimizer's state, 2
+    gradients too, 3 weights too; None: nothing where it fits, else chosen for each parameter.
     time_limit_s: for each solver call. rules: what ops allow (``RULES.extended({...})`` adds a user's own); an
     ``analysis`` that is given has its own. Raises InfeasibleError when nothing fits in memory, BatchError when the
     model's batch may not be split that way, PlanError for contradicting limits.
@@ -71,6 +75,10 @@ def make_plan(
         raise PlanError(f"recompute is one of {', '.join(RECOMPUTE)}, not {recompute!r}")
     if dropout not in DROPOUT:
         raise PlanError(f"dropout is one of {', '.join(DROPOUT)}, not {dropout!r}")
+    if zero not in (None, *LEVELS):
+        raise PlanError(f"zero is one of {', '.join(map(str, LEVELS))} or None (chosen), not {zero!r}")
+    if zero and schedule == "2bw":
+        raise PlanError("the schedule 2bw keeps two versions of whole weights; leave zero out, or use 2bw-flush")
     if analysis.split.flaw:
         if (dp or 1) > 1 or (microbatches or 1) > 1:
             raise BatchError(
@@ -88,7 +96,7 @@ def make_plan(
     pinned = read_pins(analysis, together or (), pins)
     if pp is not None and pp > len(analysis.blocks):
         raise PlanError(f"pp={pp} stages need as many blocks, {program.name} has {len(analysis.blocks)}; lower pp")
-    candidates = Candidates(analysis, cluster, batch, optimizer, time_limit_s, warmup, pinned)
+    candidates = Candidates(analysis, cluster, batch, optimizer, time_limit_s, warmup, pinned, zero)
     configs = degrees(
         cluster.device_count,
         batch,

@@ -11,6 +11,7 @@ from torch import fx
 from autopart.analysis import Analysis, analyze, fold, look_up, pattern_of
 from autopart.passes import graph as graphs
 from autopart.passes.conversion import Axes
+from autopart.passes.data_axis import DataCut, cut_parameters, data_dim
 from autopart.passes.emit.program import Emitted, Layout, StageMesh, emit_program
 from autopart.passes.partition import Crossing, StageGraph, partition
 from autopart.passes.program import Program, Role
@@ -32,6 +33,7 @@ class Realization:
     crossings: list[Crossing]
     storage: dict[str, Placements]
     axes: Axes
+    cuts: dict[str, DataCut]
 
 
 def build(
@@ -40,12 +42,13 @@ def build(
     axes: Axes,
     strategies: Mapping[fx.Node, tuple[Strategy, ...]],
     storage: Mapping[str, Placements],
+    cuts: Mapping[str, DataCut] | None = None,
 ) -> Realization:
-    """Splits the graph at block boundaries and shards every stage alike."""
+    """Splits the graph at block boundaries and shards every stage. cuts: of parameters, over the data axis."""
     stages, crossings = partition(analysis.program, analysis.graph, analysis.free, analysis.blocks, boundaries)
     wanted = analysis.whole_outputs
     local = [shard_stage(stage, axes, strategies, storage, analysis.rules, wanted) for stage in stages]
-    return Realization(stages, local, crossings, dict(storage), axes)
+    return Realization(stages, local, crossings, dict(storage), axes, dict(cuts or {}))
 
 
 def build_unlike(analysis: Analysis, boundaries: Sequence[int], settings: Sequence[StageSetting]) -> Realization:
@@ -58,7 +61,7 @@ def build_unlike(analysis: Analysis, boundaries: Sequence[int], settings: Sequen
         )
         for stage, own in zip(stages, settings, strict=True)
     ]
-    return Realization(stages, local, crossings, dict(settings[0].storage), settings[0].axes)
+    return Realization(stages, local, crossings, dict(settings[0].storage), settings[0].axes, {})
 
 
 def settings_of(analysis: Analysis, plan: Plan) -> list[StageSetting]:
@@ -191,6 +194,25 @@ def read_storage(
     return storage
 
 
+def read_zero(analysis: Analysis, plan: Plan, axes: Axes, storage: Mapping[str, Placements]) -> dict[str, DataCut]:
+    """What replicas divide between them. Raises PlanError for what the model lacks or what cannot be divided."""
+    tensors = {info.name: info for info in analysis.program.parameters}
+    patterns = {pattern_of(name) for name in tensors}
+    for name in plan.zero:
+        if name not in tensors and name not in patterns:
+            raise PlanError(f"zero[{name!r}]: the model has no such parameter")
+    levels = {name: look_up(plan.zero, name) or 0 for name in tensors}
+    if plan.schedule == "2bw" and any(levels.values()):
+        raise PlanError("zero: the schedule 2bw keeps two versions of whole weights; leave zero out, or use 2bw-flush")
+    for name, level in levels.items():
+        info = tensors[name]
+        if level and data_dim(info, storage.get(name, ()), axes, plan.dp) is None:
+            raise PlanError(
+                f"zero[{name!r}]: no dim of its share of {list(info.shape)} divides by {plan.dp} replicas; leave it out"
+            )
+    return cut_parameters(tensors, storage, axes, plan.dp, levels)
+
+
 def _text(placements: Placements) -> str:
     return ",".join(map(str, placements))
 
@@ -212,30 +234,41 @@ def check_plan(program: Program, analysis: Analysis, plan: Plan) -> None:
         )
 
 
+def realized(analysis: Analysis, plan: Plan) -> Realization:
+    """The graphs of a plan. Raises as :func:`realize` does."""
+    check_plan(analysis.program, analysis, plan)
+    settings = settings_of(analysis, plan)
+    own = settings[0]
+    boundaries = [stage.blocks[0] for stage in plan.stages] + [plan.stages[-1].blocks[1]]
+    if not plan.is_uniform:
+        if any(plan.zero.values()):
+            raise PlanError(
+                "zero: stages with unlike meshes hold whole parameters; leave zero out, or make meshes equal"
+            )
+        return build_unlike(analysis, boundaries, settings)
+    cuts = read_zero(analysis, plan, own.axes, own.storage)
+    return build(analysis, boundaries, own.axes, own.strategies, own.storage, cuts)
+
+
 def realize(program: Program, plan: Plan, analysis: Analysis | None = None, rules: RuleBook = RULES) -> Emitted:
     """The program of a plan, as sources and a manifest. rules: those that the plan was made with.
 
     Raises PlanError when the plan does not belong to the program, BatchError when it splits a batch that may not be.
     """
     analysis = analysis or analyze(program, rules)
-    check_plan(program, analysis, plan)
+    found = realized(analysis, plan)
     settings = settings_of(analysis, plan)
-    own = settings[0]
-    boundaries = [stage.blocks[0] for stage in plan.stages] + [plan.stages[-1].blocks[1]]
-    if plan.is_uniform:
-        found = build(analysis, boundaries, own.axes, own.strategies, own.storage)
-    else:
-        found = build_unlike(analysis, boundaries, settings)
     order = {device: rank for rank, device in enumerate(sorted({d for stage in plan.stages for d in stage.devices}))}
     layout = Layout(
         devices=tuple(tuple(order[device] for device in stage.devices) for stage in plan.stages),
-        dp=own.dp,
-        axes=own.axes,
+        dp=settings[0].dp,
+        axes=found.axes,
         schedule=plan.schedule,
         warmup=plan.warmup,
         microbatches=plan.microbatches,
         recompute=plan.recompute == "full",
         invariant_dropout=plan.dropout == "invariant",
+        cuts=found.cuts,
         headings=tuple(_heading(program, plan, index) for index in range(len(plan.stages))),
         unlike=()
         if plan.is_uniform

@@ -21,9 +21,11 @@ from autopart.block_costs import BlockCosts
 from autopart.conversion_prices import ConversionPrices, TensorAxis
 from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.cost.devices import Link
+from autopart.data_prices import DataPrices, held_bytes, offered_levels
 from autopart.folding import FoldedGraph, FoldedValue, is_stored
 from autopart.offers import Offers
 from autopart.passes.annotate import parameter_bytes
+from autopart.passes.conversion import Axes
 from autopart.passes.graph import Value
 from autopart.passes.rules import is_differentiable
 from autopart.prices import Chosen, Prices, share_of
@@ -39,7 +41,8 @@ _GAPS = (0.0, 0.005)
 class TensorChoice:
     """Strategies for every op of the graph, one per axis, storage of parameters and buffers, and the solver's account.
 
-    storage: by name; one placement per tensor axis. solution: None when there is one rank and nothing to choose.
+    storage: by name; one placement per tensor axis. levels: of ZeRO by name, those above 0. solution: None without
+    tensor axes.
     work_bound_s: no strategies make the ops and conversions of one microbatch take less, parameters left aside.
     memory_bytes: what the strategies hold over all stages, one microbatch in flight (each op's kept tensors by itself).
     """
@@ -49,6 +52,7 @@ class TensorChoice:
     solution: TensorSolution | None
     work_bound_s: float = 0.0
     memory_bytes: float = 0.0
+    levels: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +77,21 @@ class Setting:
     def sizes(self) -> tuple[int, ...]:
         return tuple(axis.parts for axis in self.axes)
 
-    def step_end_seconds(self, whole_bytes: float, placements: Placements) -> float:
+    @property
+    def named_sizes(self) -> Axes:
+        return tuple((axis.name, axis.parts) for axis in self.axes)
+
+    @property
+    def data(self) -> DataPrices:
+        return DataPrices(self.prices, self.data_link, self.dp)
+
+    def step_end_seconds(self, whole_bytes: float, placements: Placements, level: int = 0) -> float:
         """Seconds of a trained parameter's step end: sums of its gradient over replicas and axes, the optimizer."""
         held = whole_bytes * share_of(placements, self.sizes)
-        seconds = self.prices.optimizer_seconds(held)
-        seconds += bucketed_all_reduce_seconds(held, self.dp, self.data_link)
+        seconds = self.data.step_end_seconds(held, level)
         for placement, axis in zip(placements, self.axes, strict=True):
             if placement == BROADCAST:
-                seconds += bucketed_all_reduce_seconds(held, axis.parts, axis.link)
+                seconds += bucketed_all_reduce_seconds(held / self.dp if level else held, axis.parts, axis.link)
         return seconds
 
 
@@ -92,14 +103,19 @@ def choose(
     optimizer: str = "adamw",
     memory_limit: float | None = None,
     time_limit_s: float = 60.0,
+    levels: Sequence[int] = (0,),
+    recompute: bool = False,
 ) -> TensorChoice:
     """The strategies with the least time per microbatch.
 
-    memory_limit: for TensorChoice.memory_bytes. Raises InfeasibleError when no strategies hold that little.
+    memory_limit: for TensorChoice.memory_bytes. levels: of ZeRO, among which parameters choose (those that cannot be
+    divided stay at 0). recompute: layers run their forward again. Raises InfeasibleError when no strategies hold that
+    little.
     """
-    if not setting.axes:
-        return TensorChoice({}, {}, None)
-    return _Builder(analysis, folded, setting, block_costs, optimizer).solve(memory_limit, time_limit_s)
+    builder = _Builder(analysis, folded, setting, block_costs, optimizer, levels, recompute)
+    if not setting.axes and len(levels) == 1:
+        return builder.unsharded(levels[0])
+    return builder.solve(memory_limit, time_limit_s)
 
 
 @dataclass(slots=True)
@@ -109,25 +125,46 @@ class _Builder:
     setting: Setting
     block_costs: BlockCosts
     optimizer: str
+    levels: Sequence[int]
+    recompute: bool
     ids: dict[Placements, int] = field(default_factory=dict)
+
+    def offered(self, node: fx.Node) -> Sequence[Chosen]:
+        """The strategies of an op, or ways to store a parameter, one per axis."""
+        return self.setting.offers.of(node) if self.setting.axes else ((),)
 
     def id_of(self, placements: Placements) -> int:
         return self.ids.setdefault(placements, len(self.ids))
 
     # -- choices --------------------------------------------------------------------------------------------------
 
-    def stored(self, node: fx.Node, chosen: Chosen, count: int) -> Choice:
-        """A way to store a parameter: its step end per microbatch, and what it holds."""
-        placements = tuple(strategy.outputs[0] for strategy in chosen)
+    def ways(self, node: fx.Node) -> list[tuple[Chosen, int]]:
+        """What is chosen for an op, or for a parameter together with its level of ZeRO."""
+        if not is_stored(node):
+            return [(chosen, 0) for chosen in self.offered(node)]
         info = self.analysis.program.tensors[node.meta["name"]]
-        memory = parameter_bytes(info.shape, info.dtype, self.optimizer, info.trainable).total
+        return [
+            (chosen, level)
+            for chosen in self.offered(node)
+            for level in offered_levels(info, stored_as(chosen), self.setting.named_sizes, self.setting.dp, self.levels)
+        ]
+
+    def stored(self, node: fx.Node, chosen: Chosen, level: int, count: int) -> Choice:
+        """A way to store a parameter: its step end per microbatch, what it exchanges in each, and what it holds."""
+        placements, setting = stored_as(chosen), self.setting
+        info = self.analysis.program.tensors[node.meta["name"]]
+        held = held_bytes(parameter_bytes(info.shape, info.dtype, self.optimizer, info.trainable), level, setting.dp)
         whole = self.block_costs.size(Value(node)).at(1)
-        seconds = self.setting.step_end_seconds(whole, placements) if info.trainable else 0.0
+        seconds = setting.step_end_seconds(whole, placements, level) if info.trainable else 0.0
+        gathered = self.block_costs.gathering(node, self.recompute)
+        exchanged = setting.data.microbatch_seconds(
+            whole * share_of(placements, setting.sizes), level, info.trainable, *gathered
+        )
         return Choice(
-            name_of(chosen),
-            seconds / self.setting.microbatches * count,
+            name_of(chosen) + (f" zero{level}" if level else ""),
+            (seconds / setting.microbatches + sum(exchanged)) * count,
             (self.id_of(placements),),
-            memory=memory * share_of(placements, self.setting.sizes) * count,
+            memory=held.total * share_of(placements, setting.sizes) * count,
         )
 
     def run(self, node: fx.Node, chosen: Chosen, count: int) -> Choice:
@@ -144,9 +181,10 @@ class _Builder:
         )
 
     def op(self, nodes: Sequence[fx.Node]) -> Op:
-        node = nodes[0]
-        way = self.stored if is_stored(node) else self.run
-        return Op(node.name, tuple(way(node, chosen, len(nodes)) for chosen in self.setting.offers.of(node)))
+        node, count = nodes[0], len(nodes)
+        if is_stored(node):
+            return Op(node.name, tuple(self.stored(node, chosen, level, count) for chosen, level in self.ways(node)))
+        return Op(node.name, tuple(self.run(node, chosen, count) for chosen, _ in self.ways(node)))
 
     # -- edges ----------------------------------------------------------------------------------------------------
 
@@ -165,8 +203,21 @@ class _Builder:
 
     # -- the answer -----------------------------------------------------------------------------------------------
 
+    def unsharded(self, level: int) -> TensorChoice:
+        """The only choice where there is no tensor axis and one level: every parameter that can be is at it."""
+        levels: dict[str, int] = {}
+        memory = 0.0
+        for nodes in self.folded.classes:
+            if is_stored(nodes[0]):
+                found = self.ways(nodes[0])[0][1] if level else 0
+                memory += self.stored(nodes[0], (), found, len(nodes)).memory
+                levels.update({node.meta["name"]: found for node in nodes if found})
+        return TensorChoice({}, {}, None, memory_bytes=memory, levels=levels)
+
     def solve(self, memory_limit: float | None, time_limit_s: float) -> TensorChoice:
-        classes = self.folded.classes
+        classes: Sequence[tuple[fx.Node, ...]] = self.folded.classes
+        if not self.setting.axes:
+            return self.solve_levels([nodes for nodes in classes if is_stored(nodes[0])], memory_limit, time_limit_s)
         ops = [self.op(nodes) for nodes in classes]
         stored = [op for op, nodes in zip(ops, classes, strict=True) if is_stored(nodes[0])]
         ops.append(Op("output", (Choice("R", 0.0, (), (self.id_of((REPLICATE,) * len(self.setting.axes)),)),)))
@@ -176,16 +227,37 @@ class _Builder:
         solution = tensor.solve(problem, time_limit_s, _GAPS[len(self.setting.axes) > 1])
         strategies: dict[fx.Node, Chosen] = {}
         storage: dict[str, Placements] = {}
+        levels: dict[str, int] = {}
         for nodes, index in zip(classes, solution.choices, strict=False):
-            chosen = self.setting.offers.of(nodes[0])[index]
+            chosen, level = self.ways(nodes[0])[index]
             for node in nodes:
                 if is_stored(node):
-                    storage[node.meta["name"]] = tuple(strategy.outputs[0] for strategy in chosen)
+                    storage[node.meta["name"]] = stored_as(chosen)
+                    levels.update({node.meta["name"]: level} if level else {})
                 else:
                     strategies[node] = chosen
         most = sum(max(choice.cost for choice in op.choices) for op in stored)
         work = max(0.0, solution.bound - most)
-        return TensorChoice(strategies, storage, solution, work, problem.memory(solution.choices))
+        return TensorChoice(strategies, storage, solution, work, problem.memory(solution.choices), levels)
+
+    def solve_levels(
+        self, classes: Sequence[Sequence[fx.Node]], memory_limit: float | None, time_limit_s: float
+    ) -> TensorChoice:
+        """Without tensor axes: the levels of the parameters alone."""
+        problem = TensorProblem(tuple(self.op(nodes) for nodes in classes), (), memory_limit)
+        choices = tensor.solve(problem, time_limit_s).choices
+        levels = {
+            node.meta["name"]: self.ways(nodes[0])[index][1]
+            for nodes, index in zip(classes, choices, strict=True)
+            for node in nodes
+        }
+        divided = {name: level for name, level in levels.items() if level}
+        return TensorChoice({}, {}, None, memory_bytes=problem.memory(choices), levels=divided)
+
+
+def stored_as(chosen: Chosen) -> Placements:
+    """How a parameter lies, one placement per axis."""
+    return tuple(strategy.outputs[0] for strategy in chosen)
 
 
 def name_of(chosen: Chosen) -> str:

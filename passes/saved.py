@@ -52,6 +52,7 @@ _LOSSES = {
 # Ops whose backward needs only where values went: positions of their index arguments.
 _INDEXED = {
     "embedding": (1,),
+    "vocab_embedding": (1,),
     "gather": (2,),
     "index_select": (2,),
     "index_add": (2,),

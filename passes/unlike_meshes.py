@@ -16,8 +16,7 @@ from torch import fx
 from autopart.passes.conversion import Axes
 from autopart.passes.partition import Crossing
 from autopart.passes.rules import Strategy
-from autopart.passes.shard import Placements, value_placements
-from autopart.runtime.placement import REPLICATE
+from autopart.runtime.placement import REPLICATE, Placements, value_placements
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from autopart.runtime.mesh import Axis, Pending
+from autopart.runtime.mesh import Axis, Pending, gather_single
 from autopart.runtime.placement import join_shards, shard, take_shard
 from autopart.runtime.traffic import Phase, payload
 
@@ -127,6 +127,35 @@ def _scatter_sums(x: Tensor, axis: Axis, dim: int, outer: int, phase: Phase) -> 
         dist.all_reduce(shares, group=axis.group)
         own = shares[axis.index].clone()
     return own
+
+
+def gather_message(message: Tensor, axis: Axis, phase: Phase) -> tuple[dist.Work, Tensor]:
+    """Starts gathering a flat message ``[n]`` of every rank; ``[ranks, n]`` is there once the work is waited for."""
+    gathered = message.new_empty((axis.size, message.numel()))
+    axis.traffic.add("all_gather", axis.name, phase, payload(gathered))
+    return gather_single(gathered.view(-1), message, group=axis.group, async_op=True), gathered
+
+
+def scatter_message(message: Tensor, axis: Axis, phase: Phase) -> tuple[dist.Work, Tensor]:
+    """Starts summing ``[ranks, n]`` over the axis, of which each rank gets its row."""
+    axis.traffic.add("reduce_scatter", axis.name, phase, payload(message))
+    own = message.new_empty(message.size(1))
+    try:
+        work = _scatter_single(own, message.view(-1), group=axis.group, async_op=True)
+    except RuntimeError as error:
+        if "support" not in str(error):
+            raise
+        work = dist.all_reduce(message, group=axis.group, async_op=True)
+        own = message[axis.index]
+    return work, own
+
+
+def sum_message(message: Tensor, axis: Axis, phase: Phase) -> dist.Work:
+    """Starts replacing a contiguous tensor by its sum over the axis."""
+    axis.traffic.add("all_reduce", axis.name, phase, payload(message))
+    work = dist.all_reduce(message, group=axis.group, async_op=True)
+    assert work is not None
+    return work
 
 
 def _exchange(x: Tensor, axis: Axis, source: tuple[int, int], target: tuple[int, int], phase: Phase) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopart.runtime.data_weights import Pass
 from autopart.runtime.errors import PlanError
 from autopart.runtime.invariant import Share
 from autopart.runtime.links import Arrival, Links
@@ -61,7 +62,7 @@ class Run:
 
     modules: the stages by number. outputs: per microbatch, the stages' outputs by name, detached. Gradients gather in
     the parameters' ``.grad``; ``reduce`` is what the last REDUCE calls. recorder: notes when each action starts and
-    ends.
+    ends. passing: entered around the computation of each microbatch's forward and backward, with the stage.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class Run:
         reduce: Callable[[], None] | None = None,
         keep: Collection[str] | None = None,
         recorder: Recorder | None = None,
+        passing: Callable[[Pass, int], AbstractContextManager[None]] | None = None,
     ) -> None:
+        self._passing = passing or (lambda kind, stage: nullcontext())
         self._recorder = recorder
         self._keep = keep
         self._modules = modules
@@ -148,7 +151,8 @@ class Run:
             case Work.WEIGHT:
                 with self._noted(action):
                     if state.later is not None:
-                        state.later.compute(self._weights[action.stage])
+                        with self._passing("weight", action.stage):
+                            state.later.compute(self._weights[action.stage])
                     state.later = None
 
     def _state(self, stage: int, microbatch: int) -> _Microbatch:
@@ -218,13 +222,9 @@ class Run:
             **{argument_name(name): state.received[name] for name in spec.receives},
             **{argument_name(name): feed.totals[name] for name in spec.totals},
         }
-        if stage in self._weights:
-            state.later = LaterGradients()
-            with SplitBackward(self._weights[stage], state.later):
-                results = self._modules[stage](b=feed.samples, B=feed.batch, **arguments)
-                results = tuple(map(into_outer, results)) if isinstance(results, tuple) else results
-        else:
+        with self._passing("forward", stage), self._splitting(stage, state):
             results = self._modules[stage](b=feed.samples, B=feed.batch, **arguments)
+            results = tuple(map(into_outer, results)) if isinstance(results, tuple) else results
         if not isinstance(results, tuple) or len(results) != len(spec.sends) + len(spec.outputs):
             raise PlanError(
                 f"{spec.file} has to return a tuple of {len(spec.sends)} values to send {list(spec.sends)} and "
@@ -237,12 +237,19 @@ class Run:
         found = {name: tensor.detach() for name, tensor in state.outputs.items()}
         self.outputs.setdefault(microbatch, {}).update(found)
 
+    def _splitting(self, stage: int, state: _Microbatch) -> AbstractContextManager[object]:
+        """Around a stage's forward whose weights' gradients are computed apart from the others."""
+        if stage not in self._weights:
+            return nullcontext()
+        state.later = LaterGradients()
+        return SplitBackward(self._weights[stage], state.later)
+
     def _backward(self, action: Action, microbatch: int, state: _Microbatch) -> None:
         self._wait(state, "backward")
         with self._noted(action):
-            self._compute_backward(microbatch, state)
+            self._compute_backward(action.stage, microbatch, state)
 
-    def _compute_backward(self, microbatch: int, state: _Microbatch) -> None:
+    def _compute_backward(self, stage: int, microbatch: int, state: _Microbatch) -> None:
         tensors: list[Tensor] = []
         gradients: list[Tensor] = []
         for name, incoming in _sum_by_value(state.gradients).items():
@@ -257,8 +264,9 @@ class Run:
                 gradients.append(seed)
         # Nothing else may hold the graph's ends while it is walked: their memory is then freed on the way.
         state.sent, state.outputs, state.gradients = {}, {}, []
-        if tensors:
-            torch.autograd.backward(tensors, gradients)
+        with self._passing("backward", stage):
+            if tensors:
+                torch.autograd.backward(tensors, gradients)
 
 
 def _edge(action: Action) -> tuple[int, int]:

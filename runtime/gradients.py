@@ -1,99 +1,272 @@
-"""Sums of gradients over ranks, once per step: over replicas, partial ones over tensor axes, tied ones over stages."""
+"""Sums of gradients over ranks, once per step: over replicas, partial ones over tensor axes, tied ones over stages.
+
+Sums over replicas start during the last microbatch's backward (ZeRO-2: during each), as the gradients of a bucket
+become final, and always in the order of the buckets (:mod:`autopart.runtime.buckets`), so that all replicas make the
+same calls in the same order. At the end of the step those start that are incomplete, because no gradient reached some
+parameter.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopart.runtime.collectives import sum_in_place
+from autopart.runtime.buckets import BUCKET_BYTES, Bucket, gradient_buckets, learning_at, tied_buckets, ties_of
+from autopart.runtime.collectives import scatter_message, sum_in_place, sum_message
+from autopart.runtime.data_weights import Pass, Weights, add_gradient
+from autopart.runtime.flat import FlatShares
 from autopart.runtime.manifest import Manifest, ParameterSpec
 from autopart.runtime.mesh import Axis, Mesh
 from autopart.runtime.norms import counted, plain, reduce_norms
+from autopart.runtime.schedule import Action, Work
 
-BUCKET_BYTES = 25 * 2**20
+
+@dataclass(eq=False, slots=True)
+class _Queue:
+    """Buckets whose sums start in this order. final: leaves whose gradients are, by id."""
+
+    buckets: list[Bucket] = field(default_factory=list)
+    started: int = 0
+    final: set[int] = field(default_factory=set)
+
+    def restart(self) -> None:
+        self.started, self.final = 0, set()
+
+
+@dataclass(eq=False, slots=True)
+class _Sum:
+    """A sum on its way: of this rank's shares in ``message``; then also over ``axes``."""
+
+    specs: Sequence[ParameterSpec]
+    layout: FlatShares
+    message: Tensor
+    work: dist.Work
+    axes: list[Axis]
 
 
 class GradientSums:
-    """The sums that a rank takes part in. ``parameters``: its own trainable ones by name, in the plan's order."""
+    """The sums that a rank takes part in. ``parameters``: its own by name, in the plan's order."""
 
     def __init__(
         self,
         manifest: Manifest,
         mesh: Mesh,
         parameters: dict[str, nn.Parameter],
+        weights: Weights,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._mesh = mesh
+        self._weights = weights
         self._bucket_bytes = bucket_bytes
-        specs = {spec.name: spec for spec in manifest.parameters}
-        self._own: list[tuple[ParameterSpec, nn.Parameter]] = [(specs[name], p) for name, p in parameters.items()]
+        self._parameters = parameters
+        by_name = {spec.name: spec for spec in manifest.parameters}
+        in_order = [by_name[name] for name in manifest.parameter_order]
+        self._specs = [spec for spec in in_order if spec.name in parameters]
         # Every rank meets the sets of tied stages in the order of the whole plan, so no two wait for each other.
-        ties = dict.fromkeys(specs[n].stages for n in manifest.parameter_order if len(specs[n].stages) > 1)
-        self._ties = [(stages, axis) for stages in ties if (axis := mesh.tie(stages)) is not None]
+        self._ties = [(stages, axis) for stages in ties_of(in_order) if (axis := mesh.tie(stages)) is not None]
+        self._sizes = [axis.size for axis in mesh.tensor_axes]
+        self._hooked: set[int] = set()
+        self._trained: list[ParameterSpec] | None = None
+        self._once = _Queue()  # started in the last microbatch
+        self._always: dict[int, _Queue] = {}  # ZeRO-2: started in every one, by stage
+        self._divided: list[Bucket] = []  # ZeRO-2 and -3: partial sums of what is divided already
+        self._sums: list[_Sum] = []
+        self._scattering: _Sum | None = None
+        self._stages_of: dict[int, list[int]] = {}  # by leaf: the stages in which it has gradients
+        self._passes_left: Counter[tuple[Pass, int]] = Counter()  # to come, that of now included
+        self._now: tuple[Pass, int] | None = None
+        self._arrange()
 
+    # --- While microbatches go backward ---
+
+    def begin(self, actions: Sequence[Action]) -> None:
+        """A step starts, in which the microbatches go backward that the actions say."""
+        self._arrange()
+        for bucket in self._whole_buckets():
+            for spec in bucket.specs:
+                self._leaf(spec).grad = None
+        self._sums, self._scattering = [], None
+        kinds: dict[Work, Pass] = {Work.BACKWARD: "backward", Work.WEIGHT: "weight"}
+        self._passes_left = Counter((kinds[a.work], a.stage) for a in actions if a.work in kinds)
+
+    def _arrange(self) -> None:
+        """Makes the buckets anew where other parameters are trained than before, and begins with the first."""
+        for queue in (self._once, *self._always.values()):
+            queue.restart()
+        trained = [spec for spec in self._specs if self._parameters[spec.name].requires_grad]
+        if trained == self._trained:
+            return
+        stages = self._mesh.stages
+        self._trained = trained
+        self._once, self._always, self._divided, self._stages_of = _Queue(), {}, [], {}
+        for stage in reversed(stages):
+            learning = learning_at(trained, stage, stages)
+            buckets = gradient_buckets(learning, self._mesh.data.size, self._sizes, self._bucket_bytes)
+            self._once.buckets += [bucket for bucket in buckets if bucket.zero < 2]
+            self._always[stage] = _Queue([bucket for bucket in buckets if bucket.zero == 2])
+            self._divided += [bucket for bucket in buckets if bucket.zero >= 2 and bucket.partial]
+        for bucket in self._whole_buckets():
+            for spec in bucket.specs:
+                leaf = self._leaf(spec)
+                self._stages_of[id(leaf)] = [stage for stage in stages if spec.learns(stage)]
+                if id(leaf) not in self._hooked:
+                    self._hooked.add(id(leaf))
+                    leaf.register_post_accumulate_grad_hook(self._arrived)
+
+    def _whole_buckets(self) -> list[Bucket]:
+        """Those of gradients that autograd makes whole."""
+        return [bucket for queue in (*self._always.values(), self._once) for bucket in queue.buckets]
+
+    def _leaf(self, spec: ParameterSpec) -> Tensor:
+        """Where autograd adds a parameter's gradients up: the parameter, or the whole weight that it is a share of."""
+        parameter = self._parameters[spec.name]
+        return self._weights.leaves.get(id(parameter), parameter)
+
+    def _arrived(self, leaf: Tensor) -> None:
+        if self._now is None:
+            return  # the user's own backward, which hands out what was summed
+        kind, at = self._now
+        self._start_final(self._always[at], leaf)
+        # a split backward makes a leaf's gradients either in B or in W
+        if sum(self._passes_left[kind, stage] for stage in self._stages_of[id(leaf)]) == 1:
+            self._start_final(self._once, leaf)
+
+    def _start_final(self, queue: _Queue, leaf: Tensor) -> None:
+        """Starts the sums of buckets that are complete and whose turn it is."""
+        queue.final.add(id(leaf))
+        while queue.started < len(queue.buckets):
+            bucket = queue.buckets[queue.started]
+            if any(id(self._leaf(spec)) not in queue.final for spec in bucket.specs):
+                return
+            queue.started += 1
+            self._start(bucket)
+
+    @contextmanager
+    def passing(self, kind: Pass, stage: int) -> Iterator[None]:
+        """Around one stage's forward or backward of one microbatch."""
+        if kind == "forward":
+            yield
+            return
+        self._now = kind, stage
+        try:
+            yield
+        finally:
+            self._now = None
+        self._start_rest(self._always[stage])
+        self._always[stage].restart()
+        self._passes_left[kind, stage] -= 1
+
+    def _start_rest(self, queue: _Queue) -> None:
+        for bucket in queue.buckets[queue.started :]:
+            self._start(bucket)
+        queue.started = len(queue.buckets)
+
+    @torch.no_grad()
+    def _start(self, bucket: Bucket) -> None:
+        """Starts the sum of a bucket's gradients, of those that there are; they are taken off their leaves."""
+        specs = [spec for spec in bucket.specs if self._leaf(spec).grad is not None]
+        if not specs:
+            return
+        made = [gradient for spec in specs if (gradient := self._leaf(spec).grad) is not None]
+        for spec in specs:
+            self._leaf(spec).grad = None
+        data = self._mesh.data
+        axes = [self._mesh.tensor_axes[position] for position in bucket.partial]
+        layout = self._layout(specs)
+        if bucket.zero == 0:
+            message = layout.message(made)
+            axes = [data, *axes] if data.size > 1 else axes
+            self._sums.append(_Sum(specs, layout, message, sum_message(message, axes[0], "update"), axes[1:]))
+            return
+        message = layout.whole_message(made)
+        del made
+        if bucket.zero == 1:
+            work, message = scatter_message(message, data, "update")
+            self._sums.append(_Sum(specs, layout, message, work, axes))
+        else:
+            self._settle()
+            work, message = scatter_message(message, data, "backward")
+            self._scattering = _Sum(specs, layout, message, work, [])
+
+    def _layout(self, specs: Sequence[ParameterSpec]) -> FlatShares:
+        shapes = [self._parameters[spec.name].shape for spec in specs]
+        return FlatShares(shapes, [spec.data_dim for spec in specs], self._mesh.data.size)
+
+    def _settle(self) -> None:
+        """Ends ZeRO-2's sum that is on its way."""
+        if self._scattering is not None:
+            self._finish(self._scattering)
+            self._scattering = None
+
+    def _finish(self, found: _Sum) -> None:
+        found.work.wait()
+        for spec, gradient in zip(found.specs, found.layout.shares(found.message), strict=True):
+            add_gradient(self._parameters[spec.name], gradient)
+
+    # --- At the end of a step ---
+
+    @torch.no_grad()
     def reduce(self) -> None:
-        """Replaces every ``.grad`` by its sum. A parameter without a gradient anywhere keeps None."""
-        own = [(spec, p) for spec, p in self._own if p.requires_grad]
-        with torch.no_grad():
-            sum_in_buckets(_gradients(p for _, p in own), self._mesh.data, self._bucket_bytes)
-            for position, axis in enumerate(self._mesh.tensor_axes):
-                partial = (p for spec, p in own if spec.placements and spec.placements[position] == "B")
-                sum_in_buckets(_gradients(partial), axis, self._bucket_bytes)
-            for stages, axis in self._ties:
-                self._reduce_tied([p for spec, p in own if spec.stages == stages], axis, self._mesh.counts_in(stages))
+        """Replaces every ``.grad`` by its sum. A parameter without a gradient anywhere keeps None.
 
-    def _reduce_tied(self, parameters: Sequence[nn.Parameter], axis: Axis, counts: bool) -> None:
+        Gradients may also have been put there by other means than a step's backwards.
+        """
+        self._start_rest(self._once)
+        for bucket in self._whole_buckets():
+            self._start(bucket)  # only what came after its bucket had started
+        self._settle()
+        self._weights.settle()
+        for bucket in self._divided:
+            self._start_divided(bucket)
+        while any(found.axes for found in self._sums):
+            for found in self._sums:
+                if found.axes:
+                    found.work.wait()
+                    found.work = sum_message(found.message, found.axes.pop(0), "update")
+        for found in self._sums:
+            self._finish(found)
+        self._sums = []
+        self._arrange()
+        for stages, axis in self._ties:
+            tied = [spec for spec in self._trained or () if spec.stages == stages]
+            self._reduce_tied(tied, axis, self._mesh.counts_in(stages))
+
+    def _start_divided(self, bucket: Bucket) -> None:
+        """Starts the sum over the tensor axes of gradients that are this rank's shares already."""
+        specs = [spec for spec in bucket.specs if self._parameters[spec.name].grad is not None]
+        if not specs:
+            return
+        layout = self._layout(specs)
+        message = layout.message([g for spec in specs if (g := self._parameters[spec.name].grad) is not None])
+        for spec in specs:
+            self._parameters[spec.name].grad = None
+        axes = [self._mesh.tensor_axes[position] for position in bucket.partial]
+        self._sums.append(_Sum(specs, layout, message, sum_message(message, axes[0], "update"), axes[1:]))
+
+    def _reduce_tied(self, specs: Sequence[ParameterSpec], axis: Axis, counts: bool) -> None:
         """A stage may use a tied parameter without a gradient reaching it, and still needs the others' sum.
 
         counts: whether this rank's gradients are among those that are added.
         """
-        if not parameters:
+        if not specs:
             return
-        device = parameters[0].device
-        present = torch.tensor([float(p.grad is not None) for p in parameters], device=device)
-        sum_in_place(present, axis, "step")
-        used = [p for p, count in zip(parameters, present.tolist(), strict=True) if count]
-        for parameter in used:
-            if parameter.grad is None or not counts:
-                parameter.grad = torch.zeros_like(parameter)
-        sum_in_buckets(_gradients(used), axis, self._bucket_bytes)
-
-
-def _gradients(parameters: Iterator[nn.Parameter] | Sequence[nn.Parameter]) -> list[Tensor]:
-    return [p.grad for p in parameters if p.grad is not None]
-
-
-def sum_in_buckets(tensors: Sequence[Tensor], axis: Axis, bucket_bytes: int = BUCKET_BYTES) -> None:
-    """Replaces each tensor by its sum over the axis, several of one dtype in one call of up to ``bucket_bytes``."""
-    if axis.size == 1:
-        return
-    for bucket in _buckets(tensors, bucket_bytes):
-        if len(bucket) == 1 and bucket[0].is_contiguous():
-            sum_in_place(bucket[0], axis, "step")
-            continue
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        sum_in_place(flat, axis, "step")
-        pieces = flat.split([tensor.numel() for tensor in bucket])
-        for tensor, piece in zip(bucket, pieces, strict=True):
-            tensor.copy_(piece.view(tensor.shape))
-
-
-def _buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
-    """Groups of one dtype, in order, each of at most that many bytes or of one tensor."""
-    buckets: list[list[Tensor]] = []
-    open_buckets: dict[torch.dtype, tuple[list[Tensor], int]] = {}
-    for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        bucket, filled = open_buckets.get(tensor.dtype, ([], 0))
-        if not bucket or filled + size > bucket_bytes:
-            bucket, filled = [], 0
-            buckets.append(bucket)
-        bucket.append(tensor)
-        open_buckets[tensor.dtype] = (bucket, filled + size)
-    return buckets
+        parameters = {spec.name: self._parameters[spec.name] for spec in specs}
+        present = torch.tensor([float(p.grad is not None) for p in parameters.values()], device=self._mesh.device)
+        sum_in_place(present, axis, "update")
+        used = [spec for spec, count in zip(specs, present.tolist(), strict=True) if count]
+        for run in tied_buckets(used, self._mesh.data.size, self._sizes, self._bucket_bytes):
+            members = [parameters[spec.name] for spec in run]
+            layout = self._layout(run)
+            message = layout.message([torch.zeros_like(p) if p.grad is None or not counts else p.grad for p in members])
+            sum_in_place(message, axis, "update")
+            for parameter, gradient in zip(members, layout.shares(message), strict=True):
+                parameter.grad = gradient
 
 
 @contextmanager
@@ -117,10 +290,16 @@ def average_buffers(manifest: Manifest, mesh: Mesh, buffers: dict[str, Tensor]) 
     statistics = [buffers[name] for name in names if buffers[name].is_floating_point()]
     if mesh.data.size == 1 or not statistics:
         return
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in statistics:
+        groups.setdefault(tensor.dtype, []).append(tensor)
     with torch.no_grad():
-        sum_in_buckets(statistics, mesh.data)
-        for tensor in statistics:
-            tensor /= mesh.data.size
+        for members in groups.values():
+            layout = FlatShares([tensor.shape for tensor in members], [0] * len(members), 1)
+            message = layout.message(members)
+            sum_in_place(message, mesh.data, "step")
+            for tensor, total in zip(members, layout.shares(message), strict=True):
+                tensor.copy_(total / mesh.data.size)
 
 
 def clip_gradients(

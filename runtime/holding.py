@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopart.runtime.errors import CheckpointError
+from autopart.runtime.loading import cuts_of
 from autopart.runtime.manifest import Manifest, ParameterSpec
 from autopart.runtime.mesh import Axis, Mesh
 from autopart.runtime.module import ParallelModule
-from autopart.runtime.placement import Placement
 from autopart.runtime.rng import derive_seed
 from autopart.runtime.schedule import NAMES
-from autopart.runtime.shares import Box, Piece, boxes_of, whole
+from autopart.runtime.shares import Box, Piece, cut_boxes, whole
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -107,7 +107,7 @@ def _of_program(model: ParallelModule, original: nn.Module) -> Holding:
             spec.aliases,
             spec.shape,
             getattr(torch, spec.dtype),
-            boxes_of(spec.shape, _cuts(spec, mesh)),
+            cut_boxes(spec.shape, [(cut, axis.index, axis.size) for cut, axis in cuts_of(spec, mesh)]),
             _writes(spec, mesh, manifest),
             own.get(spec.name),
         )
@@ -120,13 +120,6 @@ def _of_program(model: ParallelModule, original: nn.Module) -> Holding:
     return Holding(entries, names, model)
 
 
-def _cuts(spec: ParameterSpec, mesh: Mesh) -> list[tuple[Placement, int, int]]:
-    return [
-        (Placement.parse(text), axis.index, axis.size)
-        for axis, text in zip(mesh.tensor_axes, spec.placements, strict=False)
-    ]
-
-
 def _writes(spec: ParameterSpec, mesh: Mesh, manifest: Manifest) -> bool:
     """Of equal copies one is written; which one is drawn by name, so that the ranks share the work."""
 
@@ -136,10 +129,8 @@ def _writes(spec: ParameterSpec, mesh: Mesh, manifest: Manifest) -> bool:
     def chosen(axis: Axis) -> bool:
         return axis.index == drawn(axis.size, axis.name)
 
-    sharded = {
-        axis.name for (cut, _, _), axis in zip(_cuts(spec, mesh), mesh.tensor_axes, strict=False) if cut.is_shard
-    }
-    copies = (mesh.data, *(axis for axis in mesh.tensor_axes if axis.name not in sharded))
+    sharded = {axis.name for _, axis in cuts_of(spec, mesh)}
+    copies = (axis for axis in (mesh.data, *mesh.tensor_axes) if axis.name not in sharded)
     return spec.stages[drawn(len(spec.stages), "stage")] in mesh.stages and all(map(chosen, copies))
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from autopart.runtime.errors import PlanError
 from autopart.runtime.links import dtype_of
 from autopart.runtime.manifest import Manifest, ParameterSpec
-from autopart.runtime.mesh import Mesh
-from autopart.runtime.placement import Placement, local_size, take_share
+from autopart.runtime.mesh import Axis, Mesh
+from autopart.runtime.placement import Placement, local_cuts, local_size, shard, take_shard
 from autopart.runtime.rng import derive_seed
 
 Originals = Mapping[str, "Tensor | None"]
@@ -54,13 +54,18 @@ def build_stage(directory: Path, manifest: Manifest, mesh: Mesh, stage_index: in
     return stage
 
 
+def cuts_of(spec: ParameterSpec, mesh: Mesh) -> list[tuple[Placement, Axis]]:
+    """The cuts that make this rank's share, one of what the other left, and their axes: the data axis last."""
+    placements = [Placement.parse(text) for text in spec.placements]
+    cuts = [(cut, mesh.tensor_axes[position]) for position, cut in local_cuts(placements, mesh.tensor_sizes)]
+    return [*cuts, (shard(spec.data_dim), mesh.data)] if spec.zero else cuts
+
+
 def local_shape(spec: ParameterSpec, mesh: Mesh) -> tuple[int, ...]:
     """The shape of this rank's share."""
     shape = list(spec.shape)
-    for axis, text in zip(mesh.tensor_axes, spec.placements, strict=False):
-        placement = Placement.parse(text)
-        if placement.is_shard:
-            shape[placement.dim] = local_size(shape[placement.dim], axis.size)
+    for cut, axis in cuts_of(spec, mesh):
+        shape[cut.dim] = local_size(shape[cut.dim], axis.size)
     return tuple(shape)
 
 
@@ -68,8 +73,9 @@ def local_share(tensor: Tensor, spec: ParameterSpec, mesh: Mesh) -> Tensor:
     """This rank's share of the whole tensor; a view where possible. Raises PlanError for another shape."""
     if tuple(tensor.shape) != spec.shape:
         raise PlanError(f"{spec.name} has the shape {list(tensor.shape)}, the plan was made for {list(spec.shape)}")
-    placements = [Placement.parse(text) for text in spec.placements]
-    return take_share(tensor, placements, mesh.tensor_sizes, [axis.index for axis in mesh.tensor_axes])
+    for cut, axis in cuts_of(spec, mesh):
+        tensor = take_shard(tensor, cut, axis.index, axis.size)
+    return tensor
 
 
 def place(stages: Mapping[int, nn.Module], manifest: Manifest, mesh: Mesh, originals: Originals) -> None:

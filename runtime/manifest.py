@@ -118,6 +118,9 @@ class ParameterSpec:
     summed over the axis once per step. aliases: further names of the same tensor.
     persistent: False for buffers that are not part of the state dict. mutated: a buffer that the forward updates.
     by_stage: where meshes differ, the placements on each of ``stages``, of which ``placements`` are the first's.
+    zero: what is divided over the data axis as well, in ``data_dim`` of the share that the tensor axes leave: 0
+    nothing; 1 the optimizer's state; 2 gradients too; 3 weights too (:mod:`autopart.runtime.data_weights`).
+    gradients: the stages in which a gradient reaches it; None: all that use it.
     """
 
     name: str
@@ -131,6 +134,15 @@ class ParameterSpec:
     persistent: bool = True
     mutated: bool = False
     by_stage: tuple[tuple[str, ...], ...] = ()
+    zero: int = 0
+    data_dim: int = 0
+    gradients: tuple[int, ...] | None = None
+
+    def learns(self, stage: int) -> bool:
+        """Whether its gradient is computed on a stage."""
+        return (
+            self.trainable and not self.buffer and stage in (self.stages if self.gradients is None else self.gradients)
+        )
 
 
 @dataclass(frozen=True, slots=True)

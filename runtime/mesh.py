@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,11 @@ from autopart.runtime.placement import Placement
 from autopart.runtime.rng import derive_seed, seeded
 from autopart.runtime.traffic import Traffic
 
+if TYPE_CHECKING:
+    from autopart.runtime.data_weights import Weights
+
 # torch 2.13 renamed this; 2.11 knows the old name alone.
-_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+gather_single = getattr(dist, "allgather_single", None) or dist.all_gather_into_tensor
 
 DATA_AXIS = "dp"
 STAGE_AXIS = "stage"
@@ -60,7 +63,7 @@ class Axis:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's tensor, stacked in front, ``[size, *x.shape]``; not counted."""
         gathered = x.new_empty((self.size, *x.shape))
-        _gather_single(gathered.flatten(), x.contiguous().flatten(), group=self.group)
+        gather_single(gathered.flatten(), x.contiguous().flatten(), group=self.group)
         return gathered
 
     def broadcast(self, x: torch.Tensor, source: int) -> Pending:
@@ -117,6 +120,7 @@ class Mesh:
     devices) that runs it. axes: name -> Axis, in mesh order. data: the data axis. tensor_axes: the others, of
     ``tensor_sizes`` ranks. pipeline: the axis that joins the same coordinates of all ranks of the pipeline.
     step, microbatch, share: what is being computed; set by the executor, read by :meth:`random` and :meth:`draw`.
+    weights: those that are divided over the data axis; set by the module, read by :meth:`gather`.
 
     Built on every rank of the job, in the same order among other process groups. Raises ClusterError when the job
     has another size than the plan, PlanError when the stages do not share the ranks evenly, or share a part of them.
@@ -151,6 +155,7 @@ class Mesh:
         self.tensor_axes = tuple(axis for axis in self.axes.values() if axis.name != DATA_AXIS)
         self.tensor_sizes = tuple(axis.size for axis in self.tensor_axes)
         self._ties = self._tie_groups(manifest)
+        self.weights: Weights
 
     def _uniform_axes(self, names: Sequence[str]) -> list[Axis]:
         """The pipeline's axis and the stages', of one mesh."""
@@ -244,6 +249,10 @@ class Mesh:
             Placement.parse(samples) if samples else None,
             self.share,
         )
+
+    def gather(self, *shares: torch.nn.Parameter) -> Any:
+        """The whole weights of parameters that are divided over the data axis: one, or a tuple of several."""
+        return self.weights.gather(*shares)
 
     def _agree(self, seed: int) -> int:
         """Rank 0's seed, on all ranks."""

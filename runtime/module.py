@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from autopart.runtime.attach import hand_out, run_later
+from autopart.runtime.buckets import BUCKET_BYTES
+from autopart.runtime.data_weights import Pass, Weights
 from autopart.runtime.double_buffer import DoubleBuffer
 from autopart.runtime.errors import BatchError, InputError, PlanError
 from autopart.runtime.executor import Feed, Run
 from autopart.runtime.gradients import (
-    BUCKET_BYTES,
     GradientSums,
     average_buffers,
     clip_gradients,
@@ -91,7 +92,10 @@ class ParallelModule(HeldStages):
             for name in self.manifest.parameter_order
             if isinstance(tensor := tensors.get(name), nn.Parameter)
         }
-        self._sums = GradientSums(self.manifest, self.mesh, self._parameters_in_order, bucket_bytes)
+        specs = {spec.name: spec for spec in self.manifest.parameters}
+        in_order = [specs[name] for name in self.manifest.parameter_order]
+        self.mesh.weights = Weights(in_order, self.mesh, self._parameters_in_order, bucket_bytes)
+        self._sums = GradientSums(self.manifest, self.mesh, self._parameters_in_order, self.mesh.weights, bucket_bytes)
         self._scale = LossScale(self.mesh) if _computes_in_float16(self.manifest) else None
         self._norms = GradientNorms(self.manifest, self.mesh, self._parameters_in_order)
         self._optimizer_check = OptimizerCheck(self.manifest, self.mesh, self._parameters_in_order)
@@ -108,6 +112,11 @@ class ParallelModule(HeldStages):
                 raise PlanError(
                     "the schedule 2bw returns the loss of the batch before and repeats no step, so it gives no other "
                     "outputs and computes nothing in float16; use 2bw-flush"
+                )
+            if any(spec.zero for spec in in_order):
+                raise PlanError(
+                    "the schedule 2bw keeps two versions of whole weights, so none can be divided over replicas; leave "
+                    "zero out of the plan, or use 2bw-flush"
                 )
             self._buffer = DoubleBuffer(
                 built.values(), self._trainable(), self._schedules.own(self.schedule), self._sums.reduce
@@ -170,6 +179,7 @@ class ParallelModule(HeldStages):
         if self.training:
             self.steps += 1
         self.mesh.step = self.steps
+        self.mesh.weights.refresh()
         if not train:
             return self._evaluate(feed, division)
         if self._buffer is not None:
@@ -202,6 +212,7 @@ class ParallelModule(HeldStages):
 
             run = self._run(feed, train=True, seeds=seeds, keep=keep)
             with self._norms.running(), separate_gradients(parameters) as made:
+                self._sums.begin(actions)
                 run.execute(actions)
             return run, made
 
@@ -299,7 +310,9 @@ class ParallelModule(HeldStages):
                 for piece in (gradient_piece(spec, gradient, division, microbatch),)
             }
             with self._norms.running(), separate_gradients(parameters) as made, self._reporting():
-                run.execute(self._schedules.own(backward_part(schedule)))
+                actions = self._schedules.own(backward_part(schedule))
+                self._sums.begin(actions)
+                run.execute(actions)
             if self._scale is not None:
                 self._scale.agree(made)
             return made
@@ -344,7 +357,14 @@ class ParallelModule(HeldStages):
 
     def _run(self, feed: Feed, train: bool, seeds: Any = None, keep: set[str] | None = None) -> Run:
         reduce, recorder, stages = self._sums.reduce, self._recorder, self._stages_by_number
-        return Run(stages, self.manifest, self.mesh, self._links, feed, train, seeds, reduce, keep, recorder)
+        links, passing = self._links, self._passing
+        return Run(stages, self.manifest, self.mesh, links, feed, train, seeds, reduce, keep, recorder, passing)
+
+    @contextmanager
+    def _passing(self, kind: Pass, stage: int) -> Iterator[None]:
+        """Around one stage's forward or backward of one microbatch."""
+        with self.mesh.weights.passing(kind, stage), self._sums.passing(kind, stage):
+            yield
 
     @contextmanager
     def trace(self, path: str | Path) -> Iterator[None]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopart.runtime.errors import InputError
+from autopart.runtime.loading import cuts_of
 from autopart.runtime.manifest import Manifest, ParameterSpec
 from autopart.runtime.mesh import Mesh
 
@@ -30,18 +31,14 @@ _INSTEAD = "call model.clip_grad_norm_(max_norm) on every rank instead, which al
 
 def counted(spec: ParameterSpec, mesh: Mesh) -> bool:
     """Whether this rank is the one that counts its share, of all ranks that have equal copies of it."""
-    copies = [
-        axis.index
-        for axis, placement in zip(mesh.tensor_axes, spec.placements, strict=False)
-        if not placement.startswith("S")
-    ]
-    return mesh.data.index == 0 and spec.stages[0] in mesh.stages and not any(copies)
+    cut = {axis.name for _, axis in cuts_of(spec, mesh)}
+    copies = [axis.index for axis in (mesh.data, *mesh.tensor_axes) if axis.name not in cut]
+    return spec.stages[0] in mesh.stages and not any(copies)
 
 
 def divided(spec: ParameterSpec, mesh: Mesh) -> bool:
     """Whether a rank holds less than the whole parameter."""
-    pairs = zip(mesh.tensor_axes, spec.placements, strict=False)
-    return any(axis.size > 1 and placement.startswith("S") for axis, placement in pairs)
+    return any(axis.size > 1 for _, axis in cuts_of(spec, mesh))
 
 
 class GradientNorms:

@@ -76,8 +76,13 @@ class Piece:
 def boxes_of(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[Box, ...]:
     """The boxes of the share that :func:`autopart.runtime.placement.take_share` takes."""
     local = local_cuts([cut for cut, _, _ in cuts], [parts for _, _, parts in cuts])
+    return cut_boxes(shape, [(cut, *cuts[position][1:]) for position, cut in local])
+
+
+def cut_boxes(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[Box, ...]:
+    """The boxes of the share that sharded placements leave, each of what the ones before left."""
     runs = [
-        _runs(size, [(cut.outer, *cuts[position][1:]) for position, cut in local if cut.dim == dim])
+        _runs(size, [(cut.outer, index, parts) for cut, index, parts in cuts if cut.dim == dim])
         for dim, size in enumerate(shape)
     ]
     return tuple(

@@ -10,10 +10,9 @@ from torch import Tensor
 from autopart.runtime.collectives import broadcast_in_place, gather_shards
 from autopart.runtime.errors import InputError
 from autopart.runtime.links import dtype_of
-from autopart.runtime.loading import local_share
+from autopart.runtime.loading import cuts_of, local_share
 from autopart.runtime.manifest import Manifest, ParameterSpec
 from autopart.runtime.mesh import Mesh
-from autopart.runtime.placement import Placement, local_cuts
 
 
 def gather_state(
@@ -44,9 +43,8 @@ def gather_state(
 def gather_parameter(spec: ParameterSpec, mesh: Mesh, tensor: Tensor) -> Tensor:
     """The whole of a parameter or buffer from the shares of the stage's ranks; all of them take part."""
     tensor = tensor.contiguous()
-    placements = [Placement.parse(text) for text in spec.placements]
-    for position, cut in reversed(local_cuts(placements, mesh.tensor_sizes)):
-        tensor = gather_shards(tensor, mesh.tensor_axes[position], cut.dim, cut.outer, "step")
+    for cut, axis in reversed(cuts_of(spec, mesh)):
+        tensor = gather_shards(tensor, axis, cut.dim, cut.outer, "step")
     return tensor.contiguous()
 
 

@@ -7,8 +7,9 @@ from typing import Literal
 
 from torch import Tensor
 
-# forward and backward: inside the stages, per microbatch; step: once a step (gradient sums, losses, outputs).
-Phase = Literal["forward", "backward", "step"]
+# forward and backward: inside the stages, per microbatch; update: once a step for the parameters (sums of gradients,
+# gathers of weights that the optimizer changed); step: once a step for the rest (losses, outputs, running statistics).
+Phase = Literal["forward", "backward", "update", "step"]
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send"]
 
 

@@ -96,7 +96,7 @@ def test_summary_has_the_command_lines_shape() -> None:
     ]
     assert list(summary["stages"][0]) == [
         *("devices", "mesh", "blocks", "forward_s", "backward_s", "memory_bytes", "capacity_bytes", "parameters"),
-        "collectives",
+        *("collectives", "step_collectives"),
     ]
     assert json.loads(json.dumps(summary)) == summary
 

@@ -176,8 +176,9 @@ def test_traffic_is_what_the_plan_implies(tmp_path: Path) -> None:
         assert result["traffic"] == {
             ("all_reduce", "tp", "forward"): Count(2, 2 * samples * WIDTH * 8),
             # The input needs no gradient, so autograd never asks for it: no backward traffic on tp.
-            ("all_reduce", "dp", "step"): Count(2, gradients + 8),  # one bucket, and the loss
-            ("all_reduce", "tp", "step"): Count(1, 8 * WIDTH),  # the partial gradient of scale
+            ("all_reduce", "dp", "update"): Count(2, gradients),  # two buckets, one of partial gradients
+            ("all_reduce", "dp", "step"): Count(1, 8),  # the loss
+            ("all_reduce", "tp", "update"): Count(1, 8 * WIDTH),  # the partial gradient of scale
         }
 
 

@@ -42,7 +42,7 @@ def in_parallel(directory: str, name: str) -> tuple[list[float], dict[str, Tenso
         traffic = {
             (axis, phase, operation): (count.calls, count.bytes)
             for (operation, axis, phase), count in parallel.traffic.counts().items()
-            if axis not in ("dp", "stage") and phase != "step"
+            if axis not in ("dp", "stage") and phase in ("forward", "backward")
         }
         optimizer.step()
         optimizer.zero_grad()

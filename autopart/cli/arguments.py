@@ -26,7 +26,7 @@ DTYPES = {
     "float32": "float32",
     "float64": "float64",
 }
-_LIMITS = ("batch", "pp", "dp", "tp", "microbatches", "schedule", "warmup", "virtual", "recompute", "together")
+_LIMITS = ("batch", "pp", "dp", "tp", "microbatches", "schedule", "warmup", "virtual", "recompute", "together", "zero")
 # Those of autopart.runtime.schedule.NAMES, which would import torch here.
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "2bw", "2bw-flush", "auto")
 
@@ -94,6 +94,14 @@ def add_limits(parser: argparse.ArgumentParser, cluster_required: bool) -> None:
         help="modules on a given stage, counted from 0, such as decoder.layers.3=2; may be repeated",
     )
 
+    parser.add_argument(
+        "--zero",
+        type=zero_level,
+        metavar="0|1|2|3|auto",
+        help="what replicas divide between them: 1 optimizer state, 2 gradients too, 3 weights too "
+        "(default: as little as fits)",
+    )
+
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -103,6 +111,12 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def zero_level(text: str) -> int | None:
+    if text not in ("0", "1", "2", "3", "auto"):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of 0, 1, 2, 3, auto")
+    return None if text == "auto" else int(text)
 
 
 def tensor_axes(text: str) -> int | tuple[int, ...]:

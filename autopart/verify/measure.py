@@ -32,7 +32,9 @@ class GroupDifference:
 
 @dataclass(frozen=True, slots=True)
 class StageTraffic:
-    """Collectives inside a stage in one step, over all its microbatches: by kind (calls, bytes) of one rank.
+    """Collectives of a stage in one step, by kind (calls, bytes) of one rank.
+
+    Those of all its microbatches inside the stage, and those for its parameters at the end, also between stages.
 
     stages: several where ranks run several, which are counted together.
     """
@@ -158,13 +160,12 @@ def _traffic(plan: Plan | None, ranks: Sequence[Mapping[str, Any]]) -> list[Stag
         planned: dict[str, tuple[int, int]] | None = None
         if plan is not None:
             planned = {}
-            for kind, count in (item for stage in stages for item in plan.stages[stage].collectives.items()):
-                if count["calls"]:
-                    calls, size = planned.get(kind, (0, 0))
-                    planned[kind] = (
-                        calls + count["calls"] * plan.microbatches,
-                        size + count["bytes"] * plan.microbatches,
-                    )
+            for stage in (plan.stages[index] for index in stages):
+                for part, times in ((stage.collectives, plan.microbatches), (stage.step_collectives, 1)):
+                    for kind, count in part.items():
+                        if count["calls"]:
+                            calls, size = planned.get(kind, (0, 0))
+                            planned[kind] = (calls + count["calls"] * times, size + count["bytes"] * times)
         # All ranks of a stage take part in the same collectives; one that does not is shown.
         odd = next((count for count in counts if count != planned), counts[0])
         found.append(StageTraffic(stages, odd, planned))
@@ -172,10 +173,10 @@ def _traffic(plan: Plan | None, ranks: Sequence[Mapping[str, Any]]) -> list[Stag
 
 
 def _inside(traffic: Sequence[Sequence[Any]]) -> dict[str, tuple[int, int]]:
-    """Calls and bytes by kind, of the microbatches' collectives on the stage's own axes."""
+    """Calls and bytes by kind: of the microbatches on the stage's own axes, and for the parameters."""
     totals: dict[str, tuple[int, int]] = {}
     for kind, axis, phase, calls, size in traffic:
-        if phase != "step" and axis != "stage":
+        if phase == "update" or (phase in ("forward", "backward") and axis != "stage"):
             before = totals.get(kind, (0, 0))
             totals[kind] = (before[0] + calls, before[1] + size)
     return totals

@@ -6,7 +6,7 @@ to that number is the op's *layer*. Consecutive ops of one layer make a run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -49,6 +49,28 @@ def find_runs(nodes: Sequence[fx.Node]) -> list[Run]:
             seen.add(path)
         runs.append(Run(path, [node]))
     return runs
+
+
+def runs_of(graph: fx.Graph) -> list[tuple[Run, bool]]:
+    """The runs of a stage's graph, and whether each is written as a layer of its own."""
+    statements = [node for node in graph.nodes if node.op == "call_function"]
+    tensors = _with_items_behind(node for node in statements if graphs.is_tensor(node) or graphs.is_op(node))
+    return [(run, bool(run.path) and len(run.nodes) > 2) for run in find_runs(tensors)]
+
+
+def is_recomputable(run: Run) -> bool:
+    """Whether a layer's forward may run again: not where that would update running statistics twice."""
+    return not any("batch_norm" in str(node.target) for node in run.nodes)
+
+
+def _with_items_behind(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The nodes in order, the ``getitem`` nodes of an op directly behind it."""
+    ordered: list[fx.Node] = []
+    for node in nodes:
+        if not graphs.is_getitem(node):
+            ordered.append(node)
+            ordered.extend(user for user in node.users if graphs.is_getitem(user))
+    return ordered
 
 
 def _layer(path: str, depth: dict[str, int]) -> str:

@@ -15,6 +15,7 @@ from torch import fx
 from autopart.passes import graph as graphs
 from autopart.passes.batch import BatchSplit
 from autopart.passes.conversion import Axes
+from autopart.passes.data_axis import DataCut, reached_by_gradients
 from autopart.passes.emit.source import StageSource
 from autopart.passes.emit.totals import totals_source
 from autopart.passes.partition import Crossing, StageGraph
@@ -70,6 +71,7 @@ class Layout:
 
     devices: ranks of each stage, row-major over (dp, tensor axes). dp: size of the data axis.
     headings: first lines of each stage's docstring. unlike: the mesh of each stage; empty: dp and axes for all.
+    cuts: of the parameters that are divided over the data axis.
     """
 
     devices: tuple[tuple[int, ...], ...]
@@ -81,6 +83,7 @@ class Layout:
     headings: tuple[tuple[str, ...], ...]
     warmup: tuple[int, ...] = ()
     invariant_dropout: bool = False
+    cuts: Mapping[str, DataCut] = field(default_factory=dict, hash=False)
     unlike: tuple[StageMesh, ...] = ()
 
     def mesh_of(self, stage: int, storage: Mapping[str, Placements]) -> StageMesh:
@@ -99,6 +102,7 @@ def emit_program(
     """Sources and manifest. ``graphs_by_stage``: one rank's graph per stage (shard_stage)."""
     totals_buffers = _names(split.totals, Role.BUFFER) if split.totals is not None else ()
     homes = _homes(program, graphs_by_stage, totals_buffers)
+    parameters = parameter_specs(program, split, stages, graphs_by_stage, storage, layout)
     files: dict[str, str] = {}
     specs: list[StageSpec] = []
     for stage, graph in zip(stages, graphs_by_stage, strict=True):
@@ -115,6 +119,8 @@ def emit_program(
             layout.recompute,
             f"stage_{stage.index}",
             layout.invariant_dropout,
+            layout.cuts,
+            layout.dp,
         )
         files[name] = source.write()
         roles = {role: _names(graph, role) for role in (Role.INPUT, Role.RECEIVED, Role.TOTAL)}
@@ -145,7 +151,7 @@ def emit_program(
         values=tuple(_values(stages, graphs_by_stage, crossings, layout, split)),
         inputs=program.inputs,
         outputs=tuple(_outputs(program, split, stages, graphs_by_stage)),
-        parameters=tuple(_parameter(info, homes, storage, program, layout) for info in program.tensors.values()),
+        parameters=parameters,
         parameter_order=tuple(info.name for info in program.parameters),
         input_names=program.input_names,
         loss=program.loss,
@@ -268,12 +274,31 @@ def _outputs(
     return specs
 
 
+def parameter_specs(
+    program: Program,
+    split: BatchSplit,
+    stages: Sequence[StageGraph],
+    graphs_by_stage: Sequence[fx.Graph],
+    storage: Mapping[str, Placements],
+    layout: Layout,
+) -> tuple[ParameterSpec, ...]:
+    """How every parameter and buffer is stored, in the model's order."""
+    homes = _homes(program, graphs_by_stage, _names(split.totals, Role.BUFFER) if split.totals is not None else ())
+    learning = learning_stages(program, stages, graphs_by_stage)
+    return tuple(
+        _parameter(info, homes, storage, program, layout, layout.cuts.get(info.name), learning)
+        for info in program.tensors.values()
+    )
+
+
 def _parameter(
     info: TensorInfo,
     homes: Mapping[str, tuple[int, ...]],
     storage: Mapping[str, Placements],
     program: Program,
     layout: Layout,
+    cut: DataCut | None,
+    learning: Mapping[str, tuple[int, ...]],
 ) -> ParameterSpec:
     by_stage = []
     for stage in homes[info.name]:
@@ -300,7 +325,29 @@ def _parameter(
         buffer=info.buffer,
         persistent=info.persistent,
         mutated=mutated,
+        zero=cut.level if cut else 0,
+        data_dim=cut.dim if cut else 0,
+        gradients=learning.get(info.name, ()),
     )
+
+
+def learning_stages(
+    program: Program, stages: Sequence[StageGraph], stage_graphs: Sequence[fx.Graph]
+) -> dict[str, tuple[int, ...]]:
+    """The stages in which a gradient reaches each parameter."""
+    found: dict[str, list[int]] = {}
+    for stage, graph in zip(stages, stage_graphs, strict=True):
+        for node in reached_by_gradients(graph, gradient_roots(program, stage, graph)):
+            if node.op == "placeholder" and node.meta["role"] is Role.PARAMETER:
+                found.setdefault(node.meta["name"], []).append(stage.index)
+    return {name: tuple(sorted(indices)) for name, indices in found.items()}
+
+
+def gradient_roots(program: Program, stage: StageGraph, graph: fx.Graph) -> list[fx.Node]:
+    """Where gradients enter a stage: the loss (all outputs, where the script computes it), and what is sent on."""
+    names = [*stage.sends, *stage.outputs]
+    wanted = {*stage.sends, *(stage.outputs if program.loss is None else (program.loss,))}
+    return [node for name, node in zip(names, graphs.results(graph), strict=False) if name in wanted]
 
 
 def running_statistics(program: Program) -> set[str]:

@@ -12,9 +12,10 @@ from torch import fx
 from autopart.passes import graph as graphs
 from autopart.passes.blocks import is_random
 from autopart.passes.conversion import Axes
+from autopart.passes.data_axis import DataCut, cut_of, gathered_by_layer
 from autopart.passes.emit.expressions import Text
 from autopart.passes.emit.functions import Function, Names
-from autopart.passes.emit.layers import Run, find_runs
+from autopart.passes.emit.layers import Run, is_recomputable, runs_of
 from autopart.passes.emit.wrapping import LIMIT, wrapped
 from autopart.passes.program import Role, TensorInfo
 from autopart.passes.shard import local_extents
@@ -40,6 +41,7 @@ class StageSource:
     path: a name of the stage, different for every stage: random numbers outside of layers are drawn under it.
     invariant: random numbers do not depend on the plan.
     recompute: keep only the layers' inputs for the backward, and run each layer's forward again there.
+    cuts: of the parameters that ``replicas`` ranks divide between them.
     results: (sends + outputs) count; what follows in the graph's output are new values of the buffers ``updates``.
     """
 
@@ -54,8 +56,11 @@ class StageSource:
         recompute: bool = False,
         path: str = "",
         invariant: bool = False,
+        cuts: Mapping[str, DataCut] | None = None,
+        replicas: int = 1,
     ):
         self.recompute, self.path, self.invariant = recompute, path, invariant
+        self.cuts, self.replicas = cuts or {}, replicas
         self.graph, self.axes, self.tensors, self.heading = graph, axes, tensors, heading
         self.results, self.updates = results, updates
         self.returned = graphs.results(graph)
@@ -75,11 +80,10 @@ class StageSource:
         for node in arguments:
             main.texts[node] = Text(argument_name(node.meta["name"]))
         for node, expression in attributes.items():
-            main.texts[node] = Text(expression)
-        statements = [node for node in self.graph.nodes if node.op == "call_function"]
-        tensors = _with_items_behind(node for node in statements if graphs.is_tensor(node) or graphs.is_op(node))
-        for run in find_runs(tensors):
-            if run.path and len(run.nodes) > 2:
+            divided = cut_of(node, self.cuts) is not None
+            main.texts[node] = Text(f"self._mesh.gather({expression})" if divided else expression)
+        for run, is_layer in runs_of(self.graph):
+            if is_layer:
                 self._layer(run, main, attributes)
             else:
                 main.scope = set(run.nodes)
@@ -130,6 +134,11 @@ class StageSource:
                     argument = names.fresh(_argument_name(source))
                     parameters.append((argument, source))
                     function.texts[source] = Text(argument)
+        for group in gathered_by_layer(run.nodes, self.cuts):
+            wholes = [names.fresh(_whole_name(node, prefix)) for node in group]
+            shares = ", ".join(function.texts[node].code for node in group)
+            function.lines.append(f"{_targets(wholes)} = self._mesh.gather({shares})")
+            function.texts.update({node: Text(name) for node, name in zip(group, wholes, strict=True)})
         for node in run.nodes:
             function.statement(node)
         leaving = [
@@ -163,12 +172,12 @@ class StageSource:
         self.layers[run.path] = layer.name
         for name in batch:
             main.uses_batch[name] = None
-        passed = [*batch, *(main.name(source).code for _, source in parameters)]
+        # a layer gathers by itself what it is given
+        passed = [*batch, *(attributes.get(source) or main.name(source).code for _, source in parameters)]
         results = [main.names.fresh(_layer_result(node, run.path)) for node in leaving]
         layer_name = _attribute("self", run.path)
         call = f"{layer_name}({', '.join(passed)})"
-        # a second forward would update running statistics twice
-        if self.recompute and not any("batch_norm" in str(node.target) for node in run.nodes):
+        if self.recompute and is_recomputable(run):
             call = f"checkpoint({', '.join([layer_name, *passed])})"
             self.imports_checkpoint = True
         main.lines.append(f"{', '.join(results)} = {call}" if results else call)
@@ -258,6 +267,9 @@ class StageSource:
         else:
             sizes = local_extents(node.meta["val"], node.meta["placements"], self.axes)
             shape = [str(size) for size in sizes]
+        if name in self.cuts:
+            dim = self.cuts[name].dim
+            shape[dim] = str(int(shape[dim]) // self.replicas)
         options = [f"dtype={info.dtype}"]
         if info.buffer and not info.persistent:
             options.append("persistent=False")
@@ -284,16 +296,6 @@ class StageSource:
             "",
             "",
         ]
-
-
-def _with_items_behind(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The nodes in order, the ``getitem`` nodes of an op directly behind it."""
-    ordered: list[fx.Node] = []
-    for node in nodes:
-        if not graphs.is_getitem(node):
-            ordered.append(node)
-            ordered.extend(user for user in node.users if graphs.is_getitem(user))
-    return ordered
 
 
 def _tensors_read(node: fx.Node) -> Iterable[fx.Node]:
@@ -326,6 +328,17 @@ def _argument_name(node: fx.Node) -> str:
         return str(node.meta["name"]).rpartition(".")[2]
     dtype = node.meta["val"].dtype
     return "mask" if dtype == torch.bool else "x" if dtype.is_floating_point else "index"
+
+
+def _whole_name(node: fx.Node, prefix: str) -> str:
+    """What a layer calls a weight that it gathers: ``attn_c_proj_weight``."""
+    return str(node.meta["name"]).removeprefix(prefix).replace(".", "_")
+
+
+def _targets(names: Sequence[str]) -> str:
+    """Names that a tuple is assigned to; in brackets, which can be broken, where they are long."""
+    text = ", ".join(names)
+    return text if len(text) < LIMIT // 2 else f"({text})"
 
 
 def _layer_result(node: fx.Node, path: str) -> str:

@@ -26,11 +26,11 @@ def _wrap(line: str) -> list[str]:
     items = list(_items(inner))
     is_call = start > 0 and (line[start - 1].isalnum() or line[start - 1] in "_)]") and line[start] == "("
     if len(indent) + len(inner) <= LIMIT or len(items) == 1:
-        return [head, *_wrap(f"{indent}{inner}"), *_wrap(closing)]
+        return [*_wrap(head), *_wrap(f"{indent}{inner}"), *_wrap(closing)]
     # a comma at the end turns a parenthesis around one expression into a tuple, and is fine elsewhere
     comma = "," if is_call or len(items) > 1 else ""
     parts = [f"{indent}{item}{',' if index < len(items) - 1 else comma}" for index, item in enumerate(items)]
-    return [head, *(piece for part in parts for piece in _wrap(part)), *_wrap(closing)]
+    return [*_wrap(head), *(piece for part in parts for piece in _wrap(part)), *_wrap(closing)]
 
 
 def _characters(text: str) -> Iterator[tuple[int, str, int]]:

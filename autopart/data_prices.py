@@ -1,0 +1,90 @@
+"""What dividing parameters over replicas (ZeRO) saves in memory and costs in exchanges.
+
+Of a parameter with W bytes of weight on a rank (after the tensor axes), G of gradients and O of optimizer state, on r
+replicas and m microbatches, a rank holds, and a step exchanges, as :mod:`autopart.runtime.data_weights` runs it:
+
+=====  ==================  ============================================================
+level  bytes held          exchanged over the data axis
+=====  ==================  ============================================================
+0      W + G + O           all-reduce of G
+1      W + G + O/r         reduce-scatter of G, all-gather of W
+2      W + (G + O)/r       m reduce-scatters of G, all-gather of W
+3      (W + G + O)/r       m reduce-scatters of G, m or 2m all-gathers of W
+=====  ==================  ============================================================
+
+The second gather of level 3 is the backward's. Whole weights that level 3 has for a while are transient: those of the
+layer that runs and of the next, their gradients and the message of these, so four times the layer's bytes. Although
+gathers run a layer ahead and sums beside the backward, **no overlap is credited**, nor for the all-reduce of level 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopart.cost.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, collective_seconds
+from autopart.cost.devices import Link
+from autopart.passes.annotate import ParameterBytes
+from autopart.passes.conversion import Axes
+from autopart.passes.data_axis import LEVELS, data_dim
+from autopart.passes.program import TensorInfo
+from autopart.prices import Prices
+from autopart.runtime.placement import Placements
+
+TRANSIENT_COPIES = 4
+"""How often a layer's divided weights are in memory at most, whole: see the module."""
+
+
+def offered_levels(
+    info: TensorInfo, placements: Placements, axes: Axes, replicas: int, wanted: Sequence[int] = LEVELS
+) -> tuple[int, ...]:
+    """Of the wanted levels those that a tensor can have; only 0 for buffers and where no dim divides."""
+    if info.buffer or replicas == 1 or data_dim(info, placements, axes, replicas) is None:
+        return (0,)
+    return tuple(wanted)
+
+
+def held_bytes(whole: ParameterBytes, level: int, replicas: int) -> ParameterBytes:
+    """What one of the replicas holds, where ``whole`` is what all hold at level 0."""
+    return ParameterBytes(
+        whole.weight // replicas if level == 3 else whole.weight,
+        whole.gradient // replicas if level >= 2 else whole.gradient,
+        whole.optimizer // replicas if level >= 1 else whole.optimizer,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DataPrices:
+    """Seconds of parameters over ``replicas`` on ``link``."""
+
+    prices: Prices
+    link: Link
+    replicas: int
+
+    def step_end_seconds(self, weight: float, level: int) -> float:
+        """Once a step, for a trained parameter of ``weight`` bytes: sums and gathers in large buckets, optimizer."""
+        seconds = self.prices.optimizer_seconds(weight / self.replicas if level else weight)
+        kinds = {0: (ALL_REDUCE,), 1: (REDUCE_SCATTER, ALL_GATHER), 2: (ALL_GATHER,), 3: ()}[level]
+        return seconds + sum(self._bytes_seconds(kind, weight) for kind in kinds)
+
+    def microbatch_seconds(
+        self, weight: float, level: int, trained: bool, again: bool, messages: float
+    ) -> tuple[float, float]:
+        """Forward and backward of one microbatch.
+
+        again: the backward gathers as well. messages: the part of a message that is this parameter's, as several share
+        one call's latency.
+        """
+        if level < 2 or self.replicas == 1:
+            return 0.0, 0.0
+        if level == 2:
+            return 0.0, self._bytes_seconds(REDUCE_SCATTER, weight) if trained else 0.0
+        latency = messages * collective_seconds(ALL_GATHER, 0, self.replicas, self.link)
+        gather = latency + self._bytes_seconds(ALL_GATHER, weight)
+        scatter = latency + self._bytes_seconds(REDUCE_SCATTER, weight)
+        return gather, (gather if again else 0.0) + (scatter if trained else 0.0)
+
+    def _bytes_seconds(self, kind: str, size: float) -> float:
+        """A part of a large message: its bytes, without the call's latency."""
+        whole, empty = (collective_seconds(kind, item, self.replicas, self.link) for item in (size, 0))
+        return whole - empty

@@ -1,0 +1,185 @@
+"""Parameters divided over the data axis (ZeRO): where they are cut, where a stage gathers them, what that exchanges.
+
+A parameter's *level* says what is divided, see :mod:`autopart.runtime.data_weights`. It is cut in the first dim that
+divides by the number of replicas in the share that the tensor axes leave; a parameter without one stays whole.
+
+At level 3 the parameters that one layer reads form a *unit*, which one statement gathers; outside of layers every read
+is a unit of its own, written where the op is, so that nothing is whole for longer than the op runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import fx
+
+from autopart.passes import graph as graphs
+from autopart.passes.conversion import Axes
+from autopart.passes.emit.layers import Run
+from autopart.passes.graph import Value
+from autopart.passes.program import Role, TensorInfo
+from autopart.passes.saved import saved_tensors
+from autopart.passes.shard import local_extents
+from autopart.passes.storage import is_view, storage_of
+from autopart.runtime.placement import Placements
+
+LEVELS = (0, 1, 2, 3)
+
+# Transitions that return their argument's own memory.
+_SHARING = ("sum_gradients", "keep_gradients_on_first")
+
+
+@dataclass(frozen=True, slots=True)
+class DataCut:
+    """How a parameter is divided over the data axis: the level, and the dim that is cut."""
+
+    level: int
+    dim: int
+
+
+def data_dim(info: TensorInfo, placements: Placements, axes: Axes, replicas: int) -> int | None:
+    """The dim in which the replicas divide a parameter; None where none of its sizes divides."""
+    shape = list(info.shape)
+    for placement, (_, parts) in zip(placements, axes, strict=False):
+        if placement.is_shard:
+            shape[placement.dim] //= parts
+    return next((dim for dim, size in enumerate(shape) if size and size % replicas == 0), None)
+
+
+def cut_parameters(
+    tensors: Mapping[str, TensorInfo],
+    storage: Mapping[str, Placements],
+    axes: Axes,
+    replicas: int,
+    levels: Mapping[str, int],
+) -> dict[str, DataCut]:
+    """The cuts of all parameters with a level above 0. On one replica nothing is divided."""
+    cuts: dict[str, DataCut] = {}
+    for name, level in levels.items():
+        if level and replicas > 1:
+            dim = data_dim(tensors[name], storage.get(name, ()), axes, replicas)
+            assert dim is not None, f"{name} cannot be divided by {replicas}"
+            cuts[name] = DataCut(level, dim)
+    return cuts
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """One statement that gathers: the parameters' placeholders, the ops that read them.
+
+    recomputed: it runs again in the backward, with its layer.
+    """
+
+    parameters: tuple[fx.Node, ...]
+    readers: tuple[fx.Node, ...]
+    recomputed: bool = False
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether some op keeps one of the whole weights for its backward."""
+        own = {Value(node) for node in self.parameters}
+        nodes = [node for node in _with_views(self.readers) if "transition" not in node.meta]
+        return any(_owner(value) in own for node in nodes for value in saved_tensors(node))
+
+
+def cut_of(node: fx.Node, cuts: Mapping[str, DataCut]) -> DataCut | None:
+    """The cut of a parameter's placeholder; None for whole ones and for other nodes."""
+    is_parameter = node.op == "placeholder" and node.meta["role"] is Role.PARAMETER
+    return cuts.get(node.meta["name"]) if is_parameter else None
+
+
+def gathered_by_layer(nodes: Sequence[fx.Node], cuts: Mapping[str, DataCut]) -> list[tuple[fx.Node, ...]]:
+    """What a layer gathers, one statement for each level and dtype, in the order in which it reads them."""
+    groups: dict[tuple[int, torch.dtype], dict[fx.Node, None]] = {}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            cut = cut_of(source, cuts)
+            if cut is not None:
+                groups.setdefault((cut.level, source.meta["val"].dtype), {})[source] = None
+    return [tuple(group) for group in groups.values()]
+
+
+def gatherings(
+    runs: Iterable[tuple[Run, bool]], cuts: Mapping[str, DataCut], recompute: Mapping[str, bool]
+) -> list[Gathering]:
+    """The gathers of level 3 in a stage's forward, in order.
+
+    runs: of the stage, with whether each is written as a layer. recompute: by a layer's path.
+    """
+    found: list[Gathering] = []
+    for run, is_layer in runs:
+        if is_layer:
+            again = recompute.get(run.path, False)
+            found += [Gathering(group, tuple(run.nodes), again) for group in gathered_by_layer(run.nodes, cuts)]
+        else:
+            read = [(source, node) for node in run.nodes for source in dict.fromkeys(node.all_input_nodes)]
+            found += [Gathering((source,), (node,)) for source, node in read if cut_of(source, cuts) is not None]
+    return [item for item in found if cuts[item.parameters[0].meta["name"]].level == 3]
+
+
+def gathering_counts(
+    found: Sequence[Gathering], reached: set[fx.Node], axes: Axes
+) -> dict[tuple[str, str], dict[str, list[int]]]:
+    """What level 3 exchanges for one microbatch, as :func:`autopart.passes.shard.collective_counts` writes it.
+
+    reached: the ops through which gradients flow. A unit that follows itself is in memory still.
+    """
+    counts: dict[tuple[str, str], dict[str, list[int]]] = {}
+
+    def count(phase: str, operation: str, size: int) -> None:
+        entry = counts.setdefault(("dp", phase), {}).setdefault(operation, [0, 0])
+        entry[0] += 1
+        entry[1] += size
+
+    for _, same in groupby(found, key=lambda item: item.parameters):
+        count("forward", "all_gather", sum(_bytes(node, axes) for node in next(same).parameters))
+    for item in found:
+        if item.recomputed or item.is_saved:
+            count("backward", "all_gather", sum(_bytes(node, axes) for node in item.parameters))
+        readers = [node for node in item.readers if node in reached]
+        trained = [node for node in item.parameters if node.meta.get("trainable")]
+        learning = [node for node in trained if any(node in reader.all_input_nodes for reader in readers)]
+        if learning:
+            count("backward", "reduce_scatter", sum(_bytes(node, axes) for node in learning))
+    return counts
+
+
+def reached_by_gradients(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """The ops of a graph through which a gradient flows that starts at ``roots``."""
+    reached: set[fx.Node] = set()
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node in reached or not node.meta.get("differentiable"):
+            continue
+        reached.add(node)
+        waiting.extend(node.all_input_nodes)
+    return reached
+
+
+def _bytes(node: fx.Node, axes: Axes) -> int:
+    size = node.meta["val"].element_size()
+    for extent in local_extents(node.meta["val"], node.meta["placements"], axes):
+        assert extent is not None
+        size *= extent.coefficient
+    return size
+
+
+def _owner(value: Value) -> Value:
+    owner = storage_of(value)
+    while "transition" in owner.node.meta and owner.node.meta["transition"][1].name in _SHARING:
+        owner = storage_of(graphs.inputs(owner.node)[0])
+    return owner
+
+
+def _with_views(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The nodes, and those that read what some of them only pass on."""
+    found = dict.fromkeys(nodes)
+    for node in list(found):
+        shares = is_view(node) or ("transition" in node.meta and node.meta["transition"][1].name in _SHARING)
+        if shares:
+            found.update(dict.fromkeys(_with_views(node.users)))
+    return list(found)

@@ -1,0 +1,265 @@
+"""ZeRO-1, -2 and -3: equal to one process, shares of 1/dp in memory, and exactly the traffic that the plan counts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autopart.verify
+from autopart.analysis import Analysis, analyze, fold
+from autopart.api import load
+from autopart.exchanges import exchanges
+from autopart.passes.data_axis import data_dim
+from autopart.plan import Plan
+from autopart.planner import make_plan
+from autopart.realize import realize, realized
+from autopart.runtime import checkpoint
+from autopart.runtime.errors import PlanError
+from autopart.verify import Subject, compare_emitted, prepare
+from clusters import ideal
+from families import family
+from launch import launch, run_kept_job
+
+
+@functools.lru_cache(maxsize=2)
+def subject_of(name: str) -> tuple[Subject, Analysis]:
+    item = family(name)
+    subject = prepare(item.build(), (), item.inputs(item.batch))
+    return subject, analyze(subject.program)
+
+
+def divided(analysis: Analysis, plan: Plan, level: int) -> Plan:
+    """The plan with every parameter that can be at a level of ZeRO, and what it exchanges then."""
+    found = realized(analysis, plan)
+    levels = {
+        info.name: level
+        for info in analysis.program.parameters
+        if data_dim(info, found.storage.get(info.name, ()), found.axes, plan.dp) is not None
+    }
+    plan = replace(plan, zero=fold(levels))
+    samples = plan.batch // (plan.dp * plan.microbatches)
+    counted = exchanges(analysis, realized(analysis, plan), plan.dp, samples, plan.recompute == "full")
+    stages = tuple(
+        replace(stage, collectives=item.microbatch, step_collectives=item.step)
+        for stage, item in zip(plan.stages, counted, strict=True)
+    )
+    return replace(plan, stages=stages)
+
+
+def check(name: str, limits: Mapping[str, Any], level: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
+    subject, analysis = subject_of(name)
+    devices = limits["pp"] * limits["dp"] * limits["tp"]
+    plan = make_plan(subject.program, ideal(devices), batch=8, analysis=analysis, **limits)
+    plan = divided(analysis, plan, level)
+    assert set(plan.zero.values()) == {level}
+    assert Plan.from_json(plan.to_json()) == plan
+    realize(subject.program, plan, analysis).save(folder / "program")
+    result = compare_emitted(folder / "program", subject, plan=plan)
+    worst = sorted(result.groups, key=lambda group: -max(group.gradient or 0.0, group.parameter))[:3]
+    assert result.equal, f"{result.loss_difference=} {worst}"
+    assert all(stage.as_planned for stage in result.traffic), result.traffic
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_replicas_equal_one_process(name: str, level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"pp": 1, "dp": 2, "tp": 1, "microbatches": 2, "recompute": "none"}
+    check(name, limits, level, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("level", "limits"),
+    [
+        (3, {"pp": 1, "dp": 2, "tp": 1, "microbatches": 2, "recompute": "full"}),
+        (2, {"pp": 1, "dp": 4, "tp": 1, "microbatches": 1, "recompute": "none"}),
+        (3, {"pp": 1, "dp": 4, "tp": 1, "microbatches": 1, "recompute": "none"}),
+        (1, {"pp": 1, "dp": 2, "tp": 2, "microbatches": 1, "recompute": "none"}),
+        (3, {"pp": 1, "dp": 2, "tp": 2, "microbatches": 2, "recompute": "none"}),
+        (2, {"pp": 2, "dp": 2, "tp": 1, "microbatches": 2, "recompute": "none"}),
+        (3, {"pp": 2, "dp": 2, "tp": 1, "microbatches": 2, "recompute": "none"}),
+    ],
+)
+def test_other_meshes_equal_one_process(
+    level: int, limits: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check("gpt2", limits, level, tmp_path, monkeypatch)
+
+
+# --- What one rank has in memory, and what a script does besides training ---
+
+
+def emitted(name: str, level: int, folder: Path, **limits: Any) -> Path:
+    """A program of a family on two replicas (or ``limits``), everything divided."""
+    subject, analysis = subject_of(name)
+    limits = {"pp": 1, "dp": 2, "tp": 1, "microbatches": 2, "recompute": "none", **limits}
+    devices = limits["pp"] * limits["dp"] * limits["tp"]
+    plan = make_plan(subject.program, ideal(devices), batch=8, analysis=analysis, **limits)
+    plan = divided(analysis, plan, level) if level else plan
+    target = folder / f"zero{level}"
+    realize(subject.program, plan, analysis).save(target)
+    return target
+
+
+def train_a_little(directory: str) -> dict[str, Any]:
+    """Bytes of one rank while it trains, and what the module's own methods give."""
+    item = family("gpt2")
+    original = item.build()
+    whole = {name: tensor.clone() for name, tensor in original.state_dict().items()}
+    user = list(original.parameters())
+    model = load(directory, original).train()
+    parameters = list(model.parameters())
+    assert all(any(p is q for q in user) for p in parameters)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    alive: list[int] = []
+    gather = model.mesh.weights.gather
+
+    def counting(*shares: Any) -> Any:
+        found = gather(*shares)
+        units = model.mesh.weights._units.values()
+        alive.append(sum(unit.wholes is not None or unit.arriving is not None for unit in units))
+        return found
+
+    model.mesh.weights.gather = counting  # type: ignore[method-assign]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, whole[name]), name
+    norms = []
+    for _ in range(3):
+        model(**item.inputs(8)).loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, 0.2).item())
+        norms.append(model.clip_grad_norm_(0.1).item())
+        optimizer.step()
+        gradients = sum(p.grad.nbytes for p in parameters if p.grad is not None)
+        optimizer.zero_grad()
+    with torch.no_grad():
+        evaluated = model(**item.inputs(8)).loss.item()
+    state = model.state_dict()
+    model.load_state_dict(whole)
+    again = model(**item.inputs(8)).loss.item()
+    return {
+        "norms": norms,
+        "parameters": sum(p.nbytes for p in parameters),
+        "storage": sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters}.values()),
+        "gradients": gradients,
+        "optimizer": sum(t.nbytes for s in optimizer.state.values() for t in s.values() if t.dim()),
+        "alive": max(alive, default=0),
+        "evaluated": evaluated,
+        "state": {name: tensor.double().sum().item() for name, tensor in state.items()},
+        "again": again,
+        "held": [unit for unit in model.mesh.weights._units.values() if unit.wholes is not None],
+    }
+
+
+def test_a_rank_holds_its_share_and_nothing_else(tmp_path: Path) -> None:
+    whole = launch(train_a_little, 2, str(emitted("gpt2", 0, tmp_path)))[0]
+    for level in (1, 2, 3):
+        for found in launch(train_a_little, 2, str(emitted("gpt2", level, tmp_path))):
+            assert found["norms"] == pytest.approx(whole["norms"], rel=1e-9)
+            assert found["evaluated"] == pytest.approx(whole["evaluated"], rel=1e-9)
+            assert found["again"] == pytest.approx(whole["again"], rel=1e-12)
+            assert found["state"] == pytest.approx(whole["state"], rel=1e-9, abs=1e-9)
+            for kind in ("parameters", "gradients", "optimizer"):
+                assert 2 * found[kind] == whole[kind], kind
+            assert found["storage"] == (found["parameters"] if level == 3 else whole["parameters"])
+            assert found["alive"] == (2 if level == 3 else 0)
+            assert not found["held"]
+
+
+def saved_and_loaded(folder: str, first: str, then: str, checkpoint_in: str) -> list[float]:
+    """Losses after a checkpoint: of the program that wrote it, and of another one that read it."""
+    item = family("gpt2")
+    losses = []
+    for directory, action in ((first, checkpoint.save), (then, checkpoint.load)):
+        model = load(directory, item.build()).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if action is checkpoint.save:
+            for _ in range(2):
+                step(model, optimizer, item)
+            checkpoint.save(checkpoint_in, model, optimizer)
+        else:
+            checkpoint.load(checkpoint_in, model, optimizer)
+        losses += [step(model, optimizer, item) for _ in range(2)]
+    return losses
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, item: Any) -> float:
+    loss = model(**item.inputs(8)).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss)
+
+
+@pytest.mark.parametrize(("first", "then"), [((3, 2, 1), (0, 1, 2)), ((3, 2, 1), (1, 2, 1)), ((0, 1, 2), (3, 2, 1))])
+def test_checkpoints_move_between_divisions(
+    first: tuple[int, int, int], then: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """(level, replicas, tensor ranks)"""
+    programs = []
+    for place, (level, dp, tp) in (("first", first), ("then", then)):
+        programs.append(str(emitted("gpt2", level, tmp_path / place, dp=dp, tp=tp, microbatches=1)))
+    for losses in launch(saved_and_loaded, 2, str(tmp_path), *programs, str(tmp_path / "saved")):
+        assert losses[2:] == pytest.approx(losses[:2], rel=1e-9)
+        assert losses[0] != pytest.approx(losses[1], rel=1e-3)
+
+
+def freeze_some(directory: str) -> list[Any]:
+    """Traffic and gradients where the user froze all but the last layer after the program was emitted."""
+    item = family("gpt2")
+    model = load(directory, item.build()).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("h.3." in name)
+    model(**item.inputs(8)).loss.backward()
+    scattered = model.traffic.get("reduce_scatter", "dp", "backward").calls
+    return [scattered, sorted(n for n, p in model.named_parameters() if p.grad is not None)]
+
+
+def test_frozen_weights_are_gathered_and_have_no_gradients(tmp_path: Path) -> None:
+    for scattered, learned in launch(freeze_some, 2, str(emitted("gpt2", 3, tmp_path))):
+        assert scattered == 2  # one unit, two microbatches
+        assert len(learned) == 12 and all("h.3." in name for name in learned)
+
+
+def step_too_early(directory: str) -> str:
+    item = family("gpt2")
+    model = load(directory, item.build()).train()
+    found: dict[str, bool] = {}
+    original = model.mesh.weights._unpack
+
+    def unpack(saved: Any) -> Any:
+        if not found:
+            found["once"] = True
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(2.0)
+        return original(saved)
+
+    model.mesh.weights._unpack = unpack  # type: ignore[method-assign]
+    try:
+        model(**item.inputs(8))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_weights_that_change_under_the_backward_are_noticed(tmp_path: Path) -> None:
+    for message in launch(step_too_early, 2, str(emitted("gpt2", 3, tmp_path))):
+        assert "changed between its forward and its backward" in message
+
+
+def test_plans_say_where_a_level_is_wrong(tmp_path: Path) -> None:
+    subject, analysis = subject_of("gpt2")
+    plan = make_plan(subject.program, ideal(2), batch=8, analysis=analysis, pp=1, dp=2, tp=1)
+    with pytest.raises(PlanError, match=r"zero\['wrong'\]: the model has no such parameter"):
+        realize(subject.program, replace(plan, zero={"wrong": 3}), analysis)
+    with pytest.raises(PlanError, match="one of 0, 1, 2, 3, found 4"):
+        replace(plan, zero={"transformer.wte.weight": 4})
+    text = plan.to_json().replace('"zero": {}', '"zero": {"transformer.wte.weight": "3"}')
+    with pytest.raises(PlanError, match="zero: expected an object of whole numbers"):
+        Plan.from_json(text)

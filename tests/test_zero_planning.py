@@ -1,0 +1,94 @@
+"""The planner divides parameters over replicas as far as memory asks for it, and prices what that exchanges."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from autopart.analysis import Analysis, analyze
+from autopart.cli.arguments import zero_level
+from autopart.plan import Plan
+from autopart.planner import make_plan
+from autopart.realize import realize
+from autopart.runtime.errors import InfeasibleError, PlanError
+from autopart.tracing import capture
+from clusters import ideal
+from families import family
+
+OVERHEAD = 2 * 2**30
+LIMITS: dict[str, Any] = {"pp": 1, "dp": 4, "tp": 1, "microbatches": 2, "recompute": "none", "batch": 8}
+
+
+@functools.lru_cache(maxsize=1)
+def analysis() -> Analysis:
+    item = family("gpt2")
+    return analyze(capture(item.build(), (), item.inputs(8)))
+
+
+def plan(memory: float = 2**40, **limits: Any) -> Plan:
+    """On four devices with so many bytes besides the fixed overhead."""
+    cluster = ideal(4, bandwidth=1e8, memory_bytes=OVERHEAD + int(memory))
+    return make_plan(analysis().program, cluster, analysis=analysis(), **{**LIMITS, **limits})
+
+
+def needed(found: Plan) -> int:
+    return found.stages[0].memory_bytes - OVERHEAD
+
+
+def test_levels_hold_less_and_exchange_more() -> None:
+    found = [plan(zero=level) for level in range(4)]
+    names = {info.name for info in analysis().program.parameters}
+    for level, one in enumerate(found):
+        assert set(one.zero.values()) == ({level} if level else set())
+        assert set(realize(analysis().program, one, analysis()).manifest.parameter_order) == names
+    memory = list(map(needed, found))
+    assert memory[0] > memory[1] > memory[2]
+    assert memory[2] > memory[3] or memory[1] > memory[3]  # whole layers for a while weigh much in a tiny model
+    state = 8 * analysis().program.parameter_count
+    assert memory[0] - memory[1] == pytest.approx(2 * state * 3 / 4, rel=1e-3)
+    assert memory[1] - memory[2] == pytest.approx(state * 3 / 4, rel=1e-3)
+    assert found[3].step_time_s > found[2].step_time_s > found[0].step_time_s
+    assert found[3].stages[0].parameters * 4 == found[0].stages[0].parameters
+    assert found[3].stages[0].step_collectives == {}
+
+
+def test_nothing_is_divided_where_it_fits_whole() -> None:
+    assert not plan().zero
+    assert not plan(needed(plan()) + 1).zero
+
+
+def test_as_little_is_divided_as_memory_asks_for() -> None:
+    forced = [plan(zero=level) for level in range(4)]
+    for share in (0.99, 0.8, 0.6):
+        memory = share * needed(forced[0])
+        found = plan(memory)
+        assert found.zero and needed(found) <= memory
+        assert found.bound_s <= found.step_time_s
+        fitting = [one for one in forced if needed(one) <= memory]
+        # mixed levels are no slower than any one level for all
+        assert all(found.step_time_s <= one.step_time_s * (1 + 1e-9) for one in fitting)
+    with pytest.raises(InfeasibleError):
+        plan(0.6 * needed(forced[0]), zero=0)
+
+
+def test_weights_are_divided_where_they_do_not_fit_whole() -> None:
+    """Memory for less than weights, gradients and optimizer state of level 2."""
+    forced = [plan(zero=level) for level in range(4)]
+    memory = needed(forced[3]) + 1 if needed(forced[3]) < needed(forced[2]) else needed(forced[2]) - 1
+    found = plan(memory)
+    assert 3 in found.zero.values() and needed(found) <= memory
+
+
+def test_tensor_axes_and_levels_are_chosen_together() -> None:
+    roomy = plan(dp=2, tp=2)
+    tight = plan(0.75 * needed(roomy), dp=2, tp=2)
+    assert not roomy.zero and tight.zero
+    assert needed(tight) <= 0.75 * needed(roomy)
+
+
+def test_levels_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(PlanError, match="zero is one of 0, 1, 2, 3 or None"):
+        plan(zero=4)
+    assert [zero_level(text) for text in ("0", "3", "auto")] == [0, 3, None]
