@@ -16,7 +16,8 @@ from torch import fx
 from autopart.passes.conversion import Axes
 from autopart.passes.partition import Crossing
 from autopart.passes.rules import Strategy
-from autopart.runtime.placement import REPLICATE, Placements, value_placements
+from autopart.passes.shard import value_placements
+from autopart.runtime.placement import REPLICATE, Placements
 
 
 @dataclass(frozen=True, slots=True)
