@@ -113,7 +113,7 @@ def test_gradients_of_what_has_no_samples_add_up(source: str, target: str) -> No
         made[message.target][message.put] += have[message.source][message.take]
     own = math.prod(outer.sizes)
     for position in range(own):
-        total = sum(made[rank] for index, rank in enumerate(outer.ranks) if index % own == position)
+        total = torch.stack([made[rank] for index, rank in enumerate(outer.ranks) if index % own == position]).sum(0)
         assert torch.equal(total, cut(parts.sum(0), outer, position))
 
 
@@ -151,8 +151,17 @@ def subject_of(name: str) -> tuple[Subject, Analysis]:
 @functools.lru_cache(maxsize=8)
 def chain_of(name: str, stages: int) -> Plan:
     subject, analysis = subject_of(name)
-    limits = {"pp": stages, "dp": 1, "tp": 1, "microbatches": 2, "recompute": "none", "batch": 8}
-    return make_plan(subject.program, ideal(stages), analysis=analysis, **limits)
+    return make_plan(
+        subject.program,
+        ideal(stages),
+        batch=8,
+        pp=stages,
+        dp=1,
+        tp=1,
+        microbatches=2,
+        recompute="none",
+        analysis=analysis,
+    )
 
 
 @functools.lru_cache(maxsize=2)
