@@ -55,6 +55,15 @@ def test_a_size_that_is_no_multiple_of_the_batch_freezes_its_factor() -> None:
     assert rule.factors == ("b",) and rule.sizes["a"] is None
 
 
+def test_a_known_and_an_unknown_size_of_one_factor_are_equal_and_unknown() -> None:
+    """As where a router gives as many positions as there are rows, whose number depends on the data."""
+    for first, second in ((24, None), (None, 24)):
+        rule = bound("i, i d -> i d", [shape(first), shape(second, 4)], [shape(first, 4)])
+        assert rule.factors == ("d",) and rule.sizes["i"] is None
+    rule = bound("h d, (h d) -> (h d)", [shape(2, 4), shape(None)], [shape(8)])
+    assert rule.factors == ()
+
+
 def test_scalars_are_written_as_nothing() -> None:
     assert bound("*d -> ", [shape(2, 3)], [()]).outputs == ((),)
     assert bound(" -> ", [()], [()]).inputs == ((),)

@@ -203,6 +203,7 @@ def _shapes() -> list[Case]:
         Case("aten.slice.Tensor", (f(4, 8), 1, 1, 3), minimum=4),
         Case("aten.slice.Tensor", (f(4, 8), 1, 0, 8, 2), minimum=4),
         Case("aten.select.int", (f(4, 8), 1, 2), minimum=4),
+        Case("aten.unfold.default", (f(4, 7, 6), 1, 3, 2), minimum=5),
         Case("aten.im2col.default", (f(4, 2, 6, 5), [3, 2], [1, 1], [1, 0], [2, 1]), minimum=5),
         Case("aten.col2im.default", (f(4, 12, 4), [4, 5], [3, 2], [1, 1], [0, 0], [1, 2]), minimum=5),
         Case("aten.unbind.int", (f(3, 4, 8),), minimum=5),

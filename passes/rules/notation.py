@@ -285,7 +285,10 @@ def _expand_runs(
 def _solve_sizes(
     dims: Sequence[Dims], shapes: Sequence[Extents], given: Mapping[str, Extent], text: str
 ) -> dict[str, Extent | None]:
-    """The size of every factor: first from the dims that it fills alone, then as the missing part of a product."""
+    """The size of every factor: first from the dims that it fills alone, then as the missing part of a product.
+
+    Dims of known and of unknown size that share a factor are equal when the op runs, and the factor's size unknown.
+    """
     sizes: dict[str, Extent | None] = dict(given)
     products: list[tuple[Dim, Extent | None]] = []
     for operand, shape in zip(dims, shapes, strict=True):
@@ -295,10 +298,10 @@ def _solve_sizes(
             if len(dim) > 1:
                 products.append((dim, size))
             elif dim:
-                known = sizes.get(dim[0], ONE) if dim[0] in sizes else ONE
-                if known not in (ONE, size) and size != ONE:
+                known = sizes.get(dim[0], ONE)
+                if known is not None and size is not None and known not in (ONE, size) and size != ONE:
                     raise RuleError(f"factor {dim[0]!r} of the rule {text!r} has sizes {known} and {size}")
-                sizes[dim[0]] = size if known == ONE else known
+                sizes[dim[0]] = size if known == ONE or size is None else known
     pending = products
     while pending:
         waiting: list[tuple[Dim, Extent | None]] = []
@@ -312,7 +315,9 @@ def _solve_sizes(
                 sizes[unknown[0]] = None if size is None or rest is None else size.over(rest)
                 if size is not None and rest is not None and sizes[unknown[0]] is None:
                     raise RuleError(f"a dim of {size} does not hold the factors {' '.join(dim)} of the rule {text!r}")
-            elif size not in (ONE, rest):
+            elif size is None:
+                sizes.update(dict.fromkeys(dim))
+            elif rest is not None and size not in (ONE, rest):
                 raise RuleError(f"a dim of {size} is not made of the factors {' '.join(dim)} of the rule {text!r}")
         if len(waiting) == len(pending):
             raise RuleError(f"the sizes of the factors {' '.join(waiting[0][0])} of the rule {text!r} are not known")

@@ -207,6 +207,14 @@ def _roll(node: fx.Node) -> Annotation | None:
     return _frozen_dims(node, dims_of(node, 2, "dims")) if argument(node, 2, "dims") else None
 
 
+def _sliding(node: fx.Node) -> Annotation:
+    """``x.unfold(dim, size, step)``: the dim becomes windows, whose elements are a new last dim."""
+    terms = names(rank_of(node))
+    terms[positive(argument(node, 1, "dimension"), len(terms))] = "_"
+    text = " ".join(terms)
+    return Annotation(f"{text} -> {text} _", linear=((0,),))
+
+
 def _windows(node: fx.Node) -> Annotation | None:
     """im2col: space becomes windows, and each channel a window's elements; col2im: back, what overlaps added."""
     if rank_of(node) != (3 if "col2im" in str(node.target) else 4):
@@ -284,6 +292,7 @@ def table() -> dict[str, Entry]:
         "aten.tril.default": _triangle,
         "aten.triu.default": _triangle,
         "aten.diagonal.default": _diagonal,
+        "aten.unfold.default": _sliding,
         "aten.im2col.default": _windows,
         "aten.col2im.default": _windows,
         "aten.pad.default": _pad,
