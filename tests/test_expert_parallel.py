@@ -65,5 +65,5 @@ def test_fewer_key_value_heads_than_ranks(name: str, tmp_path: Path, monkeypatch
     plan = forced(subject_of(name), 4, by_query_head)
     placed = {key.split(".")[-2]: placement for key, placement in plan.storage.items() if "_proj.weight" in key}
     assert placed["q_proj"] == "S0" and placed["o_proj"] == "S1"
-    assert "k_proj" not in placed or placed["k_proj"] == placed["v_proj"] == "B"
+    assert placed["k_proj"] == placed["v_proj"] == "B"
     run(subject_of(name), plan, tmp_path, monkeypatch)
