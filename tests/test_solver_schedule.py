@@ -31,25 +31,41 @@ def makespan(schedule: Schedule, times: Sequence[StageTimes], transfers: Transfe
     return simulate(schedule, times, seconds).makespan_s
 
 
-def every_schedule(stages: int, microbatches: int, transfers: Transfers) -> Iterator[Schedule]:
+def every_schedule(
+    microbatches: int, transfers: Transfers, places: Sequence[int], works: str = "FB"
+) -> Iterator[Schedule]:
     """All orders of all computations, microbatches in any order."""
-    work = [(kind, k) for kind in "FB" for k in range(microbatches)]
-    orders = [
-        order
-        for order in itertools.permutations(work)
-        if all(order.index(("F", k)) < order.index(("B", k)) for k in range(microbatches))
-    ]
+    orders = []
+    for rank in range(1 + max(places)):
+        own = [stage for stage, at in enumerate(places) if at == rank]
+        work = [(kind, stage, k) for kind in works for stage in own for k in range(microbatches)]
+        orders.append(
+            [
+                order
+                for order in itertools.permutations(work)
+                if all(
+                    order.index((earlier, stage, k)) < order.index((later, stage, k))
+                    for earlier, later in itertools.pairwise(works)
+                    for stage in own
+                    for k in range(microbatches)
+                )
+            ]
+        )
     back = [edge for edge, (_, gradient) in transfers.items() if gradient is not None]
-    for chosen in itertools.product(orders, repeat=stages):
-        steps = [[(kind, stage, k) for kind, k in order] for stage, order in enumerate(chosen)]
+    for steps in itertools.product(*orders):
         yield with_exchanges(steps, list(transfers), back, reduce=True)
 
 
 def best_of_all(
-    times: Sequence[StageTimes], microbatches: int, transfers: Transfers, held: Sequence[int]
+    times: Sequence[StageTimes],
+    microbatches: int,
+    transfers: Transfers,
+    held: Sequence[int],
+    places: Sequence[int] | None = None,
+    works: str = "FB",
 ) -> float | None:
     best = None
-    for schedule in every_schedule(len(times), microbatches, transfers):
+    for schedule in every_schedule(microbatches, transfers, places or range(len(times)), works):
         try:
             peaks = simulate(schedule, times).in_flight
         except ScheduleError:
@@ -58,6 +74,23 @@ def best_of_all(
             found = makespan(schedule, times, transfers)
             best = found if best is None else min(best, found)
     return best
+
+
+@pytest.mark.parametrize(
+    ("places", "microbatches", "works"),
+    [((0, 1), 2, "FBW"), ((0,), 2, "FBW"), ((0, 1, 0), 1, "FBW"), ((0, 1, 1, 0), 1, "FB"), ((0, 1, 0, 1), 1, "FBW")],
+)
+def test_no_order_is_better_with_w_or_several_stages_on_a_rank(
+    places: Sequence[int], microbatches: int, works: str
+) -> None:
+    rng = random.Random(len(places))
+    weights = [rng.randint(1, 5) for _ in places]
+    times = [StageTimes(rng.randint(1, 6), own + rng.randint(1, 6), own, rng.randint(0, 3)) for own in weights]
+    transfers: Transfers = {edge: (float(rng.randint(0, 4)), float(rng.randint(0, 4))) for edge in chain(len(places))}
+    held = tuple(rng.randint(1, microbatches) for _ in places)
+    found = find_schedule(times, microbatches, transfers, held, places=places, splits=works == "FBW")
+    assert found.optimal
+    assert found.makespan_s == found.bound_s == best_of_all(times, microbatches, transfers, held, places, works)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +126,56 @@ def test_named_schedules_are_never_better_at_equal_room(seed: int) -> None:
         assert found.makespan_s == makespan(found.schedule, times, transfers) == found.bound_s
         assert found.makespan_s <= makespan(named, times, transfers)
         assert Schedule.parse(str(found.schedule)) == found.schedule
+
+
+# The ranks of the stages, and the number of microbatches.
+SPLIT_OR_SEVERAL = {
+    "zb-h1": ((0, 1), 4),
+    "zb-h1-3": ((0, 1, 2), 3),
+    "zb-v": ((0, 1, 1, 0), 2),
+    "interleaved": ((0, 1, 0, 1), 2),
+    "interleaved-1": ((0, 0), 3),
+}
+
+
+@pytest.mark.parametrize("case", SPLIT_OR_SEVERAL)
+@pytest.mark.parametrize("seed", range(3))
+def test_schedules_with_w_or_several_stages_on_a_rank_are_never_better(case: str, seed: int) -> None:
+    rng = random.Random(seed)
+    places, microbatches = SPLIT_OR_SEVERAL[case]
+    name, stages = case.rstrip("-123") if not case.startswith("zb-h1") else "zb-h1", len(places)
+    times = [
+        StageTimes(rng.randint(1, 6), own + rng.randint(1, 6), own, rng.randint(0, 3))
+        for own in (rng.randint(1, 5) for _ in range(stages))
+    ]
+    transfers: Transfers = {edge: (float(rng.randint(0, 4)), float(rng.randint(0, 4))) for edge in chain(stages)}
+    named = make_schedule(name, stages, microbatches, list(transfers), places=places)
+    held = simulate(named, times).in_flight
+    found = find_schedule(times, microbatches, transfers, held, places=places, splits=name.startswith("zb"))
+    assert found.optimal
+    assert found.schedule.rank_of == named.rank_of
+    assert all(peak <= most for peak, most in zip(dry_run(found.schedule), held, strict=True))
+    assert found.bound_s == found.makespan_s == makespan(found.schedule, times, transfers)
+    assert found.makespan_s <= makespan(named, times, transfers)
+
+
+def test_what_one_rank_sends_to_another_follows_each_other() -> None:
+    """Long transfers of two stages on one link: a model in which they overlap would promise 71."""
+    transfers: Transfers = {(0, 1): (8.0, 8.0), (1, 2): (5.0, 7.0), (2, 3): (9.0, 8.0)}
+    found = find_schedule([StageTimes(1, 1)] * 4, 3, transfers, (3,) * 4, places=(0, 1, 0, 1))
+    assert found.optimal and found.makespan_s == found.bound_s == 87.0
+    skip: Transfers = {(0, 1): (2.0, 3.0), (0, 2): (4.0, None), (1, 2): (1.0, 1.0)}  # one forward sends both
+    found = find_schedule([StageTimes(1, 1)] * 3, 1, skip, (1,) * 3, places=(0, 1, 1))
+    assert found.makespan_s == found.bound_s == best_of_all([StageTimes(1, 1)] * 3, 1, skip, (1,) * 3, (0, 1, 1))
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_equal_stages_of_named_schedules_are_best(microbatches: int) -> None:
+    """Interleaved's bubble of (p - 1)/v of a rank's f + b, and ZB-H1's of (p - 1)(f + b - w) in its own room."""
+    looped = find_schedule([StageTimes(1, 2)] * 4, microbatches, chain(4), (microbatches,) * 4, places=(0, 1, 0, 1))
+    assert looped.optimal and looped.makespan_s == 3.0 * (2 * microbatches + 1)
+    split = find_schedule([StageTimes(1, 2, 1)] * 2, microbatches, chain(2), (2, 2), splits=True)
+    assert split.optimal and split.makespan_s == 3.0 * microbatches + 1
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 4), (2, 4), (3, 5), (4, 6)])
