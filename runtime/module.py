@@ -37,6 +37,7 @@ from autopart.runtime.mesh import Mesh
 from autopart.runtime.norms import GradientNorms
 from autopart.runtime.optimizers import OptimizerCheck
 from autopart.runtime.outputs import collect, collect_later, gradient_piece
+from autopart.runtime.pipelining import PipelineStages, to_pipeline_stages
 from autopart.runtime.planned_schedules import PlannedSchedules
 from autopart.runtime.rng import default_generator, resumed
 from autopart.runtime.schedule import backward_part, forward_part
@@ -166,8 +167,8 @@ class ParallelModule(HeldStages):
                 "under the same autocast as all others, or say precision= instead"
             )
 
-    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        train = self.training and torch.is_grad_enabled()
+    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Feed, Division]:
+        """Checks and divides a batch, which begins a step. Raises InputError and BatchError."""
         leaves = bind(self.manifest, args, kwargs)
         found = check(self.manifest, leaves)
         data = self.mesh.data
@@ -180,7 +181,18 @@ class ParallelModule(HeldStages):
             self.steps += 1
         self.mesh.step = self.steps
         self.mesh.weights.refresh()
-        if not train:
+        return feed, division
+
+    def to_pipeline_stages(self) -> PipelineStages:
+        """This rank's part for a schedule of ``torch.distributed.pipelining``; see :class:`PipelineStages`.
+
+        Raises PlanError, with the reason, for programs that are no linear pipeline.
+        """
+        return to_pipeline_stages(self)
+
+    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        feed, division = self.prepare(args, kwargs)
+        if not (self.training and torch.is_grad_enabled()):
             return self._evaluate(feed, division)
         if self._buffer is not None:
             return self._train_without_flush(feed, division)
