@@ -106,5 +106,5 @@ def test_sequence_sharding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert found == {
         **{(name, phase): Count(parts, VALUE) for name in GATHERED for phase in ("forward", "backward")},
         ("all_reduce", "forward"): Count(parts, parts * 8),  # the loss
-        ("all_reduce", "step"): Count(1, 8 * (WIDTH * WIDTH + 3 * WIDTH)),
+        ("all_reduce", "update"): Count(1, 8 * (WIDTH * WIDTH + 3 * WIDTH)),
     }
