@@ -92,7 +92,8 @@ def parallelize(
     ``data_rank`` and ``data_world_size`` are known from then on, which a sampler for ``batch="local"`` needs.
     weights: a folder of safetensors files, of which each rank reads its shares once the model is planned; for models
     built under ``autopart.parameters_on_meta()``, which have no weights of their own.
-    limits: of ``make_plan``: pp, dp, tp, microbatches, schedule, warmup, recompute, together, pins, optimizer, dropout.
+    limits: of ``make_plan``: pp, dp, tp, tensor_scheme, microbatches, schedule, warmup, recompute, together, pins,
+    optimizer, dropout.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"parallelize takes an nn.Module, got {type(model).__name__}")

@@ -42,6 +42,7 @@ from autopart.solver import stages as stage_solver
 from autopart.solver.search import Degrees, Evaluation
 from autopart.solver.stages_problem import Block, Cut, StageProblem, StageSolution, TiedGroup
 from autopart.tensor_choice import Setting, TensorChoice, choose
+from autopart.tensor_scheme import TensorScheme
 
 TENSOR_AXIS = "tp"
 TENSOR_AXES = ("x", "y", "z")
@@ -76,6 +77,7 @@ class Candidates:
     warmup: int | tuple[int, ...] | None = None  # of 1F1B: for all stages, or the depth of deeper_warmup
     pins: Pins | None = None
     zero: int | None = 0  # the level of all parameters; None: 0 where that fits, else chosen for each
+    scheme: TensorScheme = TensorScheme.AUTO
     device: Device = field(init=False)
     crossings: list[tuple[Value, ...]] = field(init=False)  # values that live across each block boundary
     _prices: dict[int, Prices] = field(default_factory=dict)
@@ -183,7 +185,7 @@ class Candidates:
     def setting(self, config: Degrees) -> Setting:
         axes = self.tensor_axes(config)
         conversions = self._conversions.setdefault(axes, ConversionPrices(axes, self.device))
-        offers = self._offers.setdefault(config.axes, Offers(self.analysis, config.axes))
+        offers = self._offers.setdefault(config.axes, Offers(self.analysis, config.axes, self.scheme))
         return Setting(self.prices(config), conversions, offers, config.dp, self.data_link(config), config.microbatches)
 
     def choose(self, config: Degrees, memory_limit: float | None = None) -> TensorChoice:

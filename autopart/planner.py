@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autopart.analysis import Analysis, analyze
+from autopart.analysis import Analysis, analyze, pattern_of
 from autopart.candidates import Candidates
 from autopart.cluster import Cluster
 from autopart.describe import describe
@@ -24,8 +24,9 @@ from autopart.pins import read_pins
 from autopart.plan import DROPOUT, Plan, check_warmup
 from autopart.runtime.errors import BatchError, PlanError
 from autopart.runtime.schedule import NAMES
-from autopart.solver.search import Considered, degrees, search
+from autopart.solver.search import Considered, Degrees, degrees, search
 from autopart.solver.tensor_problem import relative_gap
+from autopart.tensor_scheme import TensorScheme
 
 RECOMPUTE = {"none": (False,), "full": (True,), "auto": (False, True)}
 
@@ -38,6 +39,7 @@ def make_plan(
     pp: int | None = None,
     dp: int | None = None,
     tp: int | Sequence[int] | str | None = None,
+    tensor_scheme: TensorScheme | str = TensorScheme.AUTO,
     microbatches: int | None = None,
     schedule: str | None = None,
     warmup: int | Sequence[int] | None = None,
@@ -55,6 +57,8 @@ def make_plan(
     """The fastest plan found, with its lower bound; what is given is forced.
 
     tp: devices that share tensors, or the sizes of their axes, outermost first: (2, 4) or "2x4".
+    tensor_scheme: 1d, sp, 2d, 2.5d or 3d (:mod:`autopart.tensor_scheme`) for products with weights, on the axes that
+    it is for; the rest is chosen. auto: all is chosen.
     batch: samples of a step over all replicas (default: those of the example inputs). warmup: of 1F1B, forwards that
     each stage runs ahead of the next (1: the least; 2 hides transfers), or one number of forwards for each stage.
     schedule: a name of runtime.schedule.NAMES (default: 1f1b), or "auto": 1f1b, zb-h1, zb-v and interleaved are tried.
@@ -75,6 +79,7 @@ def make_plan(
         raise PlanError(f"recompute is one of {', '.join(RECOMPUTE)}, not {recompute!r}")
     if dropout not in DROPOUT:
         raise PlanError(f"dropout is one of {', '.join(DROPOUT)}, not {dropout!r}")
+    scheme = _scheme(tensor_scheme)
     if zero not in (None, *LEVELS):
         raise PlanError(f"zero is one of {', '.join(map(str, LEVELS))} or None (chosen), not {zero!r}")
     if zero and schedule == "2bw":
@@ -96,7 +101,7 @@ def make_plan(
     pinned = read_pins(analysis, together or (), pins)
     if pp is not None and pp > len(analysis.blocks):
         raise PlanError(f"pp={pp} stages need as many blocks, {program.name} has {len(analysis.blocks)}; lower pp")
-    candidates = Candidates(analysis, cluster, batch, optimizer, time_limit_s, warmup, pinned, zero)
+    candidates = Candidates(analysis, cluster, batch, optimizer, time_limit_s, warmup, pinned, zero, scheme)
     configs = degrees(
         cluster.device_count,
         batch,
@@ -108,6 +113,7 @@ def make_plan(
         recompute=RECOMPUTE[recompute],
         max_pp=pinned.most_stages,
         max_tp=None if tp else max(node.count for node in cluster.nodes),
+        scheme=scheme,
     )
     if schedule == "auto":  # on one rank all schedules are one
         configs = tuple(config for config in configs if config.pp > 1 or config.schedule == "1f1b")
@@ -130,8 +136,25 @@ def make_plan(
         solve_s=solved - solving,
         total_s=time.perf_counter() - start,
         dropout=dropout,
+        notes=(*plan.notes, *_unfit(candidates, result.config)),
         considered=tuple(_row(item) for item in result.considered),
     )
+
+
+def _scheme(wanted: TensorScheme | str) -> TensorScheme:
+    try:
+        return TensorScheme(wanted)
+    except ValueError:
+        names = ", ".join(scheme.value for scheme in TensorScheme)
+        raise PlanError(f"tensor_scheme is one of {names}, not {wanted!r}") from None
+
+
+def _unfit(candidates: Candidates, config: Degrees) -> list[str]:
+    """Notes of the products that could not be run as the tensor scheme asks."""
+    keys = candidates.analysis.keys
+    found = dict.fromkeys(pattern_of(keys[node]) for node in candidates.setting(config).offers.unfit)
+    axes = "x".join(map(str, config.axes))
+    return [f"the tensor scheme {candidates.scheme.value} has no way to run {key} on {axes} ranks" for key in found]
 
 
 def _schedules(program: Program, wanted: str | None, virtual: int | None) -> tuple[tuple[str, int], ...]:

@@ -26,7 +26,22 @@ DTYPES = {
     "float32": "float32",
     "float64": "float64",
 }
-_LIMITS = ("batch", "pp", "dp", "tp", "microbatches", "schedule", "warmup", "virtual", "recompute", "together", "zero")
+_LIMITS = (
+    "batch",
+    "pp",
+    "dp",
+    "tp",
+    "tensor_scheme",
+    "microbatches",
+    "schedule",
+    "warmup",
+    "virtual",
+    "recompute",
+    "together",
+    "zero",
+)
+# Those of autopart.tensor_scheme.TensorScheme, as commands that do not plan start without the planner's imports.
+SCHEMES = ("1d", "sp", "2d", "2.5d", "3d", "auto")
 # Those of autopart.runtime.schedule.NAMES, which would import torch here.
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "2bw", "2bw-flush", "auto")
 
@@ -63,6 +78,14 @@ def add_limits(parser: argparse.ArgumentParser, cluster_required: bool) -> None:
         type=tensor_axes,
         metavar="N[xN[xN]]",
         help="devices that share the tensors of a stage, on axes such as 2x4",
+    )
+    parser.add_argument(
+        "--tensor-scheme",
+        choices=SCHEMES,
+        default="auto",
+        help="how products with weights are shared: 1d by columns or rows, sp: with the sequence sharded between them, "
+        "2d panel by panel on tp = q x q, 2.5d on q x q x d, 3d on q x q x q (default: %(default)s, whatever is "
+        "fastest)",
     )
     parser.add_argument("--microbatches", type=positive, metavar="N", help="pieces of each replica's batch")
     parser.add_argument(

@@ -66,7 +66,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             raise PlanError("give a plan file, or a model with --cluster and limits")
         read_cluster(arguments.cluster)
         return choose_plan(arguments, read_program(arguments))
-    given = [name for name, value in limits(arguments).items() if value is not None and name != "recompute"]
+    chosen = {"recompute": arguments.recompute, "tensor_scheme": "auto"}  # what is there when nothing is given
+    given = [name for name, value in limits(arguments).items() if value != chosen.get(name)]
     given += ["cluster"] if arguments.cluster is not None else []
     if given:
         raise PlanError(f"a plan file has its own {', '.join(given)}; give the model to plan it anew")

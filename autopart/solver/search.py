@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver.tensor_problem import relative_gap
+from autopart.tensor_scheme import TensorScheme
 
 Answer = TypeVar("Answer")
 MOST_AXES = 3
@@ -212,12 +213,13 @@ def degrees(
     max_pp: int | None = None,
     max_tp: int | None = None,
     max_axes: int = 1,
+    scheme: TensorScheme = TensorScheme.AUTO,
 ) -> tuple[Degrees, ...]:
     """Every configuration of exactly ``devices`` devices whose microbatches divide a batch of ``batch`` samples.
 
     schedules: names with the stages on each rank. max_pp: stages in all. pp, dp, tp, microbatches: forced where given;
-    tp as :func:`read_axes` takes it. max_axes: tensor axes that a tensor
-    degree is factored into where its axes are not given. Raises PlanError, saying what would do, when nothing matches.
+    tp as :func:`read_axes` takes it. max_axes: tensor axes that a tensor degree is factored
+    into where neither its axes nor a scheme are given. Raises PlanError, saying what would do, when nothing matches.
     """
     wanted = None if tp is None else read_axes(tp)
     axes = wanted if isinstance(wanted, tuple) else None
@@ -236,13 +238,17 @@ def degrees(
         and (max_pp is None or mesh[0] <= max_pp)
         and (max_tp is None or mesh[2] <= max_tp)
     ]
+    fitting = [mesh for mesh in meshes if (scheme.fits(axes) if axes else _axes_of(mesh[2], scheme, max_axes))]
+    if meshes and not fitting:
+        raise PlanError(_no_scheme(scheme, devices, axes or sorted({mesh[2] for mesh in meshes})))
+    meshes = fitting
     if not meshes:
         raise PlanError(_no_mesh(devices, {"pp": pp, "dp": dp, "tp": count}, {"pp": max_pp, "tp": max_tp}))
     result = tuple(
         config
         for pp, dp, tensor in meshes
         if batch % dp == 0
-        for sizes in ([axes] if axes else factorizations(tensor, max_axes))
+        for sizes in ([axes] if axes else _axes_of(tensor, scheme, max_axes))
         for pieces in _divisors(batch // dp)
         if microbatches in (None, pieces)
         for schedule, virtual in schedules
@@ -267,6 +273,11 @@ def factorizations(tensor: int, most: int) -> tuple[tuple[int, ...], ...]:
         for outer in _divisors(tensor)[1:-1]:
             found += [(outer, *inner) for inner in factorizations(tensor // outer, most - 1)]
     return tuple(sorted(found, key=lambda sizes: (len(sizes), sizes)))
+
+
+def _axes_of(tensor: int, scheme: TensorScheme, most: int) -> tuple[tuple[int, ...], ...]:
+    found = factorizations(tensor, most if scheme is TensorScheme.AUTO else MOST_AXES)
+    return tuple(axes for axes in found if scheme.fits(axes))
 
 
 def _considered(
@@ -314,6 +325,18 @@ def _no_mesh(devices: int, forced: dict[str, int | None], largest: dict[str, int
     return (
         f"no pp x dp x tp makes {devices} devices with {', '.join(wanted)}; pp, dp and tp have to be divisors of "
         f"{devices} ({', '.join(map(str, _divisors(devices)))}) whose product it is"
+    )
+
+
+def _no_scheme(scheme: TensorScheme, devices: int, wanted: Sequence[int]) -> str:
+    given = "x".join(map(str, wanted)) if isinstance(wanted, tuple) else " or ".join(map(str, wanted))
+    would = [tp for tp in _divisors(devices) if _axes_of(tp, scheme, MOST_AXES)]
+    which = f"of the divisors of {devices} devices "
+    if not would:
+        would, which = [tp for tp in range(2, 33) if _axes_of(tp, scheme, MOST_AXES)], "with other numbers of devices "
+    return (
+        f"the tensor scheme {scheme.value} lays the tensor devices of a stage on {scheme.shape} axes, which tp={given} "
+        f"cannot be; tensor degrees that can: {which}{', '.join(map(str, would))}"
     )
 
 
