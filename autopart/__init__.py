@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from autopart.plan import Plan as Plan
     from autopart.planner import make_plan as make_plan
     from autopart.realize import emit as emit
+    from autopart.runtime.meter import Meter as Meter
     from autopart.tracing import capture as capture
     from autopart.weights import parameters_on_meta as parameters_on_meta
 
 _HOMES = {
     "Cluster": "autopart.cluster",
+    "Meter": "autopart.runtime.meter",
     "Plan": "autopart.plan",
     "capture": "autopart.tracing",
     "emit": "autopart.realize",
@@ -29,7 +31,7 @@ _HOMES = {
     "parallelize": "autopart.api",
     "parameters_on_meta": "autopart.weights",
 }
-__all__ = ["Cluster", "Plan", "capture", "emit", "load", "make_plan", "parallelize", "parameters_on_meta"]
+__all__ = ["Cluster", "Meter", "Plan", "capture", "emit", "load", "make_plan", "parallelize", "parameters_on_meta"]
 
 
 def __getattr__(name: str) -> Any:

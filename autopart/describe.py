@@ -27,6 +27,7 @@ from autopart.plan import Plan, StagePlan, Transfers
 from autopart.predict import simulate_plan
 from autopart.prices import Chosen, share_of
 from autopart.realize import Realization, build, storage_names, strategy_names
+from autopart.runtime.manifest import MIXED
 from autopart.solver.search import Degrees
 from autopart.tensor_choice import Setting, TensorChoice
 
@@ -78,6 +79,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
         zero=fold(choice.levels),
         tokens=_tokens(program, candidates.batch),
         flops=_flops(candidates),
+        peak_flops=_peak(candidates, config),
         notes=(*program.notes, *analysis.split.notes, *([analysis.split.flaw] if analysis.split.flaw else [])),
         warmup=candidates.warmup_of(config),
         transfers=_transfers(candidates, config, found, choice.strategies),
@@ -190,6 +192,13 @@ def _flops(candidates: Candidates) -> float:
     return float(
         sum(cost.flops_forward.at(batch) + cost.flops_backward.at(batch) for cost in costs if cost.contraction)
     )
+
+
+def _peak(candidates: Candidates, config: Degrees) -> float:
+    """FLOP/s of all devices in the type that products compute in."""
+    narrow = MIXED.get(candidates.analysis.program.precision, candidates.analysis.dtype)
+    dtype = str(narrow).removeprefix("torch.")
+    return sum(candidates.cluster.device(rank).peak(dtype) for rank in range(config.devices))
 
 
 def _tokens(program: Program, batch: int) -> int:

@@ -119,7 +119,8 @@ class Plan:
     step_time_s: predicted seconds of a step. bound_s: no plan of the searched space is faster. gap:
     ``(step_time_s - bound_s) / step_time_s``. solve_s, total_s: seconds the solver and all of planning took.
     dropout: "torch", each rank's own numbers; or "invariant", the same masks under every plan (runtime.invariant).
-    tokens, flops: of one step, 0 when unknown. considered: other candidates, as rows for the report.
+    tokens, flops: of one step; peak_flops: FLOP/s of all its devices in the type of most products; 0 when unknown.
+    considered: other candidates, as rows for the report.
     """
 
     fingerprint: str
@@ -141,6 +142,7 @@ class Plan:
     total_s: float = 0.0
     tokens: int = 0
     flops: float = 0.0
+    peak_flops: float = 0.0
     notes: tuple[str, ...] = ()
     considered: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
     warmup: tuple[int, ...] = ()
@@ -191,7 +193,7 @@ class Plan:
                 f"{stage.dp} replicas{f' with the shares {list(stage.shares)}' if stage.shares else ''}; make batch a "
                 f"multiple of {samples}",
             )
-        for name in ("step_time_s", "bound_s", "gap", "solve_s", "total_s", "tokens", "flops", "tied_s"):
+        for name in ("step_time_s", "bound_s", "gap", "solve_s", "total_s", "tokens", "flops", "peak_flops", "tied_s"):
             value = getattr(self, name)
             _require(value >= 0 and math.isfinite(value), f"{name}: expected a number of at least 0, found {value}")
         for pattern, level in self.zero.items():

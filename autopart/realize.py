@@ -274,7 +274,16 @@ def realize(program: Program, plan: Plan, analysis: Analysis | None = None, rule
         if plan.is_uniform
         else tuple(StageMesh(item.dp, item.axes, item.storage, item.shares) for item in settings),
     )
-    return emit_program(program, analysis.split, found.stages, found.local, found.crossings, found.storage, layout)
+    emitted = emit_program(program, analysis.split, found.stages, found.local, found.crossings, found.storage, layout)
+    return replace(
+        emitted,
+        manifest=replace(
+            emitted.manifest,
+            tokens_per_sample=plan.tokens // plan.batch,
+            flops_per_sample=plan.flops / plan.batch,
+            peak_flops=plan.peak_flops,
+        ),
+    )
 
 
 def _heading(program: Program, plan: Plan, index: int) -> tuple[str, ...]:

@@ -39,12 +39,14 @@ def main() -> None:
     opt = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
     batches = corpus.training_batches(arguments.batch, arguments.seq)
     progress = tqdm(range(1, arguments.steps + 1), disable=not first, unit="step")
+    meter = autopart.Meter(model, progress=progress)
     for step in progress:
         x = next(batches)
         out = model(input_ids=x, labels=x)
         out.loss.backward()
         opt.step()
         opt.zero_grad()
+        meter.step(loss=out.loss)
         if first and (step == 1 or step % 10 == 0):
             progress.write(f"step {step:4d}  loss {out.loss.item():.4f}")
     after = validation_loss(model, arguments.batch, arguments.seq)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -61,7 +61,7 @@ class Run:
     """One batch on its way through a rank's stages: forward, and if ``train`` backward.
 
     modules: the stages by number. outputs: per microbatch, the stages' outputs by name, detached. Gradients gather in
-    the parameters' ``.grad``; ``reduce`` is what the last REDUCE calls. recorder: notes when each action starts and
+    the parameters' ``.grad``; ``reduce`` is what the last REDUCE calls. recorders: note when each action starts and
     ends. passing: entered around the computation of each microbatch's forward and backward, with the stage.
     """
 
@@ -76,11 +76,11 @@ class Run:
         seeds: Seeds | None = None,
         reduce: Callable[[], None] | None = None,
         keep: Collection[str] | None = None,
-        recorder: Recorder | None = None,
+        recorders: Sequence[Recorder] = (),
         passing: Callable[[Pass, int], AbstractContextManager[None]] | None = None,
     ) -> None:
         self._passing = passing or (lambda kind, stage: nullcontext())
-        self._recorder = recorder
+        self._recorders = recorders
         self._keep = keep
         self._modules = modules
         self._specs: Mapping[int, StageSpec] = {stage: manifest.stages[stage] for stage in mesh.stages}
@@ -198,8 +198,13 @@ class Run:
     def _as_leaf(self, value: ValueSpec, tensor: Tensor) -> Tensor:
         return tensor.requires_grad_() if value.needs_grad and self._train else tensor
 
-    def _noted(self, action: Action) -> AbstractContextManager[None]:
-        return nullcontext() if self._recorder is None else self._recorder.span(action, self._step)
+    def _noted(self, action: Action) -> AbstractContextManager[object]:
+        if not self._recorders:
+            return nullcontext()
+        noted = ExitStack()
+        for recorder in self._recorders:
+            noted.enter_context(recorder.span(action, self._step))
+        return noted
 
     def _wait(self, state: _Microbatch, phase: Phase) -> None:
         """Until the activations ("forward") or their gradients ("backward") are here."""

@@ -186,6 +186,8 @@ class Manifest:
     precision: "bf16-mixed", "fp16-mixed" (see MIXED), or '' where the stages compute in the parameters' types.
     eval_flaw: why the stages cannot be evaluated (model.eval()), '' when they can.
     batch_splittable: False when the model mixes samples: one microbatch, one replica.
+    tokens_per_sample, flops_per_sample: of a step, and peak_flops: FLOP/s of all devices in the type of most products,
+    as the plan has them; 0: unknown.
     """
 
     fingerprint: str
@@ -210,6 +212,9 @@ class Manifest:
     eval_flaw: str = ""
     warmup: tuple[int, ...] = ()
     precision: str = ""
+    tokens_per_sample: int = 0
+    flops_per_sample: float = 0.0
+    peak_flops: float = 0.0
 
     @property
     def is_uniform(self) -> bool:

@@ -42,6 +42,7 @@ from autopart.runtime.planned_schedules import PlannedSchedules
 from autopart.runtime.rng import default_generator, resumed
 from autopart.runtime.schedule import backward_part, forward_part
 from autopart.runtime.structure import rebuild
+from autopart.runtime.tally import Tally
 from autopart.runtime.totals import Totals
 from autopart.runtime.trace import Recorder, Timeline, gather_timelines, save_trace, trace_object
 from autopart.runtime.traffic import Traffic
@@ -125,6 +126,8 @@ class ParallelModule(HeldStages):
         # Calls in training so far; the random numbers follow from it.
         self.steps = 0
         self._recorder: Recorder | None = None
+        # Set by a meter (runtime/meter.py).
+        self.tally: Tally | None = None
 
     @property
     def traffic(self) -> Traffic:
@@ -179,6 +182,8 @@ class ParallelModule(HeldStages):
         feed = self._feed(leaves, division)
         if self.training:
             self.steps += 1
+            if self.tally is not None and torch.is_grad_enabled():
+                self.tally.add(self.manifest, division.batch)
         self.mesh.step = self.steps
         self.mesh.weights.refresh()
         return feed, division
@@ -368,9 +373,10 @@ class ParallelModule(HeldStages):
         return again
 
     def _run(self, feed: Feed, train: bool, seeds: Any = None, keep: set[str] | None = None) -> Run:
-        reduce, recorder, stages = self._sums.reduce, self._recorder, self._stages_by_number
-        links, passing = self._links, self._passing
-        return Run(stages, self.manifest, self.mesh, links, feed, train, seeds, reduce, keep, recorder, passing)
+        reduce, stages, links, passing = self._sums.reduce, self._stages_by_number, self._links, self._passing
+        tallied = self.tally.recorder if self.tally is not None and train else None
+        recorders = [recorder for recorder in (self._recorder, tallied) if recorder is not None]
+        return Run(stages, self.manifest, self.mesh, links, feed, train, seeds, reduce, keep, recorders, passing)
 
     @contextmanager
     def _passing(self, kind: Pass, stage: int) -> Iterator[None]:

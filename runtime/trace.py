@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,11 +57,12 @@ class Recorder:
     that the stream spends on it or waits for it, and nothing is synchronised before :meth:`spans` is read.
 
     Of a send only the call is seen (it does not block); of a receive the wait for it. Built on every rank of the job at
-    once: a barrier in here sets the clocks to zero.
+    once: a barrier in here sets the clocks to zero. clock: the host's, in seconds.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self._device = device
+        self._clock = clock
         self._cuda = device.type == "cuda"
         self._marks: list[tuple[Action, int, Any, Any]] = []
         if dist.is_available() and dist.is_initialized():
@@ -88,9 +89,15 @@ class Recorder:
             for action, step, start, end in self._marks
         )
 
+    def take(self) -> tuple[Span, ...]:
+        """What was noted since the last time."""
+        found = self.spans()
+        self._marks.clear()
+        return found
+
     def _now(self) -> Any:
         if not self._cuda:
-            return time.perf_counter()
+            return self._clock()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
