@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -57,7 +58,9 @@ class Recorder:
     that the stream spends on it or waits for it, and nothing is synchronised before :meth:`spans` is read.
 
     Of a send only the call is seen (it does not block); of a receive the wait for it. Built on every rank of the job at
-    once: a barrier in here sets the clocks to zero. clock: the host's, in seconds.
+    once: a barrier in here sets the clocks to zero. On the CPU all ranks of a host read one clock and take one zero;
+    otherwise clocks differ by the width of that barrier.
+    clock: the host's, in seconds.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -65,13 +68,16 @@ class Recorder:
         self._clock = clock
         self._cuda = device.type == "cuda"
         self._marks: list[tuple[Action, int, Any, Any]] = []
-        if dist.is_available() and dist.is_initialized():
+        together = dist.is_available() and dist.is_initialized()
+        if together:
             # Twice: the first one gathers ranks that come late, the second lets them go with little between them.
             dist.barrier()
             dist.barrier()
         if self._cuda:
             torch.cuda.synchronize(device)
         self._zero = self._now()
+        if together and not self._cuda:
+            self._zero = _zero_of_host(self._zero)
 
     @contextmanager
     def span(self, action: Action, step: int) -> Iterator[None]:
@@ -104,6 +110,21 @@ class Recorder:
 
     def _since_zero(self, mark: Any) -> float:
         return float(self._zero.elapsed_time(mark)) / 1e3 if self._cuda else float(mark - self._zero)
+
+
+def _zero_of_host(own: float) -> float:
+    """The zero that the first rank on this host chose. All ranks call it."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (_host(), own))
+    return next(zero for host, zero in told if host == _host())
+
+
+def _host() -> str:
+    """What processes that read the same clock have in common; names of hosts need not be unique."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return platform.node()
 
 
 @dataclass(slots=True)
