@@ -6,12 +6,18 @@ stages each get one. The classes are transformers' own; tied weights are tied as
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from autopart.passes.program import Program
+from autopart.precision import float64_throughout
+from autopart.tracing import capture
 
 BATCH = 8
 SEQ = 12
@@ -62,6 +68,14 @@ def _seeded(item: Family) -> Family:
             return item.build().train()
 
     return replace(item, build=build)
+
+
+@functools.lru_cache(maxsize=16)
+def captured(name: str, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> Program:
+    """A family's program; passes do not change it, so that the tests of one process share it."""
+    item = family(name, dropout, dtype)
+    with float64_throughout() if dtype == torch.float64 else nullcontext():
+        return capture(item.build(), (), item.inputs(item.batch))
 
 
 def gpt2(dropout: float, dtype: torch.dtype, layers: int = 4) -> Family:

@@ -21,7 +21,7 @@ from autopart.passes.program import Program
 from autopart.passes.saved import has_rule, is_differentiated, saved_bytes, saved_inside, saved_tensors, saved_values
 from autopart.passes.storage import is_view, op_name, storage_of
 from autopart.tracing import capture
-from families import families, family
+from families import captured, families, family
 
 BATCH = 4
 
@@ -150,7 +150,7 @@ def test_families_flops_match_torchs_counter(name: str) -> None:
     item = family(name, dtype=torch.float32)
     model = item.build()
     inputs = item.inputs(item.batch)
-    program = capture(model, (), inputs)
+    program = captured(name, dtype=torch.float32)
     # The counter does not know the CPU's fused attention; of the plain one it sees both products.
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         model(**inputs)
@@ -166,7 +166,7 @@ def test_families_flops_match_torchs_counter(name: str) -> None:
 def test_saved_activations_match_autograd(item: Any) -> None:
     model = item.build()
     inputs = item.inputs(item.batch)
-    program = capture(model, (), inputs)
+    program = captured(item.name, dtype=torch.float32)
     kept = bytes_kept(model, lambda: model(**inputs).loss, list(inputs.values()))
     # The captured ViT passes an all-true attention mask that the eager one leaves out.
     tolerance = 0.05 if item.name == "vit" else 0.001
@@ -178,14 +178,14 @@ def test_saved_activations_with_dropout(name: str) -> None:
     item = family(name, dropout=0.1, dtype=torch.float32)
     model = item.build()
     inputs = item.inputs(item.batch)
-    program = capture(model, (), inputs)
+    program = captured(name, 0.1, torch.float32)
     kept = bytes_kept(model, lambda: model(**inputs).loss, list(inputs.values()))
     assert saved_bytes(ops(program), "cpu").at(item.batch) == pytest.approx(kept, rel=0.05)
 
 
 @pytest.mark.parametrize("item", families(dtype=torch.float32), ids=str)
 def test_families_need_no_fallback(item: Any) -> None:
-    program = capture(item.build(), (), item.inputs(item.batch))
+    program = captured(item.name, dtype=torch.float32)
     assert [op_name(node) for node in ops(program) if is_differentiated(node) and not has_rule(node)] == []
 
 

@@ -15,7 +15,7 @@ from autopart.passes.graph import Value
 from autopart.passes.program import Program
 from autopart.passes.rules import RULES
 from autopart.tracing import capture
-from families import FAMILIES, Family
+from families import FAMILIES, Family, captured
 
 
 def blocks_of(program: Program) -> list[Block]:
@@ -50,8 +50,7 @@ def test_a_deep_gpt2_folds() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_families(family: Family) -> None:
-    program = capture(family.build().to("meta"), (), {k: v.to("meta") for k, v in family.inputs(2).items()})
-    blocks = blocks_of(program)
+    blocks = blocks_of(captured(family.name))
     check_blocks(blocks)
     assert len(blocks) >= 8
 

@@ -132,8 +132,12 @@ PP2_TP2 = {"pp": 2, "tp": 2, "dp": 1, "microbatches": 2}
 DP2_PP2 = {"pp": 2, "tp": 1, "dp": 2, "microbatches": 2}
 CASES = [
     (4, PP2_TP2, 2, {"dp": 2, "tp": 1, "pp": 1, "microbatches": 1}),
-    (4, DP2_PP2, 2, {"tp": 2, "dp": 1, "pp": 1, "microbatches": 1}),
-    (2, {"tp": 2, "dp": 1, "pp": 1, "microbatches": 1}, 2, {"pp": 2, "tp": 1, "dp": 1, "microbatches": 2}),
+    pytest.param(4, DP2_PP2, 2, {"tp": 2, "dp": 1, "pp": 1, "microbatches": 1}, marks=pytest.mark.slow),
+    pytest.param(
+        *(2, {"tp": 2, "dp": 1, "pp": 1, "microbatches": 1}),
+        *(2, {"pp": 2, "tp": 1, "dp": 1, "microbatches": 2}),
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -228,7 +232,7 @@ def save_until_killed(program: str, folder: str, victim: int, delay: float) -> N
         checkpoint.save(folder, model, optimizer, asynchronous=step % 2 == 0)
 
 
-@pytest.mark.parametrize("victim", [0, 1, 0])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_while_saving(tmp_path: Path, victim: int) -> None:
     emit(tmp_path, 2, 1, 2, tied=True)
     folder = tmp_path / "checkpoints"
@@ -317,7 +321,10 @@ def with_dropout(folder: str, limits: dict[str, Any]) -> list[list[float]]:
     return [first, train(model, optimizer, 2)]
 
 
-@pytest.mark.parametrize(("ranks", "limits"), [(1, {}), (2, {"dp": 2}), (2, {"pp": 2, "microbatches": 2})])
+@pytest.mark.parametrize(
+    ("ranks", "limits"),
+    [(1, {}), pytest.param(2, {"dp": 2}, marks=pytest.mark.slow), (2, {"pp": 2, "microbatches": 2})],
+)
 def test_dropout_goes_on(tmp_path: Path, ranks: int, limits: dict[str, Any]) -> None:
     for first, again in launch(with_dropout, ranks, str(tmp_path), limits):
         assert first == again

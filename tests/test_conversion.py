@@ -151,7 +151,15 @@ def check(found: Sequence[Tensor], whole: Tensor, spec: Placements, sizes: Seque
         torch.testing.assert_close(layout[place], take_share(whole, spec, sizes, place))
 
 
-@pytest.mark.parametrize(("sizes", "count"), [((2, 2), 300), ((2, 2, 2), 200)])
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [
+        ((2, 2), 60),
+        ((2, 2, 2), 40),
+        pytest.param((2, 2), 300, marks=pytest.mark.slow),
+        pytest.param((2, 2, 2), 200, marks=pytest.mark.slow),
+    ],
+)
 def test_conversions_on_real_ranks(sizes: tuple[int, ...], count: int) -> None:
     ranks: list[Any] = launch(convert_all, math.prod(sizes), sizes, count)
     whole = torch.arange(math.prod(SHAPE), dtype=torch.float64).reshape(SHAPE)

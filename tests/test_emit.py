@@ -20,7 +20,7 @@ from autopart.runtime import ParallelModule
 from autopart.runtime.loading import import_file
 from autopart.runtime.manifest import argument_name
 from autopart.tracing import capture
-from families import FAMILIES, Family, family
+from families import FAMILIES, Family, captured, family
 from launch import launch
 from programs import Compiled, compile_model, compile_program, tensors_of
 
@@ -68,8 +68,7 @@ def sources(compiled: Compiled) -> list[str]:
 @pytest.mark.parametrize("item", FAMILIES, ids=str)
 def test_families_are_readable_and_deterministic(item: Family) -> None:
     def emit() -> Compiled:
-        with float64_throughout():
-            return compile_program(capture(item.build(), (), item.inputs(2)), pp=2)
+        return compile_program(captured(item.name), pp=2)
 
     compiled, again = emit(), emit()
     assert compiled.emitted.files == again.emitted.files
@@ -84,9 +83,7 @@ def test_families_are_readable_and_deterministic(item: Family) -> None:
 
 
 def test_repeated_layers_are_one_class() -> None:
-    item = family("gpt2")
-    with float64_throughout():
-        compiled = compile_program(capture(item.build(), (), item.inputs(2)))
+    compiled = compile_program(captured("gpt2"))
     (text,) = sources(compiled)
     assert re.findall(r"^class (\w+)", text, re.M) == ["TransformerH", "Stage"]
     assert "transformer.h.0 to transformer.h.3 (4 layers)" in text

@@ -16,12 +16,11 @@ from torch.nn.utils import clip_grad_norm_
 
 from autopart.analysis import Analysis, analyze
 from autopart.plan import Plan, StagePlan
-from autopart.precision import eager_in_float64, float64_throughout
+from autopart.precision import eager_in_float64
 from autopart.realize import read_strategies, realize, storage_names, strategy_names
 from autopart.runtime import ParallelModule, checkpoint
 from autopart.runtime.errors import PlanError
-from autopart.tracing import capture
-from families import family
+from families import captured, family
 from launch import launch
 from programs import Choose, randomly, tensors_of
 from schemes import scheme
@@ -32,9 +31,7 @@ XY = (("x", 2), ("y", 2))
 
 @pytest.fixture(scope="module")
 def analysis() -> Analysis:
-    item = family(NAME)
-    with float64_throughout():
-        return analyze(capture(item.build(), (), item.inputs(2)))
+    return analyze(captured(NAME))
 
 
 def plan_of(analysis: Analysis, axes: tuple[tuple[str, int], ...], choose: Choose) -> Plan:

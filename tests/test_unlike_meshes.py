@@ -198,7 +198,13 @@ EQUAL = [
 ]
 
 
-@pytest.mark.parametrize(("name", "case"), EQUAL)
+# Of every kind of crossing one; the others are slow.
+QUICK = {("gpt2", "dp2-1"), ("gpt2", "dp2-tp2"), ("unet", "1-tp2"), ("unet", "shares 3:1"), ("t5", "1-dp2")}
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [pytest.param(*item, marks=() if item in QUICK else pytest.mark.slow) for item in EQUAL]
+)
 def test_equal(name: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
     subject, analysis = subject_of(name)

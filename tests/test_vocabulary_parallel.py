@@ -160,7 +160,11 @@ def forced(subject: Subject, limits: Mapping[str, Any], devices: int) -> Plan:
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("limits", [{"pp": 1, "tp": 2}, {"pp": 2, "tp": 2, "microbatches": 2}], ids=["tp2", "pp2xtp2"])
+@pytest.mark.parametrize(
+    "limits",
+    [{"pp": 1, "tp": 2}, pytest.param({"pp": 2, "tp": 2, "microbatches": 2}, marks=pytest.mark.slow)],
+    ids=["tp2", "pp2xtp2"],
+)
 def test_models(name: str, limits: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
     subject, analysis = subject_of(name)
