@@ -215,6 +215,7 @@ def test_local_cuda() -> None:
         ("NVIDIA H200", "H200"),
         ("NVIDIA GeForce RTX 4090", "RTX-4090"),
         ("Quadro RTX 5000", "RTX-5000"),
+        ("NVIDIA RTX 5000 Ada Generation", "RTX-5000-Ada"),
     ],
 )
 def test_names_that_the_driver_reports(reported: str, name: str) -> None:
