@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopart.passes.graph import may_have_gradient
+
 aten = torch.ops.aten
 
 
@@ -63,7 +65,7 @@ def has_gradient(node: fx.Node) -> bool:
             continue
         seen.add(item)
         value = item.meta.get("val")
-        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+        if isinstance(value, torch.Tensor) and not may_have_gradient(value.dtype):
             continue
         if item.op == "placeholder" and isinstance(value, torch.Tensor) and value.requires_grad:
             return True

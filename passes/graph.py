@@ -29,6 +29,11 @@ class Value:
         return val if isinstance(val, torch.Tensor) else val[self.index]
 
 
+def may_have_gradient(dtype: torch.dtype) -> bool:
+    """Whether autograd differentiates tensors of this type."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def is_getitem(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopart.passes.graph import is_getitem
+from autopart.passes.graph import is_getitem, may_have_gradient
 from autopart.runtime.manifest import InputSpec
 
 
@@ -167,10 +167,8 @@ def mark_differentiable(graph: fx.Graph) -> None:
         if node.op != "call_function":
             continue
         tensors = value if isinstance(value, tuple | list) else (value,)
-        floating = any(isinstance(item, torch.Tensor) and item.is_floating_point() for item in tensors)
-        if is_getitem(node):
-            floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        continuous = any(isinstance(item, torch.Tensor) and may_have_gradient(item.dtype) for item in tensors)
         stops = node.target in (torch.ops.aten.detach.default, torch.ops.aten.zeros_like.default)
         node.meta["differentiable"] = (
-            floating and not stops and any(source.meta.get("differentiable") for source in node.all_input_nodes)
+            continuous and not stops and any(source.meta.get("differentiable") for source in node.all_input_nodes)
         )

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autopart.passes.amounts import ZERO, Amount, numel, product, stored_bytes, tensor_bytes, total
-from autopart.passes.graph import Value, inputs, is_op, is_tensor, outputs, value_of
+from autopart.passes.graph import Value, inputs, is_op, is_tensor, may_have_gradient, outputs, value_of
 from autopart.passes.program import Role
 from autopart.passes.storage import argument, is_view, merges_leading_dims, op_name, storage_of
 
@@ -26,7 +26,9 @@ _NOTHING = {
     *("empty_like", "new_ones", "new_zeros", "new_full", "arange", "full", "zeros", "ones", "masked_select"),
     *("pixel_shuffle", "pixel_unshuffle", "upsample_nearest2d", "upsample_bilinear2d", "logical_not", "ravel"),
     *("reflection_pad1d", "reflection_pad2d", "replication_pad2d", "im2col", "col2im", "alias", "slice_scatter"),
-    *("select_scatter", "lerp", "where_self", "reshape_as", "hstack", "vstack", "repeat_interleave"),
+    *("select_scatter", "lerp", "where_self", "reshape_as", "hstack", "vstack", "repeat_interleave", "complex"),
+    *("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft", "fft_fftshift", "fft_ifftshift"),
+    *("fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2", "fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn"),
 }
 _INPUT = {
     *("gelu", "silu", "mish", "hardswish", "hardtanh", "hardsigmoid", "leaky_relu", "elu", "selu", "celu", "softplus"),
@@ -68,9 +70,8 @@ _POOLS = {"max_pool1d": 8, "max_pool2d": 8, "max_pool3d": 8, "adaptive_max_pool2
 def needs_gradient(value: Value) -> bool:
     """Whether gradients flow to the value: ``meta["differentiable"]`` of its producer, else any floating point."""
     marked = value.node.meta.get("differentiable")
-    fake = value.fake
-    real = fake.dtype.is_floating_point or fake.dtype.is_complex
-    return real if marked is None else bool(marked) and real
+    possible = may_have_gradient(value.fake.dtype)
+    return possible if marked is None else bool(marked) and possible
 
 
 def is_differentiated(node: fx.Node) -> bool:

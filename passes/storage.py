@@ -20,7 +20,18 @@ _ALWAYS = {
     *("transpose", "t", "permute", "expand", "expand_as", "slice", "select", "unsqueeze", "squeeze", "narrow"),
     *("split", "split_with_sizes", "chunk", "tensor_split", "unbind", "detach", "alias", "unfold", "diagonal"),
     *("movedim", "swapaxes", "view", "view_as", "as_strided", "mT", "numpy_T", "adjoint", "unflatten", "lift_fresh"),
-    *("swapdims", "moveaxis", "hsplit", "vsplit", "dsplit", "real", "view_as_real", "view_as_complex", "positive"),
+    *(
+        "swapdims",
+        "moveaxis",
+        "hsplit",
+        "vsplit",
+        "dsplit",
+        "real",
+        "imag",
+        "view_as_real",
+        "view_as_complex",
+        "positive",
+    ),
 }
 _PAIRWISE = {"broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"}
 """Output number i is a view of tensor argument number i."""

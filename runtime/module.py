@@ -317,7 +317,8 @@ class ParallelModule(HeldStages):
         run.execute(self._schedules.own(forward_part(schedule)))
         average_buffers(self.manifest, self.mesh, self._buffers_by_name())
         values: dict[str, Any] = {spec.name: collect(spec, run.outputs, division, self.mesh) for spec in self._outputs}
-        differentiable = [spec for spec in self._outputs if dtype_of(spec.dtype).is_floating_point]
+        types = {spec.name: dtype_of(spec.dtype) for spec in self._outputs}
+        differentiable = [s for s in self._outputs if types[s.name].is_floating_point or types[s.name].is_complex]
 
         def backward(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
             run.seeds = lambda microbatch, _: {

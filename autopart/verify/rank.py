@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autopart import models
 from autopart.api import load
+from autopart.passes.graph import may_have_gradient
 from autopart.runtime.loading import local_share
 from autopart.runtime.manifest import Manifest, ParameterSpec
 from autopart.runtime.module import ParallelModule
@@ -78,8 +79,8 @@ def loss_of(leaves: Mapping[str, Any], loss: str | None) -> Tensor:
         found = leaves[loss]
         assert isinstance(found, Tensor)
         return found
-    outputs = [leaf for leaf in leaves.values() if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return torch.stack([leaf.square().mean() for leaf in outputs]).sum()
+    outputs = [leaf for leaf in leaves.values() if isinstance(leaf, Tensor) and may_have_gradient(leaf.dtype)]
+    return torch.stack([leaf.abs().square().mean() for leaf in outputs]).sum()
 
 
 def _leaves(manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

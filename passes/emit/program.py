@@ -225,7 +225,7 @@ def _values(
                 dtype=_dtype(node.meta["val"].dtype),
                 source=crossing.source,
                 targets=crossing.targets,
-                needs_grad=bool(node.meta.get("differentiable")) and node.meta["val"].is_floating_point(),
+                needs_grad=bool(node.meta.get("differentiable")) and graphs.may_have_gradient(node.meta["val"].dtype),
                 whole=_sizes(whole, f"the value {crossing.name} between stages"),
                 batch_dim=_batch_dim(crossing, layout, split),
                 placements=tuple(map(str, node.meta["placements"])),

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from autopart.passes import graph as graphs
+from autopart.passes.graph import may_have_gradient
 from autopart.passes.rules.book import RuleBook
 from autopart.passes.rules.joint import joint_strategies
 from autopart.passes.rules.matching import Sharding, is_differentiable
@@ -92,13 +93,13 @@ def random_operand(fake: Tensor, batch: int) -> Tensor:
         found = extent(size)
         assert found is not None, f"a size of {size} is no multiple of the batch size"
         shape.append(found.at(batch))
-    if fake.dtype.is_floating_point:
-        return torch.rand(shape, dtype=torch.float64) * 0.8 + 0.1
+    if may_have_gradient(fake.dtype):
+        return torch.rand(shape, dtype=torch.complex128 if fake.dtype.is_complex else torch.float64) * 0.8 + 0.1
     return torch.randint(0, 2, shape).to(fake.dtype)
 
 
 def _summands(tensor: Tensor, parts: int) -> list[Tensor]:
-    if not tensor.dtype.is_floating_point:
+    if not may_have_gradient(tensor.dtype):
         others = [torch.randint(0, 3, tensor.shape).to(tensor.dtype) for _ in range(parts - 1)]
     else:
         others = [torch.randn_like(tensor) for _ in range(parts - 1)]
@@ -145,7 +146,7 @@ def _difference(found: Tensor, expected: Tensor) -> str:
         return f"shape {list(found.shape)} instead of {list(expected.shape)}"
     if found.dtype != expected.dtype:
         return f"{found.dtype} instead of {expected.dtype}"
-    if found.dtype.is_floating_point:
+    if may_have_gradient(found.dtype):
         if torch.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
             return ""
         return f"largest difference {(found - expected).abs().max().item():.3g}"
@@ -273,7 +274,7 @@ def _check_strategies(
     tracked = [index for index, value in enumerate(graphs.inputs(node)) if is_differentiable(value)]
     whole_inputs = _leaves(tensors, tracked)
     whole = _run(node.target, (tuple(node.args), dict(node.kwargs)), whole_inputs, batch)
-    seeds = [torch.randn_like(out) if out.dtype.is_floating_point else out for out in whole]
+    seeds = [torch.randn_like(out) if may_have_gradient(out.dtype) else out for out in whole]
     whole_gradients = _gradients(whole, seeds, [whole_inputs[index] for index in tracked])
 
     local_batch = batch // math.prod(sizes) if split else batch

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from autopart.passes import graph
-from autopart.passes.graph import Value
+from autopart.passes.graph import Value, may_have_gradient
 from autopart.passes.rules.notation import Dims, Rule
 from autopart.passes.sizes import ONE, Extent
 from autopart.runtime.placement import BROADCAST, PARTIAL, REPLICATE, Kind, Placement, shard
@@ -23,9 +23,8 @@ Sides = tuple[tuple[Placement, ...], tuple[Placement, ...]]
 
 
 def is_differentiable(value: Value) -> bool:
-    """Whether a gradient may flow through the value: floating point, and not known to be free of parameters."""
-    dtype = value.fake.dtype
-    return bool(value.node.meta.get("differentiable", True)) and (dtype.is_floating_point or dtype.is_complex)
+    """Whether a gradient may flow through the value: by its type, and not known to be free of parameters."""
+    return bool(value.node.meta.get("differentiable", True)) and may_have_gradient(value.fake.dtype)
 
 
 def settle(placement: Placement, value: Value) -> Placement:

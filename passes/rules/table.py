@@ -10,6 +10,7 @@ from autopart.passes.rules import (
     table_norms,
     table_reductions,
     table_shape,
+    table_spectral,
 )
 from autopart.passes.rules.book import RuleBook
 from autopart.passes.rules.localize import localizers
@@ -25,6 +26,7 @@ def default_rules() -> RuleBook:
         table_norms,
         table_reductions,
         table_shape,
+        table_spectral,
     )
     merged = {name: entry for module in tables for name, entry in module.table().items()}
     assert len(merged) == sum(len(module.table()) for module in tables), "an op has rules in two tables"
