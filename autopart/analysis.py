@@ -15,7 +15,7 @@ from autopart.passes.annotate import OpCost, annotate
 from autopart.passes.batch import BatchSplit, split_batch
 from autopart.passes.blocks import Block, find_blocks, free_nodes
 from autopart.passes.draws import number_draws
-from autopart.passes.emit.layers import find_runs
+from autopart.passes.emit.layers import find_runs, is_recomputable
 from autopart.passes.program import Program, Role
 from autopart.passes.rules import (
     RULES,
@@ -148,17 +148,13 @@ def analyze(program: Program, rules: RuleBook = RULES) -> Analysis:
 
 
 def _layers(blocks: Sequence[Block]) -> tuple[str, ...]:
-    """The layer class (:mod:`autopart.passes.emit.layers`) that holds all ops of a block; '' if there is none.
-
-    Batch norm's running statistics would be updated twice, so that its layers are not recomputed.
-    """
-    runs = find_runs([node for block in blocks for node in block.nodes])
+    """The layer that may be computed again (:mod:`autopart.passes.emit.layers`) and holds all ops of a block, or ''."""
+    runs = [run for run in find_runs([node for block in blocks for node in block.nodes]) if is_recomputable(run)]
     layer_of = {node: run.path for run in runs for node in run.nodes}
     found = []
     for block in blocks:
-        paths = {layer_of[node] for node in block.nodes}
-        updates = any("batch_norm" in str(node.target) for node in block.nodes)
-        found.append(paths.pop() if len(paths) == 1 and not updates else "")
+        paths = {layer_of.get(node, "") for node in block.nodes}
+        found.append(paths.pop() if len(paths) == 1 else "")
     return tuple(found)
 
 

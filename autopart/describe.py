@@ -6,7 +6,7 @@ from the blocks' estimates (:mod:`autopart.candidates`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -19,6 +19,7 @@ from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
 from autopart.passes.conversion import Axes
 from autopart.passes.data_axis import DataCut, cut_parameters
+from autopart.passes.emit.layers import recomputable_layers, runs_of
 from autopart.passes.graph import Value
 from autopart.passes.partition import StageGraph
 from autopart.passes.program import Program, Role
@@ -40,11 +41,12 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
     cuts = cut_parameters(analysis.program.tensors, choice.storage, axes, config.dp, choice.levels)
     found = build(analysis, boundaries, axes, choice.strategies, choice.storage, cuts)
     places = candidates.places(config)
-    exchanged = exchanges(analysis, found, config.dp, candidates.samples(config), config.recompute, places)
+    again = tuple(frozenset(recomputable_layers(graph) if config.recompute else ()) for graph in found.local)
+    exchanged = exchanges(analysis, found, config.dp, candidates.samples(config), again, places)
     stages = []
     for index, (stage, graph) in enumerate(zip(found.stages, found.local, strict=True)):
         first, last = boundaries[index], boundaries[index + 1]
-        forward, backward = _Clock(candidates, config, stage, graph, choice).seconds()
+        forward, backward = _Clock(candidates, config, stage, graph, choice, again[index]).seconds()
         stages.append(
             StagePlan(
                 devices=candidates.ranks(config, index),
@@ -97,11 +99,13 @@ class _Clock:
     stage: StageGraph
     graph: fx.Graph
     choice: TensorChoice
+    recompute: Collection[str]  # layers that run again in the backward
 
     def seconds(self) -> tuple[float, float]:
         """Forward and backward of one microbatch."""
         candidates, config = self.candidates, self.config
-        layers = candidates.analysis.layers
+        runs = [run for run, is_layer in runs_of(self.graph) if is_layer and run.path in self.recompute]
+        again = {node for run in runs for node in run.nodes}
         setting = candidates.setting(config)
         sizes = dict(candidates.axes(config))
         numbers = {name: index for index, name in enumerate(sizes)}
@@ -120,15 +124,12 @@ class _Clock:
                 # what the other axes leave; this one's ranks have or get it whole
                 others = [1 if name == axis else parts for name, parts in sizes.items()]
                 one, two = price.seconds(size * share_of(node.args[0].meta["placements"], others))
-                block = candidates.analysis.block_of.get(node.meta["user"])
             elif node in origins:
                 one, two = self._op(node, origins[node], setting)
-                block = candidates.analysis.block_of.get(origins[node])
             else:
                 continue
-            again = config.recompute and block is not None and bool(layers[block])
             forward += one
-            backward += two + (one if again else 0.0)
+            backward += two + (one if node in again else 0.0)
         return forward, backward
 
     def _origins(self) -> dict[fx.Node, fx.Node]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopart.analysis import Analysis
 from autopart.passes.data_axis import gathering_counts, gatherings, reached_by_gradients
-from autopart.passes.emit.layers import is_recomputable, runs_of
+from autopart.passes.emit.layers import runs_of
 from autopart.passes.emit.program import Layout, gradient_roots, parameter_specs
 from autopart.passes.shard import collective_counts
 from autopart.realize import Realization
@@ -30,13 +30,16 @@ def exchanges(
     found: Realization,
     replicas: int,
     samples: int,
-    recompute: bool,
+    recompute: Sequence[Collection[str]],
     places: Sequence[int] | None = None,
 ) -> list[Exchanges]:
-    """For every stage; a microbatch has ``samples`` samples on one replica. places: default, each stage on its own."""
+    """For every stage; a microbatch has ``samples`` samples on one replica.
+
+    recompute: the layers of each stage that run again in the backward. places: default, each stage on its own.
+    """
     places = range(len(found.stages)) if places is None else places
     program = analysis.program
-    layout = Layout((), replicas, found.axes, "", 1, recompute, (), cuts=found.cuts)
+    layout = Layout((), replicas, found.axes, "", 1, (), (), cuts=found.cuts)
     arguments = (program, analysis.split, found.stages, found.local, found.storage, layout)
     specs = {spec.name: spec for spec in parameter_specs(*arguments)}
     in_order = [specs[info.name] for info in program.parameters]
@@ -44,9 +47,8 @@ def exchanges(
     result = []
     for stage, graph in zip(found.stages, found.local, strict=True):
         runs = runs_of(graph)
-        again = {run.path: recompute and is_recomputable(run) for run, is_layer in runs if is_layer}
         reached = reached_by_gradients(graph, gradient_roots(program, stage, graph))
-        gathered = gathering_counts(gatherings(runs, found.cuts, again), reached, found.axes)
+        gathered = gathering_counts(gatherings(runs, found.cuts, recompute[stage.index]), reached, found.axes)
         microbatch: Collectives = {}
         for part in (collective_counts(graph, found.axes, samples), gathered):
             for operations in part.values():

@@ -21,7 +21,7 @@ from autopart.runtime.schedule import NAMES, deeper_warmup, in_flight, make_sche
 
 VERSION = 1
 SCHEDULES = NAMES
-RECOMPUTE = ("none", "full")
+RECOMPUTE = ("none", "full", "some")
 DROPOUT = ("torch", "invariant")
 
 Mesh = tuple[tuple[str, int], ...]
@@ -43,7 +43,8 @@ class StagePlan:
     ``{"all_reduce": {"calls": 4, "bytes": 8388608}}``. shares: of each microbatch, the part of every replica, such as
     [3, 1] where one device is faster; empty: equal parts. strategies, storage: this stage's own, where its tensor axes
     are not those of other stages; empty: the plan's.
-    step_collectives: of a step for the parameters, such as sums of gradients.
+    step_collectives: of a step for the parameters, such as sums of gradients. recompute: where the plan recomputes
+    "some", the layers of this stage of which only the inputs are kept for the backward, such as "transformer.h.3".
     """
 
     devices: tuple[int, ...]
@@ -63,6 +64,7 @@ class StagePlan:
     strategies: Mapping[str, str] = field(default_factory=dict, hash=False)
     storage: Mapping[str, str] = field(default_factory=dict, hash=False)
     step_collectives: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
+    recompute: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.mesh]
@@ -113,6 +115,8 @@ class Plan:
     storage: by parameter pattern how it is stored, one Placement per tensor axis joined with a comma; not listed: as
     it is used. zero: by parameter pattern what its replicas divide between them: 1 the optimizer's state, 2 gradients
     too, 3 weights too; not listed: 0, nothing.
+    recompute: layers whose activations are computed again in the backward: "none", "full" (all), or "some", which the
+    stages list.
     warmup: forwards of each stage before its first backward's pair under 1f1b (runtime.schedule.one_f_one_b); empty:
     the least. transfers: (source stage, target stage, seconds of one microbatch's values, seconds of their gradients or
     null where none go back). tied_s: seconds of summing gradients over stages, once per step.
@@ -153,6 +157,11 @@ class Plan:
     def __post_init__(self) -> None:
         _require(self.schedule in SCHEDULES, f"schedule: {self.schedule!r} is not one of {', '.join(SCHEDULES)}")
         _require(self.recompute in RECOMPUTE, f"recompute: {self.recompute!r} is not one of {', '.join(RECOMPUTE)}")
+        _require(
+            (self.recompute == "some") == any(stage.recompute for stage in self.stages),
+            'recompute: "some" where stages list layers to recompute, and only there; '
+            f"found {self.recompute!r} with {[list(stage.recompute) for stage in self.stages]}",
+        )
         _require(self.dropout in DROPOUT, f"dropout: {self.dropout!r} is not one of {', '.join(DROPOUT)}")
         _require(self.batch >= 1 and self.microbatches >= 1, "batch and microbatches: at least 1")
         _require(bool(self.stages), "stages: a plan has at least one stage")
@@ -260,6 +269,7 @@ class Plan:
             "total_s": self.total_s,
             "schedule": self.schedule,
             "microbatches": self.microbatches,
+            "recompute": self.recompute,
             "dp": self.dp,
             "tp": self.tp,
             "pp": self.pp,
@@ -277,6 +287,7 @@ class Plan:
                     "parameters": stage.parameters,
                     "collectives": {kind: dict(count) for kind, count in stage.collectives.items()},
                     "step_collectives": {kind: dict(count) for kind, count in stage.step_collectives.items()},
+                    "recompute": list(stage.recompute),
                 }
                 for stage in self.stages
             ],

@@ -12,6 +12,7 @@ from autopart.analysis import Analysis, analyze, fold, look_up, pattern_of
 from autopart.passes import graph as graphs
 from autopart.passes.conversion import Axes
 from autopart.passes.data_axis import DataCut, cut_parameters, data_dim
+from autopart.passes.emit.layers import recomputable_layers
 from autopart.passes.emit.program import Emitted, Layout, StageMesh, emit_program
 from autopart.passes.partition import Crossing, StageGraph, partition
 from autopart.passes.program import Program, Role
@@ -250,6 +251,25 @@ def realized(analysis: Analysis, plan: Plan) -> Realization:
     return build(analysis, boundaries, own.axes, own.strategies, own.storage, cuts)
 
 
+def recomputed(plan: Plan, local: Sequence[fx.Graph]) -> tuple[frozenset[str], ...]:
+    """The layers of each stage that are computed again in the backward; ``local``: one rank's graph of each stage.
+
+    Raises PlanError for a layer that its stage does not have, or that may not run twice.
+    """
+    found = []
+    for index, (stage, graph) in enumerate(zip(plan.stages, local, strict=True)):
+        offered = recomputable_layers(graph)
+        wanted = offered if plan.recompute == "full" else stage.recompute
+        for layer in wanted:
+            if layer not in offered:
+                raise PlanError(
+                    f"stages[{index}].recompute: {layer!r} is no layer of this stage that can be computed again; "
+                    f"it has {', '.join(offered) or 'none'}"
+                )
+        found.append(frozenset(wanted))
+    return tuple(found)
+
+
 def realize(program: Program, plan: Plan, analysis: Analysis | None = None, rules: RuleBook = RULES) -> Emitted:
     """The program of a plan, as sources and a manifest. rules: those that the plan was made with.
 
@@ -266,7 +286,7 @@ def realize(program: Program, plan: Plan, analysis: Analysis | None = None, rule
         schedule=plan.schedule,
         warmup=plan.warmup,
         microbatches=plan.microbatches,
-        recompute=plan.recompute == "full",
+        recompute=recomputed(plan, found.local),
         invariant_dropout=plan.dropout == "invariant",
         cuts=found.cuts,
         headings=tuple(_heading(program, plan, index) for index in range(len(plan.stages))),

@@ -9,27 +9,24 @@ is a unit of its own, written where the op is, so that nothing is whole for long
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import fx
 
-from autopart.passes import graph as graphs
 from autopart.passes.conversion import Axes
 from autopart.passes.emit.layers import Run
 from autopart.passes.graph import Value
+from autopart.passes.kept import owner_of, shares_memory
 from autopart.passes.program import Role, TensorInfo
 from autopart.passes.saved import saved_tensors
 from autopart.passes.shard import local_extents
-from autopart.passes.storage import is_view, storage_of
+from autopart.passes.storage import is_view
 from autopart.runtime.placement import Placements
 
 LEVELS = (0, 1, 2, 3)
-
-# Transitions that return their argument's own memory.
-_SHARING = ("sum_gradients", "keep_gradients_on_first")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +79,7 @@ class Gathering:
         """Whether some op keeps one of the whole weights for its backward."""
         own = {Value(node) for node in self.parameters}
         nodes = [node for node in _with_views(self.readers) if "transition" not in node.meta]
-        return any(_owner(value) in own for node in nodes for value in saved_tensors(node))
+        return any(owner_of(value) in own for node in nodes for value in saved_tensors(node))
 
 
 def cut_of(node: fx.Node, cuts: Mapping[str, DataCut]) -> DataCut | None:
@@ -103,16 +100,16 @@ def gathered_by_layer(nodes: Sequence[fx.Node], cuts: Mapping[str, DataCut]) -> 
 
 
 def gatherings(
-    runs: Iterable[tuple[Run, bool]], cuts: Mapping[str, DataCut], recompute: Mapping[str, bool]
+    runs: Iterable[tuple[Run, bool]], cuts: Mapping[str, DataCut], recompute: Collection[str]
 ) -> list[Gathering]:
     """The gathers of level 3 in a stage's forward, in order.
 
-    runs: of the stage, with whether each is written as a layer. recompute: by a layer's path.
+    runs: of the stage, with whether each is written as a layer. recompute: paths of layers.
     """
     found: list[Gathering] = []
     for run, is_layer in runs:
         if is_layer:
-            again = recompute.get(run.path, False)
+            again = run.path in recompute
             found += [Gathering(group, tuple(run.nodes), again) for group in gathered_by_layer(run.nodes, cuts)]
         else:
             read = [(source, node) for node in run.nodes for source in dict.fromkeys(node.all_input_nodes)]
@@ -168,18 +165,10 @@ def _bytes(node: fx.Node, axes: Axes) -> int:
     return size
 
 
-def _owner(value: Value) -> Value:
-    owner = storage_of(value)
-    while "transition" in owner.node.meta and owner.node.meta["transition"][1].name in _SHARING:
-        owner = storage_of(graphs.inputs(owner.node)[0])
-    return owner
-
-
 def _with_views(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """The nodes, and those that read what some of them only pass on."""
     found = dict.fromkeys(nodes)
     for node in list(found):
-        shares = is_view(node) or ("transition" in node.meta and node.meta["transition"][1].name in _SHARING)
-        if shares:
+        if is_view(node) or shares_memory(node):
             found.update(dict.fromkeys(_with_views(node.users)))
     return list(found)

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from autopart.passes.batch import BatchSplit, split_batch
 from autopart.passes.blocks import find_blocks, free_nodes
 from autopart.passes.conversion import Axes
+from autopart.passes.emit.layers import recomputable_layers
 from autopart.passes.emit.program import Emitted, Layout, emit_program
 from autopart.passes.partition import Crossing, StageGraph, partition
 from autopart.passes.program import Program, Role
@@ -150,7 +151,7 @@ def compile_program(
         axes=axes,
         schedule="1f1b",
         microbatches=microbatches,
-        recompute=recompute,
+        recompute=tuple(frozenset(recomputable_layers(graph) if recompute else ()) for graph in graphs),
         headings=tuple((f"Stage {index} of {pp} of {program.name}.",) for index in range(pp)),
     )
     emitted = emit_program(program, split, stages, graphs, crossings, storage, layout)

@@ -91,12 +91,12 @@ def test_numbers() -> None:
 def test_summary_has_the_command_lines_shape() -> None:
     summary = example().to_json_object()
     assert list(summary) == [
-        *("step_time_s", "bound_s", "gap", "solve_s", "total_s", "schedule", "microbatches", "dp", "tp", "pp"),
-        *("tokens_per_s", "tflops_per_device", "stages"),
+        *("step_time_s", "bound_s", "gap", "solve_s", "total_s", "schedule", "microbatches", "recompute"),
+        *("dp", "tp", "pp", "tokens_per_s", "tflops_per_device", "stages"),
     ]
     assert list(summary["stages"][0]) == [
         *("devices", "mesh", "blocks", "forward_s", "backward_s", "memory_bytes", "capacity_bytes", "parameters"),
-        *("collectives", "step_collectives"),
+        *("collectives", "step_collectives", "recompute"),
     ]
     assert json.loads(json.dumps(summary)) == summary
 
@@ -124,7 +124,7 @@ def edited(change: dict[str, Any], stage_change: dict[str, Any] | None = None, r
         (edited({"batch": 0}), "at least 1"),
         (edited({"batch": 30}), "multiple of 8"),
         (edited({"schedule": "zigzag"}), "gpipe, 1f1b"),
-        (edited({"recompute": "some"}), "none, full"),
+        (edited({"recompute": "most"}), "none, full, some"),
         (edited({"step_time_s": -1}), "step_time_s"),
         (edited({"step_time_s": float("nan")}), "step_time_s"),
         (edited({"stages": {}}), "stages: expected a list"),

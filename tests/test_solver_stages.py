@@ -14,7 +14,18 @@ from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver import brute, stages
 from autopart.solver.stages_graph import StageGraph
 from autopart.solver.stages_order import positions
-from autopart.solver.stages_problem import Block, Choice, Cut, Shape, Slot, StageProblem, Step, TiedGroup
+from autopart.solver.stages_problem import (
+    Block,
+    Choice,
+    Cut,
+    KeptGroup,
+    Layer,
+    Shape,
+    Slot,
+    StageProblem,
+    Step,
+    TiedGroup,
+)
 
 Edges = tuple[tuple[int, int], ...]
 
@@ -67,6 +78,39 @@ class Random(random.Random):
             for i in range(self.randint(0, 2))
         )
 
+    def kept(self, blocks: int) -> tuple[KeptGroup, ...]:
+        count = self.randint(0, 2)
+        return tuple(
+            KeptGroup(tuple(self.sample(range(blocks), min(blocks, self.randint(1, 3)))), self.size(50))
+            for _ in range(count)
+        )
+
+    def layers(self, blocks: Sequence[Block]) -> tuple[Layer, ...]:
+        """Up to two layers of up to three blocks: every part of one can be run as its blocks are, and slower."""
+        numbers = self.sample(range(len(blocks)), len(blocks))
+        found = []
+        for _ in range(self.randint(0, 2)):
+            own, numbers = tuple(sorted(numbers[:3])), numbers[3:]
+            parts = {}
+            for part in (c for n in range(1, len(own) + 1) for c in itertools.combinations(own, n)):
+                inside = [blocks[number] for number in part]
+                fastest = Choice(
+                    math.fsum(block.forward_s for block in inside),
+                    math.fsum(block.backward_s for block in inside),
+                    sum(block.state_bytes for block in inside),
+                    sum(block.activation_bytes for block in inside),
+                    max(block.transient_bytes for block in inside),
+                )
+                again = dataclasses.replace(
+                    fastest,
+                    backward_s=fastest.backward_s + self.seconds(1e-3),
+                    activation_bytes=float(self.randint(0, int(fastest.activation_bytes))),
+                    transient_bytes=self.size(200),
+                )
+                parts[part] = (fastest, again)
+            found += [Layer(own, parts)] if own else []
+        return tuple(found)
+
 
 def chain_edges(count: int) -> Edges:
     return tuple(itertools.pairwise(range(count)))
@@ -76,7 +120,11 @@ def random_chain(rng: Random, n: int, p: int, microbatches: int) -> StageProblem
     """A chain on a row of equal meshes, without limits on memory."""
     flight = [min(microbatches, p - stage) for stage in range(p)]
     blocks = [rng.block(i) for i in range(n)]
-    return StageProblem.chain(blocks, rng.cuts(n - 1), microbatches, flight, (math.inf,) * p, rng.size(9), rng.tied(n))
+    layers = rng.layers(blocks) if n < 10 else ()
+    capacity, overhead = (math.inf,) * p, rng.size(9)
+    return StageProblem.chain(
+        blocks, rng.cuts(n - 1), microbatches, flight, capacity, overhead, rng.tied(n), kept=rng.kept(n), layers=layers
+    )
 
 
 def random_edges(rng: Random, n: int) -> Edges:
@@ -106,7 +154,8 @@ def random_dag(rng: Random, n: int, p: int) -> tuple[StageProblem, Edges]:
             for block in blocks
         )
         cuts = tuple((Cut(), *rng.cuts(len(places) - 2), Cut()) for _ in range(2))
-        shapes.append(Shape(slower, cuts, rng.size(9), tied, f"shape{number}"))
+        layers = rng.layers(slower) if n < 10 else ()
+        shapes.append(Shape(slower, cuts, rng.size(9), tied, f"shape{number}", rng.kept(n), layers))
     microbatches = rng.choice([1, 2, 4, 16])
     flight = tuple(min(microbatches, p - stage) for stage in range(p))
     slots = [
@@ -355,7 +404,9 @@ def test_more_stages_than_blocks() -> None:
 def test_arcs_agree_with_the_problem() -> None:
     problem = random_chain(Random(5), 7, 3, 4)
     problem = dataclasses.replace(
-        problem, slots=tuple(dataclasses.replace(slot, capacity_bytes=0.0) for slot in problem.slots)
+        problem,
+        shapes=tuple(dataclasses.replace(shape, layers=()) for shape in problem.shapes),  # one choice for each block
+        slots=tuple(dataclasses.replace(slot, capacity_bytes=0.0) for slot in problem.slots),
     )
     graph = StageGraph.build(problem)
     for boundaries in brute.divisions(problem, chain_edges(7)):

@@ -18,7 +18,7 @@ from autopart.exchanges import exchanges
 from autopart.passes.data_axis import data_dim
 from autopart.plan import Plan
 from autopart.planner import make_plan
-from autopart.realize import realize, realized
+from autopart.realize import realize, realized, recomputed
 from autopart.runtime import checkpoint
 from autopart.runtime.errors import PlanError
 from autopart.verify import Subject, compare_emitted, prepare
@@ -44,7 +44,8 @@ def divided(analysis: Analysis, plan: Plan, level: int) -> Plan:
     }
     plan = replace(plan, zero=fold(levels))
     samples = plan.batch // (plan.dp * plan.microbatches)
-    counted = exchanges(analysis, realized(analysis, plan), plan.dp, samples, plan.recompute == "full")
+    found = realized(analysis, plan)
+    counted = exchanges(analysis, found, plan.dp, samples, recomputed(plan, found.local))
     stages = tuple(
         replace(stage, collectives=item.microbatch, step_collectives=item.step)
         for stage, item in zip(plan.stages, counted, strict=True)

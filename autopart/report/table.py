@@ -28,7 +28,7 @@ def plan_header(plan: Plan) -> list[str]:
     warmup = f" with warm-up {', '.join(map(str, plan.warmup))}" if plan.warmup else ""
     lines = [
         f"{plan.model} on {plan.cluster}: batch {plan.batch}, {plan.dtype}, {layout}",
-        f"schedule {plan.schedule}{warmup}, {plan.microbatches} microbatches, recompute {plan.recompute}",
+        f"schedule {plan.schedule}{warmup}, {plan.microbatches} microbatches, {_recompute(plan)}",
         f"step time {format_seconds(plan.step_time_s)}, lower bound {format_seconds(plan.bound_s)}, "
         f"gap {format_share(plan.gap)}; solved in {format_seconds(plan.solve_s)}, "
         f"planned in {format_seconds(plan.total_s)}",
@@ -36,6 +36,26 @@ def plan_header(plan: Plan) -> list[str]:
     if plan.tokens or plan.flops:
         lines.append(f"{format_count(plan.tokens_per_s)} tokens/s, {plan.tflops_per_device:.3g} TFLOP/s per device")
     return [*lines, *(f"note: {note}" for note in plan.notes)]
+
+
+def _recompute(plan: Plan) -> str:
+    if plan.recompute != "some":
+        return f"recompute {plan.recompute}"
+    stages = [(index, stage.recompute) for index, stage in enumerate(plan.stages) if stage.recompute]
+    return "recompute " + "; ".join(f"{format_layers(layers)} on stage {index}" for index, layers in stages)
+
+
+def format_layers(layers: Sequence[str]) -> str:
+    """Numbered layers of one list together: ``h.0-2, h.5``."""
+    lists: dict[str, list[int]] = {}
+    for layer in layers:
+        path, _, number = layer.rpartition(".")
+        lists.setdefault(path, []).append(int(number))
+    return ", ".join(
+        f"{path}.{run}" if path else run
+        for path, numbers in lists.items()
+        for run in format_devices(sorted(numbers)).split(", ")
+    )
 
 
 def stage_table(stages: Sequence[StagePlan]) -> str:

@@ -82,11 +82,11 @@ def ways(problem: StageProblem, boundaries: Sequence[int], known: _Known) -> Ite
 
 
 def _best_step(problem: StageProblem, stage: int, slot: int, first: int, last: int) -> Step:
-    blocks = problem.shapes[problem.slots[slot].shape].blocks
-    inside = problem.blocks_between(first, last)
+    units = problem.units(Step(slot, first, last))
     tried = []
-    for made in itertools.product(*(range(len(blocks[block].choices)) for block in inside)):
-        step = Step(slot, first, last, tuple(zip(inside, made, strict=True)))
+    for made in itertools.product(*(range(len(family)) for _, family in units)):
+        choices = [(block, choice) for (part, _), choice in zip(units, made, strict=True) for block in part]
+        step = Step(slot, first, last, tuple(choices))
         over = problem.stage_bytes(stage, step) - problem.slots[slot].capacity_bytes
         tried.append((max(over, 0.0), problem.busy_seconds(step), step))
     return min(tried, key=lambda item: item[:2])[2]

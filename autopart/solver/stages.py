@@ -11,6 +11,8 @@ s to the next, both ways, the larger of what the two sides need on the link betw
 
     state + tied + in_flight[s] * activations + transient peak + buffers + overhead <= capacity(slot)     for every s
 
+A layer's blocks that are in one stage are run in one way, as a unit (:class:`stages_problem.Layer`), and a tensor that
+several blocks keep counts once (:class:`stages_problem.KeptGroup`).
 Seconds of the blocks appear in every term with a positive sign, and choices of one stage bind no other: so a stage has
 the fastest choices that fit into its memory, d[s,a,b] seconds (:mod:`autopart.solver.stages_choices`). What remains is
 a way through the arcs (s, slot k, positions a, b) of :mod:`autopart.solver.stages_graph`, of which those that do not
@@ -359,19 +361,18 @@ def _infeasible(problem: StageProblem, graph: StageGraph) -> InfeasibleError:
 
 def _leanest(problem: StageProblem, stage: int, step: Step) -> Step:
     """The stage with the choices that need the fewest bytes."""
-    blocks = problem.shapes[problem.slots[step.slot].shape].blocks
-    inside, in_flight = problem.blocks_between(step.first, step.last), problem.in_flight[stage]
+    units, in_flight = problem.units(step), problem.in_flight[stage]
     tried = []
-    for most in {choice.transient_bytes for block in inside for choice in blocks[block].choices}:
+    for most in {choice.transient_bytes for _, family in units for choice in family}:
         made = []
-        for block in inside:
+        for part, family in units:
             allowed = [
                 (choice.kept_bytes(in_flight), index)
-                for index, choice in enumerate(blocks[block].choices)
+                for index, choice in enumerate(family)
                 if choice.transient_bytes <= most
             ]
-            made += [(block, min(allowed)[1])] if allowed else []
-        if len(made) == len(inside):
+            made += [(block, min(allowed)[1]) for block in part if allowed]
+        if len(made) == sum(len(part) for part, _ in units):
             whole = Step(step.slot, step.first, step.last, tuple(item for item in made if item[1]))
             tried.append((problem.stage_bytes(stage, whole), whole.choices, whole))
     return min(tried)[2]

@@ -23,10 +23,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopart.solver.stages_problem import Choice
+from autopart.solver.stages_problem import Family
 
 Array = NDArray[np.float64]
-Family = tuple[Choice, ...]
 
 _LEVELS = 12
 _MOST_PARTIAL = 20_000
@@ -68,15 +67,13 @@ def _slope(a: tuple[float, float, int], b: tuple[float, float, int]) -> float:
     return (b[0] - a[0]) / (a[1] - b[1])
 
 
-def relaxed_seconds(families: Sequence[Family], held: Array, room: Array, in_flight: int) -> Array:
+def relaxed_seconds(families: Sequence[Family], held: Held, room: Array, in_flight: int) -> Array:
     """At least the seconds of each run's fastest choices that fit; infinite where surely none does.
 
-    held: [family, position] blocks of each family in a position. room: [first, last] bytes. Where every fastest choice
-    fits it is exact.
+    room: [first, last] bytes. Where every fastest choice fits it is exact.
     """
     best = np.full(room.shape, np.inf)
     values = transients(families)
-    counts = [np.maximum(between(row), 0.0) for row in held]
     # Beyond some levels of the largest transient neighbours are taken as one: the smaller charged, the larger allowed.
     edges = values if len(values) <= _LEVELS else [values[i * (len(values) - 1) // _LEVELS] for i in range(_LEVELS + 1)]
     below = -math.inf
@@ -84,23 +81,23 @@ def relaxed_seconds(families: Sequence[Family], held: Array, room: Array, in_fli
         charged = next(value for value in values if value > below)
         below = highest
         hulls = [hull(family, in_flight, highest) for family in families]
-        barred = between(np.array([not points for points in hulls], dtype=float) @ held) > 0
-        seconds = between(np.array([points[0][0] if points else 0.0 for points in hulls]) @ held)
-        need = charged - room + between(np.array([points[0][1] if points else 0.0 for points in hulls]) @ held)
+        barred = held.summed([float(not points) for points in hulls]) > 0
+        seconds = held.summed([points[0][0] if points else 0.0 for points in hulls])
+        need = charged - room + held.summed([points[0][1] if points else 0.0 for points in hulls])
         steps = [
             (_slope(a, b), a[1] - b[1], number)
             for number, points in enumerate(hulls)
             for a, b in itertools.pairwise(points)
         ]
         for price, freed, number in sorted(steps):
-            taken = np.clip(need, 0.0, counts[number] * freed)
+            taken = np.clip(need, 0.0, held.of(number) * freed)
             seconds, need = seconds + taken * price, need - taken
         # rounding: what is freed altogether is as much as is needed
         best = np.minimum(best, np.where((need <= 1e-9 * np.abs(room)) & ~barred, seconds, np.inf))
     return best
 
 
-def least_excess(families: Sequence[Family], held: Array, room: Array, in_flight: int) -> Array:
+def least_excess(families: Sequence[Family], held: Held, room: Array, in_flight: int) -> Array:
     """By how many bytes the choices that need the fewest exceed the room; not positive where some fit."""
     least = np.full(room.shape, np.inf)
     for highest in transients(families):
@@ -108,10 +105,31 @@ def least_excess(families: Sequence[Family], held: Array, room: Array, in_flight
             min((c.kept_bytes(in_flight) for c in family if c.transient_bytes <= highest), default=None)
             for family in families
         ]
-        barred = between(np.array([size is None for size in fewest], dtype=float) @ held) > 0
-        kept = between(np.array([size or 0.0 for size in fewest]) @ held)
+        barred = held.summed([float(size is None) for size in fewest]) > 0
+        kept = held.summed([size or 0.0 for size in fewest])
         least = np.minimum(least, np.where(barred, np.inf, kept + highest - room))
     return least
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """How many of each family a run has: of blocks by position, then of parts of layers.
+
+    blocks: [family, position]. parts: [family, first, last].
+    """
+
+    blocks: Array
+    parts: Array
+
+    def of(self, family: int) -> Array:
+        """The number of a family's members in each run, [first, last]."""
+        count = len(self.blocks)
+        return np.maximum(between(self.blocks[family]), 0.0) if family < count else self.parts[family - count]
+
+    def summed(self, amounts: Sequence[float]) -> Array:
+        """The sum over a run's members of what each member of a family has, [first, last]."""
+        values, count = np.array(amounts, dtype=float), len(self.blocks)
+        return between(values[:count] @ self.blocks) + np.tensordot(values[count:], self.parts, axes=1)
 
 
 def between(values: Array) -> Array:

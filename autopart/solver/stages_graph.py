@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopart.solver.stages_choices import Family, between, least_excess, least_seconds, relaxed_seconds
-from autopart.solver.stages_problem import Shape, StageProblem, Step
+from autopart.solver.stages_choices import Held, between, least_excess, least_seconds, relaxed_seconds
+from autopart.solver.stages_problem import Family, Shape, StageProblem, Step
 
 Array = NDArray[np.float64]
 Bits = NDArray[np.bool_]
@@ -79,7 +79,8 @@ class StageGraph:
             stage, number, capacity, start, stop = key
             runs, shape = shapes[number], problem.shapes[number]
             buffers = [np.array([cut.buffer_bytes for cut in shape.cuts[link]]) for link in (start, stop)]
-            room = capacity - shape.overhead_bytes - runs.tied_bytes - buffers[0][:, None] - buffers[1][None, :]
+            room = capacity - shape.overhead_bytes - runs.tied_bytes - problem.in_flight[stage] * runs.kept_bytes
+            room = room - buffers[0][:, None] - buffers[1][None, :]
             seconds, excess, sure = runs.fit(room, problem.in_flight[stage])
             made["excess"][table] = np.where(allowed[stage], excess, np.inf)
             made["seconds"][table], exact[table] = seconds, sure
@@ -129,18 +130,20 @@ class StageGraph:
         problem = self.problem
         stage, number, capacity, start, stop = self.tables[table]
         shape, inside = problem.shapes[number], problem.blocks_between(first, last)
-        families = [shape.blocks[block].choices for block in inside]
+        units = shape.units(inside)
+        families = [family for _, family in units]
         if all(len(family) == 1 for family in families):
             self._made[table, first, last] = ()
             return float(self.seconds[table, first, last])
         room = capacity - shape.overhead_bytes - shape.cuts[start][first].buffer_bytes
         room -= shape.cuts[stop][last].buffer_bytes + sum(g.bytes for g in shape.tied if set(g.blocks) & set(inside))
-        found = least_seconds(families, room, problem.in_flight[stage])
+        kept = sum(group.bytes for group in shape.kept if set(group.blocks) & set(inside))
+        found = least_seconds(families, room - problem.in_flight[stage] * kept, problem.in_flight[stage])
         if found.choices is None:
             self._made[table, first, last] = None
             return float("inf")
         self._made[table, first, last] = tuple(
-            (block, choice) for block, choice in zip(inside, found.choices, strict=True) if choice
+            (block, choice) for (part, _), choice in zip(units, found.choices, strict=True) for block in part if choice
         )
         return found.bound
 
@@ -150,10 +153,11 @@ class _Runs:
     """What runs of blocks cost in one shape, [first, last], without capacities."""
 
     families: list[Family]
-    held: Array  # [family, position]
+    held: Held
     is_run: Bits
     fastest: Array
     tied_bytes: Array
+    kept_bytes: Array  # of tensors that several blocks keep, per microbatch in flight
     tied_once: Array
     step_end: Array
     floor: Array
@@ -161,16 +165,14 @@ class _Runs:
 
     @staticmethod
     def of(problem: StageProblem, shape: Shape, member: Bits) -> _Runs:
-        families = list(dict.fromkeys(block.choices for block in shape.blocks))
-        of_block = np.array([families.index(block.choices) for block in shape.blocks])
-        held = np.stack([member[:, of_block == number].sum(axis=1) for number in range(len(families))]).astype(float)
+        families, held = _held(shape, member)
         size = member.sum(axis=1)
         # a run: the first position is a part of the last
         is_run = (member.astype(np.int64) @ member.T.astype(np.int64) == size[:, None]) & (
             size[:, None] < size[None, :]
         )
         quickest = [min(choice.seconds for choice in family) for family in families]
-        fastest = between(held.T @ np.array(quickest))
+        fastest = held.summed(quickest)
         step_end = between(member @ np.array([block.step_end_s for block in shape.blocks]))
         tied_bytes, tied_once = np.zeros(step_end.shape), np.zeros(step_end.shape)
         for group in shape.tied:
@@ -185,16 +187,19 @@ class _Runs:
         way_back = member @ np.array([problem.least(block, "backward_s") for block in blocks])
         sources = {block: problem.least_step_end(block) for block in blocks if 1 << block in problem.positions}
         way_back += np.array([min((s for b, s in sources.items() if row[b]), default=0.0) for row in member])
+        kept_bytes = np.zeros(step_end.shape)
+        for kept in shape.kept:
+            kept_bytes += kept.bytes * (between(member[:, list(set(kept.blocks))].sum(axis=1).astype(float)) > 0)
         floor = forward[:, None] + problem.microbatches * fastest + np.maximum(step_end, way_back[:, None])
         peak = np.zeros(step_end.shape)
         for number, family in enumerate(families):
-            np.maximum(peak, family[0].transient_bytes, out=peak, where=between(held[number]) > 0)
-        return _Runs(families, held, is_run, fastest, tied_bytes, tied_once, step_end, floor, peak)
+            np.maximum(peak, family[0].transient_bytes, out=peak, where=held.of(number) > 0)
+        return _Runs(families, held, is_run, fastest, tied_bytes, kept_bytes, tied_once, step_end, floor, peak)
 
     def fit(self, room: Array, in_flight: int) -> tuple[Array, Array, Bits]:
         """Seconds at least, bytes over the room, and where the seconds are exact."""
         if all(len(family) == 1 for family in self.families):
-            kept = between(np.array([family[0].kept_bytes(in_flight) for family in self.families]) @ self.held)
+            kept = self.held.summed([family[0].kept_bytes(in_flight) for family in self.families])
             excess = np.where(self.is_run, kept + self.peak - room, np.inf)
             return self.fastest, excess, np.ones(room.shape, dtype=bool)
         excess = np.where(self.is_run, least_excess(self.families, self.held, room, in_flight), np.inf)
@@ -202,6 +207,22 @@ class _Runs:
         # where a bound says that nothing fits it was too strict by rounding
         seconds = np.where(np.isfinite(seconds), np.maximum(seconds, self.fastest), self.fastest)
         return seconds, excess, np.isclose(seconds, self.fastest, rtol=1e-12, atol=0.0)
+
+
+def _held(shape: Shape, member: Bits) -> tuple[list[Family], Held]:
+    """The families of blocks and of parts of layers, and how many of each a run has."""
+    in_layers = {block for layer in shape.layers for block in layer.blocks}
+    alone = {number: block.choices for number, block in enumerate(shape.blocks) if number not in in_layers}
+    families = list(dict.fromkeys(alone.values()))
+    of_block = np.array([families.index(alone[n]) if n in alone else -1 for n in range(len(shape.blocks))])
+    blocks = [member[:, of_block == number].sum(axis=1) for number in range(len(families))]
+    parts = list(dict.fromkeys(family for layer in shape.layers for family in layer.parts.values()))
+    runs = np.zeros((len(parts), len(member), len(member)))
+    for layer in shape.layers:
+        code = between((member[:, list(layer.blocks)] @ (1 << np.arange(len(layer.blocks)))).astype(float))
+        for part, family in layer.parts.items():
+            runs[parts.index(family)] += code == sum(1 << layer.blocks.index(block) for block in part)
+    return [*families, *parts], Held(np.array(blocks, dtype=float).reshape(len(families), len(member)), runs)
 
 
 @dataclass(slots=True)

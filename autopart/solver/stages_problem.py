@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from autopart.solver.stages_order import chain_positions
 
@@ -39,6 +39,10 @@ class Choice:
 
     def kept_bytes(self, in_flight: int) -> float:
         return self.state_bytes + in_flight * self.activation_bytes
+
+
+Family = tuple[Choice, ...]
+"""The ways to run a block or a part of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,34 @@ class TiedGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptGroup:
+    """A tensor that several blocks keep, counted in none of these.
+
+    bytes: per microbatch in flight, once in every stage that has one of ``blocks``.
+    """
+
+    blocks: tuple[int, ...]
+    bytes: float
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            raise ValueError("a kept tensor has no blocks")
+        _check_amounts("a kept tensor", self, ("bytes",))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Blocks that are run in one way where they are in one stage, such as a layer that is computed again as a whole.
+
+    blocks: their numbers, rising. parts: for each set of them that a stage can have, the ways to run it, instead of the
+    blocks' own; the first with as many seconds as these, the others with at least as many.
+    """
+
+    blocks: tuple[int, ...]
+    parts: Mapping[tuple[int, ...], Family] = field(hash=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
     """What stages of one mesh on devices of one kind cost.
 
@@ -122,6 +154,16 @@ class Shape:
     overhead_bytes: float = 0.0
     tied: tuple[TiedGroup, ...] = ()
     name: str = ""
+    kept: tuple[KeptGroup, ...] = ()
+    layers: tuple[Layer, ...] = ()
+
+    def units(self, blocks: Sequence[int]) -> list[tuple[tuple[int, ...], Family]]:
+        """What is chosen for each by itself in a stage with these blocks: parts of layers, and the other blocks."""
+        inside = set(blocks)
+        parts = [tuple(block for block in layer.blocks if block in inside) for layer in self.layers]
+        found = [(part, layer.parts[part]) for part, layer in zip(parts, self.layers, strict=True) if part]
+        inside.difference_update(block for part in parts for block in part)
+        return sorted([*found, *(((block,), self.blocks[block].choices) for block in inside)], key=lambda item: item[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +180,7 @@ class Slot:
 class Step:
     """One stage of a division: its slot, the positions between which its blocks lie, and the choice of each block.
 
-    choices: by block number, of the blocks of this stage.
+    choices: by block number, of the blocks of this stage; alike for those of one layer.
     """
 
     slot: int
@@ -178,8 +220,12 @@ class StageProblem:
         for shape in self.shapes:
             if any(len(cuts) != len(self.positions) for cuts in shape.cuts):
                 raise ValueError(f"{len(self.positions)} cut positions need as many cuts")
-            if any(not 0 <= block < count for group in shape.tied for block in group.blocks):
-                raise ValueError(f"a tied group names a block beyond the {count} there are")
+            named = [*shape.tied, *shape.kept, *shape.layers]
+            if any(not 0 <= block < count for group in named for block in group.blocks):
+                raise ValueError(f"a group of blocks names one beyond the {count} there are")
+            grouped = [block for layer in shape.layers for block in layer.blocks]
+            if len(set(grouped)) != len(grouped):
+                raise ValueError("a block is in two layers")
             if [group.blocks for group in shape.tied] != [group.blocks for group in self.shapes[0].tied]:
                 raise ValueError("all shapes have the same tied groups")
             if math.isnan(shape.overhead_bytes):
@@ -207,6 +253,8 @@ class StageProblem:
         tied: Sequence[TiedGroup] = (),
         pins: Sequence[tuple[int, int]] = (),
         together: Sequence[Sequence[int]] = (),
+        kept: Sequence[KeptGroup] = (),
+        layers: Sequence[Layer] = (),
     ) -> StageProblem:
         """Stages of one shape one after the other.
 
@@ -218,7 +266,8 @@ class StageProblem:
             raise ValueError(f"{len(in_flight)} stages with {len(capacity_bytes)} capacities")
         count = len(in_flight)
         ends, all_cuts = chain_positions(len(blocks), together), (Cut(), *cuts, Cut())
-        shape = Shape(tuple(blocks), (tuple(all_cuts[end] for end in ends),), overhead_bytes, tuple(tied))
+        in_order = (tuple(all_cuts[end] for end in ends),)
+        shape = Shape(tuple(blocks), in_order, overhead_bytes, tuple(tied), kept=tuple(kept), layers=tuple(layers))
         return StageProblem(
             (shape,),
             tuple((1 << end) - 1 for end in ends),
@@ -260,9 +309,13 @@ class StageProblem:
         )
 
     def chosen(self, step: Step) -> tuple[Choice, ...]:
-        """How a stage's blocks are run; a block without a choice takes its first."""
-        blocks, made = self.shapes[self.slots[step.slot].shape].blocks, dict(step.choices)
-        return tuple(blocks[b].choices[made.get(b, 0)] for b in self.blocks_between(step.first, step.last))
+        """How a stage's blocks and parts of layers are run; what has no choice takes its first."""
+        made = dict(step.choices)
+        return tuple(family[made.get(part[0], 0)] for part, family in self.units(step))
+
+    def units(self, step: Step) -> list[tuple[tuple[int, ...], Family]]:
+        """What is chosen for each by itself in a stage, with the ways to run it."""
+        return self.shapes[self.slots[step.slot].shape].units(self.blocks_between(step.first, step.last))
 
     def stage_bytes(self, stage: int, step: Step) -> float:
         """Bytes that a rank of stage number ``stage`` holds at its peak."""
@@ -272,6 +325,7 @@ class StageProblem:
             shape.overhead_bytes
             + math.fsum(choice.kept_bytes(self.in_flight[stage]) for choice in chosen)
             + math.fsum(group.bytes for group in shape.tied if inside & set(group.blocks))
+            + math.fsum(self.in_flight[stage] * group.bytes for group in shape.kept if inside & set(group.blocks))
             + max(choice.transient_bytes for choice in chosen)
             + math.fsum(cut.buffer_bytes for cut in self.ends_of(step))
         )
@@ -327,8 +381,8 @@ class StageProblem:
         Its first forward waits for one through all earlier blocks; then it has every microbatch to do, forward and
         backward; then come its own step end, or the last backward through all earlier blocks and the step end of one
         that can be the very first. Every block is taken in its fastest choice and shape, but this stage's in its own
-        shape. Sends are not counted: they may overlap with work, and a value that only passes a stage by is not sent
-        to it.
+        shape; a layer's blocks as each by itself, which no way to run the layer undercuts. Sends are not counted: they
+        may overlap with work, and a value that only passes a stage by is not sent to it.
         """
         before = self.blocks_between(0, step.first)
         own = self.shapes[self.slots[step.slot].shape].blocks

@@ -63,6 +63,11 @@ def is_recomputable(run: Run) -> bool:
     return not any("batch_norm" in str(node.target) for node in run.nodes)
 
 
+def recomputable_layers(graph: fx.Graph) -> tuple[str, ...]:
+    """The layers of a stage's graph that can be computed again in the backward, in order."""
+    return tuple(run.path for run, is_layer in runs_of(graph) if is_layer and is_recomputable(run))
+
+
 def _with_items_behind(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """The nodes in order, the ``getitem`` nodes of an op directly behind it."""
     ordered: list[fx.Node] = []

@@ -70,6 +70,7 @@ class Layout:
     """What a plan decides that the graphs do not show: who runs a stage, and the schedule.
 
     devices: ranks of each stage, row-major over (dp, tensor axes). dp: size of the data axis.
+    recompute: the layers of each stage that are computed again in the backward.
     headings: first lines of each stage's docstring. unlike: the mesh of each stage; empty: dp and axes for all.
     cuts: of the parameters that are divided over the data axis.
     """
@@ -79,7 +80,7 @@ class Layout:
     axes: Axes
     schedule: str
     microbatches: int
-    recompute: bool
+    recompute: tuple[frozenset[str], ...]
     headings: tuple[tuple[str, ...], ...]
     warmup: tuple[int, ...] = ()
     invariant_dropout: bool = False
@@ -116,7 +117,7 @@ def emit_program(
             layout.headings[stage.index],
             len(stage.sends) + len(stage.outputs),
             stage.updates,
-            layout.recompute,
+            layout.recompute[stage.index],
             f"stage_{stage.index}",
             layout.invariant_dropout,
             layout.cuts,

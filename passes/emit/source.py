@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import keyword
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from autopart.passes.conversion import Axes
 from autopart.passes.data_axis import DataCut, cut_of, gathered_by_layer
 from autopart.passes.emit.expressions import Text
 from autopart.passes.emit.functions import Function, Names
-from autopart.passes.emit.layers import Run, is_recomputable, runs_of
+from autopart.passes.emit.layers import Run, runs_of
 from autopart.passes.emit.wrapping import LIMIT, wrapped
 from autopart.passes.program import Role, TensorInfo
 from autopart.passes.shard import local_extents
@@ -40,7 +40,7 @@ class StageSource:
     holds, in the order they are registered. heading: first lines of the file's docstring.
     path: a name of the stage, different for every stage: random numbers outside of layers are drawn under it.
     invariant: random numbers do not depend on the plan.
-    recompute: keep only the layers' inputs for the backward, and run each layer's forward again there.
+    recompute: layers of which only the inputs are kept for the backward, which runs their forward again.
     cuts: of the parameters that ``replicas`` ranks divide between them.
     results: (sends + outputs) count; what follows in the graph's output are new values of the buffers ``updates``.
     """
@@ -53,7 +53,7 @@ class StageSource:
         heading: Sequence[str],
         results: int,
         updates: Sequence[str],
-        recompute: bool = False,
+        recompute: Collection[str] = (),
         path: str = "",
         invariant: bool = False,
         cuts: Mapping[str, DataCut] | None = None,
@@ -177,7 +177,7 @@ class StageSource:
         results = [main.names.fresh(_layer_result(node, run.path)) for node in leaving]
         layer_name = _attribute("self", run.path)
         call = f"{layer_name}({', '.join(passed)})"
-        if self.recompute and is_recomputable(run):
+        if run.path in self.recompute:
             call = f"checkpoint({', '.join([layer_name, *passed])})"
             self.imports_checkpoint = True
         main.lines.append(f"{', '.join(results)} = {call}" if results else call)

@@ -1,0 +1,103 @@
+"""What one rank of a stage keeps of a microbatch from its forward to its backward, layers that run again included.
+
+Of a layer that is computed again only what enters it is kept; of everything else what autograd saves
+(:mod:`autopart.passes.saved`), each storage once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from torch import fx
+
+from autopart.passes import graph as graphs
+from autopart.passes.amounts import stored_bytes
+from autopart.passes.conversion import Axes
+from autopart.passes.emit.layers import Run, runs_of
+from autopart.passes.graph import Value
+from autopart.passes.program import Role
+from autopart.passes.saved import saved_inside, saved_tensors
+from autopart.passes.storage import storage_of
+from autopart.runtime.placement import Placements
+
+# Transitions that return their argument's own memory.
+_SHARING = ("sum_gradients", "keep_gradients_on_first")
+
+
+def shares_memory(node: fx.Node) -> bool:
+    """Whether a node is a collective that returns its argument's own memory."""
+    return "transition" in node.meta and node.meta["transition"][1].name in _SHARING
+
+
+def owner_of(value: Value) -> Value:
+    """The value of a rank's graph whose memory a value is."""
+    owner = storage_of(value)
+    while shares_memory(owner.node):
+        owner = storage_of(graphs.inputs(owner.node)[0])
+    return owner
+
+
+def share_of_rank(node: fx.Node, axes: Axes, index: int = 0) -> float:
+    """The part of a node's whole value (number ``index`` of several) that a rank has."""
+    placements = node.meta.get("placements", ())
+    if placements and isinstance(placements[0], tuple):
+        placements = placements[index]
+    own: Placements = placements
+    return math.prod(1 / parts for placement, (_, parts) in zip(own, axes, strict=False) if placement.is_shard)
+
+
+def entering(run: Run) -> list[Value]:
+    """The tensors that a layer is given: owners of memory, once each; parameters of its own are not given to it."""
+    inside = set(run.nodes)
+    found: dict[Value, None] = {}
+    for node in run.nodes:
+        for value in graphs.inputs(node):
+            if value.node not in inside:
+                found[owner_of(value)] = None
+    return list(found)
+
+
+def kept_values(graph: fx.Graph, layers: Collection[str] = (), kind: str = "cuda") -> list[Value]:
+    """Owners of the memory that is kept. layers: paths of those that are computed again. kind: "cuda" or "cpu".
+
+    Parameters, buffers and inputs of the model are in memory anyway and left out; what a stage receives is not.
+    """
+    found: dict[Value, None] = {}
+    for run, is_layer in runs_of(graph):
+        if is_layer and run.path in layers:
+            found.update(dict.fromkeys(entering(run)))
+            continue
+        for node in run.nodes:
+            if "transition" not in node.meta:
+                found.update(dict.fromkeys(owner_of(value) for value in saved_tensors(node, kind)))
+    return [
+        value for value in found if value.node.op == "call_function" or value.node.meta.get("role") is Role.RECEIVED
+    ]
+
+
+def kept_bytes(graph: fx.Graph, axes: Axes, batch: int, layers: Collection[str] = (), kind: str = "cuda") -> float:
+    """Bytes that a rank keeps of one microbatch of ``batch`` samples."""
+    total = 0.0
+    for value in kept_values(graph, layers, kind):
+        total += stored_bytes(value.fake).at(batch) * share_of_rank(value.node, axes, value.index)
+    for run, is_layer in runs_of(graph):
+        if is_layer and run.path in layers:
+            continue
+        total += sum(inside_bytes(node, axes, batch, kind) for node in run.nodes)
+    return total
+
+
+def inside_bytes(node: fx.Node, axes: Axes, batch: int, kind: str) -> float:
+    """Bytes that an op keeps besides its operands and results: sharded as its result is, or by a local form."""
+    size = saved_inside(node, kind).at(batch) if "transition" not in node.meta else 0
+    if not size:
+        return 0.0
+    share = share_of_rank(node, axes)
+    for axis, _ in node.meta.get("forms", ()):
+        first = node.meta["placements"][0]
+        own = first if isinstance(first, tuple) else node.meta["placements"]
+        index = [name for name, _ in axes].index(axis)
+        if not own[index].is_shard:
+            share /= axes[index][1]
+    return size * share
