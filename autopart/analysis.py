@@ -74,12 +74,17 @@ class Analysis:
         """The strategies of every op and tensor on an axis of ``parts`` ranks, beside axes of sizes ``others``."""
         key = (parts, *sorted(others))
         if key not in self._strategies:
-            if not self._bound:
-                self._bound = bound_rules(self.graph, self.rules)
             self._strategies[key] = strategies(
-                self.graph, parts, self.rules, others=key[1:], bound=self._bound, first=self.first
+                self.graph, parts, self.rules, others=key[1:], bound=self.bound, first=self.first
             )
         return self._strategies[key]
+
+    @property
+    def bound(self) -> Mapping[fx.Node, Rule | None]:
+        """Every op's rule with the sizes of its operands; None where there is none."""
+        if not self._bound:
+            self._bound = bound_rules(self.graph, self.rules)
+        return self._bound
 
     def joint_strategies(self, sizes: Sequence[int]) -> Mapping[fx.Node, tuple[tuple[Strategy, ...], ...]]:
         """For ops that have any: the strategies on tensor axes of these sizes in which two of the axes act together."""
@@ -88,7 +93,9 @@ class Analysis:
             alone = [self.strategies(parts) for parts in key]
             beside = [self.strategies(parts, [*key[:index], *key[index + 1 :]]) for index, parts in enumerate(key)]
             found = {
-                node: joint_strategies(node, [s[node] for s in alone], [s[node] for s in beside], key, self.rules)
+                node: joint_strategies(
+                    node, [s[node] for s in alone], [s[node] for s in beside], key, self.rules, self.bound[node]
+                )
                 for node in (alone[0] if len(key) > 1 else ())
                 if graphs.is_op(node)
             }

@@ -11,20 +11,28 @@ A step along one axis moves the share of the tensor that the other axes leave, o
 
 from __future__ import annotations
 
+import copy
+import enum
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopart.cost.communication import transition
 from autopart.cost.devices import Device, Link
-from autopart.passes.conversion import Axes, conversion, sent
+from autopart.passes.conversion import STEP_NUMBERS, Axes, conversion, moved, step_number
 from autopart.runtime import transitions
-from autopart.runtime.placement import Placement, Placements, nested
+from autopart.runtime.placement import REPLICATE, Placement, Placements, nested
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 _SAMPLE_BYTES = 2**40
+# Pairs of a source and a target that are priced at once; each takes about a kilobyte meanwhile.
+_MOST_CELLS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,47 +104,10 @@ class ConversionPrices:
         self, sources: Sequence[Placements], targets: Sequence[Placements], num_bytes: float, differentiable: bool
     ) -> NDArray[np.float64]:
         """Seconds forward and backward together: [sources, targets]."""
-        fixed, rate, found = self._direct(sources, targets, differentiable)
-        for i, j in np.argwhere(~found).tolist():
-            pair = self.pair(sources[i], targets[j], differentiable)
-            fixed[i, j], rate[i, j] = sum(pair.fixed), sum(pair.rate)
-        return fixed + rate * num_bytes
-
-    def _direct(
-        self, sources: Sequence[Placements], targets: Sequence[Placements], differentiable: bool
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
-        """:meth:`pair` for all pairs at once, where every order of going straight to the target nests on the way.
-
-        Returns fixed seconds, seconds per byte, and which pairs these are given for: of those the order that moves the
-        fewest bytes, if it is one, or if those that move as few take as long.
-        """
-        sizes = [axis.parts for axis in self.axes]
-        axes = [_AxisTable(self, index, sources, targets, differentiable) for index in range(len(sizes))]
-        shape = (len(sources), len(targets))
-        possible = np.ones(shape, dtype=bool)
-        orders = []
-        for order in itertools.permutations(range(len(sizes))):
-            moved, fixed, rate = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-            for position, index in enumerate(order):
-                share = np.ones(shape)
-                for other in range(len(sizes)):
-                    if other != index:
-                        done = other in order[:position]
-                        share = share / np.where(axes[other].cuts(done), sizes[other], 1)
-                moved += axes[index].moved * share
-                fixed += axes[index].fixed
-                rate += axes[index].rate * share
-            orders.append((moved, fixed, rate))
-        for first, second in itertools.combinations(range(len(sizes)), 2):
-            nest = _nesting(axes[first].known, axes[second].known, sizes[first], sizes[second])
-            possible &= nest[axes[first].have[:, None], axes[second].want[None, :]]
-            possible &= nest[axes[first].want[None, :], axes[second].have[:, None]]
-        moves = np.stack([moved for moved, _, _ in orders])
-        rates = np.stack([rate for _, _, rate in orders])
-        least = moves <= moves.min(axis=0) + 1e-9
-        low = np.where(least, rates, np.inf).min(axis=0)
-        high = np.where(least, rates, -np.inf).max(axis=0)
-        return orders[0][1], low, possible & (high <= low * (1 + 1e-12))
+        ways = _Ways(self, sources, targets, differentiable)
+        rows = max(1, _MOST_CELLS // max(1, len(targets)))
+        parts = [ways.seconds(slice(row, row + rows), num_bytes) for row in range(0, len(sources), rows)]
+        return np.concatenate(parts) if parts else np.zeros((0, len(targets)))
 
     def step(self, index: int, source: Placement, target: Placement, differentiable: bool) -> Affine:
         """One transition along one axis, per byte that a rank holds without this axis' sharding."""
@@ -154,8 +125,107 @@ class ConversionPrices:
         return self._steps[key]
 
 
+class _Place(enum.IntEnum):
+    """Where an axis is on the way of a conversion."""
+
+    SOURCE = 0
+    WHOLE = 1
+    TARGET = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """The best ways to one combination of places: bytes moved, their order among equals, seconds fixed and per byte.
+
+    Arrays [sources, targets]; what cannot be reached has moved infinitely many.
+    """
+
+    moved: Floats
+    path: Ints
+    fixed: Floats
+    rate: Floats
+
+    def or_else(self, other: _Way) -> _Way:
+        """Per conversion the better of two."""
+        better = (other.moved < self.moved) | ((other.moved == self.moved) & (other.path < self.path))
+        return _Way(
+            np.where(better, other.moved, self.moved),
+            np.where(better, other.path, self.path),
+            np.where(better, other.fixed, self.fixed),
+            np.where(better, other.rate, self.rate),
+        )
+
+
+class _Ways:
+    """The shortest paths of :func:`autopart.passes.conversion.conversion`, for all pairs at once.
+
+    An axis goes from its source to its target or by way of R, so a path leads through combinations of places, of which
+    each is reached from those where one axis was further back.
+    """
+
+    def __init__(
+        self,
+        prices: ConversionPrices,
+        sources: Sequence[Placements],
+        targets: Sequence[Placements],
+        differentiable: bool,
+    ) -> None:
+        self._sizes = tuple(axis.parts for axis in prices.axes)
+        count = range(len(self._sizes))
+        self._axes = [_AxisTable(prices, index, sources, targets, differentiable) for index in count]
+        # which placements on two axes can hold together; more axes nest where each two of them do
+        self._nest = {
+            (a, b): np.array(
+                [
+                    [nested((p, q), (self._sizes[a], self._sizes[b])) for q in self._axes[b].known]
+                    for p in self._axes[a].known
+                ]
+            )
+            for a, b in itertools.permutations(count, 2)
+        }
+        # one axis alone need not go by way of R
+        places = tuple(_Place) if len(self._sizes) > 1 else (_Place.SOURCE, _Place.TARGET)
+        self._order = list(itertools.product(places, repeat=len(self._sizes)))
+
+    def seconds(self, rows: slice, num_bytes: float) -> Floats:
+        """Forward and backward together, of some of the sources."""
+        axes = [axis.of(rows) for axis in self._axes]
+        shape = (len(axes[0].have), len(axes[0].want))
+        start = _Way(np.zeros(shape), np.zeros(shape, dtype=np.int64), np.zeros(shape), np.zeros(shape))
+        reached = {self._order[0]: start}
+        for places in self._order[1:]:
+            found: _Way | None = None
+            for index, place in enumerate(places):
+                for before in _Place:
+                    earlier = reached.get((*places[:index], before, *places[index + 1 :])) if before < place else None
+                    if earlier is not None:
+                        way = self._step(earlier, axes, index, before, places)
+                        found = way if found is None else found.or_else(way)
+            assert found is not None
+            for first, second in itertools.permutations(range(len(axes)), 2):
+                if places[first] is _Place.SOURCE and places[second] is _Place.TARGET:
+                    nest = self._nest[first, second][axes[first].have[:, None], axes[second].want[None, :]]
+                    found = replace(found, moved=np.where(nest, found.moved, np.inf))
+            reached[places] = found
+        end = reached[self._order[-1]]
+        assert np.isfinite(end.moved).all(), "the solver offers placements that nest"
+        return end.fixed + end.rate * num_bytes
+
+    def _step(self, way: _Way, axes: Sequence[_AxisTable], index: int, before: _Place, after: Sequence[_Place]) -> _Way:
+        """One axis goes from a place to that which it has in ``after``, the others stay there."""
+        moved, fixed, rate = axes[index].leg(before, after[index])
+        parts: Ints = np.ones((1, 1), dtype=np.int64)
+        for other, place in enumerate(after):
+            if other != index:
+                parts = parts * np.where(axes[other].cuts(place), self._sizes[other], 1)
+        stays = axes[index].stays if after[index] is _Place.TARGET else np.zeros((1, 1), dtype=bool)
+        path = np.where(stays, way.path, way.path * STEP_NUMBERS + step_number(index, after[index] is _Place.TARGET))
+        # moved / parts is whole, so that sums of it are equal where they should be
+        return _Way(way.moved + moved / parts, path, way.fixed + fixed, way.rate + rate / parts)
+
+
 class _AxisTable:
-    """One axis' part of many conversions: by (source, target) what its transition moves and takes."""
+    """One axis' part of many conversions: by (source, target) what a leg of its way moves and takes."""
 
     def __init__(
         self,
@@ -166,28 +236,51 @@ class _AxisTable:
         differentiable: bool,
     ) -> None:
         known: dict[Placement, int] = {}
-        parts = prices.axes[index].parts
-        self.have = np.array([known.setdefault(item[index], len(known)) for item in sources])
-        self.want = np.array([known.setdefault(item[index], len(known)) for item in targets])
+        sizes = tuple(axis.parts for axis in prices.axes)
+        self.have = np.array([known.setdefault(item[index], len(known)) for item in sources], dtype=np.int64)
+        self.want = np.array([known.setdefault(item[index], len(known)) for item in targets], dtype=np.int64)
+        self._whole = known.setdefault(REPLICATE, len(known))
         self.known = tuple(known)
-        self.sharded = np.array([placement.is_shard for placement in self.known])
-        moved, fixed, rate = (np.zeros((len(known), len(known))) for _ in range(3))
+        self._sharded = np.array([placement.is_shard for placement in self.known])
+        self._moved, self._fixed, self._rate = (np.zeros((len(known), len(known))) for _ in range(3))
         for i, source in enumerate(self.known):
             for j, target in enumerate(self.known):
                 call = transitions.transition(source, target)
-                if call is not None:
-                    moved[i, j] = sent(call.forward, parts) + sent(call.backward, parts)
+                if call is not None and sizes[index] > 1:
+                    self._moved[i, j] = moved(call, sizes, index)
                     step = prices.step(index, source, target, differentiable)
-                    fixed[i, j], rate[i, j] = sum(step.fixed), sum(step.rate)
-        every = np.ix_(self.have, self.want)
-        self.moved, self.fixed, self.rate = moved[every], fixed[every], rate[every]
+                    self._fixed[i, j], self._rate[i, j] = sum(step.fixed), sum(step.rate)
+        self._alone = sizes[index] == 1
 
-    def cuts(self, done: bool) -> NDArray[np.bool_]:
-        """Whether the axis cuts the tensor, before or after its own transition: broadcasts to [sources, targets]."""
-        found: NDArray[np.bool_] = self.sharded[self.want][None, :] if done else self.sharded[self.have][:, None]
+    def of(self, rows: slice) -> _AxisTable:
+        """The same for some of the sources."""
+        found = copy.copy(self)
+        found.have = self.have[rows]
         return found
 
+    @property
+    def stays(self) -> Mask:
+        """Where nothing is to be done, on an axis of one rank everywhere: [sources, targets]."""
+        found: Mask = (self.have[:, None] == self.want[None, :]) | self._alone
+        return found
 
-def _nesting(first: Sequence[Placement], second: Sequence[Placement], one: int, two: int) -> NDArray[np.bool_]:
-    """Which placements on two axes can hold together; more axes nest where each two of them do."""
-    return np.array([[nested((a, b), (one, two)) for b in second] for a in first])
+    def leg(self, before: _Place, after: _Place) -> tuple[Floats, Floats, Floats]:
+        """Bytes moved, in the units of ``moved``, and seconds fixed and per byte; broadcast to [sources, targets].
+
+        There is no way by R (infinitely many bytes) for what stays, or starts or ends there.
+        """
+        start = np.array([[self._whole]]) if before is _Place.WHOLE else self.have[:, None]
+        end = np.array([[self._whole]]) if after is _Place.WHOLE else self.want[None, :]
+        at = np.broadcast_arrays(start, end)
+        moved = self._moved[tuple(at)]
+        if _Place.WHOLE in (before, after):
+            apart = (self.have[:, None] != self._whole) & (self.want[None, :] != self._whole) & ~self.stays
+            moved = np.where(apart, moved, np.inf)
+        return moved, self._fixed[tuple(at)], self._rate[tuple(at)]
+
+    def cuts(self, place: _Place) -> Mask:
+        """Whether the axis cuts the tensor where it is at a place: broadcasts to [sources, targets]."""
+        if place is _Place.WHOLE:
+            return np.zeros((1, 1), dtype=bool)
+        found: Mask = self._sharded[self.have][:, None] if place is _Place.SOURCE else self._sharded[self.want][None, :]
+        return found

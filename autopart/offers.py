@@ -53,5 +53,6 @@ class Offers:
             return [item for item in tuples if nested([strategy.outputs[0] for strategy in item], self.sizes)]
         free = self.scheme is TensorScheme.AUTO
         worth = itertools.product(*single) if free else self._choices.tuples(node, single)
-        found = [item for item in worth if compatible(node, item, self.sizes, self.analysis.rules)]
+        rules, rule = self.analysis.rules, self.analysis.bound.get(node)
+        found = [item for item in worth if compatible(node, item, self.sizes, rules, rule)]
         return [*found, *self.analysis.joint_strategies(self.sizes).get(node, ())]

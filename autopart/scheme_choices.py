@@ -206,7 +206,7 @@ class SchemeChoices:
         """Whether each factor is cut by its outer axes first, into pieces that the next one cuts, and partial sums
         that an op passes on are those of one axis at most.
         """
-        if self.analysis.rules.rule(node) is None:
+        if self.analysis.bound[node] is None:
             return True
         if sum(strategy.name[0] == "P" for strategy in chosen) > 1:
             return False
@@ -231,7 +231,7 @@ class SchemeChoices:
         # by identity: strategies are made once per axis size and kept
         key = (node, id(strategy))
         if key not in self._shardings:
-            rule = self.analysis.rules.rule(node)
+            rule = self.analysis.bound[node]
             assert rule is not None
             self._shardings[key] = sharding_of(rule, strategy)
         return self._shardings[key]

@@ -13,11 +13,11 @@ import math
 from dataclasses import dataclass
 
 from autopart.runtime.placement import REPLICATE, Placement, Placements, local_cut, nested
-from autopart.runtime.traffic import Operation
 from autopart.runtime.transitions import Transition, transition
 
 Axes = tuple[tuple[str, int], ...]
 """Names and sizes of the tensor axes, outermost first."""
+STEP_NUMBERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +39,17 @@ def conversion(source: Placements, target: Placements, axes: Axes) -> tuple[Step
     """The steps that move the fewest bytes, forward and backward together; None where either end does not nest.
 
     Each axis goes straight to its target, or first to R where the cuts on the way would not nest otherwise: a shortest
-    path over at most 3 placements per axis. Of equal paths the one with fewer steps, then that of the first axes first.
+    path over at most 3 placements per axis. Of equal paths the one with the least :func:`step_number` at each step.
     """
     sizes = tuple(parts for _, parts in axes)
     if not nested(source, sizes) or not nested(target, sizes):
         return None
     # On an axis of one rank all placements are the same.
     source = tuple(have if parts > 1 else want for have, want, parts in zip(source, target, sizes, strict=True))
-    count = 0
-    queue: list[tuple[int, int, int, Placements, tuple[Step, ...]]] = [(0, 0, count, source, ())]
+    queue: list[tuple[int, int, Placements, tuple[Step, ...]]] = [(0, 0, source, ())]
     done: set[Placements] = set()
     while queue:
-        moved, length, _, current, steps = heapq.heappop(queue)
+        moved, path, current, steps = heapq.heappop(queue)
         if current == target:
             return steps
         if current in done:
@@ -67,10 +66,11 @@ def conversion(source: Placements, target: Placements, axes: Axes) -> tuple[Step
                 assert before_cut is not None
                 call = transition(before_cut, after_cut)
                 assert call is not None
-                count += 1
                 step = Step(index, current, call, after)
                 cost = moved + _moved(call, current, sizes, index)
-                heapq.heappush(queue, (cost, length + 1, count, after, (*steps, step)))
+                heapq.heappush(
+                    queue, (cost, path * STEP_NUMBERS + step_number(index, placement == want), after, (*steps, step))
+                )
     raise AssertionError(f"no way from {source} to {target} on axes of {sizes}")
 
 
@@ -80,22 +80,27 @@ def _local_cut(placements: Placements, sizes: tuple[int, ...], index: int) -> Pl
     return local_cut(placements, sizes, index) if nested(placements, sizes) else None
 
 
+def step_number(axis: int, arrives: bool) -> int:
+    """Numbers the steps that may come next, to order paths that move equally much, as digits of base STEP_NUMBERS:
+    fewer steps first, then the first axes first, then straight to the target (``arrives``) before R.
+    """
+    return 2 * axis + (1 if arrives else 2)
+
+
 def _moved(call: Transition, current: Placements, sizes: tuple[int, ...], axis: int) -> int:
-    """What a rank sends forward and backward, in units of which the whole tensor has the sizes' product cubed."""
-    held = math.prod(sizes) ** 3
+    """What a rank sends forward and backward, in the units of :func:`moved`."""
+    held = moved(call, sizes, axis)
     for index, placement in enumerate(current):
         if index != axis and placement.is_shard:
             held //= sizes[index]
-    return (_sent(call.forward, sizes[axis], held)) + _sent(call.backward, sizes[axis], held)
+    return held
 
 
-def _sent(operation: Operation | None, parts: int, held: int) -> int:
-    if operation is None:
-        return 0
-    once = held // parts * (parts - 1)
-    return {"all_reduce": 2 * once, "all_to_all": once // parts}.get(operation, once)
-
-
-def sent(operation: Operation | None, parts: int) -> float:
-    """What a rank sends in a collective, as a part of the tensor that the axis shares: by rings, each part once."""
-    return _sent(operation, parts, parts**2) / parts**2
+def moved(call: Transition, sizes: tuple[int, ...], axis: int) -> int:
+    """What a rank sends forward and backward where no other axis cuts, in units of which the whole tensor has the
+    sizes' product cubed, so that whatever the others cut divides. By rings: each part once, in a sum twice.
+    """
+    parts = sizes[axis]
+    once = math.prod(sizes) ** 3 // parts * (parts - 1)
+    sent = {None: 0, "all_reduce": 2 * once, "all_to_all": once // parts}
+    return sent.get(call.forward, once) + sent.get(call.backward, once)

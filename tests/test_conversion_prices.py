@@ -51,11 +51,12 @@ def test_tables_hold_what_pairs_cost(sizes: tuple[int, ...], bandwidths: tuple[f
     assert (np.diag(table) == 0).all() and (table >= 0).all()
 
 
-def test_tables_of_three_axes() -> None:
-    prices = prices_of((2, 2, 2), (1e10, 1e11, 1e11))
-    offered = random.Random(1).sample(tuples((2, 2, 2)), 16)
-    table = prices.table(offered, offered, 2**24, True)
-    pairs = [[sum(prices.seconds(have, want, 2**24, True)) for want in offered] for have in offered]
+@pytest.mark.parametrize(("sizes", "differentiable"), [((2, 2, 2), True), ((2, 3, 2), False)])
+def test_tables_of_three_axes(sizes: tuple[int, ...], differentiable: bool) -> None:
+    prices = prices_of(sizes, (1e10, 1e11, 3e11))
+    offered = random.Random(1).sample(tuples(sizes), 24)
+    table = prices.table(offered, offered, 2**24, differentiable)
+    pairs = [[sum(prices.seconds(have, want, 2**24, differentiable)) for want in offered] for have in offered]
     assert np.allclose(table, np.array(pairs), rtol=1e-9, atol=1e-15)
 
 

@@ -39,15 +39,16 @@ def joint_strategies(
     beside: Sequence[Sequence[Strategy]],
     sizes: Sequence[int],
     rules: RuleBook = RULES,
+    rule: Rule | None = None,
 ) -> tuple[tuple[Strategy, ...], ...]:
     """All tuples, one strategy per axis of ``sizes`` ranks, in which two axes of one size act together.
 
     alone: the op's strategies on each axis, as if it was the only one: in their numbers of blocks the two axes shard
     factors. beside: those on each axis beside the others, which are what the remaining axes may do; partial sums are
     left out, as nothing makes such operands. Names are those of the sharded factors after ``summa_``:
-    ``summa_m/b, summa_n/3``.
+    ``summa_m/b, summa_n/3``. rule: the op's, if it is known.
     """
-    rule = rules.rule(node)
+    rule = rule or rules.rule(node)
     if rule is None or rule.panels is None:
         return ()
     factors = _factors(rule, rule.panels)
@@ -66,7 +67,7 @@ def joint_strategies(
             rows, wide = _pair(rule, node, down, inner, across, parts)
             pair = {first: [rows], second: [wide]}
             tuples = itertools.product(*(pair.get(axis, items) for axis, items in enumerate(rest)))
-            found.extend(chosen for chosen in tuples if compatible(node, chosen, sizes, rules))
+            found.extend(chosen for chosen in tuples if compatible(node, chosen, sizes, rules, rule))
     return tuple(found)
 
 

@@ -237,11 +237,17 @@ def one_form(forms: Sequence[LocalForm]) -> bool:
     return roles in ([], ["axis"]) or (roles == ["columns", "rows"] and forms[0].function == forms[1].function)
 
 
-def compatible(node: fx.Node, chosen: Sequence[Strategy], sizes: Sequence[int], rules: RuleBook = RULES) -> bool:
+def compatible(
+    node: fx.Node,
+    chosen: Sequence[Strategy],
+    sizes: Sequence[int],
+    rules: RuleBook = RULES,
+    rule: Rule | None = None,
+) -> bool:
     """Whether an op can run by these strategies, one per axis of these sizes, or a tensor be stored so.
 
     The cuts of each operand and output nest (then the sizes divide as well, since each strategy's do), the sizes can be
-    written down, and there is at most one local form, on the axis or axes that it is for.
+    written down, and there is at most one local form, on the axis or axes that it is for. rule: the op's, if known.
     """
     sides = [
         *zip(*(item.inputs for item in chosen), strict=True),
@@ -251,7 +257,7 @@ def compatible(node: fx.Node, chosen: Sequence[Strategy], sizes: Sequence[int], 
         return False
     if not graphs.is_op(node):
         return True
-    return _localized(node, list(zip(chosen, sizes, strict=True)), rules, rules.rule(node)) is not None
+    return _localized(node, list(zip(chosen, sizes, strict=True)), rules, rule or rules.rule(node)) is not None
 
 
 def sharding_of(rule: Rule, strategy: Strategy) -> Sharding | None:
