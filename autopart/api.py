@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -140,6 +140,12 @@ class Parallelized(nn.Module):
         self._callbacks: list[Callable[[], object]] = []
         self.training = model.training
 
+        @wraps(model.forward)  # libraries look up what a model takes: names of columns, keyword arguments
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._call_program(args, kwargs)
+
+        object.__setattr__(self, "forward", forward)
+
     original: nn.Module
     parallel: ParallelModule | None
 
@@ -151,7 +157,7 @@ class Parallelized(nn.Module):
     def _current(self) -> nn.Module:
         return self.original if self.parallel is None else self.parallel
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the original returns; see :class:`autopart.runtime.ParallelModule`."""
         if self.parallel is None:
             self.start(args, kwargs)

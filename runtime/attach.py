@@ -44,7 +44,7 @@ class _HandOut(torch.autograd.Function):
         ctx: Any, loss: Tensor, gradients: list[Tensor | None], scale: Scale, anchor: Tensor, *parameters: Tensor
     ) -> Tensor:
         ctx.gradients, ctx.scale = gradients, scale
-        return loss.view_as(loss)
+        return loss.clone()  # not a view, which the script could not scale in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

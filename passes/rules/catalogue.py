@@ -224,6 +224,8 @@ def _shapes() -> list[Case]:
         Case("aten.pad.default", (f(4, 6), [0, 1]), minimum=4),
         Case("aten.pad.default", (f(4, 6, 4), [1, 1], "reflect"), minimum=4),
         Case("aten.constant_pad_nd.default", (f(4, 6), [1, 1]), minimum=4),
+        Case("aten.diff.default", (f(4, 6), 2, 0), minimum=4),
+        Case("aten.diff.default", (f(4, 6), 1, -1, f(4, 1)), minimum=4),
         Case("aten.slice_scatter.default", (f(4, 6), f(4, 2), 1, 1, 3), minimum=4),
         Case("aten.select_scatter.default", (f(4, 6), f(4), 1, 2), minimum=4),
     ]

@@ -152,6 +152,14 @@ def _cat(node: fx.Node) -> Annotation | None:
     return Annotation(f"{', '.join(terms)} -> {' '.join(whole)}", linear=(group,), sizes=sizes)
 
 
+def _differences(node: fx.Node) -> Annotation:
+    """Of neighbours along a dim; what is put before and behind is as large in all others."""
+    before = names(rank_of(node))
+    before[positive(argument(node, 2, "dim", -1), len(before))] = "_"
+    text, count = " ".join(before), operands(node)
+    return Annotation(f"{', '.join([text] * count)} -> {text}", linear=(tuple(range(count)),))
+
+
 def _stack(node: fx.Node) -> Annotation:
     rank = rank_of(node)
     dim = positive(argument(node, 1, "dim", 0), rank + 1)
@@ -285,6 +293,7 @@ def table() -> dict[str, Entry]:
         "aten.unbind.int": _unbind,
         "aten.cat.default": _cat,
         "aten.stack.default": _stack,
+        "aten.diff.default": _differences,
         "aten.repeat.default": _repeat,
         "aten.repeat_interleave.self_int": _repeat_interleave,
         "aten.flip.default": _flip,
