@@ -166,7 +166,13 @@ def random_dag(rng: Random, n: int, p: int) -> tuple[StageProblem, Edges]:
     ]
     ends = (4,) if rng.random() < 0.7 else (3, 4)
     links = tuple(rng.randint(0, 1) for _ in range(5))
-    return StageProblem(tuple(shapes), places, tuple(slots), links, ends, microbatches, flight), edges
+    pairs = {
+        (before, after): tuple((Cut(), *rng.cuts(len(places) - 2), Cut()) for _ in range(2))
+        for before in range(len(shapes))
+        for after in range(len(shapes))
+        if before != after and rng.random() < 0.5
+    }
+    return StageProblem(tuple(shapes), places, tuple(slots), links, ends, microbatches, flight, (), pairs), edges
 
 
 def limited(rng: Random, problem: StageProblem, edges: Edges) -> StageProblem:

@@ -3,7 +3,7 @@ r"""Divides blocks into p pipeline stages on a row of devices: the shortest step
 A stage s has a slot (a run of devices with a mesh) and the blocks between two positions (a convex piece of the graph),
 each in one of its choices, such as with recomputation. Its busy time per microbatch t_s holds its blocks' forward and
 backward and its own sends and receives, which are taken as not overlapped. With x_s the seconds of crossing from stage
-s to the next, both ways, the larger of what the two sides need on the link between them:
+s to the next, both ways, the largest of what the two sides need on the link between them, each alone and together:
 
     minimise  sum_s (block seconds)_s + sum_s x_s                         the first microbatch's way through and back
               + (m - 1) max_s t_s                                         the others, at the slowest stage's pace
@@ -66,15 +66,8 @@ def solve(problem: StageProblem, time_limit_s: float = 60.0, *, max_programs: in
     the bytes that bind and the capacity that would do, when none fits; PlanError when there are too few blocks.
     """
     start = time.perf_counter()
-    if problem.stages > len(problem.blocks):
-        raise PlanError(
-            f"{problem.stages} stages need as many blocks, but there are {len(problem.blocks)}; "
-            f"use at most {len(problem.blocks)} stages"
-        )
-    graph = StageGraph.build(problem)
-    floor = smallest_maximum(graph, np.where(graph.fits, graph.floor, np.inf))
-    if floor is None:
-        raise _infeasible(problem, graph)
+    graph = _graph(problem)
+    floor = _floor(graph)
     search = _BoxSearch(problem, graph, start + time_limit_s)
     bound = search.run(max_programs)
     method = "dynamic program"
@@ -93,6 +86,27 @@ def solve(problem: StageProblem, time_limit_s: float = 60.0, *, max_programs: in
         programs=search.programs,
         method=method,
     )
+
+
+def least_seconds(problem: StageProblem) -> float:
+    """StageSolution.lower_bound_s alone. Raises as :func:`solve` does."""
+    return _floor(_graph(problem))[0]
+
+
+def _graph(problem: StageProblem) -> StageGraph:
+    if problem.stages > len(problem.blocks):
+        raise PlanError(
+            f"{problem.stages} stages need as many blocks, but there are {len(problem.blocks)}; "
+            f"use at most {len(problem.blocks)} stages"
+        )
+    return StageGraph.build(problem)
+
+
+def _floor(graph: StageGraph) -> Found:
+    found = smallest_maximum(graph, np.where(graph.fits, graph.floor, np.inf))
+    if found is None:
+        raise _infeasible(graph.problem, graph)
+    return found
 
 
 @dataclass(frozen=True, slots=True, order=True)

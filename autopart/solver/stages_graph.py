@@ -36,7 +36,8 @@ class StageGraph:
     in their fastest choices that fit, or a bound. busy: with sends and receives; step_end. once: what is added up over
     stages: ``seconds`` and the tied groups that begin in it and end behind it. floor: see StageProblem.span_floor.
     excess: bytes over the capacity; infinite for runs that no division has. exact: where ``seconds`` is no mere bound.
-    crossing: [shape, link, position] seconds of what a rank sends and receives.
+    crossing: [shape, link, position] seconds of what a rank sends and receives; pairs: (shape before, shape after) ->
+    [link, position] what the two take together at least.
     """
 
     problem: StageProblem
@@ -50,6 +51,7 @@ class StageGraph:
     excess: Array
     exact: Bits
     crossing: Array
+    pairs: dict[tuple[int, int], Array] = field(default_factory=dict)
     version: int = 0
     _made: dict[tuple[int, int, int], tuple[tuple[int, int], ...] | None] = field(default_factory=dict)
 
@@ -89,7 +91,18 @@ class StageGraph:
             made["step_end"][table] = runs.step_end
             made["once"][table] = seconds + runs.tied_once
             made["floor"][table] = runs.floor
-        return StageGraph(problem, slots, list(keys), exact=exact, crossing=crossing, **made)  # type: ignore[arg-type]
+        pairs = {
+            pair: np.array([[cut.seconds for cut in cuts] for cuts in links]) for pair, links in problem.pairs.items()
+        }
+        return StageGraph(
+            problem,
+            slots,
+            list(keys),
+            exact=exact,
+            crossing=crossing,
+            pairs=pairs,
+            **made,  # type: ignore[arg-type]
+        )
 
     @property
     def fits(self) -> Bits:
@@ -99,7 +112,9 @@ class StageGraph:
     def joint(self, before: int, after: int, place: int) -> Array:
         """Seconds of crossing at each position between stages of two shapes."""
         link = self.problem.links[place]
-        return np.maximum(self.crossing[before, link], self.crossing[after, link])
+        sides = np.maximum(self.crossing[before, link], self.crossing[after, link])
+        together = self.pairs.get((before, after))
+        return sides if together is None else np.maximum(sides, together[link])
 
     def refine(self, stage: int, step: Step) -> bool:
         """Makes the seconds of a stage's run exact; whether they were other than supposed."""

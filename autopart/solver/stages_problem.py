@@ -199,7 +199,8 @@ class StageProblem:
     positions: sets of blocks as bits, the empty one first and the full one last, in an order that subsets precede.
     slots: from place 0 on; ends: the places where the last stage may stop. links: per place, which of a shape's lists
     of cuts crosses there. in_flight: microbatches whose activations a stage holds at most, per stage. pins: (block,
-    stage) that are forced.
+    stage) that are forced. pairs: (shape before, shape after) -> [link][position] what a crossing between these two
+    takes at least, where neither side alone says it.
     """
 
     shapes: tuple[Shape, ...]
@@ -210,6 +211,7 @@ class StageProblem:
     microbatches: int
     in_flight: tuple[int, ...]
     pins: tuple[tuple[int, int], ...] = ()
+    pairs: Mapping[tuple[int, int], tuple[tuple[Cut, ...], ...]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         count = len(self.shapes[0].blocks) if self.shapes else 0
@@ -218,7 +220,9 @@ class StageProblem:
         if self.positions[0] != 0 or self.positions[-1] != (1 << count) - 1 or len(self.positions) < 2:
             raise ValueError("positions begin with no block and end with all")
         for shape in self.shapes:
-            if any(len(cuts) != len(self.positions) for cuts in shape.cuts):
+            if any(len(cuts) != len(self.positions) for cuts in shape.cuts) or any(
+                len(cuts) != len(self.positions) for links in self.pairs.values() for cuts in links
+            ):
                 raise ValueError(f"{len(self.positions)} cut positions need as many cuts")
             named = [*shape.tied, *shape.kept, *shape.layers]
             if any(not 0 <= block < count for group in named for block in group.blocks):
@@ -341,9 +345,16 @@ class StageProblem:
         own = math.fsum(shape.blocks[block].step_end_s for block in inside)
         return own + math.fsum(group.step_end_s for group in shape.tied if inside & set(group.blocks))
 
+    def crossings(self, before: Step, after: Step) -> tuple[Cut, ...]:
+        """What either side does between two stages, and what the two do together."""
+        first, second = self.slots[before.slot], self.slots[after.slot]
+        together = self.pairs.get((first.shape, second.shape))
+        sides = self.ends_of(before)[1], self.ends_of(after)[0]
+        return sides if together is None else (*sides, together[self.links[second.start]][after.first])
+
     def crossing_seconds(self, before: Step, after: Step) -> float:
-        """Seconds of one microbatch between two stages, both ways: the side whose ranks have more to do."""
-        return max(self.ends_of(before)[1].seconds, self.ends_of(after)[0].seconds)
+        """Seconds of one microbatch between two stages, both ways: of those who have the most to do."""
+        return max(cut.seconds for cut in self.crossings(before, after))
 
     def tied_seconds(self, way: Sequence[Step]) -> float:
         """Seconds per step of the tied groups that lie in more than one stage, as the first of these prices them."""
