@@ -328,6 +328,7 @@ def _compile(
             if limits.get("dp") is None:
                 raise PlanError('batch="local" needs the number of replicas: parallelize(model, batch="local", dp=...)')
             limits["batch"] = program.batch * limits["dp"]
+            limits["meshes"] = "equal"  # each replica's own part goes through all stages
         plan = make_plan(program, cluster, analysis=analysis, **limits)
     elif not isinstance(plan, Plan):
         plan = Plan.load(plan)

@@ -9,6 +9,7 @@ optimizer) counts only for one stage, where nothing can overlap with it.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ from autopart.runtime.schedule import Action, deeper_warmup, in_flight, make_sch
 from autopart.simulate import StageTimes, steady_seconds
 from autopart.solver import stages as stage_solver
 from autopart.solver.search import Degrees, Evaluation
-from autopart.solver.stages_problem import Block, Cut, StageProblem, StageSolution, TiedGroup
+from autopart.solver.stages_problem import Block, Cut, StageProblem, StageSolution, TiedGroup, Way
 from autopart.tensor_choice import Setting, TensorChoice, choose
 from autopart.tensor_scheme import TensorScheme
 
@@ -48,11 +49,11 @@ TENSOR_AXIS = "tp"
 TENSOR_AXES = ("x", "y", "z")
 """Names of several tensor axes, outermost first."""
 # What a CUDA process needs besides its tensors: context, libraries' workspaces, communication buffers.
-_CUDA_OVERHEAD_BYTES = 2 * 2**30
+CUDA_OVERHEAD_BYTES = 2 * 2**30
 # Schedules of whole backwards, one stage on each rank, that end with each batch.
-_WHOLE = ("gpipe", "1f1b", "2bw-flush")
+WHOLE_SCHEDULES = ("gpipe", "1f1b", "2bw-flush")
 # How often strategies are chosen again under a tighter memory limit when the fastest ones do not fit.
-_TIGHTENINGS = 4
+TIGHTENINGS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class Candidates:
     pins: Pins | None = None
     zero: int | None = 0  # the level of all parameters; None: 0 where that fits, else chosen for each
     scheme: TensorScheme = TensorScheme.AUTO
+    whole: frozenset[str] = frozenset()  # parameters that no tensor axis divides
     device: Device = field(init=False)
     crossings: list[tuple[Value, ...]] = field(init=False)  # values that live across each block boundary
     _prices: dict[int, Prices] = field(default_factory=dict)
@@ -85,10 +87,10 @@ class Candidates:
     _stage_links: dict[tuple[int, int, int], Link] = field(default_factory=dict)
     _work: dict[tuple[int, int, bool], float] = field(default_factory=dict)
     _free: dict[int, float] = field(default_factory=dict)
-    _alike: list[tuple[tuple[fx.Node, bool], int]] = field(init=False)  # an op of each class, in a layer; how many
+    alike: list[tuple[tuple[fx.Node, bool], int]] = field(init=False)  # an op of each class, in a layer; how many
     _conversions: dict[tuple[TensorAxis, ...], ConversionPrices] = field(default_factory=dict)
     _offers: dict[tuple[int, ...], Offers] = field(default_factory=dict)
-    _readers: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)  # blocks that read a parameter or buffer
+    readers: dict[fx.Node, tuple[int, ...]] = field(init=False)  # blocks that read a parameter or buffer
     _block_costs: BlockCosts = field(init=False)
     _folded: FoldedGraph = field(init=False)
 
@@ -104,13 +106,30 @@ class Candidates:
         self._folded = fold_graph(self.analysis)
         first, layers = self.analysis.first, self.analysis.layers
         alike = Counter((first.get(node, node), bool(layers[at])) for node, at in self.analysis.block_of.items())
-        self._alike = list(alike.items())
+        self.alike = list(alike.items())
         readers: dict[fx.Node, set[int]] = {}
         for node, index in self.analysis.block_of.items():
             for value in graphs.inputs(node):
                 if value.node.op == "placeholder" and value.node.meta["role"] in (Role.PARAMETER, Role.BUFFER):
                     readers.setdefault(value.node, set()).add(index)
-        self._readers = {node: tuple(sorted(found)) for node, found in readers.items()}
+        self.readers = {node: tuple(sorted(found)) for node, found in readers.items()}
+
+    def on(self, cluster: Cluster, device: Device, batch: int, whole: frozenset[str] = frozenset()) -> Candidates:
+        """One stage of the same program on other devices, priced on ``device``; facts about the program are shared.
+
+        Parameters are whole on every replica, those of ``whole`` on every tensor rank too. No pins, no warm-up.
+        """
+        found = copy.copy(self)
+        found.cluster, found.device, found.batch, found.whole = cluster, device, batch, whole
+        found.zero, found.warmup, found.pins = 0, None, None
+        found._links, found._stage_links, found._conversions = {}, {}, {}
+        if device != self.device:
+            found._prices, found._work, found._free = {}, {}, {}
+        if device.kind != self.device.kind:
+            found._block_costs = BlockCosts(self.analysis, device.kind)
+        if whole != self.whole:
+            found._offers = {}
+        return found
 
     # -- devices and links ----------------------------------------------------------------------------------------
 
@@ -185,7 +204,7 @@ class Candidates:
     def setting(self, config: Degrees) -> Setting:
         axes = self.tensor_axes(config)
         conversions = self._conversions.setdefault(axes, ConversionPrices(axes, self.device))
-        offers = self._offers.setdefault(config.axes, Offers(self.analysis, config.axes, self.scheme))
+        offers = self._offers.setdefault(config.axes, Offers(self.analysis, config.axes, self.scheme, self.whole))
         return Setting(self.prices(config), conversions, offers, config.dp, self.data_link(config), config.microbatches)
 
     def choose(self, config: Degrees, memory_limit: float | None = None) -> TensorChoice:
@@ -217,7 +236,7 @@ class Candidates:
         if config.pp > 1:
             return floor
         data = self.data_link(config)
-        held = sum(value_bytes(Value(node)).at(1) for node in self._readers if node.meta.get("trainable")) / config.tp
+        held = sum(value_bytes(Value(node)).at(1) for node in self.readers if node.meta.get("trainable")) / config.tp
         updated = held if self.zero == 0 else held / config.dp
         return floor + prices.optimizer_seconds(updated) + bucketed_all_reduce_seconds(held, config.dp, data)
 
@@ -227,7 +246,7 @@ class Candidates:
         if key not in self._work:
             prices, share = self.prices(config), 1 / config.tp
             work = 0.0
-            for (node, in_layer), count in self._alike:
+            for (node, in_layer), count in self.alike:
                 if config.tp == 1:
                     forward, backward = prices.op_seconds(node)
                 else:
@@ -255,7 +274,7 @@ class Candidates:
         else:
             floor = pipeline_floor(choice.work_bound_s + free, config)
         problem = self.problem(config, choice)
-        for attempt in range(_TIGHTENINGS + 1):
+        for attempt in range(TIGHTENINGS + 1):
             try:
                 cut = stage_solver.solve(problem, self.time_limit_s)
                 break
@@ -263,7 +282,7 @@ class Candidates:
                 if (
                     (choice.solution is None and not self._divides(config))
                     or error.excess_bytes is None
-                    or attempt == _TIGHTENINGS
+                    or attempt == TIGHTENINGS
                 ):
                     raise
                 # Other strategies may hold less: take the missing bytes off what these hold together.
@@ -273,40 +292,21 @@ class Candidates:
                     raise error from None
                 problem = self.problem(config, choice)
         if choice.solution is None:
-            floor = cut.lower_bound_s if config.schedule in _WHOLE else pipeline_floor(free, config)
+            floor = cut.lower_bound_s if config.schedule in WHOLE_SCHEDULES else pipeline_floor(free, config)
             if choice.levels and self.zero is None:
                 floor = self.lower_bound(config)
         seconds = self._step_seconds(problem, cut, config)
         return Evaluation(Answer(config, choice, problem, cut), seconds, min(floor, seconds))
 
     def _step_seconds(self, problem: StageProblem, cut: StageSolution, config: Degrees) -> float:
-        """The simulated step of a cut; what crosses several cuts is taken to be passed on from stage to stage."""
-        times = []
-        for step in cut.way:
-            backward = sum(choice.backward_s for choice in problem.chosen(step))
-            times.append(
-                StageTimes(
-                    sum(choice.forward_s for choice in problem.chosen(step)),
-                    backward,
-                    weight_s=backward * self.weight_share(config, [block for block, _ in step.choices]),
-                    reduce_s=problem.step_end_seconds(step),
-                )
-            )
-        edges = {(stage, stage + 1) for stage in range(config.stages - 1)}
-        warmup, places = self.warmup_of(config), self.places(config)
-        schedule = make_schedule(
-            config.schedule, config.stages, config.microbatches, edges, warmup=warmup, places=places
+        return simulated_seconds(
+            problem,
+            cut.way,
+            config.schedule,
+            [self.weight_share(config, problem.blocks_between(step.first, step.last)) for step in cut.way],
+            self.warmup_of(config),
+            self.places(config),
         )
-
-        def transfer(stage: int, peer: int) -> float:
-            crossed = problem.cut_at(cut.way[max(stage, peer)].first)
-            return crossed.forward_s if stage < peer else crossed.backward_s
-
-        def seconds(action: Action) -> float:
-            return transfer(action.stage, action.peer or 0)
-
-        makespan = steady_seconds(schedule, config.schedule, config.microbatches, times, seconds)
-        return makespan + problem.tied_seconds(cut.way)
 
     def weight_share(self, config: Degrees, blocks: Iterable[int]) -> float:
         """Which part of the blocks' backward a schedule can leave for W: half of that of ops with trained weights.
@@ -355,7 +355,7 @@ class Candidates:
             config.microbatches,
             held,
             tuple(float(self.capacity(config, stage)) for stage in range(config.stages)),
-            float(_CUDA_OVERHEAD_BYTES if self.device.kind == "cuda" else 0) / config.virtual,
+            float(CUDA_OVERHEAD_BYTES if self.device.kind == "cuda" else 0) / config.virtual,
             tuple(tied),
             self.pins.stages if self.pins else (),
             self.pins.together if self.pins else (),
@@ -371,7 +371,7 @@ class Candidates:
             if not layer:
                 continue
             enters = index == 0 or layers[index - 1] != layer
-            held = [self._local_bytes(value, config, choice) for value in self.crossings[index]] if enters else []
+            held = [self.local_bytes(value, config, choice) for value in self.crossings[index]] if enters else []
             cost.saved_bytes = sum(held)
             cost.transient_bytes += whole[layer]
             cost.backward_s += cost.forward_s
@@ -394,7 +394,7 @@ class Candidates:
         layers = self.analysis.layers
         whole: dict[str, float] = {}  # by layer, or by block outside of layers
         owners = [layer or f"block {index}" for index, layer in enumerate(layers)]
-        for node, found in self._readers.items():
+        for node, found in self.readers.items():
             level = choice.levels.get(node.meta["name"], 0)
             there, back = self.data_seconds(config, choice, node)
             for index in found:
@@ -414,12 +414,15 @@ class Candidates:
         places = self.places(config)
         apart = [stage for stage in range(config.stages - 1) if places[stage] != places[stage + 1]]
         link = _slowest([self.stage_link(config, stage, stage + 1) for stage in apart])
-        sizes = {value: self._local_bytes(value, config, choice) for value in self.crossings[position]}
+        sizes = {value: self.local_bytes(value, config, choice) for value in self.crossings[position]}
         total = sum(sizes.values())
         back = sum(size for value, size in sizes.items() if value.node.meta.get("differentiable"))
         return Cut(send_seconds(total, link), send_seconds(back, link) if back else 0.0, total + back)
 
-    def _local_bytes(self, value: Value, config: Degrees, choice: TensorChoice) -> float:
+    def whole_bytes(self, value: Value, samples: int) -> float:
+        return self._block_costs.size(value).at(samples)
+
+    def local_bytes(self, value: Value, config: Degrees, choice: TensorChoice) -> float:
         chosen = choice.strategies.get(value.node)
         size = value_bytes(value).at(self.samples(config))
         if not chosen:
@@ -432,7 +435,7 @@ class Candidates:
         """Per block the bytes of its own parameters and the seconds of their step end; parameters of several blocks."""
         private = [[0.0, 0.0] for _ in self.analysis.blocks]
         tied: list[TiedGroup] = []
-        for node, found in self._readers.items():
+        for node, found in self.readers.items():
             level = choice.levels.get(node.meta["name"], 0)
             amounts, seconds = self.parameter(node, choice.storage, setting, level)
             if len(found) == 1:
@@ -465,13 +468,43 @@ class Candidates:
         return held_bytes(held, level, setting.dp), seconds
 
 
+def simulated_seconds(
+    problem: StageProblem,
+    way: Way,
+    schedule: str,
+    weight_shares: Sequence[float],
+    warmup: tuple[int, ...],
+    places: Sequence[int],
+) -> float:
+    """The simulated step of a division; what crosses several cuts is taken to be passed on from stage to stage.
+
+    weight_shares: the parts of the stages' backwards that a schedule may leave for W.
+    """
+    times = []
+    for step, share in zip(way, weight_shares, strict=True):
+        chosen = problem.chosen(step)
+        backward = sum(choice.backward_s for choice in chosen)
+        forward = sum(choice.forward_s for choice in chosen)
+        times.append(StageTimes(forward, backward, weight_s=backward * share, reduce_s=problem.step_end_seconds(step)))
+    edges = {(stage, stage + 1) for stage in range(len(way) - 1)}
+    made = make_schedule(schedule, len(way), problem.microbatches, edges, warmup=warmup, places=places)
+
+    def transfer(action: Action) -> float:
+        first, second = sorted((action.stage, action.peer or 0))
+        crossed = problem.crossings(way[first], way[second])
+        return max(cut.forward_s if action.stage == first else cut.backward_s for cut in crossed)
+
+    makespan = steady_seconds(made, schedule, problem.microbatches, times, transfer)
+    return makespan + problem.tied_seconds(way)
+
+
 def pipeline_floor(work: float, config: Degrees) -> float:
     """Least seconds of a step whose microbatches take ``work`` seconds each through all stages; see the module.
 
     Where the last backward need not go back whole (W split off, several stages on a rank, no end of the batch), only
     that a rank does its share of the work is sure.
     """
-    if config.schedule not in _WHOLE:
+    if config.schedule not in WHOLE_SCHEDULES:
         return config.microbatches * work / config.pp
     ratio = (config.microbatches - 1) / config.microbatches
     return work / (1 - ratio**config.pp)

@@ -6,7 +6,7 @@ from the blocks' estimates (:mod:`autopart.candidates`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -29,7 +29,7 @@ from autopart.predict import simulate_plan
 from autopart.prices import Chosen, share_of
 from autopart.realize import Realization, build, storage_names, strategy_names
 from autopart.runtime.manifest import MIXED
-from autopart.solver.search import Degrees
+from autopart.solver.search import Config, Degrees
 from autopart.tensor_choice import Setting, TensorChoice
 
 
@@ -46,7 +46,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
     stages = []
     for index, (stage, graph) in enumerate(zip(found.stages, found.local, strict=True)):
         first, last = boundaries[index], boundaries[index + 1]
-        forward, backward = _Clock(candidates, config, stage, graph, choice, again[index]).seconds()
+        forward, backward = Clock(candidates, config, stage, graph, choice, again[index]).seconds()
         stages.append(
             StagePlan(
                 devices=candidates.ranks(config, index),
@@ -59,39 +59,65 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
                 weight_s=backward * candidates.weight_share(config, range(first, last)),
                 memory_bytes=round(problem.stage_bytes(index, answer.cut.way[index])),
                 capacity_bytes=candidates.capacity(config, index),
-                parameters=_held(graph, axes, found.cuts, config.dp),
+                parameters=held_numbers(graph, axes, found.cuts, config.dp),
                 collectives=exchanged[index].microbatch,
                 step_end_s=problem.step_end_seconds(answer.cut.way[index]),
                 step_collectives=exchanged[index].step,
             )
         )
-    program = analysis.program
+    return timed_plan(
+        candidates,
+        config,
+        stages,
+        transfers=_transfers(candidates, config, found, choice.strategies),
+        tied_s=problem.tied_seconds(answer.cut.way),
+        strategies=strategy_names(analysis, choice.strategies),
+        storage=storage_names(choice.storage),
+        zero=fold(choice.levels),
+        warmup=candidates.warmup_of(config),
+    )
+
+
+def timed_plan(
+    candidates: Candidates,
+    config: Config,
+    stages: Sequence[StagePlan],
+    *,
+    transfers: Transfers,
+    tied_s: float,
+    strategies: Mapping[str, str],
+    storage: Mapping[str, str],
+    zero: Mapping[str, int],
+    warmup: tuple[int, ...],
+) -> Plan:
+    """The plan of these stages with the step's simulated seconds."""
+    analysis, program = candidates.analysis, candidates.analysis.program
     plan = Plan(
         fingerprint=program.fingerprint,
         model=program.name,
         cluster=str(candidates.cluster),
         batch=candidates.batch,
-        dtype=analysis.program.precision or str(analysis.dtype).removeprefix("torch."),
+        dtype=program.precision or str(analysis.dtype).removeprefix("torch."),
         schedule=config.schedule,
         microbatches=config.microbatches,
         stages=tuple(stages),
         recompute="full" if config.recompute else "none",
-        strategies=strategy_names(analysis, choice.strategies),
-        storage=storage_names(choice.storage),
-        zero=fold(choice.levels),
+        strategies=strategies,
+        storage=storage,
+        zero=zero,
         tokens=_tokens(program, candidates.batch),
         flops=_flops(candidates),
-        peak_flops=_peak(candidates, config),
+        peak_flops=_peak(candidates, {device for stage in stages for device in stage.devices}),
         notes=(*program.notes, *analysis.split.notes, *([analysis.split.flaw] if analysis.split.flaw else [])),
-        warmup=candidates.warmup_of(config),
-        transfers=_transfers(candidates, config, found, choice.strategies),
-        tied_s=problem.tied_seconds(answer.cut.way),
+        warmup=warmup,
+        transfers=transfers,
+        tied_s=tied_s,
     )
     return replace(plan, step_time_s=simulate_plan(plan).makespan_s + plan.tied_s)
 
 
 @dataclass(slots=True)
-class _Clock:
+class Clock:
     """Seconds of one stage's sharded graph, collectives and free ops included."""
 
     candidates: Candidates
@@ -174,7 +200,7 @@ def _transfers(
     return tuple(transfers)
 
 
-def _held(graph: fx.Graph, axes: Axes, cuts: Mapping[str, DataCut], replicas: int) -> int:
+def held_numbers(graph: fx.Graph, axes: Axes, cuts: Mapping[str, DataCut], replicas: int) -> int:
     """Numbers in the parameters that one rank of a stage holds between its steps."""
     total = 0
     for node in graph.nodes:
@@ -195,11 +221,11 @@ def _flops(candidates: Candidates) -> float:
     )
 
 
-def _peak(candidates: Candidates, config: Degrees) -> float:
-    """FLOP/s of all devices in the type that products compute in."""
+def _peak(candidates: Candidates, devices: Iterable[int]) -> float:
+    """FLOP/s of the devices in the type that products compute in."""
     narrow = MIXED.get(candidates.analysis.program.precision, candidates.analysis.dtype)
     dtype = str(narrow).removeprefix("torch.")
-    return sum(candidates.cluster.device(rank).peak(dtype) for rank in range(config.devices))
+    return sum(candidates.cluster.device(rank).peak(dtype) for rank in devices)
 
 
 def _tokens(program: Program, batch: int) -> int:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopart.analysis import Analysis
+from autopart.passes.conversion import Axes
 from autopart.passes.data_axis import gathering_counts, gatherings, reached_by_gradients
 from autopart.passes.emit.layers import runs_of
-from autopart.passes.emit.program import Layout, gradient_roots, parameter_specs
+from autopart.passes.emit.program import Layout, StageMesh, gradient_roots, parameter_specs
 from autopart.passes.shard import collective_counts
+from autopart.passes.unlike_meshes import StageSetting
 from autopart.realize import Realization
 from autopart.runtime.buckets import pass_counts, update_counts
+from autopart.runtime.manifest import ParameterSpec
 
 # operation -> {"calls": ..., "bytes": ...}, as a plan writes them
 Collectives = dict[str, dict[str, int]]
@@ -38,27 +41,67 @@ def exchanges(
     recompute: the layers of each stage that run again in the backward. places: default, each stage on its own.
     """
     places = range(len(found.stages)) if places is None else places
-    program = analysis.program
     layout = Layout((), replicas, found.axes, "", 1, (), (), cuts=found.cuts)
-    arguments = (program, analysis.split, found.stages, found.local, found.storage, layout)
-    specs = {spec.name: spec for spec in parameter_specs(*arguments)}
-    in_order = [specs[info.name] for info in program.parameters]
-    mesh = (("dp", replicas), *found.axes)
+    in_order = _specs(analysis, found, layout)
+    return [
+        _of_stage(analysis, found, index, in_order, (("dp", replicas), *found.axes), samples, recompute[index], places)
+        for index in range(len(found.stages))
+    ]
+
+
+def exchanges_unlike(
+    analysis: Analysis,
+    found: Realization,
+    settings: Sequence[StageSetting],
+    rows: Sequence[int],
+    recompute: Sequence[Collection[str]],
+) -> list[Exchanges]:
+    """For every stage by its own setting. rows: samples of a microbatch on the largest replica of each stage."""
+    meshes = tuple(StageMesh(own.dp, own.axes, own.storage, own.shares) for own in settings)
+    in_order = _specs(analysis, found, Layout((), settings[0].dp, found.axes, "", 1, (), (), unlike=meshes))
     result = []
-    for stage, graph in zip(found.stages, found.local, strict=True):
-        runs = runs_of(graph)
-        reached = reached_by_gradients(graph, gradient_roots(program, stage, graph))
-        gathered = gathering_counts(gatherings(runs, found.cuts, recompute[stage.index]), reached, found.axes)
-        microbatch: Collectives = {}
-        for part in (collective_counts(graph, found.axes, samples), gathered):
-            for operations in part.values():
-                _add(microbatch, operations)
-        _add(microbatch, {key[0]: value for key, value in pass_counts(in_order, stage.index, mesh, places).items()})
-        step: Collectives = {}
-        for (operation, _), count in update_counts(in_order, stage.index, mesh, places).items():
-            _add(step, {operation: count})
-        result.append(Exchanges(microbatch, step))
+    for index, own in enumerate(settings):
+        seen = [
+            replace(spec, placements=dict(zip(spec.stages, spec.by_stage, strict=True)).get(index, spec.placements))
+            for spec in in_order
+        ]
+        mesh = (("dp", own.dp), *own.axes)
+        result.append(
+            _of_stage(analysis, found, index, seen, mesh, rows[index], recompute[index], range(len(settings)))
+        )
     return result
+
+
+def _specs(analysis: Analysis, found: Realization, layout: Layout) -> list[ParameterSpec]:
+    program = analysis.program
+    specs = parameter_specs(program, analysis.split, found.stages, found.local, found.storage, layout)
+    by_name = {spec.name: spec for spec in specs}
+    return [by_name[info.name] for info in program.parameters]
+
+
+def _of_stage(
+    analysis: Analysis,
+    found: Realization,
+    index: int,
+    in_order: Sequence[ParameterSpec],
+    mesh: Axes,
+    samples: int,
+    recompute: Collection[str],
+    places: Sequence[int],
+) -> Exchanges:
+    stage, graph, axes = found.stages[index], found.local[index], mesh[1:]
+    runs = runs_of(graph)
+    reached = reached_by_gradients(graph, gradient_roots(analysis.program, stage, graph))
+    gathered = gathering_counts(gatherings(runs, found.cuts, recompute), reached, axes)
+    microbatch: Collectives = {}
+    for part in (collective_counts(graph, axes, samples), gathered):
+        for operations in part.values():
+            _add(microbatch, operations)
+    _add(microbatch, {key[0]: value for key, value in pass_counts(in_order, stage.index, mesh, places).items()})
+    step: Collectives = {}
+    for (operation, _), count in update_counts(in_order, stage.index, mesh, places).items():
+        _add(step, {operation: count})
+    return Exchanges(microbatch, step)
 
 
 def _add(totals: Collectives, operations: Mapping[str, Sequence[int]]) -> None:

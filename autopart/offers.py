@@ -19,11 +19,15 @@ from autopart.tensor_scheme import TensorScheme
 
 @dataclass(slots=True)
 class Offers:
-    """The choices on tensor axes of ``sizes`` ranks, outermost first, that fit a scheme."""
+    """The choices on tensor axes of ``sizes`` ranks, outermost first, that fit a scheme.
+
+    whole: names of parameters that are stored whole.
+    """
 
     analysis: Analysis
     sizes: tuple[int, ...]
     scheme: TensorScheme = TensorScheme.AUTO
+    whole: frozenset[str] = frozenset()
     _found: dict[fx.Node, tuple[Chosen, ...]] = field(default_factory=dict)
     _choices: SchemeChoices = field(init=False)
 
@@ -50,6 +54,8 @@ class Offers:
         ]
         if is_stored(node):
             tuples = itertools.product(*single)
+            if node.meta["name"] in self.whole:
+                return [item for item in tuples if not any(strategy.outputs[0].is_shard for strategy in item)]
             return [item for item in tuples if nested([strategy.outputs[0] for strategy in item], self.sizes)]
         free = self.scheme is TensorScheme.AUTO
         worth = itertools.product(*single) if free else self._choices.tuples(node, single)

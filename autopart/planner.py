@@ -12,11 +12,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from autopart.analysis import Analysis, analyze, pattern_of
-from autopart.candidates import Candidates
+from autopart.candidates import Answer, Candidates
 from autopart.cluster import Cluster
 from autopart.describe import describe
+from autopart.describe_unlike import describe_unlike
+from autopart.mesh_prices import MeshPrices
 from autopart.passes.data_axis import LEVELS
 from autopart.passes.program import Program
 from autopart.passes.rules import RULES, RuleBook
@@ -24,10 +27,16 @@ from autopart.pins import read_pins
 from autopart.plan import DROPOUT, Plan, check_warmup
 from autopart.runtime.errors import BatchError, PlanError
 from autopart.runtime.schedule import NAMES
-from autopart.solver.search import Considered, Degrees, degrees, search
+from autopart.solver.search import Considered, Degrees, Evaluation, UnlikeMeshes, degrees, read_axes, search
 from autopart.solver.tensor_problem import relative_gap
 from autopart.tensor_scheme import TensorScheme
+from autopart.unlike import UnlikeAnswer, UnlikeCandidates
 
+MOST_UNLIKE = 16
+"""Alike devices up to which unlike meshes are searched, unless equal ones have no plan."""
+UNBALANCED = 1.2
+"""Seconds of the slowest stage over the mean of all, from which unlike meshes are searched."""
+MESHES = ("auto", "equal", "unlike")
 RECOMPUTE = {"none": (False,), "full": (True,), "auto": (False, True)}
 
 
@@ -48,6 +57,7 @@ def make_plan(
     together: Sequence[Sequence[str]] | None = None,
     pins: Mapping[str, int] | None = None,
     zero: int | None = None,
+    meshes: str = "auto",
     optimizer: str = "adamw",
     dropout: str = "torch",
     time_limit_s: float = 60.0,
@@ -68,6 +78,8 @@ def make_plan(
     dropout: "torch", or "invariant", whose masks are the same under every plan and in one process.
     zero: what replicas divide between them of every parameter that can be: 0 nothing, 1 the optimizer's state, 2
     gradients too, 3 weights too; None: nothing where it fits, else chosen for each parameter.
+    meshes: equal: all stages have one; unlike: stages may differ in replicas and tensor ranks; auto: equal, and
+    unlike where that can win (:func:`unlike_can_win`).
     time_limit_s: for each solver call. rules: what ops allow (``RULES.extended({...})`` adds a user's own); an
     ``analysis`` that is given has its own. Raises InfeasibleError when nothing fits in memory, BatchError when the
     model's batch may not be split that way, PlanError for contradicting limits.
@@ -79,6 +91,8 @@ def make_plan(
         raise PlanError(f"recompute is one of {', '.join(RECOMPUTE)}, not {recompute!r}")
     if dropout not in DROPOUT:
         raise PlanError(f"dropout is one of {', '.join(DROPOUT)}, not {dropout!r}")
+    if meshes not in MESHES:
+        raise PlanError(f"meshes is one of {', '.join(MESHES)}, not {meshes!r}")
     scheme = _scheme(tensor_scheme)
     if zero not in (None, *LEVELS):
         raise PlanError(f"zero is one of {', '.join(map(str, LEVELS))} or None (chosen), not {zero!r}")
@@ -102,32 +116,39 @@ def make_plan(
     if pp is not None and pp > len(analysis.blocks):
         raise PlanError(f"pp={pp} stages need as many blocks, {program.name} has {len(analysis.blocks)}; lower pp")
     candidates = Candidates(analysis, cluster, batch, optimizer, time_limit_s, warmup, pinned, zero, scheme)
-    configs = degrees(
-        cluster.device_count,
-        batch,
-        pp=pp,
-        dp=dp,
-        tp=tp,
-        microbatches=microbatches,
-        schedules=schedules,
-        recompute=RECOMPUTE[recompute],
-        max_pp=pinned.most_stages,
-        max_tp=None if tp else max(node.count for node in cluster.nodes),
-        scheme=scheme,
-    )
-    if schedule == "auto":  # on one rank all schedules are one
-        configs = tuple(config for config in configs if config.pp > 1 or config.schedule == "1f1b")
-    stages = max(config.stages for config in configs)
-    configs = tuple(config for config in configs if config.stages >= pinned.least_stages)
-    if not configs:
+    axes = None if tp is None else read_axes(tp)
+    unlike = UnlikeCandidates(MeshPrices(candidates, dp, axes if isinstance(axes, int) else None))
+    others: list[UnlikeMeshes] = []
+    if meshes != "equal" and not (zero or isinstance(axes, tuple)) and scheme is TensorScheme.AUTO:
+        found = unlike.configs(pp, microbatches, [name for name, _ in schedules], RECOMPUTE[recompute])
+        others = [config for config in found if config.stages >= pinned.least_stages]
+    if meshes == "unlike" and not others:
         raise PlanError(
-            f"pins: stage {pinned.least_stages - 1} is named, but these limits and devices allow {stages} "
-            f"stage{'s' if stages > 1 else ''}, counted from 0; raise pp, or pin on a lower stage"
+            "meshes=unlike: stages of unlike meshes need several devices, one tensor axis at most, whole parameters "
+            "(zero=0) and a schedule of one stage on each rank; leave out what is forced, or meshes"
         )
+    configs: tuple[Degrees | UnlikeMeshes, ...] = ()
+    if meshes != "unlike":
+        try:
+            configs = _equal(candidates, pp, dp, tp, microbatches, schedules, RECOMPUTE[recompute])
+        except PlanError:
+            if not others:
+                raise
     solving = time.perf_counter()
-    result = search(configs, candidates.evaluate, candidates.lower_bound)
+
+    def evaluate(config: Degrees | UnlikeMeshes) -> Evaluation[Answer | UnlikeAnswer]:
+        found: Any = candidates.evaluate(config) if isinstance(config, Degrees) else unlike.evaluate(config)
+        return found
+
+    result = search(
+        configs,
+        evaluate,
+        lambda config: candidates.lower_bound(config) if isinstance(config, Degrees) else unlike.lower_bound(config),
+        more=lambda best: others if meshes == "unlike" or unlike_can_win(cluster, best) else (),
+    )
     solved = time.perf_counter()
-    plan = describe(candidates, result.answer)
+    answer = result.answer
+    plan = describe(candidates, answer) if isinstance(answer, Answer) else describe_unlike(unlike, answer)
     bound = min(result.bound, plan.step_time_s)
     return replace(
         plan,
@@ -136,9 +157,67 @@ def make_plan(
         solve_s=solved - solving,
         total_s=time.perf_counter() - start,
         dropout=dropout,
-        notes=(*plan.notes, *_unfit(candidates, result.config)),
+        notes=(*plan.notes, *(_unfit(candidates, answer.config) if isinstance(answer, Answer) else ())),
         considered=tuple(_row(item) for item in result.considered),
     )
+
+
+def unlike_can_win(cluster: Cluster, best: Evaluation[Answer | UnlikeAnswer] | None) -> bool:
+    """Whether stages of unlike meshes are worth a search, after the best plan with equal ones.
+
+    They are where devices are unlike, where their number is no power of two (equal meshes then leave few choices) and
+    they are few, where equal meshes have no plan, and where the chosen one's slowest stage has much more to do than
+    the mean.
+    """
+    count = cluster.device_count
+    if count == 1:
+        return False
+    if best is None or len(set(cluster.nodes)) > 1:
+        return True
+    if count > MOST_UNLIKE:
+        return False
+    if count & (count - 1):
+        return True
+    answer = best.answer
+    busy = [answer.problem.busy_seconds(step) for step in answer.cut.way]
+    return max(busy) > UNBALANCED * sum(busy) / len(busy)
+
+
+def _equal(
+    candidates: Candidates,
+    pp: int | None,
+    dp: int | None,
+    tp: int | Sequence[int] | str | None,
+    microbatches: int | None,
+    schedules: Sequence[tuple[str, int]],
+    recompute: Sequence[bool],
+) -> tuple[Degrees, ...]:
+    """The configurations in which all stages have one mesh. Raises PlanError when there is none."""
+    cluster, pinned = candidates.cluster, candidates.pins
+    assert pinned is not None
+    configs = degrees(
+        cluster.device_count,
+        candidates.batch,
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        microbatches=microbatches,
+        schedules=schedules,
+        recompute=recompute,
+        max_pp=pinned.most_stages,
+        max_tp=None if tp else max(node.count for node in cluster.nodes),
+        scheme=candidates.scheme,
+    )
+    if len(schedules) > 1:  # on one rank all schedules are one
+        configs = tuple(config for config in configs if config.pp > 1 or config.schedule == "1f1b")
+    stages = max(config.stages for config in configs)
+    configs = tuple(config for config in configs if config.stages >= pinned.least_stages)
+    if not configs:
+        raise PlanError(
+            f"pins: stage {pinned.least_stages - 1} is named, but these limits and devices allow {stages} "
+            f"stage{'s' if stages > 1 else ''}, counted from 0; raise pp, or pin on a lower stage"
+        )
+    return configs
 
 
 def _scheme(wanted: TensorScheme | str) -> TensorScheme:

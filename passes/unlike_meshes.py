@@ -42,13 +42,13 @@ def crossing_placements(crossings: Sequence[Crossing], settings: Sequence[StageS
             for target in crossing.targets:
                 found[target][crossing.name] = made
             continue
-        leaving = _plain(made)
+        leaving = plain(made)
         found[crossing.source][crossing.name] = leaving
         for target, other in zip(crossing.targets, others, strict=True):
             if _alike(source, other):
                 found[target][crossing.name] = leaving
             else:
-                found[target][crossing.name] = _plain(value_placements(crossing.value, other.strategies, other.axes))
+                found[target][crossing.name] = plain(value_placements(crossing.value, other.strategies, other.axes))
     return found
 
 
@@ -56,5 +56,6 @@ def _alike(source: StageSetting, target: StageSetting) -> bool:
     return (source.dp, source.axes, source.shares) == (target.dp, target.axes, target.shares)
 
 
-def _plain(placements: Placements) -> Placements:
+def plain(placements: Placements) -> Placements:
+    """How a value that is made like this leaves for an unlike mesh, or arrives from one."""
     return tuple(placement if placement.is_shard else REPLICATE for placement in placements)

@@ -138,8 +138,8 @@ def test_recomputation_keeps_less_and_takes_longer() -> None:
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"pp": 3}, "pp=3.* does not divide 4 devices; 3 or 6"),
-        ({"dp": 4, "batch": 6}, "batch of 6 does not divide"),
+        ({"pp": 3, "meshes": "equal"}, "pp=3.* does not divide 4 devices; 3 or 6"),
+        ({"dp": 4, "batch": 6, "meshes": "equal"}, "batch of 6 does not divide"),
         ({"pp": 4, "dp": 4}, "does not divide|no pp x dp x tp"),
         ({"microbatches": 5, "batch": 8}, "batch of 8"),
         ({"recompute": "some"}, "recompute is one of"),

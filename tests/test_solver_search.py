@@ -8,7 +8,7 @@ import random
 import pytest
 
 from autopart.runtime.errors import InfeasibleError, PlanError
-from autopart.solver.search import Degrees, Evaluation, Status, degrees, factorizations, read_axes, search
+from autopart.solver.search import Config, Degrees, Evaluation, Status, degrees, factorizations, read_axes, search
 
 
 def configs(count: int) -> list[Degrees]:
@@ -19,9 +19,9 @@ def configs(count: int) -> list[Degrees]:
 def test_finds_what_evaluating_everything_finds(seed: int) -> None:
     rng = random.Random(seed)
     candidates = configs(rng.randint(1, 12))
-    floors = {config: rng.random() for config in candidates}
+    floors: dict[Config, float] = {config: rng.random() for config in candidates}
     bounds = {config: floors[config] + rng.random() * 0.2 for config in candidates}
-    objectives = {config: bounds[config] + rng.choice([0.0, 0.1]) for config in candidates}
+    objectives: dict[Config, float] = {config: bounds[config] + rng.choice([0.0, 0.1]) for config in candidates}
     lost = {config for config in candidates if rng.random() < 0.2}
     evaluated: list[Degrees] = []
 

@@ -39,6 +39,7 @@ _LIMITS = (
     "recompute",
     "together",
     "zero",
+    "meshes",
 )
 # Those of autopart.tensor_scheme.TensorScheme, as commands that do not plan start without the planner's imports.
 SCHEMES = ("1d", "sp", "2d", "2.5d", "3d", "auto")
@@ -123,6 +124,13 @@ def add_limits(parser: argparse.ArgumentParser, cluster_required: bool) -> None:
         metavar="0|1|2|3|auto",
         help="what replicas divide between them: 1 optimizer state, 2 gradients too, 3 weights too "
         "(default: as little as fits)",
+    )
+    parser.add_argument(
+        "--meshes",
+        choices=("auto", "equal", "unlike"),
+        default="auto",
+        help="whether stages may differ in replicas and tensor ranks (default auto: where devices are unlike, their "
+        "number is no power of two, or equal meshes leave a stage much slower than the others)",
     )
 
 

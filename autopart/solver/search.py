@@ -75,6 +75,37 @@ class Degrees:
         return f"pp={self.pp} dp={self.dp} tp={tp} microbatches={self.microbatches} {self.schedule}{virtual}{recompute}"
 
 
+@dataclass(frozen=True, slots=True)
+class UnlikeMeshes:
+    """A configuration whose ``pp`` stages have meshes of their own, which the stage solver chooses; see Degrees."""
+
+    pp: int
+    microbatches: int
+    schedule: str
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        if self.pp < 1 or self.microbatches < 1:
+            raise ValueError(f"stages and microbatches are at least 1: {self.pp}, {self.microbatches}")
+
+    @property
+    def stages(self) -> int:
+        return self.pp
+
+    @property
+    def equal(self) -> Degrees:
+        """The same on one device a stage."""
+        return Degrees(self.pp, 1, (), self.microbatches, self.schedule, self.recompute)
+
+    def __str__(self) -> str:
+        recompute = " recompute" if self.recompute else ""
+        return f"pp={self.pp} meshes=unlike microbatches={self.microbatches} {self.schedule}{recompute}"
+
+
+Config = Degrees | UnlikeMeshes
+Candidate = TypeVar("Candidate", bound=Config)
+
+
 def axes_text(axes: Sequence[int]) -> str:
     """``2x4`` for two axes, ``8`` for one, ``1`` for none."""
     return "x".join(map(str, axes)) or "1"
@@ -128,7 +159,7 @@ class Considered:
     seconds: its objective, for a pruned one its lower bound, for an infeasible one None. reason: for people.
     """
 
-    config: Degrees
+    config: Config
     status: Status
     seconds: float | None
     reason: str
@@ -141,7 +172,7 @@ class SearchResult(Generic[Answer]):
     considered: every candidate in the order of the search.
     """
 
-    config: Degrees
+    config: Config
     answer: Answer
     objective: float
     bound: float
@@ -150,35 +181,43 @@ class SearchResult(Generic[Answer]):
 
 
 def search(
-    candidates: Iterable[Degrees],
-    evaluate: Callable[[Degrees], Evaluation[Answer]],
-    lower_bound: Callable[[Degrees], float],
+    candidates: Iterable[Candidate],
+    evaluate: Callable[[Candidate], Evaluation[Answer]],
+    lower_bound: Callable[[Candidate], float],
     *,
     forced: bool = False,
+    more: Callable[[Evaluation[Answer] | None], Iterable[Candidate]] | None = None,
 ) -> SearchResult[Answer]:
     """Evaluates candidates, those with the smallest lower bound first, until no other can be faster.
 
     evaluate: solves one candidate; raises InfeasibleError when it has no solution. lower_bound: cheap seconds that a
-    candidate takes at least, infinite when it cannot run at all. forced: evaluate every candidate, prune none.
-    Raises InfeasibleError, with what the closest candidates lack, when none has a solution.
+    candidate takes at least, infinite when it cannot run at all. forced: evaluate every candidate, prune none. more:
+    further candidates, asked for with the best evaluation of the first. Raises InfeasibleError, with what the closest
+    candidates lack, when none has a solution.
     """
-    ranked = sorted(((lower_bound(config), position, config) for position, config in enumerate(candidates)))
-    if not ranked:
+    best: tuple[Candidate, Evaluation[Answer]] | None = None
+    found: list[tuple[Candidate, float, Evaluation[Answer] | InfeasibleError | None]] = []
+
+    def go_over(configs: Iterable[Candidate]) -> None:
+        nonlocal best
+        for floor, _, config in sorted((lower_bound(config), at, config) for at, config in enumerate(configs)):
+            if best is not None and floor >= best[1].objective and not forced:
+                found.append((config, floor, None))
+                continue
+            try:
+                evaluation = evaluate(config)
+            except InfeasibleError as error:
+                found.append((config, floor, error))
+                continue
+            found.append((config, floor, evaluation))
+            if best is None or evaluation.objective < best[1].objective:
+                best = config, evaluation
+
+    go_over(candidates)
+    if more is not None:
+        go_over(more(best[1] if best is not None else None))
+    if not found:
         raise PlanError("no configuration to search; allow more degrees of parallelism or schedules")
-    best: tuple[Degrees, Evaluation[Answer]] | None = None
-    found: list[tuple[Degrees, float, Evaluation[Answer] | InfeasibleError | None]] = []
-    for floor, _, config in ranked:
-        if best is not None and floor >= best[1].objective and not forced:
-            found.append((config, floor, None))
-            continue
-        try:
-            evaluation = evaluate(config)
-        except InfeasibleError as error:
-            found.append((config, floor, error))
-            continue
-        found.append((config, floor, evaluation))
-        if best is None or evaluation.objective < best[1].objective:
-            best = config, evaluation
     if best is None:
         raise _none_feasible(
             [(config, outcome) for config, _, outcome in found if isinstance(outcome, InfeasibleError)]
@@ -281,7 +320,7 @@ def _axes_of(tensor: int, scheme: TensorScheme, most: int) -> tuple[tuple[int, .
 
 
 def _considered(
-    config: Degrees, floor: float, outcome: Evaluation[Answer] | InfeasibleError | None, chosen: Evaluation[Answer]
+    config: Config, floor: float, outcome: Evaluation[Answer] | InfeasibleError | None, chosen: Evaluation[Answer]
 ) -> Considered:
     if outcome is None:
         reason = f"takes at least {floor:.6g} s, the chosen one {chosen.objective:.6g} s"
@@ -294,7 +333,7 @@ def _considered(
     return Considered(config, Status.SLOWER, outcome.objective, f"{share:.1%} slower than the chosen one")
 
 
-def _none_feasible(failures: Sequence[tuple[Degrees, InfeasibleError]]) -> InfeasibleError:
+def _none_feasible(failures: Sequence[tuple[Config, InfeasibleError]]) -> InfeasibleError:
     """The failure that is closest to fitting speaks for all; failures are in the order of the search, fastest first."""
     config, closest = min(failures, key=lambda item: math.inf if item[1].excess_bytes is None else item[1].excess_bytes)
     count = len(failures)

@@ -1,0 +1,125 @@
+"""The plan of a solved candidate with unlike meshes, timed on the graphs that will be emitted."""
+
+from __future__ import annotations
+
+from autopart.candidates import TENSOR_AXIS
+from autopart.cost.communication import bucketed_all_reduce_seconds
+from autopart.describe import Clock, held_numbers, timed_plan
+from autopart.exchanges import exchanges_unlike
+from autopart.passes.emit.layers import recomputable_layers
+from autopart.passes.unlike_meshes import plain
+from autopart.piece_prices import End, Traffic, add_traffic, crossing_seconds
+from autopart.plan import Plan, StagePlan, Transfers
+from autopart.realize import Realization, build_unlike, storage_names, strategy_names
+from autopart.unlike import UnlikeAnswer, UnlikeCandidates
+
+
+def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
+    """The plan, without the search's account of bounds and alternatives."""
+    candidates, config, problem = unlike.candidates, answer.config, answer.problem
+    analysis, priced = candidates.analysis, answer.stages
+    boundaries = problem.boundaries(answer.cut.way)
+    settings = [item.setting for item in priced]
+    found = build_unlike(analysis, boundaries, settings)
+    rows = [max(item.mesh.rows) for item in priced]
+    again = [frozenset(recomputable_layers(graph) if config.recompute else ()) for graph in found.local]
+    exchanged = exchanges_unlike(analysis, found, settings, rows, again)
+    named = [
+        (strategy_names(analysis, own.strategies), storage_names(own.storage)) if own.axes else ({}, {})
+        for own in settings
+    ]
+    # one table for all where those with tensor axes agree
+    common = {repr(own): own for own, setting in zip(named, settings, strict=True) if setting.axes}
+    shared = next(iter(common.values()), ({}, {})) if len(common) < 2 else ({}, {})
+    stages = []
+    for index, (item, step) in enumerate(zip(priced, answer.cut.way, strict=True)):
+        first, last = boundaries[index], boundaries[index + 1]
+        graph, slot, own = found.local[index], problem.slots[step.slot], settings[index]
+        times = [
+            Clock(part.candidates, part.config, found.stages[index], graph, item.choice, again[index]).seconds()
+            for part in item.parts
+        ]
+        forward, backward = (max(seconds) for seconds in zip(*times, strict=True))
+        weight = item.parts[0].candidates.weight_share(item.parts[0].config, range(first, last))
+        stages.append(
+            StagePlan(
+                devices=answer.devices[index],
+                mesh=(("dp", own.dp), *(own.axes or ((TENSOR_AXIS, 1),))),
+                blocks=(first, last),
+                first_op=analysis.keys[analysis.blocks[first].nodes[0]],
+                last_op=analysis.keys[analysis.blocks[last - 1].nodes[-1]],
+                forward_s=forward,
+                backward_s=backward,
+                weight_s=backward * weight,
+                memory_bytes=round(problem.stage_bytes(index, step)),
+                capacity_bytes=int(slot.capacity_bytes),
+                parameters=held_numbers(graph, own.axes, {}, own.dp),
+                collectives=exchanged[index].microbatch,
+                step_end_s=problem.step_end_seconds(step),
+                step_collectives=exchanged[index].step,
+                shares=own.shares,
+                strategies=named[index][0] if len(common) > 1 else {},
+                storage=named[index][1] if len(common) > 1 else {},
+            )
+        )
+    return timed_plan(
+        candidates,
+        config,
+        stages,
+        transfers=_transfers(unlike, answer, found),
+        tied_s=_tied_seconds(unlike, answer),
+        strategies=shared[0],
+        storage=shared[1],
+        zero={},
+        warmup=candidates.warmup_of(config.equal),
+    )
+
+
+def _transfers(unlike: UnlikeCandidates, answer: UnlikeAnswer, found: Realization) -> Transfers:
+    """Seconds between stages: every value is sent straight from the stage that makes it to those that use it."""
+    priced = answer.stages
+    sent: dict[tuple[int, int], tuple[Traffic, Traffic]] = {}
+    ends = [End(devices, item.mesh.rows, item.mesh.axes) for item, devices in zip(priced, answer.devices, strict=True)]
+    for crossing in found.crossings:
+        source, value = priced[crossing.source], crossing.value
+        made = source.placements(value)
+        if not all(source.mesh.is_alike(priced[target].mesh) for target in crossing.targets):
+            made = plain(made)
+        for target in crossing.targets:
+            there, back = sent.setdefault((crossing.source, target), ({}, {}))
+            more = unlike.prices.pieces.traffic(
+                value, ends[crossing.source], ends[target], made, priced[target].placements(value)
+            )
+            add_traffic(there, more[0])
+            add_traffic(back, more[1])
+    link = unlike.candidates.cluster.link
+    return tuple(
+        (*edge, crossing_seconds(there, link), crossing_seconds(back, link) if back else None)
+        for edge, (there, back) in sorted(sent.items())
+    )
+
+
+def _tied_seconds(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> float:
+    """Of summing the gradients of parameters of several stages, over the ranks that the runtime sums them over."""
+    candidates, boundaries = unlike.candidates, answer.problem.boundaries(answer.cut.way)
+    total = 0.0
+    for node, blocks in candidates.readers.items():
+        homes = [
+            index
+            for index in range(len(answer.stages))
+            if any(boundaries[index] <= block < boundaries[index + 1] for block in blocks)
+        ]
+        if len(homes) < 2:
+            continue
+        stages = [answer.stages[index] for index in homes]
+        devices = [answer.devices[index] for index in homes]
+        groups = [tuple(rank for ranks in devices for rank in ranks)]
+        if len({(item.mesh.dp, item.mesh.axes) for item in stages}) == 1:
+            groups = list(zip(*devices, strict=True))
+        part = stages[0].parts[0]
+        setting = part.candidates.setting(part.config)
+        size = part.candidates.parameter(node, stages[0].choice.storage, setting)[0].gradient
+        total += max(
+            bucketed_all_reduce_seconds(size, len(ranks), candidates.cluster.group_link(ranks)) for ranks in groups
+        )
+    return total

@@ -1,0 +1,348 @@
+"""Meshes that a stage can have on a run of devices, their strategies, and what blocks and crossings cost there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from autopart.candidates import CUDA_OVERHEAD_BYTES, Candidates
+from autopart.cost.communication import bucketed_all_reduce_seconds, send_seconds
+from autopart.cost.devices import Link
+from autopart.device_row import DeviceRow, Pieces
+from autopart.passes.conversion import Axes
+from autopart.passes.graph import Value
+from autopart.passes.shard import value_placements
+from autopart.passes.unlike_meshes import StageSetting, plain
+from autopart.piece_prices import End, PiecePrices, Traffic, add_traffic, crosses_unlike
+from autopart.runtime.errors import InfeasibleError
+from autopart.runtime.placement import Placements
+from autopart.solver.search import Degrees, UnlikeMeshes
+from autopart.solver.stages_order import chain_positions
+from autopart.solver.stages_problem import Block, Choice, Cut, Family, KeptGroup, Layer, Shape
+from autopart.tensor_choice import TensorChoice
+
+INSIDE, NETWORK = 0, 1
+"""Which of a shape's lists of cuts crosses at a place: inside a node, or between two."""
+ALONE = Degrees(1, 1, (), 1, "1f1b")
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A stage's mesh on some devices. rows: samples of a microbatch on each replica."""
+
+    axes: tuple[int, ...]
+    pieces: Pieces
+    rows: tuple[int, ...]
+
+    @property
+    def dp(self) -> int:
+        return len(self.rows)
+
+    @property
+    def tp(self) -> int:
+        return math.prod(self.axes)
+
+    @property
+    def size(self) -> int:
+        return self.dp * self.tp
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """As a plan has them: empty for equal parts."""
+        divisor = math.gcd(*self.rows)
+        return () if len(set(self.rows)) == 1 else tuple(row // divisor for row in self.rows)
+
+    def is_alike(self, other: Mesh) -> bool:
+        """Whether every rank has what the rank of the same coordinates has."""
+        return (self.rows, self.axes) == (other.rows, other.axes)
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """The kind of node that each replica's devices are of."""
+        ranks = [kind for kind, count in self.pieces for _ in range(count)]
+        return tuple(ranks[:: self.tp])
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The replicas of a mesh on devices of one kind, as a candidate of their own: prices with the most rows of any."""
+
+    candidates: Candidates
+    config: Degrees
+
+    def gradient_bytes(self, name: str, choice: TensorChoice) -> int:
+        """Of a parameter's gradient, what one rank holds."""
+        node = next(node for node in self.candidates.readers if node.meta["name"] == name)
+        return self.candidates.parameter(node, choice.storage, self.candidates.setting(self.config))[0].gradient
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A mesh with its strategies and what blocks cost there. parts: the slowest first."""
+
+    mesh: Mesh
+    parts: tuple[Part, ...]
+    choice: TensorChoice
+    shape: Shape
+
+    @property
+    def axes(self) -> Axes:
+        return self.parts[0].candidates.axes(self.parts[0].config)
+
+    @property
+    def setting(self) -> StageSetting:
+        return StageSetting(self.mesh.dp, self.axes, self.choice.strategies, self.choice.storage, self.mesh.shares)
+
+    def placements(self, value: Value) -> Placements:
+        """How the stage has a value."""
+        return value_placements(value, self.choice.strategies, self.axes)
+
+
+@dataclass(slots=True)
+class MeshPrices:
+    """Meshes and prices on the devices of a cluster. dp, tp: of every stage, where they are given."""
+
+    candidates: Candidates
+    dp: int | None = None
+    tp: int | None = None
+    row: DeviceRow = field(init=False)
+    pieces: PiecePrices = field(default_factory=PiecePrices)
+    _bases: dict[int, Candidates] = field(default_factory=dict)
+    _meshes: dict[tuple[Pieces, int], tuple[Mesh, ...]] = field(default_factory=dict)
+    _parts: dict[tuple[Mesh, int, str, bool], tuple[Part, ...]] = field(default_factory=dict)
+    _choices: dict[tuple[Mesh, int, float | None], TensorChoice] = field(default_factory=dict)
+    _divisible: dict[int, bool] = field(default_factory=dict)
+    _cut_off: tuple[tuple[int, int], ...] = field(init=False)
+    _tied: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        candidates = self.candidates
+        self.row = DeviceRow(candidates.cluster)
+        self._cut_off = tuple(
+            (position - 1, position)
+            for position, values in enumerate(candidates.crossings)
+            if 0 < position < len(candidates.crossings) - 1 and not all(map(crosses_unlike, values))
+        )
+        self._tied = frozenset(node.meta["name"] for node, found in candidates.readers.items() if len(found) > 1)
+
+    def meshes(self, pieces: Pieces, rows: int) -> tuple[Mesh, ...]:
+        """Every mesh on these devices for microbatches of so many samples."""
+        key = pieces, rows
+        if key not in self._meshes:
+            count = sum(size for _, size in pieces)
+            found = []
+            for tp in range(1, count + 1):
+                dp = count // tp
+                if (
+                    count % tp
+                    or self.dp not in (None, dp)
+                    or self.tp not in (None, tp)
+                    or (dp > 1 and self.candidates.analysis.split.flaw)
+                    or not self._divides(tp)
+                    or any(size % tp for _, size in pieces)
+                ):
+                    continue
+                mesh = Mesh((tp,) if tp > 1 else (), pieces, (1,) * dp)
+                shared = self._shared(mesh.kinds, rows)
+                if shared is not None:
+                    found.append(replace(mesh, rows=shared))
+            self._meshes[key] = tuple(found)
+        return self._meshes[key]
+
+    def _divides(self, tp: int) -> bool:
+        """Whether most of the weights can be divided by so many tensor ranks."""
+        if tp not in self._divisible:
+            sizes = [info.shape for info in self.candidates.analysis.program.parameters]
+            held = sum(math.prod(shape) for shape in sizes if any(size % tp == 0 for size in shape))
+            self._divisible[tp] = 2 * held >= sum(map(math.prod, sizes))
+        return self._divisible[tp]
+
+    def _shared(self, kinds: Sequence[int], rows: int) -> tuple[int, ...] | None:
+        """Whole rows of a microbatch for each replica, so that the slowest is done first; None if one had none.
+
+        One row after the other goes to the replica that would be done with it first.
+        """
+        seconds = {kind: self._kind_work(kind, max(1, rows // len(kinds))) for kind in set(kinds)}
+        given = [0] * len(kinds)
+        for _ in range(rows):
+            first = min(range(len(kinds)), key=lambda index: ((given[index] + 1) * seconds[kinds[index]], index))
+            given[first] += 1
+        return tuple(given) if min(given) else None
+
+    # -- prices on some devices -----------------------------------------------------------------------------------
+
+    def _base(self, kind: int) -> Candidates:
+        if kind not in self._bases:
+            candidates, device = self.candidates, self.row.kinds[kind].device
+            other = next((base for base in self._bases.values() if base.device == device), candidates)
+            self._bases[kind] = other.on(candidates.cluster, device, candidates.batch, self._tied)
+        return self._bases[kind]
+
+    def parts(self, mesh: Mesh, config: UnlikeMeshes) -> tuple[Part, ...]:
+        key = mesh, config.microbatches, config.schedule, config.recompute
+        if key not in self._parts:
+            degrees = Degrees(1, mesh.dp, mesh.axes, config.microbatches, config.schedule, config.recompute)
+            cluster = self.row.part(mesh.pieces)
+            found = []
+            for kind in dict.fromkeys(mesh.kinds):
+                most = max(rows for rows, own in zip(mesh.rows, mesh.kinds, strict=True) if own == kind)
+                base = self._base(kind)
+                view = base.on(cluster, base.device, most * mesh.dp * config.microbatches, self._tied)
+                found.append((self._kind_work(kind, most), Part(view, degrees)))
+            found.sort(key=lambda item: -item[0])
+            self._parts[key] = tuple(part for _, part in found)
+        return self._parts[key]
+
+    def priced(self, mesh: Mesh, config: UnlikeMeshes, memory_limit: float | None = None) -> Priced:
+        """memory_limit: for the strategies, see Candidates.choose. Raises InfeasibleError where none hold so little."""
+        parts = self.parts(mesh, config)
+        key = mesh, config.microbatches, memory_limit
+        if key not in self._choices:
+            self._choices[key] = parts[0].candidates.choose(parts[0].config, memory_limit)
+        choice = self._choices[key]
+        whole = [part.candidates.problem(part.config, choice).shapes[0] for part in parts]
+        shape = merged(whole)
+        link = self.between(mesh, mesh, NETWORK)
+        # with one rank of another stage at least; the plan's own time counts all that there are
+        tied = tuple(
+            replace(
+                group,
+                seconds=bucketed_all_reduce_seconds(parts[0].gradient_bytes(group.name, choice), mesh.size + 1, link),
+            )
+            for group in shape.tied
+        )
+        positions = self.positions()
+        cuts = tuple(
+            tuple(self._cut(mesh, parts, choice, position, link) for position in positions)
+            for link in (self.between(mesh, mesh, INSIDE), self.between(mesh, mesh, NETWORK))
+        )
+        device = parts[0].candidates.device
+        overhead = float(CUDA_OVERHEAD_BYTES if device.kind == "cuda" else 0)
+        made = replace(shape, cuts=cuts, overhead_bytes=overhead, tied=tied, name=self.name(mesh))
+        return Priced(mesh, parts, choice, made)
+
+    def name(self, mesh: Mesh) -> str:
+        counts: dict[str, int] = {}
+        for kind, count in mesh.pieces:
+            name = self.row.kinds[kind].device.name
+            counts[name] = counts.get(name, 0) + count
+        return f"dp={mesh.dp} tp={mesh.tp} on {' + '.join(f'{count}x{name}' for name, count in counts.items())}"
+
+    def positions(self) -> tuple[int, ...]:
+        """Numbers of blocks before each cut that may be made."""
+        pins = self.candidates.pins
+        groups = (*self._cut_off, *(pins.together if pins else ()))
+        return chain_positions(len(self.candidates.analysis.blocks), groups)
+
+    def _cut(self, mesh: Mesh, parts: Sequence[Part], choice: TensorChoice, position: int, link: Link) -> Cut:
+        values = self.candidates.crossings[position]
+        if position in (0, len(self.candidates.crossings) - 1):
+            return Cut()
+        most = max(parts, key=lambda part: part.candidates.batch)
+        sizes = {value: most.candidates.local_bytes(value, most.config, choice) for value in values}
+        total = sum(sizes.values())
+        back = sum(size for value, size in sizes.items() if value.node.meta.get("differentiable"))
+        return Cut(send_seconds(total, link), send_seconds(back, link) if back else 0.0, total + back)
+
+    def between(self, first: Mesh, second: Mesh, level: int) -> Link:
+        """The slowest link between two stages that meet inside a node or between nodes."""
+        nodes = {kind for mesh in (first, second) for kind, _ in mesh.pieces}
+        spans = max(len(first.pieces), len(second.pieces)) > 1 or len(nodes) > 1
+        found = [self.row.kinds[kind] for kind in sorted(nodes)]
+        if level == INSIDE and not spans:
+            return found[0].inside
+        slow = min((node.network for node in found), key=lambda link: link.bandwidth)
+        return replace(slow, latency_s=max(node.network.latency_s for node in found))
+
+    def pair(self, before: Priced, after: Priced) -> tuple[tuple[Cut, ...], ...]:
+        """What crosses between two unlike meshes: partial sums are added up, then the pieces are sent."""
+        ends = _end(before.mesh, 0), _end(after.mesh, before.mesh.dp * before.mesh.tp)
+        setting = before.parts[0].candidates.setting(before.parts[0].config)
+        samples = setting.prices.batch
+        rows: list[tuple[Traffic, Traffic, float, float]] = []
+        for position in self.positions():
+            there: Traffic = {}
+            back: Traffic = {}
+            forward = backward = 0.0
+            inner = 0 < position < len(self.candidates.crossings) - 1
+            for value in self.candidates.crossings[position] if inner else ():
+                made, wanted = before.placements(value), after.placements(value)
+                for total, more in zip((there, back), self.pieces.traffic(value, *ends, made, wanted), strict=True):
+                    add_traffic(total, more)
+                whole = plain(made)
+                if whole != made:
+                    size = before.parts[0].candidates.whole_bytes(value, samples)
+                    different = bool(value.node.meta.get("differentiable"))
+                    one, two = setting.conversions.seconds(made, whole, size, different)
+                    forward, backward = forward + one, backward + two
+            rows.append((there, back, forward, backward))
+        found = []
+        for level in (INSIDE, NETWORK):
+            link = self.between(before.mesh, after.mesh, level)
+            found.append(
+                tuple(
+                    Cut(forward + _busiest(there, link), backward + _busiest(back, link))
+                    for there, back, forward, backward in rows
+                )
+            )
+        return tuple(found)
+
+    def limited(self, mesh: Mesh, config: UnlikeMeshes, limit_bytes: float) -> Priced:
+        found = self.priced(mesh, config)
+        if not limit_bytes or found.choice.solution is None:
+            return found
+        try:
+            return self.priced(mesh, config, found.choice.memory_bytes - limit_bytes)
+        except InfeasibleError:
+            return found
+
+    def view(self, kind: int, rows: int) -> Candidates:
+        """The whole model on one device of a kind, with so many samples."""
+        base = self._base(kind)
+        return base.on(base.cluster, base.device, rows, self._tied)
+
+    def _kind_work(self, kind: int, rows: int) -> float:
+        """Seconds of the whole model's ops for so many samples on one device of a kind."""
+        return self.view(kind, rows).work_seconds(ALONE)
+
+
+def merged(shapes: Sequence[Shape]) -> Shape:
+    """Of unlike replicas, which go side by side: what takes and holds the most on any of them."""
+    if len(shapes) == 1:
+        return shapes[0]
+    blocks = []
+    for every in zip(*(shape.blocks for shape in shapes), strict=True):
+        own, *others = _widest([block.choices for block in every])
+        step_end = max(block.step_end_s for block in every)
+        amounts = (own.forward_s, own.backward_s, own.state_bytes, own.activation_bytes, own.transient_bytes)
+        blocks.append(Block(every[0].name, *amounts, step_end, tuple(others)))
+    layers = [
+        Layer(own[0].blocks, {part: _widest([layer.parts[part] for layer in own]) for part in own[0].parts})
+        for own in zip(*(shape.layers for shape in shapes), strict=True)
+    ]
+    kept = [
+        KeptGroup(own[0].blocks, max(group.bytes for group in own))
+        for own in zip(*(shape.kept for shape in shapes), strict=True)
+    ]
+    return replace(shapes[0], blocks=tuple(blocks), layers=tuple(layers), kept=tuple(kept))
+
+
+def _widest(families: Sequence[Family]) -> Family:
+    return tuple(
+        Choice(*(max(getattr(choice, name) for choice in choices) for name in Choice.__slots__))
+        for choices in zip(*families, strict=True)
+    )
+
+
+def _end(mesh: Mesh, first: int) -> End:
+    return End(tuple(range(first, first + mesh.dp * mesh.tp)), mesh.rows, mesh.axes)
+
+
+def _busiest(traffic: Traffic, link: Link) -> float:
+    """Seconds of the rank that sends or receives the most, all on one link; its messages go together."""
+    total: dict[tuple[str, int], float] = {}
+    for (source, target), size in traffic.items():
+        for rank in (("sends", source), ("receives", target)):
+            total[rank] = total.get(rank, 0.0) + size
+    return send_seconds(max(total.values()), link) if total else 0.0

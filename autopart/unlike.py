@@ -1,0 +1,264 @@
+"""Candidates whose stages have meshes of their own: any number of devices, nodes of unlike speed, memory and links.
+
+One configuration (stages, microbatches, schedule, recomputation) is one problem of :mod:`autopart.solver.stages`: its
+shapes are the meshes of replicas x tensor ranks on the devices of a run, its slots the runs of
+:mod:`autopart.device_row`, and the solver chooses cut, meshes and order of devices together. A microbatch is a run of
+samples, the same on all stages; where replicas do not share it evenly, as devices are unlike or it does not divide,
+each has whole rows, as many as its speed is worth.
+
+Each shape has the strategies that are fastest for the whole model on it, and the prices of its slowest replica. A
+tensor group lies within a node. Parameters are whole on every replica (no ZeRO), tied ones on every tensor rank, and
+values that are sums over samples are not cut off.
+
+Lower bound of a configuration. With R the least seconds of the ops' arithmetic and traffic for one microbatch on any
+one device, L those of their launches, which devices cannot share, and v_d <= 1 the most of R that device d does per
+second, a stage with devices of speed V takes at least L_k + R_k / V. Every stage has at least the slowest device's
+speed v, so that with S the sum of all v_d, and r = (m - 1) / m, the argument of :mod:`autopart.candidates` gives
+
+    F >= R / (v (1 - r^p) + (S - p v) / m)    and    F >= (L + R / (S - (p - 1) v)) / (1 - r^p)
+
+After an evaluation the bound is the stage solver's, with the blocks of tensor-parallel shapes at a perfect share of
+each op, whatever the strategies.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from autopart.candidates import TIGHTENINGS, WHOLE_SCHEDULES, Candidates, simulated_seconds
+from autopart.device_row import DeviceRow, Run
+from autopart.mesh_prices import ALONE, INSIDE, NETWORK, Mesh, MeshPrices, Part, Priced
+from autopart.runtime.errors import InfeasibleError
+from autopart.runtime.schedule import in_flight
+from autopart.solver import stages as stage_solver
+from autopart.solver.search import Evaluation, UnlikeMeshes
+from autopart.solver.stages_problem import Block, Shape, Slot, StageProblem, StageSolution
+
+SCHEDULES = ("1f1b", "gpipe", "2bw-flush")
+"""Those that are tried on unlike meshes."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnlikeAnswer:
+    """A solved configuration. priced: one for each shape of the problem. devices: of each stage, in the cluster."""
+
+    config: UnlikeMeshes
+    priced: tuple[Priced, ...]
+    problem: StageProblem
+    cut: StageSolution
+    devices: tuple[tuple[int, ...], ...]
+
+    @property
+    def stages(self) -> list[Priced]:
+        return [self.priced[self.problem.slots[step.slot].shape] for step in self.cut.way]
+
+
+@dataclass(slots=True)
+class UnlikeCandidates:
+    """Solves configurations with unlike meshes."""
+
+    prices: MeshPrices
+    _work: dict[tuple[int, bool], tuple[float, float, tuple[float, ...]]] = field(default_factory=dict)
+
+    @property
+    def candidates(self) -> Candidates:
+        return self.prices.candidates
+
+    @property
+    def row(self) -> DeviceRow:
+        return self.prices.row
+
+    # -- configurations -------------------------------------------------------------------------------------------
+
+    def configs(
+        self, pp: int | None, microbatches: int | None, schedules: Sequence[str], recompute: Sequence[bool]
+    ) -> list[UnlikeMeshes]:
+        """Those that can be better than equal meshes, which are searched on their own."""
+        devices, batch = self.row.cluster.device_count, self.candidates.batch
+        most = len(self.prices.positions()) - 1
+        alike = len(self.row.kinds) == 1
+        found = []
+        for stages in range(1, min(devices, most) + 1):
+            if pp not in (None, stages) or (alike and stages == devices):
+                continue
+            for pieces in range(1, batch + 1):
+                if batch % pieces or microbatches not in (None, pieces):
+                    continue
+                rows = batch // pieces
+                if alike and stages == 1 and (rows % devices == 0 or rows < devices):
+                    continue
+                if not self._slots(stages, rows)[0]:
+                    continue
+                found += [
+                    UnlikeMeshes(stages, pieces, schedule, again)
+                    for schedule, again in itertools.product(schedules, recompute)
+                    if schedule in SCHEDULES
+                ]
+        return found
+
+    # -- one configuration ----------------------------------------------------------------------------------------
+
+    def problem(self, config: UnlikeMeshes, limit_bytes: float = 0.0) -> tuple[StageProblem, tuple[Priced, ...]]:
+        """limit_bytes: by how much less the strategies of each shape shall hold over all stages than the fastest do.
+
+        Where no strategies hold so little, these stay.
+        """
+        slots, meshes = self._slots(config.pp, self.candidates.batch // config.microbatches)
+        priced = tuple(self.prices.limited(mesh, config, limit_bytes) for mesh in meshes)
+        warmup = self.candidates.warmup_of(config.equal)
+        held = in_flight(config.schedule, config.pp, config.microbatches, warmup)
+        meets = {(first.shape, second.shape) for first in slots for second in slots if first.stop == second.start}
+        pairs = {
+            pair: self.prices.pair(priced[pair[0]], priced[pair[1]])
+            for pair in sorted(meets if config.pp > 1 else ())
+            if not priced[pair[0]].mesh.is_alike(priced[pair[1]].mesh)
+        }
+        return StageProblem(
+            tuple(item.shape for item in priced),
+            tuple((1 << end) - 1 for end in self.prices.positions()),
+            tuple(slots),
+            tuple(INSIDE if place.taken else NETWORK for place in self.row.places),
+            (self.row.end,),
+            config.microbatches,
+            tuple(held),
+            self.candidates.pins.stages if self.candidates.pins else (),
+            pairs,
+        ), priced
+
+    def _slots(self, stages: int, rows: int) -> tuple[list[Slot], list[Mesh]]:
+        """Those on a way from the first place to the end in so many stages, and the mesh of each shape.
+
+        rows: samples of a microbatch.
+        """
+        row = self.row
+        most = row.cluster.device_count - stages + 1
+        found = [
+            (
+                Slot(run.start, run.stop, 0, float(min(row.kinds[kind].device.memory_bytes for kind, _ in run.pieces))),
+                mesh,
+            )
+            for run in row.runs
+            if run.count <= most
+            for mesh in self.prices.meshes(run.pieces, rows)
+        ]
+        after: list[set[int]] = [{0}]
+        for _ in range(stages):
+            after.append({slot.stop for slot, _ in found if slot.start in after[-1]})
+        before: list[set[int]] = [{row.end}]
+        for _ in range(stages):
+            before.append({slot.start for slot, _ in found if slot.stop in before[-1]})
+        before.reverse()
+        steps = list(itertools.pairwise(zip(after, before, strict=True)))
+        used = [
+            (slot, mesh)
+            for slot, mesh in found
+            if any(slot.start in here & onward and slot.stop in end for (here, onward), (_, end) in steps)
+        ]
+        numbers: dict[Mesh, int] = {}
+        slots = [replace(slot, shape=numbers.setdefault(mesh, len(numbers))) for slot, mesh in used]
+        return slots, list(numbers)
+
+    def evaluate(self, config: UnlikeMeshes) -> Evaluation[UnlikeAnswer]:
+        """Meshes, order and cut of a configuration. Raises InfeasibleError when nothing fits in memory."""
+        missing = 0.0
+        problem, priced = self.problem(config)
+        for attempt in range(TIGHTENINGS + 1):
+            try:
+                cut = stage_solver.solve(problem, self.candidates.time_limit_s)
+                break
+            except InfeasibleError as error:
+                sharded = any(item.choice.solution is not None for item in priced)
+                if error.excess_bytes is None or not sharded or attempt == TIGHTENINGS:
+                    raise
+                missing += config.pp * error.excess_bytes
+                problem, priced = self.problem(config, missing)
+        runs = [self._run(problem, step.slot, priced) for step in cut.way]
+        answer = UnlikeAnswer(config, priced, problem, cut, tuple(self.row.devices(runs)))
+        shares = [
+            item.parts[0].candidates.weight_share(item.parts[0].config, problem.blocks_between(step.first, step.last))
+            for item, step in zip(answer.stages, cut.way, strict=True)
+        ]
+        warmup = self.candidates.warmup_of(config.equal)
+        seconds = simulated_seconds(problem, cut.way, config.schedule, shares, warmup, range(config.pp))
+        floor = self.lower_bound(config)
+        if config.schedule in WHOLE_SCHEDULES:
+            floor = max(floor, stage_solver.least_seconds(self._relaxed(problem, priced)))
+        return Evaluation(answer, seconds, min(floor, seconds))
+
+    def _run(self, problem: StageProblem, number: int, priced: Sequence[Priced]) -> Run:
+        slot = problem.slots[number]
+        return Run(slot.start, slot.stop, priced[slot.shape].mesh.pieces)
+
+    # -- bounds ---------------------------------------------------------------------------------------------------
+
+    def lower_bound(self, config: UnlikeMeshes) -> float:
+        """Seconds that a step takes at least; see the module."""
+        launches, work, speeds = self._least_work(self.candidates.batch // config.microbatches, config.recompute)
+        counts = [node.count * number for node, number in zip(self.row.kinds, self.row.counts, strict=True)]
+        total = sum(speed * count for speed, count in zip(speeds, counts, strict=True))
+        slowest, stages, pieces = min(speeds), config.pp, config.microbatches
+        if config.schedule not in WHOLE_SCHEDULES:
+            return pieces * max(work / total, launches / stages)
+        filled = 1 - ((pieces - 1) / pieces) ** stages
+        shared = work / (slowest * filled + (total - stages * slowest) / pieces)
+        return max(shared, (launches + work / (total - (stages - 1) * slowest)) / filled)
+
+    def _least_work(self, rows: int, recompute: bool) -> tuple[float, float, tuple[float, ...]]:
+        """Seconds of launches and of the rest of the ops for so many samples, and each kind's speed at the rest."""
+        key = rows, recompute
+        if key not in self._work:
+            views = [self.prices.view(kind, rows) for kind in range(len(self.row.kinds))]
+            prices = [view.prices(ALONE) for view in views]
+            launches = work = 0.0
+            speeds = [0.0] * len(views)
+            for (node, in_layer), count in self.candidates.alike:
+                seconds = []
+                for own in prices:
+                    fixed, whole = own.shared_seconds(node, 0.0, 0.0), own.shared_seconds(node, 1.0, 1.0)
+                    again = recompute and in_layer
+                    start = sum(fixed) + (fixed[0] if again else 0.0)
+                    seconds.append((start, max(0.0, sum(whole) + (whole[0] if again else 0.0) - start)))
+                least = min(rest for _, rest in seconds)
+                launches += count * min(start for start, _ in seconds)
+                work += count * least
+                speeds = [
+                    max(speed, least / rest if rest else 0.0) for speed, (_, rest) in zip(speeds, seconds, strict=True)
+                ]
+            self._work[key] = launches, work, tuple(speed or 1.0 for speed in speeds)
+        return self._work[key]
+
+    def _relaxed(self, problem: StageProblem, priced: Sequence[Priced]) -> StageProblem:
+        """The problem in which tensor ranks share each op perfectly and hold nothing, and of unlike replicas one
+        counts: no strategies take fewer seconds.
+        """
+        shapes = []
+        for item, shape in zip(priced, problem.shapes, strict=True):
+            part = item.parts[0]
+            if not item.mesh.axes and len(item.parts) == 1:
+                shapes.append(shape)
+                continue
+            if item.mesh.axes:
+                blocks = self._shared_blocks(part, shape.blocks)
+            else:
+                own = part.candidates.problem(part.config, item.choice).shapes[0].blocks
+                blocks = tuple(_weightless(block, block.forward_s, block.backward_s) for block in own)
+            free = tuple(replace(group, bytes=0.0, seconds=0.0, step_end_s=0.0) for group in shape.tied)
+            cuts = tuple(tuple(replace(cut, buffer_bytes=0.0) for cut in cuts) for cuts in shape.cuts)
+            shapes.append(Shape(blocks, cuts, 0.0, free, shape.name))
+        return replace(problem, shapes=tuple(shapes))
+
+    def _shared_blocks(self, part: Part, blocks: Sequence[Block]) -> tuple[Block, ...]:
+        prices, share = part.candidates.prices(part.config), 1 / part.config.tp
+        times = [[0.0, 0.0] for _ in blocks]
+        for node, index in self.candidates.analysis.block_of.items():
+            forward, backward = prices.shared_seconds(node, share, share)
+            again = part.config.recompute and self.candidates.analysis.layers[index]
+            times[index][0] += forward
+            times[index][1] += backward + (forward if again else 0.0)
+        return tuple(_weightless(block, *own) for block, own in zip(blocks, times, strict=True))
+
+
+def _weightless(block: Block, forward_s: float, backward_s: float) -> Block:
+    return Block(block.name, forward_s, backward_s)
