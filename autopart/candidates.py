@@ -34,6 +34,7 @@ from autopart.passes.data_axis import LEVELS
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
 from autopart.pins import Pins
+from autopart.positions import Positions
 from autopart.prices import Prices, share_of
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.placement import REPLICATE, Placements
@@ -82,6 +83,7 @@ class Candidates:
     whole: frozenset[str] = frozenset()  # parameters that no tensor axis divides
     device: Device = field(init=False)
     crossings: list[tuple[Value, ...]] = field(init=False)  # values that live across each block boundary
+    positions: Positions = field(init=False)
     _prices: dict[int, Prices] = field(default_factory=dict)
     _links: dict[tuple[int, int, int], Link] = field(default_factory=dict)
     _stage_links: dict[tuple[int, int, int], Link] = field(default_factory=dict)
@@ -102,6 +104,7 @@ class Candidates:
         for block in self.analysis.blocks:
             ends.append(ends[-1] + len(block.nodes))
         self.crossings = [lives[end] for end in ends]
+        self.positions = Positions.of(self.analysis, self.pins.together if self.pins else ())
         self._block_costs = BlockCosts(self.analysis, self.device.kind)
         self._folded = fold_graph(self.analysis)
         first, layers = self.analysis.first, self.analysis.layers
@@ -293,7 +296,8 @@ class Candidates:
                 problem = self.problem(config, choice)
         if choice.solution is None:
             floor = cut.lower_bound_s if config.schedule in WHOLE_SCHEDULES else pipeline_floor(free, config)
-            if choice.levels and self.zero is None:
+            # of what was not among the choices this bound says nothing
+            if (choice.levels and self.zero is None) or not self.positions.complete:
                 floor = self.lower_bound(config)
         seconds = self._step_seconds(problem, cut, config)
         return Evaluation(Answer(config, choice, problem, cut), seconds, min(floor, seconds))
@@ -349,16 +353,16 @@ class Candidates:
         ]
         places = self.places(config)
         held = in_flight(config.schedule, config.stages, config.microbatches, self.warmup_of(config), places)
-        return StageProblem.chain(
+        return StageProblem.row(
             blocks,
-            tuple(self._cut(config, choice, position) for position in range(1, len(blocks))),
+            self.positions.sets,
+            self._cuts(config, choice),
             config.microbatches,
             held,
             tuple(float(self.capacity(config, stage)) for stage in range(config.stages)),
             float(CUDA_OVERHEAD_BYTES if self.device.kind == "cuda" else 0) / config.virtual,
             tuple(tied),
             self.pins.stages if self.pins else (),
-            self.pins.together if self.pins else (),
         )
 
     def _recompute(self, costs: Sequence[BlockCost], config: Degrees, choice: TensorChoice) -> None:
@@ -408,16 +412,22 @@ class Candidates:
         for owner, cost in zip(owners, costs, strict=True):
             cost.transient_bytes += TRANSIENT_COPIES * whole.get(owner, 0.0)
 
-    def _cut(self, config: Degrees, choice: TensorChoice, position: int) -> Cut:
+    def _cuts(self, config: Degrees, choice: TensorChoice) -> tuple[Cut, ...]:
+        """What a rank sends and receives at each position."""
+        crossings = self.positions.crossings
         if config.pp == 1:
-            return Cut()
+            return (Cut(),) * len(crossings)
         places = self.places(config)
         apart = [stage for stage in range(config.stages - 1) if places[stage] != places[stage + 1]]
         link = _slowest([self.stage_link(config, stage, stage + 1) for stage in apart])
-        sizes = {value: self.local_bytes(value, config, choice) for value in self.crossings[position]}
-        total = sum(sizes.values())
-        back = sum(size for value, size in sizes.items() if value.node.meta.get("differentiable"))
-        return Cut(send_seconds(total, link), send_seconds(back, link) if back else 0.0, total + back)
+        sizes = {v: self.local_bytes(v, config, choice) for v in dict.fromkeys(v for row in crossings for v in row)}
+        cuts = []
+        for values in crossings:
+            total = sum(sizes[value] for value in values)
+            back = sum(sizes[value] for value in values if value.node.meta.get("differentiable"))
+            there = send_seconds(total, link) if values else 0.0
+            cuts.append(Cut(there, send_seconds(back, link) if back else 0.0, total + back))
+        return tuple(cuts)
 
     def whole_bytes(self, value: Value, samples: int) -> float:
         return self._block_costs.size(value).at(samples)

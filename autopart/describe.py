@@ -37,9 +37,9 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
     """The plan, without the search's account of bounds and alternatives."""
     analysis, config, choice = candidates.analysis, answer.config, answer.choice
     axes, problem = candidates.axes(config), answer.problem
-    boundaries = problem.boundaries(answer.cut.way)
+    boundaries, order = problem.boundaries(answer.cut.way), problem.order(answer.cut.way)
     cuts = cut_parameters(analysis.program.tensors, choice.storage, axes, config.dp, choice.levels)
-    found = build(analysis, boundaries, axes, choice.strategies, choice.storage, cuts)
+    found = build(analysis, boundaries, axes, choice.strategies, choice.storage, cuts, order)
     places = candidates.places(config)
     again = tuple(frozenset(recomputable_layers(graph) if config.recompute else ()) for graph in found.local)
     exchanged = exchanges(analysis, found, config.dp, candidates.samples(config), again, places)
@@ -52,11 +52,11 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
                 devices=candidates.ranks(config, index),
                 mesh=(("dp", config.dp), *(axes or ((TENSOR_AXIS, 1),))),
                 blocks=(first, last),
-                first_op=analysis.keys[analysis.blocks[first].nodes[0]],
-                last_op=analysis.keys[analysis.blocks[last - 1].nodes[-1]],
+                first_op=analysis.keys[analysis.blocks[order[first]].nodes[0]],
+                last_op=analysis.keys[analysis.blocks[order[last - 1]].nodes[-1]],
                 forward_s=forward,
                 backward_s=backward,
-                weight_s=backward * candidates.weight_share(config, range(first, last)),
+                weight_s=backward * candidates.weight_share(config, order[first:last]),
                 memory_bytes=round(problem.stage_bytes(index, answer.cut.way[index])),
                 capacity_bytes=candidates.capacity(config, index),
                 parameters=held_numbers(graph, axes, found.cuts, config.dp),
@@ -75,6 +75,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
         storage=storage_names(choice.storage),
         zero=fold(choice.levels),
         warmup=candidates.warmup_of(config),
+        order=order if order != tuple(range(len(order))) else (),
     )
 
 
@@ -89,6 +90,7 @@ def timed_plan(
     storage: Mapping[str, str],
     zero: Mapping[str, int],
     warmup: tuple[int, ...],
+    order: tuple[int, ...] = (),
 ) -> Plan:
     """The plan of these stages with the step's simulated seconds."""
     analysis, program = candidates.analysis, candidates.analysis.program
@@ -112,6 +114,7 @@ def timed_plan(
         warmup=warmup,
         transfers=transfers,
         tied_s=tied_s,
+        order=order,
     )
     return replace(plan, step_time_s=simulate_plan(plan).makespan_s + plan.tied_s)
 

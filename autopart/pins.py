@@ -2,7 +2,7 @@
 
 A pattern is of module paths as :mod:`fnmatch` reads them, and means the modules that it matches with all that is inside
 them: ``decoder.layers.3``, ``encoder.*``. Stages are made of blocks, so a block with an op of such a module is meant
-as a whole. The blocks form a chain: what lies between blocks of one stage is on it too.
+as a whole. What lies between blocks of one stage is on it too: of a chain all blocks, of a graph those on a path.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from fnmatch import fnmatchcase
 
 from autopart.analysis import Analysis
 from autopart.passes import graph as graphs
+from autopart.passes.blocks import block_edges
 from autopart.runtime.errors import PlanError
-from autopart.solver.stages_order import chain_positions
+from autopart.solver.stages_order import chain_positions, positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +58,43 @@ def read_pins(
                     f"pins: {_named(analysis, block)} has ops of {before!r}, pinned on stage {other}, and of "
                     f"{pattern!r}, pinned on stage {stage}; a block is on one stage"
                 )
-    return Pins(
-        groups,
-        tuple((block, stage) for block, (stage, _) in sorted(wanted.items())),
-        _most_stages(analysis, groups, wanted),
-    )
+    fixed = tuple((block, stage) for block, (stage, _) in sorted(wanted.items()))
+    edges = block_edges(analysis.blocks)
+    if all((block - 1, block) in edges for block in range(1, len(analysis.blocks))):
+        return Pins(groups, fixed, _most_stages(analysis, groups, wanted))
+    counts = _stage_counts(positions(len(analysis.blocks), edges, groups)[0], fixed)
+    if not counts:
+        named = ", ".join(dict.fromkeys(f"{pattern!r} on stage {stage}" for stage, pattern in wanted.values()))
+        raise PlanError(
+            f"pins: no division into stages has {named}, with what is kept together: stages follow the order of "
+            "computation, and each has at least one block; move a pin or take a pattern out of together"
+        )
+    return Pins(groups, fixed, counts.bit_length() - 1)
+
+
+def _stage_counts(sets: Sequence[int], pins: Sequence[tuple[int, int]]) -> int:
+    """Into how many stages all blocks can be divided, as bits: count c is bit c.
+
+    reach[last] has bit s + 1 if reach[first] has bit s, for runs from first to last with exactly the blocks that are
+    pinned on stage s.
+    """
+    stage_of = dict(pins)
+    pinned = {stage: sum(1 << block for block, at in pins if at == stage) for stage in stage_of.values()}
+    free = ~sum(1 << stage for stage in pinned)
+    any_pinned = sum(1 << block for block in stage_of)
+    reach = [1] + [0] * (len(sets) - 1)
+    for last, whole in enumerate(sets):
+        for first in range(last):
+            if not reach[first] or sets[first] & ~whole:
+                continue
+            inside = whole & ~sets[first] & any_pinned
+            if not inside:
+                reach[last] |= (reach[first] & free) << 1
+                continue
+            stage = next((stage for stage, blocks in pinned.items() if blocks == inside), None)
+            if stage is not None:
+                reach[last] |= (reach[first] & 1 << stage) << 1
+    return reach[-1]
 
 
 def _blocks(analysis: Analysis, pattern: str) -> set[int]:

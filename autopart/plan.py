@@ -123,6 +123,8 @@ class Plan:
     step_time_s: predicted seconds of a step. bound_s: no plan of the searched space is faster. gap:
     ``(step_time_s - bound_s) / step_time_s``. solve_s, total_s: seconds the solver and all of planning took.
     dropout: "torch", each rank's own numbers; or "invariant", the same masks under every plan (runtime.invariant).
+    order: numbers of all blocks, stage after stage, where stages are no ranges of block numbers: their ``blocks`` are
+    places in it then; empty: as numbered.
     tokens, flops: of one step; peak_flops: FLOP/s of all its devices in the type of most products; 0 when unknown.
     considered: other candidates, as rows for the report.
     """
@@ -153,6 +155,7 @@ class Plan:
     transfers: Transfers = ()
     tied_s: float = 0.0
     dropout: str = "torch"
+    order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require(self.schedule in SCHEDULES, f"schedule: {self.schedule!r} is not one of {', '.join(SCHEDULES)}")
@@ -193,6 +196,10 @@ class Plan:
                 f"stages[{index + 1}].blocks: starts at {after.blocks[0]}, the stage before ends at {before.blocks[1]}",
             )
         _require(self.stages[0].blocks[0] == 0, "stages[0].blocks: the first stage starts at block 0")
+        _require(
+            not self.order or sorted(self.order) == list(range(self.stages[-1].blocks[1])),
+            f"order: every block from 0 to {self.stages[-1].blocks[1] - 1} once, or nothing",
+        )
         for index, stage in enumerate(self.stages):
             parts = sum(stage.shares) // math.gcd(*stage.shares) if stage.shares else stage.dp
             samples = self.microbatches * parts
@@ -239,6 +246,16 @@ class Plan:
     def in_flight(self) -> tuple[int, ...]:
         """Most microbatches that each stage holds at once."""
         return in_flight(self.schedule, len(self.stages), self.microbatches, self.warmup, self.places)
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Where stages begin, as places in the order of blocks, and its end."""
+        return (*(stage.blocks[0] for stage in self.stages), self.stages[-1].blocks[1])
+
+    def blocks_of(self, stage: int) -> tuple[int, ...]:
+        """Numbers of a stage's blocks."""
+        places = range(*self.stages[stage].blocks)
+        return tuple(self.order[place] for place in places) if self.order else tuple(places)
 
     @property
     def is_uniform(self) -> bool:

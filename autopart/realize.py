@@ -10,6 +10,7 @@ from torch import fx
 
 from autopart.analysis import Analysis, analyze, fold, look_up, pattern_of
 from autopart.passes import graph as graphs
+from autopart.passes.blocks import block_edges
 from autopart.passes.conversion import Axes
 from autopart.passes.data_axis import DataCut, cut_parameters, data_dim
 from autopart.passes.emit.layers import recomputable_layers
@@ -44,17 +45,25 @@ def build(
     strategies: Mapping[fx.Node, tuple[Strategy, ...]],
     storage: Mapping[str, Placements],
     cuts: Mapping[str, DataCut] | None = None,
+    order: Sequence[int] = (),
 ) -> Realization:
-    """Splits the graph at block boundaries and shards every stage. cuts: of parameters, over the data axis."""
-    stages, crossings = partition(analysis.program, analysis.graph, analysis.free, analysis.blocks, boundaries)
+    """Splits the graph at block boundaries and shards every stage.
+
+    cuts: of parameters, over the data axis. order: of the blocks between which boundaries lie; empty: as numbered.
+    """
+    blocks = [analysis.blocks[number] for number in order] or analysis.blocks
+    stages, crossings = partition(analysis.program, analysis.graph, analysis.free, blocks, boundaries)
     wanted = analysis.whole_outputs
     local = [shard_stage(stage, axes, strategies, storage, analysis.rules, wanted) for stage in stages]
     return Realization(stages, local, crossings, dict(storage), axes, dict(cuts or {}))
 
 
-def build_unlike(analysis: Analysis, boundaries: Sequence[int], settings: Sequence[StageSetting]) -> Realization:
+def build_unlike(
+    analysis: Analysis, boundaries: Sequence[int], settings: Sequence[StageSetting], order: Sequence[int] = ()
+) -> Realization:
     """The same, each stage by its own setting."""
-    stages, crossings = partition(analysis.program, analysis.graph, analysis.free, analysis.blocks, boundaries)
+    blocks = [analysis.blocks[number] for number in order] or analysis.blocks
+    stages, crossings = partition(analysis.program, analysis.graph, analysis.free, blocks, boundaries)
     placed = crossing_placements(crossings, settings)
     local = [
         shard_stage(
@@ -228,6 +237,13 @@ def check_plan(program: Program, analysis: Analysis, plan: Plan) -> None:
     last = plan.stages[-1].blocks[1]
     if last != len(analysis.blocks):
         raise PlanError(f"stages: the plan ends at block {last}, the model has {len(analysis.blocks)}; plan it again")
+    home = {block: stage for stage in range(len(plan.stages)) for block in plan.blocks_of(stage)}
+    for source, target in block_edges(analysis.blocks):
+        if home[source] > home[target]:
+            raise PlanError(
+                f"order: block {target} on stage {home[target]} reads what block {source} on stage {home[source]} "
+                "makes; values go to later stages only"
+            )
     if analysis.split.flaw and (plan.dp > 1 or plan.microbatches > 1):
         raise BatchError(
             f"the batch may not be split: {analysis.split.flaw}; "
@@ -240,15 +256,14 @@ def realized(analysis: Analysis, plan: Plan) -> Realization:
     check_plan(analysis.program, analysis, plan)
     settings = settings_of(analysis, plan)
     own = settings[0]
-    boundaries = [stage.blocks[0] for stage in plan.stages] + [plan.stages[-1].blocks[1]]
     if not plan.is_uniform:
         if any(plan.zero.values()):
             raise PlanError(
                 "zero: stages with unlike meshes hold whole parameters; leave zero out, or make meshes equal"
             )
-        return build_unlike(analysis, boundaries, settings)
+        return build_unlike(analysis, plan.boundaries, settings, plan.order)
     cuts = read_zero(analysis, plan, own.axes, own.storage)
-    return build(analysis, boundaries, own.axes, own.strategies, own.storage, cuts)
+    return build(analysis, plan.boundaries, own.axes, own.strategies, own.storage, cuts, plan.order)
 
 
 def recomputed(plan: Plan, local: Sequence[fx.Graph]) -> tuple[frozenset[str], ...]:
@@ -309,8 +324,10 @@ def realize(program: Program, plan: Plan, analysis: Analysis | None = None, rule
 def _heading(program: Program, plan: Plan, index: int) -> tuple[str, ...]:
     stage = plan.stages[index]
     mesh = " x ".join(f"{name} {size}" for name, size in stage.mesh)
+    numbers = plan.blocks_of(index)
+    blocks = ", ".join(map(str, numbers)) if plan.order else f"{numbers[0]} to {numbers[-1]}"
     return (
-        f"Stage {index} of {len(plan.stages)} of {program.name}: blocks {stage.blocks[0]} to {stage.blocks[1] - 1}.",
+        f"Stage {index} of {len(plan.stages)} of {program.name}: blocks {blocks}.",
         "",
         f"Mesh {mesh}; one of {plan.microbatches} microbatches ({plan.schedule}). Emitted by autopart; may be edited.",
     )

@@ -66,8 +66,7 @@ def reshardings(plan: Plan, analysis: Analysis, cluster: Cluster) -> list[Reshar
     if not axes:
         return []
     strategies, storage = read_strategies(analysis, plan, axes)
-    boundaries = [stage.blocks[0] for stage in plan.stages] + [plan.stages[-1].blocks[1]]
-    found = build(analysis, boundaries, axes, strategies, storage)
+    found = build(analysis, plan.boundaries, axes, strategies, storage, order=plan.order)
     sizes = dict(axes)
     rows: dict[tuple[int, str, str, str, str, str, str, str], list[float]] = {}
     for index, (stage, graph) in enumerate(zip(found.stages, found.local, strict=True)):

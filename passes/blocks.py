@@ -1,10 +1,12 @@
 """Blocks: the pieces of a graph that pipeline stages are made of, and which of them repeat.
 
 Values that depend on no parameter and on no chance (masks, position ids, rotary tables) are *free*: every stage that
-uses one computes it itself (RaNNC's cloning, arXiv 2103.16063, section III-A). The other ops form a chain in the order
-of the graph; any run of that chain is convex, since the order is topological. The chain is cut where few values cross:
-at the positions where the number of crossing values is at a local minimum, which are the residual streams between
-sublayers. Blocks with equal text, up to the names of what they read, repeat and are folded.
+uses one computes it itself (RaNNC's cloning, arXiv 2103.16063, section III-A). The other ops form a chain in an order
+of the graph, branch by branch; any run of it is convex, since the order is topological, and for the same reason blocks
+depend on earlier ones alone. The chain is cut where few values cross: at the positions where the number of crossing
+values is at a local minimum, which are the residual streams between sublayers. Blocks are the nodes of a graph
+(:func:`block_edges`), which need be no chain. Blocks with equal text, up to the names of what they read, repeat and are
+folded.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from autopart.passes.graph import Value
 from autopart.passes.program import Role
 from autopart.passes.sizes import extent
 
+_FEWER = 0.9
+"""Ops are taken out of their order in the graph if that leaves less than this share of the values alive."""
 _MOST_SHARE = 1 / 12
 """A block that holds more than this share of the work is cut further, where the fewest bytes cross."""
 
@@ -73,8 +77,35 @@ def updates_buffers(node: fx.Node) -> bool:
 
 
 def chain(graph: fx.Graph, free: set[fx.Node]) -> list[fx.Node]:
-    """The ops that are not free, in order (``getitem`` and sizes belong to the op that they read)."""
-    return [node for node in graph.nodes if graphs.is_op(node) and node not in free]
+    """The ops that are not free, in order (``getitem`` and sizes belong to the op that they read).
+
+    Branches that the model computes in turns come one after the other, if fewer values are alive that way.
+    """
+    ops = [node for node in graph.nodes if graphs.is_op(node) and node not in free]
+    apart = _branch_by_branch(ops)
+    own, other = (sum(map(len, crossing(order))) for order in (ops, apart))
+    return apart if other < _FEWER * own else ops
+
+
+def _branch_by_branch(ops: Sequence[fx.Node]) -> list[fx.Node]:
+    """An order of the graph that follows each op by one that reads it, as long as there is one that can be next."""
+    inside = set(ops)
+    sources = {node: {v.node for v in graphs.inputs(node) if v.node in inside} for node in ops}
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    for node in ops:
+        for source in sources[node]:
+            readers.setdefault(source, []).append(node)
+    missing = {node: len(found) for node, found in sources.items()}
+    ready = [node for node in reversed(ops) if not missing[node]]
+    found: list[fx.Node] = []
+    while ready:
+        node = ready.pop()
+        found.append(node)
+        for reader in reversed(readers.get(node, ())):
+            missing[reader] -= 1
+            if not missing[reader]:
+                ready.append(reader)
+    return found
 
 
 def value_bytes(value: Value, batch: int) -> int:
@@ -155,6 +186,18 @@ def _refine(
         cut,
         *_refine(ops, lives, weight, batch, cut, end, limit),
     ]
+
+
+def block_edges(blocks: Sequence[Block]) -> tuple[tuple[int, int], ...]:
+    """(block, block that reads a value of it), each pair once, from lower to higher numbers."""
+    home = {node: block.index for block in blocks for node in block.nodes}
+    pairs = {
+        (home[value.node], index)
+        for node, index in home.items()
+        for value in graphs.inputs(node)
+        if home.get(value.node, index) != index
+    }
+    return tuple(sorted(pairs))
 
 
 def find_blocks(graph: fx.Graph, free: set[fx.Node], weight: Callable[[fx.Node], float], batch: int) -> list[Block]:

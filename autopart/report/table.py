@@ -17,7 +17,7 @@ _HEADERS = (
 
 def plan_text(plan: Plan) -> str:
     """The header lines and the stages' table."""
-    return "\n".join([*plan_header(plan), "", stage_table(plan.stages)])
+    return "\n".join([*plan_header(plan), "", stage_table(plan.stages, plan.order)])
 
 
 def plan_header(plan: Plan) -> list[str]:
@@ -58,15 +58,17 @@ def format_layers(layers: Sequence[str]) -> str:
     )
 
 
-def stage_table(stages: Sequence[StagePlan]) -> str:
-    return tabulate([_stage_row(index, stage) for index, stage in enumerate(stages)], headers=_HEADERS)
+def stage_table(stages: Sequence[StagePlan], order: Sequence[int] = ()) -> str:
+    """A row per stage. order: of the blocks, as in the plan."""
+    return tabulate([_stage_row(index, stage, order) for index, stage in enumerate(stages)], headers=_HEADERS)
 
 
-def _stage_row(index: int, stage: StagePlan) -> tuple[object, ...]:
+def _stage_row(index: int, stage: StagePlan, order: Sequence[int]) -> tuple[object, ...]:
+    first, end = stage.blocks
     return (
         index,
         format_devices(stage.devices),
-        f"{stage.blocks[0]}-{stage.blocks[1] - 1}",
+        format_devices(order[first:end]) if order else f"{first}-{end - 1}",
         " x ".join(f"{name} {size}" for name, size in stage.mesh),
         format_count(stage.parameters),
         format_seconds(stage.forward_s),

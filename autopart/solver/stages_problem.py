@@ -266,15 +266,36 @@ class StageProblem:
         """
         if len(cuts) != len(blocks) - 1:
             raise ValueError(f"{len(blocks)} blocks with {len(cuts)} cut positions between them")
+        ends, all_cuts = chain_positions(len(blocks), together), (Cut(), *cuts, Cut())
+        sets, found = tuple((1 << end) - 1 for end in ends), tuple(all_cuts[end] for end in ends)
+        return StageProblem.row(
+            *(blocks, sets, found, microbatches, in_flight, capacity_bytes, overhead_bytes, tied, pins, kept, layers)
+        )
+
+    @staticmethod
+    def row(
+        blocks: Sequence[Block],
+        positions: Sequence[int],
+        cuts: Sequence[Cut],
+        microbatches: int,
+        in_flight: Sequence[int],
+        capacity_bytes: Sequence[float],
+        overhead_bytes: float = 0.0,
+        tied: Sequence[TiedGroup] = (),
+        pins: Sequence[tuple[int, int]] = (),
+        kept: Sequence[KeptGroup] = (),
+        layers: Sequence[Layer] = (),
+    ) -> StageProblem:
+        """Stages of one shape one after the other, of a graph of blocks. cuts: one per position."""
         if len(capacity_bytes) != len(in_flight):
             raise ValueError(f"{len(in_flight)} stages with {len(capacity_bytes)} capacities")
         count = len(in_flight)
-        ends, all_cuts = chain_positions(len(blocks), together), (Cut(), *cuts, Cut())
-        in_order = (tuple(all_cuts[end] for end in ends),)
-        shape = Shape(tuple(blocks), in_order, overhead_bytes, tuple(tied), kept=tuple(kept), layers=tuple(layers))
+        shape = Shape(
+            tuple(blocks), (tuple(cuts),), overhead_bytes, tuple(tied), kept=tuple(kept), layers=tuple(layers)
+        )
         return StageProblem(
             (shape,),
-            tuple((1 << end) - 1 for end in ends),
+            tuple(positions),
             tuple(Slot(stage, stage + 1, 0, size) for stage, size in enumerate(capacity_bytes)),
             (0,) * (count + 1),
             (count,),
@@ -300,6 +321,10 @@ class StageProblem:
     def boundaries(self, way: Way) -> tuple[int, ...]:
         """How many blocks lie before each cut of a way, its two ends included."""
         return (0, *(self.positions[step.last].bit_count() for step in way))
+
+    def order(self, way: Way) -> tuple[int, ...]:
+        """The blocks stage after stage, by number in each."""
+        return tuple(block for step in way for block in self.blocks_between(step.first, step.last))
 
     def cut_at(self, position: int, shape: int = 0, link: int = 0) -> Cut:
         return self.shapes[shape].cuts[link][position]

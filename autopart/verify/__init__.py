@@ -115,6 +115,13 @@ def refit(plan: Plan, fingerprint: str, analysis: Analysis) -> Plan:
 
     Raises VerifyError when the plan does not name a stage's first op, or float64 has no such op (a cast).
     """
+    if plan.order:
+        if len(plan.order) != len(analysis.blocks):
+            raise VerifyError(
+                f"the plan's stages are no ranges of blocks, and in float64 the model has {len(analysis.blocks)} "
+                f"blocks instead of {len(plan.order)}; give --cluster instead"
+            )
+        return replace(plan, fingerprint=fingerprint)
     starts = {key: analysis.block_of[node] for node, key in analysis.keys.items() if node in analysis.block_of}
     cuts = [0]
     for index, stage in enumerate(plan.stages[1:], 1):

@@ -1,0 +1,45 @@
+"""Where an analysed program can be cut between stages, and which values cross there.
+
+Blocks are the nodes of a graph (:func:`autopart.passes.blocks.block_edges`). Of a chain every beginning is a position;
+of other graphs sets of blocks closed under dependence are (:mod:`autopart.solver.stages_order`), so that a stage may
+take half of each of two branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopart.analysis import Analysis
+from autopart.passes import graph as graphs
+from autopart.passes.blocks import block_edges
+from autopart.passes.graph import Value
+from autopart.solver.stages_order import positions
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """sets: of blocks as bits, the empty one first and the full one last. crossings: per position the values made in
+    it and read outside of it. complete: whether no convex division is left out.
+    """
+
+    sets: tuple[int, ...]
+    crossings: tuple[tuple[Value, ...], ...]
+    complete: bool
+
+    @staticmethod
+    def of(analysis: Analysis, together: Sequence[Sequence[int]] = ()) -> Positions:
+        """The positions of a program's blocks. together: groups of blocks that no position parts."""
+        block_of = analysis.block_of
+        readers: dict[Value, int] = {}
+        for node, index in block_of.items():
+            for value in graphs.inputs(node):
+                if block_of.get(value.node, index) != index:
+                    readers[value] = readers.get(value, 0) | 1 << index
+        makers = {value: 1 << block_of[value.node] for value in readers}
+        found, complete = positions(len(analysis.blocks), block_edges(analysis.blocks), together)
+        crossings = tuple(
+            tuple(value for value, outside in readers.items() if makers[value] & mask and outside & ~mask)
+            for mask in found
+        )
+        return Positions(found, crossings, complete)

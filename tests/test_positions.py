@@ -1,0 +1,158 @@
+"""Stages of graphs that are no chains: where they can be cut, and plans whose stages are no ranges of blocks."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopart.verify
+from autopart.analysis import Analysis, analyze
+from autopart.passes import graph as graphs
+from autopart.passes.blocks import block_edges
+from autopart.pins import read_pins
+from autopart.plan import Plan, StagePlan
+from autopart.planner import make_plan
+from autopart.positions import Positions
+from autopart.realize import realize
+from autopart.report.table import stage_table
+from autopart.runtime.errors import PlanError
+from autopart.verify import compare_emitted, prepare
+from autopart.verify.subject import Subject
+from clusters import ideal
+from launch import run_kept_job
+
+
+class Towers(nn.Module):
+    """Two towers of equal layers that meet at the end."""
+
+    def __init__(self, layers: int = 4, width: int = 8) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.right = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        for left, right in zip(self.left, self.right, strict=True):
+            x, y = left(x), right(y)
+        return {"loss": self.head(x * y).square().mean()}
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.weight = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.weight(self.norm(x)))
+
+
+@functools.lru_cache
+def towers() -> tuple[Subject, Analysis]:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(8, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    subject = prepare(Towers().double(), (), {"x": x, "y": y})
+    return subject, analyze(subject.program)
+
+
+def towers_of(analysis: Analysis, name: str) -> list[int]:
+    """Blocks with ops of one tower."""
+    return sorted({index for node, index in analysis.block_of.items() if graphs.module_path(node).startswith(name)})
+
+
+def test_crossings_are_what_later_stages_read() -> None:
+    _, analysis = towers()
+    found = Positions.of(analysis)
+    assert found.complete and found.crossings[0] == found.crossings[-1] == ()
+    for mask, values in zip(found.sets, found.crossings, strict=True):
+        inside = {node for node, index in analysis.block_of.items() if mask >> index & 1}
+        read = {
+            value
+            for node in analysis.block_of
+            if node not in inside
+            for value in graphs.inputs(node)
+            if value.node in inside
+        }
+        assert set(values) == read
+        # closed under dependence
+        assert all(mask >> source & 1 or not mask >> target & 1 for source, target in block_edges(analysis.blocks))
+
+
+def test_blocks_follow_branches() -> None:
+    """Towers that are written layer by layer in turns become blocks of one tower each, and can be cut apart."""
+    _, analysis = towers()
+    left, right = towers_of(analysis, "left"), towers_of(analysis, "right")
+    assert len(left) >= 4 and not set(left) & set(right)
+    sizes = {mask.bit_count() for mask in Positions.of(analysis).sets}
+    assert sizes == set(range(len(analysis.blocks) + 1))
+    assert any(mask == sum(1 << b for b in left) for mask in Positions.of(analysis).sets)
+
+
+def halves_of_both() -> Plan:
+    """The first half of each tower on stage 0, the rest on stage 1."""
+    subject, analysis = towers()
+    left, right = towers_of(analysis, "left"), towers_of(analysis, "right")
+    first = sorted([*left[: len(left) // 2], *right[: len(right) // 2]])
+    count = len(analysis.blocks)
+    order = (*first, *(block for block in range(count) if block not in first))
+    stages = tuple(
+        StagePlan((stage,), (("dp", 1),), span) for stage, span in enumerate(pairwise((0, len(first), count)))
+    )
+    program = subject.program
+    return Plan(program.fingerprint, program.name, "local", 8, "float64", "1f1b", 4, stages, order=order)
+
+
+def test_a_stage_has_half_of_each_tower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a plan trains as the model does in one process: the loss, all gradients, three steps of AdamW."""
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
+    subject, analysis = towers()
+    plan = halves_of_both()
+    assert plan.order != tuple(range(len(plan.order)))
+    assert Plan.from_json(plan.to_json()) == plan
+    emitted = realize(subject.program, plan, analysis)
+    for number, stage in enumerate(("stage_0.py", "stage_1.py")):
+        text = emitted.files[stage]
+        assert "left" in text and "right" in text and ("head" in text) == (number == 1)
+    emitted.save(tmp_path / "program")
+    result = compare_emitted(tmp_path / "program", subject, plan=plan)
+    assert result.equal, result
+
+
+def test_planned_towers() -> None:
+    """The planner's own divisions may be no ranges; where a tower is pinned to the later stages they are not."""
+    subject, analysis = towers()
+    pins = {"left.3": 0, "right.0": 1}
+    plan = make_plan(
+        subject.program, ideal(2), pp=2, tp=1, microbatches=4, recompute="none", pins=pins, analysis=analysis
+    )
+    assert set(towers_of(analysis, "left")) <= set(plan.blocks_of(0))
+    assert set(towers_of(analysis, "right")) <= set(plan.blocks_of(1))
+    assert plan.fingerprint and realize(subject.program, plan, analysis).files
+    order = halves_of_both().order
+    assert ", " in stage_table(halves_of_both().stages, order).splitlines()[2]
+    swapped = {"left.0": 1, "right.3": 0}
+    plan = make_plan(
+        subject.program, ideal(2), pp=2, tp=1, microbatches=4, recompute="none", pins=swapped, analysis=analysis
+    )
+    assert set(towers_of(analysis, "right")) <= set(plan.blocks_of(0)) and plan.order
+    pinned = read_pins(analysis, stages={"left.0": 0})
+    assert len(pinned.stages) > 1 and pinned.most_stages == len(analysis.blocks) - len(pinned.stages) + 1
+
+
+def test_what_an_order_is() -> None:
+    subject, analysis = towers()
+    plan = halves_of_both()
+    with pytest.raises(PlanError, match="order: every block"):
+        replace(plan, order=plan.order[1:])
+    backward = replace(plan, order=tuple(reversed(plan.order)))
+    with pytest.raises(PlanError, match="values go to later stages only"):
+        realize(subject.program, backward, analysis)
+    with pytest.raises(PlanError, match="no division into stages has"):
+        read_pins(analysis, stages={"left.3": 0, "left.0": 1})
