@@ -17,12 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from autopart.runtime.collectives import broadcast_in_place
 from autopart.runtime.errors import InputError
 from autopart.runtime.holding import Entry, holding_of
-from autopart.runtime.links import dtype_of
 from autopart.runtime.module import ParallelModule
-from autopart.runtime.state import gather_parameter
+from autopart.runtime.state import whole_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
@@ -61,13 +59,12 @@ def load_weights(folder: str | Path, model: nn.Module, strict: bool = True) -> t
     unexpected = sorted(name for name in homes if name not in known)
     if strict and (missing or unexpected):
         raise InputError(f"{folder} does not fit the model: missing {missing[:8]}, unexpected {unexpected[:8]}")
-    open_ = _safetensors().safe_open
     files: dict[Path, list[Entry]] = {}
     for name, stored in found.items():
         files.setdefault(homes[stored], []).append(holding.entries[name])
     for read in (False, True):
         for path, entries in files.items():
-            with open_(path, framework="pt") as file:
+            with _opened(path) as file:
                 for entry in entries:
                     _take(file.get_slice(found[entry.name]), entry, path, read)
     return missing, unexpected
@@ -95,7 +92,10 @@ def _homes(folder: Path) -> dict[str, Path]:
     if folder.is_file():
         single = folder
     elif (folder / INDEX).is_file():
-        placed = json.loads((folder / INDEX).read_text())["weight_map"]
+        try:
+            placed = dict(json.loads((folder / INDEX).read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{folder / INDEX} is no index of weights ({error!r}); write it again") from error
         absent = sorted({file for file in placed.values() if not (folder / file).is_file()})
         if absent:
             raise InputError(f"{folder / INDEX} names {absent}, which are not there")
@@ -104,8 +104,19 @@ def _homes(folder: Path) -> dict[str, Path]:
         single = folder / SINGLE
     if not single.is_file():
         raise InputError(f"{folder} holds neither {SINGLE} nor {INDEX}")
-    with _safetensors().safe_open(single, framework="pt") as file:
+    with _opened(single) as file:
         return dict.fromkeys(file.keys(), single)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    open_ = _safetensors().safe_open
+    try:
+        file = open_(path, framework="pt")
+    except Exception as error:
+        raise InputError(f"{path} is no readable safetensors file ({error}); write it again") from error
+    with file:
+        yield file
 
 
 def _safetensors() -> Any:
@@ -134,31 +145,16 @@ def save_weights(folder: str | Path, model: ParallelModule, shard_bytes: int = S
         files.append({name: _bytes(tensor) for name, tensor in waiting.items()})
         waiting.clear()
 
-    for name, tensor in _whole_tensors(model):
+    for spec, tensor in whole_tensors(model.manifest, model.mesh, model._own_tensors()):
         if first:
             if waiting and sum(map(_bytes, waiting.values())) + _bytes(tensor) > shard_bytes:
                 write()
-            waiting[name] = tensor
+            waiting[spec.name] = tensor.to("cpu", copy=True)
     if first:
         write()
         _name_files(target, files)
     if model.mesh.world_size > 1:
         dist.barrier()
-
-
-def _whole_tensors(model: ParallelModule) -> Iterator[tuple[str, Tensor]]:
-    """Every persistent tensor, whole, on all ranks; on the CPU."""
-    manifest, mesh, own = model.manifest, model.mesh, model._own_tensors()
-    for spec in manifest.parameters:
-        if not spec.persistent:
-            continue
-        owner = mesh.place_of[spec.stages[0]]
-        if mesh.pipeline.index == owner:
-            tensor = gather_parameter(spec, mesh, own[spec.name].detach())
-        else:
-            tensor = torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device=mesh.device)
-        broadcast_in_place(tensor, mesh.pipeline, owner, "step")
-        yield spec.name, tensor.to("cpu", copy=True) if mesh.rank == 0 else tensor
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -24,20 +24,30 @@ def gather_state(
     than one whole tensor.
     """
     state: dict[str, Tensor] = {}
-    for spec in manifest.parameters:
-        if not spec.persistent:
-            continue
-        owner = mesh.place_of[spec.stages[0]]
-        if mesh.pipeline.index == owner:
-            whole = gather_parameter(spec, mesh, tensors[spec.name].detach())
-        else:
-            whole = torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device=mesh.device)
-        broadcast_in_place(whole, *mesh.route_from(spec.stages[0]), "step")
+    for spec, whole in whole_tensors(manifest, mesh, tensors):
         if not rank0_only or mesh.rank == 0:
             # A copy even where nothing was gathered: the next step must not change a state that was taken.
             kept = whole.to("cpu", copy=True)
             state.update(dict.fromkeys((spec.name, *spec.aliases), kept))
     return state
+
+
+def whole_tensors(
+    manifest: Manifest, mesh: Mesh, tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[ParameterSpec, Tensor]]:
+    """Every persistent parameter and buffer, whole on every rank, one after the other. All ranks take part.
+
+    tensors: this rank's shares by their spec's name. What is whole already is not copied.
+    """
+    for spec in manifest.parameters:
+        if not spec.persistent:
+            continue
+        if spec.stages[0] in mesh.stages:
+            whole = gather_parameter(spec, mesh, tensors[spec.name].detach())
+        else:
+            whole = torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device=mesh.device)
+        broadcast_in_place(whole, *mesh.route_from(spec.stages[0]), "step")
+        yield spec, whole
 
 
 def gather_parameter(spec: ParameterSpec, mesh: Mesh, tensor: Tensor) -> Tensor:
@@ -53,20 +63,23 @@ def load_state(
 ) -> tuple[list[str], list[str]]:
     """Copies each rank's share of the full tensors into its own. Returns the missing and the unexpected names.
 
-    One name of a tied parameter is enough. Raises InputError when ``strict`` and names are missing or unexpected.
+    One name of a tied parameter is enough. Raises InputError for another shape, and when ``strict`` for missing or
+    unexpected names, on every rank and before anything is copied.
     """
-    known = {name for spec in manifest.parameters for name in (spec.name, *spec.aliases)}
-    unexpected = [name for name in state if name not in known]
-    missing: list[str] = []
-    for spec in manifest.parameters:
-        names = [name for name in (spec.name, *spec.aliases) if name in state]
-        if not names:
-            if spec.persistent:
-                missing.append(spec.name)
-            continue
-        if spec.name in tensors:
-            with torch.no_grad():
-                tensors[spec.name].copy_(local_share(state[names[0]], spec, mesh))
+    specs = {name: spec for spec in manifest.parameters for name in (spec.name, *spec.aliases)}
+    found = {spec.name: name for name, spec in reversed(specs.items()) if name in state}
+    unexpected = [name for name in state if name not in specs]
+    missing = [spec.name for spec in manifest.parameters if spec.persistent and spec.name not in found]
+    for name in found.values():
+        if tuple(state[name].shape) != specs[name].shape:
+            raise InputError(
+                f"the state does not fit the model: {name} has the shape {list(state[name].shape)}, expected is "
+                f"{list(specs[name].shape)}"
+            )
     if strict and (missing or unexpected):
         raise InputError(f"the state does not fit the model: missing {missing}, unexpected {unexpected}")
+    with torch.no_grad():
+        for own, name in found.items():
+            if own in tensors:
+                tensors[own].copy_(local_share(state[name], specs[name], mesh))
     return missing, unexpected

@@ -28,6 +28,7 @@ from autopart.runtime.errors import BatchError, PlanError
 from autopart.runtime.placement import REPLICATE, Placement, shard, take_share
 from autopart.runtime.resharding import Message, Side, backward_messages, forward_messages, local_shape
 from autopart.verify import Subject, compare_emitted, prepare
+from autopart.weights import load_weights, save_weights
 from clusters import ideal
 from families import family
 from launch import launch, run_kept_job
@@ -254,6 +255,7 @@ def as_users_do(directory: str, folder: str, batch: dict[str, Tensor]) -> dict[s
             model(**wrong)
         refused[key] = str(error.value)
     checkpoint.save(Path(folder) / "saved", model, optimizer, step=1)
+    save_weights(Path(folder) / "weights", model)
     state = model.state_dict()
     model.load_state_dict({name: tensor * 0 for name, tensor in state.items()})
     again = model.state_dict()
@@ -301,6 +303,10 @@ def test_what_users_call(tmp_path: Path) -> None:
         assert "multiples of" in item["refused"]["odd"] and "global" in item["refused"]["local"]
         for phase in ("forward", "backward"):
             assert item["sent"].get(phase, 0) == sent_bytes(emitted, rank, phase), (rank, phase)
+    written = copy.deepcopy(subject.model)
+    load_weights(tmp_path / "weights", written)
+    for name, tensor in written.state_dict().items():
+        torch.testing.assert_close(tensor, plain["state"][name], rtol=1e-8, atol=1e-8, msg=name)
     again = copy.deepcopy(subject.model)
     checkpoint.load(tmp_path / "saved", again, strict=False)
     for name, tensor in again.state_dict().items():

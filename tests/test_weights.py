@@ -96,6 +96,11 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(InputError, match="which are not there"):
         load_weights(tmp_path, other)
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(InputError, match=r"index.json is no index of weights"):
+        load_weights(tmp_path, other)
+    with pytest.raises(InputError, match="no readable safetensors file"):
+        load_weights(tmp_path / "model.safetensors.index.json", other)
     with pytest.raises(InputError, match="holds neither"):
         load_weights(tmp_path / "nothing", other)
 
