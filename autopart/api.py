@@ -15,19 +15,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopart.runtime.errors import AutopartError, ClusterError, PlanError
-from autopart.runtime.inputs import BatchMode
+from autopart.runtime.inputs import BatchMode, Returned, check_modes
 from autopart.runtime.mesh import connect, job_size, pick_device
 from autopart.runtime.module import ParallelModule
 from autopart.weights import load_weights, save_weights
-
-CONSTANTS_FILE = "constants.pt"
 
 
 def load(
@@ -37,17 +35,11 @@ def load(
 
     originals: the model, or its parameters and buffers by name; None: weights start as zeros, to be filled by
     ``load_state_dict``. options: those of :class:`autopart.runtime.ParallelModule`. Raises ClusterError when the job
-    has another number of processes than the plan, PlanError when the folder holds no program.
+    has another number of processes than the plan, PlanError when the folder holds no program, or one of another model.
     """
-    directory = Path(directory)
-    tensors: dict[str, Tensor | None] = {}
-    constants = directory / CONSTANTS_FILE
-    if constants.exists():
-        tensors.update(torch.load(constants, weights_only=True))
     if isinstance(originals, nn.Module):
         originals = tensors_of(originals)
-    tensors.update(originals or {})
-    return ParallelModule(directory, tensors, **options)
+    return ParallelModule(directory, originals, **options)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor | None]:
@@ -65,7 +57,7 @@ def parallelize(
     plan: Any = None,
     loss_fn: Callable[..., Tensor] | None = None,
     batch: BatchMode = "global",
-    outputs: Literal["loss", "all"] = "loss",
+    outputs: Returned = "loss",
     batch_dims: Mapping[str, int | None] | None = None,
     directory: str | Path | None = None,
     verbose: bool = True,
@@ -97,6 +89,10 @@ def parallelize(
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"parallelize takes an nn.Module, got {type(model).__name__}")
+    check_modes(batch, outputs)
+    if plan is not None and (limits or cluster is not None):
+        named = ", ".join([*limits, *(["cluster"] if cluster is not None else [])])
+        raise PlanError(f"a plan is given, which says all that {named} would; leave out one or the other")
     parallelized = Parallelized(
         model,
         {
@@ -129,7 +125,7 @@ class Parallelized(nn.Module):
     are this rank's shares. ``parallel`` is the program, None before.
     """
 
-    def __init__(self, model: nn.Module, settings: dict[str, Any], batch: BatchMode, outputs: Literal["loss", "all"]):
+    def __init__(self, model: nn.Module, settings: dict[str, Any], batch: BatchMode, outputs: Returned):
         super().__init__()
         # Not registered: before the first call parameters() is the model's, afterwards the program's.
         object.__setattr__(self, "original", model)
@@ -214,6 +210,11 @@ class Parallelized(nn.Module):
         if parallel.mesh.rank == 0 and settings["verbose"]:
             print(files["plan.txt"].decode(), f"\nstages in {directory}", sep="", file=sys.stderr, flush=True)
         return parallel
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Parallelized:
+        """What ``to``, ``half`` and their like call: the original is converted, once planned it stays as it is."""
+        self._current._apply(fn, recurse)
+        return self
 
     def train(self, mode: bool = True) -> Parallelized:
         self.training = mode
@@ -337,7 +338,8 @@ def _compile(
     emitted.files["plan.txt"] = plan_text(plan)
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "program"
-        emitted.constants.clear()  # every rank has the model itself
+        for name in tensors_of(model):  # which every rank has itself
+            emitted.constants.pop(name, None)
         emitted.save(target)
         return {path.name: path.read_bytes() for path in target.iterdir()}
 

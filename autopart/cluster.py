@@ -203,6 +203,8 @@ class Cluster:
             data = tomllib.loads(Path(path).read_text())
         except OSError as error:
             raise ClusterError(f"cannot read the cluster file {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ClusterError(f"{path} is not a text file; expected is a cluster file (.toml)") from error
         except tomllib.TOMLDecodeError as error:
             raise ClusterError(f"{path} is not valid TOML: {error}") from error
         return Cluster(

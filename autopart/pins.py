@@ -45,6 +45,8 @@ def read_pins(
     """
     if isinstance(together, str) or any(isinstance(group, str) for group in together):
         raise PlanError('together is a list of groups of patterns, such as [["encoder.*", "embed"]]')
+    if not isinstance(stages or {}, Mapping):
+        raise PlanError('pins has a stage for each pattern, such as {"decoder.layers.3": 2}')
     groups = tuple(tuple(sorted({b for pattern in group for b in _blocks(analysis, pattern)})) for group in together)
     groups = tuple(group for group in groups if group)
     wanted: dict[int, tuple[int, str]] = {}  # block -> stage, and the pattern that says so

@@ -68,11 +68,11 @@ class StagePlan:
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.mesh]
+        _require(bool(self.mesh) and names[0] == "dp", f"mesh: the first axis is 'dp', found {names}; write ['dp', 1]")
         _require(
             not self.shares or (len(self.shares) == self.mesh[0][1] and min(self.shares) >= 1),
             f"shares: a part of at least 1 for each replica, found {list(self.shares)}",
         )
-        _require(bool(self.mesh) and names[0] == "dp", f"mesh: the first axis is 'dp', found {names}; write ['dp', 1]")
         _require(len(set(names)) == len(names), f"mesh: two axes are both called one of {names}; rename one")
         _require(all(size >= 1 for _, size in self.mesh), "mesh: an axis has at least 1 device")
         _require(all(name.isidentifier() for name in names), f"mesh: axis names are identifiers, found {names}")

@@ -25,7 +25,7 @@ from autopart.passes.program import Program
 from autopart.passes.rules import RULES, RuleBook
 from autopart.pins import read_pins
 from autopart.plan import DROPOUT, Plan, check_warmup
-from autopart.runtime.errors import BatchError, PlanError
+from autopart.runtime.errors import BatchError, ClusterError, PlanError
 from autopart.runtime.schedule import NAMES
 from autopart.solver.search import Considered, Degrees, Evaluation, UnlikeMeshes, degrees, read_axes, search
 from autopart.solver.tensor_problem import relative_gap
@@ -85,6 +85,12 @@ def make_plan(
     model's batch may not be split that way, PlanError for contradicting limits.
     """
     start = time.perf_counter()
+    if not isinstance(cluster, Cluster):
+        raise ClusterError(f"make_plan takes a Cluster, such as Cluster.parse('8xH100'), not {cluster!r}")
+    counts = {"batch": batch, "pp": pp, "dp": dp, "microbatches": microbatches, "virtual": virtual}
+    for name, count in counts.items():
+        if count is not None and not (_is_whole(count) and count >= 1):
+            raise PlanError(f"{name} is a whole number of at least 1, not {count!r}")
     analysis = analysis or analyze(program, rules)
     batch = batch or program.batch
     if recompute not in RECOMPUTE:
@@ -94,7 +100,7 @@ def make_plan(
     if meshes not in MESHES:
         raise PlanError(f"meshes is one of {', '.join(MESHES)}, not {meshes!r}")
     scheme = _scheme(tensor_scheme)
-    if zero not in (None, *LEVELS):
+    if zero is not None and not (_is_whole(zero) and zero in LEVELS):
         raise PlanError(f"zero is one of {', '.join(map(str, LEVELS))} or None (chosen), not {zero!r}")
     if zero and schedule == "2bw":
         raise PlanError("the schedule 2bw keeps two versions of whole weights; leave zero out, or use 2bw-flush")
@@ -108,7 +114,7 @@ def make_plan(
     schedules = _schedules(program, schedule, virtual)
     schedule = schedules[0][0] if len(schedules) == 1 else "auto"
     if warmup is not None and not isinstance(warmup, int):
-        warmup, pp = tuple(warmup), pp or len(warmup)
+        warmup, pp = tuple(warmup), pp or max(1, len(warmup))
         check_warmup(schedule, warmup, pp)
     elif warmup is not None:
         check_warmup(schedule, (warmup,), 1)
@@ -160,6 +166,10 @@ def make_plan(
         notes=(*plan.notes, *(_unfit(candidates, answer.config) if isinstance(answer, Answer) else ())),
         considered=tuple(_row(item) for item in result.considered),
     )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def unlike_can_win(cluster: Cluster, best: Evaluation[Answer | UnlikeAnswer] | None) -> bool:

@@ -17,6 +17,7 @@ from autopart.passes.amounts import ONE, ZERO, Amount, constant, numel, product,
 from autopart.passes.graph import Value, inputs, is_op, outputs
 from autopart.passes.saved import is_differentiated, needs_gradient, saved_inside, saved_values
 from autopart.passes.storage import argument, is_view, op_name
+from autopart.runtime.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,10 +239,10 @@ def parameter_bytes(
 ) -> ParameterBytes:
     """Weight, gradient and optimizer state of a parameter; torch's optimizers keep their state in its dtype.
 
-    Raises ValueError for unknown optimizers.
+    Raises PlanError for unknown optimizers.
     """
     if optimizer not in _OPTIMIZER_TENSORS:
-        raise ValueError(f"unknown optimizer {optimizer!r}; known: {', '.join(_OPTIMIZER_TENSORS)}")
+        raise PlanError(f"optimizer is one of {', '.join(_OPTIMIZER_TENSORS)}, not {optimizer!r}")
     weight = torch.Size(shape).numel() * dtype.itemsize
     if not trainable:
         return ParameterBytes(weight, 0, 0)

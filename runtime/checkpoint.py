@@ -183,6 +183,8 @@ def load(
     group = checkpoint_group()
     path = shared(group, on_first(group, lambda: folders.resolve(Path(directory).absolute())))
     common = everywhere(group, lambda: read_common(path))
+    if scheduler is not None and common["scheduler"] is None:
+        raise CheckpointError(f"{path} was saved without a scheduler; leave scheduler out")
     optimizers = optimizers_in(optimizer)
     if isinstance(model, Starting) and model.parallel is None:
         weights = any(p.is_meta for p in model.original.parameters())
@@ -193,8 +195,6 @@ def load(
     else:
         everywhere(group, lambda: _fill(path, common, model, optimizers, strict))
     if scheduler is not None:
-        if common["scheduler"] is None:
-            raise CheckpointError(f"{path} was saved without a scheduler; leave scheduler out")
         scheduler.load_state_dict(common["scheduler"])
     set_random_state(common["random"])
     return Loaded(path, common["step"], common["extra"])

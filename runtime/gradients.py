@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -271,17 +272,36 @@ class GradientSums:
 
 @contextmanager
 def separate_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None]]:
-    """Inside, the parameters have no gradients; afterwards the list holds those made inside, and ``.grad`` the old."""
+    """Inside, the parameters have no gradients; afterwards the list holds those made inside, and ``.grad`` the old.
+
+    The user's hooks on the parameters rest: they are called when the script's ``backward()`` hands the gradients out.
+    """
     kept = [p.grad for p in parameters]
+    resting = [(hooks, _foreign(hooks)) for p in parameters for hooks in _hooks_of(p)]
     made: list[Tensor | None] = []
     for parameter in parameters:
         parameter.grad = None
+    for hooks, foreign in resting:
+        for key in foreign:
+            del hooks[key]
     try:
         yield made
         made.extend(p.grad for p in parameters)
     finally:
         for parameter, gradient in zip(parameters, kept, strict=True):
             parameter.grad = gradient
+        for hooks, foreign in resting:
+            hooks.update(foreign)
+
+
+def _hooks_of(parameter: nn.Parameter) -> list[dict[int, Any]]:
+    """The hooks by number, as torch holds them."""
+    found = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return [hooks for hooks in found if hooks]
+
+
+def _foreign(hooks: dict[int, Any]) -> dict[int, Any]:
+    return {key: hook for key, hook in hooks.items() if not str(hook.__module__).startswith("autopart.runtime.")}
 
 
 def average_buffers(manifest: Manifest, mesh: Mesh, buffers: dict[str, Tensor]) -> None:

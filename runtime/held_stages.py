@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -68,6 +68,17 @@ class HeldStages(nn.Module):
         if assign:
             raise PlanError("load_state_dict(assign=True) would undo the division of the weights; leave assign out")
         return _IncompatibleKeys(*load_state(self.manifest, self.mesh, self._own_tensors(), state_dict, strict))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HeldStages:
+        """What ``to``, ``half`` and their like call. Raises PlanError where the function would change a tensor."""
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            probe = fn(tensor.new_empty(0))
+            if (probe.dtype, probe.device) != (tensor.dtype, tensor.device):
+                raise PlanError(
+                    f"{name} is {tensor.dtype} on {tensor.device}, which the model was planned for, and would become "
+                    f"{probe.dtype} on {probe.device}; convert the model before it is planned"
+                )
+        return self
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """This rank's parameters and buffers by their spec's name."""

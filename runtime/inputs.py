@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from autopart.runtime.mesh import Mesh
 from autopart.runtime.structure import flatten
 
 BatchMode = Literal["global", "local"]
+Returned = Literal["loss", "all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,13 @@ class Division:
             whole = self.batch // self.microbatches
             return microbatch * whole + whole * sum(self.shares[: self.replica]) // sum(self.shares)
         return (self.replica * self.microbatches + microbatch) * self.samples
+
+
+def check_modes(batch: str, outputs: str) -> None:
+    """Raises InputError: another word for how batches are passed would train on wrong parts of them."""
+    for name, value, known in (("batch", batch, BatchMode), ("outputs", outputs, Returned)):
+        if value not in get_args(known):
+            raise InputError(f"{name} is one of {', '.join(map(repr, get_args(known)))}, not {value!r}")
 
 
 def bind(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

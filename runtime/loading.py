@@ -19,6 +19,8 @@ from autopart.runtime.placement import Placement, local_cuts, local_size, shard,
 from autopart.runtime.rng import derive_seed
 
 Originals = Mapping[str, "Tensor | None"]
+# Tensors that no state dict of the model holds, beside the stages' sources.
+CONSTANTS_FILE = "constants.pt"
 
 
 def import_file(path: Path, imports: tuple[str, ...] = ()) -> ModuleType:
@@ -76,6 +78,29 @@ def local_share(tensor: Tensor, spec: ParameterSpec, mesh: Mesh) -> Tensor:
     for cut, axis in cuts_of(spec, mesh):
         tensor = take_shard(tensor, cut, axis.index, axis.size)
     return tensor
+
+
+def starting_tensors(directory: Path, manifest: Manifest, originals: Originals | None) -> Originals:
+    """What parameters and buffers start with: the originals by name, and the program's own constants.
+
+    originals: None: what a state dict holds is left out, to be loaded later. Raises PlanError where the originals are
+    of another model, or lack a buffer that no state dict holds.
+    """
+    file = directory / CONSTANTS_FILE
+    found: dict[str, Tensor | None] = dict(torch.load(file, "cpu", weights_only=True)) if file.exists() else {}
+    found.update(originals or {})
+    for spec in manifest.parameters:
+        original = _original(spec, found)
+        if original is None and (originals is not None or not spec.persistent):
+            raise PlanError(
+                f"{spec.name!r} is a {'buffer' if spec.buffer else 'parameter'} of the program that was not given; "
+                "load the program with the model that it was made of"
+            )
+        if original is not None and original.dtype != dtype_of(spec.dtype):
+            raise PlanError(
+                f"{spec.name} is {original.dtype}, the plan was made for {spec.dtype}; convert the model, or plan again"
+            )
+    return found
 
 
 def place(stages: Mapping[int, nn.Module], manifest: Manifest, mesh: Mesh, originals: Originals) -> None:

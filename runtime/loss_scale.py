@@ -59,7 +59,7 @@ class LossScale:
         if overflown:
             for gradient in found:
                 if gradient is not None and gradient.numel():
-                    gradient.view(-1)[0] = torch.inf
+                    gradient[(0,) * gradient.dim()] = torch.inf
                     return
 
     def _overflown(self, found: Gradients) -> bool:

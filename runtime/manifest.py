@@ -246,9 +246,9 @@ class Manifest:
             data = json.loads(path.read_text())
         except OSError as error:
             raise PlanError(f"no emitted program in {directory}: {error}; write one with 'autopart emit'") from error
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise PlanError(f"{path} is not readable as JSON: {error}; emit the program again") from error
-        version = data.pop("version", None)
+        version = data.pop("version", None) if isinstance(data, dict) else None
         if version != VERSION:
             raise PlanError(f"{path} has version {version}, this autopart reads {VERSION}; emit the program again")
         try:
@@ -267,7 +267,7 @@ class Manifest:
                     "warmup": tuple(data.get("warmup", ())),  # older programs have none
                 }
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"{path} is not a complete manifest: {error}; emit the program again") from error
 
 

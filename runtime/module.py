@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,19 @@ from autopart.runtime.gradients import (
     separate_gradients,
 )
 from autopart.runtime.held_stages import HeldStages
-from autopart.runtime.inputs import BatchMode, Division, bind, check, check_equal, divide, microbatch_of
+from autopart.runtime.inputs import (
+    BatchMode,
+    Division,
+    Returned,
+    bind,
+    check,
+    check_equal,
+    check_modes,
+    divide,
+    microbatch_of,
+)
 from autopart.runtime.links import Links, dtype_of
-from autopart.runtime.loading import Originals, build_stage, place
+from autopart.runtime.loading import Originals, build_stage, place, starting_tensors
 from autopart.runtime.loss_scale import Gradients, LossScale
 from autopart.runtime.manifest import MIXED, Manifest, OutputSpec
 from autopart.runtime.mesh import Mesh
@@ -52,7 +62,8 @@ class ParallelModule(HeldStages):
     """Runs an emitted program; built on every rank of the job.
 
     directory: what was emitted. originals: the original model's parameters and buffers by name, see
-    :func:`autopart.runtime.loading.place`; None: zeros, to be filled by :meth:`load_state_dict`.
+    :func:`autopart.runtime.loading.place`; None: zeros, to be filled by :meth:`load_state_dict`. Constants of the
+    program are read from its folder.
     batch: "global": every rank is called with the same whole batch; "local": each replica with its own part.
     outputs: "loss": in training only the loss is returned, all other outputs are None; "all": all of them.
     seed: of the random numbers; by default rank 0's ``torch.initial_seed()``.
@@ -65,7 +76,8 @@ class ParallelModule(HeldStages):
 
     All ranks have to make the same calls: also of :meth:`state_dict`, which gathers the weights of all.
 
-    Raises ClusterError when the job has another size than the plan, PlanError when the emitted files contradict.
+    Raises ClusterError when the job has another size than the plan, PlanError when the emitted files or the originals
+    contradict.
     """
 
     def __init__(
@@ -74,11 +86,12 @@ class ParallelModule(HeldStages):
         originals: Originals | None = None,
         *,
         batch: BatchMode = "global",
-        outputs: Literal["loss", "all"] = "loss",
+        outputs: Returned = "loss",
         device: torch.device | None = None,
         seed: int | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
+        check_modes(batch, outputs)
         directory = Path(directory)
         manifest = Manifest.load(directory)
         mesh = Mesh(manifest, device, seed)
@@ -87,7 +100,7 @@ class ParallelModule(HeldStages):
         super().__init__(built, manifest, mesh)
         self.batch: BatchMode = batch
         self.returned = outputs
-        place(built, manifest, mesh, {} if originals is None else originals)
+        place(built, manifest, mesh, starting_tensors(directory, manifest, originals))
         tensors = self._own_tensors()
         self._parameters_in_order = {
             name: tensor

@@ -108,6 +108,48 @@ def test_gradients_accumulate_and_scale() -> None:
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-9, atol=1e-12)
 
 
+class Tabled(nn.Module):
+    """Multiplies by a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(6, 3).double(), torch.arange(1.0, 4.0, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.table * torch.tensor([2.0, 3.0, 4.0], dtype=torch.float64)
+
+
+def test_tensors_that_no_state_dict_holds() -> None:
+    weighted = nn.CrossEntropyLoss(weight=torch.arange(1.0, 4.0, dtype=torch.float64))
+    data, target, model = batch(), torch.arange(8) % 3, Tabled()
+    expected = weighted(model(data["x"]), target)
+    parallel = autopart.parallelize(model, loss_fn=weighted, verbose=False)
+    assert parallel(data["x"], targets=target).loss.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_hooks_on_parameters_see_what_is_handed_out() -> None:
+    seen: list[Tensor] = []
+    plain, original = build(), build()
+    for model in (plain, original):
+        model.first.weight.register_hook(lambda gradient: 2.0 * gradient)
+        model.first.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+    parallel = autopart.parallelize(original, verbose=False)
+    for trained in (plain, parallel):
+        for _ in range(2):
+            trained(**batch())["loss"].backward()
+    torch.testing.assert_close(original.first.weight.grad, plain.first.weight.grad, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(seen[2:], seen[:2], rtol=1e-9, atol=1e-12)
+    assert len(seen) == 4
+
+
+def test_a_model_is_converted_before_it_is_planned() -> None:
+    parallel = autopart.parallelize(build().float(), verbose=False).double()
+    parallel(**batch())["loss"].backward()
+    assert parallel.to("cpu") is parallel
+    with pytest.raises(PlanError, match="convert the model before it is planned"):
+        parallel.half()
+
+
 def test_a_separate_loss() -> None:
     def make() -> nn.Sequential:
         torch.manual_seed(0)
@@ -201,6 +243,20 @@ def test_a_plan_for_another_number_of_ranks(tmp_path: Any) -> None:
         launch(call_with, 2, {"plan": str(tmp_path / "plan.json")})
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"batch": "Local"}, InputError, "batch is one of 'global', 'local', not 'Local'"),
+        ({"outputs": "logits"}, InputError, "outputs is one of 'loss', 'all'"),
+        ({"plan": "plan.json", "tp": 2}, PlanError, "says all that tp would"),
+        ({"plan": "plan.json", "cluster": "cpu:1"}, PlanError, "says all that cluster would"),
+    ],
+)
+def test_what_parallelize_refuses(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        autopart.parallelize(build(), **options)
+
+
 def test_local_batches_need_the_number_of_replicas() -> None:
     with pytest.raises(PlanError, match="dp="):
         call_with({"batch": "local"})
@@ -241,6 +297,12 @@ def test_emit_then_load(tmp_path: Any) -> None:
     loaded = autopart.load(tmp_path / "program")
     loaded.load_state_dict(build().state_dict())
     assert train(loaded) == pytest.approx(train(build()), rel=1e-9)
+    with pytest.raises(PlanError, match=r"'first\.weight' is a parameter of the program that was not given"):
+        autopart.load(tmp_path / "program", nn.Linear(6, 8).double())
+    with pytest.raises(PlanError, match=r"first\.weight is torch\.float32, the plan was made for float64"):
+        autopart.load(tmp_path / "program", build().float())
+    with pytest.raises(InputError, match="batch is one of"):
+        autopart.load(tmp_path / "program", build(), batch="replica")
     with pytest.raises(PlanError, match="other files"):
         (tmp_path / "full").mkdir()
         (tmp_path / "full" / "mine.txt").write_text("")

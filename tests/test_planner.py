@@ -143,6 +143,13 @@ def test_recomputation_keeps_less_and_takes_longer() -> None:
         ({"pp": 4, "dp": 4}, "does not divide|no pp x dp x tp"),
         ({"microbatches": 5, "batch": 8}, "batch of 8"),
         ({"recompute": "some"}, "recompute is one of"),
+        ({"batch": 0}, "batch is a whole number of at least 1, not 0"),
+        ({"pp": "2"}, "pp is a whole number of at least 1, not '2'"),
+        ({"schedule": "interleaved", "virtual": 0}, "virtual is a whole number"),
+        ({"zero": True}, "zero is one of"),
+        ({"warmup": []}, "one number for each of 1 stages"),
+        ({"pins": ["h"]}, "a stage for each pattern"),
+        ({"optimizer": "lion"}, "optimizer is one of none, sgd"),
     ],
 )
 def test_contradicting_limits(limits: dict[str, object], message: str) -> None:

@@ -23,10 +23,9 @@ from autopart.passes.program import Program, Role, TensorInfo
 from autopart.passes.shard import local_extents
 from autopart.passes.sizes import Extent, extent
 from autopart.runtime.errors import PlanError
+from autopart.runtime.loading import CONSTANTS_FILE
 from autopart.runtime.manifest import Manifest, OutputSpec, ParameterSpec, Size, StageSpec, ValueSpec
 from autopart.runtime.placement import REPLICATE, Kind, Placements
-
-CONSTANTS_FILE = "constants.pt"
 
 
 @dataclass(slots=True)
