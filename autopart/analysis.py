@@ -15,7 +15,7 @@ from autopart.passes.annotate import OpCost, annotate
 from autopart.passes.batch import BatchSplit, split_batch
 from autopart.passes.blocks import Block, find_blocks, free_nodes
 from autopart.passes.draws import number_draws
-from autopart.passes.emit.layers import find_runs, is_recomputable
+from autopart.passes.emit.layers import find_runs, is_recomputable, mark_layers
 from autopart.passes.program import Program, Role
 from autopart.passes.rules import (
     RULES,
@@ -135,6 +135,7 @@ def analyze(program: Program, rules: RuleBook = RULES) -> Analysis:
         return float(cost.flops_forward.at(batch) + _FLOPS_PER_BYTE * cost.bytes_forward.at(batch))
 
     blocks = find_blocks(graph, free, weight, batch)
+    mark_layers(graph, [node for block in blocks for node in block.nodes])
     block_of = {node: block.index for block in blocks for node in block.nodes}
     classes = _classes(graph, blocks, block_of)
     return Analysis(

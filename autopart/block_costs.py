@@ -2,12 +2,12 @@
 
 Works on the whole graph: an op's share follows from its strategy, a collective from every value's placement and the
 placements in which its users want it, once per value and target (as :mod:`autopart.passes.shard` will insert it).
-A collective, and a tensor kept for the backward by several blocks, belong to the first block that needs them.
+A collective belongs to the first block that needs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -21,22 +21,28 @@ from autopart.passes.program import Role
 from autopart.passes.rules import is_differentiable
 from autopart.passes.saved import saved_inside, saved_tensors
 from autopart.passes.storage import storage_of
-from autopart.prices import Chosen, Prices, value_shares
+from autopart.prices import Chosen, Prices, share_of, value_shares
 from autopart.runtime.placement import REPLICATE, Placements
+
+Kept = tuple[Value, Placements]
+"""A tensor in memory: its owner, and the placements in which a rank has it."""
 
 
 @dataclass(slots=True)
 class BlockCost:
     """One block on one rank, one microbatch.
 
-    saved_bytes: kept from its forward to its backward. transient_bytes: operands and results of its largest op, with
-    as much again for their gradients.
+    kept: bytes of the tensors that its ops keep from its forward to its backward; other blocks may keep them too.
+    inside_bytes: what they keep besides. entering: bytes of the tensors that it reads of other blocks, parameters left
+    out. transient_bytes: operands and results of its largest op, with as much again for their gradients.
     """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
-    saved_bytes: float = 0.0
+    inside_bytes: float = 0.0
     transient_bytes: float = 0.0
+    kept: dict[Kept, float] = field(default_factory=dict)
+    entering: dict[Kept, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,7 @@ class _OpFacts:
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
+    owners: tuple[Value, ...]  # of the memory of the inputs
     sizes: tuple[Amount, ...]  # of inputs then outputs; parameters count nothing
     kept: tuple[_Kept, ...]
     inside: Amount
@@ -71,6 +78,7 @@ class BlockCosts:
     kind: str
     _facts: dict[fx.Node, _OpFacts] = field(default_factory=dict)
     _bytes: dict[Value, Amount] = field(default_factory=dict)
+    _stored: dict[Value, Amount] = field(default_factory=dict)
     _saved: set[fx.Node] = field(init=False)  # owners of memory that some op keeps for its backward
     _read_in: dict[str, int] = field(init=False)  # by layer, how many parameters it reads
 
@@ -90,6 +98,12 @@ class BlockCosts:
             self._bytes[value] = value_bytes(value)
         return self._bytes[value]
 
+    def stored(self, owner: Value) -> Amount:
+        """Bytes of a value's memory, which views of it share."""
+        if owner not in self._stored:
+            self._stored[owner] = stored_bytes(owner.fake)
+        return self._stored[owner]
+
     def _gather(self, node: fx.Node) -> _OpFacts:
         inputs, outputs = tuple(graphs.inputs(node)), tuple(graphs.outputs(node))
         held = [*inputs, *outputs]
@@ -99,16 +113,17 @@ class BlockCosts:
             if owner.node.op == "placeholder" and owner.node.meta["role"] is not Role.PARAMETER:
                 continue
             operand = inputs.index(value) if value in inputs else -1 - outputs.index(value)
-            kept.append(_Kept(owner, stored_bytes(owner.fake), operand))
+            kept.append(_Kept(owner, self.stored(owner), operand))
         return _OpFacts(
             inputs,
             outputs,
+            tuple(map(storage_of, inputs)),
             tuple(Amount() if value.node.op == "placeholder" else self.size(value) for value in held),
             tuple(kept),
             saved_inside(node, self.kind),
         )
 
-    def gathering(self, node: fx.Node, recompute: bool) -> tuple[bool, float]:
+    def gathering(self, node: fx.Node) -> tuple[bool, float]:
         """Of a parameter that is gathered at use: whether the backward needs it again, and its part of a message.
 
         A layer's parameters share one message, which comes again as a whole.
@@ -142,7 +157,6 @@ class BlockCosts:
         batch, axes = prices.batch, conversions.axes
         sizes = [axis.parts for axis in axes]
         replicated: Placements = (REPLICATE,) * len(axes)
-        kept: set[tuple[Value, Placements]] = set()
         converted: set[tuple[Value, Placements]] = set()
         for node, index in [*self.analysis.free_block.items(), *self.analysis.block_of.items()]:
             block, facts = blocks[index], self._facts[node]
@@ -161,11 +175,13 @@ class BlockCosts:
                 stored = item.owner.node.op == "placeholder"
                 if stored and self._placements(item.owner, strategies, storage, replicated) == placements:
                     continue  # the parameter itself, in memory anyway; else a copy made for this use
-                if (item.owner, placements) not in kept:
-                    kept.add((item.owner, placements))
-                    block.saved_bytes += item.size.at(batch) * shares[position]
+                if (item.owner, placements) not in block.kept:
+                    block.kept[item.owner, placements] = item.size.at(batch) * shares[position]
             if facts.inside:
-                block.saved_bytes += facts.inside.at(batch) * _inside_share(chosen, used)
+                block.inside_bytes += facts.inside.at(batch) * _inside_share(chosen, used)
+            for owner in self._from_outside(facts.owners, index) if node in self.analysis.block_of else ():
+                placements = self._placements(owner, strategies, storage, replicated)
+                block.entering[owner, placements] = self.stored(owner).at(batch) * share_of(placements, sizes)
             if not chosen:
                 continue
             for slot, value in enumerate(facts.inputs):
@@ -177,6 +193,21 @@ class BlockCosts:
                 block.forward_s += there
                 block.backward_s += back
         return blocks
+
+    def _from_outside(self, owners: Iterable[Value], index: int) -> Iterator[Value]:
+        """Of values that a block reads those that enter it: what is made by ops of its layer that lie in no block of
+        the layer, such as free ops, is made again with the layer.
+        """
+        block_of, layers = self.analysis.block_of, self.analysis.layers
+        for owner in owners:
+            node = owner.node
+            if node.op == "placeholder" or block_of.get(node) == index:
+                continue
+            made = block_of.get(node)
+            if not layers[index] or node.meta.get("layer") != layers[index] or (made is not None and layers[made]):
+                yield owner
+            elif made is None:
+                yield from self._from_outside([storage_of(value) for value in graphs.inputs(node)], index)
 
     def _placements(
         self,

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -36,13 +36,14 @@ from autopart.passes.program import Role
 from autopart.pins import Pins
 from autopart.positions import Positions
 from autopart.prices import Prices, share_of
+from autopart.recomputation import activations, layers
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.placement import REPLICATE, Placements
 from autopart.runtime.schedule import Action, deeper_warmup, in_flight, make_schedule, places_of
 from autopart.simulate import StageTimes, steady_seconds
 from autopart.solver import stages as stage_solver
-from autopart.solver.search import Degrees, Evaluation
-from autopart.solver.stages_problem import Block, Cut, StageProblem, StageSolution, TiedGroup, Way
+from autopart.solver.search import Config, Degrees, Evaluation
+from autopart.solver.stages_problem import Block, Cut, StageProblem, StageSolution, Step, TiedGroup, Way
 from autopart.tensor_choice import Setting, TensorChoice, choose
 from autopart.tensor_scheme import TensorScheme
 
@@ -87,7 +88,7 @@ class Candidates:
     _prices: dict[int, Prices] = field(default_factory=dict)
     _links: dict[tuple[int, int, int], Link] = field(default_factory=dict)
     _stage_links: dict[tuple[int, int, int], Link] = field(default_factory=dict)
-    _work: dict[tuple[int, int, bool], float] = field(default_factory=dict)
+    _work: dict[tuple[int, int, str], float] = field(default_factory=dict)
     _free: dict[int, float] = field(default_factory=dict)
     alike: list[tuple[tuple[fx.Node, bool], int]] = field(init=False)  # an op of each class, in a layer; how many
     _conversions: dict[tuple[TensorAxis, ...], ConversionPrices] = field(default_factory=dict)
@@ -225,7 +226,6 @@ class Candidates:
             memory_limit,
             self.time_limit_s,
             levels,
-            bool(config.recompute),
         )
 
     def _divides(self, config: Degrees) -> bool:
@@ -254,7 +254,7 @@ class Candidates:
                     forward, backward = prices.op_seconds(node)
                 else:
                     forward, backward = prices.shared_seconds(node, share, share)
-                work += count * (forward + backward + (forward if config.recompute and in_layer else 0.0))
+                work += count * (forward + backward + (forward if config.recompute == "full" and in_layer else 0.0))
             self._work[key] = work
         return self._work[key]
 
@@ -267,8 +267,30 @@ class Candidates:
         return self._free[samples]
 
     def evaluate(self, config: Degrees) -> Evaluation[Answer]:
-        """Strategies and stages of a candidate. Raises InfeasibleError when it does not fit in memory."""
-        choice = self.choose(config)
+        """Strategies and stages of a candidate. Raises InfeasibleError when it does not fit in memory.
+
+        Where layers are computed again for the fastest strategies to fit, those are tried too that fit without.
+        """
+        fastest = self.choose(config)
+        plain = replace(config, recompute="none")
+        if config.recompute == "auto" and config.stages == 1:
+            problem = self.problem(plain, fastest)
+            if problem.excess_bytes([Step(0, 0, len(problem.positions) - 1)]) <= 0:
+                return self._evaluate(plain, fastest, problem)
+        found = self._evaluate(config, fastest)
+        again = config.recompute == "auto" and any(step.choices for step in found.answer.cut.way)
+        if not again or (fastest.solution is None and not self._divides(config)):
+            return found
+        try:
+            kept = self._evaluate(plain, fastest)
+        except InfeasibleError:
+            return found
+        return replace(min(found, kept, key=lambda item: item.objective), bound=min(found.bound, kept.bound))
+
+    def _evaluate(
+        self, config: Degrees, choice: TensorChoice, problem: StageProblem | None = None
+    ) -> Evaluation[Answer]:
+        """The same, from the strategies that are the fastest without a limit, and their problem."""
         free = self.free_seconds(config)
         if choice.solution is None:
             floor = 0.0
@@ -276,7 +298,7 @@ class Candidates:
             floor = pipeline_floor(choice.solution.bound + free, config)
         else:
             floor = pipeline_floor(choice.work_bound_s + free, config)
-        problem = self.problem(config, choice)
+        problem = problem or self.problem(config, choice)
         for attempt in range(TIGHTENINGS + 1):
             try:
                 cut = stage_solver.solve(problem, self.time_limit_s)
@@ -307,25 +329,33 @@ class Candidates:
             problem,
             cut.way,
             config.schedule,
-            [self.weight_share(config, problem.blocks_between(step.first, step.last)) for step in cut.way],
+            [self.weight_share(config, step, problem) for step in cut.way],
             self.warmup_of(config),
             self.places(config),
         )
 
-    def weight_share(self, config: Degrees, blocks: Iterable[int]) -> float:
-        """Which part of the blocks' backward a schedule can leave for W: half of that of ops with trained weights.
+    def computed_again(self, config: Config, step: Step, problem: StageProblem) -> set[int]:
+        """The blocks of a stage whose layers run again in the backward."""
+        if config.recompute == "auto":
+            return {block for block, choice in step.choices if choice}
+        inside = problem.blocks_between(step.first, step.last)
+        return {block for block in inside if self.analysis.layers[block] and config.recompute == "full"}
 
-        Their other half is the inputs' gradients. With recomputation there is none, as B computes layers again for all.
+    def weight_share(self, config: Degrees, step: Step, problem: StageProblem) -> float:
+        """Which part of a stage's backward a schedule can leave for W: half of that of ops with trained weights.
+
+        Their other half is the inputs' gradients. A layer that is computed again leaves none, as B does all of it.
         """
-        if config.recompute or not config.schedule.startswith("zb"):
+        if not config.schedule.startswith("zb"):
             return 0.0
-        prices, wanted = self.prices(config), set(blocks)
+        prices, inside = self.prices(config), set(problem.blocks_between(step.first, step.last))
+        again = self.computed_again(config, step, problem)
         later = whole = 0.0
         for node, block in self.analysis.block_of.items():
-            if block in wanted:
-                seconds = prices.op_seconds(node)[1]
-                whole += seconds
-                if any(value.node.meta.get("trainable") for value in graphs.inputs(node)):
+            if block in inside:
+                forward, seconds = prices.op_seconds(node)
+                whole += seconds + (forward if block in again else 0.0)
+                if block not in again and any(value.node.meta.get("trainable") for value in graphs.inputs(node)):
                     later += seconds / 2
         return later / whole if whole else 0.0
 
@@ -335,9 +365,10 @@ class Candidates:
         """How to cut the blocks into stages, for a candidate and its strategies."""
         setting = self.setting(config)
         costs = self._block_costs.costs(setting.prices, choice.strategies, choice.storage, setting.conversions)
-        if config.recompute:
-            self._recompute(costs, config, choice)
+        again_s = [cost.forward_s for cost in costs]
         self._add_exchanges(costs, config, choice)
+        layer_of, block_of = self.analysis.layers, self.analysis.block_of
+        held = activations(costs, layer_of, block_of, config.recompute)
         private, tied = self._parameters(config, choice, setting)
         blocks = [
             Block(
@@ -345,40 +376,27 @@ class Candidates:
                 cost.forward_s,
                 cost.backward_s,
                 state,
-                cost.saved_bytes,
+                kept,
                 cost.transient_bytes,
                 step_end,
             )
-            for index, (cost, (state, step_end)) in enumerate(zip(costs, private, strict=True))
+            for index, (cost, kept, (state, step_end)) in enumerate(zip(costs, held.blocks, private, strict=True))
         ]
         places = self.places(config)
-        held = in_flight(config.schedule, config.stages, config.microbatches, self.warmup_of(config), places)
+        flying = in_flight(config.schedule, config.stages, config.microbatches, self.warmup_of(config), places)
         return StageProblem.row(
             blocks,
             self.positions.sets,
             self._cuts(config, choice),
             config.microbatches,
-            held,
+            flying,
             tuple(float(self.capacity(config, stage)) for stage in range(config.stages)),
             float(CUDA_OVERHEAD_BYTES if self.device.kind == "cuda" else 0) / config.virtual,
             tuple(tied),
             self.pins.stages if self.pins else (),
+            held.groups,
+            layers(blocks, held, costs, again_s, layer_of, block_of, config.recompute, self.positions.sets),
         )
-
-    def _recompute(self, costs: Sequence[BlockCost], config: Degrees, choice: TensorChoice) -> None:
-        """Layers keep only what enters them, and hold what they saved while their own backward runs."""
-        layers = self.analysis.layers
-        whole: dict[str, float] = {}
-        for layer, cost in zip(layers, costs, strict=True):
-            whole[layer] = whole.get(layer, 0.0) + cost.saved_bytes
-        for index, (layer, cost) in enumerate(zip(layers, costs, strict=True)):
-            if not layer:
-                continue
-            enters = index == 0 or layers[index - 1] != layer
-            held = [self.local_bytes(value, config, choice) for value in self.crossings[index]] if enters else []
-            cost.saved_bytes = sum(held)
-            cost.transient_bytes += whole[layer]
-            cost.backward_s += cost.forward_s
 
     def data_seconds(self, config: Degrees, choice: TensorChoice, node: fx.Node) -> tuple[float, float]:
         """Forward and backward seconds of one microbatch in which replicas exchange a divided parameter."""
@@ -387,7 +405,7 @@ class Candidates:
         setting, info = self.setting(config), self.analysis.program.tensors[node.meta["name"]]
         placements = choice.storage.get(info.name, (REPLICATE,) * len(setting.axes))
         size = value_bytes(Value(node)).at(1) * share_of(placements, setting.sizes)
-        gathered = self._block_costs.gathering(node, bool(config.recompute))
+        gathered = self._block_costs.gathering(node)
         return setting.data.microbatch_seconds(size, choice.levels.get(info.name, 0), info.trainable, *gathered)
 
     def _add_exchanges(self, costs: Sequence[BlockCost], config: Degrees, choice: TensorChoice) -> None:

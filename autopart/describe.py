@@ -30,6 +30,7 @@ from autopart.prices import Chosen, share_of
 from autopart.realize import Realization, build, storage_names, strategy_names
 from autopart.runtime.manifest import MIXED
 from autopart.solver.search import Config, Degrees
+from autopart.solver.stages_problem import StageProblem, Way
 from autopart.tensor_choice import Setting, TensorChoice
 
 
@@ -41,7 +42,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
     cuts = cut_parameters(analysis.program.tensors, choice.storage, axes, config.dp, choice.levels)
     found = build(analysis, boundaries, axes, choice.strategies, choice.storage, cuts, order)
     places = candidates.places(config)
-    again = tuple(frozenset(recomputable_layers(graph) if config.recompute else ()) for graph in found.local)
+    again, recompute = recomputed(candidates, config, answer.cut.way, problem, found)
     exchanged = exchanges(analysis, found, config.dp, candidates.samples(config), again, places)
     stages = []
     for index, (stage, graph) in enumerate(zip(found.stages, found.local, strict=True)):
@@ -56,13 +57,14 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
                 last_op=analysis.keys[analysis.blocks[order[last - 1]].nodes[-1]],
                 forward_s=forward,
                 backward_s=backward,
-                weight_s=backward * candidates.weight_share(config, order[first:last]),
+                weight_s=backward * candidates.weight_share(config, answer.cut.way[index], problem),
                 memory_bytes=round(problem.stage_bytes(index, answer.cut.way[index])),
                 capacity_bytes=candidates.capacity(config, index),
                 parameters=held_numbers(graph, axes, found.cuts, config.dp),
                 collectives=exchanged[index].microbatch,
                 step_end_s=problem.step_end_seconds(answer.cut.way[index]),
                 step_collectives=exchanged[index].step,
+                recompute=again[index] if recompute == "some" else (),
             )
         )
     return timed_plan(
@@ -73,6 +75,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
         tied_s=problem.tied_seconds(answer.cut.way),
         strategies=strategy_names(analysis, choice.strategies),
         storage=storage_names(choice.storage),
+        recompute=recompute,
         zero=fold(choice.levels),
         warmup=candidates.warmup_of(config),
         order=order if order != tuple(range(len(order))) else (),
@@ -89,6 +92,7 @@ def timed_plan(
     strategies: Mapping[str, str],
     storage: Mapping[str, str],
     zero: Mapping[str, int],
+    recompute: str,
     warmup: tuple[int, ...],
     order: tuple[int, ...] = (),
 ) -> Plan:
@@ -103,7 +107,7 @@ def timed_plan(
         schedule=config.schedule,
         microbatches=config.microbatches,
         stages=tuple(stages),
-        recompute="full" if config.recompute else "none",
+        recompute=recompute,
         strategies=strategies,
         storage=storage,
         zero=zero,
@@ -117,6 +121,19 @@ def timed_plan(
         order=order,
     )
     return replace(plan, step_time_s=simulate_plan(plan).makespan_s + plan.tied_s)
+
+
+def recomputed(
+    candidates: Candidates, config: Config, way: Way, problem: StageProblem, found: Realization
+) -> tuple[tuple[tuple[str, ...], ...], str]:
+    """The layers of each stage that run again in the backward, in order, and how a plan calls that."""
+    offered = tuple(recomputable_layers(graph) for graph in found.local)
+    if config.recompute == "full":
+        return offered, "full"
+    blocks = [candidates.computed_again(config, step, problem) for step in way]
+    chosen = [{candidates.analysis.layers[block] for block in own} for own in blocks]
+    again = tuple(tuple(x for x in own if x in layers) for own, layers in zip(offered, chosen, strict=True))
+    return again, "none" if not any(again) else "full" if again == offered else "some"
 
 
 @dataclass(slots=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from autopart.candidates import TENSOR_AXIS
 from autopart.cost.communication import bucketed_all_reduce_seconds
-from autopart.describe import Clock, held_numbers, timed_plan
+from autopart.describe import Clock, held_numbers, recomputed, timed_plan
 from autopart.exchanges import exchanges_unlike
-from autopart.passes.emit.layers import recomputable_layers
 from autopart.passes.unlike_meshes import plain
 from autopart.piece_prices import End, Traffic, add_traffic, crossing_seconds
 from autopart.plan import Plan, StagePlan, Transfers
@@ -22,7 +21,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
     settings = [item.setting for item in priced]
     found = build_unlike(analysis, boundaries, settings)
     rows = [max(item.mesh.rows) for item in priced]
-    again = [frozenset(recomputable_layers(graph) if config.recompute else ()) for graph in found.local]
+    again, recompute = recomputed(candidates, config, answer.cut.way, problem, found)
     exchanged = exchanges_unlike(analysis, found, settings, rows, again)
     named = [
         (strategy_names(analysis, own.strategies), storage_names(own.storage)) if own.axes else ({}, {})
@@ -40,7 +39,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
             for part in item.parts
         ]
         forward, backward = (max(seconds) for seconds in zip(*times, strict=True))
-        weight = item.parts[0].candidates.weight_share(item.parts[0].config, range(first, last))
+        weight = item.parts[0].candidates.weight_share(item.parts[0].config, step, problem)
         stages.append(
             StagePlan(
                 devices=answer.devices[index],
@@ -57,6 +56,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
                 collectives=exchanged[index].microbatch,
                 step_end_s=problem.step_end_seconds(step),
                 step_collectives=exchanged[index].step,
+                recompute=again[index] if recompute == "some" else (),
                 shares=own.shares,
                 strategies=named[index][0] if len(common) > 1 else {},
                 storage=named[index][1] if len(common) > 1 else {},
@@ -70,6 +70,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
         tied_s=_tied_seconds(unlike, answer),
         strategies=shared[0],
         storage=shared[1],
+        recompute=recompute,
         zero={},
         warmup=candidates.warmup_of(config.equal),
     )

@@ -119,13 +119,13 @@ def limits_of(config: str) -> dict[str, Any]:
     from autopart.planner import make_plan
 
     known = inspect.signature(make_plan).parameters
-    found: dict[str, Any] = {"recompute": "none"}
+    found: dict[str, Any] = {"recompute": "auto"}
     for word in config.split():
         name, equals, value = word.partition("=")
         if equals and name in known:
             found[name] = int(value) if value.isdecimal() else value
         elif word in SCHEDULES:
             found["schedule"] = word
-        elif word == "recompute":
-            found["recompute"] = "full"
+        elif word in ("recompute", "no-recompute"):
+            found["recompute"] = "full" if word == "recompute" else "none"
     return found

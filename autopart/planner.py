@@ -25,6 +25,7 @@ from autopart.passes.program import Program
 from autopart.passes.rules import RULES, RuleBook
 from autopart.pins import read_pins
 from autopart.plan import DROPOUT, Plan, check_warmup
+from autopart.recomputation import RECOMPUTE
 from autopart.runtime.errors import BatchError, ClusterError, PlanError
 from autopart.runtime.schedule import NAMES
 from autopart.solver.search import Considered, Degrees, Evaluation, UnlikeMeshes, degrees, read_axes, search
@@ -37,7 +38,6 @@ MOST_UNLIKE = 16
 UNBALANCED = 1.2
 """Seconds of the slowest stage over the mean of all, from which unlike meshes are searched."""
 MESHES = ("auto", "equal", "unlike")
-RECOMPUTE = {"none": (False,), "full": (True,), "auto": (False, True)}
 
 
 def make_plan(
@@ -75,7 +75,8 @@ def make_plan(
     virtual: of interleaved, stages on each rank of the pipeline (default: 2).
     together: groups of patterns of module paths, [["encoder.*", "embed"]]: these modules on one stage. pins: pattern
     -> stage, {"decoder.layers.3": 2}; see :mod:`autopart.pins`.
-    dropout: "torch", or "invariant", whose masks are the same under every plan and in one process.
+    recompute: layers whose activations are computed again in the backward: "none", "full" (all), or "auto": as few as
+    memory asks for. dropout: "torch", or "invariant", whose masks are the same under every plan and in one process.
     zero: what replicas divide between them of every parameter that can be: 0 nothing, 1 the optimizer's state, 2
     gradients too, 3 weights too; None: nothing where it fits, else chosen for each parameter.
     meshes: equal: all stages have one; unlike: stages may differ in replicas and tensor ranks; auto: equal, and
@@ -126,7 +127,7 @@ def make_plan(
     unlike = UnlikeCandidates(MeshPrices(candidates, dp, axes if isinstance(axes, int) else None))
     others: list[UnlikeMeshes] = []
     if meshes != "equal" and not (zero or isinstance(axes, tuple)) and scheme is TensorScheme.AUTO:
-        found = unlike.configs(pp, microbatches, [name for name, _ in schedules], RECOMPUTE[recompute])
+        found = unlike.configs(pp, microbatches, [name for name, _ in schedules], recompute)
         others = [config for config in found if config.stages >= pinned.least_stages]
     if meshes == "unlike" and not others:
         raise PlanError(
@@ -136,7 +137,7 @@ def make_plan(
     configs: tuple[Degrees | UnlikeMeshes, ...] = ()
     if meshes != "unlike":
         try:
-            configs = _equal(candidates, pp, dp, tp, microbatches, schedules, RECOMPUTE[recompute])
+            configs = _equal(candidates, pp, dp, tp, microbatches, schedules, recompute)
         except PlanError:
             if not others:
                 raise
@@ -200,7 +201,7 @@ def _equal(
     tp: int | Sequence[int] | str | None,
     microbatches: int | None,
     schedules: Sequence[tuple[str, int]],
-    recompute: Sequence[bool],
+    recompute: str,
 ) -> tuple[Degrees, ...]:
     """The configurations in which all stages have one mesh. Raises PlanError when there is none."""
     cluster, pinned = candidates.cluster, candidates.pins

@@ -104,15 +104,13 @@ def choose(
     memory_limit: float | None = None,
     time_limit_s: float = 60.0,
     levels: Sequence[int] = (0,),
-    recompute: bool = False,
 ) -> TensorChoice:
     """The strategies with the least time per microbatch.
 
     memory_limit: for TensorChoice.memory_bytes. levels: of ZeRO, among which parameters choose (those that cannot be
-    divided stay at 0). recompute: layers run their forward again. Raises InfeasibleError when no strategies hold that
-    little.
+    divided stay at 0). Raises InfeasibleError when no strategies hold that little.
     """
-    builder = _Builder(analysis, folded, setting, block_costs, optimizer, levels, recompute)
+    builder = _Builder(analysis, folded, setting, block_costs, optimizer, levels)
     if not setting.axes and len(levels) == 1:
         return builder.unsharded(levels[0])
     return builder.solve(memory_limit, time_limit_s)
@@ -126,7 +124,6 @@ class _Builder:
     block_costs: BlockCosts
     optimizer: str
     levels: Sequence[int]
-    recompute: bool
     ids: dict[Placements, int] = field(default_factory=dict)
 
     def offered(self, node: fx.Node) -> Sequence[Chosen]:
@@ -156,7 +153,7 @@ class _Builder:
         held = held_bytes(parameter_bytes(info.shape, info.dtype, self.optimizer, info.trainable), level, setting.dp)
         whole = self.block_costs.size(Value(node)).at(1)
         seconds = setting.step_end_seconds(whole, placements, level) if info.trainable else 0.0
-        gathered = self.block_costs.gathering(node, self.recompute)
+        gathered = self.block_costs.gathering(node)
         exchanged = setting.data.microbatch_seconds(
             whole * share_of(placements, setting.sizes), level, info.trainable, *gathered
         )

@@ -60,7 +60,7 @@ class UnlikeCandidates:
     """Solves configurations with unlike meshes."""
 
     prices: MeshPrices
-    _work: dict[tuple[int, bool], tuple[float, float, tuple[float, ...]]] = field(default_factory=dict)
+    _work: dict[tuple[int, str], tuple[float, float, tuple[float, ...]]] = field(default_factory=dict)
 
     @property
     def candidates(self) -> Candidates:
@@ -73,7 +73,7 @@ class UnlikeCandidates:
     # -- configurations -------------------------------------------------------------------------------------------
 
     def configs(
-        self, pp: int | None, microbatches: int | None, schedules: Sequence[str], recompute: Sequence[bool]
+        self, pp: int | None, microbatches: int | None, schedules: Sequence[str], recompute: str
     ) -> list[UnlikeMeshes]:
         """Those that can be better than equal meshes, which are searched on their own."""
         devices, batch = self.row.cluster.device_count, self.candidates.batch
@@ -92,9 +92,7 @@ class UnlikeCandidates:
                 if not self._slots(stages, rows)[0]:
                     continue
                 found += [
-                    UnlikeMeshes(stages, pieces, schedule, again)
-                    for schedule, again in itertools.product(schedules, recompute)
-                    if schedule in SCHEDULES
+                    UnlikeMeshes(stages, pieces, schedule, recompute) for schedule in schedules if schedule in SCHEDULES
                 ]
         return found
 
@@ -177,7 +175,7 @@ class UnlikeCandidates:
         runs = [self._run(problem, step.slot, priced) for step in cut.way]
         answer = UnlikeAnswer(config, priced, problem, cut, tuple(self.row.devices(runs)))
         shares = [
-            item.parts[0].candidates.weight_share(item.parts[0].config, problem.blocks_between(step.first, step.last))
+            item.parts[0].candidates.weight_share(item.parts[0].config, step, problem)
             for item, step in zip(answer.stages, cut.way, strict=True)
         ]
         warmup = self.candidates.warmup_of(config.equal)
@@ -205,7 +203,7 @@ class UnlikeCandidates:
         shared = work / (slowest * filled + (total - stages * slowest) / pieces)
         return max(shared, (launches + work / (total - (stages - 1) * slowest)) / filled)
 
-    def _least_work(self, rows: int, recompute: bool) -> tuple[float, float, tuple[float, ...]]:
+    def _least_work(self, rows: int, recompute: str) -> tuple[float, float, tuple[float, ...]]:
         """Seconds of launches and of the rest of the ops for so many samples, and each kind's speed at the rest."""
         key = rows, recompute
         if key not in self._work:
@@ -217,7 +215,7 @@ class UnlikeCandidates:
                 seconds = []
                 for own in prices:
                     fixed, whole = own.shared_seconds(node, 0.0, 0.0), own.shared_seconds(node, 1.0, 1.0)
-                    again = recompute and in_layer
+                    again = recompute == "full" and in_layer
                     start = sum(fixed) + (fixed[0] if again else 0.0)
                     seconds.append((start, max(0.0, sum(whole) + (whole[0] if again else 0.0) - start)))
                 least = min(rest for _, rest in seconds)
@@ -254,7 +252,7 @@ class UnlikeCandidates:
         times = [[0.0, 0.0] for _ in blocks]
         for node, index in self.candidates.analysis.block_of.items():
             forward, backward = prices.shared_seconds(node, share, share)
-            again = part.config.recompute and self.candidates.analysis.layers[index]
+            again = part.config.recompute == "full" and self.candidates.analysis.layers[index]
             times[index][0] += forward
             times[index][1] += backward + (forward if again else 0.0)
         return tuple(_weightless(block, *own) for block, own in zip(blocks, times, strict=True))

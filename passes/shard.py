@@ -186,6 +186,8 @@ class _Sharder:
         node = self.graph.call_function(getattr(collectives, call.name), (source, name), keywords)
         node.meta.update({key: source.meta.get(key) for key in ("val", "differentiable")})
         node.meta.update({key: user.meta.get(key, "") for key in ("path", "source")})
+        if "layer" in user.meta:
+            node.meta["layer"] = user.meta["layer"]
         node.meta["transition"] = (name, call)
         node.meta["user"] = self.stage.origin.get(user)
         node.meta["placements"] = step.after

@@ -115,11 +115,13 @@ def test_plan_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0
     found: dict[str, Any] = json.loads(out)
     keys = (
-        "step_time_s bound_s gap solve_s total_s schedule microbatches dp tp pp tokens_per_s tflops_per_device stages"
+        "step_time_s bound_s gap solve_s total_s schedule microbatches recompute dp tp pp tokens_per_s "
+        "tflops_per_device stages"
     )
     assert list(found) == keys.split()
     stage_keys = (
-        "devices mesh blocks forward_s backward_s memory_bytes capacity_bytes parameters collectives step_collectives"
+        "devices mesh blocks forward_s backward_s memory_bytes capacity_bytes parameters collectives step_collectives "
+        "recompute"
     )
     for stage in found["stages"]:
         assert list(stage) == stage_keys.split()

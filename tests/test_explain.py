@@ -160,7 +160,14 @@ def test_runners_up() -> None:
         "schedule": "1f1b",
         "recompute": "full",
     }
-    assert limits_of("pp=1 dp=1 tp=2x4 microbatches=8 gpipe")["tp"] == "2x4"
+    assert limits_of("pp=1 dp=1 tp=2x4 microbatches=8 gpipe") == {
+        "pp": 1,
+        "dp": 1,
+        "tp": "2x4",
+        "microbatches": 8,
+        "schedule": "gpipe",
+        "recompute": "auto",
+    }
 
 
 def test_limits_of_what_the_search_writes(plan: Plan) -> None:

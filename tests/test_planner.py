@@ -58,6 +58,22 @@ def test_finds_megatron_on_a_fast_axis() -> None:
     assert look_up(plan.storage, "transformer.h.1.mlp.c_proj.weight") == "S0"
 
 
+def test_shards_the_sequence_between_products_where_activations_do_not_fit() -> None:
+    limits = {"batch": 8, "pp": 1, "dp": 1, "tp": 2, "microbatches": 1, "recompute": "none", "optimizer": "sgd"}
+    roomy = plan_of(BLOCK, ideal(2, memory_bandwidth=1e15), **limits)
+    needed = roomy.stages[0].memory_bytes
+    tight = plan_of(BLOCK, ideal(2, memory_bandwidth=1e15, memory_bytes=needed - 2**23), **limits)
+    assert tight.stages[0].memory_bytes <= needed - 2**23 and tight.step_time_s > roomy.step_time_s
+    for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+        name = f"transformer.h.1.{layer}:addmm"
+        assert look_up(tight.strategies, name) == look_up(roomy.strategies, name), "products are split as before"
+    for op in ("transformer.h.1:add", "transformer.h.1.attn.resid_dropout:dropout"):
+        assert look_up(roomy.strategies, op) == "B" and look_up(tight.strategies, op) == "d1"
+    sums = tight.stages[0].collectives
+    assert sums["all_reduce"] == {"calls": 1, "bytes": 4}, "the loss alone"
+    assert min(sums[kind]["calls"] for kind in ("reduce_scatter", "all_gather")) >= 15, "two each for a sublayer"
+
+
 def test_megatron_reduces_once_forward_and_once_backward_per_sublayer() -> None:
     analysis = analysis_of(BLOCK)
     plan = plan_of(BLOCK, ideal(2, memory_bandwidth=1e15), tp=2, batch=8)
@@ -85,7 +101,7 @@ def test_the_search_is_exhaustive(memory_bandwidth: float) -> None:
             dp=config.dp,
             tp=config.axes or 1,
             microbatches=config.microbatches,
-            recompute="full" if config.recompute else "none",
+            recompute=config.recompute,
         )
         assert (forced.pp, forced.dp, forced.tp, forced.microbatches) == (
             config.pp,
@@ -108,6 +124,12 @@ def test_one_stage_of_one_device_is_proved_optimal() -> None:
 def test_replicas_for_a_small_model_on_slow_links() -> None:
     plan = plan_of(GPT2, Cluster.parse("4x1xA100-80GB@Ethernet-25"), batch=64)
     assert plan.tp == 1
+
+
+def test_replicas_with_whole_weights_for_a_small_model() -> None:
+    plan = plan_of(GPT2, Cluster.parse("4xA100-80GB"), batch=64)
+    assert (plan.dp, plan.tp, plan.pp, plan.recompute) == (4, 1, 1, "none")
+    assert not plan.zero and not plan.storage and not plan.stages[0].collectives
 
 
 def test_less_memory_means_more_stages_or_recomputation_and_then_an_error() -> None:

@@ -5,18 +5,26 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from test_planner import GPT2, analysis_of
 from test_schedules_equal_serial import chain_of, subject_of
 from torch import fx
 
 import autopart.verify
+from autopart.candidates import Candidates
 from autopart.passes.emit.layers import recomputable_layers
+from autopart.passes.kept import kept_bytes
 from autopart.plan import Plan
-from autopart.realize import realize, realized
+from autopart.planner import make_plan
+from autopart.realize import build, realize, realized
 from autopart.report.table import plan_text
 from autopart.runtime.errors import PlanError
+from autopart.solver.search import Degrees
+from autopart.solver.stages import solve
 from autopart.verify import compare_emitted
+from clusters import ideal
 from launch import run_kept_job
 
 
@@ -64,3 +72,72 @@ def test_layers_that_a_stage_does_not_have() -> None:
     with pytest.raises(PlanError, match=r"stages\[0\].recompute: 'transformer.h.3' is no layer .* transformer.h.0"):
         realize(subject.program, plan, analysis)
     assert realized(analysis, plan)
+
+
+def planned(memory_bytes: int, **limits: Any) -> Plan:
+    analysis = analysis_of(GPT2)
+    limits = {"batch": 16, "dp": 1, "tp": 1, "optimizer": "sgd", **limits}
+    return make_plan(analysis.program, ideal(limits["pp"], memory_bytes=memory_bytes), analysis=analysis, **limits)
+
+
+def layers_of(plan: Plan) -> list[int]:
+    """How many layers each stage computes again."""
+    return [4 if plan.recompute == "full" else len(stage.recompute) for stage in plan.stages]
+
+
+def test_as_few_layers_as_memory_asks_for() -> None:
+    roomy = {"pp": 1, "microbatches": 1}
+    kept, again = (planned(2**40, recompute=name, **roomy) for name in ("none", "full"))
+    least, most = again.stages[0].memory_bytes, kept.stages[0].memory_bytes
+    assert least < most and kept.step_time_s < again.step_time_s
+    found: dict[int, Plan] = {}
+    for quarter in range(5):
+        capacity = least + quarter * (most - least) // 4 + 1  # bytes of plans are rounded
+        plan = planned(capacity, **roomy)
+        (count,) = layers_of(plan)
+        assert plan.stages[0].memory_bytes <= capacity and plan.gap >= 0
+        assert all(other.stages[0].memory_bytes > capacity for fewer, other in found.items() if fewer < count)
+        found[count] = plan
+    assert list(found) == sorted(found, reverse=True) and 0 in found and len(found) >= 4
+    times = [plan.step_time_s for plan in found.values()]
+    assert times == sorted(times, reverse=True) and len(set(times)) == len(times)
+    assert times[0] <= again.step_time_s and times[-1] == pytest.approx(kept.step_time_s)
+
+
+def test_the_stage_with_most_in_flight_recomputes_most() -> None:
+    pipeline = {"pp": 2, "microbatches": 8, "batch": 32}
+    kept, again = (planned(2**40, recompute=name, **pipeline) for name in ("none", "full"))
+    tight = planned(
+        (max(s.memory_bytes for s in kept.stages) + max(s.memory_bytes for s in again.stages)) // 2, **pipeline
+    )
+    assert tight.recompute == "some" and tight.step_time_s < again.step_time_s
+    first, last = layers_of(tight)
+    assert first > last
+    assert all(stage.memory_bytes <= stage.capacity_bytes for stage in tight.stages)
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute", "tolerance"),
+    [
+        ("gpt2", "none", 0.01),
+        ("gpt2", "full", 0.01),
+        ("t5", "none", 0.02),
+        ("t5", "full", 0.05),
+        ("unet", "none", 0.01),
+    ],
+)
+def test_blocks_keep_what_their_stages_keep(name: str, recompute: str, tolerance: float) -> None:
+    """What the stage solver counts of blocks, tensors of several blocks once, against the graphs that are emitted."""
+    _, analysis = subject_of(name)
+    candidates = Candidates(analysis, ideal(3), 8, "adamw")
+    config = Degrees(3, 1, (), 4, "1f1b", recompute)
+    problem = candidates.problem(config, candidates.choose(config))
+    way = solve(problem).way
+    local = build(analysis, problem.boundaries(way), (), {}, {}, None, problem.order(way)).local
+    (shape,) = problem.shapes
+    for step, graph in zip(way, local, strict=True):
+        inside = set(problem.blocks_between(step.first, step.last))
+        counted = sum(choice.activation_bytes for choice in problem.chosen(step))
+        counted += sum(group.bytes for group in shape.kept if inside & set(group.blocks))
+        layers = recomputable_layers(graph) if recompute == "full" else ()
+        assert counted == pytest.approx(kept_bytes(graph, (), 2, layers), rel=tolerance)

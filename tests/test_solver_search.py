@@ -79,7 +79,7 @@ def test_nothing_to_search() -> None:
 @pytest.mark.parametrize("devices", [1, 2, 6, 7, 12, 64, 96])
 def test_degrees_are_all_that_match(devices: int) -> None:
     batch = 24
-    found = degrees(devices, batch, schedules=(("1f1b", 1), ("gpipe", 1)), recompute=(False,))
+    found = degrees(devices, batch, schedules=(("1f1b", 1), ("gpipe", 1)))
     expected = {
         (pp, dp, tp, count, schedule)
         for pp in range(1, devices + 1)
@@ -96,7 +96,8 @@ def test_degrees_are_all_that_match(devices: int) -> None:
 def test_forced_values_and_limits() -> None:
     found = degrees(64, 32, pp=4, microbatches=8, max_tp=4)
     assert found and all((d.pp, d.microbatches) == (4, 8) and d.tp <= 4 for d in found)
-    assert {d.recompute for d in found} == {False, True}
+    assert {d.recompute for d in found} == {"auto"}
+    assert {d.recompute for d in degrees(4, 4, recompute="full")} == {"full"}
     assert all(d.pp <= 2 for d in degrees(64, 32, max_pp=2))
 
 
@@ -146,4 +147,5 @@ def test_values_check_themselves() -> None:
     with pytest.raises(ValueError, match="at least 2 devices each"):
         Degrees(1, 1, (2, 1), 1, "1f1b")
     assert str(Degrees(1, 1, (2, 4), 1, "1f1b")) == "pp=1 dp=1 tp=2x4 microbatches=1 1f1b"
-    assert str(Degrees(2, 3, (4,), 5, "gpipe", True)) == "pp=2 dp=3 tp=4 microbatches=5 gpipe recompute"
+    assert str(Degrees(2, 3, (4,), 5, "gpipe", "full")) == "pp=2 dp=3 tp=4 microbatches=5 gpipe recompute"
+    assert str(Degrees(1, 1, (), 1, "1f1b", "none")) == "pp=1 dp=1 tp=1 microbatches=1 1f1b no-recompute"

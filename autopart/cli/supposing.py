@@ -86,7 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
         check_plan(program, analysis, plan)
         named = f"{cluster} ({change})" if str(change) else str(cluster)
         best = replace(make_plan(program, cluster, batch=batch, analysis=analysis), cluster=named)
-        limits: dict[str, Any] = {"schedule": plan.schedule, "recompute": plan.recompute, "pp": plan.pp, "dp": plan.dp}
+        recompute = "auto" if plan.recompute == "some" else plan.recompute
+        limits: dict[str, Any] = {"schedule": plan.schedule, "recompute": recompute, "pp": plan.pp, "dp": plan.dp}
         limits["tp"] = tuple(size for _, size in tensor_axes(plan.stages[0])) or 1
         try:
             same = make_plan(program, cluster, batch=batch, analysis=analysis, **limits)

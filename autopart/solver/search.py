@@ -18,6 +18,7 @@ from autopart.solver.tensor_problem import relative_gap
 from autopart.tensor_scheme import TensorScheme
 
 Answer = TypeVar("Answer")
+_RECOMPUTE = {"full": " recompute", "none": " no-recompute", "auto": ""}
 MOST_AXES = 3
 """Tensor axes of a mesh: the 3-D scheme needs three."""
 
@@ -27,8 +28,9 @@ class Degrees:
     """A configuration: pp ranks of the pipeline x dp replicas x tensor axes, and how a step runs on it.
 
     axes: sizes of the tensor axes, outermost first; a stage's devices are row-major over (dp, *axes), so that the last
-    axis joins neighbours. microbatches: per replica and step. schedule: a schedule's name. recompute: activations are
-    computed again in the backward. virtual: stages that each rank of the pipeline runs.
+    axis joins neighbours. microbatches: per replica and step. schedule: a schedule's name. recompute: layers whose
+    activations are computed again in the backward: "none", "full" (all), "auto" (chosen). virtual: stages that each
+    rank of the pipeline runs.
     """
 
     pp: int
@@ -36,7 +38,7 @@ class Degrees:
     axes: tuple[int, ...]
     microbatches: int
     schedule: str
-    recompute: bool = False
+    recompute: str = "auto"
     virtual: int = 1
 
     def __post_init__(self) -> None:
@@ -70,7 +72,7 @@ class Degrees:
 
     def __str__(self) -> str:
         virtual = f" x{self.virtual}" if self.virtual > 1 else ""
-        recompute = " recompute" if self.recompute else ""
+        recompute = _RECOMPUTE[self.recompute]
         tp = axes_text(self.axes)
         return f"pp={self.pp} dp={self.dp} tp={tp} microbatches={self.microbatches} {self.schedule}{virtual}{recompute}"
 
@@ -82,7 +84,7 @@ class UnlikeMeshes:
     pp: int
     microbatches: int
     schedule: str
-    recompute: bool = False
+    recompute: str = "auto"
 
     def __post_init__(self) -> None:
         if self.pp < 1 or self.microbatches < 1:
@@ -98,7 +100,7 @@ class UnlikeMeshes:
         return Degrees(self.pp, 1, (), self.microbatches, self.schedule, self.recompute)
 
     def __str__(self) -> str:
-        recompute = " recompute" if self.recompute else ""
+        recompute = _RECOMPUTE[self.recompute]
         return f"pp={self.pp} meshes=unlike microbatches={self.microbatches} {self.schedule}{recompute}"
 
 
@@ -248,7 +250,7 @@ def degrees(
     tp: int | Sequence[int] | str | None = None,
     microbatches: int | None = None,
     schedules: Sequence[tuple[str, int]] = (("1f1b", 1),),
-    recompute: Sequence[bool] = (False, True),
+    recompute: str = "auto",
     max_pp: int | None = None,
     max_tp: int | None = None,
     max_axes: int = 1,
@@ -268,8 +270,8 @@ def degrees(
             raise PlanError(f"{name} is at least 1, not {value}")
     if microbatches is not None and microbatches < 1:
         raise PlanError(f"microbatches is at least 1, not {microbatches}")
-    if not schedules or not recompute:
-        raise PlanError("name at least one schedule, and at least one of recompute and no recompute")
+    if not schedules:
+        raise PlanError("name at least one schedule")
     meshes = [
         mesh
         for mesh in _meshes(devices)
@@ -291,8 +293,7 @@ def degrees(
         for pieces in _divisors(batch // dp)
         if microbatches in (None, pieces)
         for schedule, virtual in schedules
-        for again in recompute
-        if (config := Degrees(pp, dp, sizes, pieces, schedule, again, virtual)).runs
+        if (config := Degrees(pp, dp, sizes, pieces, schedule, recompute, virtual)).runs
         and (max_pp is None or config.stages <= max_pp)
     )
     if not result:

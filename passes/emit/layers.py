@@ -28,13 +28,24 @@ def prefixes(path: str) -> list[str]:
     return [".".join(parts[: index + 1]) for index, part in enumerate(parts) if part.isdigit()]
 
 
+def mark_layers(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """Notes the layer of every op of a program, as ``meta["layer"]``, so that all its stages have the same layers.
+
+    nodes: the ops by which it is told which modules repeat.
+    """
+    depth = _depths(nodes)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.meta["layer"] = _layer(graphs.module_path(node), depth)
+
+
 def find_runs(nodes: Sequence[fx.Node]) -> list[Run]:
     """The ops of a stage in order, grouped. A layer that is entered a second time is not grouped then."""
-    depth = _depths(nodes)
+    depth = _depths([node for node in nodes if "layer" not in node.meta])
     runs: list[Run] = []
     seen: set[str] = set()
     for node in nodes:
-        path = _layer(graphs.module_path(node), depth)
+        path = node.meta["layer"] if "layer" in node.meta else _layer(graphs.module_path(node), depth)
         if graphs.is_getitem(node):
             path = runs[-1].path if runs else ""
         if runs and runs[-1].path == path:

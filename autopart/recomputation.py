@@ -1,0 +1,123 @@
+"""What blocks keep of a microbatch for their backward, and layers that may be computed again there.
+
+The part of a layer that lies in one stage is kept whole or computed again whole. Computed again, it keeps only what
+enters it, runs its forward twice, and holds what it would have kept while its own backward runs:
+
+    keep         activations = what its ops keep        transient = its largest op's
+    recompute    activations = what enters the part     transient = its largest op's + what its ops keep
+
+A tensor that is kept by ops of several layers, or enters several that may be computed again (a mask, an encoder's
+output), is in memory once for all of them and counts in every stage that has one of these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopart.block_costs import BlockCost, Kept
+from autopart.solver.stages_problem import Block, Choice, Family, KeptGroup, Layer
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """blocks: bytes that each keeps by itself, where it is not computed again. groups: tensors of several blocks."""
+
+    blocks: tuple[float, ...]
+    groups: tuple[KeptGroup, ...]
+    entering: tuple[Mapping[Kept, float], ...]  # into each block, from others of its layer or outside of it
+    kept: tuple[Mapping[Kept, float], ...]  # by each block, groups left out
+
+
+RECOMPUTE = ("none", "full", "auto")
+"""Which layers are computed again: no layer, every one, or those that the solver chooses."""
+
+
+def activations(
+    costs: Sequence[BlockCost], layer_of: Sequence[str], block_of: Mapping[fx.Node, int], recompute: str
+) -> Activations:
+    """Who keeps what. layer_of: by block, '' for none. recompute: as in :func:`layers`."""
+    free = recompute == "none"
+    units = [index if free or not layer else layer for index, layer in enumerate(layer_of)]
+    holders: dict[Kept, dict[int, float]] = defaultdict(dict)
+    for index, cost in enumerate(costs):
+        again = units[index] == layer_of[index]
+        for item, size in cost.kept.items():
+            made = block_of.get(item[0].node)
+            if recompute != "full" or not again or made is None or units[made] != units[index]:
+                holders[item][index] = size
+        for item, size in cost.entering.items() if again else ():
+            made = block_of.get(item[0].node)
+            if made is None or units[made] != units[index]:
+                holders[item][index] = size
+    shared = {item: held for item, held in holders.items() if len({units[index] for index in held}) > 1}
+    groups = tuple(KeptGroup(tuple(sorted(held)), max(held.values())) for held in shared.values())
+    kept = tuple({item: size for item, size in cost.kept.items() if item not in shared} for cost in costs)
+    entering = tuple({item: size for item, size in cost.entering.items() if item not in shared} for cost in costs)
+    alone = tuple(cost.inside_bytes + math.fsum(own.values()) for cost, own in zip(costs, kept, strict=True))
+    return Activations(alone, groups, entering, kept)
+
+
+def layers(
+    blocks: Sequence[Block],
+    found: Activations,
+    costs: Sequence[BlockCost],
+    again_s: Sequence[float],
+    layer_of: Sequence[str],
+    block_of: Mapping[fx.Node, int],
+    recompute: str,
+    positions: Sequence[int],
+) -> tuple[Layer, ...]:
+    """The layers with the ways to run each part of them that a stage can have.
+
+    again_s: seconds of running a block's forward again. recompute: "none", "full" (every layer is computed again) or
+    "auto" (each part of a layer is kept, choice 0, or computed again, choice 1). positions: sets of blocks between two
+    of which a stage lies; beginnings of the row of blocks are taken to be among them.
+    """
+    if recompute == "none":
+        return ()
+    members: dict[str, list[int]] = defaultdict(list)
+    for index, layer in enumerate(layer_of):
+        if layer:
+            members[layer].append(index)
+    result = []
+    for own in members.values():
+        parts: dict[tuple[int, ...], Family] = {}
+        for part in _parts(own, positions):
+            inside = [blocks[index] for index in part]
+            held = {item: size for index in part for item, size in found.kept[index].items()}
+            entering = {
+                item: size
+                for index in part
+                for item, size in found.entering[index].items()
+                if block_of.get(item[0].node) not in part
+            }
+            keep = Choice(
+                math.fsum(block.forward_s for block in inside),
+                math.fsum(block.backward_s for block in inside),
+                math.fsum(block.state_bytes for block in inside),
+                math.fsum(held.values()) + math.fsum(costs[index].inside_bytes for index in part),
+                max(block.transient_bytes for block in inside),
+            )
+            again = Choice(
+                keep.forward_s,
+                keep.backward_s + math.fsum(again_s[index] for index in part),
+                keep.state_bytes,
+                math.fsum(entering.values()),
+                keep.transient_bytes + keep.activation_bytes,
+            )
+            parts[part] = (again,) if recompute == "full" else (keep, again)
+        result.append(Layer(tuple(own), parts))
+    return tuple(result)
+
+
+def _parts(own: Sequence[int], positions: Sequence[int]) -> set[tuple[int, ...]]:
+    """The sets of a layer's blocks that can lie between two positions."""
+    whole = sum(1 << index for index in own)
+    cuts = {position & whole for position in positions} | {((1 << index) - 1) & whole for index in (*own, own[-1] + 1)}
+    between = {last & ~first for first in cuts for last in cuts if first & last == first != last}
+    return {tuple(index for index in own if mask >> index & 1) for mask in between}
