@@ -19,13 +19,16 @@ from autopart.passes.emit.layers import find_runs, is_recomputable, mark_layers
 from autopart.passes.program import Program, Role
 from autopart.passes.rules import (
     RULES,
+    Routing,
     Rule,
     RuleBook,
     Strategy,
     bound_rules,
+    find_routings,
     is_differentiable,
     joint_strategies,
     strategies,
+    with_routings,
 )
 from autopart.passes.storage import op_name
 
@@ -43,7 +46,8 @@ class Analysis:
     layers: the layer that each block belongs to, whose inputs alone are kept when layers are recomputed; '' for none.
     classes: for every op and tensor the class of equal ones it belongs to (blocks that repeat are folded). first: for
     ops that are not the first of their class, the first, if that has gradients for the same operands and results: what
-    is found for it holds for them. keys: a readable name for every op, ``transformer.h.0.mlp.c_fc:addmm``.
+    is found for it holds for them. keys: a readable name for every op, ``transformer.h.0.mlp.c_fc:addmm``. routings:
+    where rows are routed to groups; no block ends inside one.
     """
 
     program: Program
@@ -58,6 +62,7 @@ class Analysis:
     classes: dict[fx.Node, tuple[str, ...]]
     keys: dict[fx.Node, str]
     first: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    routings: tuple[Routing, ...] = ()
     _costs: dict[str, dict[fx.Node, OpCost]] = field(default_factory=dict)
     _strategies: dict[tuple[int, ...], dict[fx.Node, tuple[Strategy, ...]]] = field(default_factory=dict)
 
@@ -74,9 +79,8 @@ class Analysis:
         """The strategies of every op and tensor on an axis of ``parts`` ranks, beside axes of sizes ``others``."""
         key = (parts, *sorted(others))
         if key not in self._strategies:
-            self._strategies[key] = strategies(
-                self.graph, parts, self.rules, others=key[1:], bound=self.bound, first=self.first
-            )
+            found = strategies(self.graph, parts, self.rules, others=key[1:], bound=self.bound, first=self.first)
+            self._strategies[key] = with_routings(self.routings, found, parts, self.rules)
         return self._strategies[key]
 
     @property
@@ -134,7 +138,9 @@ def analyze(program: Program, rules: RuleBook = RULES) -> Analysis:
         cost = costs[node]
         return float(cost.flops_forward.at(batch) + _FLOPS_PER_BYTE * cost.bytes_forward.at(batch))
 
-    blocks = find_blocks(graph, free, weight, batch)
+    routings = find_routings(graph, rules)
+    uncut = [[op.node for op in routing.ops if op.node not in free] for routing in routings]
+    blocks = find_blocks(graph, free, weight, batch, uncut)
     mark_layers(graph, [node for block in blocks for node in block.nodes])
     block_of = {node: block.index for block in blocks for node in block.nodes}
     classes = _classes(graph, blocks, block_of)
@@ -151,6 +157,7 @@ def analyze(program: Program, rules: RuleBook = RULES) -> Analysis:
         classes=classes,
         first=_first_alike(classes, block_of),
         keys=op_keys(graph),
+        routings=routings,
         _costs={"cuda": costs},
     )
 

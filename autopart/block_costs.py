@@ -236,6 +236,6 @@ def _inside_share(chosen: Chosen, sizes: Sequence[int]) -> float:
     """Each rank's part of what an op keeps inside: shards of the result, or a shard run by a local form."""
     share = 1.0
     for strategy, parts in zip(chosen, sizes, strict=True):
-        if strategy.outputs[0].is_shard or strategy.form is not None:
+        if strategy.outputs[0].divides or strategy.form is not None:
             share /= parts
     return share

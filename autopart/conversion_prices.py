@@ -62,6 +62,9 @@ class Affine:
         )
 
 
+_NO_WAY = Affine((float("inf"), float("inf")))
+
+
 @dataclass(slots=True)
 class ConversionPrices:
     """Prices conversions on the tensor axes of one mesh, outermost axis first."""
@@ -88,12 +91,11 @@ class ConversionPrices:
         key = (source, target, differentiable)
         if key not in self._pairs:
             steps = conversion(source, target, self.mesh)
-            assert steps is not None, f"the solver offers placements that nest: {source}, {target}"
-            total = Affine()
-            for step in steps:
+            total = Affine() if steps is not None else _NO_WAY
+            for step in steps or ():
                 call, share = step.transition, 1.0
                 for other, placement in enumerate(step.before):
-                    if other != step.axis and placement.is_shard:
+                    if other != step.axis and placement.divides:
                         share /= self.axes[other].parts
                 one = self.step(step.axis, call.source, call.target, differentiable)
                 total += Affine(one.fixed, (one.rate[0] * share, one.rate[1] * share))
@@ -208,8 +210,10 @@ class _Ways:
                     found = replace(found, moved=np.where(nest, found.moved, np.inf))
             reached[places] = found
         end = reached[self._order[-1]]
-        assert np.isfinite(end.moved).all(), "the solver offers placements that nest"
-        return end.fixed + end.rate * num_bytes
+        there = np.isfinite(end.moved)
+        possible = np.logical_and.reduce([axis.exists for axis in axes])
+        assert (there == possible).all(), "the solver offers placements that nest"
+        return np.where(there, end.fixed + end.rate * num_bytes, np.inf)
 
     def _step(self, way: _Way, axes: Sequence[_AxisTable], index: int, before: _Place, after: Sequence[_Place]) -> _Way:
         """One axis goes from a place to that which it has in ``after``, the others stay there."""
@@ -241,12 +245,13 @@ class _AxisTable:
         self.want = np.array([known.setdefault(item[index], len(known)) for item in targets], dtype=np.int64)
         self._whole = known.setdefault(REPLICATE, len(known))
         self.known = tuple(known)
-        self._sharded = np.array([placement.is_shard for placement in self.known])
+        self._sharded = np.array([placement.divides for placement in self.known])
         self._moved, self._fixed, self._rate = (np.zeros((len(known), len(known))) for _ in range(3))
         for i, source in enumerate(self.known):
             for j, target in enumerate(self.known):
-                call = transitions.transition(source, target)
-                if call is not None and sizes[index] > 1:
+                if not transitions.exists(source, target):
+                    self._moved[i, j] = np.inf
+                elif sizes[index] > 1 and (call := transitions.transition(source, target)) is not None:
                     self._moved[i, j] = moved(call, sizes, index)
                     step = prices.step(index, source, target, differentiable)
                     self._fixed[i, j], self._rate[i, j] = sum(step.fixed), sum(step.rate)
@@ -256,6 +261,12 @@ class _AxisTable:
         """The same for some of the sources."""
         found = copy.copy(self)
         found.have = self.have[rows]
+        return found
+
+    @property
+    def exists(self) -> Mask:
+        """Where there is a way at all, which routed rows have to themselves alone: [sources, targets]."""
+        found: Mask = np.isfinite(self._moved)[self.have[:, None], self.want[None, :]] | self._alone
         return found
 
     @property

@@ -44,7 +44,7 @@ class Prices:
         """Shares of the op's FLOPs and of its bytes that one rank has."""
         flops = 1.0
         for strategy, parts in zip(chosen, sizes, strict=True):
-            if any(placement.is_shard for placement in (*strategy.inputs, *strategy.outputs)):
+            if any(placement.divides for placement in (*strategy.inputs, *strategy.outputs)):
                 flops /= parts
         if flops == 1.0:
             return 1.0, 1.0
@@ -148,6 +148,6 @@ def value_shares(node: fx.Node, chosen: Chosen, sizes: Sequence[int]) -> list[fl
     shares = [1.0] * len(graphs.inputs(node)) + [1.0] * len(graphs.outputs(node))
     for strategy, parts in zip(chosen, sizes, strict=True):
         for index, placement in enumerate((*strategy.inputs, *strategy.outputs)):
-            if placement.is_shard:
+            if placement.divides:
                 shares[index] /= parts
     return shares

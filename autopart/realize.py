@@ -172,7 +172,8 @@ def read_storage(
         if len(placements) != len(axes):
             raise PlanError(f"storage[{name!r}]: {len(placements)} placements for {len(axes)} tensor axes")
         for placement, (axis, parts) in zip(placements, axes, strict=True):
-            if placement.kind is Kind.PARTIAL or (placement.kind is Kind.BROADCAST and not info.trainable):
+            partial = placement.kind is Kind.PARTIAL or placement.is_routed
+            if partial or (placement.kind is Kind.BROADCAST and not info.trainable):
                 raise PlanError(f"storage[{name!r}]: {placement} is no way to store it; use R, S<dim> or, trained, B")
             if placement.is_shard:
                 size = info.shape[placement.dim] if placement.dim < len(info.shape) else 0

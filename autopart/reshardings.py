@@ -22,6 +22,7 @@ from autopart.passes.partition import StageGraph
 from autopart.passes.shard import collective_counts
 from autopart.plan import Plan
 from autopart.realize import build, check_plan, read_strategies
+from autopart.runtime.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,9 @@ class Resharding:
     """Equal conversions of one stage and direction, over all microbatches of a step on one rank.
 
     op: the pattern of the op that reads the value, or that exchanges by itself. value: of the op that made it, or a
-    parameter's name. source, target: placements ("P" to "S1"); empty where an op exchanges by itself. kind: the
-    collective. calls, bytes: of a step. seconds: without what it can be hidden behind.
+    parameter's name. source, target: placements ("P" to "S1"); empty where an op exchanges by itself, unless it moves
+    routed rows ("O0/b" to "E0/b"). kind: the collective. calls, bytes: of a step. seconds: without what it can be
+    hidden behind.
     """
 
     stage: int
@@ -112,7 +114,10 @@ def _names(analysis: Analysis, stage: StageGraph, local: fx.Graph) -> dict[fx.No
 def _about(node: fx.Node, analysis: Analysis, names: dict[fx.Node, str]) -> tuple[str, str, str, str]:
     """Patterns of the op and the value, and the placements between which it is converted."""
     if "transition" not in node.meta:
-        return pattern_of(names[node]), "", "", ""
+        source, target = graphs.input_nodes(node)[0].meta["placements"], node.meta["placements"]
+        routed = any(isinstance(item, Placement) and item.is_routed for item in target)
+        ends = (",".join(map(str, source)), ",".join(map(str, target))) if routed else ("", "")
+        return pattern_of(names[node]), "", *ends
     _, step = node.meta["transition"]
     source = node.args[0]
     while isinstance(source, fx.Node) and source not in names:

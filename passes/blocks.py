@@ -12,7 +12,7 @@ folded.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -140,20 +140,28 @@ def crossing(ops: Sequence[fx.Node]) -> list[tuple[Value, ...]]:
     return result
 
 
-def cut_positions(ops: Sequence[fx.Node], weight: Callable[[fx.Node], float], batch: int) -> list[int]:
-    """Where the chain may be cut into stages, both ends included."""
+def cut_positions(
+    ops: Sequence[fx.Node],
+    weight: Callable[[fx.Node], float],
+    batch: int,
+    uncut: Sequence[Sequence[fx.Node]] = (),
+) -> list[int]:
+    """Where the chain may be cut into stages, both ends included. uncut: as of :func:`find_blocks`."""
     lives = crossing(ops)
+    position_of = {node: position for position, node in enumerate(ops)}
+    spans = [[position_of[node] for node in group] for group in uncut]
+    closed = {position for span in spans for position in range(min(span) + 1, max(span) + 1)}
     counts = [len(live) for live in lives]
     cuts = [0]
     for position in range(1, len(ops)):
         left = next((counts[other] for other in range(position - 1, 0, -1) if counts[other] != counts[position]), 10**9)
-        if counts[position] < left and counts[position + 1] > counts[position]:
+        if counts[position] < left and counts[position + 1] > counts[position] and position not in closed:
             cuts.append(position)
     cuts.append(len(ops))
     total = sum(weight(node) for node in ops) or 1.0
     refined = [0]
     for start, end in pairwise(cuts):
-        refined.extend(_refine(ops, lives, weight, batch, start, end, total * _MOST_SHARE))
+        refined.extend(_refine(ops, lives, weight, batch, start, end, total * _MOST_SHARE, closed))
         refined.append(end)
     return sorted(set(refined))
 
@@ -166,6 +174,7 @@ def _refine(
     start: int,
     end: int,
     limit: float,
+    closed: Collection[int],
 ) -> list[int]:
     """Further cuts inside a heavy block: both parts keep a fifth of its work, and the fewest bytes cross."""
     weights = [weight(node) for node in ops[start:end]]
@@ -176,15 +185,15 @@ def _refine(
     before = 0.0
     for position in range(start + 1, end):
         before += weights[position - start - 1]
-        if 0.2 * whole <= before <= 0.8 * whole:
+        if 0.2 * whole <= before <= 0.8 * whole and position not in closed:
             choices.append((sum(value_bytes(value, batch) for value in lives[position]), position))
     if not choices:
         return []
     _, cut = min(choices)
     return [
-        *_refine(ops, lives, weight, batch, start, cut, limit),
+        *_refine(ops, lives, weight, batch, start, cut, limit, closed),
         cut,
-        *_refine(ops, lives, weight, batch, cut, end, limit),
+        *_refine(ops, lives, weight, batch, cut, end, limit, closed),
     ]
 
 
@@ -200,10 +209,19 @@ def block_edges(blocks: Sequence[Block]) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(pairs))
 
 
-def find_blocks(graph: fx.Graph, free: set[fx.Node], weight: Callable[[fx.Node], float], batch: int) -> list[Block]:
-    """The blocks of a graph in order. weight: seconds or FLOPs of an op; batch: samples, to weigh what crosses."""
+def find_blocks(
+    graph: fx.Graph,
+    free: set[fx.Node],
+    weight: Callable[[fx.Node], float],
+    batch: int,
+    uncut: Sequence[Sequence[fx.Node]] = (),
+) -> list[Block]:
+    """The blocks of a graph in order. weight: seconds or FLOPs of an op; batch: samples, to weigh what crosses.
+
+    uncut: groups of ops, each of which stays in one block.
+    """
     ops = chain(graph, free)
-    shared = _shared_parameters(ops, cuts := cut_positions(ops, weight, batch))
+    shared = _shared_parameters(ops, cuts := cut_positions(ops, weight, batch, uncut))
     return [
         Block(index, tuple(ops[start:end]), _signature(ops[start:end], shared))
         for index, (start, end) in enumerate(pairwise(cuts))

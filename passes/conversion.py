@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 import math
 from dataclasses import dataclass
 
 from autopart.runtime.placement import REPLICATE, Placement, Placements, local_cut, nested
-from autopart.runtime.transitions import Transition, transition
+from autopart.runtime.transitions import Transition, exists, transition
 
 Axes = tuple[tuple[str, int], ...]
 """Names and sizes of the tensor axes, outermost first."""
@@ -36,7 +37,8 @@ class Step:
 
 @functools.cache
 def conversion(source: Placements, target: Placements, axes: Axes) -> tuple[Step, ...] | None:
-    """The steps that move the fewest bytes, forward and backward together; None where either end does not nest.
+    """The steps that move the fewest bytes, forward and backward together; None where either end does not nest, or
+    where routed rows would have to be converted.
 
     Each axis goes straight to its target, or first to R where the cuts on the way would not nest otherwise: a shortest
     path over at most 3 placements per axis. Of equal paths the one with the least :func:`step_number` at each step.
@@ -46,6 +48,8 @@ def conversion(source: Placements, target: Placements, axes: Axes) -> tuple[Step
         return None
     # On an axis of one rank all placements are the same.
     source = tuple(have if parts > 1 else want for have, want, parts in zip(source, target, sizes, strict=True))
+    if not all(itertools.starmap(exists, zip(source, target, strict=True))):
+        return None
     queue: list[tuple[int, int, Placements, tuple[Step, ...]]] = [(0, 0, source, ())]
     done: set[Placements] = set()
     while queue:
@@ -57,6 +61,8 @@ def conversion(source: Placements, target: Placements, axes: Axes) -> tuple[Step
         done.add(current)
         for index, (have, want) in enumerate(zip(current, target, strict=True)):
             for placement in dict.fromkeys((want, REPLICATE)):
+                if not exists(have, placement):
+                    continue
                 after = (*current[:index], placement, *current[index + 1 :])
                 if placement == have or have == want or after in done:
                     continue
@@ -91,7 +97,7 @@ def _moved(call: Transition, current: Placements, sizes: tuple[int, ...], axis: 
     """What a rank sends forward and backward, in the units of :func:`moved`."""
     held = moved(call, sizes, axis)
     for index, placement in enumerate(current):
-        if index != axis and placement.is_shard:
+        if index != axis and placement.divides:
             held //= sizes[index]
     return held
 

@@ -44,7 +44,7 @@ def share_of_rank(node: fx.Node, axes: Axes, index: int = 0) -> float:
     if placements and isinstance(placements[0], tuple):
         placements = placements[index]
     own: Placements = placements
-    return math.prod(1 / parts for placement, (_, parts) in zip(own, axes, strict=False) if placement.is_shard)
+    return math.prod(1 / parts for placement, (_, parts) in zip(own, axes, strict=False) if placement.divides)
 
 
 def entering(run: Run) -> list[Value]:
@@ -98,6 +98,6 @@ def inside_bytes(node: fx.Node, axes: Axes, batch: int, kind: str) -> float:
         first = node.meta["placements"][0]
         own = first if isinstance(first, tuple) else node.meta["placements"]
         index = [name for name, _ in axes].index(axis)
-        if not own[index].is_shard:
+        if not own[index].divides:
             share /= axes[index][1]
     return size * share

@@ -23,6 +23,7 @@ from autopart.passes.program import Role
 from autopart.passes.rules import RULES, RuleBook, Strategy, called, local_forms
 from autopart.passes.sizes import Extent, extent
 from autopart.runtime import collectives
+from autopart.runtime.errors import PlanError
 from autopart.runtime.placement import REPLICATE, Kind, Placements
 from autopart.runtime.transitions import Transition
 
@@ -40,7 +41,7 @@ def local_extents(fake: torch.Tensor, placements: Placements, axes: Axes) -> tup
     """The sizes of one rank's part of a tensor."""
     sizes = [extent(size) for size in fake.shape]
     for placement, (_, parts) in zip(placements, axes, strict=True):
-        found = sizes[placement.dim] if placement.is_shard else None
+        found = sizes[placement.dim] if placement.divides else None
         if found is not None:
             share = found.over(Extent(parts))
             assert share is not None, f"a dim of {found} does not divide into {parts}"
@@ -173,7 +174,11 @@ class _Sharder:
         if key not in self.converted:
             node = self.env[source]
             steps = conversion(current, target, self.axes)
-            assert steps is not None, f"{current} or {target} does not nest on {self.axes}"
+            if steps is None:
+                raise PlanError(
+                    f"{user.name} reads {source.name} as {_text(target)}, which is made as {_text(current)}: routed "
+                    "rows are not converted; give all ops between a routing's sort and its end strategies that fit"
+                )
             for step in steps:
                 node = self.insert(node, step, user)
             self.converted[key] = node
@@ -221,6 +226,10 @@ class _Sharder:
                 name = stage.updates[index - len(stage.sends) - len(stage.outputs)]
                 kept.append(self.convert(result, self.storage.get(name, self.replicated), node))
         self.graph.output(tuple(kept))
+
+
+def _text(placements: Placements) -> str:
+    return ",".join(map(str, placements))
 
 
 def collective_counts(graph: fx.Graph, axes: Axes, batch: int) -> dict[tuple[str, str], dict[str, list[int]]]:

@@ -19,6 +19,17 @@ A sharded dim may hold several outer blocks, each of which is sharded by itself:
 ``(3, heads, head_dim)`` in one dim, and its heads are sharded inside each of the three blocks. ``S2/3`` is dim 2 seen
 as ``(3, n)`` with ``n`` sharded. The number of blocks may be a multiple of the batch size: ``S0/b``, ``S0/4b``.
 
+Rows that are routed to groups, as a mixture routes tokens to experts, have placements of their own. Ops that every rank
+runs on its own shard of the rows make values that have a meaning only beside each other: rows sorted by group are no
+shard of all rows sorted. What a rank has of them is cut like a shard, value and gradient alike, but nothing converts
+it; ops that know the routing lead from a shard into these placements and out again (``passes/rules/routing.py``):
+
+========  ==========================================================================================================
+``O0/b``  what an op makes of the own rows (those of ``S0/b``), in the order of their groups; rows are dim 0
+``C0/b``  how many of the own rows each group has
+``E0/b``  the rows of all ranks whose groups are this rank's (of experts: those that it has the weights of)
+========  ==========================================================================================================
+
 On several axes a value has one placement per axis, each in terms of the whole tensor: what a rank has is what all of
 them leave to it. On one dim the cuts have to nest, each inside the pieces of the coarser one: with two ranks on each of
 ``x`` and ``y``, ``S0, S0/2`` and ``S0/2, S0`` do, ``S0, S0`` does not (:func:`nested`).
@@ -40,18 +51,24 @@ class Kind(enum.Enum):
     SHARD = "S"
     PARTIAL = "P"
     BROADCAST = "B"
+    OWN_ROWS = "O"
+    OWN_COUNTS = "C"
+    GROUP_ROWS = "E"
 
 
-_SHARD_TEXT = re.compile(r"S(\d+)(?:/(\d*)(b?))?")
+_ROUTED = (Kind.OWN_ROWS, Kind.OWN_COUNTS, Kind.GROUP_ROWS)
+_WITH_DIM = (Kind.SHARD, *_ROUTED)
+_SHARD_TEXT = re.compile(r"([SOCE])(\d+)(?:/(\d*)(b?))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Placement of a value and of its gradient on one mesh axis.
 
-    kind: the pair, see the module's table.
-    dim: the sharded tensor dim (SHARD only; never negative).
-    outer: blocks in that dim outside the sharded part (SHARD only); times the local batch size if ``batched``.
+    kind: the pair, see the module's tables.
+    dim: the sharded tensor dim (never negative); of routed rows the dim of rows, of counts 0.
+    outer: blocks in that dim outside the sharded part, times the local batch size if ``batched``; of routed rows those
+        of the shard that they come from. R, P and B have neither.
     """
 
     kind: Kind
@@ -60,18 +77,18 @@ class Placement:
     batched: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind is not Kind.SHARD and (self.dim, self.outer, self.batched) != (0, 1, False):
+        if self.kind not in _WITH_DIM and (self.dim, self.outer, self.batched) != (0, 1, False):
             raise ValueError(f"only a sharded placement has a dim: {self.kind}")
         if self.dim < 0 or self.outer < 1:
             raise ValueError(f"a sharded dim is counted from the left and has at least one block: {self}")
 
     def __str__(self) -> str:
-        if self.kind is not Kind.SHARD:
+        if self.kind not in _WITH_DIM:
             return self.kind.value
         if self.outer == 1 and not self.batched:
-            return f"S{self.dim}"
+            return f"{self.kind.value}{self.dim}"
         blocks = "" if self.outer == 1 else str(self.outer)
-        return f"S{self.dim}/{blocks}{'b' if self.batched else ''}"
+        return f"{self.kind.value}{self.dim}/{blocks}{'b' if self.batched else ''}"
 
     @staticmethod
     def parse(text: str) -> Placement:
@@ -81,12 +98,22 @@ class Placement:
         match = _SHARD_TEXT.fullmatch(text)
         if match is None or text.endswith("/"):
             raise ValueError(f"not a placement: {text!r}; expected R, P, B, S<dim> or S<dim>/<blocks>")
-        dim, blocks, batched = match.groups()
-        return Placement(Kind.SHARD, int(dim), int(blocks or 1), bool(batched))
+        kind, dim, blocks, batched = match.groups()
+        return Placement(Kind(kind), int(dim), int(blocks or 1), bool(batched))
 
     @property
     def is_shard(self) -> bool:
         return self.kind is Kind.SHARD
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether it belongs to a routing, so that nothing converts from or to it."""
+        return self.kind in _ROUTED
+
+    @property
+    def divides(self) -> bool:
+        """Whether a rank has a part of the tensor: a shard, or a part of routed rows (its groups' on average)."""
+        return self.kind in (Kind.SHARD, Kind.OWN_ROWS, Kind.GROUP_ROWS)
 
     def blocks(self, batch: int) -> int:
         """The number of outer blocks for a local batch of that many samples."""
@@ -122,7 +149,11 @@ def nested(placements: Sequence[Placement], sizes: Sequence[int]) -> bool:
     """Whether placements on axes of these sizes can hold together.
 
     On each dim, sorted by blocks, the blocks of a cut are a multiple of the blocks of the cut before times its parts.
+    Routed rows are cut on one axis alone.
     """
+    taken = [p.dim for p, size in zip(placements, sizes, strict=True) if p.divides and size > 1]
+    if any(p.is_routed and p.divides and taken.count(p.dim) > 1 for p in placements):
+        return False
     return all(
         before.dim != after.dim
         or (after.outer % (before.outer * sizes[index]) == 0 and (after.batched or not before.batched))

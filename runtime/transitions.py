@@ -56,8 +56,13 @@ class Transition:
         return function(x, axis, **_keywords(self.source, self.target, lambda p: p.blocks(batch)))
 
 
+def exists(source: Placement, target: Placement) -> bool:
+    """Whether there is a way from one placement to the other: routed rows have none."""
+    return source == target or not (source.is_routed or target.is_routed)
+
+
 def transition(source: Placement, target: Placement) -> Transition | None:
-    """How to get from one placement to another; None where nothing needs to be done."""
+    """How to get from one placement to another; None where nothing needs to be done. The way :func:`exists`."""
     if source == target:
         return None
     name, forward, backward = _TABLE[source.kind.value, target.kind.value]

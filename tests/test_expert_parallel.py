@@ -1,19 +1,32 @@
-"""Experts sharded: each rank computes its own experts' tokens; and query heads on more ranks than key-value heads."""
+"""Experts sharded, their tokens whole or sent to them; and query heads on more ranks than key-value heads."""
 
 from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch import fx
+import torch
+from torch import Tensor, fx, nn
 
-from autopart.passes.rules import Strategy
+import autopart.verify
+from autopart.analysis import analyze
+from autopart.models import load_model
+from autopart.passes.rules import RULES, Strategy, find_routings
+from autopart.planner import make_plan
+from autopart.realize import realize
+from autopart.reshardings import reshardings
+from autopart.runtime.errors import PlanError
 from autopart.runtime.placement import shard
-from autopart.verify import Subject, prepare
+from autopart.tracing import capture
+from autopart.verify import Subject, compare_emitted, prepare
+from clusters import ideal
 from families import BATCH, SEQ, family
 from forcing import forced, op, run
+from launch import run_kept_job
 
 INNER, WIDTH, CHOSEN = 2 * 64, 32, 2
 """Of Mixtral: outputs of the first grouped product, model width, experts per token."""
@@ -47,6 +60,143 @@ def test_mixtral(parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     moved = sum(size for _, size in result.traffic[0].counted.values())
     # forward both products' sums; backward their operands' gradients
     assert moved == 8 * tokens * (INNER + WIDTH + WIDTH + INNER // 2)
+
+
+def routed(steps: str) -> Callable[[fx.Node, Strategy], bool]:
+    """Rows on their own ranks, each layer's two products with experts as ``steps`` says, attention by heads."""
+    chosen: dict[fx.Node, str] = {}
+
+    def keep(node: fx.Node, strategy: Strategy) -> bool:
+        if "grouped_mm" in op(node):
+            step = chosen.setdefault(node, steps.split()[len(chosen) % 2])
+            return strategy.name == f"{step}/b"
+        return True
+
+    return keep
+
+
+@pytest.mark.parametrize(
+    ("steps", "parts"),
+    [
+        ("dispatch combine", 2),
+        pytest.param("dispatch combine", 4, marks=pytest.mark.slow),
+        pytest.param("exchange exchange", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_are_sent_to_their_experts(
+    steps: str, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank routes its own tokens, has 1/p of the experts, and sends rows there and back, forward and backward."""
+    subject = subject_of("mixtral-1")
+    plan = forced(subject, parts, routed(steps))
+    experts = {name: placement for name, placement in plan.storage.items() if ".experts." in name}
+    assert len(experts) == 2 and set(experts.values()) == {"S0"}
+    result, source = run(subject, plan, tmp_path, monkeypatch)
+    assert len(re.findall(rf"parameter\({4 // parts}, (128, 32|32, 64)", source)) == 2
+    exchanged = {
+        item.op: (item.source, item.target, item.direction)
+        for item in reshardings(plan, analyze(subject.program), ideal(parts))
+        if "grouped_mm" in item.op
+    }
+    assert len(exchanged) == 2 and all(source for source, _, _ in exchanged.values())
+    rows, counts = BATCH * SEQ * CHOSEN // parts * 8, 4 * 8
+    once = steps == "dispatch combine"
+    moved = WIDTH + WIDTH if once else WIDTH + INNER + INNER // 2 + WIDTH
+    found = result.traffic[0].counted["all_to_all"]
+    assert found == ((5, 2 * rows * moved + counts) if once else (10, 2 * rows * moved + 2 * counts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "limits",
+    [{"pp": 2, "microbatches": 2, "schedule": "zb-h1"}, {"dp": 2, "microbatches": 2, "zero": 3}],
+    ids=["split-backward", "replicas"],
+)
+def test_routing_beside_other_parts_of_a_plan(
+    limits: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = subject_of("mixtral")
+    run(subject, forced(subject, 2, routed("dispatch combine"), limits), tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+def test_rows_are_sent_again_when_a_layer_is_recomputed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal; what a recomputed layer exchanges again is not in a plan's counts, whatever the strategy."""
+    subject = subject_of("mixtral-1")
+    plan = forced(subject, 2, routed("dispatch combine"), {"recompute": "full"})
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
+    realize(subject.program, plan, analyze(subject.program)).save(tmp_path / "program")
+    assert "checkpoint(" in (tmp_path / "program" / "stage_0.py").read_text()
+    assert compare_emitted(tmp_path / "program", subject, plan=plan).equal
+
+
+@pytest.mark.slow
+def test_experts_on_one_axis_and_their_matrices_on_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 2 x 2 ranks: rows routed on one axis, both products' inner dim sharded on the other."""
+    subject = subject_of("mixtral-1")
+    analysis = analyze(subject.program)
+    offered = dict(analysis.strategies(2, [2]))
+    for node, strategies in offered.items():
+        if "grouped_mm" in op(node):
+            offered[node] = tuple(s for s in strategies if s.name in ("dispatch/b", "combine/b", "n/2", "n", "k"))
+    analysis._strategies[2, 2] = offered
+    plan = make_plan(subject.program, ideal(4), batch=8, analysis=analysis, pp=1, dp=1, tp=(2, 2), microbatches=1)
+    products = {key: text for key, text in plan.strategies.items() if "grouped_mm" in key}
+    assert sorted(products.values()) == ["k,combine/b", "n/2,dispatch/b"]
+    run(subject, plan, tmp_path, monkeypatch)
+
+
+def test_rows_are_sent_where_that_is_cheaper() -> None:
+    """Found from costs alone: experts stay and rows move, until there are so many rows that weights are gathered."""
+    model = load_model(
+        "hf:mixtral?num_hidden_layers=1&num_local_experts=16&hidden_size=256&intermediate_size=512&dtype=float32"
+        "&num_attention_heads=8&num_key_value_heads=8&head_dim=32&vocab_size=512&sliding_window=null&seq=128&batch=8",
+        meta=True,
+    )
+    program = capture(model.model, model.args, model.kwargs)
+    analysis = analyze(program)
+    found = {}
+    for batch in (8, 4096):
+        plan = make_plan(program, ideal(8), batch=batch, analysis=analysis, pp=1, dp=1, tp=8, microbatches=1)
+        found[batch] = [text for key, text in plan.strategies.items() if "grouped_mm" in key]
+        assert plan.gap < 1e-6
+    assert found == {8: ["dispatch/b", "combine/b"], 4096: ["own/b", "own/b"]}
+
+
+def test_a_plan_that_would_convert_routed_rows_is_refused() -> None:
+    subject = subject_of("mixtral-1")
+    plan = forced(subject, 2, routed("dispatch combine"))
+    (sort,) = (key for key in plan.strategies if key.endswith(":sort"))
+    wrong = replace(plan, strategies={**plan.strategies, sort: "R"})
+    with pytest.raises(PlanError, match="routed rows are not converted"):
+        realize(subject.program, wrong, analyze(subject.program))
+
+
+class Mixture(nn.Module):
+    """One product per expert with a bias, rows put back by sorting their numbers again."""
+
+    def __init__(self, leaks: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4, dtype=torch.bfloat16)
+        self.weight = nn.Parameter(torch.randn(4, 16, 16, dtype=torch.bfloat16))
+        self.bias = nn.Parameter(torch.zeros(4, 16, dtype=torch.bfloat16))
+        self.leaks = leaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, 16)
+        keys, numbers = torch.sort(self.gate(rows).argmax(-1))
+        ends = torch.bincount(keys, minlength=4).cumsum(0, dtype=torch.int32)
+        product = torch.relu(torch._grouped_mm(rows[numbers], self.weight, ends) + self.bias[keys])
+        return product[torch.argsort(numbers)].sum() + (product.cumsum(0)[0, 0] if self.leaks else 0)
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_routings_are_found_by_their_data_flow(leaks: bool) -> None:
+    """Whatever module wrote it; rows in their groups' order that meet each other are no routing."""
+    program = capture(Mixture(leaks), (torch.randn(8, 8, 16, dtype=torch.bfloat16),))
+    found = [[item.step.name for item in routing.ops] for routing in find_routings(program.graph, RULES)]
+    steps = "SORT COUNT COUNTED PICK PRODUCT LOOK_UP ROWS ROWS ROWS RETURN"
+    assert found == ([] if leaks else [steps.split()])
 
 
 def by_query_head(node: fx.Node, strategy: Strategy) -> bool:

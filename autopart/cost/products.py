@@ -78,6 +78,6 @@ def backward_products(node: fx.Node, forward: tuple[Product, ...]) -> tuple[Prod
 def _local(value: Value, placements: Sequence[Placement], batch: int, sizes: Sequence[int]) -> tuple[int, ...]:
     shape = [max(1, size(dim).at(batch)) for dim in value.fake.shape]
     for placement, parts in zip(placements, sizes, strict=True):
-        if placement.is_shard:
+        if placement.divides:
             shape[placement.dim] = max(1, shape[placement.dim] // parts)
     return tuple(shape)

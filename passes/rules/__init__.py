@@ -4,6 +4,8 @@ from autopart.passes.rules.book import RuleBook, flops, name_of
 from autopart.passes.rules.joint import joint_strategies
 from autopart.passes.rules.matching import factor_of, follow, is_differentiable
 from autopart.passes.rules.notation import Annotation, LocalForm, Message, Panels, Rule, RuleError
+from autopart.passes.rules.routed import with_routings
+from autopart.passes.rules.routing import Routing, find_routings
 from autopart.passes.rules.strategies import (
     Strategy,
     bound_rules,
@@ -21,6 +23,7 @@ __all__ = [
     "LocalForm",
     "Message",
     "Panels",
+    "Routing",
     "Rule",
     "RuleBook",
     "RuleError",
@@ -30,6 +33,7 @@ __all__ = [
     "compatible",
     "default_rules",
     "factor_of",
+    "find_routings",
     "flops",
     "follow",
     "is_differentiable",
@@ -38,4 +42,5 @@ __all__ = [
     "localized",
     "name_of",
     "strategies",
+    "with_routings",
 ]

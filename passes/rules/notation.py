@@ -47,7 +47,8 @@ class Message:
     """One collective inside a local form, per microbatch.
 
     operation, phase: as :class:`autopart.runtime.traffic.Traffic` counts it. What a rank puts in has ``element_bytes``
-    for every index of ``factors``, which lack the form's own: ``("*b",)`` for a number per row.
+    for every index of ``factors``, which lack the form's own: ``("*b",)`` for a number per row. Of an all_to_all it has
+    its share of them.
     elements: how many that are in the whole tensor; of a bound rule.
     """
 
@@ -59,8 +60,8 @@ class Message:
 
     def payload(self, parts: int, batch: int) -> int:
         """Bytes of the call as :class:`autopart.runtime.traffic.Traffic` counts them, on an axis of ``parts`` ranks."""
-        gathered = parts if self.operation == "all_gather" else 1
-        return self.elements.at(batch) * self.element_bytes * gathered
+        whole = self.elements.at(batch) * self.element_bytes
+        return {"all_gather": whole * parts, "all_to_all": whole // parts}.get(self.operation, whole)
 
 
 @dataclass(frozen=True, slots=True)

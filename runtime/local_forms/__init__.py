@@ -6,14 +6,26 @@ declared with the op's rule, and counted under the axis' name.
 """
 
 from autopart.runtime.local_forms.attention import query_sharded_attention
-from autopart.runtime.local_forms.experts import own_experts_product
+from autopart.runtime.local_forms.experts import (
+    combine_experts_product,
+    dispatch_experts_product,
+    exchange_experts_product,
+    group_experts_product,
+    own_experts_product,
+    own_places,
+)
 from autopart.runtime.local_forms.norms import partial_mean, sharded_group_norm, sharded_layer_norm, sharded_rms_norm
 from autopart.runtime.local_forms.softmax import sharded_log_softmax, sharded_logsumexp, sharded_softmax
 from autopart.runtime.local_forms.summa import summa_addmm, summa_linear, summa_matmul
 from autopart.runtime.local_forms.vocabulary import vocab_cross_entropy, vocab_embedding
 
 __all__ = [
+    "combine_experts_product",
+    "dispatch_experts_product",
+    "exchange_experts_product",
+    "group_experts_product",
     "own_experts_product",
+    "own_places",
     "partial_mean",
     "query_sharded_attention",
     "sharded_group_norm",
