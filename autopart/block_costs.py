@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autopart.analysis import Analysis
-from autopart.conversion_prices import ConversionPrices
+from autopart.conversion_prices import ConversionPrices, TensorAxis
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import Amount, stored_bytes, value_bytes
 from autopart.passes.graph import Value
@@ -70,6 +70,18 @@ class _OpFacts:
         return item.operand if item.operand >= 0 else len(self.inputs) - 1 - item.operand
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """An op under a choice. shares, used: of inputs then outputs, what each rank has and in which placements."""
+
+    forward_s: float
+    backward_s: float
+    transient_bytes: float
+    inside_bytes: float
+    shares: tuple[float, ...]
+    used: tuple[Placements, ...]
+
+
 @dataclass(slots=True)
 class BlockCosts:
     """Prices blocks of one program on devices of one kind; facts about the graph are gathered once."""
@@ -79,12 +91,17 @@ class BlockCosts:
     _facts: dict[fx.Node, _OpFacts] = field(default_factory=dict)
     _bytes: dict[Value, Amount] = field(default_factory=dict)
     _stored: dict[Value, Amount] = field(default_factory=dict)
+    _order: list[tuple[fx.Node, int]] = field(init=False)  # ops with their blocks, free ones first
+    _entering: dict[fx.Node, tuple[Value, ...]] = field(default_factory=dict)  # what an op reads from outside its block
     _saved: set[fx.Node] = field(init=False)  # owners of memory that some op keeps for its backward
     _read_in: dict[str, int] = field(init=False)  # by layer, how many parameters it reads
 
     def __post_init__(self) -> None:
-        for node in [*self.analysis.block_of, *self.analysis.free_block]:
-            self._facts[node] = self._gather(node)
+        free, block_of = self.analysis.free_block, self.analysis.block_of
+        self._order = [*free.items(), *block_of.items()]
+        for node, index in self._order:
+            facts = self._facts[node] = self._gather(node)
+            self._entering[node] = tuple(self._from_outside(facts.owners, index)) if node in block_of else ()
         self._saved = {item.owner.node for facts in self._facts.values() for item in facts.kept}
         read: dict[str, set[fx.Node]] = {}
         for node, block in self.analysis.block_of.items():
@@ -154,38 +171,45 @@ class BlockCosts:
     ) -> list[BlockCost]:
         """One entry per block. strategies: per op one for each axis of ``conversions``; absent: replicated."""
         blocks = [BlockCost() for _ in self.analysis.blocks]
-        batch, axes = prices.batch, conversions.axes
+        batch, axes, first = prices.batch, conversions.axes, self.analysis.first
         sizes = [axis.parts for axis in axes]
         replicated: Placements = (REPLICATE,) * len(axes)
+        lies: dict[Value, Placements] = {}
+
+        def lie(value: Value) -> Placements:
+            if value not in lies:
+                lies[value] = self._placements(value, strategies, storage, replicated)
+            return lies[value]
+
+        # Equal ops under one choice; choices by identity, as hashing them costs more than pricing.
+        runs: dict[tuple[fx.Node, int], _Run] = {}
         converted: set[tuple[Value, Placements]] = set()
-        for node, index in [*self.analysis.free_block.items(), *self.analysis.block_of.items()]:
+        for node, index in self._order:
             block, facts = blocks[index], self._facts[node]
             chosen = strategies.get(node, ())
-            used = sizes if chosen else []
-            forward, backward = prices.op_seconds(node, chosen, used)
-            sent, returned = prices.form_seconds(node, chosen, axes if chosen else ())
-            block.forward_s += forward + sent
-            block.backward_s += backward + returned
-            shares = value_shares(node, chosen, used)
-            held = sum(size.at(batch) * share for size, share in zip(facts.sizes, shares, strict=True))
-            block.transient_bytes = max(block.transient_bytes, 2.0 * held)
+            key = (first.get(node, node), id(chosen))
+            if key not in runs:
+                runs[key] = self._run(node, facts, chosen, prices, axes)
+            run = runs[key]
+            block.forward_s += run.forward_s
+            block.backward_s += run.backward_s
+            block.transient_bytes = max(block.transient_bytes, run.transient_bytes)
             for item in facts.kept:
                 position = facts.position(item)
-                placements = _used(chosen, position) if chosen else replicated
-                stored = item.owner.node.op == "placeholder"
-                if stored and self._placements(item.owner, strategies, storage, replicated) == placements:
+                placements = run.used[position] if chosen else replicated
+                if item.owner.node.op == "placeholder" and lie(item.owner) == placements:
                     continue  # the parameter itself, in memory anyway; else a copy made for this use
                 if (item.owner, placements) not in block.kept:
-                    block.kept[item.owner, placements] = item.size.at(batch) * shares[position]
-            if facts.inside:
-                block.inside_bytes += facts.inside.at(batch) * _inside_share(chosen, used)
-            for owner in self._from_outside(facts.owners, index) if node in self.analysis.block_of else ():
-                placements = self._placements(owner, strategies, storage, replicated)
-                block.entering[owner, placements] = self.stored(owner).at(batch) * share_of(placements, sizes)
+                    block.kept[item.owner, placements] = item.size.at(batch) * run.shares[position]
+            block.inside_bytes += run.inside_bytes
+            for owner in self._entering[node]:
+                placements = lie(owner)
+                if (owner, placements) not in block.entering:
+                    block.entering[owner, placements] = self.stored(owner).at(batch) * share_of(placements, sizes)
             if not chosen:
                 continue
-            for slot, value in enumerate(facts.inputs):
-                have, wanted = self._placements(value, strategies, storage, replicated), _used(chosen, slot)
+            for value, wanted in zip(facts.inputs, run.used, strict=False):
+                have = lie(value)
                 if have == wanted or (value, wanted) in converted:
                     continue
                 converted.add((value, wanted))
@@ -193,6 +217,23 @@ class BlockCosts:
                 block.forward_s += there
                 block.backward_s += back
         return blocks
+
+    def _run(self, node: fx.Node, facts: _OpFacts, chosen: Chosen, prices: Prices, axes: Sequence[TensorAxis]) -> _Run:
+        used = axes if chosen else ()
+        sizes = [axis.parts for axis in used]
+        forward, backward = prices.op_seconds(node, chosen, sizes)
+        sent, returned = prices.form_seconds(node, chosen, used)
+        shares = value_shares(node, chosen, sizes)
+        held = sum(size.at(prices.batch) * share for size, share in zip(facts.sizes, shares, strict=True))
+        positions = range(len(facts.sizes)) if chosen else ()
+        return _Run(
+            forward + sent,
+            backward + returned,
+            2.0 * held,
+            facts.inside.at(prices.batch) * _inside_share(chosen, sizes) if facts.inside else 0.0,
+            tuple(shares),
+            tuple(_used(chosen, position) for position in positions),
+        )
 
     def _from_outside(self, owners: Iterable[Value], index: int) -> Iterator[Value]:
         """Of values that a block reads those that enter it: what is made by ops of its layer that lie in no block of

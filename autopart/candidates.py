@@ -10,6 +10,7 @@ optimizer) counts only for one stage, where nothing can overlap with it.
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,12 +40,12 @@ from autopart.prices import Prices, share_of
 from autopart.recomputation import activations, layers
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.placement import REPLICATE, Placements
-from autopart.runtime.schedule import Action, deeper_warmup, in_flight, make_schedule, places_of
+from autopart.runtime.schedule import Action, Schedule, deeper_warmup, in_flight, make_schedule, places_of
 from autopart.simulate import StageTimes, steady_seconds
 from autopart.solver import stages as stage_solver
 from autopart.solver.search import Config, Degrees, Evaluation
 from autopart.solver.stages_problem import Block, Cut, StageProblem, StageSolution, Step, TiedGroup, Way
-from autopart.tensor_choice import Setting, TensorChoice, choose
+from autopart.tensor_choice import Setting, Shared, TensorChoice, choose
 from autopart.tensor_scheme import TensorScheme
 
 TENSOR_AXIS = "tp"
@@ -56,6 +57,8 @@ CUDA_OVERHEAD_BYTES = 2 * 2**30
 WHOLE_SCHEDULES = ("gpipe", "1f1b", "2bw-flush")
 # How often strategies are chosen again under a tighter memory limit when the fastest ones do not fit.
 TIGHTENINGS = 4
+# How many schedules are kept for further candidates; one of 64 stages and 512 microbatches takes some 30 MB.
+_SCHEDULES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,8 @@ class Candidates:
     _conversions: dict[tuple[TensorAxis, ...], ConversionPrices] = field(default_factory=dict)
     _offers: dict[tuple[int, ...], Offers] = field(default_factory=dict)
     readers: dict[fx.Node, tuple[int, ...]] = field(init=False)  # blocks that read a parameter or buffer
+    _shared: dict[tuple[int, tuple[TensorAxis, ...]], Shared] = field(default_factory=dict)
+    _priced: dict[object, tuple[TensorChoice, list[BlockCost]]] = field(default_factory=dict)
     _block_costs: BlockCosts = field(init=False)
     _folded: FoldedGraph = field(init=False)
 
@@ -127,6 +132,7 @@ class Candidates:
         found.cluster, found.device, found.batch, found.whole = cluster, device, batch, whole
         found.zero, found.warmup, found.pins = 0, None, None
         found._links, found._stage_links, found._conversions = {}, {}, {}
+        found._shared, found._priced = {}, {}
         if device != self.device:
             found._prices, found._work, found._free = {}, {}, {}
         if device.kind != self.device.kind:
@@ -209,7 +215,9 @@ class Candidates:
         axes = self.tensor_axes(config)
         conversions = self._conversions.setdefault(axes, ConversionPrices(axes, self.device))
         offers = self._offers.setdefault(config.axes, Offers(self.analysis, config.axes, self.scheme, self.whole))
-        return Setting(self.prices(config), conversions, offers, config.dp, self.data_link(config), config.microbatches)
+        shared = self._shared.setdefault((self.samples(config), axes), Shared())
+        data = self.data_link(config)
+        return Setting(self.prices(config), conversions, offers, config.dp, data, config.microbatches, shared)
 
     def choose(self, config: Degrees, memory_limit: float | None = None) -> TensorChoice:
         """The fastest strategies; under a limit, those whose bytes over all stages stay below it.
@@ -364,7 +372,7 @@ class Candidates:
     def problem(self, config: Degrees, choice: TensorChoice) -> StageProblem:
         """How to cut the blocks into stages, for a candidate and its strategies."""
         setting = self.setting(config)
-        costs = self._block_costs.costs(setting.prices, choice.strategies, choice.storage, setting.conversions)
+        costs = self._costs(config, choice, setting)
         again_s = [cost.forward_s for cost in costs]
         self._add_exchanges(costs, config, choice)
         layer_of, block_of = self.analysis.layers, self.analysis.block_of
@@ -397,6 +405,15 @@ class Candidates:
             held.groups,
             layers(blocks, held, costs, again_s, layer_of, block_of, config.recompute, self.positions.sets),
         )
+
+    def _costs(self, config: Degrees, choice: TensorChoice, setting: Setting) -> list[BlockCost]:
+        """A copy of the block costs, which candidates of equal prices and strategies share."""
+        # Strategies by identity, as hashing them costs more than pricing; the entry keeps them alive.
+        key = (self.samples(config), setting.axes, *map(id, choice.strategies.values()), *choice.storage.values())
+        if key not in self._priced:
+            costs = self._block_costs.costs(setting.prices, choice.strategies, choice.storage, setting.conversions)
+            self._priced[key] = choice, costs
+        return [replace(cost) for cost in self._priced[key][1]]
 
     def data_seconds(self, config: Degrees, choice: TensorChoice, node: fx.Node) -> tuple[float, float]:
         """Forward and backward seconds of one microbatch in which replicas exchange a divided parameter."""
@@ -463,9 +480,14 @@ class Candidates:
         """Per block the bytes of its own parameters and the seconds of their step end; parameters of several blocks."""
         private = [[0.0, 0.0] for _ in self.analysis.blocks]
         tied: list[TiedGroup] = []
+        known: dict[object, tuple[ParameterBytes, float]] = {}
         for node, found in self.readers.items():
             level = choice.levels.get(node.meta["name"], 0)
-            amounts, seconds = self.parameter(node, choice.storage, setting, level)
+            info = self.analysis.program.tensors[node.meta["name"]]
+            alike = (info.shape, info.dtype, info.trainable, choice.storage.get(info.name), level)
+            if alike not in known:
+                known[alike] = self.parameter(node, choice.storage, setting, level)
+            amounts, seconds = known[alike]
             if len(found) == 1:
                 (index,) = found
                 private[index][0] += amounts.total
@@ -514,8 +536,7 @@ def simulated_seconds(
         backward = sum(choice.backward_s for choice in chosen)
         forward = sum(choice.forward_s for choice in chosen)
         times.append(StageTimes(forward, backward, weight_s=backward * share, reduce_s=problem.step_end_seconds(step)))
-    edges = {(stage, stage + 1) for stage in range(len(way) - 1)}
-    made = make_schedule(schedule, len(way), problem.microbatches, edges, warmup=warmup, places=places)
+    made = _schedule(schedule, len(way), problem.microbatches, warmup, tuple(places))
 
     def transfer(action: Action) -> float:
         first, second = sorted((action.stage, action.peer or 0))
@@ -524,6 +545,13 @@ def simulated_seconds(
 
     makespan = steady_seconds(made, schedule, problem.microbatches, times, transfer)
     return makespan + problem.tied_seconds(way)
+
+
+@functools.lru_cache(maxsize=_SCHEDULES)
+def _schedule(name: str, stages: int, microbatches: int, warmup: tuple[int, ...], places: tuple[int, ...]) -> Schedule:
+    """The order of a step's work, which candidates of equal stages and microbatches share."""
+    edges = {(stage, stage + 1) for stage in range(stages - 1)}
+    return make_schedule(name, stages, microbatches, edges, warmup=warmup, places=places)
 
 
 def pipeline_floor(work: float, config: Degrees) -> float:

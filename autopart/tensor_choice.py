@@ -55,6 +55,19 @@ class TensorChoice:
     levels: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class Shared:
+    """What problems of equal prices, axes and offers have in common, whatever replicas and microbatches are.
+
+    ids: numbers of placements. ops: by class, all but parameters and buffers. tables: of conversions, by the folded
+    value and the numbers of its placements.
+    """
+
+    ids: dict[Placements, int] = field(default_factory=dict)
+    ops: dict[fx.Node, Op] = field(default_factory=dict)
+    tables: dict[tuple[FoldedValue, tuple[int, ...], tuple[int, ...]], CostTable] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """Where strategies are chosen: the prices of ops and conversions on the tensor axes, and what a step repeats.
@@ -68,6 +81,7 @@ class Setting:
     dp: int
     data_link: Link
     microbatches: int
+    shared: Shared = field(default_factory=Shared)
 
     @property
     def axes(self) -> tuple[TensorAxis, ...]:
@@ -124,14 +138,13 @@ class _Builder:
     block_costs: BlockCosts
     optimizer: str
     levels: Sequence[int]
-    ids: dict[Placements, int] = field(default_factory=dict)
 
     def offered(self, node: fx.Node) -> Sequence[Chosen]:
         """The strategies of an op, or ways to store a parameter, one per axis."""
         return self.setting.offers.of(node) if self.setting.axes else ((),)
 
     def id_of(self, placements: Placements) -> int:
-        return self.ids.setdefault(placements, len(self.ids))
+        return self.setting.shared.ids.setdefault(placements, len(self.setting.shared.ids))
 
     # -- choices --------------------------------------------------------------------------------------------------
 
@@ -181,7 +194,10 @@ class _Builder:
         node, count = nodes[0], len(nodes)
         if is_stored(node):
             return Op(node.name, tuple(self.stored(node, chosen, level, count) for chosen, level in self.ways(node)))
-        return Op(node.name, tuple(self.run(node, chosen, count) for chosen, _ in self.ways(node)))
+        known = self.setting.shared.ops
+        if node not in known:
+            known[node] = Op(node.name, tuple(self.run(node, chosen, count) for chosen, _ in self.ways(node)))
+        return known[node]
 
     # -- edges ----------------------------------------------------------------------------------------------------
 
@@ -189,14 +205,19 @@ class _Builder:
         """The collectives between how a value is made and how it is read; statistics are stored as they are used."""
         if value.as_stored:
             return Edge(value.source, value.slot, value.uses, {}, value.count)
-        size = self.block_costs.size(value.example).at(self.setting.prices.batch)
-        gradient = is_differentiable(value.example)
-        have = sorted({choice.outputs[value.slot] for choice in ops[value.source].choices})
-        want = sorted({choice.inputs[slot] for op, slot in value.uses for choice in ops[op].choices})
-        seconds = self.setting.conversions.table(
-            [placements[item] for item in have], [placements[item] for item in want], size, gradient
-        )
-        return Edge(value.source, value.slot, value.uses, CostTable(have, want, seconds), value.count)
+        have = tuple(sorted({choice.outputs[value.slot] for choice in ops[value.source].choices}))
+        want = tuple(sorted({choice.inputs[slot] for op, slot in value.uses for choice in ops[op].choices}))
+        known, key = self.setting.shared.tables, (value, have, want)
+        if key not in known:
+            size = self.block_costs.size(value.example).at(self.setting.prices.batch)
+            seconds = self.setting.conversions.table(
+                [placements[item] for item in have],
+                [placements[item] for item in want],
+                size,
+                is_differentiable(value.example),
+            )
+            known[key] = CostTable(have, want, seconds)
+        return Edge(value.source, value.slot, value.uses, known[key], value.count)
 
     # -- the answer -----------------------------------------------------------------------------------------------
 
@@ -218,7 +239,7 @@ class _Builder:
         ops = [self.op(nodes) for nodes in classes]
         stored = [op for op, nodes in zip(ops, classes, strict=True) if is_stored(nodes[0])]
         ops.append(Op("output", (Choice("R", 0.0, (), (self.id_of((REPLICATE,) * len(self.setting.axes)),)),)))
-        placements = list(self.ids)
+        placements = list(self.setting.shared.ids)
         edges = tuple(self.edge(value, ops, placements) for value in self.folded.values)
         problem = TensorProblem(tuple(ops), edges, memory_limit)
         solution = tensor.solve(problem, time_limit_s, _GAPS[len(self.setting.axes) > 1])

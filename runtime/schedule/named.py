@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from autopart.runtime.errors import ScheduleError
@@ -55,6 +56,7 @@ def make_schedule(
     return Schedule.parse(name)
 
 
+@functools.lru_cache(maxsize=256)
 def places_of(name: str, stages: int, virtual: int = 1) -> tuple[int, ...]:
     """The rank of each stage under a schedule that runs ``virtual`` stages on each (of "zb-v" always two).
 
