@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopart.cli.progress import hushed, working
@@ -168,7 +170,10 @@ def warmup(text: str) -> int | tuple[int, ...]:
 
 
 def patterns(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+    found = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} holds no patterns such as 'encoder.*,embed'")
+    return found
 
 
 def pin(text: str) -> tuple[str, int]:
@@ -186,6 +191,28 @@ def limits(arguments: argparse.Namespace) -> dict[str, Any]:
 
         raise PlanError("--pin names one pattern twice; a module is on one stage")
     return {**{name: getattr(arguments, name) for name in _LIMITS}, "pins": pins or None}
+
+
+def refuse_limits(arguments: argparse.Namespace, but: Collection[str] = ()) -> None:
+    """Raises PlanError when limits are given beside a plan file, which has its own. but: those that it does not."""
+    from autopart.runtime.errors import PlanError
+
+    parser = argparse.ArgumentParser()
+    add_limits(parser, cluster_required=False)
+    usual = vars(parser.parse_args([]))
+    given = [name for name, value in usual.items() if name not in but and getattr(arguments, name) != value]
+    if given:
+        raise PlanError(f"a plan file has its own {', '.join(given)}; leave that out, or give the model without a plan")
+
+
+def check_output(path: Path | None) -> None:
+    """Raises PlanError, before any work is done, when a file cannot be written there."""
+    from autopart.runtime.errors import PlanError
+
+    if path is not None and path.is_dir():
+        raise PlanError(f"cannot write {path}: it is a folder; name a file")
+    if path is not None and not path.absolute().parent.is_dir():
+        raise PlanError(f"cannot write {path}: there is no folder {path.parent}")
 
 
 def read_cluster(text: str) -> Cluster:

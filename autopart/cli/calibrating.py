@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopart.cli.arguments import add_json
+from autopart.cli.arguments import add_json, check_output
 from autopart.cli.progress import Progress
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     from autopart.runtime.errors import ClusterError
     from autopart.runtime.mesh import connect, pick_device
 
-    if arguments.output is not None and not arguments.output.absolute().parent.is_dir():
-        raise ClusterError(f"cannot write {arguments.output}: there is no folder {arguments.output.parent}")
+    check_output(arguments.output)
     world, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if world != local:
         raise ClusterError(

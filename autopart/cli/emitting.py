@@ -7,7 +7,16 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopart.cli.arguments import add_json, add_limits, add_model, choose_plan, read_cluster, read_model, read_program
+from autopart.cli.arguments import (
+    add_json,
+    add_limits,
+    add_model,
+    choose_plan,
+    read_cluster,
+    read_model,
+    read_program,
+    refuse_limits,
+)
 from autopart.cli.progress import working
 
 if TYPE_CHECKING:
@@ -36,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     if (arguments.plan is None) == (arguments.cluster is None):
         raise PlanError("give either a plan file or --cluster with limits")
 
+    if arguments.plan is not None:
+        refuse_limits(arguments)
     plan = Plan.load(arguments.plan) if arguments.plan is not None else None
     if plan is None:
         read_cluster(arguments.cluster)

@@ -7,7 +7,15 @@ import json
 import sys
 from pathlib import Path
 
-from autopart.cli.arguments import add_json, add_limits, add_model, choose_plan, read_cluster, read_program
+from autopart.cli.arguments import (
+    add_json,
+    add_limits,
+    add_model,
+    check_output,
+    choose_plan,
+    read_cluster,
+    read_program,
+)
 
 NAME = "plan"
 HELP = "choose how to train a model on a cluster"
@@ -26,12 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from autopart.runtime.errors import PlanError
 
     # Mistakes in these are said at once, not after the capture.
     read_cluster(arguments.cluster)
-    if arguments.output is not None and not arguments.output.absolute().parent.is_dir():
-        raise PlanError(f"cannot write {arguments.output}: there is no folder {arguments.output.parent}")
+    check_output(arguments.output)
     plan = choose_plan(arguments, read_program(arguments))
     if arguments.output is not None:
         plan.save(arguments.output)

@@ -8,7 +8,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopart.cli.arguments import add_json, add_limits, add_model, choose_plan, limits, read_cluster, read_program
+from autopart.cli.arguments import (
+    add_json,
+    add_limits,
+    add_model,
+    check_output,
+    choose_plan,
+    read_cluster,
+    read_program,
+    refuse_limits,
+)
 
 if TYPE_CHECKING:
     from autopart.plan import Plan
@@ -39,8 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     from autopart.runtime.errors import PlanError
     from autopart.runtime.trace import save_trace
 
-    if arguments.output is not None and not arguments.output.absolute().parent.is_dir():
-        raise PlanError(f"cannot write {arguments.output}: there is no folder {arguments.output.parent}")
+    check_output(arguments.output)
     if arguments.beside is not None and arguments.output is None:
         raise PlanError("--beside joins two traces in one file; say which with -o")
     executed = _read_trace(arguments.beside) if arguments.beside is not None else {"traceEvents": []}
@@ -66,11 +74,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             raise PlanError("give a plan file, or a model with --cluster and limits")
         read_cluster(arguments.cluster)
         return choose_plan(arguments, read_program(arguments))
-    chosen = {"recompute": arguments.recompute, "tensor_scheme": "auto"}  # what is there when nothing is given
-    given = [name for name, value in limits(arguments).items() if value != chosen.get(name)]
-    given += ["cluster"] if arguments.cluster is not None else []
-    if given:
-        raise PlanError(f"a plan file has its own {', '.join(given)}; give the model to plan it anew")
+    refuse_limits(arguments)
     return Plan.load(arguments.model)
 
 

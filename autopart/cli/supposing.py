@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autopart.cli.arguments import add_json, positive, read_cluster, read_program
+from autopart.cli.arguments import add_json, check_output, positive, read_cluster, read_program
 from autopart.cli.explaining import add_model_option
 from autopart.cli.progress import working
 
@@ -77,8 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise PlanError(
             "nothing is changed; give --network, --inside, --flops, --bandwidth, --memory, --batch or --cluster"
         )
-    if arguments.output is not None and not arguments.output.absolute().parent.is_dir():
-        raise PlanError(f"cannot write {arguments.output}: there is no folder {arguments.output.parent}")
+    check_output(arguments.output)
     cluster = change.applied(base)
     program = read_program(arguments)
     with working(f"planning for {cluster}{f' with {change}' if str(change) else ''}"):

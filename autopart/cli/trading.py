@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopart.cli.arguments import add_json, add_limits, add_model, limits, read_cluster, read_program
+from autopart.cli.arguments import add_json, add_limits, add_model, check_output, limits, read_cluster, read_program
 from autopart.cli.progress import working
 
 if TYPE_CHECKING:
@@ -66,11 +66,9 @@ def _number(text: str, below: float, what: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     from autopart.frontier import count_frontier, first_devices, memory_frontier
-    from autopart.runtime.errors import PlanError
 
     cluster = read_cluster(arguments.cluster)
-    if arguments.output is not None and not arguments.output.absolute().parent.is_dir():
-        raise PlanError(f"cannot write {arguments.output}: there is no folder {arguments.output.parent}")
+    check_output(arguments.output)
     for count in arguments.devices or ():
         first_devices(cluster, count)  # more than there are is said before the capture
     program = read_program(arguments)

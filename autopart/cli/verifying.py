@@ -7,7 +7,16 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopart.cli.arguments import add_json, add_limits, add_model, limits, positive, read_cluster, read_model
+from autopart.cli.arguments import (
+    add_json,
+    add_limits,
+    add_model,
+    limits,
+    positive,
+    read_cluster,
+    read_model,
+    refuse_limits,
+)
 from autopart.cli.progress import Progress, hushed
 
 if TYPE_CHECKING:
@@ -45,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     if (arguments.plan is None) == (arguments.cluster is None):
         raise PlanError("give either --cluster with limits or --plan")
 
+    if arguments.plan is not None:
+        refuse_limits(arguments, but=("batch",))
     plan = Plan.load(arguments.plan) if arguments.plan is not None else None
     cluster = read_cluster(arguments.cluster) if plan is None else None
     loaded = read_model(arguments, meta=False, batch=arguments.batch or (plan.batch if plan is not None else None))
