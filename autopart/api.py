@@ -25,7 +25,7 @@ from autopart.runtime.errors import AutopartError, ClusterError, PlanError
 from autopart.runtime.inputs import BatchMode, Returned, check_modes
 from autopart.runtime.mesh import connect, job_size, pick_device
 from autopart.runtime.module import ParallelModule
-from autopart.weights import load_weights, save_weights
+from autopart.weights import load_or_keep, save_weights
 
 
 def load(
@@ -82,8 +82,9 @@ def parallelize(
     ``torch.autocast``; "": the types of the model, under the autocast that is on around the first call.
     example: a batch to plan with now instead of at the first call, by name (or by position, in a tuple or list):
     ``data_rank`` and ``data_world_size`` are known from then on, which a sampler for ``batch="local"`` needs.
-    weights: a folder of safetensors files, of which each rank reads its shares once the model is planned; for models
-    built under ``autopart.parameters_on_meta()``, which have no weights of their own.
+    weights: a folder of safetensors files, of which each rank reads its shares once the model is planned. A model
+    built under ``autopart.parameters_on_meta()`` has to find all of its weights there; of others, such as one with a
+    new head, what is missing keeps its values, with a warning.
     limits: of ``make_plan``: pp, dp, tp, tensor_scheme, microbatches, schedule, warmup, recompute, together, pins,
     optimizer, dropout.
     """
@@ -110,7 +111,7 @@ def parallelize(
         outputs,
     )
     if weights is not None:
-        parallelized.when_started(partial(load_weights, weights, parallelized))
+        parallelized.when_started(partial(load_or_keep, weights, parallelized))
     if isinstance(example, Mapping):
         parallelized.start((), dict(example))
     elif example is not None:

@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from autopart.capture_errors import Where, batch_reason, capture_error, fixes_batch
+from autopart.meta_capture import all_on_meta
 from autopart.mixed_precision import autocast_of, current_precision
 from autopart.passes.autocast import Autocast, entered
 from autopart.passes.normalize import normalize
@@ -114,8 +115,8 @@ def capture(
     flat = _Flat(model, loss_fn, structure, named)
     precision = precision or current_precision(flat)
     autocast = autocast_of(precision, flat)
-    with _training(model), entered(autocast):
-        exported, static_batch = _export(flat, named, dims)
+    with _training(model), entered(autocast), all_on_meta(flat, named) as leaves:
+        exported, static_batch = _export(flat, leaves, dims)
     name = name or type(model).__name__
     with entered({}):
         program = _assemble(flat, exported, named, dims, tuple(bound), batch, static_batch, name, autocast)

@@ -110,7 +110,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
         """Without accelerate's wrapper."""
-        plain: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        plain: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         return plain
 
 

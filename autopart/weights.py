@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import warnings
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,21 +48,29 @@ def load_weights(folder: str | Path, model: nn.Module, strict: bool = True) -> t
     """Reads a model's weights, each rank its own shares, converted to the type of the model's.
 
     folder: with ``model.safetensors`` or ``model.safetensors.index.json``; or one safetensors file. One name of a tied
-    tensor is enough. Returns the missing and the unexpected names.
+    tensor is enough. A model's ``base_model_prefix`` (transformers) is added or left out where names then fit, so that
+    a model with a head reads the weights of one without. Buffers that are in no state dict are passed over. Returns
+    the missing names, which keep their values, and the unexpected ones.
 
-    Raises InputError for another shape, and when ``strict`` for missing or unexpected names, before anything is read.
+    Raises InputError for another shape, when no name fits, and when ``strict`` for missing or unexpected names, before
+    anything is read.
     """
     homes = _homes(Path(folder))
     holding = holding_of(model)
-    found = {e.name: next(name for name in e.names if name in homes) for e in holding.entries.values() if _in(e, homes)}
+    original: nn.Module = getattr(model, "original", model)
     known = {name for entry in holding.entries.values() for name in entry.names}
-    missing = [name for name in holding.entries if name not in found]
-    unexpected = sorted(name for name in homes if name not in known)
-    if strict and (missing or unexpected):
+    prefix = str(getattr(original, "base_model_prefix", ""))
+    stored = _names_in_file(homes, known, prefix)
+    first = {e.name: next((name for name in e.names if name in stored), None) for e in holding.entries.values()}
+    found = {name: stored[alias] for name, alias in first.items() if alias is not None}
+    missing = [name for name, alias in first.items() if alias is None]
+    made = _names_in_file(homes, {name for name, _ in original.named_buffers()}, prefix)
+    unexpected = sorted(homes.keys() - set(stored.values()) - set(made.values()))
+    if not found or (strict and (missing or unexpected)):
         raise InputError(f"{folder} does not fit the model: missing {missing[:8]}, unexpected {unexpected[:8]}")
     files: dict[Path, list[Entry]] = {}
-    for name, stored in found.items():
-        files.setdefault(homes[stored], []).append(holding.entries[name])
+    for name, alias in found.items():
+        files.setdefault(homes[alias], []).append(holding.entries[name])
     for read in (False, True):
         for path, entries in files.items():
             with _opened(path) as file:
@@ -70,8 +79,27 @@ def load_weights(folder: str | Path, model: nn.Module, strict: bool = True) -> t
     return missing, unexpected
 
 
-def _in(entry: Entry, homes: dict[str, Path]) -> bool:
-    return any(name in homes for name in entry.names)
+def load_or_keep(folder: str | Path, model: nn.Module) -> None:
+    """As :func:`load_weights`; where the model has values of its own, what is missing keeps these, with a warning.
+
+    Raises InputError as it does, with ``strict`` for a model on meta.
+    """
+    original: nn.Module = getattr(model, "original", model)
+    missing, unexpected = load_weights(folder, model, any(p.is_meta for p in original.parameters()))
+    if missing or unexpected:
+        kept = f"keep their initial values: {missing[:8]}" if missing else ""
+        unread = f"not read: {unexpected[:8]}" if unexpected else ""
+        warnings.warn(f"weights from {folder}: {'; '.join(filter(None, (kept, unread)))}", stacklevel=2)
+
+
+def _names_in_file(homes: Mapping[str, Path], known: Collection[str], prefix: str) -> dict[str, str]:
+    """The model's names that are stored, as they are or but for the prefix, and what they are called there."""
+    stored = {name: name for name in homes if name in known}
+    for name in homes if prefix else ():
+        other = name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"
+        if name not in known and other in known:
+            stored.setdefault(other, name)
+    return stored
 
 
 def _take(stored: Any, entry: Entry, path: Path, read: bool) -> None:

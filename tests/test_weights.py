@@ -7,11 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    GPT2Config,
+    LlamaConfig,
+)
 
 import autopart
 from autopart.runtime.errors import InputError, PlanError
+from autopart.weights import load_or_keep
 from launch import launch
 
 CONFIGS: dict[str, Any] = {
@@ -103,6 +112,37 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         load_weights(tmp_path / "model.safetensors.index.json", other)
     with pytest.raises(InputError, match="holds neither"):
         load_weights(tmp_path / "nothing", other)
+
+
+def test_a_head_reads_the_weights_of_a_model_without(tmp_path: Path) -> None:
+    """And the other way round; the file may hold a buffer that today's models make themselves."""
+    config = BertConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=16, num_labels=3
+    )
+    config.max_position_embeddings = 8
+    base = BertModel(config)
+    base.save_pretrained(tmp_path / "base")
+    stored = load_file(tmp_path / "base" / "model.safetensors")
+    save_file({**stored, "embeddings.position_ids": torch.arange(8)[None]}, tmp_path / "base" / "model.safetensors")
+    with autopart.parameters_on_meta():
+        empty = BertForSequenceClassification(config)
+    x = torch.arange(8)[None]
+    batch = {"input_ids": x, "labels": torch.tensor([1])}
+    with pytest.raises(InputError, match=r"missing \['classifier.weight', 'classifier.bias'\], unexpected \[\]"):
+        autopart.parallelize(empty, weights=tmp_path / "base", example=batch, verbose=False)
+    model: Any = autopart.parallelize(BertForSequenceClassification(config), weights=tmp_path / "base", verbose=False)
+    with pytest.warns(UserWarning, match="keep their initial values: .*classifier.weight"):
+        model(**batch)
+    state = model.state_dict()
+    for name, tensor in base.state_dict().items():
+        assert torch.equal(state[f"bert.{name}"], tensor)
+    model.save_pretrained(tmp_path / "head")
+    other = BertModel(config)
+    load_or_keep(tmp_path / "head", other)
+    for name, tensor in base.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor)
+    with pytest.raises(InputError, match="does not fit"):
+        load_or_keep(tmp_path / "head", nn.Linear(2, 2))
 
 
 def test_on_meta_nothing_is_lost_in_silence() -> None:
