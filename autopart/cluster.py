@@ -99,6 +99,13 @@ class Cluster:
     def device(self, index: int) -> Device:
         return self.nodes[self.node_of(index)].device
 
+    def names(self, devices: Sequence[int]) -> str:
+        """What these devices are: ``A100-80GB``, or with numbers ``2 A100-80GB + 1 V100-16GB`` where they differ."""
+        counts: dict[str, int] = {}
+        for index in devices:
+            counts[self.device(index).name] = counts.get(self.device(index).name, 0) + 1
+        return next(iter(counts)) if len(counts) == 1 else " + ".join(f"{n} {name}" for name, n in counts.items())
+
     def link(self, i: int, j: int) -> Link:
         """What joins two different devices."""
         if i == j:

@@ -65,6 +65,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
                 step_end_s=problem.step_end_seconds(answer.cut.way[index]),
                 step_collectives=exchanged[index].step,
                 recompute=again[index] if recompute == "some" else (),
+                device=candidates.cluster.names(candidates.ranks(config, index)),
             )
         )
     return timed_plan(

@@ -17,9 +17,9 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
     """The plan, without the search's account of bounds and alternatives."""
     candidates, config, problem = unlike.candidates, answer.config, answer.problem
     analysis, priced = candidates.analysis, answer.stages
-    boundaries = problem.boundaries(answer.cut.way)
+    boundaries, order = problem.boundaries(answer.cut.way), problem.order(answer.cut.way)
     settings = [item.setting for item in priced]
-    found = build_unlike(analysis, boundaries, settings)
+    found = build_unlike(analysis, boundaries, settings, order)
     rows = [max(item.mesh.rows) for item in priced]
     again, recompute = recomputed(candidates, config, answer.cut.way, problem, found)
     exchanged = exchanges_unlike(analysis, found, settings, rows, again)
@@ -45,8 +45,8 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
                 devices=answer.devices[index],
                 mesh=(("dp", own.dp), *(own.axes or ((TENSOR_AXIS, 1),))),
                 blocks=(first, last),
-                first_op=analysis.keys[analysis.blocks[first].nodes[0]],
-                last_op=analysis.keys[analysis.blocks[last - 1].nodes[-1]],
+                first_op=analysis.keys[analysis.blocks[order[first]].nodes[0]],
+                last_op=analysis.keys[analysis.blocks[order[last - 1]].nodes[-1]],
                 forward_s=forward,
                 backward_s=backward,
                 weight_s=backward * weight,
@@ -57,6 +57,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
                 step_end_s=problem.step_end_seconds(step),
                 step_collectives=exchanged[index].step,
                 recompute=again[index] if recompute == "some" else (),
+                device=candidates.cluster.names(answer.devices[index]),
                 shares=own.shares,
                 strategies=named[index][0] if len(common) > 1 else {},
                 storage=named[index][1] if len(common) > 1 else {},
@@ -73,6 +74,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
         recompute=recompute,
         zero={},
         warmup=candidates.warmup_of(config.equal),
+        order=order if order != tuple(range(len(order))) else (),
     )
 
 
@@ -102,14 +104,11 @@ def _transfers(unlike: UnlikeCandidates, answer: UnlikeAnswer, found: Realizatio
 
 def _tied_seconds(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> float:
     """Of summing the gradients of parameters of several stages, over the ranks that the runtime sums them over."""
-    candidates, boundaries = unlike.candidates, answer.problem.boundaries(answer.cut.way)
+    candidates = unlike.candidates
+    inside = [set(answer.problem.blocks_between(step.first, step.last)) for step in answer.cut.way]
     total = 0.0
     for node, blocks in candidates.readers.items():
-        homes = [
-            index
-            for index in range(len(answer.stages))
-            if any(boundaries[index] <= block < boundaries[index + 1] for block in blocks)
-        ]
+        homes = [index for index, own in enumerate(inside) if own & set(blocks)]
         if len(homes) < 2:
             continue
         stages = [answer.stages[index] for index in homes]

@@ -18,7 +18,6 @@ from autopart.piece_prices import End, PiecePrices, Traffic, add_traffic, crosse
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.placement import Placements
 from autopart.solver.search import Degrees, UnlikeMeshes
-from autopart.solver.stages_order import chain_positions
 from autopart.solver.stages_problem import Block, Choice, Cut, Family, KeptGroup, Layer, Shape
 from autopart.tensor_choice import TensorChoice
 
@@ -113,17 +112,14 @@ class MeshPrices:
     _parts: dict[tuple[Mesh, int, str, bool], tuple[Part, ...]] = field(default_factory=dict)
     _choices: dict[tuple[Mesh, int, float | None], TensorChoice] = field(default_factory=dict)
     _divisible: dict[int, bool] = field(default_factory=dict)
-    _cut_off: tuple[tuple[int, int], ...] = field(init=False)
+    positions: tuple[int, ...] = field(init=False)  # numbers of those between which stages lie
     _tied: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         candidates = self.candidates
         self.row = DeviceRow(candidates.cluster)
-        self._cut_off = tuple(
-            (position - 1, position)
-            for position, values in enumerate(candidates.crossings)
-            if 0 < position < len(candidates.crossings) - 1 and not all(map(crosses_unlike, values))
-        )
+        crossings = candidates.positions.crossings
+        self.positions = tuple(number for number, values in enumerate(crossings) if all(map(crosses_unlike, values)))
         self._tied = frozenset(node.meta["name"] for node, found in candidates.readers.items() if len(found) > 1)
 
     def meshes(self, pieces: Pieces, rows: int) -> tuple[Mesh, ...]:
@@ -212,9 +208,8 @@ class MeshPrices:
             )
             for group in shape.tied
         )
-        positions = self.positions()
         cuts = tuple(
-            tuple(self._cut(mesh, parts, choice, position, link) for position in positions)
+            tuple(self._cut(mesh, parts, choice, position, link) for position in self.positions)
             for link in (self.between(mesh, mesh, INSIDE), self.between(mesh, mesh, NETWORK))
         )
         device = parts[0].candidates.device
@@ -229,15 +224,9 @@ class MeshPrices:
             counts[name] = counts.get(name, 0) + count
         return f"dp={mesh.dp} tp={mesh.tp} on {' + '.join(f'{count}x{name}' for name, count in counts.items())}"
 
-    def positions(self) -> tuple[int, ...]:
-        """Numbers of blocks before each cut that may be made."""
-        pins = self.candidates.pins
-        groups = (*self._cut_off, *(pins.together if pins else ()))
-        return chain_positions(len(self.candidates.analysis.blocks), groups)
-
     def _cut(self, mesh: Mesh, parts: Sequence[Part], choice: TensorChoice, position: int, link: Link) -> Cut:
-        values = self.candidates.crossings[position]
-        if position in (0, len(self.candidates.crossings) - 1):
+        values = self.candidates.positions.crossings[position]
+        if not values:
             return Cut()
         most = max(parts, key=lambda part: part.candidates.batch)
         sizes = {value: most.candidates.local_bytes(value, most.config, choice) for value in values}
@@ -261,12 +250,11 @@ class MeshPrices:
         setting = before.parts[0].candidates.setting(before.parts[0].config)
         samples = setting.prices.batch
         rows: list[tuple[Traffic, Traffic, float, float]] = []
-        for position in self.positions():
+        for position in self.positions:
             there: Traffic = {}
             back: Traffic = {}
             forward = backward = 0.0
-            inner = 0 < position < len(self.candidates.crossings) - 1
-            for value in self.candidates.crossings[position] if inner else ():
+            for value in self.candidates.positions.crossings[position]:
                 made, wanted = before.placements(value), after.placements(value)
                 for total, more in zip((there, back), self.pieces.traffic(value, *ends, made, wanted), strict=True):
                     add_traffic(total, more)

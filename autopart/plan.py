@@ -45,6 +45,7 @@ class StagePlan:
     are not those of other stages; empty: the plan's.
     step_collectives: of a step for the parameters, such as sums of gradients. recompute: where the plan recomputes
     "some", the layers of this stage of which only the inputs are kept for the backward, such as "transformer.h.3".
+    device: what its devices are, such as "A100-80GB".
     """
 
     devices: tuple[int, ...]
@@ -65,6 +66,7 @@ class StagePlan:
     storage: Mapping[str, str] = field(default_factory=dict, hash=False)
     step_collectives: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
     recompute: tuple[str, ...] = ()
+    device: str = ""
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.mesh]
@@ -243,6 +245,13 @@ class Plan:
         return max(stage.tp for stage in self.stages)
 
     @property
+    def layout(self) -> str:
+        """The meshes for people: ``pp 2 x dp 2 x tp 1``, or where stages differ what each has."""
+        if self.is_uniform:
+            return f"pp {self.pp} x dp {self.dp} x tp {self.tp}"
+        return f"pp {self.pp}, dp x tp by stage {', '.join(f'{stage.dp}x{stage.tp}' for stage in self.stages)}"
+
+    @property
     def in_flight(self) -> tuple[int, ...]:
         """Most microbatches that each stage holds at once."""
         return in_flight(self.schedule, len(self.stages), self.microbatches, self.warmup, self.places)
@@ -296,6 +305,8 @@ class Plan:
                 {
                     "devices": list(stage.devices),
                     "mesh": [list(axis) for axis in stage.mesh],
+                    "shares": list(stage.shares),
+                    "device": stage.device,
                     "blocks": list(stage.blocks),
                     "forward_s": stage.forward_s,
                     "backward_s": stage.backward_s,

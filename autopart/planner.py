@@ -34,7 +34,7 @@ from autopart.tensor_scheme import TensorScheme
 from autopart.unlike import UnlikeAnswer, UnlikeCandidates
 
 MOST_UNLIKE = 16
-"""Alike devices up to which unlike meshes are searched, unless equal ones have no plan."""
+"""Alike devices up to which unlike meshes are searched, where equal ones can be."""
 UNBALANCED = 1.2
 """Seconds of the slowest stage over the mean of all, from which unlike meshes are searched."""
 MESHES = ("auto", "equal", "unlike")
@@ -151,7 +151,7 @@ def make_plan(
         configs,
         evaluate,
         lambda config: candidates.lower_bound(config) if isinstance(config, Degrees) else unlike.lower_bound(config),
-        more=lambda best: others if meshes == "unlike" or unlike_can_win(cluster, best) else (),
+        more=lambda best: others if not configs or unlike_can_win(cluster, best) else (),
     )
     solved = time.perf_counter()
     answer = result.answer
@@ -176,19 +176,20 @@ def _is_whole(value: object) -> bool:
 def unlike_can_win(cluster: Cluster, best: Evaluation[Answer | UnlikeAnswer] | None) -> bool:
     """Whether stages of unlike meshes are worth a search, after the best plan with equal ones.
 
-    They are where devices are unlike, where their number is no power of two (equal meshes then leave few choices) and
-    they are few, where equal meshes have no plan, and where the chosen one's slowest stage has much more to do than
-    the mean.
+    They are where devices are unlike; and of a few alike ones where their number is no power of two, which leaves equal
+    meshes few choices, or where the chosen plan's slowest stage has much more to do than the mean.
     """
     count = cluster.device_count
     if count == 1:
         return False
-    if best is None or len(set(cluster.nodes)) > 1:
+    if len(set(cluster.nodes)) > 1:
         return True
     if count > MOST_UNLIKE:
         return False
     if count & (count - 1):
         return True
+    if best is None:
+        return False
     answer = best.answer
     busy = [answer.problem.busy_seconds(step) for step in answer.cut.way]
     return max(busy) > UNBALANCED * sum(busy) / len(busy)

@@ -21,7 +21,7 @@ from autopart.passes.conversion import Axes
 from autopart.passes.partition import StageGraph
 from autopart.passes.shard import collective_counts
 from autopart.plan import Plan
-from autopart.realize import build, check_plan, read_strategies
+from autopart.realize import realized
 from autopart.runtime.placement import Placement
 
 
@@ -63,18 +63,18 @@ class _Part:
 
 def reshardings(plan: Plan, analysis: Analysis, cluster: Cluster) -> list[Resharding]:
     """All of a plan, the most expensive first. Raises PlanError when the plan is another model's."""
-    check_plan(analysis.program, analysis, plan)
-    axes: Axes = tensor_axes(plan.stages[0])
-    if not axes:
-        return []
-    strategies, storage = read_strategies(analysis, plan, axes)
-    found = build(analysis, plan.boundaries, axes, strategies, storage, order=plan.order)
-    sizes = dict(axes)
+    found = realized(analysis, plan)
     rows: dict[tuple[int, str, str, str, str, str, str, str], list[float]] = {}
     for index, (stage, graph) in enumerate(zip(found.stages, found.local, strict=True)):
+        own = plan.stages[index]
+        axes: Axes = tensor_axes(own)
+        if not axes:
+            continue
+        sizes = dict(axes)
         names = _names(analysis, stage, graph)
-        links = {name: axis_link(cluster, plan.stages[index], name) for name in sizes}
-        samples = plan.batch // (plan.stages[index].dp * plan.microbatches)
+        links = {name: axis_link(cluster, own, name) for name in sizes}
+        shares = own.shares or (1,) * own.dp
+        samples = plan.batch // plan.microbatches * max(shares) // sum(shares)
         for node, counts in _counts(graph, axes, samples):
             op, value, source, target = _about(node, analysis, names)
             for (axis, direction), operations in counts.items():

@@ -77,7 +77,8 @@ class UnlikeCandidates:
     ) -> list[UnlikeMeshes]:
         """Those that can be better than equal meshes, which are searched on their own."""
         devices, batch = self.row.cluster.device_count, self.candidates.batch
-        most = len(self.prices.positions()) - 1
+        pins = self.candidates.pins
+        most = min(len(self.prices.positions) - 1, pins.most_stages if pins else len(self.candidates.analysis.blocks))
         alike = len(self.row.kinds) == 1
         found = []
         for stages in range(1, min(devices, most) + 1):
@@ -115,7 +116,7 @@ class UnlikeCandidates:
         }
         return StageProblem(
             tuple(item.shape for item in priced),
-            tuple((1 << end) - 1 for end in self.prices.positions()),
+            tuple(self.candidates.positions.sets[number] for number in self.prices.positions),
             tuple(slots),
             tuple(INSIDE if place.taken else NETWORK for place in self.row.places),
             (self.row.end,),
@@ -181,7 +182,9 @@ class UnlikeCandidates:
         warmup = self.candidates.warmup_of(config.equal)
         seconds = simulated_seconds(problem, cut.way, config.schedule, shares, warmup, range(config.pp))
         floor = self.lower_bound(config)
-        if config.schedule in WHOLE_SCHEDULES:
+        # of positions that are left out the solver's bound says nothing
+        every = self.candidates.positions
+        if config.schedule in WHOLE_SCHEDULES and every.complete and len(self.prices.positions) == len(every.sets):
             floor = max(floor, stage_solver.least_seconds(self._relaxed(problem, priced)))
         return Evaluation(answer, seconds, min(floor, seconds))
 

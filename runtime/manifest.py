@@ -225,7 +225,7 @@ class Manifest:
 
     def seen_from(self, stages: Sequence[int]) -> Manifest:
         """The manifest as ranks of these stages see it: parameters with the placements that they have there."""
-        if self.is_uniform:
+        if self.is_uniform and all(len(set(spec.by_stage)) < 2 for spec in self.parameters):
             return self
 
         def local(spec: ParameterSpec) -> ParameterSpec:

@@ -78,7 +78,8 @@ def test_header_answers_how_good() -> None:
         assert words in text
     plan = example()
     other = replace(plan.stages[1], mesh=(("dp", 4), ("tp", 1)))
-    assert "stages differ" in "\n".join(plan_header(replace(plan, stages=(plan.stages[0], other))))
+    unlike = replace(plan, stages=(plan.stages[0], other))
+    assert "pp 2, dp x tp by stage 2x2, 4x1" in "\n".join(plan_header(unlike))
 
 
 def test_stage_table() -> None:

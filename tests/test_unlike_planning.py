@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,14 @@ import pytest
 
 import autopart.verify
 from autopart.analysis import Analysis, analyze
+from autopart.cli import main as run
 from autopart.cluster import Cluster, Node
 from autopart.plan import Plan
 from autopart.planner import make_plan
+from autopart.predict import simulate_plan
 from autopart.realize import realize
+from autopart.report.table import plan_text
+from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.verify import Subject, compare_emitted, prepare
 from clusters import ideal
 from families import family
@@ -29,7 +34,7 @@ def subject_of(name: str) -> tuple[Subject, Analysis]:
 
 def plan_of(name: str, cluster: Cluster, **limits: object) -> Plan:
     subject, analysis = subject_of(name)
-    return make_plan(subject.program, cluster, analysis=analysis, batch=8, **limits)  # type: ignore[arg-type]
+    return make_plan(subject.program, cluster, analysis=analysis, **{"batch": 8, **limits})  # type: ignore[arg-type]
 
 
 def unlike(*nodes: tuple[int, float, int]) -> Cluster:
@@ -44,7 +49,9 @@ def unlike(*nodes: tuple[int, float, int]) -> Cluster:
             peak_flops=peaks,
             memory_bandwidth=node.device.memory_bandwidth * speed,
         )
-        made.append(Node(device, count, node.inside, replace(node.port, bandwidth=1e8 * count), 1))
+        made.append(
+            Node(device, count, node.inside, replace(node.port, name=f"port-{count}", bandwidth=1e8 * count), 1)
+        )
     return Cluster(tuple(made))
 
 
@@ -62,3 +69,76 @@ def test_three_devices_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     plan = plan_of("gpt2", ideal(3, bandwidth=1e9), pp=2)
     assert sorted(len(stage.devices) for stage in plan.stages) == [1, 2]
     check_equal("gpt2", plan, tmp_path, monkeypatch)
+
+
+ROOMY = 2**40
+
+
+def test_a_batch_that_does_not_divide_is_shared_in_whole_rows() -> None:
+    plan = plan_of("gpt2", ideal(3, bandwidth=1e9), pp=1, tp=1, microbatches=1)
+    assert plan.stages[0].shares == (3, 3, 2) and not plan.is_uniform
+    assert "dp 3 (3:3:2)" in plan_text(plan)
+
+
+def test_unlike_devices_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slow pair's replicas have fewer rows than the fast device, and the fast device comes first."""
+    cluster = unlike((2, 1.0, ROOMY), (1, 3.0, ROOMY))
+    plan = plan_of("gpt2", cluster, pp=2)
+    assert plan.stages[0].devices == (2,), "more work lies before the cut"
+    first, second = (len(range(*stage.blocks)) for stage in plan.stages)
+    assert first > second
+    assert plan.step_time_s < plan_of("gpt2", cluster, meshes="equal").step_time_s
+    text = plan_text(plan)
+    assert "2 (ideal-3)" in text and "0-1 (ideal-1)" in text
+    replicas = plan_of("gpt2", cluster, pp=1, dp=3)
+    assert replicas.stages[0].shares[2] > max(replicas.stages[0].shares[:2])
+    check_equal("gpt2", replicas, tmp_path, monkeypatch)
+
+
+def test_memory_limits_each_device_by_its_own() -> None:
+    """With less memory on the fast device, blocks move to the slow one; then more on every device would do."""
+    roomy = plan_of("gpt2", unlike((1, 3.0, ROOMY), (1, 1.0, ROOMY)), tp=1)
+    fast = next(stage for stage in roomy.stages if 0 in stage.devices)
+    held = fast.memory_bytes - 2 * 2**30
+    tight = plan_of("gpt2", unlike((1, 3.0, 2 * 2**30 + held // 3), (1, 1.0, ROOMY)), tp=1)
+    assert all(stage.memory_bytes <= stage.capacity_bytes for stage in tight.stages)
+    assert {stage.capacity_bytes for stage in tight.stages} == {2 * 2**30 + held // 3, ROOMY}
+    assert tight.step_time_s > roomy.step_time_s
+    small = 2 * 2**30 + held // 8, 2 * 2**30 + held // 4
+    with pytest.raises(InfeasibleError, match="more on every device would do") as caught:
+        plan_of("gpt2", unlike((1, 3.0, small[0]), (1, 1.0, small[1])), tp=1)
+    missing = math.ceil(caught.value.excess_bytes or 0)
+    enough = plan_of("gpt2", unlike((1, 3.0, small[0] + missing), (1, 1.0, small[1] + missing)), tp=1)
+    assert all(stage.memory_bytes <= stage.capacity_bytes for stage in enough.stages)
+
+
+def test_a_cluster_file_of_unlike_nodes_is_planned_and_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unlike((2, 1.0, ROOMY), (1, 3.0, ROOMY)).save(tmp_path / "cluster.toml")
+    model = "hf:gpt2?n_layer=2&n_embd=64&n_head=4&vocab_size=128&n_positions=32&seq=32&batch=2"
+    file, plan = str(tmp_path / "cluster.toml"), str(tmp_path / "plan.json")
+    assert run(["plan", model, "--cluster", file, "--batch", "8", "--pp", "2", "-o", plan]) == 0
+    assert run(["show", plan]) == 0
+    assert run(["explain", plan, "--cluster", file, "--model", model]) == 0
+    text = capsys.readouterr().out
+    assert "2 (ideal-3)" in text and "dp x tp by stage" in text
+    assert "on ideal-" in text.split("pace:")[1].splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("devices", "limits"), [(3, {"pp": 2}), (5, {"pp": 3}), (6, {"pp": 4}), (7, {"pp": 2}), (4, {"dp": 4, "batch": 6})]
+)
+def test_every_device_is_used(devices: int, limits: dict[str, int]) -> None:
+    plan = plan_of("gpt2", ideal(devices, bandwidth=1e9), **{"tp": 1, "recompute": "none", **limits})
+    assert sorted(rank for stage in plan.stages for rank in stage.devices) == list(range(devices))
+    assert plan.bound_s <= plan.step_time_s and simulate_plan(plan).makespan_s <= plan.step_time_s
+
+
+def test_meshes_are_equal_where_that_is_asked() -> None:
+    with pytest.raises(PlanError, match="pp=2.* does not divide 3 devices"):
+        plan_of("gpt2", ideal(3), pp=2, meshes="equal")
+    with pytest.raises(PlanError, match="meshes=unlike"):
+        plan_of("gpt2", ideal(3), zero=1, meshes="unlike")
+    with pytest.raises(PlanError, match="meshes is one of"):
+        plan_of("gpt2", ideal(3), meshes="some")

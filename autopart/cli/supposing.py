@@ -88,6 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
         recompute = "auto" if plan.recompute == "some" else plan.recompute
         limits: dict[str, Any] = {"schedule": plan.schedule, "recompute": recompute, "pp": plan.pp, "dp": plan.dp}
         limits["tp"] = tuple(size for _, size in tensor_axes(plan.stages[0])) or 1
+        if not plan.is_uniform:
+            limits |= {"dp": None, "tp": None, "meshes": "unlike"}
         try:
             same = make_plan(program, cluster, batch=batch, analysis=analysis, **limits)
         except (InfeasibleError, PlanError) as error:

@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _layout(point: PlanPoint) -> str:
     plan = point.plan
-    text = f"pp {plan.pp} x dp {plan.dp} x tp {plan.tp}, {plan.microbatches} microbatches, {plan.schedule}"
+    text = f"{plan.layout}, {plan.microbatches} microbatches, {plan.schedule}"
     return text if plan.recompute == "none" else f"{text}, recompute {plan.recompute}"
 
 

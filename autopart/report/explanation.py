@@ -39,7 +39,7 @@ def binding_text(plan: Plan, found: Breakdown, unfit: int) -> str:
     """What sets the pace, and whether memory has a say. unfit: candidates that did not fit."""
     slowest, fullest = found.stages[found.slowest], found.stages[found.fullest]
     total = plan.step_time_s or sum(slowest.seconds.values()) or 1.0
-    which = "the only stage" if len(plan.stages) == 1 else f"stage {_numbers(slowest)}"
+    which = "the only stage" if len(plan.stages) == 1 else f"stage {_numbers(slowest)}{_where(plan, slowest)}"
     shares = ", ".join(
         f"{name.replace('_', '-')} {format_share(seconds / total)}"
         for name, seconds in sorted(slowest.seconds.items(), key=lambda item: -item[1])
@@ -50,10 +50,18 @@ def binding_text(plan: Plan, found: Breakdown, unfit: int) -> str:
         lines.append("note: links are not known, or several axes share the counts: compute includes collectives")
     if fullest.capacity_bytes:
         lines.append(
-            f"memory: stage {_numbers(fullest)} is fullest, {format_share(fullest.memory_share)} of its devices"
+            f"memory: stage {_numbers(fullest)}{_where(plan, fullest)} is fullest, "
+            f"{format_share(fullest.memory_share)} of its devices"
             + (f"; {unfit} of {len(plan.considered)} candidates did not fit" if unfit else "")
         )
     return "\n".join(lines)
+
+
+def _where(plan: Plan, stage: StageBreakdown) -> str:
+    """The devices of a stage, where stages have unlike ones."""
+    if len({other.device for other in plan.stages}) == 1:
+        return ""
+    return f" on {plan.stages[stage.stages[0]].device}"
 
 
 def _numbers(stage: StageBreakdown) -> str:

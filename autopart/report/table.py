@@ -22,12 +22,9 @@ def plan_text(plan: Plan) -> str:
 
 def plan_header(plan: Plan) -> list[str]:
     """What the plan is for, its predicted time, and how good that is at most."""
-    layout = f"pp {plan.pp} x dp {plan.dp} x tp {plan.tp}"
-    if not plan.is_uniform:
-        layout += " (at most; stages differ)"
     warmup = f" with warm-up {', '.join(map(str, plan.warmup))}" if plan.warmup else ""
     lines = [
-        f"{plan.model} on {plan.cluster}: batch {plan.batch}, {plan.dtype}, {layout}",
+        f"{plan.model} on {plan.cluster}: batch {plan.batch}, {plan.dtype}, {plan.layout}",
         f"schedule {plan.schedule}{warmup}, {plan.microbatches} microbatches, {_recompute(plan)}",
         f"step time {format_seconds(plan.step_time_s)}, lower bound {format_seconds(plan.bound_s)}, "
         f"gap {format_share(plan.gap)}; solved in {format_seconds(plan.solve_s)}, "
@@ -60,22 +57,31 @@ def format_layers(layers: Sequence[str]) -> str:
 
 def stage_table(stages: Sequence[StagePlan], order: Sequence[int] = ()) -> str:
     """A row per stage. order: of the blocks, as in the plan."""
-    return tabulate([_stage_row(index, stage, order) for index, stage in enumerate(stages)], headers=_HEADERS)
+    named = len({stage.device for stage in stages}) > 1
+    return tabulate([_stage_row(index, stage, order, named) for index, stage in enumerate(stages)], headers=_HEADERS)
 
 
-def _stage_row(index: int, stage: StagePlan, order: Sequence[int]) -> tuple[object, ...]:
+def _stage_row(index: int, stage: StagePlan, order: Sequence[int], named: bool) -> tuple[object, ...]:
+    """named: with what the devices are, as stages have unlike ones."""
     first, end = stage.blocks
     return (
         index,
-        format_devices(stage.devices),
+        format_devices(stage.devices) + (f" ({stage.device})" if named else ""),
         format_devices(order[first:end]) if order else f"{first}-{end - 1}",
-        " x ".join(f"{name} {size}" for name, size in stage.mesh),
+        format_mesh(stage),
         format_count(stage.parameters),
         format_seconds(stage.forward_s),
         format_seconds(stage.backward_s),
         format_memory(stage.memory_bytes, stage.capacity_bytes),
         format_collectives(stage.collectives),
     )
+
+
+def format_mesh(stage: StagePlan) -> str:
+    """``dp 2 (3:1) x tp 1``, with the replicas' parts of a microbatch where they are unlike."""
+    parts = f" ({':'.join(map(str, stage.shares))})" if len(set(stage.shares)) > 1 else ""
+    (data, replicas), *axes = stage.mesh
+    return " x ".join([f"{data} {replicas}{parts}", *(f"{name} {size}" for name, size in axes)])
 
 
 def format_memory(used: int, capacity: int) -> str:

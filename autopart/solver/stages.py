@@ -362,13 +362,16 @@ def _infeasible(problem: StageProblem, graph: StageGraph) -> InfeasibleError:
     chosen, in_flight = problem.chosen(step), problem.in_flight[stage]
     state = math.fsum(choice.state_bytes for choice in chosen)
     kept = in_flight * math.fsum(choice.activation_bytes for choice in chosen)
+    enough = f"Devices with {format_bytes(slot.capacity_bytes + over)}"
+    if len({other.capacity_bytes for other in problem.slots}) > 1:
+        enough = f"{format_bytes(over)} more on every device"
     return InfeasibleError(
         f"no cut into {problem.stages} stages fits: in the best one stage {stage} ({named}) holds "
         f"{format_bytes(problem.stage_bytes(stage, step))}, {format_bytes(over)} ({over:.0f} bytes) over its capacity "
         f"of {format_bytes(slot.capacity_bytes)}; {format_bytes(state)} of it are parameters with gradients and "
         f"optimizer state, {format_bytes(kept)} activations of {in_flight} "
         f"microbatch{'es' if in_flight > 1 else ''} in flight. "
-        f"Devices with {format_bytes(slot.capacity_bytes + over)} would do; or more devices, or smaller microbatches",
+        f"{enough} would do; or more devices, or smaller microbatches",
         over,
     )
 
