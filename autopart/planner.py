@@ -139,7 +139,7 @@ def make_plan(
         try:
             configs = _equal(candidates, pp, dp, tp, microbatches, schedules, recompute)
         except PlanError:
-            if not others:
+            if not (others and (len(set(cluster.nodes)) > 1 or cluster.device_count & (cluster.device_count - 1))):
                 raise
     solving = time.perf_counter()
 

@@ -120,8 +120,8 @@ def test_plan_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert list(found) == keys.split()
     stage_keys = (
-        "devices mesh blocks forward_s backward_s memory_bytes capacity_bytes parameters collectives step_collectives "
-        "recompute"
+        "devices mesh shares device blocks forward_s backward_s memory_bytes capacity_bytes parameters collectives "
+        "step_collectives recompute"
     )
     for stage in found["stages"]:
         assert list(stage) == stage_keys.split()
