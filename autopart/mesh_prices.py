@@ -109,7 +109,7 @@ class MeshPrices:
     pieces: PiecePrices = field(default_factory=PiecePrices)
     _bases: dict[int, Candidates] = field(default_factory=dict)
     _meshes: dict[tuple[Pieces, int], tuple[Mesh, ...]] = field(default_factory=dict)
-    _parts: dict[tuple[Mesh, int, str, bool], tuple[Part, ...]] = field(default_factory=dict)
+    _parts: dict[tuple[Mesh, int, str, str], tuple[Part, ...]] = field(default_factory=dict)
     _choices: dict[tuple[Mesh, int, float | None], TensorChoice] = field(default_factory=dict)
     _divisible: dict[int, bool] = field(default_factory=dict)
     positions: tuple[int, ...] = field(init=False)  # numbers of those between which stages lie
