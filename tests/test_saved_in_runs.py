@@ -52,6 +52,7 @@ def _watch(receives: tuple[str, ...], module: torch.nn.Module, number: int, foun
             for item in values:
                 if isinstance(item, Tensor):
                     pack(item)
+            assert again is not None
             return again(layer, *values)
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -224,8 +224,8 @@ class StageProblem:
                 len(cuts) != len(self.positions) for links in self.pairs.values() for cuts in links
             ):
                 raise ValueError(f"{len(self.positions)} cut positions need as many cuts")
-            named = [*shape.tied, *shape.kept, *shape.layers]
-            if any(not 0 <= block < count for group in named for block in group.blocks):
+            named = [group.blocks for groups in (shape.tied, shape.kept, shape.layers) for group in groups]
+            if any(not 0 <= block < count for blocks in named for block in blocks):
                 raise ValueError(f"a group of blocks names one beyond the {count} there are")
             grouped = [block for layer in shape.layers for block in layer.blocks]
             if len(set(grouped)) != len(grouped):

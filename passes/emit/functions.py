@@ -71,6 +71,7 @@ class Function:
         self.uses_batch: dict[str, None] = {}
         self.random_calls = 0
         self.scope: set[fx.Node] = set()
+        self.inlined: set[fx.Node] = set()  # values without a name: written into their only reader
         self.printer = Printer(device, "self.training")
 
     def name(self, node: fx.Node) -> Text:
@@ -115,6 +116,7 @@ class Function:
             return
         if self._inline(node, text):
             self.texts[node] = text
+            self.inlined.add(node)
         else:
             self.assign(node, text.code)
 

@@ -67,6 +67,7 @@ class StageSource:
         self.classes: dict[str, _LayerClass] = {}
         self.layers: dict[str, str] = {}  # path -> class name
         self.imports_checkpoint = False
+        self.inlined: set[fx.Node] = set()  # values that get no name
 
     def write(self) -> str:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
@@ -89,6 +90,7 @@ class StageSource:
                 main.scope = set(run.nodes)
                 for node in run.nodes:
                     main.statement(node)
+        self.inlined |= main.inlined
         returned = [main.name(node).code for node in self.returned[: self.results]]
         if self.updates:
             main.lines.append("if self.training:")
@@ -141,6 +143,7 @@ class StageSource:
             function.texts.update({node: Text(name) for node, name in zip(group, wholes, strict=True)})
         for node in run.nodes:
             function.statement(node)
+        self.inlined |= function.inlined
         leaving = [
             node
             for node in run.nodes

@@ -1,0 +1,322 @@
+"""The most bytes of tensors that one rank of a stage has at once while a microbatch goes forward and back.
+
+The stage's ops are walked in the order of the emitted code. Forward, an op allocates its results and what it keeps
+inside; a value is freed once its readers are done, if the code writes it into its only reader, else when the layer's or
+the stage's function returns; what the backward needs stays (:mod:`autopart.passes.kept`). Backward, ops come in the
+opposite order: the gradients of an op's operands are allocated while those of its results and what it kept are there,
+which are freed behind it. The gradient of a parameter that several ops read waits for the last of them. A layer that is
+computed again first runs forward once more, with everything that it keeps.
+
+Not seen: what a kernel allocates for itself, buffers of collectives, and what is being sent or received.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopart.passes import graph as graphs
+from autopart.passes.amounts import stored_bytes, value_bytes
+from autopart.passes.conversion import Axes
+from autopart.passes.data_axis import reached_by_gradients
+from autopart.passes.emit.layers import Run, runs_of
+from autopart.passes.graph import Value
+from autopart.passes.kept import entering, inside_bytes, kept_values, owner_of, share_of_rank, shares_memory
+from autopart.passes.program import Role
+from autopart.passes.rules import is_differentiable
+from autopart.passes.saved import saved_tensors
+from autopart.passes.storage import is_view, op_name
+
+# Views whose backward makes a tensor of the operand's size; that of the others is a view.
+_MAKING = {
+    *("split", "split_with_sizes", "chunk", "unbind", "select", "slice", "narrow", "tensor_split"),
+    *("expand", "expand_as", "broadcast_tensors"),
+}
+# Ops whose backward hands the result's gradient on as it is, where shapes agree.
+_PASSING = ("add", "sub", "clone", "contiguous", "alias")
+# Tensors of the operand's size that the backward of an op makes on its way.
+_BACKWARD_COPIES = {"cross_entropy_loss": 1, "pow": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Bytes of one microbatch on one rank of a stage.
+
+    forward, first_backward, backward: the most while it goes forward; back, where gradients of parameters are new; and
+    back, where they are added to those of other microbatches, which are not counted. retained: between the two.
+    gradients: of the stage's parameters.
+    """
+
+    forward: float
+    first_backward: float
+    backward: float
+    retained: float
+    gradients: float
+
+    def of_stage(self, in_flight: int, microbatches: int) -> float:
+        """The most bytes of a step on a rank that holds ``in_flight`` microbatches of the stage at once."""
+        others = (in_flight - 1) * self.retained
+        found = [others + self.forward, others + self.first_backward]
+        if microbatches > 1:
+            full = microbatches > in_flight
+            later = others if full else others - self.retained
+            found.append(self.gradients + later + self.backward)
+            found += [self.gradients + others + self.forward] if full else []
+        return max(found)
+
+
+def peak(
+    graph: fx.Graph,
+    axes: Axes,
+    batch: int,
+    roots: Sequence[fx.Node],
+    layers: Collection[str] = (),
+    inlined: Collection[fx.Node] = (),
+    kind: str = "cuda",
+) -> Peak:
+    """The peak of a rank's graph of a stage for a microbatch of ``batch`` samples.
+
+    roots: where gradients enter. layers: those computed again. inlined: values that the code gives no name.
+    """
+    walk = _Walk(graph, axes, batch, set(layers), set(inlined), kind)
+    walk.forward()
+    forward, retained = walk.most, walk.now
+    walk.most = walk.now
+    reached = reached_by_gradients(graph, roots)
+    again = walk.copy()
+    first = walk.backward(reached, roots, adding=False)
+    later = again.backward(reached, roots, adding=True)
+    return Peak(forward, first, later, retained, walk.gradients)
+
+
+@dataclass(slots=True)
+class _Walk:
+    graph: fx.Graph
+    axes: Axes
+    batch: int
+    layers: set[str]
+    inlined: set[fx.Node]
+    kind: str
+    now: float = 0.0
+    most: float = 0.0
+    gradients: float = 0.0
+    live: dict[Value, float] = field(default_factory=dict)
+    runs: list[tuple[Run, bool]] = field(init=False)
+    stays: set[Value] = field(init=False)
+    left: Counter[Value] = field(init=False)  # ops that keep a value and have not gone back yet
+
+    def __post_init__(self) -> None:
+        self.runs = runs_of(self.graph)
+        results = {owner_of(graphs.value_of(node)) for node in graphs.results(self.graph)}
+        self.stays = {*kept_values(self.graph, self.layers, self.kind), *results}
+        self.left = Counter()
+
+    def copy(self) -> _Walk:
+        other = _Walk(self.graph, self.axes, self.batch, self.layers, self.inlined, self.kind, self.now, self.most)
+        other.live, other.left = dict(self.live), Counter(self.left)
+        return other
+
+    def size(self, value: Value) -> float:
+        return stored_bytes(value.fake).at(self.batch) * share_of_rank(value.node, self.axes, value.index)
+
+    def gradient_size(self, value: Value) -> float:
+        return value_bytes(value).at(self.batch) * share_of_rank(value.node, self.axes, value.index)
+
+    def add(self, size: float, passing: float = 0.0) -> None:
+        """Allocates; passing: what is freed again at once."""
+        self.now += size
+        self.most = max(self.most, self.now + passing)
+
+    def allocate(self, value: Value) -> None:
+        if value not in self.live:
+            self.live[value] = self.size(value)
+            self.add(self.live[value])
+
+    def free(self, value: Value) -> None:
+        self.now -= self.live.pop(value, 0.0)
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def forward(self) -> None:
+        for node in self.graph.nodes:
+            if node.op == "placeholder" and node.meta.get("role") is Role.RECEIVED:
+                self.allocate(Value(node))
+                self.stays.add(Value(node))
+        outside: list[fx.Node] = []
+        for run, is_layer in self.runs:
+            again = is_layer and run.path in self.layers
+            self.run_forward(run.nodes, {*self.stays} if not again else set(entering(run)) | self.stays, again)
+            if is_layer:
+                self.leave(run.nodes)
+            else:
+                outside += run.nodes
+        self.leave(outside, last=True)
+
+    def run_forward(self, nodes: Iterable[fx.Node], stays: set[Value], again: bool) -> None:
+        """again: nothing but what enters and leaves stays."""
+        for node in nodes:
+            if graphs.is_getitem(node) or not graphs.is_op(node):
+                continue
+            if not is_view(node) and not shares_memory(node):
+                for value in graphs.outputs(node):
+                    self.allocate(value)
+                if not again:
+                    self.add(inside_bytes(node, self.axes, self.batch, self.kind))
+            for value in graphs.inputs(node):
+                owner = owner_of(value)
+                if owner.node in self.inlined and owner not in stays and self.done(owner, node):
+                    self.free(owner)
+
+    def done(self, owner: Value, node: fx.Node) -> bool:
+        """Whether all readers of an unnamed value, which are nested in one statement, are at or before ``node``."""
+        waiting = [user for user in owner.node.users if user is not node]
+        return all(is_view(user) and user in self.inlined for user in waiting)
+
+    def leave(self, nodes: Sequence[fx.Node], last: bool = False) -> None:
+        """The function with these ops returns: what is neither kept nor read elsewhere is freed."""
+        inside = set(nodes)
+        for node in nodes:
+            for value in graphs.outputs(node) if graphs.is_op(node) else ():
+                if value in self.live and value not in self.stays and (last or not self.escapes(node, inside)):
+                    self.free(value)
+
+    def escapes(self, node: fx.Node, inside: set[fx.Node]) -> bool:
+        for user in node.users:
+            if user not in inside:
+                return True
+            if (is_view(user) or graphs.is_getitem(user)) and self.escapes(user, inside):
+                return True
+        return False
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    def backward(self, reached: set[fx.Node], roots: Sequence[fx.Node], adding: bool) -> float:
+        """The most bytes. adding: the parameters' gradients are there already, and not counted."""
+        pending: dict[Value, float] = {}  # gradients of values, by owner, that wait for their op
+        readers: Counter[fx.Node] = Counter()
+        for node in reached:
+            for source in set(node.all_input_nodes):
+                if source.op == "placeholder" and source.meta.get("role") is Role.PARAMETER:
+                    readers[source] += 1
+        keepers: Counter[Value] = Counter()
+        for run, is_layer in self.runs:
+            for node in run.nodes if not (is_layer and run.path in self.layers) else ():
+                keepers.update(set(map(owner_of, saved_tensors(node, self.kind))))
+        held: dict[fx.Node, float] = {}  # gradients of parameters that wait for further readers
+        for root in roots:
+            value = _carrier(graphs.value_of(root))
+            pending[value] = self.gradient_size(value)
+            self.add(pending[value])
+        for node in graphs.results(self.graph):  # nothing else holds the ends
+            value = owner_of(graphs.value_of(node))
+            if not keepers[value]:
+                self.free(value)
+        self.most = self.now
+        for run, is_layer in reversed(self.runs):
+            again = is_layer and run.path in self.layers
+            made: list[Value] = []
+            if again:
+                made = self.run_again(run)
+                for node in run.nodes:
+                    keepers.update(set(map(owner_of, saved_tensors(node, self.kind))))
+            for node in reversed(run.nodes):
+                if graphs.is_op(node) and not graphs.is_getitem(node):
+                    self.step_back(node, reached, pending, held, readers, keepers, adding)
+            if again:
+                for value in made:
+                    self.free(value)
+                for value in entering(run):
+                    if not keepers[value]:
+                        self.free(value)
+        return self.most
+
+    def run_again(self, run: Run) -> list[Value]:
+        before = set(self.live)
+        kept = {owner_of(value) for node in run.nodes for value in saved_tensors(node, self.kind)}
+        self.run_forward(run.nodes, kept, again=False)
+        for value in set(self.live) - before - kept:
+            self.free(value)
+        return [value for value in self.live if value not in before]
+
+    def step_back(
+        self,
+        node: fx.Node,
+        reached: set[fx.Node],
+        pending: dict[Value, float],
+        held: dict[fx.Node, float],
+        readers: Counter[fx.Node],
+        keepers: Counter[Value],
+        adding: bool,
+    ) -> None:
+        coming = [value for value in graphs.outputs(node) if value in pending]
+        if node in reached and coming:
+            self.pass_back(node, coming, pending, held, readers, adding)
+            for value in coming:
+                self.now -= pending.pop(value)
+        saved = set(map(owner_of, saved_tensors(node, self.kind)))
+        for value in saved:
+            keepers[value] -= 1
+            if keepers[value] <= 0 and value.node.op != "placeholder":
+                self.free(value)
+        inside = inside_bytes(node, self.axes, self.batch, self.kind)
+        self.now -= inside if inside and "transition" not in node.meta else 0.0
+
+    def pass_back(
+        self,
+        node: fx.Node,
+        coming: Sequence[Value],
+        pending: dict[Value, float],
+        held: dict[fx.Node, float],
+        readers: Counter[fx.Node],
+        adding: bool,
+    ) -> None:
+        """Allocates the gradients of a node's operands."""
+        given = sum(pending[value] for value in coming)
+        passed = False
+        name = op_name(node)
+        more: list[tuple[Value, float]] = []
+        for value in dict.fromkeys(graphs.inputs(node)):
+            if not is_differentiable(value):
+                continue
+            if value.node.op == "placeholder" and value.node.meta.get("role") is Role.PARAMETER:
+                self.weight_gradient(value.node, held, readers, adding)
+                continue
+            owner, size = _carrier(value), self.gradient_size(value)
+            if name in _PASSING and not passed and abs(size - given) < 0.5 and owner not in pending:
+                passed = True  # the same tensor goes on
+                pending[owner], pending[coming[0]] = size, 0.0
+                continue
+            more.append((owner, size))
+        copies = _BACKWARD_COPIES.get(name, 0)
+        largest = max((size for _, size in more), default=0.0)
+        for _, size in more:
+            self.add(size, copies * largest)
+        for owner, size in more:
+            if owner in pending:
+                self.now -= size  # added to what is there
+            else:
+                pending[owner] = size
+
+    def weight_gradient(
+        self, node: fx.Node, held: dict[fx.Node, float], readers: Counter[fx.Node], adding: bool
+    ) -> None:
+        size = self.size(Value(node))
+        readers[node] -= 1
+        self.add(size)
+        if node in held:
+            self.now -= size
+        else:
+            held[node] = size
+            self.gradients += size
+        if readers[node] <= 0 and adding:
+            self.now -= held[node]
+
+
+def _carrier(value: Value) -> Value:
+    """The value whose gradient the value's gradient is a view of."""
+    while (is_view(value.node) and op_name(value.node) not in _MAKING) or shares_memory(value.node):
+        value = graphs.inputs(value.node)[0]
+    return value
