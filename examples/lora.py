@@ -40,7 +40,7 @@ def add_adapters(model: nn.Module, suffix: str = "c_attn", rank: int = 4) -> nn.
     for path, module in list(model.named_modules()):
         if path.endswith(suffix):
             parent, _, name = path.rpartition(".")
-            inputs, outputs = module.weight.shape  # type: ignore[union-attr, misc]
+            inputs, outputs = module.weight.shape
             setattr(model.get_submodule(parent), name, Adapted(module, int(inputs), int(outputs), rank))
     return model
 
