@@ -138,6 +138,16 @@ CASES = [
         *(2, {"pp": 2, "tp": 1, "dp": 1, "microbatches": 2}),
         marks=pytest.mark.slow,
     ),
+    *(
+        pytest.param(4, first, 2, then, marks=pytest.mark.slow)
+        for first, then in (
+            ({"dp": 4, "zero": 3, "microbatches": 1}, {"tp": 2, "microbatches": 1}),
+            ({"dp": 2, "tp": 2, "zero": 1, "microbatches": 1}, {"pp": 2, "microbatches": 2}),
+            ({"pp": 2, "dp": 2, "zero": 2, "microbatches": 2}, {"dp": 2, "zero": 3, "microbatches": 1}),
+            ({"tp": (2, 2), "microbatches": 1}, {"dp": 2, "zero": 1, "microbatches": 2}),
+            ({"pp": 4, "microbatches": 2}, {"dp": 2, "zero": 2, "microbatches": 2}),
+        )
+    ),
 ]
 
 
@@ -232,12 +242,13 @@ def save_until_killed(program: str, folder: str, victim: int, delay: float) -> N
         checkpoint.save(folder, model, optimizer, asynchronous=step % 2 == 0)
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_killed_while_saving(tmp_path: Path, victim: int) -> None:
+@pytest.mark.parametrize("moment", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 20))])
+def test_killed_while_saving(tmp_path: Path, moment: int) -> None:
+    """At a random moment of one of many saves, in the background or not, each rank in turn."""
     emit(tmp_path, 2, 1, 2, tied=True)
     folder = tmp_path / "checkpoints"
     with pytest.raises(ChildFailure):
-        launch(save_until_killed, 2, str(tmp_path), str(folder), victim, random.uniform(0.0, 0.5))
+        launch(save_until_killed, 2, str(tmp_path), str(folder), moment % 2, random.uniform(0.0, 0.5))
     for path in checkpoint_folder.complete(folder):
         step, found = small_load(path)
         compare(found, small_states(step + 1)[step], whole=True)
