@@ -172,6 +172,30 @@ def test_a_plan_that_would_convert_routed_rows_is_refused() -> None:
         realize(subject.program, wrong, analyze(subject.program))
 
 
+_SMALL = "hidden_size=32&num_attention_heads=4&num_key_value_heads=2&vocab_size=96&num_hidden_layers=1&seq=8&batch=8"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "steps"),
+    [
+        # each expert has biases, looked up for the own rows
+        ("gpt_oss?head_dim=8&intermediate_size=64&num_local_experts=4&num_experts_per_tok=2", "exchange exchange"),
+        # and one expert for all tokens beside those that are chosen
+        (
+            "qwen2_moe?moe_intermediate_size=32&shared_expert_intermediate_size=32&intermediate_size=64"
+            "&num_experts=4&num_experts_per_tok=2&decoder_sparse_step=1",
+            "dispatch combine",
+        ),
+    ],
+    ids=["biases", "shared expert"],
+)
+def test_other_mixtures(spec: str, steps: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(f"hf:{spec}&{_SMALL}", dtype=torch.float64)
+    subject = prepare(model.model, model.args, model.kwargs)
+    run(subject, forced(subject, 2, routed(steps)), tmp_path, monkeypatch)
+
+
 class Mixture(nn.Module):
     """One product per expert with a bias, rows put back by sorting their numbers again."""
 
