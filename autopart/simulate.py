@@ -167,9 +167,53 @@ def steady_seconds(
 ) -> float:
     """Seconds of a step: the makespan, or under "2bw" what one more batch adds to the batches before."""
     if name != "2bw":
-        return simulate(schedule, times, transfer).makespan_s
-    one, two = (simulate(unrolled(schedule, count, microbatches), times, transfer).makespan_s for count in (1, 2))
+        return makespan(schedule, times, transfer)
+    one, two = (makespan(unrolled(schedule, count, microbatches), times, transfer) for count in (1, 2))
     return two - one + max(own.reduce_s for own in times)
+
+
+def makespan(schedule: Schedule, times: Sequence[StageTimes], transfer: Transfer | float = 0.0) -> float:
+    """The seconds that :func:`simulate` finds, without events and memory, for searches over long schedules.
+
+    A function ``transfer`` is asked once for each kind of send between two stages.
+    """
+    seconds = transfer if callable(transfer) else lambda _: float(transfer)
+    rank_of = schedule.rank_of
+    splits = {a.stage for actions in schedule.ranks for a in actions if a.work is Work.WEIGHT}
+    lasts = [{work.value: own.seconds(work, stage in splits) for work in Work} for stage, own in enumerate(times)]
+    sends: dict[tuple[bool, int, int], float] = {}
+    channel: dict[tuple[int, int], float] = {}
+    arrivals: dict[tuple[bool, int, int, int | None], float] = {}
+    now, at, end = [0.0] * len(schedule.ranks), [0] * len(schedule.ranks), 0.0
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.ranks):
+            clock, position, count = now[rank], at[rank], len(actions)
+            while position < count:
+                action = actions[position]
+                work, stage, peer = action.work, action.stage, action.peer
+                if peer is None:
+                    clock += lasts[stage][work._value_]
+                elif work.is_receive:
+                    arrival = arrivals.pop((work is Work.RECV_GRADIENT, peer, stage, action.microbatch), None)
+                    if arrival is None:
+                        break
+                    clock = max(clock, arrival)
+                else:
+                    back, to, ends = work is Work.SEND_GRADIENT, rank_of[peer], clock
+                    if to != rank:
+                        kind = back, stage, peer
+                        if kind not in sends:
+                            sends[kind] = seconds(action)
+                        ends = channel[rank, to] = max(clock, channel.get((rank, to), 0.0)) + sends[kind]
+                        end = max(end, ends)
+                    arrivals[back, stage, peer, action.microbatch] = ends
+                position += 1
+            moved, now[rank], at[rank] = moved or position > at[rank], clock, position
+    if any(position < len(actions) for position, actions in zip(at, schedule.ranks, strict=True)):
+        simulate(schedule, times, transfer)  # says what waits for ever
+    return max(end, *now)
 
 
 def simulate(schedule: Schedule, times: Sequence[StageTimes], transfer: Transfer | float = 0.0) -> Simulation:

@@ -10,7 +10,7 @@ import pytest
 
 from autopart.runtime.errors import ScheduleError
 from autopart.runtime.schedule import Action, Schedule, Work, gpipe, make_schedule, one_f_one_b, places_of
-from autopart.simulate import Event, Simulation, StageTimes, simulate
+from autopart.simulate import Event, Simulation, StageTimes, makespan, simulate
 
 
 def chain(stages: int) -> list[tuple[int, int]]:
@@ -207,6 +207,7 @@ def test_against_longest_paths(seed: int) -> None:
         return transfer[send.stage, send.peer]
 
     found = simulate(schedule, times, seconds)
+    assert makespan(schedule, times, seconds) == found.makespan_s
     assert found.makespan_s == pytest.approx(longest_paths(schedule, times, transfer))
     check_timeline(found, schedule)
 

@@ -67,10 +67,10 @@ def _slope(a: tuple[float, float, int], b: tuple[float, float, int]) -> float:
     return (b[0] - a[0]) / (a[1] - b[1])
 
 
-def relaxed_seconds(families: Sequence[Family], held: Held, room: Array, in_flight: int) -> Array:
+def relaxed_seconds(families: Sequence[Family], counts: Array, room: Array, in_flight: int) -> Array:
     """At least the seconds of each run's fastest choices that fit; infinite where surely none does.
 
-    room: [first, last] bytes. Where every fastest choice fits it is exact.
+    counts: [family, run]. room: [run] bytes. Where every fastest choice fits it is exact.
     """
     best = np.full(room.shape, np.inf)
     values = transients(families)
@@ -81,32 +81,35 @@ def relaxed_seconds(families: Sequence[Family], held: Held, room: Array, in_flig
         charged = next(value for value in values if value > below)
         below = highest
         hulls = [hull(family, in_flight, highest) for family in families]
-        barred = held.summed([float(not points) for points in hulls]) > 0
-        seconds = held.summed([points[0][0] if points else 0.0 for points in hulls])
-        need = charged - room + held.summed([points[0][1] if points else 0.0 for points in hulls])
+        barred = np.array([float(not points) for points in hulls]) @ counts > 0
+        seconds = np.array([points[0][0] if points else 0.0 for points in hulls]) @ counts
+        need = charged - room + np.array([points[0][1] if points else 0.0 for points in hulls]) @ counts
         steps = [
             (_slope(a, b), a[1] - b[1], number)
             for number, points in enumerate(hulls)
             for a, b in itertools.pairwise(points)
         ]
         for price, freed, number in sorted(steps):
-            taken = np.clip(need, 0.0, held.of(number) * freed)
+            taken = np.clip(need, 0.0, counts[number] * freed)
             seconds, need = seconds + taken * price, need - taken
         # rounding: what is freed altogether is as much as is needed
         best = np.minimum(best, np.where((need <= 1e-9 * np.abs(room)) & ~barred, seconds, np.inf))
     return best
 
 
-def least_excess(families: Sequence[Family], held: Held, room: Array, in_flight: int) -> Array:
-    """By how many bytes the choices that need the fewest exceed the room; not positive where some fit."""
+def least_excess(families: Sequence[Family], counts: Array, room: Array, in_flight: int) -> Array:
+    """By how many bytes the choices that need the fewest exceed the room; not positive where some fit.
+
+    counts: [family, run]. room: [run] bytes.
+    """
     least = np.full(room.shape, np.inf)
     for highest in transients(families):
         fewest = [
             min((c.kept_bytes(in_flight) for c in family if c.transient_bytes <= highest), default=None)
             for family in families
         ]
-        barred = held.summed([float(size is None) for size in fewest]) > 0
-        kept = held.summed([size or 0.0 for size in fewest])
+        barred = np.array([float(size is None) for size in fewest]) @ counts > 0
+        kept = np.array([size or 0.0 for size in fewest]) @ counts
         least = np.minimum(least, np.where(barred, np.inf, kept + highest - room))
     return least
 
@@ -125,6 +128,11 @@ class Held:
         """The number of a family's members in each run, [first, last]."""
         count = len(self.blocks)
         return np.maximum(between(self.blocks[family]), 0.0) if family < count else self.parts[family - count]
+
+    def counts(self, runs: NDArray[np.bool_]) -> Array:
+        """[family, run] of the runs that are marked, in the order of [first, last]."""
+        first, last = np.nonzero(runs)
+        return np.concatenate([self.blocks[:, last] - self.blocks[:, first], self.parts[:, first, last]])
 
     def summed(self, amounts: Sequence[float]) -> Array:
         """The sum over a run's members of what each member of a family has, [first, last]."""

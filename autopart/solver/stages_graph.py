@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopart.solver.stages_choices import Held, between, least_excess, least_seconds, relaxed_seconds
-from autopart.solver.stages_problem import Family, Shape, StageProblem, Step
+from autopart.solver.stages_problem import Choice, Family, Shape, StageProblem, Step
 
 Array = NDArray[np.float64]
 Bits = NDArray[np.bool_]
@@ -83,7 +83,7 @@ class StageGraph:
             buffers = [np.array([cut.buffer_bytes for cut in shape.cuts[link]]) for link in (start, stop)]
             room = capacity - shape.overhead_bytes - runs.tied_bytes - problem.in_flight[stage] * runs.kept_bytes
             room = room - buffers[0][:, None] - buffers[1][None, :]
-            seconds, excess, sure = runs.fit(room, problem.in_flight[stage])
+            seconds, excess, sure = runs.fit(room, problem.in_flight[stage], allowed[stage])
             made["excess"][table] = np.where(allowed[stage], excess, np.inf)
             made["seconds"][table], exact[table] = seconds, sure
             ends = crossing[number, start][:, None] + crossing[number, stop][None, :]
@@ -176,7 +176,7 @@ class _Runs:
     tied_once: Array
     step_end: Array
     floor: Array
-    peak: Array  # the largest transient of the blocks' first choices
+    peak: Array  # the largest transient of the fastest choices
 
     @staticmethod
     def of(problem: StageProblem, shape: Shape, member: Bits) -> _Runs:
@@ -186,8 +186,8 @@ class _Runs:
         is_run = (member.astype(np.int64) @ member.T.astype(np.int64) == size[:, None]) & (
             size[:, None] < size[None, :]
         )
-        quickest = [min(choice.seconds for choice in family) for family in families]
-        fastest = held.summed(quickest)
+        quickest = [_fastest(family) for family in families]
+        fastest = held.summed([choice.seconds for choice in quickest])
         step_end = between(member @ np.array([block.step_end_s for block in shape.blocks]))
         tied_bytes, tied_once = np.zeros(step_end.shape), np.zeros(step_end.shape)
         for group in shape.tied:
@@ -207,21 +207,31 @@ class _Runs:
             kept_bytes += kept.bytes * (between(member[:, list(set(kept.blocks))].sum(axis=1).astype(float)) > 0)
         floor = forward[:, None] + problem.microbatches * fastest + np.maximum(step_end, way_back[:, None])
         peak = np.zeros(step_end.shape)
-        for number, family in enumerate(families):
-            np.maximum(peak, family[0].transient_bytes, out=peak, where=held.of(number) > 0)
+        for number, choice in enumerate(quickest):
+            np.maximum(peak, choice.transient_bytes, out=peak, where=held.of(number) > 0)
         return _Runs(families, held, is_run, fastest, tied_bytes, kept_bytes, tied_once, step_end, floor, peak)
 
-    def fit(self, room: Array, in_flight: int) -> tuple[Array, Array, Bits]:
-        """Seconds at least, bytes over the room, and where the seconds are exact."""
-        if all(len(family) == 1 for family in self.families):
-            kept = self.held.summed([family[0].kept_bytes(in_flight) for family in self.families])
-            excess = np.where(self.is_run, kept + self.peak - room, np.inf)
-            return self.fastest, excess, np.ones(room.shape, dtype=bool)
-        excess = np.where(self.is_run, least_excess(self.families, self.held, room, in_flight), np.inf)
-        seconds = relaxed_seconds(self.families, self.held, room, in_flight)
+    def fit(self, room: Array, in_flight: int, wanted: Bits) -> tuple[Array, Array, Bits]:
+        """Of the wanted runs: seconds at least, bytes over the room, and where the seconds are exact.
+
+        Only where the fastest choices do not fit others are weighed.
+        """
+        kept = self.held.summed([_fastest(family).kept_bytes(in_flight) for family in self.families])
+        excess = np.where(self.is_run, kept + self.peak - room, np.inf)
+        weighed = wanted & self.is_run & (excess > 0)
+        seconds = self.fastest.copy()
+        if all(len(family) == 1 for family in self.families) or not weighed.any():
+            return seconds, excess, np.ones(room.shape, dtype=bool)
+        counts, rooms, least = self.held.counts(weighed), room[weighed], self.fastest[weighed]
+        excess[weighed] = least_excess(self.families, counts, rooms, in_flight)
+        relaxed = relaxed_seconds(self.families, counts, rooms, in_flight)
         # where a bound says that nothing fits it was too strict by rounding
-        seconds = np.where(np.isfinite(seconds), np.maximum(seconds, self.fastest), self.fastest)
+        seconds[weighed] = np.where(np.isfinite(relaxed), np.maximum(relaxed, least), least)
         return seconds, excess, np.isclose(seconds, self.fastest, rtol=1e-12, atol=0.0)
+
+
+def _fastest(family: Family) -> Choice:
+    return min(family, key=lambda choice: choice.seconds)
 
 
 def _held(shape: Shape, member: Bits) -> tuple[list[Family], Held]:

@@ -39,17 +39,15 @@ class Work(enum.Enum):
     RECV_GRADIENT = "RG"
     REDUCE = "R"
 
-    @property
-    def is_send(self) -> bool:
-        return self in (Work.SEND_ACTIVATION, Work.SEND_GRADIENT)
+    # attributes rather than properties: long schedules ask each action
+    is_send: bool
+    is_receive: bool
+    is_compute: bool
 
-    @property
-    def is_receive(self) -> bool:
-        return self in (Work.RECV_ACTIVATION, Work.RECV_GRADIENT)
-
-    @property
-    def is_compute(self) -> bool:
-        return self in (Work.FORWARD, Work.BACKWARD, Work.WEIGHT)
+    def __init__(self, letters: str) -> None:
+        self.is_send = letters in ("SA", "SG")
+        self.is_receive = letters in ("RA", "RG")
+        self.is_compute = letters in ("F", "B", "W")
 
 
 _ACTION_TEXT = re.compile(r"([A-Z]+)(\d+)(?:\.(\d+))?(?:([<>])(\d+))?")

@@ -68,6 +68,8 @@ def receive_as_sent(schedule: Schedule) -> Schedule:
     Two ranks with several stages may exchange along several edges, and NCCL tells messages apart by their order alone.
     """
     rank_of = schedule.rank_of
+    if len(rank_of) == len(schedule.ranks) and _same_order(schedule):
+        return schedule
     sent: dict[tuple[Work, int, int], deque[Action]] = {}
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
@@ -90,6 +92,19 @@ def receive_as_sent(schedule: Schedule) -> Schedule:
                 ordered.append(action)
         ranks.append(tuple(ordered))
     return Schedule(tuple(ranks))
+
+
+def _same_order(schedule: Schedule) -> bool:
+    """Whether every two stages, each on a rank of its own, exchange microbatches in rising order both ways."""
+    last: dict[tuple[str, int, int | None], int] = {}
+    for actions in schedule.ranks:
+        for action in actions:
+            if action.peer is not None and action.microbatch is not None:
+                key = action.work.value, action.stage, action.peer
+                if action.microbatch <= last.get(key, -1):
+                    return False
+                last[key] = action.microbatch
+    return True
 
 
 def forward_part(schedule: Schedule) -> Schedule:
