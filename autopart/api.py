@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,13 @@ from autopart.runtime.inputs import BatchMode, Returned, check_modes
 from autopart.runtime.mesh import connect, job_size, pick_device
 from autopart.runtime.module import ParallelModule
 from autopart.weights import load_or_keep, save_weights
+
+if TYPE_CHECKING:
+    from autopart.passes.emit.program import Emitted
+    from autopart.passes.program import Program
+    from autopart.passes.rules import RuleBook
+    from autopart.plan import Plan
+    from autopart.runtime.pipelining import PipelineStages
 
 
 def load(
@@ -40,6 +47,31 @@ def load(
     if isinstance(originals, nn.Module):
         originals = tensors_of(originals)
     return ParallelModule(directory, originals, **options)
+
+
+def to_pipeline_stages(
+    plan: Plan,
+    program: Program,
+    originals: nn.Module | Mapping[str, Tensor | None] | None = None,
+    *,
+    directory: str | Path | None = None,
+    rules: RuleBook | None = None,
+    **options: Any,
+) -> PipelineStages:
+    """What :meth:`autopart.plan.Plan.to_pipeline_stages` does; see there."""
+    from autopart.passes.rules import RULES
+    from autopart.realize import realize
+    from autopart.runtime.pipelining import check_linear
+
+    def make() -> dict[str, bytes]:
+        emitted = realize(program, plan, rules=rules or RULES)
+        on_one = max(([s for s, at in enumerate(plan.places) if at == place] for place in set(plan.places)), key=len)
+        check_linear(emitted.manifest, on_one, plan.dp)
+        emitted.files["plan.json"] = plan.to_json()
+        return _files_of(emitted)
+
+    connect(pick_device())
+    return load(_write(_on_first_rank(make), directory), originals, **options).to_pipeline_stages()
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor | None]:
@@ -337,10 +369,15 @@ def _compile(
     emitted = realize(program, plan, analysis)
     emitted.files["plan.json"] = plan.to_json()
     emitted.files["plan.txt"] = plan_text(plan)
+    for name in tensors_of(model):  # which every rank has itself
+        emitted.constants.pop(name, None)
+    return _files_of(emitted)
+
+
+def _files_of(emitted: Emitted) -> dict[str, bytes]:
+    """A program's files as they would be saved."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "program"
-        for name in tensors_of(model):  # which every rank has itself
-            emitted.constants.pop(name, None)
         emitted.save(target)
         return {path.name: path.read_bytes() for path in target.iterdir()}
 

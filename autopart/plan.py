@@ -13,11 +13,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from autopart.runtime.errors import PlanError, ScheduleError
 from autopart.runtime.placement import Placement
 from autopart.runtime.schedule import NAMES, deeper_warmup, in_flight, make_schedule
+
+if TYPE_CHECKING:
+    from autopart.passes.program import Program
+    from autopart.runtime.pipelining import PipelineStages
 
 VERSION = 1
 SCHEDULES = NAMES
@@ -284,6 +288,21 @@ class Plan:
     def tflops_per_device(self) -> float:
         """10^12 model FLOPs per second and device (recomputation not counted)."""
         return self.flops / self.step_time_s / self.device_count / 1e12 if self.step_time_s else 0.0
+
+    def to_pipeline_stages(self, program: Program, originals: Any = None, **options: Any) -> PipelineStages:
+        """This rank's stage for the schedules of torch.distributed.pipelining, in a job of the plan's devices.
+
+        Every rank calls it with the program that was planned; rank 0 emits it, and every rank loads its part.
+        originals: the model, or its parameters and buffers by name; None: zeros. options: ``directory`` for the emitted
+        program (default: a temporary folder), ``rules`` that the plan was made with, and those of
+        :func:`autopart.load`.
+        Raises PlanError where torch's schedules cannot run the plan, before anything is loaded: replicas, unlike
+        meshes, several stages on a rank, values that skip a stage (see :mod:`autopart.runtime.pipelining`); and where
+        the plan is another program's.
+        """
+        from autopart.api import to_pipeline_stages
+
+        return to_pipeline_stages(self, program, originals, **options)
 
     def to_json_object(self) -> dict[str, Any]:
         """The summary that the command line prints with ``--json``."""

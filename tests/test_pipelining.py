@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from autopart.models import load_model
+from autopart.passes.program import Program
+from autopart.plan import Plan
+from autopart.planner import make_plan
 from autopart.runtime import ParallelModule
 from autopart.runtime.errors import BatchError, PlanError
 from autopart.runtime.manifest import Manifest
 from autopart.runtime.pipelining import check_linear
 from autopart.tracing import capture
-from emitted import data, emit, plain
+from clusters import ideal
+from emitted import WIDTH, data, emit, plain
 from launch import launch
 from programs import compile_program
 
@@ -54,6 +59,64 @@ def _steps(directory: str) -> dict[str, list[float]]:
             found.append(_errors(gradients, expected))
             found += [float((torch.stack(losses).mean() - wanted).abs())] if losses else []
     return errors
+
+
+class Chain(nn.Module):
+    """Layers with a loss; ``skip``: the first layer's output is added to the last's."""
+
+    def __init__(self, skip: bool = False) -> None:
+        super().__init__()
+        self.skip = skip
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        kept = x = torch.tanh(self.layers[0](x))
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return {"loss": (x + kept if self.skip else x).square().mean()}
+
+
+def planned(skip: bool = False, **limits: Any) -> tuple[Chain, Program, Plan, Tensor]:
+    torch.manual_seed(0)
+    model, x = Chain(skip).double(), torch.randn(8, WIDTH, dtype=torch.float64)
+    program = capture(model, (x,))
+    limits = {"pp": 2, "tp": 1, "microbatches": MICROBATCHES, "recompute": "none", "meshes": "equal", **limits}
+    return model, program, make_plan(program, ideal(2 * limits.get("dp", 1)), **limits), x
+
+
+def _from_plan() -> float:
+    """The largest difference of gradients from the model's in one process, from the plan without a folder."""
+    model, program, plan, x = planned()
+    pipeline = plan.to_pipeline_stages(program, {name: p.clone() for name, p in model.named_parameters()})
+    schedule = Schedule1F1B(pipeline.stages[0], pipeline.microbatches, pipeline.loss_fn)
+    schedule.step(**pipeline.inputs(x), losses=[])
+    model(x)["loss"].backward()
+    wanted = {f"module.{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found = {name: p.grad for name, p in pipeline.stages[0].submod.named_parameters() if p.grad is not None}
+    return _errors(found, wanted)
+
+
+def test_a_plan_gives_its_stages() -> None:
+    assert max(launch(_from_plan, 2)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"dp": 2}, "it has replicas"),
+        ({"schedule": "interleaved"}, "a rank runs several stages"),
+        ({"skip": True, "pp": 3}, "not to the next one alone"),
+    ],
+)
+def test_plans_that_are_no_chain_say_why(limits: dict[str, Any], reason: str) -> None:
+    if limits.get("pp") == 3:
+        model, x = Chain(skip=True), torch.randn(8, WIDTH)
+        program = capture(model, (x,))
+        plan = make_plan(program, ideal(3), pp=3, tp=1, microbatches=4, recompute="none")
+    else:
+        model, program, plan, _ = planned(**limits)
+    with pytest.raises(PlanError, match=f"no linear pipeline.*{reason}"):
+        plan.to_pipeline_stages(program, model)
 
 
 def test_torch_schedules_equal_the_plain_model(tmp_path: Path) -> None:
