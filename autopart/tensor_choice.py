@@ -30,7 +30,7 @@ from autopart.passes.graph import Value
 from autopart.passes.rules import is_differentiable
 from autopart.prices import Chosen, Prices, share_of
 from autopart.runtime.placement import BROADCAST, REPLICATE, Placements
-from autopart.solver import tensor
+from autopart.solver import cache
 from autopart.solver.tensor_problem import Choice, CostTable, Edge, Op, TensorProblem, TensorSolution
 
 # How near to its bound an answer is proved: the optimum on one axis, half a percent on several.
@@ -242,7 +242,7 @@ class _Builder:
         placements = list(self.setting.shared.ids)
         edges = tuple(self.edge(value, ops, placements) for value in self.folded.values)
         problem = TensorProblem(tuple(ops), edges, memory_limit)
-        solution = tensor.solve(problem, time_limit_s, _GAPS[len(self.setting.axes) > 1])
+        solution = cache.solve(problem, time_limit_s, _GAPS[len(self.setting.axes) > 1])
         strategies: dict[fx.Node, Chosen] = {}
         storage: dict[str, Placements] = {}
         levels: dict[str, int] = {}
@@ -263,7 +263,7 @@ class _Builder:
     ) -> TensorChoice:
         """Without tensor axes: the levels of the parameters alone."""
         problem = TensorProblem(tuple(self.op(nodes) for nodes in classes), (), memory_limit)
-        choices = tensor.solve(problem, time_limit_s).choices
+        choices = cache.solve(problem, time_limit_s).choices
         levels = {
             node.meta["name"]: self.ways(nodes[0])[index][1]
             for nodes, index in zip(classes, choices, strict=True)

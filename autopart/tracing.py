@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autopart.capture_errors import Where, batch_reason, capture_error, fixes_batch
 from autopart.meta_capture import all_on_meta
@@ -225,7 +226,8 @@ def _export(
     for dynamic in (tuple(shapes), None):
         where = Where(flat)
         try:
-            with where:
+            # passes of export make a dozen modules, whose Python code nobody runs
+            with where, _use_lazy_graph_module(True):
                 specs = None if dynamic is None else (dynamic,)
                 return torch.export.export(flat, arguments, dynamic_shapes=specs, strict=False), reason
         except Exception as error:

@@ -9,12 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from autopart import cache
+from autopart.analysis import analyze
+from autopart.cluster import Cluster
+from autopart.planner import make_plan
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver import cache as solved
 from autopart.solver import tensor
 from autopart.solver.tensor_problem import Choice, Edge, Op, TensorProblem, TensorSolution
+from autopart.tracing import capture
 
 
 def problem(seed: int, ops: int = 4) -> TensorProblem:
@@ -66,6 +72,25 @@ def test_a_cache_never_changes_an_answer(folder: Path) -> None:
         for answer in answers:
             assert replace(answer, seconds=0.0) == replace(plain, seconds=0.0)
     assert len(entries(folder)) == 30
+
+
+def test_planning_keeps_what_it_solves_and_finds_it_again(folder: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    program = capture(model, (torch.randn(4, 8),), {}, check_eval=False)
+    cluster = Cluster.parse("4xA100-40GB")
+    analysis = analyze(program)
+
+    def plan() -> dict[str, object]:
+        made = make_plan(program, cluster, tp=2, pp=1, analysis=analysis).to_json_object()
+        return {name: value for name, value in made.items() if not name.endswith("solve_s") and name != "total_s"}
+
+    with solved.used(False):
+        plain = plan()
+    assert not entries(folder)
+    first = plan()
+    kept = {path: path.stat().st_mtime_ns for path in entries(folder)}
+    assert kept and plan() == first == plain
+    assert {path: path.stat().st_mtime_ns for path in entries(folder)} == kept
 
 
 def test_the_key_changes_with_every_field() -> None:

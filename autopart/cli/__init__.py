@@ -8,6 +8,7 @@ it runs, so that ``autopart --help`` is there at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
@@ -75,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What transformers warns of (token ids beyond a vocabulary that was made small) is no news about the plan.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        status: int = arguments.run(arguments)
+        with _caching(arguments):
+            status: int = arguments.run(arguments)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader of stdout has seen enough, as with "| head"
@@ -86,6 +88,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except Exception as error:
         return _failed(arguments.command, _message(error))
+
+
+def _caching(arguments: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
+    """Of solved strategies, as the command was told."""
+    if not getattr(arguments, "no_cache", False):
+        return contextlib.nullcontext()
+    from autopart.solver import cache  # loads torch and OR-Tools
+
+    return cache.used(False)
 
 
 def _message(error: Exception) -> str:

@@ -134,6 +134,9 @@ def add_limits(parser: argparse.ArgumentParser, cluster_required: bool) -> None:
         help="whether stages may differ in replicas and tensor ranks (default auto: where devices are unlike, their "
         "number is no power of two, or equal meshes leave a stage much slower than the others)",
     )
+    parser.add_argument(
+        "--no-cache", action="store_true", help="solve everything anew; solved strategies are neither used nor kept"
+    )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

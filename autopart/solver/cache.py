@@ -22,7 +22,7 @@ from typing import Any
 
 from autopart import cache
 from autopart.solver import tensor
-from autopart.solver.tensor_problem import TensorProblem, TensorSolution, relative_gap
+from autopart.solver.tensor_problem import CostTable, TensorProblem, TensorSolution, relative_gap
 
 FOLDER = "solved"
 VERSION = 1
@@ -105,6 +105,8 @@ def _feed(item: Any, update: Callable[[bytes], None]) -> None:
         for part in item:
             _feed(part, update)
         update(b"]")
+    elif isinstance(item, CostTable):
+        update(f"table {list(item.rows)} {list(item.columns)}".encode() + item.seconds.tobytes())
     elif isinstance(item, Mapping):
         update(f"{sorted(item.items())!r};".encode())
     else:

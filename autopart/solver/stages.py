@@ -44,15 +44,18 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from ortools.sat.python import cp_model
 
 from autopart.report.units import format_bytes
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver.stages_graph import Array, Found, StageGraph, cheapest, smallest_maximum, sums_through
 from autopart.solver.stages_problem import StageProblem, StageSolution, Step, Way
 from autopart.solver.tensor_problem import relative_gap
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
 
 TOLERANCE = 1e-9
 MAX_PROGRAMS = 300
@@ -241,6 +244,8 @@ class _BoxSearch:
 
 def _solve_rest(search: _BoxSearch) -> float:
     """Offers the optimum of the arcs that may be part of a better way; returns a bound in seconds."""
+    from ortools.sat.python import cp_model  # which loads pandas, and is seldom needed
+
     graph, known = search.graph, 0.0
     while True:
         ends = [smallest_maximum(graph, search.arcs(costs)) for costs in (graph.busy, graph.step_end)]
@@ -289,7 +294,10 @@ class _WayModel:
     """
 
     def __init__(self, search: _BoxSearch, arcs: list[_Arc], least_busy: float, least_end: float) -> None:
+        from ortools.sat.python import cp_model
+
         self.tick = search.objective / _TICKS
+        self._sum = cp_model.LinearExpr.weighted_sum
         self.cp = cp_model.CpModel()
         self._arcs = sorted(arcs)
         self._search = search
@@ -303,7 +311,7 @@ class _WayModel:
             once.append(self._ticks(graph.once[arc.table, arc.first, arc.last] + joint))
         busy = self._add_maximum(graph.busy, least_busy)
         step_end = self._add_maximum(graph.step_end, least_end)
-        self.cp.minimize(cp_model.LinearExpr.weighted_sum(self._y, once) + search.pace * busy + step_end)
+        self.cp.minimize(self._sum(self._y, once) + search.pace * busy + step_end)
 
     def way(self, solver: cp_model.CpSolver) -> Way:
         used = [arc for arc, y in zip(self._arcs, self._y, strict=True) if solver.boolean_value(y)]
@@ -329,7 +337,7 @@ class _WayModel:
         maximum = self.cp.new_int_var(int(max(least, 0.0) / self.tick), _TICKS, "")
         for _, group in itertools.groupby(zip(self._arcs, self._y, strict=True), key=lambda item: item[0].stage):
             taken = [(y, self._ticks(seconds[arc.table, arc.first, arc.last])) for arc, y in group]
-            self.cp.add(maximum >= cp_model.LinearExpr.weighted_sum([y for y, _ in taken], [t for _, t in taken]))
+            self.cp.add(maximum >= self._sum([y for y, _ in taken], [t for _, t in taken]))
         return maximum
 
     def _ticks(self, seconds: float) -> int:

@@ -75,6 +75,19 @@ class CostTable(Mapping[tuple[int, int], float]):
     def __len__(self) -> int:
         return int(self._seconds.size)
 
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return tuple(self._rows)
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        return tuple(self._columns)
+
+    @property
+    def seconds(self) -> NDArray[np.float64]:
+        """[rows, columns]."""
+        return self._seconds
+
     def part(self, produced: Sequence[int], wanted: Sequence[int]) -> NDArray[np.float64]:
         """Seconds of these ids alone; all have to be there."""
         rows, columns = [self._rows[have] for have in produced], [self._columns[want] for want in wanted]
