@@ -9,6 +9,7 @@ when no other can be faster. The winner is timed once more on the graphs that wi
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from autopart.passes.rules import RULES, RuleBook
 from autopart.pins import read_pins
 from autopart.plan import DROPOUT, Plan, check_warmup
 from autopart.recomputation import RECOMPUTE
+from autopart.report.units import format_bytes
 from autopart.runtime.errors import BatchError, ClusterError, PlanError
 from autopart.runtime.schedule import NAMES
 from autopart.solver.search import Considered, Degrees, Evaluation, UnlikeMeshes, degrees, read_axes, search
@@ -164,7 +166,7 @@ def make_plan(
         solve_s=solved - solving,
         total_s=time.perf_counter() - start,
         dropout=dropout,
-        notes=(*plan.notes, *(_unfit(candidates, answer.config) if isinstance(answer, Answer) else ())),
+        notes=(*plan.notes, *(_notes(candidates, answer) if isinstance(answer, Answer) else ())),
         considered=tuple(_row(item) for item in result.considered),
     )
 
@@ -240,12 +242,38 @@ def _scheme(wanted: TensorScheme | str) -> TensorScheme:
         raise PlanError(f"tensor_scheme is one of {names}, not {wanted!r}") from None
 
 
+def _notes(candidates: Candidates, answer: Answer) -> list[str]:
+    """Of what was forced and could not be done."""
+    return [*_unfit(candidates, answer.config), *_undivided(candidates, answer)]
+
+
 def _unfit(candidates: Candidates, config: Degrees) -> list[str]:
     """Notes of the products that could not be run as the tensor scheme asks."""
     keys = candidates.analysis.keys
     found = dict.fromkeys(pattern_of(keys[node]) for node in candidates.setting(config).offers.unfit)
     axes = "x".join(map(str, config.axes))
     return [f"the tensor scheme {candidates.scheme.value} has no way to run {key} on {axes} ranks" for key in found]
+
+
+def _undivided(candidates: Candidates, answer: Answer) -> list[str]:
+    """A note of the parameters that the wanted level of ZeRO leaves whole."""
+    level, replicas = candidates.zero, answer.config.dp
+    if not level or replicas == 1:
+        return []
+    left: dict[str, list[int]] = {}
+    for info in candidates.analysis.program.parameters:
+        if info.name not in answer.choice.levels:
+            left.setdefault(pattern_of(info.name), []).append(math.prod(info.shape) * info.dtype.itemsize)
+    if not left:
+        return []
+    named = [
+        f"{name} ({f'{len(sizes)} tensors, ' if len(sizes) > 1 else ''}{format_bytes(sum(sizes))})"
+        for name, sizes in left.items()
+    ]
+    return [
+        f"zero={level} leaves these whole on all {replicas} replicas, as none of their sizes on a rank divides by "
+        f"{replicas}: {', '.join(named)}"
+    ]
 
 
 def _schedules(program: Program, wanted: str | None, virtual: int | None) -> tuple[tuple[str, int], ...]:

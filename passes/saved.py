@@ -150,9 +150,12 @@ def _saved_chosen(node: fx.Node) -> list[Value]:
 
 
 def _saved_norm(node: fx.Node) -> list[Value]:
-    weight_at = {"layer_norm": 2, "rms_norm": 2, "group_norm": 2, "batch_norm": 1, "instance_norm": 1}[op_name(node)]
-    weight = _operand(node, weight_at, "weight")
-    return _first(node) + ([weight] if weight is not None else [])
+    """The operand and the weight; layer_norm hands its bias on to its backward as well."""
+    name = op_name(node)
+    found = [_operand(node, {"batch_norm": 1, "instance_norm": 1}.get(name, 2), "weight")]
+    if name == "layer_norm":
+        found.append(_operand(node, 3, "bias"))
+    return _first(node) + [value for value in found if value is not None]
 
 
 def _saved_attention(node: fx.Node) -> list[Value]:
@@ -178,6 +181,7 @@ def _rules() -> dict[str, Callable[[fx.Node], list[Value]]]:
     rules.update(dict.fromkeys(_PRODUCTS | _CONVOLUTIONS | _GROUPED, _saved_factors))
     rules.update(dict.fromkeys(_LOSSES, lambda node: inputs(node)[:2]))
     rules.update(dict.fromkeys(("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"), _saved_norm))
+    rules.update(dict.fromkeys(("sharded_layer_norm", "sharded_rms_norm", "sharded_group_norm"), _saved_norm))
     rules.update(dict.fromkeys(("sort", "topk", "max", "min", "median", "kthvalue", "mode"), _saved_chosen))
     rules.update(dict.fromkeys(("index_put", "_unsafe_index_put"), _saved_index_put))
     rules.update(dict.fromkeys(("index", "_unsafe_index"), _saved_index))

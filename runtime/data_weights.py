@@ -21,6 +21,7 @@ the pass before used them, is on its way: at most two are in memory.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,6 +107,9 @@ class Weights:
         # Units in memory; True while their gradient is still to come, which will free them.
         self._held: dict[_Unit, bool] = {}
         self._storages: dict[int, tuple[_Unit, int]] = {}
+        # Whole weights that were handed out in this pass: an op that reads several saves the first when its unit has
+        # been let go. While one lives its address is no other tensor's.
+        self._lent: dict[int, tuple[weakref.ref[Tensor], _Unit, int]] = {}
         self._summing: tuple[_Unit, list[int], dist.Work, Tensor] | None = None
 
     # --- Levels 1 and 2 ---
@@ -157,6 +161,8 @@ class Weights:
             else:
                 assert unit.wholes is not None
                 found = tuple(whole.data for whole in unit.wholes)
+            for index, whole in enumerate(found):
+                self._lent[whole.untyped_storage().data_ptr()] = weakref.ref(whole), unit, index
         return found[0] if len(found) == 1 else found
 
     def _unit(self, shares: tuple[nn.Parameter, ...]) -> _Unit:
@@ -181,6 +187,7 @@ class Weights:
         finally:
             for unit in self._units.values():
                 self._free(unit)
+            self._lent.clear()
 
     def _ensure(self, unit: _Unit) -> None:
         """Has a unit's whole weights in memory, and the next one's on their way."""
@@ -225,12 +232,19 @@ class Weights:
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
         if tensor.layout is not torch.strided:
             return tensor
-        found = self._storages.get(tensor.untyped_storage().data_ptr())
+        found = self._at(tensor.untyped_storage().data_ptr())
         if found is None:
             return tensor
         unit, index = found
         version = unit.shares[index]._version
         return _Saved(unit, index, tensor.size(), tensor.stride(), int(tensor.storage_offset()), version)
+
+    def _at(self, address: int) -> tuple[_Unit, int] | None:
+        """Which whole weight lies at an address."""
+        if address in self._storages or address not in self._lent:
+            return self._storages.get(address)
+        whole, unit, index = self._lent[address]
+        return None if whole() is None else (unit, index)
 
     def _unpack(self, saved: Tensor | _Saved) -> Tensor:
         if isinstance(saved, Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import autopart.verify
 from autopart.analysis import Analysis, analyze, fold
@@ -21,6 +23,7 @@ from autopart.planner import make_plan
 from autopart.realize import realize, realized, recomputed
 from autopart.runtime import checkpoint
 from autopart.runtime.errors import PlanError
+from autopart.tracing import capture
 from autopart.verify import Subject, compare_emitted, prepare
 from clusters import ideal
 from families import family
@@ -54,11 +57,15 @@ def divided(analysis: Analysis, plan: Plan, level: int) -> Plan:
 
 
 def check(name: str, limits: Mapping[str, Any], level: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
     subject, analysis = subject_of(name)
     devices = limits["pp"] * limits["dp"] * limits["tp"]
     plan = make_plan(subject.program, ideal(devices), batch=8, analysis=analysis, **limits)
-    plan = divided(analysis, plan, level)
+    run(name, divided(analysis, plan, level), level, folder, monkeypatch)
+
+
+def run(name: str, plan: Plan, level: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
+    subject, analysis = subject_of(name)
     assert set(plan.zero.values()) == {level}
     assert Plan.from_json(plan.to_json()) == plan
     realize(subject.program, plan, analysis).save(folder / "program")
@@ -91,6 +98,33 @@ def test_other_meshes_equal_one_process(
     level: int, limits: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check("gpt2", limits, level, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("level", "scheme", "tp"),
+    [
+        (3, "1d", (2,)),
+        pytest.param(3, "2d", (2, 2), marks=pytest.mark.slow),
+        pytest.param(1, "2d", (2, 2), marks=pytest.mark.slow),
+        pytest.param(2, "2d", (2, 2), marks=pytest.mark.slow),
+        pytest.param(1, "1d", (2,), marks=pytest.mark.slow),
+        pytest.param(2, "1d", (2,), marks=pytest.mark.slow),
+    ],
+)
+def test_schemes_of_tensor_axes_equal_one_process(
+    level: int, scheme: str, tp: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two replicas of each scheme, as make_plan divides them: every matrix over both replicas and tensor axes."""
+    subject, analysis = subject_of("gpt2-1")
+    limits: dict[str, Any] = {"pp": 1, "dp": 2, "tp": tp, "tensor_scheme": scheme, "microbatches": 2, "zero": level}
+    cluster = ideal(2 * math.prod(tp))
+    plan = make_plan(subject.program, cluster, batch=8, analysis=analysis, recompute="none", **limits)
+    assert not plan.notes
+    assert divided(analysis, plan, level) == plan
+    manifest = realize(subject.program, plan, analysis).manifest
+    matrices = [spec for spec in manifest.parameters if len(spec.shape) > 1 and not spec.buffer]
+    assert all(spec.zero == level and all(text[0] == "S" for text in spec.placements) for spec in matrices)
+    run("gpt2-1", plan, level, tmp_path, monkeypatch)
 
 
 # --- What one rank has in memory, and what a script does besides training ---
@@ -252,6 +286,29 @@ def step_too_early(directory: str) -> str:
 def test_weights_that_change_under_the_backward_are_noticed(tmp_path: Path) -> None:
     for message in launch(step_too_early, 2, str(emitted("gpt2", 3, tmp_path))):
         assert "changed between its forward and its backward" in message
+
+
+def test_plans_say_what_stays_whole() -> None:
+    """Three replicas: 24 rows divide by three, 16 hidden columns and the scalar do not."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(16, 16, bias=False) for _ in range(2)])
+            self.wide, self.scale = nn.Linear(16, 24, bias=False), nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            for layer in self.layers:
+                x = x + layer(x)
+            return {"loss": (self.scale * self.wide(x)).square().mean()}
+
+    program = capture(Mixed(), (), {"x": torch.randn(3, 16)})
+    limits: dict[str, Any] = {"pp": 1, "dp": 3, "tp": 1, "microbatches": 1}
+    plan = make_plan(program, ideal(3), zero=3, **limits)
+    assert plan.zero == {"wide.weight": 3}
+    note = "zero=3 leaves these whole on all 3 replicas, as none of their sizes on a rank divides by 3: "
+    assert plan.notes == (note + "scale (4 B), layers.*.weight (2 tensors, 2 KiB)",)
+    assert not make_plan(program, ideal(3), zero=0, **limits).notes
 
 
 def test_plans_say_where_a_level_is_wrong(tmp_path: Path) -> None:
