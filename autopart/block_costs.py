@@ -17,6 +17,7 @@ from autopart.conversion_prices import ConversionPrices, TensorAxis
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import Amount, stored_bytes, value_bytes
 from autopart.passes.graph import Value
+from autopart.passes.peak import backward_copies, passes_memory
 from autopart.passes.program import Role
 from autopart.passes.rules import is_differentiable
 from autopart.passes.saved import saved_inside, saved_tensors
@@ -34,7 +35,8 @@ class BlockCost:
 
     kept: bytes of the tensors that its ops keep from its forward to its backward; other blocks may keep them too.
     inside_bytes: what they keep besides. entering: bytes of the tensors that it reads of other blocks, parameters left
-    out. transient_bytes: operands and results of its largest op, with as much again for their gradients.
+    out. transient_bytes: of the op that takes the most: operands and results, or their gradients, with those of its
+    parameters and what its backward makes on its way.
     """
 
     forward_s: float = 0.0
@@ -64,6 +66,7 @@ class _OpFacts:
     sizes: tuple[Amount, ...]  # of inputs then outputs; parameters count nothing
     kept: tuple[_Kept, ...]
     inside: Amount
+    learned: tuple[tuple[int, Amount], ...]  # parameters with a gradient: which input, and bytes
 
     def position(self, item: _Kept) -> int:
         """Where a kept tensor stands among inputs and outputs."""
@@ -138,6 +141,11 @@ class BlockCosts:
             tuple(Amount() if value.node.op == "placeholder" else self.size(value) for value in held),
             tuple(kept),
             saved_inside(node, self.kind),
+            tuple(
+                (position, self.size(value))
+                for position, value in enumerate(inputs)
+                if value.node.op == "placeholder" and value.node.meta.get("trainable")
+            ),
         )
 
     def gathering(self, node: fx.Node) -> tuple[bool, float]:
@@ -225,11 +233,18 @@ class BlockCosts:
         sent, returned = prices.form_seconds(node, chosen, used)
         shares = value_shares(node, chosen, sizes)
         held = sum(size.at(prices.batch) * share for size, share in zip(facts.sizes, shares, strict=True))
+        transient = 0.0
+        if not passes_memory(node):
+            largest = max(
+                (size.at(prices.batch) * s for size, s in zip(facts.sizes, shares, strict=False)), default=0.0
+            )
+            learned = sum(size.at(1) * shares[position] for position, size in facts.learned)
+            transient = held + backward_copies(node) * largest + learned
         positions = range(len(facts.sizes)) if chosen else ()
         return _Run(
             forward + sent,
             backward + returned,
-            2.0 * held,
+            transient,
             facts.inside.at(prices.batch) * _inside_share(chosen, sizes) if facts.inside else 0.0,
             tuple(shares),
             tuple(_used(chosen, position) for position in positions),

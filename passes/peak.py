@@ -30,6 +30,8 @@ from autopart.passes.rules import is_differentiable
 from autopart.passes.saved import saved_tensors
 from autopart.passes.storage import is_view, op_name
 
+# Tensors of an operand's size that the backward of an op makes on its way.
+_BACKWARD_COPIES = {"cross_entropy_loss": 1, "pow": 2}
 # Views whose backward makes a tensor of the operand's size; that of the others is a view.
 _MAKING = {
     *("split", "split_with_sizes", "chunk", "unbind", "select", "slice", "narrow", "tensor_split"),
@@ -37,8 +39,16 @@ _MAKING = {
 }
 # Ops whose backward hands the result's gradient on as it is, where shapes agree.
 _PASSING = ("add", "sub", "clone", "contiguous", "alias")
-# Tensors of the operand's size that the backward of an op makes on its way.
-_BACKWARD_COPIES = {"cross_entropy_loss": 1, "pow": 2}
+
+
+def backward_copies(node: fx.Node) -> int:
+    """Tensors of its largest operand's size that an op's backward makes besides gradients."""
+    return _BACKWARD_COPIES.get(op_name(node), 0)
+
+
+def passes_memory(node: fx.Node) -> bool:
+    """Whether neither the op nor its backward makes a tensor."""
+    return is_view(node) and op_name(node) not in _MAKING
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +300,7 @@ class _Walk:
                 pending[owner], pending[coming[0]] = size, 0.0
                 continue
             more.append((owner, size))
-        copies = _BACKWARD_COPIES.get(name, 0)
+        copies = backward_copies(node)
         largest = max((size for _, size in more), default=0.0)
         for _, size in more:
             self.add(size, copies * largest)
@@ -317,6 +327,6 @@ class _Walk:
 
 def _carrier(value: Value) -> Value:
     """The value whose gradient the value's gradient is a view of."""
-    while (is_view(value.node) and op_name(value.node) not in _MAKING) or shares_memory(value.node):
+    while passes_memory(value.node) or shares_memory(value.node):
         value = graphs.inputs(value.node)[0]
     return value

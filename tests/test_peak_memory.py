@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from test_recompute import recomputing
-from test_schedules_equal_serial import subject_of
+from test_schedules_equal_serial import chain_of, subject_of
 
 from autopart.api import load
+from autopart.candidates import CUDA_OVERHEAD_BYTES
 from autopart.planner import make_plan
 from autopart.realize import realize, realized, recomputed
 from autopart.stage_memory import stage_peaks
@@ -36,3 +37,16 @@ def test_peak_of_a_step(name: str, microbatches: int, again: tuple[int, ...], tm
     (peak,) = stage_peaks(subject.program, found, 8 // microbatches, recomputed(plan, found.local), "cpu")
     assert peak.of_stage(1, microbatches) == pytest.approx(live.most, rel=0.02)
     assert peak.gradients == sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("name", "stages"), [("gpt2", 2), ("t5", 3), ("unet", 2)])
+def test_plans_count_what_the_code_of_a_stage_holds(name: str, stages: int) -> None:
+    """The blocks' estimates, which the stage solver goes by, are seldom below the walk over it, and not far above."""
+    subject, analysis = subject_of(name)
+    plan = chain_of(name, stages)
+    samples = plan.batch // plan.microbatches
+    peaks = stage_peaks(subject.program, realized(analysis, plan), samples, [()] * stages, "cuda")
+    for stage, peak, in_flight in zip(plan.stages, peaks, plan.in_flight, strict=True):
+        # AdamW's state is twice the weights, of which there are as many bytes as of gradients
+        held = 3 * peak.gradients + peak.of_stage(in_flight, plan.microbatches)
+        assert 0.95 * held <= stage.memory_bytes - CUDA_OVERHEAD_BYTES <= 1.25 * held
