@@ -19,8 +19,9 @@ from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
 from autopart.passes.conversion import Axes
 from autopart.passes.data_axis import DataCut, cut_parameters
-from autopart.passes.emit.layers import recomputable_layers, runs_of
+from autopart.passes.emit.layers import recomputable_layers
 from autopart.passes.graph import Value
+from autopart.passes.kept import rerun
 from autopart.passes.partition import StageGraph
 from autopart.passes.program import Program, Role
 from autopart.passes.shard import value_placements
@@ -151,8 +152,7 @@ class Clock:
     def seconds(self) -> tuple[float, float]:
         """Forward and backward of one microbatch."""
         candidates, config = self.candidates, self.config
-        runs = [run for run, is_layer in runs_of(self.graph) if is_layer and run.path in self.recompute]
-        again = {node for run in runs for node in run.nodes}
+        again = rerun(self.graph, self.recompute)
         setting = candidates.setting(config)
         sizes = dict(candidates.axes(config))
         numbers = {name: index for index, name in enumerate(sizes)}

@@ -10,6 +10,7 @@ from autopart.passes.conversion import Axes
 from autopart.passes.data_axis import gathering_counts, gatherings, reached_by_gradients
 from autopart.passes.emit.layers import runs_of
 from autopart.passes.emit.program import Layout, StageMesh, gradient_roots, parameter_specs
+from autopart.passes.kept import rerun
 from autopart.passes.shard import collective_counts
 from autopart.passes.unlike_meshes import StageSetting
 from autopart.realize import Realization
@@ -94,7 +95,7 @@ def _of_stage(
     reached = reached_by_gradients(graph, gradient_roots(analysis.program, stage, graph))
     gathered = gathering_counts(gatherings(runs, found.cuts, recompute), reached, axes)
     microbatch: Collectives = {}
-    for part in (collective_counts(graph, axes, samples), gathered):
+    for part in (collective_counts(graph, axes, samples, rerun(graph, recompute)), gathered):
         for operations in part.values():
             _add(microbatch, operations)
     _add(microbatch, {key[0]: value for key, value in pass_counts(in_order, stage.index, mesh, places).items()})

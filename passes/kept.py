@@ -58,6 +58,21 @@ def entering(run: Run) -> list[Value]:
     return list(found)
 
 
+def rerun(graph: fx.Graph, layers: Collection[str], kind: str = "cuda") -> set[fx.Node]:
+    """The nodes that run forward again in the backward: of each layer up to the last that keeps something.
+
+    torch.utils.checkpoint stops there, so that a collective behind it is not repeated.
+    """
+    found: set[fx.Node] = set()
+    for run, is_layer in runs_of(graph):
+        if is_layer and run.path in layers:
+            own = [node for node in run.nodes if "transition" not in node.meta]
+            keeping = [node for node in own if saved_tensors(node, kind) or saved_inside(node, kind)]
+            if keeping:
+                found.update(run.nodes[: run.nodes.index(keeping[-1]) + 1])
+    return found
+
+
 def kept_values(graph: fx.Graph, layers: Collection[str] = (), kind: str = "cuda") -> list[Value]:
     """Owners of the memory that is kept. layers: paths of those that are computed again. kind: "cuda" or "cpu".
 

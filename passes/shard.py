@@ -232,8 +232,12 @@ def _text(placements: Placements) -> str:
     return ",".join(map(str, placements))
 
 
-def collective_counts(graph: fx.Graph, axes: Axes, batch: int) -> dict[tuple[str, str], dict[str, list[int]]]:
+def collective_counts(
+    graph: fx.Graph, axes: Axes, batch: int, again: Collection[fx.Node] = ()
+) -> dict[tuple[str, str], dict[str, list[int]]]:
     """Calls and bytes of the collectives in a rank's graph, one microbatch of ``batch`` samples.
+
+    again: nodes whose forward runs a second time, in the backward.
 
     Keyed by (axis, "forward" or "backward"), then by operation: [calls, bytes], counted as
     :mod:`autopart.runtime.traffic` counts them.
@@ -241,17 +245,18 @@ def collective_counts(graph: fx.Graph, axes: Axes, batch: int) -> dict[tuple[str
     sizes = dict(axes)
     counts: dict[tuple[str, str], dict[str, list[int]]] = {}
 
-    def count(axis: str, direction: str, operation: str, size: int) -> None:
+    def count(node: fx.Node, axis: str, direction: str, operation: str, size: int) -> None:
         entry = counts.setdefault((axis, direction), {}).setdefault(operation, [0, 0])
-        entry[0] += 1
-        entry[1] += size
+        times = 2 if direction == "forward" and node in again else 1
+        entry[0] += times
+        entry[1] += times * size
 
     for node in graph.nodes:
         for axis, form in node.meta.get("forms", ()):
             for message in form.messages:
                 if message.phase == "backward" and not node.meta.get("differentiable"):
                     continue
-                count(axis, message.phase, message.operation, message.payload(sizes[axis], batch))
+                count(node, axis, message.phase, message.operation, message.payload(sizes[axis], batch))
         if "transition" not in node.meta:
             continue
         axis, step = node.meta["transition"]
@@ -265,7 +270,7 @@ def collective_counts(graph: fx.Graph, axes: Axes, batch: int) -> dict[tuple[str
         for direction, operation in (("forward", step.forward), ("backward", step.backward)):
             if operation is None or (direction == "backward" and not node.meta.get("differentiable")):
                 continue
-            count(axis, direction, operation, whole // sizes[axis] if operation == "all_to_all" else whole)
+            count(node, axis, direction, operation, whole // sizes[axis] if operation == "all_to_all" else whole)
     return counts
 
 

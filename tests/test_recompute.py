@@ -56,6 +56,23 @@ def test_some_layers_train_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert compare_emitted(tmp_path / "program", subject, plan=plan).equal
 
 
+def test_collectives_of_a_layer_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over two tensor ranks: equal training, and as many calls and bytes as the plan says."""
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
+    subject, analysis = subject_of("gpt2")
+    limits: dict[str, Any] = {"batch": 8, "pp": 1, "dp": 1, "tp": 2, "microbatches": 2}
+    cluster = ideal(2, memory_bandwidth=1e15)
+    plan = make_plan(subject.program, cluster, analysis=analysis, recompute="full", **limits)
+    kept = make_plan(subject.program, cluster, analysis=analysis, recompute="none", **limits)
+    calls = [sum(count["calls"] for count in p.stages[0].collectives.values()) for p in (kept, plan)]
+    assert calls[0] < calls[1]
+    realize(subject.program, plan, analysis).save(tmp_path / "program")
+    result = compare_emitted(tmp_path / "program", subject, plan=plan)
+    assert result.equal
+    for stage in result.traffic:
+        assert stage.counted == stage.planned
+
+
 def test_plans_name_the_layers() -> None:
     plan = two_stages(("transformer.h.0", "transformer.h.1"), ())
     assert Plan.from_json(plan.to_json()) == plan

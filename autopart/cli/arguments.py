@@ -103,7 +103,10 @@ def add_limits(parser: argparse.ArgumentParser, cluster_required: bool) -> None:
         "6,4,2,0 with the forwards of each stage",
     )
     parser.add_argument(
-        "--recompute", choices=("none", "full", "auto"), default="auto", help="activations (default: %(default)s)"
+        "--recompute",
+        choices=("none", "full", "auto"),
+        default="auto",
+        help="layers to compute again in the backward: none, all, or as few as memory asks for (default: %(default)s)",
     )
     parser.add_argument(
         "--together",
