@@ -33,7 +33,7 @@ from autopart.passes.rules import (
 from autopart.passes.storage import op_name
 
 # Weights blocks by a nominal device, so that a model's blocks do not depend on the cluster: bytes cost as many FLOPs.
-_FLOPS_PER_BYTE = 100
+FLOPS_PER_BYTE = 100
 _T = TypeVar("_T")
 
 
@@ -136,7 +136,7 @@ def analyze(program: Program, rules: RuleBook = RULES) -> Analysis:
 
     def weight(node: fx.Node) -> float:
         cost = costs[node]
-        return float(cost.flops_forward.at(batch) + _FLOPS_PER_BYTE * cost.bytes_forward.at(batch))
+        return float(cost.flops_forward.at(batch) + FLOPS_PER_BYTE * cost.bytes_forward.at(batch))
 
     routings = find_routings(graph, rules)
     uncut = [[op.node for op in routing.ops if op.node not in free] for routing in routings]

@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopart.analysis import Analysis
+from torch import fx
+
+from autopart.analysis import FLOPS_PER_BYTE, Analysis
 from autopart.passes import graph as graphs
+from autopart.passes.amounts import value_bytes
 from autopart.passes.blocks import block_edges
 from autopart.passes.graph import Value
 from autopart.solver.stages_order import positions
@@ -37,9 +40,28 @@ class Positions:
                 if block_of.get(value.node, index) != index:
                     readers[value] = readers.get(value, 0) | 1 << index
         makers = {value: 1 << block_of[value.node] for value in readers}
-        found, complete = positions(len(analysis.blocks), block_edges(analysis.blocks), together)
+        sent: dict[tuple[int, int], float] = {}
+        for value, outside in readers.items():
+            size = value_bytes(value).at(max(analysis.program.batch, 1))
+            for index in range(len(analysis.blocks)):
+                if outside >> index & 1:
+                    pair = block_of[value.node], index
+                    sent[pair] = sent.get(pair, 0.0) + size
+        found, complete = positions(
+            len(analysis.blocks),
+            block_edges(analysis.blocks),
+            together,
+            weights=[_weight(analysis, block.nodes) for block in analysis.blocks],
+            sent=sent,
+        )
         crossings = tuple(
             tuple(value for value, outside in readers.items() if makers[value] & mask and outside & ~mask)
             for mask in found
         )
         return Positions(found, crossings, complete)
+
+
+def _weight(analysis: Analysis, nodes: Sequence[fx.Node]) -> float:
+    """FLOPs of a block's forward; a byte that it moves counts as much as the analysis says."""
+    costs, batch = analysis.costs("cuda"), max(analysis.program.batch, 1)
+    return sum(costs[n].flops_forward.at(batch) + FLOPS_PER_BYTE * costs[n].bytes_forward.at(batch) for n in nodes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,8 @@ from autopart.positions import Positions
 from autopart.realize import realize
 from autopart.report.table import stage_table
 from autopart.runtime.errors import PlanError
+from autopart.solver.stages_coarse import coarsen
+from autopart.solver.stages_order import positions
 from autopart.verify import compare_emitted, prepare
 from autopart.verify.subject import Subject
 from clusters import ideal
@@ -93,6 +96,42 @@ def test_blocks_follow_branches() -> None:
     sizes = {mask.bit_count() for mask in Positions.of(analysis).sets}
     assert sizes == set(range(len(analysis.blocks) + 1))
     assert any(mask == sum(1 << b for b in left) for mask in Positions.of(analysis).sets)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_coarser_graphs_stay_convex(seed: int) -> None:
+    dice = random.Random(seed)
+    count = dice.randint(5, 60)
+    edges = sorted(
+        {(dice.randint(max(0, b - 6), b - 1), b) for b in range(1, count) for _ in range(dice.randint(0, 2))}
+    )
+    needs = [sum(1 << a for a, b in edges if b == block) for block in range(count)]
+    weights = [dice.random() for _ in range(count)]
+    pieces = coarsen([1 << block for block in range(count)], needs, weights, {}, max(2, count // 3))
+    before = 0
+    for piece in pieces:  # in an order of the graph, so that no piece needs a later one
+        assert not before & piece
+        assert all(not needs[block] & ~(before | piece) for block in range(count) if piece >> block & 1)
+        before |= piece
+    assert before == (1 << count) - 1
+    for most in (20, 300):
+        found, _ = positions(count, edges, most=most, weights=weights)
+        assert found[0] == 0 and found[-1] == before and len(found) <= max(most, most // 2 + 4 * (count + 1))
+        assert all(mask >> a & 1 or not mask >> b & 1 for mask in found for a, b in edges)
+
+
+def test_long_branches_share_a_stage() -> None:
+    """Two branches of 48 blocks have 2,401 positions; of those that are taken some halve both."""
+    count = 48
+    edges = [(start + i, start + i + 1) for start in (0, count) for i in range(count - 1)]
+    edges += [(count - 1, 2 * count), (2 * count - 1, 2 * count)]
+    found, complete = positions(2 * count + 1, edges)
+    assert not complete and len(found) <= 540
+    parts = [((mask & (1 << count) - 1).bit_count(), (mask >> count).bit_count()) for mask in found]
+    assert sum(abs(left - count // 2) <= 4 and abs(right - count // 2) <= 4 for left, right in parts) > 4
+    # pieces are even: none is more than a few times the mean
+    pieces = coarsen([1 << b for b in range(96)], [1 << b - 1 if b else 0 for b in range(96)], [1.0] * 96, {}, 12)
+    assert max(piece.bit_count() for piece in pieces) <= 16
 
 
 def halves_of_both() -> Plan:

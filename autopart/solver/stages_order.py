@@ -3,13 +3,15 @@
 A stage is convex, and stages follow each other in one order, exactly if each begins and ends at an *ideal*: a set of
 blocks that holds all that its members depend on (Tarnawski et al., arXiv 2006.16423, section 4, for pipelines). A chain
 of n blocks has n + 1 ideals, a graph with branches more. Where they are too many, those of some topological orders are
-taken: divisions that cut none of these orders are then not considered, such as a stage with the ends of two long
-branches that every order leaves one after the other.
+taken, and all of a coarser graph (:mod:`autopart.solver.stages_coarse`), so that halves of long branches can share a
+stage: divisions that cut neither are then not considered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from autopart.solver.stages_coarse import coarsen
 
 MOST_POSITIONS = 300
 
@@ -19,11 +21,14 @@ def positions(
     edges: Iterable[tuple[int, int]],
     together: Sequence[Sequence[int]] = (),
     most: int = MOST_POSITIONS,
+    weights: Sequence[float] = (),
+    sent: Mapping[tuple[int, int], float] | None = None,
 ) -> tuple[tuple[int, ...], bool]:
     """Positions of ``count`` blocks as bits, small ones first, and whether these are all.
 
     edges: (block, block that depends on it), from lower to higher numbers, so that the blocks' own order is one of the
-    graph. together: blocks that no position may part.
+    graph. together: blocks that no position may part. most: positions of which all are taken. weights: of the blocks,
+    sent: bytes from block to block, by which a larger graph is coarsened.
     """
     needs = [0] * count
     for source, target in edges:
@@ -32,7 +37,7 @@ def positions(
     found = _ideals(needs, most)
     complete = found is not None
     if found is None:
-        found = set()
+        found = _coarse(needs, weights or [1.0] * count, sent or {}, most // 2)
         for order in _orders(needs):
             mask = 0
             found.add(mask)
@@ -42,6 +47,28 @@ def positions(
     groups = [sum(1 << block for block in set(group)) for group in together]
     kept = [mask for mask in found if all(mask & group in (0, group) for group in groups)]
     return tuple(sorted(kept, key=lambda mask: (mask.bit_count(), mask))), complete
+
+
+def _coarse(
+    needs: Sequence[int], weights: Sequence[float], sent: Mapping[tuple[int, int], float], most: int
+) -> set[int]:
+    """All positions of the finest coarser graph tried that has at most ``most`` of them."""
+    pieces = [1 << block for block in range(len(needs))]
+    while len(pieces) > 1:
+        fewer = coarsen(pieces, needs, weights, sent, len(pieces) * 7 // 8)
+        if len(fewer) == len(pieces):
+            break
+        pieces = fewer
+        inside = [0] * len(pieces)
+        for index, piece in enumerate(pieces):
+            wanted = 0
+            for block, need in enumerate(needs):
+                wanted |= need if piece >> block & 1 else 0
+            inside[index] = sum(1 << other for other, own in enumerate(pieces) if wanted & own and other != index)
+        found = _ideals(inside, most)
+        if found is not None:
+            return {sum(piece for index, piece in enumerate(pieces) if mask >> index & 1) for mask in found}
+    return set()
 
 
 def chain_positions(count: int, together: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
