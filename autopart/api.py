@@ -95,6 +95,7 @@ def parallelize(
     verbose: bool = True,
     rules: Any = None,
     precision: str = "",
+    reduce_dtype: str = "",
     example: Mapping[str, Any] | Sequence[Any] | None = None,
     weights: str | Path | None = None,
     **limits: Any,
@@ -112,6 +113,7 @@ def parallelize(
     rules: a RuleBook with the user's rules (``autopart.passes.rules.RULES.extended``; default: RULES).
     precision: "bf16-mixed" or "fp16-mixed": weights and their gradients in their own type, ops as under
     ``torch.autocast``; "": the types of the model, under the autocast that is on around the first call.
+    reduce_dtype: in which ranks add gradients up, "float32", "bfloat16" or "float64"; "": the parameters' own types.
     example: a batch to plan with now instead of at the first call, by name (or by position, in a tuple or list):
     ``data_rank`` and ``data_world_size`` are known from then on, which a sampler for ``batch="local"`` needs.
     weights: a folder of safetensors files, of which each rank reads its shares once the model is planned. A model
@@ -137,6 +139,7 @@ def parallelize(
             "verbose": verbose,
             "rules": rules,
             "precision": precision,
+            "reduce_dtype": reduce_dtype,
             "limits": limits,
         },
         batch,
@@ -342,7 +345,7 @@ def _compile(
     from autopart.report.table import plan_text
     from autopart.tracing import capture
 
-    options = {name: settings[name] for name in ("loss_fn", "batch_dims", "precision")}
+    options = {name: settings[name] for name in ("loss_fn", "batch_dims", "precision", "reduce_dtype")}
     program = capture(model, args, kwargs, **options)
     analysis = analyze(program, settings["rules"] or RULES)
     plan = settings["plan"]

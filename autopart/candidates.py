@@ -39,6 +39,7 @@ from autopart.positions import Positions
 from autopart.prices import Prices, share_of
 from autopart.recomputation import activations, layers
 from autopart.runtime.errors import InfeasibleError
+from autopart.runtime.links import dtype_of
 from autopart.runtime.placement import REPLICATE, Placements
 from autopart.runtime.schedule import Action, Schedule, deeper_warmup, in_flight, make_schedule, places_of
 from autopart.simulate import StageTimes, steady_seconds
@@ -211,13 +212,20 @@ class Candidates:
     def axes(self, config: Degrees) -> Axes:
         return tuple((axis.name, axis.parts) for axis in self.tensor_axes(config))
 
+    @property
+    def summed(self) -> float:
+        """Bytes in the type that ranks add gradients up in, for each byte of a gradient."""
+        dtype = self.analysis.program.reduce_dtype
+        return dtype_of(dtype).itemsize / self.analysis.dtype.itemsize if dtype else 1.0
+
     def setting(self, config: Degrees) -> Setting:
         axes = self.tensor_axes(config)
         conversions = self._conversions.setdefault(axes, ConversionPrices(axes, self.device))
         offers = self._offers.setdefault(config.axes, Offers(self.analysis, config.axes, self.scheme, self.whole))
         shared = self._shared.setdefault((self.samples(config), axes), Shared())
         data = self.data_link(config)
-        return Setting(self.prices(config), conversions, offers, config.dp, data, config.microbatches, shared)
+        prices, dp, microbatches = self.prices(config), config.dp, config.microbatches
+        return Setting(prices, conversions, offers, dp, data, microbatches, shared, self.summed)
 
     def choose(self, config: Degrees, memory_limit: float | None = None) -> TensorChoice:
         """The fastest strategies; under a limit, those whose bytes over all stages stay below it.
@@ -249,7 +257,8 @@ class Candidates:
         data = self.data_link(config)
         held = sum(value_bytes(Value(node)).at(1) for node in self.readers if node.meta.get("trainable")) / config.tp
         updated = held if self.zero == 0 else held / config.dp
-        return floor + prices.optimizer_seconds(updated) + bucketed_all_reduce_seconds(held, config.dp, data)
+        sums = bucketed_all_reduce_seconds(held * self.summed, config.dp, data)
+        return floor + prices.optimizer_seconds(updated) + sums
 
     def work_seconds(self, config: Degrees) -> float:
         """Seconds of one microbatch's ops, on tp ranks that share all FLOPs and bytes of each perfectly."""
@@ -499,7 +508,7 @@ class Candidates:
             if amounts.gradient and config.pp > 1:
                 # between the first and the last stage that may hold it
                 link = self.stage_link(config, 0, config.pp - 1)
-                sums = bucketed_all_reduce_seconds(amounts.gradient, 2, link)
+                sums = bucketed_all_reduce_seconds(amounts.gradient * self.summed, 2, link)
             tied.append(TiedGroup(node.meta["name"], found, amounts.total, sums, seconds))
         return [(size, seconds) for size, seconds in private], tied
 

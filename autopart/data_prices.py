@@ -55,17 +55,18 @@ def held_bytes(whole: ParameterBytes, level: int, replicas: int) -> ParameterByt
 
 @dataclass(frozen=True, slots=True)
 class DataPrices:
-    """Seconds of parameters over ``replicas`` on ``link``."""
+    """Seconds of parameters over ``replicas`` on ``link``. summed: bytes sent of a gradient for each of its own."""
 
     prices: Prices
     link: Link
     replicas: int
+    summed: float = 1.0
 
     def step_end_seconds(self, weight: float, level: int) -> float:
         """Once a step, for a trained parameter of ``weight`` bytes: sums and gathers in large buckets, optimizer."""
         seconds = self.prices.optimizer_seconds(weight / self.replicas if level else weight)
         kinds = {0: (ALL_REDUCE,), 1: (REDUCE_SCATTER, ALL_GATHER), 2: (ALL_GATHER,), 3: ()}[level]
-        return seconds + sum(self._bytes_seconds(kind, weight) for kind in kinds)
+        return seconds + sum(self._bytes_seconds(kind, self._sent(kind, weight)) for kind in kinds)
 
     def microbatch_seconds(
         self, weight: float, level: int, trained: bool, again: bool, messages: float
@@ -78,11 +79,14 @@ class DataPrices:
         if level < 2 or self.replicas == 1:
             return 0.0, 0.0
         if level == 2:
-            return 0.0, self._bytes_seconds(REDUCE_SCATTER, weight) if trained else 0.0
+            return 0.0, self._bytes_seconds(REDUCE_SCATTER, weight * self.summed) if trained else 0.0
         latency = messages * collective_seconds(ALL_GATHER, 0, self.replicas, self.link)
         gather = latency + self._bytes_seconds(ALL_GATHER, weight)
-        scatter = latency + self._bytes_seconds(REDUCE_SCATTER, weight)
+        scatter = latency + self._bytes_seconds(REDUCE_SCATTER, weight * self.summed)
         return gather, (gather if again else 0.0) + (scatter if trained else 0.0)
+
+    def _sent(self, kind: str, weight: float) -> float:
+        return weight if kind == ALL_GATHER else weight * self.summed
 
     def _bytes_seconds(self, kind: str, size: float) -> float:
         """A part of a large message: its bytes, without the call's latency."""

@@ -118,7 +118,7 @@ def _tied_seconds(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> float:
             groups = list(zip(*devices, strict=True))
         part = stages[0].parts[0]
         setting = part.candidates.setting(part.config)
-        size = part.candidates.parameter(node, stages[0].choice.storage, setting)[0].gradient
+        size = part.candidates.parameter(node, stages[0].choice.storage, setting)[0].gradient * candidates.summed
         total += max(
             bucketed_all_reduce_seconds(size, len(ranks), candidates.cluster.group_link(ranks)) for ranks in groups
         )

@@ -15,6 +15,7 @@ from autopart.passes.shard import collective_counts
 from autopart.passes.unlike_meshes import StageSetting
 from autopart.realize import Realization
 from autopart.runtime.buckets import pass_counts, update_counts
+from autopart.runtime.links import dtype_of
 from autopart.runtime.manifest import ParameterSpec
 
 # operation -> {"calls": ..., "bytes": ...}, as a plan writes them
@@ -93,7 +94,9 @@ def _of_stage(
     stage, graph, axes = found.stages[index], found.local[index], mesh[1:]
     runs = runs_of(graph)
     reached = reached_by_gradients(graph, gradient_roots(analysis.program, stage, graph))
-    gathered = gathering_counts(gatherings(runs, found.cuts, recompute), reached, axes)
+    reduce_dtype = analysis.program.reduce_dtype
+    summed = dtype_of(reduce_dtype) if reduce_dtype else None
+    gathered = gathering_counts(gatherings(runs, found.cuts, recompute), reached, axes, summed)
     microbatch: Collectives = {}
     for part in (collective_counts(graph, axes, samples, rerun(graph, recompute)), gathered):
         for operations in part.values():

@@ -70,10 +70,11 @@ class Part:
     candidates: Candidates
     config: Degrees
 
-    def gradient_bytes(self, name: str, choice: TensorChoice) -> int:
-        """Of a parameter's gradient, what one rank holds."""
+    def gradient_bytes(self, name: str, choice: TensorChoice) -> float:
+        """Of a parameter's gradient, what one rank sends when it is summed."""
         node = next(node for node in self.candidates.readers if node.meta["name"] == name)
-        return self.candidates.parameter(node, choice.storage, self.candidates.setting(self.config))[0].gradient
+        held = self.candidates.parameter(node, choice.storage, self.candidates.setting(self.config))[0].gradient
+        return held * self.candidates.summed
 
 
 @dataclass(frozen=True, slots=True)

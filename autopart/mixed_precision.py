@@ -9,6 +9,17 @@ from autopart.passes.autocast import Autocast
 from autopart.runtime.errors import CaptureError
 from autopart.runtime.manifest import MIXED
 
+# In which ranks may add gradients up. float16 would overflow.
+SUMS = ("float32", "bfloat16", "float64")
+
+
+def check_sums(reduce_dtype: str) -> str:
+    """The type as it is. Raises CaptureError for one in which gradients are not added up."""
+    if reduce_dtype and reduce_dtype not in SUMS:
+        names = ", ".join(SUMS)
+        raise CaptureError(f"reduce_dtype is one of {names}, or '' for the gradients' own type, not {reduce_dtype!r}")
+    return reduce_dtype
+
 
 def current_precision(model: nn.Module) -> str:
     """The precision of the autocast that is on for the model's device; '' when none is."""

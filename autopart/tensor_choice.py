@@ -72,7 +72,8 @@ class Shared:
 class Setting:
     """Where strategies are chosen: the prices of ops and conversions on the tensor axes, and what a step repeats.
 
-    dp: replicas, on ``data_link``. microbatches: of each replica, in one step.
+    dp: replicas, on ``data_link``. microbatches: of each replica, in one step. summed: bytes in the type that gradients
+    are added up in, for each byte of a gradient.
     """
 
     prices: Prices
@@ -82,6 +83,7 @@ class Setting:
     data_link: Link
     microbatches: int
     shared: Shared = field(default_factory=Shared)
+    summed: float = 1.0
 
     @property
     def axes(self) -> tuple[TensorAxis, ...]:
@@ -97,7 +99,7 @@ class Setting:
 
     @property
     def data(self) -> DataPrices:
-        return DataPrices(self.prices, self.data_link, self.dp)
+        return DataPrices(self.prices, self.data_link, self.dp, self.summed)
 
     def step_end_seconds(self, whole_bytes: float, placements: Placements, level: int = 0) -> float:
         """Seconds of a trained parameter's step end: sums of its gradient over replicas and axes, the optimizer."""
@@ -105,7 +107,8 @@ class Setting:
         seconds = self.data.step_end_seconds(held, level)
         for placement, axis in zip(placements, self.axes, strict=True):
             if placement == BROADCAST:
-                seconds += bucketed_all_reduce_seconds(held / self.dp if level else held, axis.parts, axis.link)
+                sent = (held / self.dp if level else held) * self.summed
+                seconds += bucketed_all_reduce_seconds(sent, axis.parts, axis.link)
         return seconds
 
 

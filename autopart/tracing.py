@@ -22,7 +22,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autopart.capture_errors import Where, batch_reason, capture_error, fixes_batch
 from autopart.meta_capture import all_on_meta
-from autopart.mixed_precision import autocast_of, current_precision
+from autopart.mixed_precision import autocast_of, check_sums, current_precision
 from autopart.passes.autocast import Autocast, entered
 from autopart.passes.normalize import normalize
 from autopart.passes.program import OutputInfo, Program, Role, TensorInfo, mark_differentiable, mode_free_digests
@@ -88,6 +88,7 @@ def capture(
     name: str = "",
     check_eval: bool = True,
     precision: str = "",
+    reduce_dtype: str = "",
 ) -> Program:
     """Captures the training computation of ``model`` on example inputs.
 
@@ -99,6 +100,7 @@ def capture(
     attention's dropout and batch norm by ``self.training``, can be evaluated; else they refuse to be.
     precision: "bf16-mixed" or "fp16-mixed": as under ``torch.autocast``, weights kept in their own type; "": as the
     model computes, under the autocast that is on around this call.
+    reduce_dtype: in which ranks add gradients up, "float32", "bfloat16" or "float64"; "": the parameters' own types.
     Raises CaptureError naming the module path and source line that cannot be captured.
     """
     if not isinstance(model, nn.Module):
@@ -122,6 +124,7 @@ def capture(
     with entered({}):
         program = _assemble(flat, exported, named, dims, tuple(bound), batch, static_batch, name, autocast)
     program.precision = precision
+    program.reduce_dtype = check_sums(reduce_dtype)
     if check_eval:
         program.eval_flaw = _eval_flaw(program, model, args, {**kwargs, **targets}, loss_fn, batch_dims)
     return program

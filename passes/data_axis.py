@@ -118,11 +118,12 @@ def gatherings(
 
 
 def gathering_counts(
-    found: Sequence[Gathering], reached: set[fx.Node], axes: Axes
+    found: Sequence[Gathering], reached: set[fx.Node], axes: Axes, summed: torch.dtype | None = None
 ) -> dict[tuple[str, str], dict[str, list[int]]]:
     """What level 3 exchanges for one microbatch, as :func:`autopart.passes.shard.collective_counts` writes it.
 
-    reached: the ops through which gradients flow. A unit that follows itself is in memory still.
+    reached: the ops through which gradients flow. summed: the type in which gradients are added up; None: their own.
+    A unit that follows itself is in memory still.
     """
     counts: dict[tuple[str, str], dict[str, list[int]]] = {}
 
@@ -140,7 +141,7 @@ def gathering_counts(
         trained = [node for node in item.parameters if node.meta.get("trainable")]
         learning = [node for node in trained if any(node in reader.all_input_nodes for reader in readers)]
         if learning:
-            count("backward", "reduce_scatter", sum(_bytes(node, axes) for node in learning))
+            count("backward", "reduce_scatter", sum(_bytes(node, axes, summed) for node in learning))
     return counts
 
 
@@ -157,8 +158,8 @@ def reached_by_gradients(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.No
     return reached
 
 
-def _bytes(node: fx.Node, axes: Axes) -> int:
-    size = node.meta["val"].element_size()
+def _bytes(node: fx.Node, axes: Axes, dtype: torch.dtype | None = None) -> int:
+    size = int((dtype or node.meta["val"].dtype).itemsize)
     for extent in local_extents(node.meta["val"], node.meta["placements"], axes):
         assert extent is not None
         size *= extent.coefficient

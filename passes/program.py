@@ -58,6 +58,7 @@ class Program:
     loss: name of the output that is the loss, None when the user's code computes it.
     eval_flaw: why the emitted stages cannot be evaluated, '' when they can.
     precision: "bf16-mixed", "fp16-mixed", or '' where the ops compute in the types that the model names.
+    reduce_dtype: in which ranks add gradients up ("float32"); '': in the parameters' own types.
     constants: tensors that the state dict does not hold (non-persistent buffers, literals), where they are real.
     """
 
@@ -76,6 +77,7 @@ class Program:
     notes: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
     precision: str = ""
+    reduce_dtype: str = ""
     eval_flaw: str = "it was captured without check_eval, so that nobody knows whether evaluation computes the same"
     _fingerprint: str = ""
 

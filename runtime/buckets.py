@@ -38,6 +38,11 @@ def tensor_bytes(spec: ParameterSpec, sizes: Sequence[int]) -> int:
     return math.prod(spec.shape) * dtype_of(spec.dtype).itemsize // shared
 
 
+def summed_bytes(spec: ParameterSpec, size: int) -> int:
+    """What ``size`` bytes of a parameter's gradient are in the dtype that they are summed in."""
+    return size // dtype_of(spec.dtype).itemsize * dtype_of(spec.summed).itemsize if spec.summed else size
+
+
 def gradient_buckets(
     specs: Sequence[ParameterSpec], replicas: int, sizes: Sequence[int], limit: int = BUCKET_BYTES
 ) -> list[Bucket]:
@@ -109,7 +114,7 @@ def pass_counts(
     learning = learning_at(specs, stage, _together(stage, places))
     for bucket in gradient_buckets(learning, replicas, [size for _, size in axes], limit):
         if replicas > 1 and bucket.zero == 2:
-            _count(counts, "reduce_scatter", "dp", _bytes(bucket.specs, axes))
+            _count(counts, "reduce_scatter", "dp", _summed(bucket.specs, axes))
     return counts
 
 
@@ -129,7 +134,7 @@ def update_counts(
         for run in kept_buckets((spec for spec in specs if home_of(spec, together) == stage), sizes, limit):
             _count(counts, "all_gather", "dp", _bytes(run, axes))
     for bucket in gradient_buckets(learning_at(specs, stage, together), replicas, sizes, limit):
-        size = _bytes(bucket.specs, axes)
+        size = _summed(bucket.specs, axes)
         if replicas > 1 and bucket.zero < 2:
             _count(counts, "reduce_scatter" if bucket.zero else "all_reduce", "dp", size)
         for position in bucket.partial:
@@ -140,7 +145,9 @@ def update_counts(
             _count(counts, "all_reduce", "stage", 4 * len(tied))
             used = [spec for spec in tied if any(map(spec.learns, tie))]
             for run in tied_buckets(used, replicas, sizes, limit):
-                _count(counts, "all_reduce", "stage", sum(_held(spec, replicas, sizes) for spec in run))
+                _count(
+                    counts, "all_reduce", "stage", sum(summed_bytes(spec, _held(spec, replicas, sizes)) for spec in run)
+                )
     return counts
 
 
@@ -172,6 +179,11 @@ def _split(mesh: Mesh) -> tuple[int, list[tuple[str, int]]]:
 
 def _bytes(specs: Iterable[ParameterSpec], axes: Mesh) -> int:
     return sum(tensor_bytes(spec, [size for _, size in axes]) for spec in specs)
+
+
+def _summed(specs: Iterable[ParameterSpec], axes: Mesh) -> int:
+    sizes = [size for _, size in axes]
+    return sum(summed_bytes(spec, tensor_bytes(spec, sizes)) for spec in specs)
 
 
 def ties_of(specs: Iterable[ParameterSpec]) -> list[tuple[int, ...]]:

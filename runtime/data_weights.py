@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from autopart.runtime.buckets import home_of, kept_buckets
 from autopart.runtime.collectives import gather_message, scatter_message
 from autopart.runtime.flat import FlatShares
+from autopart.runtime.links import dtype_of
 from autopart.runtime.manifest import ParameterSpec
 from autopart.runtime.mesh import Axis, Mesh
 from autopart.runtime.traffic import Phase
@@ -86,6 +87,7 @@ class Weights:
     ) -> None:
         self._axis: Axis = mesh.data
         divided = [spec for spec in specs if spec.zero and spec.name in parameters]
+        self._summed = next(iter(divided), None)  # in what type gradients are added up, which is one for all
         self._cut_in = {id(parameters[spec.name]): spec.data_dim for spec in divided}
         sizes = [axis.size for axis in mesh.tensor_axes]
         self._kept = [
@@ -269,6 +271,7 @@ class Weights:
             shapes = [unit.shares[index].shape for index in present]
             layout = FlatShares(shapes, [unit.layout.dims[index] for index in present], self._axis.size)
         message = layout.whole_message([gradient for gradient in gradients if gradient is not None])
+        message = message if self._summed is None else in_sum_type(message, self._summed)
         work, result = scatter_message(message, self._axis, "backward")
         self._summing = unit, present, work, result
 
@@ -280,8 +283,14 @@ class Weights:
         work.wait()
         shapes = [unit.shares[index].shape for index in present]
         layout = FlatShares(shapes, [0] * len(present), 1)
+        message = message.to(unit.shares[0].dtype)
         for index, gradient in zip(present, layout.shares(message), strict=True):
             add_gradient(unit.shares[index], gradient)
+
+
+def in_sum_type(message: Tensor, spec: ParameterSpec) -> Tensor:
+    """Gradients in the type that they are summed in."""
+    return message.to(dtype_of(spec.summed)) if spec.summed else message
 
 
 def add_gradient(parameter: Tensor, gradient: Tensor) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from autopart.runtime.buckets import BUCKET_BYTES, Bucket, gradient_buckets, learning_at, tied_buckets, ties_of
 from autopart.runtime.collectives import scatter_message, sum_in_place, sum_message
-from autopart.runtime.data_weights import Pass, Weights, add_gradient
+from autopart.runtime.data_weights import Pass, Weights, add_gradient, in_sum_type
 from autopart.runtime.flat import FlatShares
 from autopart.runtime.manifest import Manifest, ParameterSpec
 from autopart.runtime.mesh import Axis, Mesh
@@ -181,11 +181,11 @@ class GradientSums:
         axes = [self._mesh.tensor_axes[position] for position in bucket.partial]
         layout = self._layout(specs)
         if bucket.zero == 0:
-            message = layout.message(made)
+            message = in_sum_type(layout.message(made), specs[0])
             axes = [data, *axes] if data.size > 1 else axes
             self._sums.append(_Sum(specs, layout, message, sum_message(message, axes[0], "update"), axes[1:]))
             return
-        message = layout.whole_message(made)
+        message = in_sum_type(layout.whole_message(made), specs[0])
         del made
         if bucket.zero == 1:
             work, message = scatter_message(message, data, "update")
@@ -207,7 +207,8 @@ class GradientSums:
 
     def _finish(self, found: _Sum) -> None:
         found.work.wait()
-        for spec, gradient in zip(found.specs, found.layout.shares(found.message), strict=True):
+        message = found.message.to(self._parameters[found.specs[0].name].dtype)
+        for spec, gradient in zip(found.specs, found.layout.shares(message), strict=True):
             add_gradient(self._parameters[spec.name], gradient)
 
     # --- At the end of a step ---
@@ -245,6 +246,7 @@ class GradientSums:
             return
         layout = self._layout(specs)
         message = layout.message([g for spec in specs if (g := self._parameters[spec.name].grad) is not None])
+        message = in_sum_type(message, specs[0])
         for spec in specs:
             self._parameters[spec.name].grad = None
         axes = [self._mesh.tensor_axes[position] for position in bucket.partial]
@@ -265,8 +267,9 @@ class GradientSums:
             members = [parameters[spec.name] for spec in run]
             layout = self._layout(run)
             message = layout.message([torch.zeros_like(p) if p.grad is None or not counts else p.grad for p in members])
+            message = in_sum_type(message, run[0])
             sum_in_place(message, axis, "update")
-            for parameter, gradient in zip(members, layout.shares(message), strict=True):
+            for parameter, gradient in zip(members, layout.shares(message.to(members[0].dtype)), strict=True):
                 parameter.grad = gradient
 
 

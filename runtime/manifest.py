@@ -120,7 +120,8 @@ class ParameterSpec:
     by_stage: where meshes differ, the placements on each of ``stages``, of which ``placements`` are the first's.
     zero: what is divided over the data axis as well, in ``data_dim`` of the share that the tensor axes leave: 0
     nothing; 1 the optimizer's state; 2 gradients too; 3 weights too (:mod:`autopart.runtime.data_weights`).
-    gradients: the stages in which a gradient reaches it; None: all that use it.
+    gradients: the stages in which a gradient reaches it; None: all that use it. summed: the dtype in which ranks add
+    its gradients up; '': its own.
     """
 
     name: str
@@ -137,6 +138,7 @@ class ParameterSpec:
     zero: int = 0
     data_dim: int = 0
     gradients: tuple[int, ...] | None = None
+    summed: str = ""
 
     def learns(self, stage: int) -> bool:
         """Whether its gradient is computed on a stage."""

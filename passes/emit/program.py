@@ -328,6 +328,7 @@ def _parameter(
         zero=cut.level if cut else 0,
         data_dim=cut.dim if cut else 0,
         gradients=learning.get(info.name, ()),
+        summed=program.reduce_dtype if info.trainable and not info.buffer else "",
     )
 
 
