@@ -118,3 +118,40 @@ def test_a_distributed_sampler_feeds_the_replicas() -> None:
     for losses, _, asked in results:
         assert losses == pytest.approx(expected, rel=1e-9)
         assert "example=batch" in asked
+
+
+class Nested(Labelled):
+    """One argument that holds everything: a dict with a list, with a tuple, with what is no tensor."""
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        shift, (scale, power) = batch["parts"]
+        x = (batch["x"] + shift) * scale**power
+        return super().forward(x, batch["target"]["labels"])
+
+
+def nested(size: int) -> dict[str, Any]:
+    x, labels = samples(size)
+    return {"x": x, "parts": [x.flip(1), (x.sum(1, keepdim=True).tanh(), 2)], "target": {"labels": labels}}
+
+
+def train_nested(model: nn.Module) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    losses = []
+    for size in (8, 8, 6):
+        loss = model(batch=nested(size))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def nested_in_parallel() -> list[list[float]]:
+    plans: list[dict[str, Any]] = [{"pp": 2, "microbatches": 2}, {"dp": 2, "microbatches": 2}]
+    return [train_nested(autopart.parallelize(build(Nested), verbose=False, **limits)) for limits in plans]
+
+
+def test_a_batch_may_be_nested() -> None:
+    expected = train_nested(build(Nested))
+    for results in launch(nested_in_parallel, 2):
+        assert results == [pytest.approx(expected, rel=1e-9)] * 2
