@@ -12,6 +12,7 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from tabulate import tabulate
@@ -39,7 +40,7 @@ def measure(spec: str, microbatches: int, recompute: str) -> dict[str, float]:
     loaded = load_model(spec)
     program = autopart.capture(loaded.model.train(), loaded.args, loaded.kwargs)
     analysis = analyze(program)
-    limits = {"pp": 1, "dp": 1, "tp": 1, "microbatches": microbatches, "recompute": recompute}
+    limits: dict[str, Any] = {"pp": 1, "dp": 1, "tp": 1, "microbatches": microbatches, "recompute": recompute}
     plan = autopart.make_plan(program, autopart.Cluster.parse("cpu:1"), analysis=analysis, **limits)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "program"
