@@ -122,7 +122,8 @@ def _check_tensor(spec: InputSpec, leaf: Tensor, batch: int | None) -> int | Non
                 raise InputError(where + ("" if batch is None else f" with b = {batch} as in the inputs before"))
             batch = found // factor
         elif size != found:
-            raise InputError(where + ", with b samples" * ("b" in _shape_text(spec.shape)))
+            samples = ", with b samples" * ("b" in _shape_text(spec.shape))
+            raise InputError(f"{where}{samples}; only the number of samples may change: pad what is shorter")
     return batch
 
 
