@@ -78,7 +78,7 @@ def chains() -> Iterator[tuple[str, StageProblem]]:
 class UNet(nn.Module):
     """``levels`` halvings and doublings of the image with residual blocks between them, joined by skips."""
 
-    def __init__(self, levels: int = 4, blocks: int = 14, width: int = 32) -> None:
+    def __init__(self, levels: int = 4, blocks: int = 20, width: int = 32) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(levels)]
         self.enter = nn.Conv2d(3, width, 3, padding=1)
