@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from chains import chain_of, subject_of
 from test_recompute import recomputing
-from test_schedules_equal_serial import chain_of, subject_of
 
 from autopart.api import load
 from autopart.candidates import CUDA_OVERHEAD_BYTES

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chains import chain_of, subject_of
 from test_planner import GPT2, analysis_of
-from test_schedules_equal_serial import chain_of, subject_of
 from torch import fx
 
 import autopart.verify

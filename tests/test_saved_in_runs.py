@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from chains import chain_of, subject_of
 from test_recompute import recomputing
-from test_schedules_equal_serial import chain_of, placed, subject_of
+from test_schedules_equal_serial import placed
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 

@@ -6,26 +6,20 @@ every gradient, and every parameter after three AdamW steps, in float64 over glo
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from chains import MODELS, chain_of, subject_of
 
 import autopart.verify
-import branching
-from autopart.analysis import Analysis, analyze
 from autopart.plan import Plan
-from autopart.planner import make_plan
 from autopart.realize import realize
 from autopart.runtime.schedule import places_of
-from autopart.verify import Subject, compare_emitted, prepare
-from clusters import ideal
-from families import family
+from autopart.verify import compare_emitted
 from launch import run_kept_job
 
-MODELS = ("gpt2", "t5", "unet", "branches")
 # (schedule, stages, places): the ranks that run the stages.
 CASES: dict[str, tuple[str, tuple[int, ...]]] = {
     "gpipe-2": ("gpipe", (0, 1)),
@@ -39,27 +33,6 @@ CASES: dict[str, tuple[str, tuple[int, ...]]] = {
     "1f1b-3": ("1f1b", (0, 1, 2)),
     "zb-h1-4": ("zb-h1", (0, 1, 2, 3)),
 }
-
-
-@functools.lru_cache(maxsize=16)
-def subject_of(name: str) -> tuple[Subject, Analysis]:
-    if name in ("gpt2", "t5"):
-        item = family(name)
-        subject = prepare(item.build(), (), item.inputs(item.batch))
-    else:
-        model, batch = getattr(branching, name)()
-        subject = prepare(model, (), batch)
-    return subject, analyze(subject.program)
-
-
-@functools.lru_cache(maxsize=16)
-def chain_of(name: str, stages: int) -> Plan:
-    """A plan with one stage on each of as many devices, four microbatches."""
-    subject, analysis = subject_of(name)
-    cluster = ideal(stages)
-    return make_plan(
-        subject.program, cluster, pp=stages, dp=1, tp=1, microbatches=4, recompute="none", batch=8, analysis=analysis
-    )
 
 
 def placed(plan: Plan, schedule: str, places: Sequence[int]) -> Plan:
@@ -80,6 +53,31 @@ def test_equal(name: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     result = compare_emitted(tmp_path / "program", subject, plan=plan)
     worst = sorted(result.groups, key=lambda group: -max(group.gradient or 0.0, group.parameter))[:3]
     assert result.equal, f"{result.loss_difference=} {worst}"
+
+
+# Every schedule of a batch by itself, for each number of stages; of those with virtual stages on fewer ranks.
+MATRIX: dict[int, tuple[tuple[str, tuple[int, ...]], ...]] = {
+    stages: (
+        *((schedule, tuple(range(stages))) for schedule in ("gpipe", "1f1b", "2bw-flush", "zb-h1")),
+        ("interleaved", (0, 0, 0) if stages == 3 else tuple(stage % (stages // 2) for stage in range(stages))),
+        *((("zb-v", places_of("zb-v", stages)),) if stages % 2 == 0 else ()),
+    )
+    for stages in (2, 3, 4)
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("stages", MATRIX)
+def test_all_schedules_equal(name: str, stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
+    subject, analysis = subject_of(name)
+    for schedule, places in MATRIX[stages]:
+        plan = placed(chain_of(name, stages), schedule, places)
+        realize(subject.program, plan, analysis).save(tmp_path / schedule)
+        result = compare_emitted(tmp_path / schedule, subject, plan=plan)
+        worst = sorted(result.groups, key=lambda group: -max(group.gradient or 0.0, group.parameter))[:3]
+        assert result.equal, f"{schedule}: {result.loss_difference=} {worst}"
 
 
 def test_places_by_name() -> None:

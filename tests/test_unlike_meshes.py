@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from chains import chain_of, subject_of
 from torch import Tensor
 
 import autopart
 import autopart.verify
-import branching
-from autopart.analysis import Analysis, analyze
 from autopart.passes.emit.program import Emitted
 from autopart.plan import Plan, StagePlan
 from autopart.planner import make_plan
@@ -27,10 +26,9 @@ from autopart.runtime import checkpoint
 from autopart.runtime.errors import BatchError, PlanError
 from autopart.runtime.placement import REPLICATE, Placement, shard, take_share
 from autopart.runtime.resharding import Message, Side, backward_messages, forward_messages, local_shape
-from autopart.verify import Subject, compare_emitted, prepare
+from autopart.verify import Subject, compare_emitted
 from autopart.weights import load_weights, save_weights
 from clusters import ideal
-from families import family
 from launch import launch, run_kept_job
 
 # --- Pieces ---
@@ -138,33 +136,6 @@ CASES: dict[str, tuple[tuple[Mesh, ...], tuple[int, ...]]] = {
 }
 
 
-@functools.lru_cache(maxsize=4)
-def subject_of(name: str) -> tuple[Subject, Analysis]:
-    if name in ("gpt2", "t5"):
-        item = family(name)
-        subject = prepare(item.build(), (), item.inputs(item.batch))
-    else:
-        model, batch = getattr(branching, name)()
-        subject = prepare(model, (), batch)
-    return subject, analyze(subject.program)
-
-
-@functools.lru_cache(maxsize=8)
-def chain_of(name: str, stages: int) -> Plan:
-    subject, analysis = subject_of(name)
-    return make_plan(
-        subject.program,
-        ideal(stages),
-        batch=8,
-        pp=stages,
-        dp=1,
-        tp=1,
-        microbatches=2,
-        recompute="none",
-        analysis=analysis,
-    )
-
-
 @functools.lru_cache(maxsize=2)
 def tensor_plan(name: str) -> Plan:
     subject, analysis = subject_of(name)
@@ -173,7 +144,7 @@ def tensor_plan(name: str) -> Plan:
 
 def with_meshes(name: str, meshes: tuple[Mesh, ...], shares: tuple[int, ...] = ()) -> Plan:
     """A chain of stages on these meshes; the first stage's replicas have these parts."""
-    plan = chain_of(name, len(meshes))
+    plan = chain_of(name, len(meshes), microbatches=2)
     stages: list[StagePlan] = []
     first = 0
     for index, (stage, (dp, tp)) in enumerate(zip(plan.stages, meshes, strict=True)):
