@@ -355,6 +355,8 @@ def _compile(
             cluster = Cluster.local(job_size())
         elif isinstance(cluster, str):
             cluster = Cluster.parse(cluster)
+        elif not isinstance(cluster, Cluster):
+            raise ClusterError(f"cluster is a Cluster or its text, such as '8xH100', not {cluster!r}")
         if cluster.device_count != job_size():
             raise ClusterError(
                 f"the cluster {cluster} has {cluster.device_count} devices, but this job has {job_size()} processes; "
@@ -418,17 +420,11 @@ def _write(files: Mapping[str, bytes], directory: str | Path | None) -> Path:
     else:
         target = Path(directory)
     if local_rank == 0:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        for name, text in files.items():
-            (temporary / name).write_bytes(text)
-        if target.exists():
-            if not (target / "manifest.json").exists() and any(target.iterdir()):
-                raise PlanError(f"{target} holds other files; choose an empty or new folder for the emitted stages")
-            import shutil
+        from autopart.passes.emit.folder import program_folder
 
-            shutil.rmtree(target)
-        os.replace(temporary, target)
+        with program_folder(target) as folder:
+            for name, text in files.items():
+                (folder / name).write_bytes(text)
     if job_size() > 1:
         dist.barrier()
     return target

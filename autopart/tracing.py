@@ -105,6 +105,8 @@ def capture(
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"expected an nn.Module, got {type(model).__name__}; wrap the function in a module")
+    if loss_fn is not None and not callable(loss_fn):
+        raise CaptureError(f"loss_fn is a function of the model's output and the targets, not {loss_fn!r}")
     kwargs = dict(kwargs or {})
     targets = {TARGETS: kwargs.pop(TARGETS)} if loss_fn is not None and TARGETS in kwargs else {}
     if loss_fn is not None and not targets:
@@ -156,6 +158,11 @@ def _batch_dims(named: dict[str, Any], given: Mapping[str, int | None]) -> dict[
         raise CaptureError(f"batch_dims names {sorted(unknown)}, the tensor inputs are {sorted(tensors)}")
     if not tensors:
         raise CaptureError("the model takes no tensor input, so there is no batch to split; pass example tensors")
+    for path, dim in given.items():
+        rank = tensors[path].dim()
+        if dim is not None and not -rank <= dim < rank:
+            raise CaptureError(f"batch_dims[{path!r}]: {dim} is no dim of a tensor {list(tensors[path].shape)}")
+    given = {path: None if dim is None else dim % tensors[path].dim() for path, dim in given.items()}
     sizes = [
         leaf.shape[given.get(path) or 0]
         for path, leaf in tensors.items()

@@ -250,6 +250,7 @@ def test_a_plan_for_another_number_of_ranks(tmp_path: Any) -> None:
         ({"outputs": "logits"}, InputError, "outputs is one of 'loss', 'all'"),
         ({"plan": "plan.json", "tp": 2}, PlanError, "says all that tp would"),
         ({"plan": "plan.json", "cluster": "cpu:1"}, PlanError, "says all that cluster would"),
+        ({"cluster": 2, "example": batch()}, ClusterError, "cluster is a Cluster or its text"),
     ],
 )
 def test_what_parallelize_refuses(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -307,6 +308,9 @@ def test_emit_then_load(tmp_path: Any) -> None:
         (tmp_path / "full").mkdir()
         (tmp_path / "full" / "mine.txt").write_text("")
         autopart.emit(program, plan, tmp_path / "full")
+    with pytest.raises(PlanError, match="is no folder"):
+        autopart.emit(program, plan, tmp_path / "full" / "mine.txt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "program"]
 
 
 def test_the_original_is_untouched_by_capture() -> None:

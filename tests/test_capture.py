@@ -216,6 +216,12 @@ def test_batch_dims() -> None:
     assert program.batch == 4
     with pytest.raises(CaptureError, match="'y'"):
         capture(TimeFirst(), (), given, batch_dims={"y": 0})
+    from_the_right = capture(TimeFirst(), (), given, batch_dims={"x": 1 - given["x"].dim(), "shared": None})
+    assert from_the_right.inputs == program.inputs
+    with pytest.raises(CaptureError, match=r"batch_dims\['x'\]: 7 is no dim of a tensor"):
+        capture(TimeFirst(), (), given, batch_dims={"x": 7})
+    with pytest.raises(CaptureError, match="loss_fn is a function"):
+        capture(TimeFirst(), (), given, loss_fn="mse")  # type: ignore[arg-type]
 
 
 class Normed(nn.Module):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +13,7 @@ from autopart.passes import graph as graphs
 from autopart.passes.batch import BatchSplit
 from autopart.passes.conversion import Axes
 from autopart.passes.data_axis import DataCut, reached_by_gradients
+from autopart.passes.emit.folder import program_folder
 from autopart.passes.emit.source import StageSource
 from autopart.passes.emit.totals import totals_source
 from autopart.passes.partition import Crossing, StageGraph
@@ -37,21 +35,13 @@ class Emitted:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def save(self, directory: Path) -> None:
-        """Writes the program; an existing folder is replaced only once everything is written."""
-        directory = Path(directory)
-        if directory.exists() and any(directory.iterdir()) and not (directory / "manifest.json").exists():
-            raise PlanError(f"{directory} holds other files; choose an empty or new folder for the emitted program")
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-        for name, text in self.files.items():
-            (temporary / name).write_text(text)
-        if self.constants:
-            torch.save(self.constants, temporary / CONSTANTS_FILE)
-        self.manifest.save(temporary)
-        temporary.chmod(0o755)
-        if directory.exists():
-            shutil.rmtree(directory)
-        os.replace(temporary, directory)
+        """Writes the program; one that is there is replaced once everything is written. Raises PlanError."""
+        with program_folder(Path(directory)) as folder:
+            for name, text in self.files.items():
+                (folder / name).write_text(text)
+            if self.constants:
+                torch.save(self.constants, folder / CONSTANTS_FILE)
+            self.manifest.save(folder)
 
 
 @dataclass(frozen=True, slots=True)
