@@ -93,7 +93,7 @@ def _of_stage(
 ) -> Exchanges:
     stage, graph, axes = found.stages[index], found.local[index], mesh[1:]
     runs = runs_of(graph)
-    reached = reached_by_gradients(graph, gradient_roots(analysis.program, stage, graph))
+    reached = reached_by_gradients(gradient_roots(analysis.program, stage, graph))
     reduce_dtype = analysis.program.reduce_dtype
     summed = dtype_of(reduce_dtype) if reduce_dtype else None
     gathered = gathering_counts(gatherings(runs, found.cuts, recompute), reached, axes, summed)

@@ -52,7 +52,7 @@ def build(
     cuts: of parameters, over the data axis. order: of the blocks between which boundaries lie; empty: as numbered.
     """
     blocks = [analysis.blocks[number] for number in order] or analysis.blocks
-    stages, crossings = partition(analysis.program, analysis.graph, analysis.free, blocks, boundaries)
+    stages, crossings = partition(analysis.program, analysis.graph, blocks, boundaries)
     wanted = analysis.whole_outputs
     local = [shard_stage(stage, axes, strategies, storage, analysis.rules, wanted) for stage in stages]
     return Realization(stages, local, crossings, dict(storage), axes, dict(cuts or {}))
@@ -63,7 +63,7 @@ def build_unlike(
 ) -> Realization:
     """The same, each stage by its own setting."""
     blocks = [analysis.blocks[number] for number in order] or analysis.blocks
-    stages, crossings = partition(analysis.program, analysis.graph, analysis.free, blocks, boundaries)
+    stages, crossings = partition(analysis.program, analysis.graph, blocks, boundaries)
     placed = crossing_placements(crossings, settings)
     local = [
         shard_stage(

@@ -80,9 +80,6 @@ class Simulation:
         """Idle share of all ranks' time, between 0 and 1."""
         return sum(self.idle_s) / (self.makespan_s * len(self.busy_s)) if self.makespan_s else 0.0
 
-    def stage_events(self, stage: int) -> tuple[Event, ...]:
-        return tuple(event for event in self.events if event.action.stage == stage)
-
 
 Transfer = Callable[[Action], float]
 """Seconds that a send takes."""

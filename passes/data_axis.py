@@ -145,8 +145,8 @@ def gathering_counts(
     return counts
 
 
-def reached_by_gradients(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """The ops of a graph through which a gradient flows that starts at ``roots``."""
+def reached_by_gradients(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes through which a gradient flows that starts at ``roots``."""
     reached: set[fx.Node] = set()
     waiting = list(roots)
     while waiting:

@@ -49,7 +49,7 @@ class StageGraph:
 
 
 def partition(
-    program: Program, graph: fx.Graph, free: set[fx.Node], blocks: Sequence[Block], boundaries: Sequence[int]
+    program: Program, graph: fx.Graph, blocks: Sequence[Block], boundaries: Sequence[int]
 ) -> tuple[list[StageGraph], list[Crossing]]:
     """Splits a graph into stages.
 
@@ -76,7 +76,7 @@ def partition(
     for kind, name, node in results:
         stage = home.get(graphs.value_of(node).node, stages - 1)
         placed[stage].append((kind, name, node))
-    built = [_build(stage, graph, free, home, crossings, placed[stage]) for stage in range(stages)]
+    built = [_build(stage, graph, home, crossings, placed[stage]) for stage in range(stages)]
     return built, crossings
 
 
@@ -98,7 +98,6 @@ def _results(program: Program, graph: fx.Graph) -> list[tuple[str, str, fx.Node]
 def _build(
     stage: int,
     whole: fx.Graph,
-    free: set[fx.Node],
     home: dict[fx.Node, int],
     crossings: Sequence[Crossing],
     results: Sequence[tuple[str, str, fx.Node]],

@@ -95,7 +95,7 @@ def peak(
     walk.forward()
     forward, retained = walk.most, walk.now
     walk.most = walk.now
-    reached = reached_by_gradients(graph, roots)
+    reached = reached_by_gradients(roots)
     again = walk.copy()
     first = walk.backward(reached, roots, adding=False)
     later = again.backward(reached, roots, adding=True)

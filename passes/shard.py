@@ -9,7 +9,7 @@ in it are those of the rank's share.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from autopart.passes.sizes import Extent, extent
 from autopart.runtime import collectives
 from autopart.runtime.errors import PlanError
 from autopart.runtime.placement import REPLICATE, Kind, Placements
-from autopart.runtime.transitions import Transition
 
 
 def value_placements(value: Value, strategies: Mapping[fx.Node, tuple[Strategy, ...]], axes: Axes) -> Placements:
@@ -272,8 +271,3 @@ def collective_counts(
                 continue
             count(node, axis, direction, operation, whole // sizes[axis] if operation == "all_to_all" else whole)
     return counts
-
-
-def transitions_of(graph: fx.Graph) -> Sequence[tuple[fx.Node, str, Transition]]:
-    """The inserted collectives in order: node, axis, transition."""
-    return [(node, *node.meta["transition"]) for node in graph.nodes if "transition" in node.meta]

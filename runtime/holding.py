@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autopart.runtime.errors import CheckpointError
 from autopart.runtime.loading import cuts_of
-from autopart.runtime.manifest import Manifest, ParameterSpec
+from autopart.runtime.manifest import ParameterSpec
 from autopart.runtime.mesh import Axis, Mesh
 from autopart.runtime.module import ParallelModule
 from autopart.runtime.rng import derive_seed
@@ -108,7 +108,7 @@ def _of_program(model: ParallelModule, original: nn.Module) -> Holding:
             spec.shape,
             getattr(torch, spec.dtype),
             cut_boxes(spec.shape, [(cut, axis.index, axis.size) for cut, axis in cuts_of(spec, mesh)]),
-            _writes(spec, mesh, manifest),
+            _writes(spec, mesh),
             own.get(spec.name),
         )
         for spec in manifest.parameters
@@ -120,7 +120,7 @@ def _of_program(model: ParallelModule, original: nn.Module) -> Holding:
     return Holding(entries, names, model)
 
 
-def _writes(spec: ParameterSpec, mesh: Mesh, manifest: Manifest) -> bool:
+def _writes(spec: ParameterSpec, mesh: Mesh) -> bool:
     """Of equal copies one is written; which one is drawn by name, so that the ranks share the work."""
 
     def drawn(size: int, axis: str) -> int:

@@ -140,12 +140,10 @@ class Share(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs)
         if function is torch._foreach_norm:
-            order = _order(function, args, kwargs)
+            order = _order(args, kwargs)
             return [_named(share, norm, order) for share, norm in zip(args[0], result, strict=True)]
         if function in _NORMS and result.dim() == 0:
-            return _named(
-                args[0] if args else kwargs.get("x", kwargs.get("input")), result, _order(function, args, kwargs)
-            )
+            return _named(args[0] if args else kwargs.get("x", kwargs.get("input")), result, _order(args, kwargs))
         return result
 
 
@@ -173,7 +171,7 @@ class ShareNorm(Tensor):
             if function in _KEPT and alike and len(owners) == (len(given) if function is torch.stack else 1):
                 return _share_norm(result, norms, names, order)
             if function in _NORMS and result.dim() == 0 and parts[0].dim() == 1:
-                if _order(function, args, kwargs or {}) == order:
+                if _order(args, kwargs or {}) == order:
                     return norms.total(parts[0].as_subclass(Tensor), names, order)
                 raise InputError(f"a norm of norms of another order than {order:g}; {_INSTEAD}")
             norms.check_whole(names)
@@ -196,7 +194,7 @@ def _named(share: Any, norm: Tensor, order: float) -> Tensor:
     return norm if owner is None else owner[0].of_share(owner[1], norm, order)
 
 
-def _order(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+def _order(args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
     """The p of a call of a norm. Raises InputError for matrix norms and orders that do not add up."""
     given = next((kwargs[key] for key in ("ord", "p") if key in kwargs), args[1] if len(args) > 1 else 2)
     if given in (None, "fro"):

@@ -140,7 +140,7 @@ def compile_program(
     blocks = find_blocks(split.graph, free, lambda node: 1.0, 8)
     count = len(blocks)
     bounds = list(boundaries) if boundaries else [round(index * count / pp) for index in range(pp + 1)]
-    stages, crossings = partition(program, split.graph, free, blocks, bounds)
+    stages, crossings = partition(program, split.graph, blocks, bounds)
     chosen, storage = ({}, {}) if choose is None else choose(split.graph, *(parts for _, parts in axes))
     chosen = {node: found for node, found in chosen.items() if node not in free}
     graphs = [shard_stage(stage, axes, chosen, storage) for stage in stages]

@@ -70,7 +70,7 @@ def cut(*targets: str) -> tuple[Program, Any, Any]:
         starts.append([index for index, node in enumerate(ops) if kind in str(node.target)][int(number)])
     starts.append(len(ops))
     blocks = [Block(index, tuple(ops[start:end]), str(index)) for index, (start, end) in enumerate(pairwise(starts))]
-    stages, crossings = partition(program, graph, free, blocks, range(len(blocks) + 1))
+    stages, crossings = partition(program, graph, blocks, range(len(blocks) + 1))
     return program, stages, crossings
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from autopart.passes.conversion import Axes
 from autopart.passes.program import Role
 from autopart.passes.rules import Strategy, strategies
-from autopart.passes.shard import collective_counts, transitions_of
+from autopart.passes.shard import collective_counts
 from autopart.precision import eager_in_float64
 from autopart.runtime import ParallelModule
 from autopart.runtime.placement import Placements
@@ -191,7 +191,8 @@ def test_strides_do_not_matter() -> None:
 def test_one_collective_for_all_uses(tmp_path: Path) -> None:
     """A value that several ops want in one placement is moved once."""
     (graph,) = compile_program(captured("gpt2"), axes=AXES, choose=randomly(3)).graphs
-    moved = [(node.args[0], axis, step.target) for node, axis, step in transitions_of(graph)]
+    inserted = [(node, *node.meta["transition"]) for node in graph.nodes if "transition" in node.meta]
+    moved = [(node.args[0], axis, step.target) for node, axis, step in inserted]
     assert len(moved) == len(set(moved)) > 20
-    for node, _, step in transitions_of(graph):
+    for node, _, step in inserted:
         assert node.meta["placements"] == (step.target,)

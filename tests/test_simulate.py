@@ -218,6 +218,6 @@ def check_timeline(found: Simulation, schedule: Schedule) -> None:
         str(a) for line in schedule.ranks for a in line
     )
     for stage in range(schedule.stages):
-        own = [event for event in found.stage_events(stage) if event.action.work.is_compute]
+        own = [event for event in found.events if event.action.stage == stage and event.action.work.is_compute]
         for first, second in itertools.pairwise(own):
             assert first.end_s <= second.start_s + 1e-12

@@ -328,7 +328,7 @@ def learning_stages(
     """The stages in which a gradient reaches each parameter."""
     found: dict[str, list[int]] = {}
     for stage, graph in zip(stages, stage_graphs, strict=True):
-        for node in reached_by_gradients(graph, gradient_roots(program, stage, graph)):
+        for node in reached_by_gradients(gradient_roots(program, stage, graph)):
             if node.op == "placeholder" and node.meta["role"] is Role.PARAMETER:
                 found.setdefault(node.meta["name"], []).append(stage.index)
     return {name: tuple(sorted(indices)) for name, indices in found.items()}

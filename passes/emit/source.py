@@ -177,7 +177,7 @@ class StageSource:
             main.uses_batch[name] = None
         # a layer gathers by itself what it is given
         passed = [*batch, *(attributes.get(source) or main.name(source).code for _, source in parameters)]
-        results = [main.names.fresh(_layer_result(node, run.path)) for node in leaving]
+        results = [main.names.fresh(_layer_result(run.path)) for _ in leaving]
         layer_name = _attribute("self", run.path)
         call = f"{layer_name}({', '.join(passed)})"
         if run.path in self.recompute:
@@ -344,7 +344,7 @@ def _targets(names: Sequence[str]) -> str:
     return text if len(text) < LIMIT // 2 else f"({text})"
 
 
-def _layer_result(node: fx.Node, path: str) -> str:
+def _layer_result(path: str) -> str:
     parts = path.split(".")
     return f"{parts[-2] if len(parts) > 1 else 'layer'}_{parts[-1]}"
 
