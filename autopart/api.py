@@ -119,8 +119,11 @@ def parallelize(
     weights: a folder of safetensors files, of which each rank reads its shares once the model is planned. A model
     built under ``autopart.parameters_on_meta()`` has to find all of its weights there; of others, such as one with a
     new head, what is missing keeps its values, with a warning.
-    limits: of ``make_plan``: pp, dp, tp, tensor_scheme, microbatches, schedule, warmup, recompute, together, pins,
-    optimizer, dropout.
+    limits: other keyword arguments of ``make_plan``, such as pp, dp, tp, zero, microbatches, schedule, recompute, pins,
+    optimizer, dropout; not beside a plan.
+
+    Raises InputError and PlanError for values that are none of these; what the model or the plan lacks is said when the
+    model is planned.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"parallelize takes an nn.Module, got {type(model).__name__}")
