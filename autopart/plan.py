@@ -11,10 +11,11 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from autopart.plan_file import build, pretty
 from autopart.runtime.errors import PlanError, ScheduleError
 from autopart.runtime.placement import Placement
 from autopart.runtime.schedule import NAMES, deeper_warmup, in_flight, make_schedule
@@ -30,7 +31,6 @@ DROPOUT = ("torch", "invariant")
 
 Mesh = tuple[tuple[str, int], ...]
 Transfers = tuple[tuple[int, int, float, float | None], ...]
-_P = TypeVar("_P", "Plan", "StagePlan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +342,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The file's text: one key per line, short lists on one line."""
-        return _pretty({"version": VERSION, **asdict(self)}) + "\n"
+        return pretty({"version": VERSION, **asdict(self)}) + "\n"
 
     def save(self, path: str | Path) -> None:
         """Writes the plan; a reader finds the old file or the whole new one, never a part."""
@@ -369,8 +369,8 @@ class Plan:
         raw_stages = data.get("stages")
         if not isinstance(raw_stages, list):
             raise PlanError(f"{where}: stages: expected a list of stages, found {raw_stages!r}")
-        stages = tuple(_build(StagePlan, item, f"{where}: stages[{index}]") for index, item in enumerate(raw_stages))
-        return _build(Plan, {**data, "stages": stages}, where)
+        stages = tuple(build(StagePlan, item, f"{where}: stages[{index}]") for index, item in enumerate(raw_stages))
+        return build(Plan, {**data, "stages": stages}, where)
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -400,114 +400,3 @@ def check_warmup(schedule: str, warmup: Sequence[int], stages: int) -> None:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise PlanError(message)
-
-
-def _build(kind: type[_P], data: object, where: str) -> _P:
-    """A dataclass from a JSON object, each field's type checked."""
-    if not isinstance(data, dict):
-        raise PlanError(f"{where}: expected an object, found {data!r}")
-    known = {item.name: item for item in fields(kind)}
-    for key in data:
-        if key not in known:
-            raise PlanError(f"{where}: {key}: unknown field; remove it (known: {', '.join(known)})")
-    values = {key: _convert(str(known[key].type), value, f"{where}: {key}") for key, value in data.items()}
-    for name, item in known.items():
-        if name not in values and item.default is MISSING and item.default_factory is MISSING:
-            raise PlanError(f"{where}: {name}: missing")
-    try:
-        return kind(**values)
-    except PlanError as error:
-        raise PlanError(f"{where}: {error}") from error
-
-
-def _convert(kind: str, value: Any, where: str) -> Any:
-    """A JSON value as the annotated type; ``kind`` is the annotation's text."""
-    expected = _CHECKS[kind]
-    if not expected[1](value):
-        raise PlanError(f"{where}: expected {expected[0]}, found {json.dumps(value)}")
-    if kind == "float":
-        return float(value)
-    if kind == "Mesh":
-        return tuple((name, size) for name, size in value)
-    if kind == "Transfers":
-        return tuple((a, b, float(there), None if back is None else float(back)) for a, b, there, back in value)
-    return tuple(value) if kind.startswith("tuple") else value
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_mesh(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(axis, list) and len(axis) == 2 and isinstance(axis[0], str) and _is_int(axis[1]) for axis in value
-    )
-
-
-def _is_transfers(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(item, list)
-        and len(item) == 4
-        and all(map(_is_int, item[:2]))
-        and _is_number(item[2])
-        and (item[3] is None or _is_number(item[3]))
-        for item in value
-    )
-
-
-def _is_collectives(value: object) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(count, dict) and set(count) == {"calls", "bytes"} and all(map(_is_int, count.values()))
-        for count in value.values()
-    )
-
-
-# Annotation -> what to tell the user, and the check of the JSON value.
-_CHECKS: dict[str, tuple[str, Any]] = {
-    "str": ("a string", lambda value: isinstance(value, str)),
-    "int": ("a whole number", _is_int),
-    "float": ("a number", _is_number),
-    "Mesh": ('a list of [axis name, size], such as [["dp", 2], ["tp", 4]]', _is_mesh),
-    "Transfers": ("a list of [source stage, target stage, seconds, seconds back or null]", _is_transfers),
-    "tuple[int, ...]": ("a list of whole numbers", lambda value: isinstance(value, list) and all(map(_is_int, value))),
-    "tuple[int, int]": (
-        "[first, end]",
-        lambda value: isinstance(value, list) and len(value) == 2 and all(map(_is_int, value)),
-    ),
-    "tuple[str, ...]": (
-        "a list of strings",
-        lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
-    ),
-    "tuple[StagePlan, ...]": ("stages", lambda value: isinstance(value, tuple)),
-    "tuple[Mapping[str, Any], ...]": (
-        "a list of objects",
-        lambda value: isinstance(value, list) and all(isinstance(item, dict) for item in value),
-    ),
-    "Mapping[str, str]": (
-        "an object of strings",
-        lambda value: isinstance(value, dict) and all(isinstance(item, str) for item in value.values()),
-    ),
-    "Mapping[str, int]": (
-        "an object of whole numbers",
-        lambda value: isinstance(value, dict) and all(map(_is_int, value.values())),
-    ),
-    "Mapping[str, Mapping[str, int]]": ('an object such as {"all_reduce": {"calls": 4, "bytes": 64}}', _is_collectives),
-}
-
-
-def _pretty(value: Any, indent: int = 0, width: int = 110) -> str:
-    """JSON with whatever fits a line on one line."""
-    flat = json.dumps(value)
-    if len(flat) + indent <= width and not (isinstance(value, dict) and "stages" in value):
-        return flat
-    inner = " " * (indent + 2)
-    if isinstance(value, dict):
-        items = [f"{inner}{json.dumps(key)}: {_pretty(item, indent + 2)}" for key, item in value.items()]
-        return "{\n" + ",\n".join(items) + "\n" + " " * indent + "}"
-    if isinstance(value, list | tuple):
-        return "[\n" + ",\n".join(f"{inner}{_pretty(item, indent + 2)}" for item in value) + "\n" + " " * indent + "]"
-    return flat
