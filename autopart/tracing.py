@@ -8,7 +8,6 @@ transformers' outputs keep their names, one tensor that is passed twice stays tw
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,13 +20,13 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autopart.capture_errors import Where, batch_reason, capture_error, fixes_batch
+from autopart.example_inputs import batch_dims_of, bind, examples, input_spec, plain
 from autopart.meta_capture import all_on_meta
 from autopart.mixed_precision import autocast_of, check_sums, current_precision
 from autopart.passes.autocast import Autocast, entered
 from autopart.passes.normalize import normalize
 from autopart.passes.program import OutputInfo, Program, Role, TensorInfo, mark_differentiable, mode_free_digests
 from autopart.runtime.errors import CaptureError
-from autopart.runtime.manifest import InputSpec
 from autopart.runtime.structure import flatten, rebuild
 
 TARGETS = "targets"
@@ -115,8 +114,8 @@ def capture(
         raise CaptureError("loss_fn has parameters of its own; put it inside the model, so that they are trained too")
     bound = {**bind(model.forward, args, kwargs), **targets}
     named, structure = flatten(bound)
-    dims = _batch_dims(named, batch_dims or {})
-    named, batch = _examples(named, dims)
+    dims = batch_dims_of(named, batch_dims or {})
+    named, batch = examples(named, dims)
     flat = _Flat(model, loss_fn, structure, named)
     precision = precision or current_precision(flat)
     autocast = autocast_of(precision, flat)
@@ -130,71 +129,6 @@ def capture(
     if check_eval:
         program.eval_flaw = _eval_flaw(program, model, args, {**kwargs, **targets}, loss_fn, batch_dims)
     return program
-
-
-def bind(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, ``**kwargs`` merged. Raises CaptureError for ``*args`` or if they do not fit."""
-    signature = inspect.signature(forward)
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise CaptureError(f"the example inputs do not fit the model's forward{signature}: {error}") from error
-    named: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            raise CaptureError(
-                f"forward takes *{name}; pass the inputs by name, or wrap the model in one that names them"
-            )
-        named.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
-    return named
-
-
-def _batch_dims(named: dict[str, Any], given: Mapping[str, int | None]) -> dict[str, int | None]:
-    """The dim that holds samples, for every tensor input."""
-    tensors = {path: leaf for path, leaf in named.items() if isinstance(leaf, torch.Tensor)}
-    unknown = set(given) - set(tensors)
-    if unknown:
-        raise CaptureError(f"batch_dims names {sorted(unknown)}, the tensor inputs are {sorted(tensors)}")
-    if not tensors:
-        raise CaptureError("the model takes no tensor input, so there is no batch to split; pass example tensors")
-    for path, dim in given.items():
-        rank = tensors[path].dim()
-        if dim is not None and not -rank <= dim < rank:
-            raise CaptureError(f"batch_dims[{path!r}]: {dim} is no dim of a tensor {list(tensors[path].shape)}")
-    given = {path: None if dim is None else dim % tensors[path].dim() for path, dim in given.items()}
-    sizes = [
-        leaf.shape[given.get(path) or 0]
-        for path, leaf in tensors.items()
-        if leaf.dim() and given.get(path, 0) is not None
-    ]
-    batch = sizes[0] if sizes else None
-    found: dict[str, int | None] = {}
-    for path, leaf in tensors.items():
-        if path in given:
-            found[path] = given[path]
-        else:
-            found[path] = 0 if leaf.dim() and leaf.shape[0] == batch else None
-    return found
-
-
-def _examples(named: dict[str, Any], dims: dict[str, int | None]) -> tuple[dict[str, Any], int]:
-    """The example leaves with one storage each, and at least two samples: export takes a size of 1 for a constant."""
-    seen: list[torch.Tensor] = []
-    result: dict[str, Any] = {}
-    batch = 1
-    for path, leaf in named.items():
-        if isinstance(leaf, torch.Tensor):
-            if any(leaf is other for other in seen):
-                leaf = leaf.clone()
-            seen.append(leaf)
-            dim = dims[path]
-            if dim is not None:
-                batch = leaf.shape[dim]
-                if batch == 1:
-                    leaf = leaf.repeat_interleave(2, dim)
-        result[path] = leaf
-    return result, int(batch)
 
 
 _EVALUATING: ContextVar[bool] = ContextVar("evaluating", default=False)
@@ -336,7 +270,7 @@ def _assemble(
         name=name,
         graph=graph,
         tensors=tensors,
-        inputs=tuple(_input(path, leaf, dims) for path, leaf in named.items()),
+        inputs=tuple(input_spec(path, leaf, dims) for path, leaf in named.items()),
         input_names=input_names,
         outputs=tuple(outputs),
         output_structure=flat.returned.structure,
@@ -414,7 +348,7 @@ def _symbol(
 def _outputs(flat: _Flat, nodes: list[fx.Node]) -> tuple[list[OutputInfo], str | None]:
     remaining = iter(nodes)
     outputs = [
-        OutputInfo(path, next(remaining)) if isinstance(leaf, torch.Tensor) else OutputInfo(path, None, _plain(leaf))
+        OutputInfo(path, next(remaining)) if isinstance(leaf, torch.Tensor) else OutputInfo(path, None, plain(leaf))
         for path, leaf in flat.returned.leaves.items()
     ]
     scalars = [
@@ -427,19 +361,6 @@ def _outputs(flat: _Flat, nodes: list[fx.Node]) -> tuple[list[OutputInfo], str |
         if scalar.split(".")[-1] == "loss" or scalar == tensors[0]:
             return outputs, scalar
     return outputs, None
-
-
-def _plain(leaf: Any) -> Any:
-    """Numbers, strings and None pass through; objects (a cache) are left out of a parallel model's output."""
-    return leaf if isinstance(leaf, int | float | str | bool | None) else None
-
-
-def _input(path: str, leaf: Any, dims: dict[str, int | None]) -> InputSpec:
-    if not isinstance(leaf, torch.Tensor):
-        return InputSpec(path, "constant", constant=_plain(leaf))
-    dim = dims[path]
-    shape = tuple("b" if position == dim else int(size) for position, size in enumerate(leaf.shape))
-    return InputSpec(path, "tensor", shape, str(leaf.dtype).removeprefix("torch."), dim)
 
 
 def _imports(graph: fx.Graph) -> tuple[str, ...]:

@@ -1,0 +1,90 @@
+"""The example inputs of a capture: named leaves, the dim of each with samples, what later calls have to match."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autopart.runtime.errors import CaptureError
+from autopart.runtime.manifest import InputSpec
+
+
+def bind(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, ``**kwargs`` merged. Raises CaptureError for ``*args`` or if they do not fit."""
+    signature = inspect.signature(forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise CaptureError(f"the example inputs do not fit the model's forward{signature}: {error}") from error
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            raise CaptureError(
+                f"forward takes *{name}; pass the inputs by name, or wrap the model in one that names them"
+            )
+        named.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
+    return named
+
+
+def batch_dims_of(named: dict[str, Any], given: Mapping[str, int | None]) -> dict[str, int | None]:
+    """The dim that holds samples, for every tensor input, or None. Raises CaptureError for unknown names and dims."""
+    tensors = {path: leaf for path, leaf in named.items() if isinstance(leaf, torch.Tensor)}
+    unknown = set(given) - set(tensors)
+    if unknown:
+        raise CaptureError(f"batch_dims names {sorted(unknown)}, the tensor inputs are {sorted(tensors)}")
+    if not tensors:
+        raise CaptureError("the model takes no tensor input, so there is no batch to split; pass example tensors")
+    for path, dim in given.items():
+        rank = tensors[path].dim()
+        if dim is not None and not -rank <= dim < rank:
+            raise CaptureError(f"batch_dims[{path!r}]: {dim} is no dim of a tensor {list(tensors[path].shape)}")
+    given = {path: None if dim is None else dim % tensors[path].dim() for path, dim in given.items()}
+    sizes = [
+        leaf.shape[given.get(path) or 0]
+        for path, leaf in tensors.items()
+        if leaf.dim() and given.get(path, 0) is not None
+    ]
+    batch = sizes[0] if sizes else None
+    found: dict[str, int | None] = {}
+    for path, leaf in tensors.items():
+        if path in given:
+            found[path] = given[path]
+        else:
+            found[path] = 0 if leaf.dim() and leaf.shape[0] == batch else None
+    return found
+
+
+def examples(named: dict[str, Any], dims: dict[str, int | None]) -> tuple[dict[str, Any], int]:
+    """The example leaves with one storage each, and at least two samples: export takes a size of 1 for a constant."""
+    seen: list[torch.Tensor] = []
+    result: dict[str, Any] = {}
+    batch = 1
+    for path, leaf in named.items():
+        if isinstance(leaf, torch.Tensor):
+            if any(leaf is other for other in seen):
+                leaf = leaf.clone()
+            seen.append(leaf)
+            dim = dims[path]
+            if dim is not None:
+                batch = leaf.shape[dim]
+                if batch == 1:
+                    leaf = leaf.repeat_interleave(2, dim)
+        result[path] = leaf
+    return result, int(batch)
+
+
+def plain(leaf: Any) -> Any:
+    """Numbers, strings and None pass through; objects (a cache) are left out of a parallel model's output."""
+    return leaf if isinstance(leaf, int | float | str | bool | None) else None
+
+
+def input_spec(path: str, leaf: Any, dims: dict[str, int | None]) -> InputSpec:
+    if not isinstance(leaf, torch.Tensor):
+        return InputSpec(path, "constant", constant=plain(leaf))
+    dim = dims[path]
+    shape = tuple("b" if position == dim else int(size) for position, size in enumerate(leaf.shape))
+    return InputSpec(path, "tensor", shape, str(leaf.dtype).removeprefix("torch."), dim)
