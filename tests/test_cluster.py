@@ -152,6 +152,8 @@ def test_own_devices(tmp_path: Path) -> None:
         ("memory_gib = 24", 'memory_gib = "24"', "devices.Mine.memory_gib"),
         ("memory_gib = 24", "memory_gib = -1", "devices.Mine"),
         ("memory_gib = 24", "", "devices.Mine.memory_gib"),
+        ("memory_gib = 24", "memory_gib = nan", "devices.Mine"),
+        ("float32 = 30e12", "float32 = nan", "devices.Mine: expected a finite number, found nan"),
         ("float32 = 30e12", 'float32 = "fast"', "devices.Mine"),
         ("float32 = 30e12", "float23 = 30e12", "devices.Mine.peak_flops.float23"),
         ('kind = "cuda"', 'kind = "tpu"', "devices.Mine"),

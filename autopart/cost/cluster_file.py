@@ -115,7 +115,7 @@ def _read_device(name: str, table: object, where: str) -> Device:
     _check_keys(table["peak_flops"], presets.DTYPES, f"{where}.peak_flops", ".")
     try:
         return presets.device_from_table(name, table)
-    except (TypeError, ClusterError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ClusterError(f"{where}: {error}") from error
 
 
@@ -127,7 +127,7 @@ def _read_link(name: str, table: object, where: str) -> Link:
             raise ClusterError(f"{where}.{key}: missing")
     try:
         return presets.link_from_table(name, table)
-    except (TypeError, ClusterError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ClusterError(f"{where}: {error}") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -103,7 +104,7 @@ class Defaults:
 
 
 def device_from_table(name: str, table: Mapping[str, Any]) -> Device:
-    """A device from a TOML table with the keys of ``devices.toml``. Raises KeyError, TypeError or ClusterError."""
+    """A device from a TOML table with the keys of ``devices.toml``. Raises KeyError, TypeError or ValueError."""
     return Device(
         name,
         str(table["kind"]),
@@ -117,7 +118,7 @@ def device_from_table(name: str, table: Mapping[str, Any]) -> Device:
 
 
 def link_from_table(name: str, table: Mapping[str, Any]) -> Link:
-    """A link from a TOML table with the keys of ``devices.toml``. Raises KeyError, TypeError or ClusterError."""
+    """A link from a TOML table with the keys of ``devices.toml``. Raises KeyError, TypeError or ValueError."""
     more = {key: _number(table[key]) for key in ("efficiency", "direct") if key in table}
     return Link(name, _number(table["bandwidth"]), _number(table["latency_s"]), **more)
 
@@ -125,6 +126,8 @@ def link_from_table(name: str, table: Mapping[str, Any]) -> Link:
 def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"expected a number, found {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"expected a finite number, found {value!r}")
     return float(value)
 
 
