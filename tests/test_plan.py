@@ -95,8 +95,8 @@ def test_summary_has_the_command_lines_shape() -> None:
         *("dp", "tp", "pp", "tokens_per_s", "tflops_per_device", "stages"),
     ]
     assert list(summary["stages"][0]) == [
-        *("devices", "mesh", "blocks", "forward_s", "backward_s", "memory_bytes", "capacity_bytes", "parameters"),
-        *("collectives", "step_collectives", "recompute"),
+        *("devices", "mesh", "shares", "device", "blocks", "forward_s", "backward_s", "memory_bytes"),
+        *("capacity_bytes", "parameters", "collectives", "step_collectives", "recompute"),
     ]
     assert json.loads(json.dumps(summary)) == summary
 
