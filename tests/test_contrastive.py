@@ -44,7 +44,8 @@ def train(model: nn.Module) -> list[float]:
 
 def in_parallel() -> list[Any]:
     found = []
-    for limits in ({"pp": 2}, {"tp": 2}):
+    every: tuple[dict[str, Any], ...] = ({"pp": 2}, {"tp": 2})
+    for limits in every:
         model: Any = autopart.parallelize(build(), verbose=False, **limits)
         losses = train(model)
         manifest = model.parallel.manifest

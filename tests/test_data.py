@@ -123,7 +123,7 @@ def test_a_distributed_sampler_feeds_the_replicas() -> None:
 class Nested(Labelled):
     """One argument that holds everything: a dict with a list, with a tuple, with what is no tensor."""
 
-    def forward(self, batch: dict[str, Any]) -> Tensor:
+    def forward(self, batch: dict[str, Any]) -> Tensor:  # type: ignore[override]
         shift, (scale, power) = batch["parts"]
         x = (batch["x"] + shift) * scale**power
         return super().forward(x, batch["target"]["labels"])
