@@ -132,8 +132,9 @@ class Candidates:
         found = copy.copy(self)
         found.cluster, found.device, found.batch, found.whole = cluster, device, batch, whole
         found.zero, found.warmup, found.pins = 0, None, None
-        found._links, found._stage_links, found._conversions = {}, {}, {}
-        found._shared, found._priced = {}, {}
+        found._links, found._stage_links = {}, {}
+        if device != self.device or whole != self.whole:  # else by axes with their links
+            found._conversions, found._shared, found._priced = {}, {}, {}
         if device != self.device:
             found._prices, found._work, found._free = {}, {}, {}
         if device.kind != self.device.kind:

@@ -5,8 +5,9 @@ and how many of its devices are. A *run* leads from one place to another: the re
 beginning of one. Equal nodes are one kind, so that a way through the places is an order of unlike nodes and leaves open
 only which of several equal ones is meant; :meth:`DeviceRow.devices` settles that.
 
-On large clusters runs are fewer: within a node, sizes that divide it, at multiples of their own size; beyond a node,
-whole nodes. This is how Alpa's inter-operator pass cuts meshes (arXiv 2201.12023, section 5.2).
+On large clusters, and where nodes have a power of two of devices, runs are fewer: within a node, sizes that divide it,
+at multiples of their own size; beyond a node, whole nodes. So does Alpa's inter-operator pass (arXiv 2201.12023,
+section 5.2).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from functools import cached_property
 from autopart.cluster import Cluster, Link, Node
 
 MOST_FREE = 8
-"""Devices of a cluster up to which every run is offered."""
+"""Devices of a cluster up to which every run is offered, where a node's devices are no power of two."""
 
 Pieces = tuple[tuple[int, int], ...]
 """(kind of node, devices of one such node), in order."""
@@ -93,7 +94,8 @@ class DeviceRow:
 
     def _from(self, place: Place) -> Iterator[tuple[Pieces, Place]]:
         """Every run that starts at a place."""
-        free = self.cluster.device_count <= MOST_FREE
+        odd = any(node.count & (node.count - 1) for node in self.kinds)
+        free = odd and self.cluster.device_count <= MOST_FREE
         if place.taken:
             left = self.kinds[place.kind].count - place.taken
             for size in range(1, left):

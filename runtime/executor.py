@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autopart.runtime.data_weights import Pass
 from autopart.runtime.errors import PlanError
 from autopart.runtime.invariant import Share
-from autopart.runtime.links import Arrival, Links
+from autopart.runtime.links import Arrival, Links, Samples
 from autopart.runtime.manifest import Manifest, StageSpec, ValueSpec, argument_name
 from autopart.runtime.mesh import Mesh
 from autopart.runtime.schedule import Action, Work
@@ -31,12 +31,14 @@ Seeds = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor | None]]
 class Feed:
     """What a step gives to a rank's stages besides what other stages send.
 
-    inputs: microbatch -> the stages' inputs by name. samples: per microbatch on this rank (``b``); batch: in the whole
-    step (``B``). totals: by name. first: microbatch -> its first sample, counted in the whole batch.
+    inputs: microbatch -> the stages' inputs by name. samples: per microbatch on this rank (``b``); whole: over all
+    replicas; batch: in the whole step (``B``). totals: by name. first: microbatch -> its first sample, counted in the
+    whole batch.
     """
 
     inputs: Callable[[int], Mapping[str, Tensor]]
     samples: int
+    whole: int
     batch: int
     totals: Mapping[str, Tensor]
     first: Callable[[int], int]
@@ -171,7 +173,7 @@ class Run:
         for value in self._links.values[edge]:
             tensor = state.sent[value.name]
             if edge[1] not in self._modules:
-                self._links.send(value, tensor, edge, microbatch, self._feed.samples, "forward")
+                self._links.send(value, tensor, edge, microbatch, self._samples, "forward")
                 continue
             self._links.check(value, tensor, self._feed.samples)
             received = tensor.detach()
@@ -187,13 +189,17 @@ class Run:
             if edge[0] in self._modules:
                 self._state(edge[0], microbatch).gradients.append((value, gradient))
             else:
-                self._links.send(value, gradient, edge, microbatch, self._feed.samples, "backward")
+                self._links.send(value, gradient, edge, microbatch, self._samples, "backward")
 
     def _receive(self, value: ValueSpec, state: _Microbatch, action: Action, phase: Phase) -> Tensor:
         assert action.microbatch is not None
-        tensor, work = self._links.receive(value, _edge(action), action.microbatch, self._feed.samples, phase)
+        tensor, work = self._links.receive(value, _edge(action), action.microbatch, self._samples, phase)
         state.arriving[phase].append((action, work))
         return self._as_leaf(value, tensor) if phase == "forward" else tensor
+
+    @property
+    def _samples(self) -> Samples:
+        return Samples(self._feed.samples, self._feed.whole)
 
     def _as_leaf(self, value: ValueSpec, tensor: Tensor) -> Tensor:
         return tensor.requires_grad_() if value.needs_grad and self._train else tensor

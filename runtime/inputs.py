@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -15,6 +14,7 @@ from autopart.runtime.errors import BatchError, InputError
 from autopart.runtime.links import dtype_of
 from autopart.runtime.manifest import InputSpec, Manifest, Size, size_of
 from autopart.runtime.mesh import Mesh
+from autopart.runtime.resharding import rows_of
 from autopart.runtime.structure import flatten
 
 BatchMode = Literal["global", "local"]
@@ -38,17 +38,26 @@ class Division:
     shares: tuple[int, ...] = ()
 
     @property
+    def rows(self) -> tuple[int, ...]:
+        """Samples in one microbatch on each replica, where these have parts."""
+        return rows_of(self.whole, self.shares)
+
+    @property
+    def whole(self) -> int:
+        """Samples in one microbatch over all replicas."""
+        return self.batch // self.microbatches
+
+    @property
     def samples(self) -> int:
         """Samples in one microbatch on one rank."""
         if self.shares:
-            return self.batch // self.microbatches * self.shares[self.replica] // sum(self.shares)
+            return self.rows[self.replica]
         return self.batch // (self.replicas * self.microbatches)
 
     def start(self, microbatch: int) -> int:
         """The first sample of this rank's microbatch, counted in the whole batch."""
         if self.shares:
-            whole = self.batch // self.microbatches
-            return microbatch * whole + whole * sum(self.shares[: self.replica]) // sum(self.shares)
+            return microbatch * self.whole + sum(self.rows[: self.replica])
         return (self.replica * self.microbatches + microbatch) * self.samples
 
 
@@ -149,7 +158,7 @@ def divide(
     microbatches, or if it does not divide by the replicas whole on every one of them. Nothing is padded.
 
     shares: parts of the replicas of this rank's stage, see :class:`Division`. Where stages have unlike meshes, raises
-    BatchError for a batch that some stage cannot divide, and says which it could.
+    BatchError for a batch that has fewer samples than a stage has replicas.
     """
     if not manifest.is_uniform:
         return _divide_unlike(manifest, found, replica, mode, shares)
@@ -163,21 +172,18 @@ def divide(
 
 
 def _divide_unlike(manifest: Manifest, found: int, replica: int, mode: BatchMode, shares: tuple[int, ...]) -> Division:
-    """Where meshes or parts differ, every stage has to be able to divide each microbatch."""
+    """Where meshes or parts differ, every replica of every stage gets whole rows of each microbatch."""
     if mode == "local":
         raise BatchError(
             'batch="local" gives each replica its own part, but stages of this plan have unlike replicas; '
             'pass every rank the whole batch (batch="global")'
         )
-    unit = math.lcm(*(sum(stage.replica_shares) for stage in manifest.stages))
+    least = max(len(stage.replica_shares) for stage in manifest.stages)
     for count in range(manifest.microbatches, 0, -1):
-        if found % (count * unit) == 0:
+        if found % count == 0 and found // count >= least:
             return Division(found, len(shares), replica, count, 0, shares)
-    lower = found // unit * unit
-    sizes = f"{lower} or {lower + unit}" if lower else f"{unit} or {2 * unit}"
     raise BatchError(
-        f"a batch of {found} samples cannot be divided over the replicas of every stage; multiples of {unit} would do, "
-        f"such as {sizes}"
+        f"a batch of {found} samples leaves some of the {least} replicas of a stage without any; pass at least {least}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -14,7 +15,7 @@ from autopart.runtime.errors import PlanError
 from autopart.runtime.manifest import Manifest, ValueSpec, size_of
 from autopart.runtime.mesh import STAGE_AXIS, Mesh
 from autopart.runtime.placement import Placement
-from autopart.runtime.resharding import Message, Side, Slices, backward_messages, forward_messages, local_shape
+from autopart.runtime.resharding import Message, Side, Slices, backward_messages, forward_messages, local_shape, rows_of
 from autopart.runtime.traffic import Phase, payload
 
 # Pieces of one value that have tags of their own; those that share one are told apart by their order.
@@ -55,6 +56,14 @@ def _differ(manifest: Manifest, value: ValueSpec, target: int, arrival: Sequence
     source, other = manifest.stages[value.source], manifest.stages[target]
     alike = source.mesh == other.mesh and source.replica_shares == other.replica_shares
     return not alike or tuple(arrival) != value.placements
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Samples in a microbatch: on this rank, and over all replicas."""
+
+    rank: int
+    whole: int
 
 
 class Links:
@@ -100,7 +109,7 @@ class Links:
             )
 
     def send(
-        self, value: ValueSpec, tensor: Tensor, edge: tuple[int, int], microbatch: int, batch: int, phase: Phase
+        self, value: ValueSpec, tensor: Tensor, edge: tuple[int, int], microbatch: int, samples: Samples, phase: Phase
     ) -> None:
         """Starts sending a value along an edge (phase "forward"), or its gradient against it ("backward").
 
@@ -108,9 +117,9 @@ class Links:
         """
         unlike = (value.name, edge[1]) in self._unlike
         if phase == "forward" or not unlike:
-            self.check(value, tensor, batch)
+            self.check(value, tensor, samples.rank)
         if unlike:
-            self._send_pieces(value, tensor, edge, microbatch, self._whole(batch), phase)
+            self._send_pieces(value, tensor, edge, microbatch, samples.whole, phase)
             return
         tensor = tensor.detach().contiguous()
         self._mesh.traffic.add("send", STAGE_AXIS, phase, payload(tensor))
@@ -126,12 +135,12 @@ class Links:
             self._sending.popleft()
 
     def receive(
-        self, value: ValueSpec, edge: tuple[int, int], microbatch: int, batch: int, phase: Phase
+        self, value: ValueSpec, edge: tuple[int, int], microbatch: int, samples: Samples, phase: Phase
     ) -> tuple[Tensor, dist.Work | Arrival]:
         """Starts receiving what :meth:`send` sends; the tensor holds it once the work has been waited for."""
         if (value.name, edge[1]) in self._unlike:
-            return self._receive_pieces(value, edge, microbatch, self._whole(batch), phase)
-        shape = [size_of(size, batch) for size in value.shape]
+            return self._receive_pieces(value, edge, microbatch, samples.whole, phase)
+        shape = [size_of(size, samples.rank) for size in value.shape]
         tensor = torch.empty(shape, dtype=dtype_of(value.dtype), device=self._mesh.device)
         work = dist.irecv(
             tensor,
@@ -187,19 +196,13 @@ class Links:
             self._messages[key] = [item for item in mine if self._mesh.rank in (item[1].source, item[1].target)]
         return self._messages[key]
 
-    def _whole(self, samples: int) -> int:
-        """Samples in a microbatch over all replicas, of which this rank has so many."""
-        shares = self._manifest.stages[self._mesh.stages[0]].replica_shares
-        return samples * sum(shares) // shares[self._mesh.data.index]
-
     def _side(self, value: ValueSpec, stage: int, samples: int) -> Side:
         """How a value of this many samples lies in a stage."""
         spec = self._manifest.stages[stage]
         placements = value.placements if stage == value.source else value.arrivals[value.targets.index(stage)]
-        shares = spec.replica_shares
         return Side(
             spec.devices,
-            tuple(samples * share // sum(shares) for share in shares),
+            rows_of(samples, spec.replica_shares),
             tuple(size for _, size in spec.mesh[1:]),
             tuple(map(Placement.parse, placements)),
         )

@@ -222,6 +222,7 @@ class ParallelModule(HeldStages):
         return Feed(
             lambda k: microbatch_of(self._inputs, leaves, division, k, device),
             division.samples,
+            division.whole,
             division.batch,
             totals,
             division.start,

@@ -59,6 +59,22 @@ class Message:
         return tuple(part.stop - part.start for part in self.take)
 
 
+def rows_of(samples: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """Whole samples for replicas with these parts of a microbatch: exactly the parts where these divide it.
+
+    Else what is left over goes to those that miss the most, and each has one at least, where there are as many.
+    """
+    total = sum(shares)
+    rows = [samples * share // total for share in shares]
+    missing = sorted(range(len(shares)), key=lambda index: (-(samples * shares[index] % total), index))
+    for index in missing[: samples - sum(rows)]:
+        rows[index] += 1
+    while 0 in rows and max(rows) > 1:
+        rows[rows.index(max(rows))] -= 1
+        rows[rows.index(0)] += 1
+    return tuple(rows)
+
+
 def local_shape(shape: Sequence[Size], side: Side, rank: int) -> tuple[int, ...]:
     """The shape of one rank's share. shape: of a replica's value with ``b`` samples."""
     boxes = _boxes(shape, side, None)[rank]

@@ -25,7 +25,7 @@ from autopart.realize import realize
 from autopart.runtime import checkpoint
 from autopart.runtime.errors import BatchError, PlanError
 from autopart.runtime.placement import REPLICATE, Placement, shard, take_share
-from autopart.runtime.resharding import Message, Side, backward_messages, forward_messages, local_shape
+from autopart.runtime.resharding import Message, Side, backward_messages, forward_messages, local_shape, rows_of
 from autopart.verify import Subject, compare_emitted
 from autopart.weights import load_weights, save_weights
 from clusters import ideal
@@ -204,6 +204,9 @@ def realize_of(name: str, case: str) -> Emitted:
 
 # --- What users call ---
 
+ODD = 5
+"""Samples that neither the parts 3:1 nor two microbatches divide."""
+
 
 def as_users_do(directory: str, folder: str, batch: dict[str, Tensor]) -> dict[str, Any]:
     """On each rank: outputs with and without gradients, the norm, bytes sent, the state, a checkpoint, refusals."""
@@ -219,8 +222,12 @@ def as_users_do(directory: str, folder: str, batch: dict[str, Tensor]) -> dict[s
     optimizer.zero_grad()
     with torch.no_grad():
         evaluated = model(**batch)
+    loss = model(**{name: tensor[:ODD] for name, tensor in batch.items()})["loss"]
+    loss.backward()
+    odd = loss.detach(), model.clip_grad_norm_(0.1)
+    optimizer.zero_grad()
     refused = {}
-    for key, wrong in (("odd", {name: tensor[:5] for name, tensor in batch.items()}), ("local", batch)):
+    for key, wrong in (("few", {name: tensor[:1] for name, tensor in batch.items()}), ("local", batch)):
         model.batch = "local" if key == "local" else "global"
         with pytest.raises(BatchError) as error:
             model(**wrong)
@@ -237,6 +244,7 @@ def as_users_do(directory: str, folder: str, batch: dict[str, Tensor]) -> dict[s
         "sent": sent,
         "state": state,
         "zeros": all(not tensor.any() for tensor in again.values()),
+        "odd": odd,
         "refused": refused,
     }
 
@@ -250,8 +258,13 @@ def plain_run(subject: Subject, batch: dict[str, Tensor]) -> dict[str, Any]:
         torch.optim.SGD(model.parameters(), 0.1).step()
         with torch.no_grad():
             evaluated = model(**batch)
+        model.zero_grad()
+        odd = model(**{name: tensor[:ODD] for name, tensor in batch.items()})["loss"]
+        odd.backward()
+        odd_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    return {"outputs": outputs, "evaluated": evaluated, "norm": norm, "state": state}
+    odds = odd.detach(), odd_norm
+    return {"outputs": outputs, "evaluated": evaluated, "norm": norm, "state": state, "odd": odds}
 
 
 def test_what_users_call(tmp_path: Path) -> None:
@@ -271,7 +284,9 @@ def test_what_users_call(tmp_path: Path) -> None:
         for name, tensor in item["state"].items():
             torch.testing.assert_close(tensor, plain["state"][name], rtol=1e-8, atol=1e-8, msg=name)
         assert item["zeros"]
-        assert "multiples of" in item["refused"]["odd"] and "global" in item["refused"]["local"]
+        for found_odd, plain_odd in zip(item["odd"], plain["odd"], strict=True):
+            torch.testing.assert_close(found_odd.double(), plain_odd.double(), rtol=1e-9, atol=0.0)
+        assert "pass at least 2" in item["refused"]["few"] and "global" in item["refused"]["local"]
         for phase in ("forward", "backward"):
             assert item["sent"].get(phase, 0) == sent_bytes(emitted, rank, phase), (rank, phase)
     written = copy.deepcopy(subject.model)
@@ -321,3 +336,16 @@ def test_plans_check_shares() -> None:
         replace(plan, stages=(replace(plan.stages[0], shares=(5, 2)), plan.stages[1]))
     again = Plan.from_json(replace(plan, stages=(replace(plan.stages[0], shares=(3, 1)), plan.stages[1])).to_json())
     assert again.stages[0].shares == (3, 1) and not again.is_uniform
+
+
+@pytest.mark.parametrize("shares", [(1,), (3, 1), (3, 3, 2), (1, 1, 1, 1), (5, 1), (22, 21, 21)])
+def test_whole_rows(shares: tuple[int, ...]) -> None:
+    """The parts where they divide, else near them, none without a row."""
+    for samples in range(len(shares), 3 * sum(shares)):
+        rows = rows_of(samples, shares)
+        assert sum(rows) == samples and min(rows) >= 1
+        exact = [samples * share / sum(shares) for share in shares]
+        if all(part.is_integer() for part in exact):
+            assert list(rows) == exact
+        if min(exact) >= 1:
+            assert all(abs(row - part) < 1 for row, part in zip(rows, exact, strict=True))
