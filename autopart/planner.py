@@ -9,11 +9,12 @@ when no other can be faster. The winner is timed once more on the graphs that wi
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from autopart.analysis import Analysis, analyze, pattern_of
 from autopart.candidates import Answer, Candidates
@@ -126,12 +127,19 @@ def make_plan(
         raise PlanError(f"pp={pp} stages need as many blocks, {program.name} has {len(analysis.blocks)}; lower pp")
     candidates = Candidates(analysis, cluster, batch, optimizer, time_limit_s, warmup, pinned, zero, scheme)
     axes = None if tp is None else read_axes(tp)
-    unlike = UnlikeCandidates(MeshPrices(candidates, dp, axes if isinstance(axes, int) else None))
-    others: list[UnlikeMeshes] = []
-    if meshes != "equal" and not (zero or isinstance(axes, tuple)) and scheme is TensorScheme.AUTO:
+    unlike: UnlikeCandidates | None = None
+
+    @functools.cache
+    def others() -> tuple[UnlikeMeshes, ...]:
+        """Made when they are asked for: the runs of many devices are many."""
+        nonlocal unlike
+        if meshes == "equal" or zero or isinstance(axes, tuple) or scheme is not TensorScheme.AUTO:
+            return ()
+        unlike = UnlikeCandidates(MeshPrices(candidates, dp, axes))
         found = unlike.configs(pp, microbatches, [name for name, _ in schedules], recompute)
-        others = [config for config in found if config.stages >= pinned.least_stages]
-    if meshes == "unlike" and not others:
+        return tuple(config for config in found if config.stages >= pinned.least_stages)
+
+    if meshes == "unlike" and not others():
         raise PlanError(
             "meshes=unlike: stages of unlike meshes need several devices, one tensor axis at most, whole parameters "
             "(zero=0) and a schedule of one stage on each rank; leave out what is forced, or meshes"
@@ -141,23 +149,36 @@ def make_plan(
         try:
             configs = _equal(candidates, pp, dp, tp, microbatches, schedules, recompute)
         except PlanError:
-            if not (others and (len(set(cluster.nodes)) > 1 or cluster.device_count & (cluster.device_count - 1))):
+            uneven = len(set(cluster.nodes)) > 1 or cluster.device_count & (cluster.device_count - 1)
+            if not uneven or not others():
                 raise
     solving = time.perf_counter()
 
     def evaluate(config: Degrees | UnlikeMeshes) -> Evaluation[Answer | UnlikeAnswer]:
-        found: Any = candidates.evaluate(config) if isinstance(config, Degrees) else unlike.evaluate(config)
-        return found
+        if isinstance(config, Degrees):
+            return cast(Any, candidates.evaluate(config))
+        assert unlike is not None
+        return cast(Any, unlike.evaluate(config))
+
+    def lower_bound(config: Degrees | UnlikeMeshes) -> float:
+        if isinstance(config, Degrees):
+            return candidates.lower_bound(config)
+        assert unlike is not None
+        return unlike.lower_bound(config)
 
     result = search(
         configs,
         evaluate,
-        lambda config: candidates.lower_bound(config) if isinstance(config, Degrees) else unlike.lower_bound(config),
-        more=lambda best: others if not configs or unlike_can_win(cluster, best) else (),
+        lower_bound,
+        more=lambda best: others() if not configs or unlike_can_win(cluster, best) else (),
     )
     solved = time.perf_counter()
     answer = result.answer
-    plan = describe(candidates, answer) if isinstance(answer, Answer) else describe_unlike(unlike, answer)
+    if isinstance(answer, Answer):
+        plan = describe(candidates, answer)
+    else:
+        assert unlike is not None
+        plan = describe_unlike(unlike, answer)
     bound = min(result.bound, plan.step_time_s)
     return replace(
         plan,

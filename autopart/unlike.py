@@ -149,12 +149,10 @@ class UnlikeCandidates:
         for _ in range(stages):
             before.append({slot.start for slot, _ in found if slot.stop in before[-1]})
         before.reverse()
-        steps = list(itertools.pairwise(zip(after, before, strict=True)))
-        used = [
-            (slot, mesh)
-            for slot, mesh in found
-            if any(slot.start in here & onward and slot.stop in end for (here, onward), (_, end) in steps)
+        steps = [
+            (here & onward, end) for (here, onward), (_, end) in itertools.pairwise(zip(after, before, strict=True))
         ]
+        used = [(slot, mesh) for slot, mesh in found if any(slot.start in a and slot.stop in b for a, b in steps)]
         numbers: dict[Mesh, int] = {}
         slots = [replace(slot, shape=numbers.setdefault(mesh, len(numbers))) for slot, mesh in used]
         return slots, list(numbers)
