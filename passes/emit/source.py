@@ -110,7 +110,7 @@ class StageSource:
             "        super().__init__()",
             "        self._mesh = mesh",
         ]
-        text += [f'        self._path = "{self.path}"', *self._constructor(), "", *forward, *body, ""]
+        text += [f'        self._path = "{self.path}"', *wrapped(self._constructor()), "", *forward, *body, ""]
         return "\n".join(text)
 
     # -- layers ---------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class StageSource:
             "    def __init__(self, mesh: Mesh, path: str) -> None:",
             "        super().__init__()",
             "        self._mesh, self._path = mesh, path",
-            *constructor,
+            *wrapped(constructor),
             "",
             *_definition("forward", f"self, {signature}" if signature else "self", returns),
             *wrapped(function.body()),
