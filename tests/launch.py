@@ -32,7 +32,7 @@ class ChildFailure(AssertionError):
         super().__init__("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in failures.items()))
 
 
-def launch(function: Callable[..., Any], processes: int, *args: Any, timeout: float = 90.0) -> list[Any]:
+def launch(function: Callable[..., Any], processes: int, *args: Any, timeout: float = 240.0) -> list[Any]:
     """Runs ``function(*args)`` in each process, with torch.distributed ready; returns what each rank returns.
 
     ``function`` is a top-level function of an importable module (it is pickled); arguments and results are pickled.

@@ -165,7 +165,7 @@ def test_a_wrong_value_on_its_way_is_named(tmp_path: Path) -> None:
     file = tmp_path / "stage_0.py"
     file.write_text(file.read_text().replace("return (v,)", "return (v[:, :3],)"))
     with pytest.raises(ChildFailure) as failure:
-        launch(_step, 2, str(tmp_path), timeout=30)
+        launch(_step, 2, str(tmp_path), timeout=120)
     assert f"stage 0 sends 'v' as torch.float64 [8, 3], the manifest says float64 [8, {WIDTH}]" in str(failure.value)
 
 
