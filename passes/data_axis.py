@@ -16,6 +16,7 @@ from itertools import groupby
 import torch
 from torch import fx
 
+from autopart.passes import graph as graphs
 from autopart.passes.conversion import Axes
 from autopart.passes.emit.layers import Run
 from autopart.passes.graph import Value
@@ -23,7 +24,7 @@ from autopart.passes.kept import owner_of, shares_memory
 from autopart.passes.program import Role, TensorInfo
 from autopart.passes.saved import saved_tensors
 from autopart.passes.shard import local_extents
-from autopart.passes.storage import is_view
+from autopart.passes.storage import is_view, op_name
 from autopart.runtime.placement import Placements
 
 LEVELS = (0, 1, 2, 3)
@@ -79,7 +80,12 @@ class Gathering:
         """Whether some op keeps one of the whole weights for its backward."""
         own = {Value(node) for node in self.parameters}
         nodes = [node for node in _with_views(self.readers) if "transition" not in node.meta]
-        return any(owner_of(value) in own for node in nodes for value in saved_tensors(node))
+        return any(owner_of(value) in own for node in nodes for value in _kept(node))
+
+
+def _kept(node: fx.Node) -> list[Value]:
+    """What an op keeps for its backward: of layer_norm the bias as well, which its formula does not read."""
+    return [*saved_tensors(node), *(graphs.inputs(node)[1:] if op_name(node) == "layer_norm" else ())]
 
 
 def cut_of(node: fx.Node, cuts: Mapping[str, DataCut]) -> DataCut | None:

@@ -150,12 +150,8 @@ def _saved_chosen(node: fx.Node) -> list[Value]:
 
 
 def _saved_norm(node: fx.Node) -> list[Value]:
-    """The operand and the weight; layer_norm hands its bias on to its backward as well."""
-    name = op_name(node)
-    found = [_operand(node, {"batch_norm": 1, "instance_norm": 1}.get(name, 2), "weight")]
-    if name == "layer_norm":
-        found.append(_operand(node, 3, "bias"))
-    return _first(node) + [value for value in found if value is not None]
+    weight = _operand(node, {"batch_norm": 1, "instance_norm": 1}.get(op_name(node), 2), "weight")
+    return _first(node) + ([weight] if weight is not None else [])
 
 
 def _saved_attention(node: fx.Node) -> list[Value]:
