@@ -1,15 +1,18 @@
 """How long planning takes, everything included, from an empty process to the printed plan.
 
-    python benchmarks/planning_time.py [--repeat 3]
+    python benchmarks/planning_time.py [--repeat 3] [--only TEXT] [--large]
 
 Each line runs the command line as a user would, several times, and prints the fastest: in all, and what of it was
-spent inside ``make_plan`` and in its solvers.
+spent inside ``make_plan`` and in its solvers; CPU seconds are means, the peak of memory is that of all
+runs so far.
+Solved strategies of earlier runs are not used. --large: models of 70 B parameters and more, minutes each.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -30,13 +33,27 @@ CASES = {
         *("--batch", "512", "--dtype", "bf16"),
     ],
 }
+_LLAMA_70B = (
+    "hf:llama?num_hidden_layers=80&hidden_size=8192&intermediate_size=28672&num_attention_heads=64"
+    "&num_key_value_heads=8&max_position_embeddings=4096&seq=4096"
+)
+_GPT3 = "hf:gpt2?n_layer=96&n_embd=12288&n_head=96&n_positions=2048&seq=2048"
+_1T = "hf:gpt2?n_layer=128&n_embd=25600&n_head=160&n_positions=2048&seq=2048"
+LARGE = {
+    "Llama-70B-like on 32x8 H100": [_LLAMA_70B, "--cluster", "32x8xH100", "--batch", "512", "--dtype", "bf16"],
+    "GPT-3 175B on 128x8 A100-80GB": [_GPT3, "--cluster", "128x8xA100-80GB", "--batch", "1536", "--dtype", "bf16"],
+    "GPT 1T on 384x8 A100-80GB": [_1T, "--cluster", "384x8xA100-80GB", "--batch", "3072", "--dtype", "bf16"],
+}
 
 
 def run(arguments: list[str]) -> tuple[float, dict[str, float]]:
     """Seconds of the whole command, and the plan it printed."""
     start = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "autopart.cli", "plan", *arguments, "--json"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "autopart.cli", "plan", *arguments, "--json", "--no-cache"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return time.perf_counter() - start, json.loads(done.stdout)
 
@@ -44,12 +61,21 @@ def run(arguments: list[str]) -> tuple[float, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3)
-    repeat = parser.parse_args().repeat
-    for name, arguments in CASES.items():
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains it")
+    parser.add_argument("--large", action="store_true")
+    options = parser.parse_args()
+    repeat = options.repeat
+    for name, arguments in (LARGE if options.large else CASES).items():
+        if options.only not in name:
+            continue
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         results = [run(arguments) for _ in range(repeat)]
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = (used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime) / repeat
         seconds, plan = min(results, key=lambda item: item[0])
         print(
-            f"{name:42} {seconds:6.2f} s in all, {plan['total_s']:5.2f} s planning, {plan['solve_s']:5.2f} s solving; "
+            f"{name:42} {seconds:6.2f} s in all, {plan['total_s']:5.2f} s planning, {plan['solve_s']:5.2f} s solving, "
+            f"{cpu:.1f} s of CPU each, {used.ru_maxrss / 2**20:.1f} GiB; "
             f"pp {plan['pp']:.0f} dp {plan['dp']:.0f} tp {plan['tp']:.0f} m {plan['microbatches']:.0f} "
             f"gap {plan['gap']:.1%}"
         )
