@@ -31,6 +31,7 @@ from autopart.recomputation import RECOMPUTE
 from autopart.report.units import format_bytes
 from autopart.runtime.errors import BatchError, ClusterError, PlanError
 from autopart.runtime.schedule import NAMES
+from autopart.several_axes import several_axes
 from autopart.solver.search import Considered, Degrees, Evaluation, UnlikeMeshes, degrees, read_axes, search
 from autopart.solver.tensor_problem import relative_gap
 from autopart.tensor_scheme import TensorScheme
@@ -69,7 +70,8 @@ def make_plan(
 ) -> Plan:
     """The fastest plan found, with its lower bound; what is given is forced.
 
-    tp: devices that share tensors, or the sizes of their axes, outermost first: (2, 4) or "2x4".
+    tp: devices that share tensors, or the sizes of their axes, outermost first: (2, 4) or "2x4". Without sizes one
+    axis, and two where one is short of something (:mod:`autopart.several_axes`).
     tensor_scheme: 1d, sp, 2d, 2.5d or 3d (:mod:`autopart.tensor_scheme`) for products with weights, on the axes that
     it is for; the rest is chosen. auto: all is chosen.
     batch: samples of a step over all replicas (default: those of the example inputs). warmup: of 1F1B, forwards that
@@ -166,11 +168,19 @@ def make_plan(
         assert unlike is not None
         return unlike.lower_bound(config)
 
+    def more(best: Any) -> list[Degrees | UnlikeMeshes]:
+        found: list[Degrees | UnlikeMeshes] = []
+        if scheme is TensorScheme.AUTO:
+            found += several_axes(candidates, [config for config in configs if isinstance(config, Degrees)], best)
+        if not configs or unlike_can_win(cluster, best):
+            found += others()
+        return found
+
     result = search(
         configs,
         evaluate,
         lower_bound,
-        more=lambda best: others() if not configs or unlike_can_win(cluster, best) else (),
+        more=more,
     )
     solved = time.perf_counter()
     answer = result.answer

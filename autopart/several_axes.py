@@ -1,0 +1,63 @@
+"""Which factorings of a stage's tensor ranks into two axes are searched beside one axis.
+
+Two axes are planned only where one is seen to be short of something, as their problems are several times larger:
+
+* nothing fits into memory: the configurations that hold least are tried on two axes;
+* the plan on one axis repeats products on its ranks, because no size of theirs divides by all of them (heads that are
+  fewer than ranks, or no multiple);
+* its ranks lie on several nodes, so that one ring goes over the slow links with all that it moves.
+
+Each factoring is tried in both orders: the inner axis joins neighbours, the outer one lies on the slower links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from autopart.candidates import Answer, Candidates
+from autopart.solver.search import Degrees, Evaluation, factorizations
+
+AXES = 2
+"""Tensor axes that are tried unasked; three are given, or follow from a scheme."""
+REPEATED = 0.05
+"""Share of the ops' seconds in products that ranks repeat, from which two axes are tried."""
+_MOST_UNFIT = 2
+
+
+def several_axes(
+    candidates: Candidates, configs: Sequence[Degrees], best: Evaluation[Answer] | None
+) -> tuple[Degrees, ...]:
+    """Configurations on two axes to try after those on one. best: of these; None: none of them fits into memory."""
+    if best is not None:
+        config = best.answer.config
+        short = len(config.axes) == 1 and (_spans_nodes(candidates, config) or _repeats(candidates, best.answer))
+        return tuple(_factored(config)) if short else ()
+    holding_least = sorted(configs, key=lambda item: (-item.tp, -item.microbatches, not item.recompute, item.dp))
+    factored = [found for item in holding_least if (found := tuple(_factored(item)))]
+    return tuple(item for items in factored[:_MOST_UNFIT] for item in items)
+
+
+def _factored(config: Degrees) -> Iterator[Degrees]:
+    if len(config.axes) == 1:
+        for axes in factorizations(config.tp, AXES):
+            if len(axes) > 1:
+                yield replace(config, axes=axes)
+
+
+def _spans_nodes(candidates: Candidates, config: Degrees) -> bool:
+    return config.tp > min(node.count for node in candidates.cluster.nodes)
+
+
+def _repeats(candidates: Candidates, answer: Answer) -> bool:
+    """Whether products that all ranks compute whole take a good part of the time."""
+    prices, sizes = candidates.prices(answer.config), answer.config.axes
+    costs = candidates.analysis.costs(candidates.device.kind)
+    whole = repeated = 0.0
+    for node, chosen in answer.choice.strategies.items():
+        seconds = sum(prices.op_seconds(node, chosen, sizes))
+        whole += seconds
+        cost = costs.get(node)
+        if cost is not None and cost.contraction and prices.shares(node, chosen, sizes)[0] == 1.0:
+            repeated += seconds
+    return repeated > REPEATED * whole
