@@ -33,7 +33,7 @@ def several_axes(
         config = best.answer.config
         short = len(config.axes) == 1 and (_spans_nodes(candidates, config) or _repeats(candidates, best.answer))
         return tuple(_factored(config)) if short else ()
-    holding_least = sorted(configs, key=lambda item: (-item.tp, -item.microbatches, not item.recompute, item.dp))
+    holding_least = sorted(configs, key=lambda item: (-item.tp, -item.microbatches, item.recompute == "none", item.dp))
     factored = [found for item in holding_least if (found := tuple(_factored(item)))]
     return tuple(item for items in factored[:_MOST_UNFIT] for item in items)
 
