@@ -25,26 +25,24 @@ from autopart.tracing import capture
 CLUSTERS = ("2x4xV100-16GB@InfiniBand-100", "16x4xV100-16GB@InfiniBand-100")
 
 
-def axes_of(scheme: str, devices: int) -> str | None:
+def axes_of(scheme: str, devices: int) -> tuple[int, ...] | None:
     """The tensor axes of a scheme on that many devices, the deepest that is not 1; None where it has none."""
     if scheme in ("1d", "sp"):
-        return str(devices)
+        return (devices,)
     if scheme == "2d":
         side = math.isqrt(devices)
-        return f"{side}x{side}" if side * side == devices else None
+        return (side, side) if side * side == devices else None
     sides = [side for side in range(2, devices) if devices % (side * side) == 0 and devices > side * side]
     if scheme == "3d":
-        return next((f"{side}x{side}x{side}" for side in sides if side**3 == devices), None)
-    return f"{sides[-1]}x{sides[-1]}x{devices // sides[-1] ** 2}" if sides else None
+        return next(((side, side, side) for side in sides if side**3 == devices), None)
+    return (sides[-1], sides[-1], devices // sides[-1] ** 2) if sides else None
 
 
 def analysis_of(hidden: int, heads: int, layers: int, sequence: int, batch: int) -> Analysis:
     """A GPT-2 in half precision, without dropout, whose vocabulary divides by 64 devices."""
-    fields = {"n_embd": hidden, "n_head": heads, "n_layer": layers, "n_positions": sequence, "seq": sequence}
-    fields |= {"vocab_size": 51200, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "dtype": "float16"}
-    loaded = load_model(
-        "hf:gpt2?" + "&".join(f"{key}={value}" for key, value in fields.items()), meta=True, batch=batch
-    )
+    fields = f"n_embd={hidden}&n_head={heads}&n_layer={layers}&n_positions={sequence}&seq={sequence}"
+    spec = f"hf:gpt2?{fields}&vocab_size=51200&resid_pdrop=0&embd_pdrop=0&attn_pdrop=0&dtype=float16"
+    loaded = load_model(spec, meta=True, batch=batch)
     return analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False))
 
 
@@ -52,7 +50,7 @@ def report(analysis: Analysis, cluster: Cluster, scheme: str, batch: int) -> str
     axes = axes_of(scheme, cluster.device_count)
     if axes is None:
         return f"no axes of this kind make {cluster.device_count}"
-    start = time.process_time()
+    start, name = time.process_time(), "x".join(map(str, axes))
     try:
         plan = make_plan(
             analysis.program,
@@ -67,9 +65,9 @@ def report(analysis: Analysis, cluster: Cluster, scheme: str, batch: int) -> str
             analysis=analysis,
         )
     except AutopartError as error:
-        return f"{axes:8} {str(error).splitlines()[0]}"
+        return f"{name:8} {str(error).splitlines()[0]}"
     stage = plan.stages[0]
-    line = f"{axes:8} {format_seconds(plan.step_time_s):>8} {format_bytes(stage.memory_bytes):>9} gap {plan.gap:.1%}"
+    line = f"{name:8} {format_seconds(plan.step_time_s):>8} {format_bytes(stage.memory_bytes):>9} gap {plan.gap:.1%}"
     return f"{line}, planned in {time.process_time() - start:.1f} s of CPU{''.join(f'; {note}' for note in plan.notes)}"
 
 
