@@ -70,8 +70,8 @@ def make_plan(
 ) -> Plan:
     """The fastest plan found, with its lower bound; what is given is forced.
 
-    tp: devices that share tensors, or the sizes of their axes, outermost first: (2, 4) or "2x4". Without sizes one
-    axis, and two where one is short of something (:mod:`autopart.several_axes`).
+    tp: devices that share tensors, or the sizes of their axes, outermost first: (2, 4) or "2x4". Where it is not given
+    one axis is searched, and two where one is short of something (:mod:`autopart.several_axes`).
     tensor_scheme: 1d, sp, 2d, 2.5d or 3d (:mod:`autopart.tensor_scheme`) for products with weights, on the axes that
     it is for; the rest is chosen. auto: all is chosen.
     batch: samples of a step over all replicas (default: those of the example inputs). warmup: of 1F1B, forwards that
@@ -170,7 +170,7 @@ def make_plan(
 
     def more(best: Any) -> list[Degrees | UnlikeMeshes]:
         found: list[Degrees | UnlikeMeshes] = []
-        if scheme is TensorScheme.AUTO:
+        if scheme is TensorScheme.AUTO and tp is None:
             found += several_axes(candidates, [config for config in configs if isinstance(config, Degrees)], best)
         if not configs or unlike_can_win(cluster, best):
             found += others()

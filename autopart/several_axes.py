@@ -4,8 +4,7 @@ Two axes are planned only where one is seen to be short of something, as their p
 
 * nothing fits into memory: the configurations that hold least are tried on two axes;
 * the plan on one axis repeats products on its ranks, because no size of theirs divides by all of them (heads that are
-  fewer than ranks, or no multiple);
-* its ranks lie on several nodes, so that one ring goes over the slow links with all that it moves.
+  fewer than ranks, or no multiple).
 
 Each factoring is tried in both orders: the inner axis joins neighbours, the outer one lies on the slower links.
 """
@@ -31,7 +30,7 @@ def several_axes(
     """Configurations on two axes to try after those on one. best: of these; None: none of them fits into memory."""
     if best is not None:
         config = best.answer.config
-        short = len(config.axes) == 1 and (_spans_nodes(candidates, config) or _repeats(candidates, best.answer))
+        short = len(config.axes) == 1 and _repeats(candidates, best.answer)
         return tuple(_factored(config)) if short else ()
     holding_least = sorted(configs, key=lambda item: (-item.tp, -item.microbatches, item.recompute == "none", item.dp))
     factored = [found for item in holding_least if (found := tuple(_factored(item)))]
@@ -43,10 +42,6 @@ def _factored(config: Degrees) -> Iterator[Degrees]:
         for axes in factorizations(config.tp, AXES):
             if len(axes) > 1:
                 yield replace(config, axes=axes)
-
-
-def _spans_nodes(candidates: Candidates, config: Degrees) -> bool:
-    return config.tp > min(node.count for node in candidates.cluster.nodes)
 
 
 def _repeats(candidates: Candidates, answer: Answer) -> bool:

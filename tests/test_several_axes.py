@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from autopart.analysis import Analysis, analyze
-from autopart.cluster import Cluster, Node
-from autopart.cost.devices import Link
+from autopart.cluster import Cluster
 from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.tracing import capture
@@ -38,7 +36,7 @@ def square(size: int) -> Analysis:
 
 def plan(size: int, cluster: Cluster, **limits: Any) -> Plan:
     analysis = square(size)
-    return make_plan(analysis.program, cluster, analysis=analysis, **{**LIMITS, "tp": cluster.device_count, **limits})
+    return make_plan(analysis.program, cluster, analysis=analysis, **{**LIMITS, **limits})
 
 
 def sizes(found: Plan) -> tuple[int, ...]:
@@ -53,6 +51,7 @@ def test_sizes_that_do_not_divide_by_all_ranks_are_shared_on_two_axes() -> None:
     assert [row["config"] for row in found.considered if "2x2" in str(row["config"])]
     assert sizes(plan(256, ideal(4))) == (4,)
     assert not [row for row in plan(256, ideal(4)).considered if "2x2" in str(row["config"])]
+    assert sizes(plan(258, ideal(4), tp=4)) == (4,), "what is given is forced"
 
 
 def test_what_does_not_fit_on_one_axis_is_tried_on_two() -> None:
@@ -60,14 +59,3 @@ def test_what_does_not_fit_on_one_axis_is_tried_on_two() -> None:
     less = plan(258, ideal(4), tp="2x2").stages[0].memory_bytes
     assert less < whole
     assert sizes(plan(258, ideal(4, memory_bytes=(less + whole) // 2))) == (2, 2)
-
-
-@pytest.mark.parametrize(("inside", "across"), [(1e12, 1e9), (1e9, 1e9)])
-def test_each_axis_lies_on_a_level_of_links(inside: float, across: float) -> None:
-    """Two nodes of two devices: of both factorings of four ranks the outer axis crosses nodes."""
-    device = ideal(1).devices[0]
-    node = Node(device, 2, Link("inside", inside, 0.0), Link("across", across, 0.0), 1)
-    found = plan(64, Cluster((node, node)))
-    assert {"2x2"} <= {str(row["config"]).split("tp=")[1].split()[0] for row in found.considered}
-    one = plan(64, Cluster((node, node)), tensor_scheme="1d")
-    assert found.step_time_s <= one.step_time_s * (1 + 1e-9)
