@@ -60,7 +60,9 @@ def _own_or_empty(
 def _whole(spec: OutputSpec, piece: Tensor, division: Division, mesh: Mesh) -> Tensor:
     """A microbatch's output, put together over the tensor axes: sums of shares, then the whole from its shares."""
     placements = [Placement.parse(text) for text in spec.placements]
-    for axis, placement in zip(mesh.tensor_axes, placements, strict=False):
+    if not placements:  # whole on every rank
+        return piece
+    for axis, placement in zip(mesh.tensor_axes, placements, strict=True):
         if placement.kind is Kind.PARTIAL and axis.size > 1:
             piece = sum_over(piece, axis, "step")
     for position, cut in reversed(local_cuts(placements, mesh.tensor_sizes)):
