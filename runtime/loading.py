@@ -59,7 +59,8 @@ def build_stage(directory: Path, manifest: Manifest, mesh: Mesh, stage_index: in
 def cuts_of(spec: ParameterSpec, mesh: Mesh) -> list[tuple[Placement, Axis]]:
     """The cuts that make this rank's share, one of what the other left, and their axes: the data axis last."""
     placements = [Placement.parse(text) for text in spec.placements]
-    cuts = [(cut, mesh.tensor_axes[position]) for position, cut in local_cuts(placements, mesh.tensor_sizes)]
+    found = local_cuts(placements, mesh.tensor_sizes) if placements else ()  # none: a tensor of other stages
+    cuts = [(cut, mesh.tensor_axes[position]) for position, cut in found]
     return [*cuts, (shard(spec.data_dim), mesh.data)] if spec.zero else cuts
 
 

@@ -78,7 +78,9 @@ def by_sequence(node: fx.Node, strategy: Strategy) -> bool:
     return strategy.name == ("B" if is_parameter(node) else "q" if op(node) == ATTENTION else strategy.name)
 
 
-@pytest.mark.parametrize(("name", "parts"), [("gpt2", 2), ("gpt2", 4), ("llama", 2), ("llama", 4), ("causal", 4)])
+@pytest.mark.parametrize(
+    ("name", "parts"), [("gpt2", 2), ("llama", 4), ("causal", 4), pytest.param("gpt2", 4, marks=pytest.mark.slow)]
+)
 def test_whole_models(name: str, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks, positions, rotary tables and labels follow; forward only keys and values are exchanged."""
     plan = forced(subject_of(name), parts, by_sequence)
@@ -116,7 +118,7 @@ def shard_of_queries(gqa: bool, rows: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("gqa", [False, True])
 @pytest.mark.parametrize("rows", [12, 16])
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_equal_on_processes(gqa: bool, rows: int, processes: int) -> None:
     query, key, value = attended(gqa, rows)
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3, enable_gqa=gqa)

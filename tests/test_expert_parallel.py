@@ -47,7 +47,7 @@ def by_expert(node: fx.Node, strategy: Strategy) -> bool:
     return strategy.name == ("e" if "grouped_mm" in op(node) else "R")
 
 
-@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("parts", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_mixtral(parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A summand of each product per rank: its experts' rows. One sum after each forward, and of its gradient."""
     plan = forced(subject_of("mixtral-1"), parts, by_expert)

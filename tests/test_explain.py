@@ -225,6 +225,7 @@ def test_compare_command(plan_file: Path, plan: Plan, tmp_path: Path, capsys: py
     assert main(["compare", str(plan_file), str(tmp_path / "none.json")]) == 2
 
 
+@pytest.mark.slow
 def test_what_if_command(
     plan_file: Path, plan: Plan, cluster_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,7 +24,10 @@ from programs import Choose, compile_program, randomly, tensors_of
 
 AXES: Axes = (("tp", 2),)
 BATCH, STEPS = 4, 3
-TRANSFORMERS = ("gpt2", "llama", "bert", "t5", "vit", "mixtral")
+TRANSFORMERS = (
+    *("gpt2", "llama", "bert", "mixtral"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "vit")),
+)
 
 
 def in_parallel(directory: str, name: str) -> tuple[list[float], dict[str, Tensor], dict[Any, Any]]:

@@ -78,6 +78,7 @@ def test_a_failing_rank_ends_the_job(subject: Subject, emitted: Path, tmp_path: 
     assert "stage_1.py" in caught.value.details and "Traceback" in caught.value.details
 
 
+@pytest.mark.slow
 def test_a_plan_in_another_precision(tmp_path: Path) -> None:
     from autopart.tracing import capture
 
@@ -153,6 +154,7 @@ def fail_on_one(rank: int, how: str) -> int:
     return dist.get_rank()
 
 
+@pytest.mark.slow
 def test_local_jobs(tmp_path: Path) -> None:
     function = f"{__name__}:fail_on_one"
     assert run_local_job(function, 2, {"rank": -1, "how": ""}, tmp_path) == [0, 1]
