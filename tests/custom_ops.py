@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from autopart.passes.rules import RULES, RuleBook
 
 
-@torch.library.custom_op("autopart_tests::gate", mutates_args=())
+@library.custom_op("autopart_tests::gate", mutates_args=())
 def gate(x: Tensor, y: Tensor) -> Tensor:
     """``x * sigmoid(y)``."""
     return x * y.sigmoid()

@@ -26,7 +26,7 @@ mylib.gate.default) or the middle of one (softmax). It runs on the examples that
 
     autopart rules aten.gather.default 4x6 1 i4x8
 
-A rule of your own, for an op that PyTorch or you registered (torch.library.custom_op), is one line of factors:
+A rule of your own, for an op that PyTorch or you registered (with its custom_op), is one line of factors:
 
     from autopart.passes.rules import RULES, Annotation
 
