@@ -1,16 +1,8 @@
-"""Candidates: what one configuration (pp, dp, tp, microbatches, schedule, recomputation) costs, block by block.
-
-Lower bound of a candidate. With W the least seconds that the ops of one microbatch take, p stages and m microbatches:
-stage k starts when the first microbatch has passed the stages before it, works m t_k, and the last one has to go back,
-so a step takes at least max_k (t_1 + ... + t_{k-1} + m t_k). Over all ways to divide W that is smallest when these are
-equal, t_k = t_1 r^(k-1) with r = (m - 1) / m, which gives W / (1 - r^p). Work at the end of a step (gradient sums, the
-optimizer) counts only for one stage, where nothing can overlap with it.
-"""
+"""Candidates: what one configuration (pp, dp, tp, microbatches, schedule, recomputation) costs, block by block."""
 
 from __future__ import annotations
 
 import copy
-import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,15 +14,14 @@ from autopart.block_costs import BlockCost, BlockCosts
 from autopart.cluster import Cluster
 from autopart.conversion_prices import ConversionPrices, TensorAxis
 from autopart.cost.communication import bucketed_all_reduce_seconds, send_seconds
-from autopart.cost.devices import Device, Link
+from autopart.cost.devices import Device
 from autopart.data_prices import TRANSIENT_COPIES, held_bytes
+from autopart.device_layout import DeviceLayout, slowest
 from autopart.folding import FoldedGraph, fold_graph
 from autopart.offers import Offers
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
 from autopart.passes.annotate import ParameterBytes, parameter_bytes
-from autopart.passes.blocks import crossing
-from autopart.passes.conversion import Axes
 from autopart.passes.data_axis import LEVELS
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
@@ -41,25 +32,18 @@ from autopart.recomputation import activations, layers
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.links import dtype_of
 from autopart.runtime.placement import REPLICATE, Placements
-from autopart.runtime.schedule import Action, Schedule, deeper_warmup, in_flight, make_schedule, places_of
-from autopart.simulate import StageTimes, steady_seconds
+from autopart.runtime.schedule import deeper_warmup, in_flight
 from autopart.solver import stages as stage_solver
 from autopart.solver.search import Config, Degrees, Evaluation
-from autopart.solver.stages_problem import Block, Cut, StageProblem, StageSolution, Step, TiedGroup, Way
+from autopart.solver.stages_problem import Block, Cut, StageProblem, StageSolution, Step, TiedGroup
+from autopart.step_time import WHOLE_SCHEDULES, pipeline_floor, simulated_seconds
 from autopart.tensor_choice import Setting, Shared, TensorChoice, choose
 from autopart.tensor_scheme import TensorScheme
 
-TENSOR_AXIS = "tp"
-TENSOR_AXES = ("x", "y", "z")
-"""Names of several tensor axes, outermost first."""
 # What a CUDA process needs besides its tensors: context, libraries' workspaces, communication buffers.
 CUDA_OVERHEAD_BYTES = 2 * 2**30
-# Schedules of whole backwards, one stage on each rank, that end with each batch.
-WHOLE_SCHEDULES = ("gpipe", "1f1b", "2bw-flush")
 # How often strategies are chosen again under a tighter memory limit when the fastest ones do not fit.
 TIGHTENINGS = 4
-# How many schedules are kept for further candidates; one of 64 stages and 512 microbatches takes some 30 MB.
-_SCHEDULES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +71,9 @@ class Candidates:
     scheme: TensorScheme = TensorScheme.AUTO
     whole: frozenset[str] = frozenset()  # parameters that no tensor axis divides
     device: Device = field(init=False)
-    crossings: list[tuple[Value, ...]] = field(init=False)  # values that live across each block boundary
+    layout: DeviceLayout = field(init=False)
     positions: Positions = field(init=False)
     _prices: dict[int, Prices] = field(default_factory=dict)
-    _links: dict[tuple[int, int, int], Link] = field(default_factory=dict)
-    _stage_links: dict[tuple[int, int, int], Link] = field(default_factory=dict)
     _work: dict[tuple[int, int, str], float] = field(default_factory=dict)
     _free: dict[int, float] = field(default_factory=dict)
     alike: list[tuple[tuple[fx.Node, bool], int]] = field(init=False)  # an op of each class, in a layer; how many
@@ -104,13 +86,9 @@ class Candidates:
     _folded: FoldedGraph = field(init=False)
 
     def __post_init__(self) -> None:
+        self.layout = DeviceLayout(self.cluster)
         # Stages are alike, so the slowest device sets the pace of all.
         self.device = min(self.cluster.devices, key=lambda device: (device.peak("float32"), device.memory_bandwidth))
-        lives = crossing([node for block in self.analysis.blocks for node in block.nodes])
-        ends = [0]
-        for block in self.analysis.blocks:
-            ends.append(ends[-1] + len(block.nodes))
-        self.crossings = [lives[end] for end in ends]
         self.positions = Positions.of(self.analysis, self.pins.together if self.pins else ())
         self._block_costs = BlockCosts(self.analysis, self.device.kind)
         self._folded = fold_graph(self.analysis)
@@ -132,7 +110,7 @@ class Candidates:
         found = copy.copy(self)
         found.cluster, found.device, found.batch, found.whole = cluster, device, batch, whole
         found.zero, found.warmup, found.pins = 0, None, None
-        found._links, found._stage_links = {}, {}
+        found.layout = DeviceLayout(cluster)
         if device != self.device or whole != self.whole:  # else by axes with their links
             found._conversions, found._shared, found._priced = {}, {}, {}
         if device != self.device:
@@ -142,53 +120,6 @@ class Candidates:
         if whole != self.whole:
             found._offers = {}
         return found
-
-    # -- devices and links ----------------------------------------------------------------------------------------
-
-    def ranks(self, config: Degrees, stage: int) -> tuple[int, ...]:
-        """The stage's devices, row-major over (dp, tensor axes): tensor ranks are neighbours."""
-        count = config.dp * config.tp
-        place = self.places(config)[stage]
-        return tuple(range(place * count, (place + 1) * count))
-
-    def places(self, config: Degrees) -> tuple[int, ...]:
-        """The rank of the pipeline that runs each stage."""
-        return places_of(config.schedule, config.stages, config.virtual)
-
-    def capacity(self, config: Degrees, stage: int) -> int:
-        """Bytes that the stage may take of its smallest device, which stages on one rank share evenly."""
-        return min(self.cluster.device(rank).memory_bytes for rank in self.ranks(config, stage)) // config.virtual
-
-    def tensor_axes(self, config: Degrees) -> tuple[TensorAxis, ...]:
-        """The tensor axes, outermost first, each with the slowest link of any group along it."""
-        names = (TENSOR_AXIS,) if len(config.axes) == 1 else TENSOR_AXES
-        found, stride = [], config.tp
-        for name, parts in zip(names, config.axes, strict=False):
-            stride //= parts
-            found.append(TensorAxis(name, parts, self._group_link(config.devices, parts, stride)))
-        return tuple(found)
-
-    def data_link(self, config: Degrees) -> Link:
-        """The slowest link of any group of replicas."""
-        return self._group_link(config.devices, config.dp, config.tp)
-
-    def _group_link(self, devices: int, parts: int, stride: int) -> Link:
-        """The slowest link of any group of ``parts`` ranks that lie ``stride`` apart."""
-        key = (devices, parts, stride)
-        if key not in self._links:
-            starts = [base + offset for base in range(0, devices, parts * stride) for offset in range(stride)]
-            groups = [range(start, start + parts * stride, stride) for start in starts]
-            self._links[key] = _slowest([self.cluster.group_link(group) for group in groups])
-        return self._links[key]
-
-    def stage_link(self, config: Degrees, first: int, second: int) -> Link:
-        """The slowest link between ranks of equal coordinates in two stages."""
-        places, count = self.places(config), config.dp * config.tp
-        key = (places[first], places[second], count)
-        if key not in self._stage_links:
-            pairs = zip(self.ranks(config, first), self.ranks(config, second), strict=True)
-            self._stage_links[key] = _slowest([self.cluster.link(i, j) for i, j in pairs])
-        return self._stage_links[key]
 
     # -- prices ---------------------------------------------------------------------------------------------------
 
@@ -210,9 +141,6 @@ class Candidates:
             return ()
         return deeper_warmup(config.pp, self.warmup) if isinstance(self.warmup, int) else self.warmup
 
-    def axes(self, config: Degrees) -> Axes:
-        return tuple((axis.name, axis.parts) for axis in self.tensor_axes(config))
-
     @property
     def summed(self) -> float:
         """Bytes in the type that ranks add gradients up in, for each byte of a gradient."""
@@ -220,11 +148,11 @@ class Candidates:
         return dtype_of(dtype).itemsize / self.analysis.dtype.itemsize if dtype else 1.0
 
     def setting(self, config: Degrees) -> Setting:
-        axes = self.tensor_axes(config)
+        axes = self.layout.tensor_axes(config)
         conversions = self._conversions.setdefault(axes, ConversionPrices(axes, self.device))
         offers = self._offers.setdefault(config.axes, Offers(self.analysis, config.axes, self.scheme, self.whole))
         shared = self._shared.setdefault((self.samples(config), axes), Shared())
-        data = self.data_link(config)
+        data = self.layout.data_link(config)
         prices, dp, microbatches = self.prices(config), config.dp, config.microbatches
         return Setting(prices, conversions, offers, dp, data, microbatches, shared, self.summed)
 
@@ -255,7 +183,7 @@ class Candidates:
         floor = pipeline_floor(self.free_seconds(config) + self.work_seconds(config), config)
         if config.pp > 1:
             return floor
-        data = self.data_link(config)
+        data = self.layout.data_link(config)
         held = sum(value_bytes(Value(node)).at(1) for node in self.readers if node.meta.get("trainable")) / config.tp
         updated = held if self.zero == 0 else held / config.dp
         sums = bucketed_all_reduce_seconds(held * self.summed, config.dp, data)
@@ -349,7 +277,7 @@ class Candidates:
             config.schedule,
             [self.weight_share(config, step, problem) for step in cut.way],
             self.warmup_of(config),
-            self.places(config),
+            self.layout.places(config),
         )
 
     def computed_again(self, config: Config, step: Step, problem: StageProblem) -> set[int]:
@@ -400,7 +328,7 @@ class Candidates:
             )
             for index, (cost, kept, (state, step_end)) in enumerate(zip(costs, held.blocks, private, strict=True))
         ]
-        places = self.places(config)
+        places = self.layout.places(config)
         flying = in_flight(config.schedule, config.stages, config.microbatches, self.warmup_of(config), places)
         return StageProblem.row(
             blocks,
@@ -408,7 +336,7 @@ class Candidates:
             self._cuts(config, choice),
             config.microbatches,
             flying,
-            tuple(float(self.capacity(config, stage)) for stage in range(config.stages)),
+            tuple(float(self.layout.capacity(config, stage)) for stage in range(config.stages)),
             float(CUDA_OVERHEAD_BYTES if self.device.kind == "cuda" else 0) / config.virtual,
             tuple(tied),
             self.pins.stages if self.pins else (),
@@ -462,9 +390,9 @@ class Candidates:
         crossings = self.positions.crossings
         if config.pp == 1:
             return (Cut(),) * len(crossings)
-        places = self.places(config)
+        places = self.layout.places(config)
         apart = [stage for stage in range(config.stages - 1) if places[stage] != places[stage + 1]]
-        link = _slowest([self.stage_link(config, stage, stage + 1) for stage in apart])
+        link = slowest([self.layout.stage_link(config, stage, stage + 1) for stage in apart])
         sizes = {v: self.local_bytes(v, config, choice) for v in dict.fromkeys(v for row in crossings for v in row)}
         cuts = []
         for values in crossings:
@@ -508,7 +436,7 @@ class Candidates:
             sums = 0.0
             if amounts.gradient and config.pp > 1:
                 # between the first and the last stage that may hold it
-                link = self.stage_link(config, 0, config.pp - 1)
+                link = self.layout.stage_link(config, 0, config.pp - 1)
                 sums = bucketed_all_reduce_seconds(amounts.gradient * self.summed, 2, link)
             tied.append(TiedGroup(node.meta["name"], found, amounts.total, sums, seconds))
         return [(size, seconds) for size, seconds in private], tied
@@ -526,55 +454,3 @@ class Candidates:
         )
         seconds = setting.step_end_seconds(whole.weight, placements, level) if info.trainable else 0.0
         return held_bytes(held, level, setting.dp), seconds
-
-
-def simulated_seconds(
-    problem: StageProblem,
-    way: Way,
-    schedule: str,
-    weight_shares: Sequence[float],
-    warmup: tuple[int, ...],
-    places: Sequence[int],
-) -> float:
-    """The simulated step of a division; what crosses several cuts is taken to be passed on from stage to stage.
-
-    weight_shares: the parts of the stages' backwards that a schedule may leave for W.
-    """
-    times = []
-    for step, share in zip(way, weight_shares, strict=True):
-        chosen = problem.chosen(step)
-        backward = sum(choice.backward_s for choice in chosen)
-        forward = sum(choice.forward_s for choice in chosen)
-        times.append(StageTimes(forward, backward, weight_s=backward * share, reduce_s=problem.step_end_seconds(step)))
-    made = _schedule(schedule, len(way), problem.microbatches, warmup, tuple(places))
-
-    def transfer(action: Action) -> float:
-        first, second = sorted((action.stage, action.peer or 0))
-        crossed = problem.crossings(way[first], way[second])
-        return max(cut.forward_s if action.stage == first else cut.backward_s for cut in crossed)
-
-    makespan = steady_seconds(made, schedule, problem.microbatches, times, transfer)
-    return makespan + problem.tied_seconds(way)
-
-
-@functools.lru_cache(maxsize=_SCHEDULES)
-def _schedule(name: str, stages: int, microbatches: int, warmup: tuple[int, ...], places: tuple[int, ...]) -> Schedule:
-    """The order of a step's work, which candidates of equal stages and microbatches share."""
-    edges = {(stage, stage + 1) for stage in range(stages - 1)}
-    return make_schedule(name, stages, microbatches, edges, warmup=warmup, places=places)
-
-
-def pipeline_floor(work: float, config: Degrees) -> float:
-    """Least seconds of a step whose microbatches take ``work`` seconds each through all stages; see the module.
-
-    Where the last backward need not go back whole (W split off, several stages on a rank, no end of the batch), only
-    that a rank does its share of the work is sure.
-    """
-    if config.schedule not in WHOLE_SCHEDULES:
-        return config.microbatches * work / config.pp
-    ratio = (config.microbatches - 1) / config.microbatches
-    return work / (1 - ratio**config.pp)
-
-
-def _slowest(links: Sequence[Link]) -> Link:
-    return min(links, key=lambda link: (link.ring_bandwidth, -link.latency_s))

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopart.analysis import fold
-from autopart.candidates import TENSOR_AXIS, Answer, Candidates
+from autopart.candidates import Answer, Candidates
 from autopart.cost.communication import send_seconds
+from autopart.device_layout import TENSOR_AXIS
 from autopart.exchanges import exchanges
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
@@ -38,11 +39,11 @@ from autopart.tensor_choice import Setting, TensorChoice
 def describe(candidates: Candidates, answer: Answer) -> Plan:
     """The plan, without the search's account of bounds and alternatives."""
     analysis, config, choice = candidates.analysis, answer.config, answer.choice
-    axes, problem = candidates.axes(config), answer.problem
+    axes, problem = candidates.layout.axes(config), answer.problem
     boundaries, order = problem.boundaries(answer.cut.way), problem.order(answer.cut.way)
     cuts = cut_parameters(analysis.program.tensors, choice.storage, axes, config.dp, choice.levels)
     found = build(analysis, boundaries, axes, choice.strategies, choice.storage, cuts, order)
-    places = candidates.places(config)
+    places = candidates.layout.places(config)
     again, recompute = recomputed(candidates, config, answer.cut.way, problem, found)
     exchanged = exchanges(analysis, found, config.dp, candidates.samples(config), again, places)
     stages = []
@@ -51,7 +52,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
         forward, backward = Clock(candidates, config, stage, graph, choice, again[index]).seconds()
         stages.append(
             StagePlan(
-                devices=candidates.ranks(config, index),
+                devices=candidates.layout.ranks(config, index),
                 mesh=(("dp", config.dp), *(axes or ((TENSOR_AXIS, 1),))),
                 blocks=(first, last),
                 first_op=analysis.keys[analysis.blocks[order[first]].nodes[0]],
@@ -60,13 +61,13 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
                 backward_s=backward,
                 weight_s=backward * candidates.weight_share(config, answer.cut.way[index], problem),
                 memory_bytes=round(problem.stage_bytes(index, answer.cut.way[index])),
-                capacity_bytes=candidates.capacity(config, index),
+                capacity_bytes=candidates.layout.capacity(config, index),
                 parameters=held_numbers(graph, axes, found.cuts, config.dp),
                 collectives=exchanged[index].microbatch,
                 step_end_s=problem.step_end_seconds(answer.cut.way[index]),
                 step_collectives=exchanged[index].step,
                 recompute=again[index] if recompute == "some" else (),
-                device=candidates.cluster.names(candidates.ranks(config, index)),
+                device=candidates.cluster.names(candidates.layout.ranks(config, index)),
             )
         )
     return timed_plan(
@@ -154,7 +155,7 @@ class Clock:
         candidates, config = self.candidates, self.config
         again = rerun(self.graph, self.recompute)
         setting = candidates.setting(config)
-        sizes = dict(candidates.axes(config))
+        sizes = dict(candidates.layout.axes(config))
         numbers = {name: index for index, name in enumerate(sizes)}
         origins = self._origins()
         forward = backward = 0.0
@@ -213,10 +214,10 @@ def _transfers(
             entry[1] += back
     transfers = []
     for (source, target), (there, back) in sorted(sent.items()):
-        if candidates.ranks(config, source) == candidates.ranks(config, target):
+        if candidates.layout.ranks(config, source) == candidates.layout.ranks(config, target):
             transfers.append((source, target, 0.0, 0.0 if back else None))
             continue
-        link = candidates.stage_link(config, source, target)
+        link = candidates.layout.stage_link(config, source, target)
         transfers.append((source, target, send_seconds(there, link), send_seconds(back, link) if back else None))
     return tuple(transfers)
 

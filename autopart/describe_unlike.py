@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autopart.candidates import TENSOR_AXIS
 from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.describe import Clock, held_numbers, recomputed, timed_plan
+from autopart.device_layout import TENSOR_AXIS
 from autopart.exchanges import exchanges_unlike
 from autopart.passes.unlike_meshes import plain
 from autopart.piece_prices import End, Traffic, add_traffic, crossing_seconds

@@ -88,7 +88,7 @@ class Priced:
 
     @property
     def axes(self) -> Axes:
-        return self.parts[0].candidates.axes(self.parts[0].config)
+        return self.parts[0].candidates.layout.axes(self.parts[0].config)
 
     @property
     def setting(self) -> StageSetting:

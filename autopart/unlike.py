@@ -27,7 +27,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from autopart.candidates import TIGHTENINGS, WHOLE_SCHEDULES, Candidates, simulated_seconds
+from autopart.candidates import TIGHTENINGS, Candidates
 from autopart.device_row import DeviceRow, Run
 from autopart.mesh_prices import ALONE, INSIDE, NETWORK, Mesh, MeshPrices, Part, Priced
 from autopart.runtime.errors import InfeasibleError
@@ -35,6 +35,7 @@ from autopart.runtime.schedule import in_flight
 from autopart.solver import stages as stage_solver
 from autopart.solver.search import Evaluation, UnlikeMeshes
 from autopart.solver.stages_problem import Block, Shape, Slot, StageProblem, StageSolution
+from autopart.step_time import WHOLE_SCHEDULES, simulated_seconds
 
 SCHEDULES = ("1f1b", "gpipe", "2bw-flush")
 """Those that are tried on unlike meshes."""

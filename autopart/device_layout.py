@@ -1,0 +1,80 @@
+"""Where the ranks of a configuration with equal meshes lie on a cluster, and the links that join them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autopart.cluster import Cluster
+from autopart.conversion_prices import TensorAxis
+from autopart.cost.devices import Link
+from autopart.passes.conversion import Axes
+from autopart.runtime.schedule import places_of
+from autopart.solver.search import Degrees
+
+TENSOR_AXIS = "tp"
+TENSOR_AXES = ("x", "y", "z")
+"""Names of several tensor axes, outermost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLayout:
+    """The devices of stages that follow each other on a cluster, each row-major over (dp, tensor axes)."""
+
+    cluster: Cluster
+    _links: dict[tuple[int, int, int], Link] = field(default_factory=dict)
+    _stage_links: dict[tuple[int, int, int], Link] = field(default_factory=dict)
+
+    def ranks(self, config: Degrees, stage: int) -> tuple[int, ...]:
+        """The stage's devices: tensor ranks are neighbours."""
+        count = config.dp * config.tp
+        place = self.places(config)[stage]
+        return tuple(range(place * count, (place + 1) * count))
+
+    def places(self, config: Degrees) -> tuple[int, ...]:
+        """The rank of the pipeline that runs each stage."""
+        return places_of(config.schedule, config.stages, config.virtual)
+
+    def capacity(self, config: Degrees, stage: int) -> int:
+        """Bytes that the stage may take of its smallest device, which stages on one rank share evenly."""
+        return min(self.cluster.device(rank).memory_bytes for rank in self.ranks(config, stage)) // config.virtual
+
+    def tensor_axes(self, config: Degrees) -> tuple[TensorAxis, ...]:
+        """The tensor axes, outermost first, each with the slowest link of any group along it."""
+        names = (TENSOR_AXIS,) if len(config.axes) == 1 else TENSOR_AXES
+        found, stride = [], config.tp
+        for name, parts in zip(names, config.axes, strict=False):
+            stride //= parts
+            found.append(TensorAxis(name, parts, self._group_link(config.devices, parts, stride)))
+        return tuple(found)
+
+    def axes(self, config: Degrees) -> Axes:
+        """The tensor axes by name and size."""
+        return tuple((axis.name, axis.parts) for axis in self.tensor_axes(config))
+
+    def data_link(self, config: Degrees) -> Link:
+        """The slowest link of any group of replicas."""
+        return self._group_link(config.devices, config.dp, config.tp)
+
+    def stage_link(self, config: Degrees, first: int, second: int) -> Link:
+        """The slowest link between ranks of equal coordinates in two stages."""
+        places, count = self.places(config), config.dp * config.tp
+        key = (places[first], places[second], count)
+        if key not in self._stage_links:
+            pairs = zip(self.ranks(config, first), self.ranks(config, second), strict=True)
+            self._stage_links[key] = slowest([self.cluster.link(i, j) for i, j in pairs])
+        return self._stage_links[key]
+
+    def _group_link(self, devices: int, parts: int, stride: int) -> Link:
+        """The slowest link of any group of ``parts`` ranks that lie ``stride`` apart."""
+        key = (devices, parts, stride)
+        if key not in self._links:
+            starts = [base + offset for base in range(0, devices, parts * stride) for offset in range(stride)]
+            groups = [range(start, start + parts * stride, stride) for start in starts]
+            self._links[key] = slowest([self.cluster.group_link(group) for group in groups])
+        return self._links[key]
+
+
+def slowest(links: Sequence[Link]) -> Link:
+    """The link of least bandwidth, of several such the one of most latency."""
+    return min(links, key=lambda link: (link.ring_bandwidth, -link.latency_s))

@@ -1,0 +1,71 @@
+"""Seconds of a step of a divided model: the simulated ones, and a floor under those of every division.
+
+Lower bound of a candidate. With W the least seconds that the ops of one microbatch take, p stages and m microbatches:
+stage k starts when the first microbatch has passed the stages before it, works m t_k, and the last one has to go back,
+so a step takes at least max_k (t_1 + ... + t_{k-1} + m t_k). Over all ways to divide W that is smallest when these are
+equal, t_k = t_1 r^(k-1) with r = (m - 1) / m, which gives W / (1 - r^p). Work at the end of a step (gradient sums, the
+optimizer) counts only for one stage, where nothing can overlap with it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from autopart.runtime.schedule import Action, Schedule, make_schedule
+from autopart.simulate import StageTimes, steady_seconds
+from autopart.solver.search import Degrees
+from autopart.solver.stages_problem import StageProblem, Way
+
+WHOLE_SCHEDULES = ("gpipe", "1f1b", "2bw-flush")
+"""Schedules of whole backwards, one stage on each rank, that end with each batch."""
+# How many schedules are kept for further candidates; one of 64 stages and 512 microbatches takes some 30 MB.
+_SCHEDULES = 8
+
+
+def simulated_seconds(
+    problem: StageProblem,
+    way: Way,
+    schedule: str,
+    weight_shares: Sequence[float],
+    warmup: tuple[int, ...],
+    places: Sequence[int],
+) -> float:
+    """The simulated step of a division; what crosses several cuts is taken to be passed on from stage to stage.
+
+    weight_shares: the parts of the stages' backwards that a schedule may leave for W.
+    """
+    times = []
+    for step, share in zip(way, weight_shares, strict=True):
+        chosen = problem.chosen(step)
+        backward = sum(choice.backward_s for choice in chosen)
+        forward = sum(choice.forward_s for choice in chosen)
+        times.append(StageTimes(forward, backward, weight_s=backward * share, reduce_s=problem.step_end_seconds(step)))
+    made = _schedule(schedule, len(way), problem.microbatches, warmup, tuple(places))
+
+    def transfer(action: Action) -> float:
+        first, second = sorted((action.stage, action.peer or 0))
+        crossed = problem.crossings(way[first], way[second])
+        return max(cut.forward_s if action.stage == first else cut.backward_s for cut in crossed)
+
+    makespan = steady_seconds(made, schedule, problem.microbatches, times, transfer)
+    return makespan + problem.tied_seconds(way)
+
+
+@functools.lru_cache(maxsize=_SCHEDULES)
+def _schedule(name: str, stages: int, microbatches: int, warmup: tuple[int, ...], places: tuple[int, ...]) -> Schedule:
+    """The order of a step's work, which candidates of equal stages and microbatches share."""
+    edges = {(stage, stage + 1) for stage in range(stages - 1)}
+    return make_schedule(name, stages, microbatches, edges, warmup=warmup, places=places)
+
+
+def pipeline_floor(work: float, config: Degrees) -> float:
+    """Least seconds of a step whose microbatches take ``work`` seconds each through all stages; see the module.
+
+    Where the last backward need not go back whole (W split off, several stages on a rank, no end of the batch), only
+    that a rank does its share of the work is sure.
+    """
+    if config.schedule not in WHOLE_SCHEDULES:
+        return config.microbatches * work / config.pp
+    ratio = (config.microbatches - 1) / config.microbatches
+    return work / (1 - ratio**config.pp)
