@@ -145,7 +145,9 @@ def test_grouped_convolution_counts_its_groups() -> None:
     assert contraction_flops(node).at(BATCH) == 2 * (BATCH * 6 * 4 * 4) * (2 * 3 * 3)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "resnet", "t5"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "bert", "vit", "t5")), "resnet"]
+)
 def test_families_flops_match_torchs_counter(name: str) -> None:
     item = family(name, dtype=torch.float32)
     model = item.build()

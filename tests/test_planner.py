@@ -87,7 +87,7 @@ def test_megatron_reduces_once_forward_and_once_backward_per_sublayer() -> None:
     assert sum(tables[name][1] for name in calls) == 2
 
 
-@pytest.mark.parametrize("memory_bandwidth", [1e10, 1e15])
+@pytest.mark.parametrize("memory_bandwidth", [pytest.param(1e10, marks=pytest.mark.slow), 1e15])
 def test_the_search_is_exhaustive(memory_bandwidth: float) -> None:
     cluster = ideal(4, bandwidth=1e9, memory_bandwidth=memory_bandwidth)
     chosen = plan_of(GPT2, cluster, batch=4)

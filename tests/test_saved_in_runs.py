@@ -77,7 +77,9 @@ CASES = {
 """(model, schedule, ranks of the stages, numbers of the layers that are computed again)"""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case == "gpt2-3" else ()) for case in CASES]
+)
 def test_a_stage_keeps_what_is_predicted(case: str, tmp_path: Path) -> None:
     name, schedule, places, again = CASES[case]
     subject, analysis = subject_of(name)

@@ -34,6 +34,8 @@ CASES: dict[str, tuple[str, tuple[int, ...]]] = {
     "zb-h1-4": ("zb-h1", (0, 1, 2, 3)),
 }
 
+SLOW = ("zb-h1-4", "gpipe-4on2")
+
 
 def placed(plan: Plan, schedule: str, places: Sequence[int]) -> Plan:
     """The plan under another schedule, its stages on these ranks."""
@@ -42,7 +44,7 @@ def placed(plan: Plan, schedule: str, places: Sequence[int]) -> Plan:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in CASES])
 def test_equal(name: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
     subject, analysis = subject_of(name)

@@ -40,7 +40,11 @@ class Spectral(nn.Module):
 
 @pytest.mark.parametrize(
     "limits",
-    [{"pp": 3, "tp": 1, "dp": 1}, {"pp": 1, "tp": 2, "dp": 1}, {"pp": 2, "tp": 1, "dp": 2}],
+    [
+        pytest.param({"pp": 3, "tp": 1, "dp": 1}, marks=pytest.mark.slow),
+        {"pp": 1, "tp": 2, "dp": 1},
+        {"pp": 2, "tp": 1, "dp": 2},
+    ],
     ids=["pp3", "tp2", "pp2xdp2"],
 )
 def test_equal(limits: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ SCHEMES: dict[str, Axes] = {
     [
         ("gpt2-1", "2d"),
         pytest.param("llama-1", "3d", marks=pytest.mark.slow),
-        ("gpt2-1", "2.5d"),
+        pytest.param("gpt2-1", "2.5d", marks=pytest.mark.slow),
         pytest.param("llama-1", "2d", marks=pytest.mark.slow),
         pytest.param("gpt2-1", "3d", marks=pytest.mark.slow),
         pytest.param("llama-1", "2.5d", marks=pytest.mark.slow),

@@ -77,7 +77,7 @@ def on_sequence(node: fx.Node, chosen: Chosen) -> bool:
     [
         pytest.param("gpt2-1", "1d", (2,), marks=pytest.mark.slow),
         ("gpt2-1", "sp", (2,)),
-        ("gpt2-1", "2d", (2, 2)),
+        pytest.param("gpt2-1", "2d", (2, 2), marks=pytest.mark.slow),
         pytest.param("llama-1", "1d", (2,), marks=pytest.mark.slow),
         pytest.param("llama-1", "sp", (2,), marks=pytest.mark.slow),
         pytest.param("llama-1", "2d", (2, 2), marks=pytest.mark.slow),

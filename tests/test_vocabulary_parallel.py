@@ -90,7 +90,7 @@ def whole(dtype: torch.dtype, smoothing: float, reduction: int) -> tuple[Tensor,
     return loss.detach(), weight.grad
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("smoothing", "reduction"), [(0.0, 1), (0.2, 2), (0.0, 0)])
 def test_equal_on_processes(processes: int, smoothing: float, reduction: int) -> None:
     loss, gradient = whole(torch.float64, smoothing, reduction)
@@ -159,7 +159,9 @@ def forced(subject: Subject, limits: Mapping[str, Any], devices: int) -> Plan:
     return make_plan(subject.program, ideal(devices), batch=8, analysis=analysis, **limits)
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "bert" else ()) for name in WEIGHTS]
+)
 @pytest.mark.parametrize(
     "limits",
     [{"pp": 1, "tp": 2}, pytest.param({"pp": 2, "tp": 2, "microbatches": 2}, marks=pytest.mark.slow)],
