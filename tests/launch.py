@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -22,6 +23,8 @@ from typing import Any
 import torch
 
 _MOST_KEPT = 6
+# Calls between which processes connect anew: until then the groups of every call keep their threads and sockets.
+_CALLS = 8
 
 
 class ChildFailure(AssertionError):
@@ -110,8 +113,11 @@ def _serve(pipe: Connection, rank: int, processes: int, store: str) -> None:
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
-    while True:
+    for call in itertools.count():
+        if call % _CALLS == 0:
+            if call:
+                dist.destroy_process_group()
+            dist.init_process_group("gloo", init_method=f"file://{store}{call}", rank=rank, world_size=processes)
         try:
             request = pipe.recv_bytes()
         except EOFError:
