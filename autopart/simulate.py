@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from autopart.runtime.errors import ScheduleError
 from autopart.runtime.schedule import Action, Schedule, Work
+from autopart.runtime.schedule.actions import SEND_OF
 from autopart.runtime.schedule.double_buffered import unrolled
 
 
@@ -84,8 +85,6 @@ class Simulation:
 Transfer = Callable[[Action], float]
 """Seconds that a send takes."""
 
-_PARTNER = {Work.RECV_ACTIVATION: Work.SEND_ACTIVATION, Work.RECV_GRADIENT: Work.SEND_GRADIENT}
-
 
 class _Clock:
     """The state of one run. ``arrivals``: when each sent message is there, by (work, from, to, microbatch)."""
@@ -124,7 +123,7 @@ class _Clock:
             return True
         if work.is_receive:
             assert action.peer is not None
-            arrival = self.arrivals.get((_PARTNER[work], action.peer, stage, action.microbatch))
+            arrival = self.arrivals.get((SEND_OF[work], action.peer, stage, action.microbatch))
             if arrival is None:
                 return False
             self.now[rank] = max(start, arrival)

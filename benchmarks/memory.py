@@ -1,15 +1,17 @@
-"""The peak memory of a step on the CPU, counted in a real run, against what the emitted graph predicts.
+"""The peak memory of a step on the CPU, counted in a real run, against what the emitted graphs predict.
 
-    python benchmarks/memory.py [--model gpt2] [--json]
+    python benchmarks/memory.py [--model gpt2] [--pipelines] [--json]
 
 Counted are the bytes of all tensors that a step makes, while they are alive, the gradients of parameters among them;
-parameters and inputs are there before. Every model is run with its layers kept, and computed again in the backward.
+parameters and inputs are there before. Every model is run in one process with its layers kept, and computed again in
+the backward; with ``--pipelines`` in stages on several ranks over gloo, where each rank counts for itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,12 @@ import torch
 from tabulate import tabulate
 
 import autopart
-from autopart.analysis import analyze
+from autopart.analysis import Analysis, analyze
+from autopart.local_job import run_local_job
 from autopart.models import load_model
-from autopart.realize import realize, realized, recomputed
-from autopart.stage_memory import stage_peaks
+from autopart.passes.program import Program
+from autopart.realize import realize, realized
+from autopart.step_memory import step_peaks
 from autopart.verify.live_bytes import LiveBytes
 
 MODELS = {
@@ -35,38 +39,62 @@ MODELS = {
 }
 
 
-def measure(spec: str, microbatches: int, recompute: str) -> dict[str, float]:
-    """Bytes counted and predicted."""
+# One process, or ranks: (ranks, microbatches, schedule, recompute).
+ALONE = ((1, 1, "1f1b", "none"), (1, 2, "1f1b", "none"), (1, 2, "1f1b", "full"))
+PIPELINES = ((2, 4, "1f1b", "none"), (2, 4, "gpipe", "none"), (2, 4, "interleaved", "none"), (4, 4, "1f1b", "none"))
+
+
+def count(spec: str, directory: str) -> int:
+    """What each rank does: one step. The most bytes of tensors."""
+    torch.set_num_threads(1)
     loaded = load_model(spec)
-    program = autopart.capture(loaded.model.train(), loaded.args, loaded.kwargs)
-    analysis = analyze(program)
-    limits: dict[str, Any] = {"pp": 1, "dp": 1, "tp": 1, "microbatches": microbatches, "recompute": recompute}
-    plan = autopart.make_plan(program, autopart.Cluster.parse("cpu:1"), analysis=analysis, **limits)
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder) / "program"
-        realize(program, plan, analysis).save(directory)
-        weights = {name: tensor.detach() for name, tensor in loaded.model.state_dict().items()}
-        model = autopart.load(directory, weights, device=torch.device("cpu")).train()
+    weights = {name: tensor.detach() for name, tensor in loaded.model.state_dict().items()}
+    model = autopart.load(directory, weights, device=torch.device("cpu")).train()
     with LiveBytes([*model.parameters(), *model.buffers(), *loaded.kwargs.values()]) as live:
         model(**loaded.kwargs)
-    found = realized(analysis, plan)
-    (peak,) = stage_peaks(program, found, plan.batch // microbatches, recomputed(plan, found.local), "cpu")
-    predicted = peak.of_stage(1, microbatches)
-    return {"counted_bytes": live.most, "predicted_bytes": predicted, "ratio": predicted / live.most}
+    return live.most
+
+
+def measure(
+    spec: str, program: Program, analysis: Analysis, ranks: int, microbatches: int, schedule: str, recompute: str
+) -> dict[str, Any]:
+    """Bytes counted and predicted, of each rank."""
+    limits: dict[str, Any] = {"dp": 1, "tp": 1, "microbatches": microbatches, "recompute": recompute}
+    limits |= {"pp": ranks, "schedule": schedule}
+    plan = autopart.make_plan(program, autopart.Cluster.parse(f"cpu:{ranks}"), analysis=analysis, **limits)
+    with tempfile.TemporaryDirectory() as name:
+        directory, job = Path(name) / "program", Path(name) / "job"
+        realize(program, plan, analysis).save(directory)
+        arguments = {"spec": spec, "directory": str(directory)}
+        job.mkdir()
+        counted = [count(**arguments)] if ranks == 1 else run_local_job("memory:count", ranks, arguments, job)
+    predicted = step_peaks(program, plan, realized(analysis, plan), "cpu")
+    return {
+        "counted_bytes": counted,
+        "predicted_bytes": [round(item) for item in predicted],
+        "ratio": [round(ours / theirs, 3) for ours, theirs in zip(predicted, counted, strict=True)],
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
+    parser.add_argument("--pipelines", action="store_true")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    names = list(MODELS) if arguments.model == "all" else [arguments.model]
-    cases = [(name, count, again) for name in names for count, again in ((1, "none"), (2, "none"), (2, "full"))]
-    rows = [{"model": n, "microbatches": m, "recompute": r, **measure(MODELS[n], m, r)} for n, m, r in cases]
+    sys.path.insert(0, str(Path(__file__).parent))  # ranks import this file by its name
+    rows = []
+    for name in list(MODELS) if arguments.model == "all" else [arguments.model]:
+        loaded = load_model(MODELS[name])
+        program = autopart.capture(loaded.model.train(), loaded.args, loaded.kwargs)
+        analysis = analyze(program)
+        for case in PIPELINES if arguments.pipelines else ALONE:
+            about = dict(zip(("ranks", "microbatches", "schedule", "recompute"), case, strict=True))
+            rows.append({"model": name, **about, **measure(MODELS[name], program, analysis, *case)})
+            if not arguments.json:
+                print(tabulate(rows[-1:], headers="keys" if len(rows) == 1 else (), floatfmt=".4g"), flush=True)
     if arguments.json:
         print(json.dumps(rows))
-    else:
-        print(tabulate(rows, headers="keys", floatfmt=".4g"))
 
 
 if __name__ == "__main__":

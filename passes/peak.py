@@ -4,10 +4,12 @@ The stage's ops are walked in the order of the emitted code. Forward, an op allo
 inside; a value is freed once its readers are done, if the code writes it into its only reader, else when the layer's or
 the stage's function returns; what the backward needs stays (:mod:`autopart.passes.kept`). Backward, ops come in the
 opposite order: the gradients of an op's operands are allocated while those of its results and what it kept are there,
-which are freed behind it. The gradient of a parameter that several ops read waits for the last of them. A layer that is
-computed again first runs forward once more, with everything that it keeps.
+which are freed behind it; the caller holds the gradients of the stage's results until the end. The gradient of a
+parameter that several ops read waits for the last of them. A layer that is computed again first runs forward once more,
+with everything that it keeps.
 
-Not seen: what a kernel allocates for itself, buffers of collectives, and what is being sent or received.
+Not seen: what a kernel allocates for itself, buffers of collectives, and what is being sent or received
+(:mod:`autopart.step_memory`).
 """
 
 from __future__ import annotations
@@ -116,17 +118,17 @@ class _Walk:
     live: dict[Value, float] = field(default_factory=dict)
     runs: list[tuple[Run, bool]] = field(init=False)
     stays: set[Value] = field(init=False)
-    left: Counter[Value] = field(init=False)  # ops that keep a value and have not gone back yet
+    given: dict[Value, float] = field(init=False)  # gradients of results, by the value whose gradient each is now
 
     def __post_init__(self) -> None:
         self.runs = runs_of(self.graph)
         results = {owner_of(graphs.value_of(node)) for node in graphs.results(self.graph)}
         self.stays = {*kept_values(self.graph, self.layers, self.kind), *results}
-        self.left = Counter()
+        self.given = {}
 
     def copy(self) -> _Walk:
         other = _Walk(self.graph, self.axes, self.batch, self.layers, self.inlined, self.kind, self.now, self.most)
-        other.live, other.left = dict(self.live), Counter(self.left)
+        other.live = dict(self.live)
         return other
 
     def size(self, value: Value) -> float:
@@ -216,9 +218,10 @@ class _Walk:
             for node in run.nodes if not (is_layer and run.path in self.layers) else ():
                 keepers.update(set(map(owner_of, saved_tensors(node, self.kind))))
         held: dict[fx.Node, float] = {}  # gradients of parameters that wait for further readers
+        self.given = {}
         for root in roots:
             value = _carrier(graphs.value_of(root))
-            pending[value] = self.gradient_size(value)
+            pending[value] = self.given[value] = self.gradient_size(value)
             self.add(pending[value])
         for node in graphs.results(self.graph):  # nothing else holds the ends
             value = owner_of(graphs.value_of(node))
@@ -265,7 +268,7 @@ class _Walk:
         if node in reached and coming:
             self.pass_back(node, coming, pending, held, readers, adding)
             for value in coming:
-                self.now -= pending.pop(value)
+                self.now -= pending.pop(value) - self.given.pop(value, 0.0)
         saved = set(map(owner_of, saved_tensors(node, self.kind)))
         for value in saved:
             keepers[value] -= 1
@@ -298,6 +301,8 @@ class _Walk:
             if name in _PASSING and not passed and abs(size - given) < 0.5 and owner not in pending:
                 passed = True  # the same tensor goes on
                 pending[owner], pending[coming[0]] = size, 0.0
+                if coming[0] in self.given:
+                    self.given[owner] = self.given.pop(coming[0])
                 continue
             more.append((owner, size))
         copies = backward_copies(node)
@@ -305,7 +310,9 @@ class _Walk:
         for _, size in more:
             self.add(size, copies * largest)
         for owner, size in more:
-            if owner in pending:
+            if self.given.pop(owner, 0.0):
+                pending[owner] = size  # the sum is where this one is
+            elif owner in pending:
                 self.now -= size  # added to what is there
             else:
                 pending[owner] = size

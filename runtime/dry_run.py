@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from autopart.runtime.errors import ScheduleError
 from autopart.runtime.schedule import Action, Schedule, Work
+from autopart.runtime.schedule.actions import SEND_OF
 
 # Messages on their way between two ranks, by what they are and who sends to whom: (source stage, target stage,
 # microbatch) in the order of sending. NCCL matches messages between two ranks by their order alone.
@@ -105,7 +106,7 @@ class _DryRun:
         assert action.peer is not None
         sends = action.work.is_send
         source, target = (action.stage, action.peer) if sends else (action.peer, action.stage)
-        key = (action.work if sends else _SEND_OF[action.work], self.rank_of[source], self.rank_of[target])
+        key = (action.work if sends else SEND_OF[action.work], self.rank_of[source], self.rank_of[target])
         return self.channels.setdefault(key, deque())
 
     def receive(self, stage: _Stage, action: Action) -> bool:
@@ -167,6 +168,3 @@ class _DryRun:
         for (work, _, _), left in self.channels.items():
             for source, target, microbatch in left:
                 raise ScheduleError(f"{work.value}{source}.{microbatch}>{target} is never received")
-
-
-_SEND_OF = {Work.RECV_ACTIVATION: Work.SEND_ACTIVATION, Work.RECV_GRADIENT: Work.SEND_GRADIENT}

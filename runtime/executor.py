@@ -9,8 +9,8 @@ from itertools import groupby
 from operator import itemgetter
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autopart.runtime.data_weights import Pass
 from autopart.runtime.errors import PlanError
@@ -19,12 +19,18 @@ from autopart.runtime.links import Arrival, Links, Samples
 from autopart.runtime.manifest import Manifest, StageSpec, ValueSpec, argument_name
 from autopart.runtime.mesh import Mesh
 from autopart.runtime.schedule import Action, Work
+from autopart.runtime.schedule.receipts import Receipts
 from autopart.runtime.trace import Recorder
 from autopart.runtime.traffic import Phase
 from autopart.runtime.weight_split import LaterGradients, SplitBackward, into_outer
 
 # What starts the backward of a microbatch: output name -> gradient; None or missing: the output has none.
 Seeds = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor | None]]
+
+
+_EVALUATED = -1
+_AHEAD = 2
+"""Microbatches that an evaluation's stage may be ahead of those that receive from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +60,7 @@ class _Microbatch:
     gradients: list[tuple[ValueSpec, Tensor]] = field(default_factory=list)
     # Apart: the gradients' receives may be posted before the forward, which must not wait for them.
     later: LaterGradients | None = None
-    arriving: dict[Phase, list[tuple[Action, dist.Work | Arrival]]] = field(
-        default_factory=lambda: {"forward": [], "backward": []}
-    )
+    arriving: dict[Phase, list[tuple[Action, Arrival]]] = field(default_factory=lambda: {"forward": [], "backward": []})
 
 
 class Run:
@@ -64,7 +68,8 @@ class Run:
 
     modules: the stages by number. outputs: per microbatch, the stages' outputs by name, detached. Gradients gather in
     the parameters' ``.grad``; ``reduce`` is what the last REDUCE calls. recorders: note when each action starts and
-    ends. passing: entered around the computation of each microbatch's forward and backward, with the stage.
+    ends. passing: entered around the computation of each microbatch's forward and backward, with the stage. receipts:
+    of the schedule that is trained by; what was sent is let go as they say, at the latest when the run ends.
     """
 
     def __init__(
@@ -80,7 +85,9 @@ class Run:
         keep: Collection[str] | None = None,
         recorders: Sequence[Recorder] = (),
         passing: Callable[[Pass, int], AbstractContextManager[None]] | None = None,
+        receipts: Receipts | None = None,
     ) -> None:
+        self._receipts: Receipts = receipts or {}
         self._passing = passing or (lambda kind, stage: nullcontext())
         self._recorders = recorders
         self._keep = keep
@@ -94,6 +101,8 @@ class Run:
         self._microbatches: dict[tuple[int, int], _Microbatch] = {}
         self._weights: dict[int, list[nn.Parameter]] = {}
         self._step = mesh.step
+        self._batch = mesh.step if train else _EVALUATED
+        self._alone = len(set(mesh.place_of)) == len(mesh.place_of)  # no rank has several stages
         self.seeds = seeds
         self.outputs: dict[int, dict[str, Tensor]] = {}
 
@@ -135,6 +144,8 @@ class Run:
         state = self._state(action.stage, action.microbatch)
         match action.work:
             case Work.FORWARD:
+                if not self._train and self._alone:
+                    self._let_go_of_stage(action.stage, action.microbatch - _AHEAD)
                 self._forward(action, action.microbatch, state)
             case Work.BACKWARD:
                 self._backward(action, action.microbatch, state)
@@ -165,36 +176,35 @@ class Run:
         if action.peer in self._modules:
             with self._noted(action):
                 return ()
-        values = self._links.values[_edge(action)]
+        values = self._links.values[action.edge]
         return values if phase == "forward" else [value for value in values if value.needs_grad]
 
     def _send_activations(self, action: Action, microbatch: int, state: _Microbatch) -> None:
-        edge = _edge(action)
+        edge = action.edge
         for value in self._links.values[edge]:
             tensor = state.sent[value.name]
             if edge[1] not in self._modules:
-                self._links.send(value, tensor, edge, microbatch, self._samples, "forward")
+                self._links.send(value, tensor, action, self._samples, self._batch)
                 continue
             self._links.check(value, tensor, self._feed.samples)
             received = tensor.detach()
             self._state(edge[1], microbatch).received[value.name] = self._as_leaf(value, received)
 
     def _send_gradients(self, action: Action, microbatch: int, state: _Microbatch) -> None:
-        edge = _edge(action)
+        edge = action.edge
         for value in self._links.values[edge]:
-            leaf = state.received.pop(value.name)
             if not value.needs_grad:
                 continue
+            leaf = state.received.pop(value.name)
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             if edge[0] in self._modules:
                 self._state(edge[0], microbatch).gradients.append((value, gradient))
             else:
-                self._links.send(value, gradient, edge, microbatch, self._samples, "backward")
+                self._links.send(value, gradient, action, self._samples, self._batch)
 
     def _receive(self, value: ValueSpec, state: _Microbatch, action: Action, phase: Phase) -> Tensor:
-        assert action.microbatch is not None
-        tensor, work = self._links.receive(value, _edge(action), action.microbatch, self._samples, phase)
-        state.arriving[phase].append((action, work))
+        tensor, arrival = self._links.receive(value, action, self._samples)
+        state.arriving[phase].append((action, arrival))
         return self._as_leaf(value, tensor) if phase == "forward" else tensor
 
     @property
@@ -213,12 +223,26 @@ class Run:
         return noted
 
     def _wait(self, state: _Microbatch, phase: Phase) -> None:
-        """Until the activations ("forward") or their gradients ("backward") are here."""
+        """Until the activations ("forward") or their gradients ("backward") are here; what that proves is let go."""
         arriving, state.arriving[phase] = state.arriving[phase], []
         for posted, group in groupby(arriving, key=itemgetter(0)):
+            senders: set[int] = set()
             with self._noted(posted):
-                for _, work in group:
-                    work.wait()
+                for _, arrival in group:
+                    arrival.wait()
+                    senders |= arrival.senders
+            for sent, later in self._receipts.get(posted, ()):
+                self._links.let_go((sent, self._batch + later), senders)
+
+    def _let_go_of_stage(self, stage: int, microbatch: int) -> None:
+        """Waits until what a stage sent of a microbatch has left.
+
+        In an evaluation by ranks of one stage each, waiting for an earlier microbatch blocks nobody for ever: to
+        receive it takes a rank no more than what the others do of microbatches up to it.
+        """
+        for source, target in self._links.values:
+            if source == stage and microbatch >= 0:
+                self._links.let_go((Action(Work.SEND_ACTIVATION, stage, microbatch, target), self._batch))
 
     def _forward(self, action: Action, microbatch: int, state: _Microbatch) -> None:
         self._wait(state, "forward")
@@ -261,30 +285,25 @@ class Run:
             self._compute_backward(action.stage, microbatch, state)
 
     def _compute_backward(self, stage: int, microbatch: int, state: _Microbatch) -> None:
-        tensors: list[Tensor] = []
+        ends: list[GradientEdge] = []
         gradients: list[Tensor] = []
         for name, incoming in _sum_by_value(state.gradients).items():
             if state.sent[name].requires_grad:
-                tensors.append(state.sent[name])
+                ends.append(get_gradient_edge(state.sent[name]))
                 gradients.append(incoming)
         seeds = {} if self.seeds is None else self.seeds(microbatch, state.outputs)
         for name, seed in seeds.items():
             output = state.outputs.get(name)
             if seed is not None and output is not None and output.requires_grad:
-                tensors.append(output)
+                ends.append(get_gradient_edge(output))
                 gradients.append(seed)
-        # Nothing else may hold the graph's ends while it is walked: their memory is then freed on the way.
+        # Nothing may hold the results while the graph is walked: their memory is then freed on the way.
+        output = None
         state.sent, state.outputs, state.gradients = {}, {}, []
         with self._passing("backward", stage):
-            if tensors:
-                torch.autograd.backward(tensors, gradients)
-
-
-def _edge(action: Action) -> tuple[int, int]:
-    """The (source stage, target stage) of the values that an exchange is about: gradients go back along it."""
-    assert action.peer is not None
-    here_first = action.work in (Work.SEND_ACTIVATION, Work.RECV_GRADIENT)
-    return (action.stage, action.peer) if here_first else (action.peer, action.stage)
+            if ends:
+                torch.autograd.backward(ends, gradients)
+        state.received = {name: leaf for name, leaf in state.received.items() if leaf.requires_grad}
 
 
 def _sum_by_value(gradients: Sequence[tuple[ValueSpec, Tensor]]) -> dict[str, Tensor]:

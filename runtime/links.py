@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +15,7 @@ from autopart.runtime.manifest import Manifest, ValueSpec, size_of
 from autopart.runtime.mesh import STAGE_AXIS, Mesh
 from autopart.runtime.placement import Placement
 from autopart.runtime.resharding import Message, Side, Slices, backward_messages, forward_messages, local_shape, rows_of
+from autopart.runtime.schedule import Action, Work
 from autopart.runtime.traffic import Phase, payload
 
 # Pieces of one value that have tags of their own; those that share one are told apart by their order.
@@ -39,17 +39,32 @@ def edges_of(manifest: Manifest) -> tuple[list[tuple[int, int]], list[tuple[int,
 
 
 class Arrival:
-    """A tensor that comes in pieces: ``wait`` returns once all are in their places, added up where they overlap."""
+    """A tensor on its way from the ranks ``senders``, in one message."""
 
-    def __init__(self, tensor: Tensor, parts: Sequence[tuple[dist.Work, Tensor, Slices]]) -> None:
-        # not the tensor itself, which autograd may know as a leaf by then
-        self._tensor = tensor.detach()
-        self._parts = parts
+    def __init__(self, senders: Collection[int], works: Sequence[dist.Work]) -> None:
+        self.senders = frozenset(senders)
+        self._works = works
 
     def wait(self) -> None:
-        for work, piece, where in self._parts:
+        """Returns once all is there."""
+        for work in self._works:
             work.wait()
+
+
+class Pieces(Arrival):
+    """A tensor that comes in pieces, which are put in their places and added up where they overlap."""
+
+    def __init__(self, tensor: Tensor, parts: Sequence[tuple[int, dist.Work, Tensor, Slices]]) -> None:
+        super().__init__([sender for sender, *_ in parts], [work for _, work, *_ in parts])
+        # not the tensor itself, which autograd may know as a leaf by then
+        self._tensor = tensor.detach()
+        self._parts = [(piece, where) for *_, piece, where in parts]
+
+    def wait(self) -> None:
+        super().wait()
+        for piece, where in self._parts:
             self._tensor[where] += piece
+        self._parts = []
 
 
 def _differ(manifest: Manifest, value: ValueSpec, target: int, arrival: Sequence[str]) -> bool:
@@ -66,13 +81,21 @@ class Samples:
     whole: int
 
 
+# A send of a batch: the action, and a number of the batch that no other one has while its sends are kept.
+Sent = tuple[Action, int]
+
+
 class Links:
-    """Sends and receives the values that cross between stages. Neither blocks; sends are kept until they are done."""
+    """Sends and receives the values that cross between stages. Neither blocks.
+
+    What is sent is kept until it has left. NCCL says when; gloo does not, but by waiting, so that sends are kept until
+    :meth:`let_go` names them or :meth:`flush` waits.
+    """
 
     def __init__(self, manifest: Manifest, mesh: Mesh) -> None:
         self._mesh = mesh
         self._index = {value.name: index for index, value in enumerate(manifest.values)}
-        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sending: dict[Sent, list[tuple[int, dist.Work, Tensor]]] = {}  # with the rank that it goes to
         # (source stage, target stage) -> what crosses
         self.values: dict[tuple[int, int], list[ValueSpec]] = {}
         for value in manifest.values:
@@ -108,79 +131,62 @@ class Links:
                 f"says {value.dtype} {list(expected)}; emit the program again, or mend the edited stage"
             )
 
-    def send(
-        self, value: ValueSpec, tensor: Tensor, edge: tuple[int, int], microbatch: int, samples: Samples, phase: Phase
-    ) -> None:
-        """Starts sending a value along an edge (phase "forward"), or its gradient against it ("backward").
+    def send(self, value: ValueSpec, tensor: Tensor, action: Action, samples: Samples, batch: int) -> None:
+        """Starts sending a value, or its gradient, as the action says.
 
-        Raises PlanError when the tensor is not what the manifest promises.
+        batch: see :data:`Sent`. Raises PlanError when the tensor is not what the manifest promises.
         """
+        edge, phase = action.edge, _phase(action)
         unlike = (value.name, edge[1]) in self._unlike
         if phase == "forward" or not unlike:
             self.check(value, tensor, samples.rank)
+        tensor = tensor.detach()
         if unlike:
-            self._send_pieces(value, tensor, edge, microbatch, samples.whole, phase)
-            return
-        tensor = tensor.detach().contiguous()
-        self._mesh.traffic.add("send", STAGE_AXIS, phase, payload(tensor))
+            for number, message in self._exchange(value, edge, samples.whole, phase):
+                if message.source == self._mesh.rank:
+                    self._start(value, tensor[message.take], action, message.target, (action, batch), number)
+        else:
+            self._start(value, tensor, action, self._mesh.peer(edge[phase == "forward"]), (action, batch))
+        if not self._tagged:
+            self._drop_completed()
+
+    def _start(self, value: ValueSpec, piece: Tensor, action: Action, target: int, sent: Sent, number: int = 0) -> None:
+        phase = _phase(action)
+        piece = piece.contiguous()
+        self._mesh.traffic.add("send", STAGE_AXIS, phase, payload(piece))
         work = dist.isend(
-            tensor,
-            self._mesh.peer(edge[phase == "forward"]),
-            group=self._groups.get((phase, self._ascends(edge, phase))),
-            tag=self._tag(value, microbatch, phase),
+            piece,
+            target,
+            group=self._groups.get((phase, self._ascends(action.edge, phase))),
+            tag=self._tag(value, action, number),
         )
         assert work is not None
-        self._sending.append((work, tensor))
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
+        self._sending.setdefault(sent, []).append((target, work, piece))
 
-    def receive(
-        self, value: ValueSpec, edge: tuple[int, int], microbatch: int, samples: Samples, phase: Phase
-    ) -> tuple[Tensor, dist.Work | Arrival]:
-        """Starts receiving what :meth:`send` sends; the tensor holds it once the work has been waited for."""
-        if (value.name, edge[1]) in self._unlike:
-            return self._receive_pieces(value, edge, microbatch, samples.whole, phase)
-        shape = [size_of(size, samples.rank) for size in value.shape]
-        tensor = torch.empty(shape, dtype=dtype_of(value.dtype), device=self._mesh.device)
-        work = dist.irecv(
-            tensor,
-            self._mesh.peer(edge[phase == "backward"]),
-            group=self._groups.get((phase, self._ascends(edge, phase))),
-            tag=self._tag(value, microbatch, phase),
-        )
-        assert work is not None
-        return tensor, work
-
-    def _send_pieces(
-        self, value: ValueSpec, tensor: Tensor, edge: tuple[int, int], microbatch: int, samples: int, phase: Phase
-    ) -> None:
-        """Sends the pieces that ranks of a stage with another mesh take of this rank's share."""
-        group = self._groups.get((phase, self._ascends(edge, phase)))
-        for number, message in self._exchange(value, edge, samples, phase):
-            if message.source == self._mesh.rank:
-                tag = self._tag(value, microbatch, phase, number)
-                piece = tensor.detach()[message.take].contiguous()
-                self._mesh.traffic.add("send", STAGE_AXIS, phase, payload(piece))
-                work = dist.isend(piece, message.target, group=group, tag=tag)
-                assert work is not None
-                self._sending.append((work, piece))
-
-    def _receive_pieces(
-        self, value: ValueSpec, edge: tuple[int, int], microbatch: int, samples: int, phase: Phase
-    ) -> tuple[Tensor, Arrival]:
-        group = self._groups.get((phase, self._ascends(edge, phase)))
-        here = self._side(value, edge[phase == "forward"], samples)
-        shape = local_shape(value.whole, here, self._mesh.rank)
-        tensor = torch.zeros(shape, dtype=dtype_of(value.dtype), device=self._mesh.device)
+    def receive(self, value: ValueSpec, action: Action, samples: Samples) -> tuple[Tensor, Arrival]:
+        """Starts receiving what :meth:`send` sends; the tensor holds it once the arrival has been waited for."""
+        edge, phase = action.edge, _phase(action)
+        dtype, device = dtype_of(value.dtype), self._mesh.device
+        if (value.name, edge[1]) not in self._unlike:
+            tensor = torch.empty([size_of(size, samples.rank) for size in value.shape], dtype=dtype, device=device)
+            source = self._mesh.peer(edge[phase == "backward"])
+            return tensor, Arrival([source], [self._post(value, tensor, action, source)])
+        here = self._side(value, edge[phase == "forward"], samples.whole)
+        tensor = torch.zeros(local_shape(value.whole, here, self._mesh.rank), dtype=dtype, device=device)
         parts = []
-        for number, message in self._exchange(value, edge, samples, phase):
+        for number, message in self._exchange(value, edge, samples.whole, phase):
             if message.target == self._mesh.rank:
-                tag = self._tag(value, microbatch, phase, number)
-                piece = torch.empty(message.shape, dtype=tensor.dtype, device=tensor.device)
-                work = dist.irecv(piece, message.source, group=group, tag=tag)
-                assert work is not None
-                parts.append((work, piece, message.put))
-        return tensor, Arrival(tensor, parts)
+                piece = torch.empty(message.shape, dtype=dtype, device=device)
+                work = self._post(value, piece, action, message.source, number)
+                parts.append((message.source, work, piece, message.put))
+        return tensor, Pieces(tensor, parts)
+
+    def _post(self, value: ValueSpec, tensor: Tensor, action: Action, source: int, number: int = 0) -> dist.Work:
+        phase = _phase(action)
+        group = self._groups.get((phase, self._ascends(action.edge, phase)))
+        work = dist.irecv(tensor, source, group=group, tag=self._tag(value, action, number))
+        assert work is not None
+        return work
 
     def _exchange(
         self, value: ValueSpec, edge: tuple[int, int], samples: int, phase: Phase
@@ -207,15 +213,38 @@ class Links:
             tuple(map(Placement.parse, placements)),
         )
 
+    def let_go(self, sent: Sent, targets: Collection[int] | None = None) -> None:
+        """Waits for sends to these ranks (None: to all), and frees what was sent; others than pending are no matter.
+
+        To be called once they are known to have arrived, or where waiting for their receivers cannot block these.
+        """
+        kept = []
+        for target, work, piece in self._sending.pop(sent, ()):
+            if targets is None or target in targets:
+                work.wait()
+            else:
+                kept.append((target, work, piece))
+        if kept:
+            self._sending[sent] = kept
+
     def flush(self) -> None:
         """Waits until everything that was sent has left."""
-        while self._sending:
-            self._sending.popleft()[0].wait()
+        for sent in list(self._sending):
+            self.let_go(sent)
 
-    def _tag(self, value: ValueSpec, microbatch: int, phase: Phase, piece: int = 0) -> int:
+    def _drop_completed(self) -> None:
+        for sent, parts in list(self._sending.items()):
+            left = [part for part in parts if not part[1].is_completed()]
+            if left:
+                self._sending[sent] = left
+            else:
+                del self._sending[sent]
+
+    def _tag(self, value: ValueSpec, action: Action, piece: int = 0) -> int:
         if not self._tagged:
             return 0
-        number = (microbatch * len(self._index) + self._index[value.name]) * 2 + (phase == "backward")
+        assert action.microbatch is not None
+        number = (action.microbatch * len(self._index) + self._index[value.name]) * 2 + (_phase(action) == "backward")
         return number * _MOST_PIECES + piece % _MOST_PIECES
 
     def _ascends(self, edge: tuple[int, int], phase: Phase) -> bool:
@@ -242,3 +271,7 @@ class Links:
         if source.mesh == target.mesh and not self._unlike:
             return list(zip(source.devices, target.devices, strict=True))
         return [(here, there) for here in source.devices for there in target.devices]
+
+
+def _phase(action: Action) -> Phase:
+    return "forward" if action.work in (Work.SEND_ACTIVATION, Work.RECV_ACTIVATION) else "backward"

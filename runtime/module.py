@@ -51,6 +51,7 @@ from autopart.runtime.pipelining import PipelineStages, to_pipeline_stages
 from autopart.runtime.planned_schedules import PlannedSchedules
 from autopart.runtime.rng import default_generator, resumed
 from autopart.runtime.schedule import backward_part, forward_part
+from autopart.runtime.schedule.receipts import Receipts
 from autopart.runtime.structure import rebuild
 from autopart.runtime.tally import Tally
 from autopart.runtime.totals import Totals
@@ -241,7 +242,7 @@ class ParallelModule(HeldStages):
             def seeds(microbatch: int, outputs: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
                 return {loss_name: torch.full_like(outputs[loss_name], seed * part)} if loss_name in outputs else {}
 
-            run = self._run(feed, train=True, seeds=seeds, keep=keep)
+            run = self._run(feed, True, seeds, keep, self._schedules.receipts(division.microbatches))
             with self._norms.running(), separate_gradients(parameters) as made:
                 self._sums.begin(actions)
                 run.execute(actions)
@@ -270,7 +271,8 @@ class ParallelModule(HeldStages):
                 f"the schedule 2bw takes batches of {self.manifest.microbatches} microbatches on {self.mesh.data.size} "
                 f"replicas only, {division.batch} samples do not; drop the last partial batch, or use 2bw-flush"
             )
-        run = self._run(feed, train=True, seeds=self._seeds, keep={spec.name for spec in self._loss_specs})
+        receipts = self._schedules.receipts(division.microbatches)
+        run = self._run(feed, True, self._seeds, {spec.name for spec in self._loss_specs}, receipts)
         losses = self._collect_losses()
         with self._norms.running():
             gradients = self._buffer.advance(run, division)
@@ -387,11 +389,18 @@ class ParallelModule(HeldStages):
 
         return again
 
-    def _run(self, feed: Feed, train: bool, seeds: Any = None, keep: set[str] | None = None) -> Run:
-        reduce, stages, links, passing = self._sums.reduce, self._stages_by_number, self._links, self._passing
+    def _run(
+        self,
+        feed: Feed,
+        train: bool,
+        seeds: Any = None,
+        keep: set[str] | None = None,
+        receipts: Receipts | None = None,
+    ) -> Run:
         tallied = self.tally.recorder if self.tally is not None and train else None
         recorders = [recorder for recorder in (self._recorder, tallied) if recorder is not None]
-        return Run(stages, self.manifest, self.mesh, links, feed, train, seeds, reduce, keep, recorders, passing)
+        own = self._stages_by_number, self.manifest, self.mesh, self._links
+        return Run(*own, feed, train, seeds, self._sums.reduce, keep, recorders, self._passing, receipts)
 
     @contextmanager
     def _passing(self, kind: Pass, stage: int) -> Iterator[None]:

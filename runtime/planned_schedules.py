@@ -10,6 +10,7 @@ from autopart.runtime.links import edges_of
 from autopart.runtime.manifest import Manifest
 from autopart.runtime.mesh import Mesh
 from autopart.runtime.schedule import NAMES, Action, Schedule, forward_only, gpipe, make_schedule, post_receives_early
+from autopart.runtime.schedule.receipts import Receipts, receipts
 
 
 class PlannedSchedules:
@@ -19,6 +20,7 @@ class PlannedSchedules:
         self._manifest = manifest
         self._mesh = mesh
         self.planned = self._make()
+        self._receipts: dict[int, Receipts] = {}
         self._by_microbatches = {manifest.microbatches: self.planned}
 
     def of(self, microbatches: int) -> Schedule:
@@ -35,6 +37,14 @@ class PlannedSchedules:
                     found = named
             self._by_microbatches[microbatches] = found
         return self._by_microbatches[microbatches]
+
+    def receipts(self, microbatches: int) -> Receipts:
+        """What arrivals prove to this rank under the schedule :meth:`of` so many microbatches."""
+        if microbatches not in self._receipts:
+            repeats = self._manifest.schedule == "2bw" and self._manifest.loss is not None
+            found = receipts(self.of(microbatches), self._mesh.pipeline.index, microbatches if repeats else None)
+            self._receipts[microbatches] = found
+        return self._receipts[microbatches]
 
     def evaluation(self, microbatches: int) -> Schedule:
         """Forwards only, of all outputs."""

@@ -21,6 +21,7 @@ import enum
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Final
 
 from autopart.runtime.errors import ScheduleError
 
@@ -50,6 +51,9 @@ class Work(enum.Enum):
         self.is_compute = letters in ("F", "B", "W")
 
 
+SEND_OF: Final = {Work.RECV_ACTIVATION: Work.SEND_ACTIVATION, Work.RECV_GRADIENT: Work.SEND_GRADIENT}
+"""The other side of a receive."""
+
 _ACTION_TEXT = re.compile(r"([A-Z]+)(\d+)(?:\.(\d+))?(?:([<>])(\d+))?")
 
 
@@ -77,6 +81,13 @@ class Action:
         if self.peer is not None:
             text += f"{'>' if self.work.is_send else '<'}{self.peer}"
         return text
+
+    @property
+    def edge(self) -> tuple[int, int]:
+        """The (source stage, target stage) of the values that an exchange is about: gradients go back along it."""
+        assert self.peer is not None
+        here_first = self.work in (Work.SEND_ACTIVATION, Work.RECV_GRADIENT)
+        return (self.stage, self.peer) if here_first else (self.peer, self.stage)
 
     @staticmethod
     def parse(text: str) -> Action:
