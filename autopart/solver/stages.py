@@ -31,6 +31,9 @@ above, which CP-SAT solves. d is a bound at first, and made exact for the arcs o
 best way has exact arcs alone. Objective and bound count as equal when they differ by less than TOLERANCE of the
 objective.
 
+Where there are many positions, a division at few of them comes first (:mod:`autopart.solver.stages_few`): runs of
+blocks that alone take too long to be part of a better one are left out.
+
 Positions decide how exact that is for a graph that is no chain: with all of them (:func:`stages_order.positions`) no
 convex division is left out; with those of some orders, only divisions that cut one of these orders are considered.
 """
@@ -43,13 +46,14 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autopart.report.units import format_bytes
 from autopart.runtime.errors import InfeasibleError, PlanError
+from autopart.solver.stages_few import most_seconds, spread
 from autopart.solver.stages_graph import Array, Found, StageGraph, cheapest, smallest_maximum, sums_through
 from autopart.solver.stages_problem import StageProblem, StageSolution, Step, Way
 from autopart.solver.tensor_problem import relative_gap
@@ -60,6 +64,8 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-9
 MAX_PROGRAMS = 300
 _TICKS = 2**40
+# A division at some of the positions is sought first, where there are at least twice as many.
+_FEW, _FEW_A_STAGE, _FEW_PROGRAMS = 64, 3, 20
 
 
 def solve(problem: StageProblem, time_limit_s: float = 60.0, *, max_programs: int = MAX_PROGRAMS) -> StageSolution:
@@ -69,9 +75,14 @@ def solve(problem: StageProblem, time_limit_s: float = 60.0, *, max_programs: in
     the bytes that bind and the capacity that would do, when none fits; PlanError when there are too few blocks.
     """
     start = time.perf_counter()
-    graph = _graph(problem)
-    floor = _floor(graph)
-    search = _BoxSearch(problem, graph, start + time_limit_s)
+    until = start + time_limit_s
+    known = _few_positions(problem, until)
+    most = most_seconds(problem, known)
+    graph = _graph(problem, most)
+    floor = min(_floor(graph)[0], problem.microbatches * most)
+    search = _BoxSearch(problem, graph, until)
+    if known:
+        search.offer(known)
     bound = search.run(max_programs)
     method = "dynamic program"
     if not search.meets(bound):
@@ -84,7 +95,7 @@ def solve(problem: StageProblem, time_limit_s: float = 60.0, *, max_programs: in
         objective=search.objective,
         bound=bound,
         gap=relative_gap(search.objective, bound),
-        lower_bound_s=floor[0],
+        lower_bound_s=floor,
         seconds=time.perf_counter() - start,
         programs=search.programs,
         method=method,
@@ -96,13 +107,27 @@ def least_seconds(problem: StageProblem) -> float:
     return _floor(_graph(problem))[0]
 
 
-def _graph(problem: StageProblem) -> StageGraph:
+def _few_positions(problem: StageProblem, until: float) -> Way:
+    """A good division at few of the positions, where there are many; empty where none of these fits."""
+    kept = spread(problem, max(_FEW, _FEW_A_STAGE * problem.stages))
+    if 2 * len(kept) > len(problem.positions):
+        return ()
+    fewer = problem.at(kept)
+    graph = _graph(fewer)
+    if smallest_maximum(graph, np.where(graph.fits, graph.busy, np.inf)) is None:
+        return ()
+    search = _BoxSearch(fewer, graph, until)
+    search.run(_FEW_PROGRAMS)
+    return tuple(replace(step, first=kept[step.first], last=kept[step.last]) for step in search.way)
+
+
+def _graph(problem: StageProblem, most_seconds: float = math.inf) -> StageGraph:
     if problem.stages > len(problem.blocks):
         raise PlanError(
             f"{problem.stages} stages need as many blocks, but there are {len(problem.blocks)}; "
             f"use at most {len(problem.blocks)} stages"
         )
-    return StageGraph.build(problem)
+    return StageGraph.build(problem, most_seconds)
 
 
 def _floor(graph: StageGraph) -> Found:

@@ -26,13 +26,13 @@ def coarsen(
     """
     found = list(pieces)
     while len(found) > most:
-        home = {block: index for index, piece in enumerate(found) for block in _members(piece)}
+        home = {block: index for index, piece in enumerate(found) for block in bits_of(piece)}
         after = _after(found, needs, home)
         beyond = [0] * len(found)  # pieces that a piece leads to, itself not included
         for index in reversed(range(len(found))):
-            for target in _members(after[index]):
+            for target in bits_of(after[index]):
                 beyond[index] |= 1 << target | beyond[target]
-        weight = [sum(weights[block] for block in _members(piece)) for piece in found]
+        weight = [sum(weights[block] for block in bits_of(piece)) for piece in found]
         traffic: dict[tuple[int, int], float] = {}
         for (source, target), size in sent.items():
             pair = home[source], home[target]
@@ -40,8 +40,8 @@ def coarsen(
         pairs = sorted(
             (weight[a] + weight[b], -traffic.get((a, b), 0.0), a, b)
             for a in range(len(found))
-            for b in _members(after[a])
-            if not any(beyond[other] >> b & 1 for other in _members(after[a]))
+            for b in bits_of(after[a])
+            if not any(beyond[other] >> b & 1 for other in bits_of(after[a]))
         )
         if not pairs:
             break
@@ -54,8 +54,8 @@ def _after(pieces: Sequence[int], needs: Sequence[int], home: Mapping[int, int])
     """By piece the pieces that read from it, as bits."""
     after = [0] * len(pieces)
     for index, piece in enumerate(pieces):
-        for block in _members(piece):
-            for source in _members(needs[block] & ~piece):
+        for block in bits_of(piece):
+            for source in bits_of(needs[block] & ~piece):
                 after[home[source]] |= 1 << index
     return after
 
@@ -76,12 +76,13 @@ def _ordered(pieces: Sequence[int], needs: Sequence[int]) -> list[int]:
 
 def _needs_of(piece: int, needs: Sequence[int]) -> int:
     found = 0
-    for block in _members(piece):
+    for block in bits_of(piece):
         found |= needs[block]
     return found & ~piece
 
 
-def _members(mask: int) -> list[int]:
+def bits_of(mask: int) -> list[int]:
+    """Numbers of the bits that are set, rising."""
     found = []
     while mask:
         low = mask & -mask

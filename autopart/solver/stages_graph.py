@@ -11,6 +11,7 @@ exact once :meth:`StageGraph.refine` has been asked for the run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -56,7 +57,8 @@ class StageGraph:
     _made: dict[tuple[int, int, int], tuple[tuple[int, int], ...] | None] = field(default_factory=dict)
 
     @staticmethod
-    def build(problem: StageProblem) -> StageGraph:
+    def build(problem: StageProblem, most_seconds: float = math.inf) -> StageGraph:
+        """most_seconds: runs whose blocks take more at their fastest are left out."""
         used = _slots_in_use(problem)
         keys: dict[_Key, int] = {}
         slots: list[list[tuple[int, int]]] = []
@@ -83,8 +85,9 @@ class StageGraph:
             buffers = [np.array([cut.buffer_bytes for cut in shape.cuts[link]]) for link in (start, stop)]
             room = capacity - shape.overhead_bytes - runs.tied_bytes - problem.in_flight[stage] * runs.kept_bytes
             room = room - buffers[0][:, None] - buffers[1][None, :]
-            seconds, excess, sure = runs.fit(room, problem.in_flight[stage], allowed[stage])
-            made["excess"][table] = np.where(allowed[stage], excess, np.inf)
+            wanted = allowed[stage] & (runs.fastest <= most_seconds)
+            seconds, excess, sure = runs.fit(room, problem.in_flight[stage], wanted)
+            made["excess"][table] = np.where(wanted, excess, np.inf)
             made["seconds"][table], exact[table] = seconds, sure
             ends = crossing[number, start][:, None] + crossing[number, stop][None, :]
             made["busy"][table] = seconds + ends
@@ -222,8 +225,9 @@ class _Runs:
         seconds = self.fastest.copy()
         if all(len(family) == 1 for family in self.families) or not weighed.any():
             return seconds, excess, np.ones(room.shape, dtype=bool)
+        excess[weighed] = least_excess(self.families, self.held.counts(weighed), room[weighed], in_flight)
+        weighed &= excess <= 0
         counts, rooms, least = self.held.counts(weighed), room[weighed], self.fastest[weighed]
-        excess[weighed] = least_excess(self.families, counts, rooms, in_flight)
         relaxed = relaxed_seconds(self.families, counts, rooms, in_flight)
         # where a bound says that nothing fits it was too strict by rounding
         seconds[weighed] = np.where(np.isfinite(relaxed), np.maximum(relaxed, least), least)
@@ -244,9 +248,14 @@ def _held(shape: Shape, member: Bits) -> tuple[list[Family], Held]:
     parts = list(dict.fromkeys(family for layer in shape.layers for family in layer.parts.values()))
     runs = np.zeros((len(parts), len(member), len(member)))
     for layer in shape.layers:
-        code = between((member[:, list(layer.blocks)] @ (1 << np.arange(len(layer.blocks)))).astype(float))
+        code = member[:, list(layer.blocks)] @ (1 << np.arange(len(layer.blocks)))
+        places = {int(value): np.flatnonzero(code == value) for value in np.unique(code)}
         for part, family in layer.parts.items():
-            runs[parts.index(family)] += code == sum(1 << layer.blocks.index(block) for block in part)
+            bits = sum(1 << layer.blocks.index(block) for block in part)
+            number = parts.index(family)
+            for value, first in places.items():
+                if value + bits in places:
+                    runs[number][np.ix_(first, places[value + bits])] += 1
     return [*families, *parts], Held(np.array(blocks, dtype=float).reshape(len(families), len(member)), runs)
 
 

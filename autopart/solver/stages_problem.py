@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopart.solver.stages_order import chain_positions
 
@@ -302,6 +302,19 @@ class StageProblem:
             microbatches,
             tuple(in_flight),
             tuple(pins),
+        )
+
+    def at(self, kept: Sequence[int]) -> StageProblem:
+        """The same with some of the positions, the first and the last among them."""
+
+        def of(lists: tuple[tuple[Cut, ...], ...]) -> tuple[tuple[Cut, ...], ...]:
+            return tuple(tuple(cuts[index] for index in kept) for cuts in lists)
+
+        return replace(
+            self,
+            positions=tuple(self.positions[index] for index in kept),
+            shapes=tuple(replace(shape, cuts=of(shape.cuts)) for shape in self.shapes),
+            pairs={pair: of(lists) for pair, lists in self.pairs.items()},
         )
 
     @property
