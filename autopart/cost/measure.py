@@ -108,13 +108,14 @@ class _Clock:
     device: torch.device
     span_s: float
 
-    def seconds(self, call: Callable[[], object], together: bool = False) -> float:
-        """Of one call. together: every rank makes equally many calls, as collectives demand."""
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Of one call. All ranks make equally many: collectives demand it, and where ranks share cores the one that
+        makes fewer would leave them to the others."""
         call()
         self.synchronize()
         once = self._span(call, 1)
-        if together:
-            once = self._largest(once)
+        if _in_job():
+            once = self._least(once)
         count = max(1, round(self.span_s / once)) if once else 1
         spans = []
         for _ in range(_SPANS):
@@ -130,9 +131,9 @@ class _Clock:
         self.synchronize()
         return (time.perf_counter() - start) / count
 
-    def _largest(self, seconds: float) -> float:
+    def _least(self, seconds: float) -> float:
         found = torch.tensor([seconds], dtype=torch.float64, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        dist.all_reduce(found, dist.ReduceOp.MIN)
         return float(found.item())
 
     def synchronize(self) -> None:
@@ -257,7 +258,7 @@ def _collectives(clock: _Clock, effort: Effort) -> Iterator[Sample]:
         num_bytes = float(whole.numel() * whole.element_size())
         for kind, call in _calls(whole, axis):
             text = f"{kind} of {whole.numel() * 4} bytes, {size} ranks"
-            yield Sample(kind, text, clock.seconds(call, together=True), num_bytes=num_bytes, parts=size)
+            yield Sample(kind, text, clock.seconds(call), num_bytes=num_bytes, parts=size)
 
 
 def _calls(whole: Tensor, axis: Axis) -> Iterator[tuple[str, Callable[[], object]]]:
