@@ -49,7 +49,11 @@ class Node:
     @property
     def network(self) -> Link:
         """One device's share of the node's ports, when all devices send at once."""
-        return _shared(self.port, self.ports, self.count)
+        return _shared(self.port, self.ports / self.count)
+
+    def network_among(self, senders: int) -> Link:
+        """One device's share of the node's ports when so many of its devices send at once: at most one port."""
+        return _shared(self.port, min(1.0, self.ports / min(senders, self.count)))
 
     @staticmethod
     def of(device: Device, count: int, port: Link | None = None, ports: int | None = None) -> Node:
@@ -106,14 +110,19 @@ class Cluster:
             counts[self.device(index).name] = counts.get(self.device(index).name, 0) + 1
         return next(iter(counts)) if len(counts) == 1 else " + ".join(f"{n} {name}" for name, n in counts.items())
 
-    def link(self, i: int, j: int) -> Link:
-        """What joins two different devices."""
+    def link(self, i: int, j: int, senders: int | None = None) -> Link:
+        """What joins two different devices.
+
+        senders: devices of each of their nodes that send to the other node at once, such as a stage's; None: all.
+        """
         if i == j:
             raise ClusterError(f"device {i} needs no link to itself")
-        first, second = self.node_of(i), self.node_of(j)
-        if first == second:
-            return self.nodes[first].inside
-        return _slower(self.nodes[first].network, self.nodes[second].network)
+        first, second = self.nodes[self.node_of(i)], self.nodes[self.node_of(j)]
+        if self.node_of(i) == self.node_of(j):
+            return first.inside.among(2)
+        if senders is None:
+            return _slower(first.network, second.network)
+        return _slower(first.network_among(senders), second.network_among(senders))
 
     def group_link(self, devices: Sequence[int]) -> Link:
         """The slowest level that a group of devices crosses; one device alone gets its node's inner link.
@@ -234,8 +243,8 @@ class Cluster:
 
 # Planning asks for the links of all pairs of ranks, of which a cluster has few different ones.
 @lru_cache(maxsize=1024)
-def _shared(port: Link, ports: int, devices: int) -> Link:
-    return replace(port, bandwidth=port.bandwidth * ports / devices)
+def _shared(port: Link, share: float) -> Link:
+    return replace(port, bandwidth=port.bandwidth * share)
 
 
 @lru_cache(maxsize=1024)

@@ -57,12 +57,12 @@ class DeviceLayout:
         return self._group_link(config.devices, config.dp, config.tp)
 
     def stage_link(self, config: Degrees, first: int, second: int) -> Link:
-        """The slowest link between ranks of equal coordinates in two stages."""
+        """The slowest link between ranks of equal coordinates in two stages, which all send at once."""
         places, count = self.places(config), config.dp * config.tp
         key = (places[first], places[second], count)
         if key not in self._stage_links:
             pairs = zip(self.ranks(config, first), self.ranks(config, second), strict=True)
-            self._stage_links[key] = slowest([self.cluster.link(i, j) for i, j in pairs])
+            self._stage_links[key] = slowest([self.cluster.link(i, j, count) for i, j in pairs])
         return self._stage_links[key]
 
     def _group_link(self, devices: int, parts: int, stride: int) -> Link:

@@ -241,9 +241,9 @@ class MeshPrices:
         spans = max(len(first.pieces), len(second.pieces)) > 1 or len(nodes) > 1
         found = [self.row.kinds[kind] for kind in sorted(nodes)]
         if level == INSIDE and not spans:
-            return found[0].inside
-        slow = min((node.network for node in found), key=lambda link: link.bandwidth)
-        return replace(slow, latency_s=max(node.network.latency_s for node in found))
+            return found[0].inside.among(2)
+        shares = [node.network_among(max(first.size, second.size)) for node in found]
+        return replace(min(shares, key=lambda link: link.bandwidth), latency_s=max(link.latency_s for link in shares))
 
     def pair(self, before: Priced, after: Priced) -> tuple[tuple[Cut, ...], ...]:
         """What crosses between two unlike meshes: partial sums are added up, then the pieces are sent."""

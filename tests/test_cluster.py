@@ -68,6 +68,8 @@ def test_two_levels_of_links() -> None:
 def test_shared_port_and_rings() -> None:
     cluster = Cluster.parse("2x8xV100-16GB@Ethernet-25")
     assert cluster.link(0, 8).bandwidth == 25e9 / 8 / 8
+    # as many as send share it
+    assert [cluster.link(7, 8, senders).bandwidth for senders in (1, 2, 8, 16)] == [3.125e9 / n for n in (1, 2, 8, 8)]
     assert cluster.group_link(range(16)).ring_bandwidth == 25e9 / 8
     assert cluster.group_link([0, 1, 8]).rings == 1
 

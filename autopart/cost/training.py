@@ -14,7 +14,7 @@ optimizer's step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopart.cluster import Cluster
 from autopart.cost.communication import (
@@ -24,7 +24,7 @@ from autopart.cost.communication import (
     send_seconds,
 )
 from autopart.cost.compute import copy_seconds
-from autopart.cost.devices import Device, Link
+from autopart.cost.devices import Device
 from autopart.cost.gpt import MEGATRON, Gpt, Part, Style, embedding_part, head_part, layer_parts
 from autopart.runtime.errors import PlanError
 
@@ -141,7 +141,7 @@ def step_seconds(model: Gpt, cluster: Cluster, layout: Layout, batch: int) -> St
     if layout.pp > 1:
         ends = [0, cluster.device_count - layout.tp * layout.dp]
         tied = _HALF * model.embedding_parameters / layout.tp
-        gradients += all_reduce_seconds(tied, 2, _between(cluster, ends[0], ends[1], layout.tp * layout.dp))
+        gradients += all_reduce_seconds(tied, 2, cluster.link(ends[0], ends[1], layout.tp * layout.dp))
     updated = held / layout.dp if layout.sharded else held
     return StepSeconds(
         count * slowest.forward,
@@ -253,7 +253,7 @@ def _edge_seconds(model: Gpt, cluster: Cluster, layout: Layout) -> list[float]:
     if layout.pp == 1:
         return [0.0]
     return [
-        send_seconds(payload, _between(cluster, start, after, ranks)) + gathered
+        send_seconds(payload, cluster.link(start, after, ranks)) + gathered
         for start, after in zip(starts, [*starts[1:], 0], strict=True)
     ]
 
@@ -268,16 +268,6 @@ def _edge_uses(stage: int, layout: Layout, edges: Sequence[float]) -> float:
     before = layout.chunks - (1 if stage == 0 else 0)
     after = layout.chunks - (1 if stage == last else 0)
     return before * edges[stage - 1] + after * edges[stage]
-
-
-def _between(cluster: Cluster, i: int, j: int, senders: int) -> Link:
-    """What joins two devices when ``senders`` neighbours send at once: on one port as much as they share."""
-    link = cluster.link(i, j)
-    node = cluster.nodes[cluster.node_of(i)]
-    if cluster.node_of(i) == cluster.node_of(j):
-        return link.among(2)
-    share = min(1.0, node.ports / min(senders, node.count))
-    return replace(link, bandwidth=node.port.bandwidth * share)
 
 
 def _gradient_seconds(cluster: Cluster, layout: Layout, parameters: float) -> float:
