@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,7 @@ from autopart.runtime.links import dtype_of
 from autopart.runtime.placement import REPLICATE, Placements
 from autopart.runtime.schedule import deeper_warmup, in_flight
 from autopart.solver import stages as stage_solver
-from autopart.solver.search import Config, Degrees, Evaluation
+from autopart.solver.search import Config, Degrees, Evaluation, NotBetter
 from autopart.solver.stages_problem import Block, Cut, StageProblem, StageSolution, Step, TiedGroup
 from autopart.step_time import WHOLE_SCHEDULES, pipeline_floor, simulated_seconds
 from autopart.tensor_choice import Setting, Shared, TensorChoice, choose
@@ -212,9 +213,10 @@ class Candidates:
             self._free[samples] = sum(prices.op_seconds(node)[0] for node in self.analysis.free_block)
         return self._free[samples]
 
-    def evaluate(self, config: Degrees) -> Evaluation[Answer]:
+    def evaluate(self, config: Degrees, below: float = math.inf) -> Evaluation[Answer]:
         """Strategies and stages of a candidate. Raises InfeasibleError when it does not fit in memory.
 
+        below: seconds that it has to stay below to be of interest; raises NotBetter where it surely does not.
         Where layers are computed again for the fastest strategies to fit, those are tried too that fit without.
         """
         fastest = self.choose(config)
@@ -222,19 +224,19 @@ class Candidates:
         if config.recompute == "auto" and config.stages == 1:
             problem = self.problem(plain, fastest)
             if problem.excess_bytes([Step(0, 0, len(problem.positions) - 1)]) <= 0:
-                return self._evaluate(plain, fastest, problem)
-        found = self._evaluate(config, fastest)
+                return self._evaluate(plain, fastest, below, problem)
+        found = self._evaluate(config, fastest, below)
         again = config.recompute == "auto" and any(step.choices for step in found.answer.cut.way)
         if not again or (fastest.solution is None and not self._divides(config)):
             return found
         try:
-            kept = self._evaluate(plain, fastest)
-        except InfeasibleError:
+            kept = self._evaluate(plain, fastest, min(below, found.objective))
+        except (InfeasibleError, NotBetter):
             return found
         return replace(min(found, kept, key=lambda item: item.objective), bound=min(found.bound, kept.bound))
 
     def _evaluate(
-        self, config: Degrees, choice: TensorChoice, problem: StageProblem | None = None
+        self, config: Degrees, choice: TensorChoice, below: float, problem: StageProblem | None = None
     ) -> Evaluation[Answer]:
         """The same, from the strategies that are the fastest without a limit, and their problem."""
         free = self.free_seconds(config)
@@ -246,20 +248,30 @@ class Candidates:
             floor = pipeline_floor(choice.work_bound_s + free, config)
         problem = problem or self.problem(config, choice)
         for attempt in range(TIGHTENINGS + 1):
+            least = pipeline_floor(math.fsum(block.seconds for block in problem.blocks), config)
+            if least >= below:
+                raise NotBetter(least, self.lower_bound(config))
+            whole = config.schedule in WHOLE_SCHEDULES
             try:
-                cut = stage_solver.solve(problem, self.time_limit_s)
+                cut = stage_solver.solve(problem, self.time_limit_s, below=below if whole else math.inf)
                 break
+            except NotBetter as error:
+                raise NotBetter(error.seconds, self.lower_bound(config)) from None
             except InfeasibleError as error:
                 if (
                     (choice.solution is None and not self._divides(config))
                     or error.excess_bytes is None
                     or attempt == TIGHTENINGS
                 ):
+                    if below < math.inf:  # what fits may take longer
+                        raise NotBetter(below, self.lower_bound(config)) from None
                     raise
                 # Other strategies may hold less: take the missing bytes off what these hold together.
                 try:
                     choice = self.choose(config, choice.memory_bytes - config.pp * error.excess_bytes)
                 except InfeasibleError:
+                    if below < math.inf:
+                        raise NotBetter(below, self.lower_bound(config)) from None
                     raise error from None
                 problem = self.problem(config, choice)
         if choice.solution is None:
@@ -401,6 +413,13 @@ class Candidates:
             there = send_seconds(total, link) if values else 0.0
             cuts.append(Cut(there, send_seconds(back, link) if back else 0.0, total + back))
         return tuple(cuts)
+
+    def kept_bytes(self, alone: ConversionPrices) -> float:
+        """Bytes of a sample's activations that one device would keep for the backward. alone: without tensor axes."""
+        prices = Prices(self.device, self.analysis.costs(self.device.kind), 1, self.analysis.first)
+        costs = self._block_costs.costs(prices, {}, {}, alone)
+        kept = {owner: size for cost in costs for owner, size in cost.kept.items()}
+        return sum(kept.values()) + sum(cost.inside_bytes for cost in costs)
 
     def whole_bytes(self, value: Value, samples: int) -> float:
         return self._block_costs.size(value).at(samples)

@@ -2,9 +2,9 @@
 
 Candidates are all pp x dp x tp of the devices with all numbers of microbatches (see autopart.solver.search). For each
 one the tensor solver chooses strategies, which gives every block its seconds and bytes, and the stage solver cuts the
-chain of blocks (:mod:`autopart.candidates`). The search takes candidates in the order of their lower bounds and stops
-when no other can be faster. The winner is timed once more on the graphs that will be emitted
-(:mod:`autopart.describe`).
+chain of blocks (:mod:`autopart.candidates`). The search takes the promising candidates first
+(:mod:`autopart.estimates`), and none of which a bound says that it cannot be faster. The winner is timed once more on
+the graphs that will be emitted (:mod:`autopart.describe`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from autopart.candidates import Answer, Candidates
 from autopart.cluster import Cluster
 from autopart.describe import describe
 from autopart.describe_unlike import describe_unlike
+from autopart.estimates import Estimates
 from autopart.mesh_prices import MeshPrices
 from autopart.passes.data_axis import LEVELS
 from autopart.passes.program import Program
@@ -28,17 +29,19 @@ from autopart.passes.rules import RULES, RuleBook
 from autopart.pins import read_pins
 from autopart.plan import DROPOUT, Plan, check_warmup
 from autopart.recomputation import RECOMPUTE
-from autopart.report.units import format_bytes
+from autopart.report.units import format_bytes, format_seconds
 from autopart.runtime.errors import BatchError, ClusterError, PlanError
 from autopart.runtime.schedule import NAMES
 from autopart.several_axes import several_axes
-from autopart.solver.search import Considered, Degrees, Evaluation, UnlikeMeshes, degrees, read_axes, search
+from autopart.solver.search import Considered, Degrees, Evaluation, Status, UnlikeMeshes, degrees, read_axes, search
 from autopart.solver.tensor_problem import relative_gap
 from autopart.tensor_scheme import TensorScheme
 from autopart.unlike import UnlikeAnswer, UnlikeCandidates
 
 MOST_UNLIKE = 16
 """Alike devices up to which unlike meshes are searched, where equal ones can be."""
+MOST_OPS, LEAST_TRIED = 60_000, 24
+"""Ops of all configurations that are tried unasked, and how many of these at least."""
 UNBALANCED = 1.2
 """Seconds of the slowest stage over the mean of all, from which unlike meshes are searched."""
 MESHES = ("auto", "equal", "unlike")
@@ -65,6 +68,7 @@ def make_plan(
     optimizer: str = "adamw",
     dropout: str = "torch",
     time_limit_s: float = 60.0,
+    thorough: bool = False,
     analysis: Analysis | None = None,
     rules: RuleBook = RULES,
 ) -> Plan:
@@ -86,9 +90,11 @@ def make_plan(
     gradients too, 3 weights too; None: nothing where it fits, else chosen for each parameter.
     meshes: equal: all stages have one; unlike: stages may differ in replicas and tensor ranks; auto: equal, and
     unlike where that can win (:func:`unlike_can_win`).
-    time_limit_s: for each solver call. rules: what ops allow (``RULES.extended({...})`` adds a user's own); an
-    ``analysis`` that is given has its own. Raises InfeasibleError when nothing fits in memory, BatchError when the
-    model's batch may not be split that way, PlanError for contradicting limits.
+    time_limit_s: for each solver call. thorough: of a large model too, try all configurations that may be faster than
+    the best; else some (:data:`MOST_OPS`), and the gap says what those that are left may gain.
+    rules: what ops allow (``RULES.extended({...})`` adds a user's own); an ``analysis`` that is given has its own.
+    Raises InfeasibleError when nothing fits in memory, BatchError when the model's batch may not be split that way,
+    PlanError for contradicting limits.
     """
     start = time.perf_counter()
     if not isinstance(cluster, Cluster):
@@ -156,9 +162,9 @@ def make_plan(
                 raise
     solving = time.perf_counter()
 
-    def evaluate(config: Degrees | UnlikeMeshes) -> Evaluation[Answer | UnlikeAnswer]:
+    def evaluate(config: Degrees | UnlikeMeshes, below: float) -> Evaluation[Answer | UnlikeAnswer]:
         if isinstance(config, Degrees):
-            return cast(Any, candidates.evaluate(config))
+            return cast(Any, candidates.evaluate(config, below))
         assert unlike is not None
         return cast(Any, unlike.evaluate(config))
 
@@ -176,12 +182,13 @@ def make_plan(
             found += others()
         return found
 
-    result = search(
-        configs,
-        evaluate,
-        lower_bound,
-        more=more,
-    )
+    estimates = Estimates(candidates)
+
+    def order(config: Degrees | UnlikeMeshes) -> float:
+        return estimates.seconds(config) if isinstance(config, Degrees) else lower_bound(config)
+
+    most = None if thorough else max(LEAST_TRIED, MOST_OPS // len(analysis.block_of))
+    result = search(configs, evaluate, lower_bound, order=order, most=most, more=more)
     solved = time.perf_counter()
     answer = result.answer
     if isinstance(answer, Answer):
@@ -197,7 +204,11 @@ def make_plan(
         solve_s=solved - solving,
         total_s=time.perf_counter() - start,
         dropout=dropout,
-        notes=(*plan.notes, *(_notes(candidates, answer) if isinstance(answer, Answer) else ())),
+        notes=(
+            *plan.notes,
+            *(_notes(candidates, answer) if isinstance(answer, Answer) else ()),
+            *_untried(result.considered),
+        ),
         considered=tuple(_row(item) for item in result.considered),
     )
 
@@ -276,6 +287,17 @@ def _scheme(wanted: TensorScheme | str) -> TensorScheme:
 def _notes(candidates: Candidates, answer: Answer) -> list[str]:
     """Of what was forced and could not be done."""
     return [*_unfit(candidates, answer.config), *_undivided(candidates, answer)]
+
+
+def _untried(considered: Sequence[Considered]) -> list[str]:
+    """A note of the configurations that were left out to save time."""
+    left = [item.seconds or 0.0 for item in considered if item.status is Status.UNTRIED]
+    if not left:
+        return []
+    return [
+        f"{len(left)} of {len(considered)} configurations were not tried, which take at least "
+        f"{format_seconds(min(left))}; thorough (--thorough) tries them"
+    ]
 
 
 def _unfit(candidates: Candidates, config: Degrees) -> list[str]:

@@ -11,8 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autopart.planner
 from autopart.analysis import Analysis, analyze, fold, look_up, pattern_of
+from autopart.candidates import CUDA_OVERHEAD_BYTES, Candidates
 from autopart.cluster import Cluster
+from autopart.estimates import Estimates
 from autopart.models import load_model
 from autopart.passes.program import Program
 from autopart.plan import Plan
@@ -22,7 +25,7 @@ from autopart.realize import realize
 from autopart.runtime.errors import BatchError, InfeasibleError, PlanError
 from autopart.runtime.schedule import NAMES
 from autopart.runtime.transitions import Transition
-from autopart.solver.search import degrees
+from autopart.solver.search import Degrees, degrees
 from autopart.tracing import capture
 from branching import branches
 from clusters import ideal
@@ -85,6 +88,30 @@ def test_megatron_reduces_once_forward_and_once_backward_per_sublayer() -> None:
     assert set(calls) <= set(tables), calls
     assert sum(tables[name][0] for name in calls) == 2
     assert sum(tables[name][1] for name in calls) == 2
+
+
+def test_of_a_large_model_some_configurations_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = ideal(4, bandwidth=1e9, memory_bandwidth=1e15)
+    whole = plan_of(GPT2, cluster, batch=4)
+    monkeypatch.setattr(autopart.planner, "MOST_OPS", 0)
+    monkeypatch.setattr(autopart.planner, "LEAST_TRIED", 1)
+    some = plan_of(GPT2, cluster, batch=4)
+    untried = [row["seconds"] for row in some.considered if row["status"] == "untried"]
+    assert untried and f"{len(untried)} of {len(some.considered)} configurations were not tried" in some.notes[-1]
+    assert whole.step_time_s <= some.step_time_s * (1 + 1e-9)
+    assert some.bound_s <= min(untried)  # type: ignore[type-var]
+    thorough = plan_of(GPT2, cluster, batch=4, thorough=True)
+    assert thorough.step_time_s == whole.step_time_s and not any("not tried" in note for note in thorough.notes)
+
+
+def test_estimates_know_memory() -> None:
+    """What does not fit recomputes or divides its parameters, which takes longer; what fits in no way comes last."""
+    analysis, config = analysis_of(GPT2), Degrees(1, 2, (), 1, "1f1b")
+    seconds = []
+    for room in (2**40, 2**26, 2**20):
+        cluster = ideal(2, memory_bytes=CUDA_OVERHEAD_BYTES + room)
+        seconds.append(Estimates(Candidates(analysis, cluster, 4, "adamw", zero=None)).seconds(config))
+    assert seconds[0] < seconds[1] < seconds[2] / 10
 
 
 @pytest.mark.parametrize("memory_bandwidth", [pytest.param(1e10, marks=pytest.mark.slow), 1e15])

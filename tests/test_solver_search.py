@@ -8,7 +8,17 @@ import random
 import pytest
 
 from autopart.runtime.errors import InfeasibleError, PlanError
-from autopart.solver.search import Config, Degrees, Evaluation, Status, degrees, factorizations, read_axes, search
+from autopart.solver.search import (
+    Config,
+    Degrees,
+    Evaluation,
+    NotBetter,
+    Status,
+    degrees,
+    factorizations,
+    read_axes,
+    search,
+)
 
 
 def configs(count: int) -> list[Degrees]:
@@ -25,7 +35,7 @@ def test_finds_what_evaluating_everything_finds(seed: int) -> None:
     lost = {config for config in candidates if rng.random() < 0.2}
     evaluated: list[Degrees] = []
 
-    def evaluate(config: Degrees) -> Evaluation[str]:
+    def evaluate(config: Degrees, below: float) -> Evaluation[str]:
         evaluated.append(config)
         if config in lost:
             raise InfeasibleError("too large")
@@ -53,27 +63,61 @@ def test_finds_what_evaluating_everything_finds(seed: int) -> None:
 def test_prunes_what_cannot_be_faster() -> None:
     calls: list[Degrees] = []
 
-    def evaluate(config: Degrees) -> Evaluation[None]:
+    def evaluate(config: Degrees, below: float) -> Evaluation[None]:
         calls.append(config)
         return Evaluation(None, config.microbatches + 0.5, config.microbatches + 0.5)
 
     result = search(reversed(configs(10)), evaluate, lambda config: float(config.microbatches))
     assert len(calls) == 1 and result.gap == 0 and result.config.microbatches == 1
-    forced = search(configs(10), evaluate, lambda config: float(config.microbatches), forced=True)
-    assert len(calls) == 11 and [c.status for c in forced.considered[1:]] == [Status.SLOWER] * 9
+
+
+def test_what_is_left_untried_stays_in_the_bound() -> None:
+    def evaluate(config: Degrees, below: float) -> Evaluation[None]:
+        if config.microbatches == 9:
+            raise InfeasibleError("too large")
+        return Evaluation(None, config.microbatches + 5.0, config.microbatches + 4.0)
+
+    def floor(config: Degrees) -> float:
+        return float(config.microbatches)
+
+    result = search(configs(10), evaluate, floor, order=lambda config: -config.microbatches, most=3)
+    # 10, 9 and 8 were evaluated; of the others those that may be faster than 8 + 5 are untried
+    assert result.objective == 13.0 and result.bound == 1.0
+    assert [item.status for item in result.considered] == [
+        Status.SLOWER, Status.INFEASIBLE, Status.CHOSEN, *[Status.UNTRIED] * 7
+    ]  # fmt: skip
+    pruned = search(configs(20), evaluate, floor, order=lambda config: -abs(config.microbatches - 15), most=1)
+    assert {item.status for item in pruned.considered} == {Status.CHOSEN, Status.UNTRIED, Status.PRUNED}
+    whole = search(configs(10), evaluate, floor, most=3)
+    assert whole.objective == 6.0
+
+
+def test_an_evaluation_may_stop_where_it_is_not_better() -> None:
+    asked: list[float] = []
+
+    def evaluate(config: Degrees, below: float) -> Evaluation[None]:
+        asked.append(below)
+        if config.microbatches > 1:
+            raise NotBetter(config.microbatches + 5.0, 2.5)
+        return Evaluation(None, 4.0, 3.0)
+
+    result = search(configs(3), evaluate, lambda config: 1.0)
+    assert asked == [math.inf, 4.0, 4.0]
+    assert (result.objective, result.bound) == (4.0, 2.5)
+    assert [item.seconds for item in result.considered if item.status is Status.PRUNED] == [7.0, 8.0]
 
 
 def test_a_gap_of_one_candidate_is_the_gap_of_the_search() -> None:
     """The slower candidate may hide a better answer than the one found for it."""
     answers = {1: Evaluation("a", 10.0, 10.0), 2: Evaluation("b", 12.0, 8.0)}
-    result = search(configs(2), lambda config: answers[config.microbatches], lambda config: 1.0)
+    result = search(configs(2), lambda config, below: answers[config.microbatches], lambda config: 1.0)
     assert (result.answer, result.bound) == ("a", 8.0)
     assert result.gap == pytest.approx(0.2)
 
 
 def test_nothing_to_search() -> None:
     with pytest.raises(PlanError, match="no configuration"):
-        search([], lambda config: Evaluation(None, 0.0, 0.0), lambda config: 0.0)
+        search([], lambda config, below: Evaluation(None, 0.0, 0.0), lambda config: 0.0)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 6, 7, 12, 64, 96])

@@ -12,6 +12,7 @@ import pytest
 
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver import brute, stages
+from autopart.solver.search import NotBetter
 from autopart.solver.stages_few import most_seconds, spread
 from autopart.solver.stages_graph import StageGraph
 from autopart.solver.stages_order import positions
@@ -246,6 +247,24 @@ def test_few_positions_first_equals_brute_force(seed: int, monkeypatch: pytest.M
     monkeypatch.setattr(stages, "_FEW", 2)
     monkeypatch.setattr(stages, "_FEW_A_STAGE", 1)
     check_against_all(*small_problem(seed, dag=seed % 2 == 0), stages.MAX_PROGRAMS)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_what_is_asked_for_below_is_not_missed(seed: int) -> None:
+    """No division that may be faster than what is asked for is left out."""
+    problem, edges = small_problem(seed, dag=seed % 2 == 0)
+    best = brute.best_way(problem, edges)
+    if best is None:
+        return
+    least = brute.lower_bound_seconds(problem, edges)
+    for below in (least * 0.9, least * 1.01, best[1] * 1.01, best[1] * 2):
+        try:
+            solution = stages.solve(problem, below=below)
+        except (NotBetter, InfeasibleError):
+            assert least >= below * (1 - 1e-9)
+        else:
+            assert problem.excess_bytes(solution.way) <= 0 and best[1] * (1 - 1e-9) <= solution.objective
+            assert solution.lower_bound_s <= below
 
 
 def test_few_positions_leave_fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ _LIMITS = (
     "together",
     "zero",
     "meshes",
+    "thorough",
 )
 # Those of autopart.tensor_scheme.TensorScheme, as commands that do not plan start without the planner's imports.
 SCHEMES = ("1d", "sp", "2d", "2.5d", "3d", "auto")
@@ -136,6 +137,11 @@ def add_limits(parser: argparse.ArgumentParser, cluster_required: bool) -> None:
         default="auto",
         help="whether stages may differ in replicas and tensor ranks (default auto: where devices are unlike, their "
         "number is no power of two, or equal meshes leave a stage much slower than the others)",
+    )
+    parser.add_argument(
+        "--thorough",
+        action="store_true",
+        help="of a large model too, try all configurations that may be faster than the best (minutes)",
     )
     parser.add_argument(
         "--no-cache", action="store_true", help="solve everything anew; solved strategies are neither used nor kept"

@@ -115,7 +115,7 @@ def runners_table(rows: Sequence[Mapping[str, Any]], step_time_s: float) -> str:
         cells.append(
             (
                 row.get("config", "-"),
-                ("at least " if row.get("status") == "pruned" else "") + format_seconds(seconds)
+                ("at least " if row.get("status") in ("pruned", "untried") else "") + format_seconds(seconds)
                 if isinstance(seconds, int | float)
                 else "-",
                 f"{seconds / step_time_s - 1:+.1%}" if isinstance(seconds, int | float) and step_time_s else "-",

@@ -1,8 +1,8 @@
 """The outer search: which degrees of parallelism, how many microbatches, which schedule.
 
-:func:`degrees` enumerates the configurations of a number of devices; :func:`search` evaluates candidates in the order
-of their lower bounds and stops where these exceed the best found. With B the bound that an evaluation returns, or the
-cheap lower bound of a candidate that was pruned or failed in time, no candidate takes less than the smallest B.
+:func:`degrees` enumerates the configurations of a number of devices; :func:`search` evaluates candidates, promising
+ones first, and none whose lower bound exceeds the best found. With B the bound that an evaluation returns, or the
+cheap lower bound of a candidate that was pruned or not tried, no candidate takes less than the smallest B.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ class Status(enum.Enum):
     CHOSEN = "chosen"
     SLOWER = "slower"
     PRUNED = "pruned"
+    UNTRIED = "untried"
     INFEASIBLE = "infeasible"
 
 
@@ -154,11 +155,22 @@ class Evaluation(Generic[Answer]):
             raise ValueError(f"not seconds: objective {self.objective}, bound {self.bound}")
 
 
+class NotBetter(Exception):
+    """An evaluation that was stopped, as it would have taken no less than what was asked for.
+
+    seconds: that it would have taken at least. bound: as Evaluation.bound.
+    """
+
+    def __init__(self, seconds: float, bound: float) -> None:
+        super().__init__(f"takes at least {seconds:.6g} s")
+        self.seconds, self.bound = seconds, bound
+
+
 @dataclass(frozen=True, slots=True)
 class Considered:
     """What became of a candidate.
 
-    seconds: its objective, for a pruned one its lower bound, for an infeasible one None. reason: for people.
+    seconds: its objective, for one that was not tried its lower bound, for an infeasible one None. reason: for people.
     """
 
     config: Config
@@ -182,33 +194,45 @@ class SearchResult(Generic[Answer]):
     considered: tuple[Considered, ...]
 
 
+_Outcome = Evaluation[Answer] | InfeasibleError | NotBetter | None
+
+
 def search(
     candidates: Iterable[Candidate],
-    evaluate: Callable[[Candidate], Evaluation[Answer]],
+    evaluate: Callable[[Candidate, float], Evaluation[Answer]],
     lower_bound: Callable[[Candidate], float],
     *,
-    forced: bool = False,
+    order: Callable[[Candidate], float] | None = None,
+    most: int | None = None,
     more: Callable[[Evaluation[Answer] | None], Iterable[Candidate]] | None = None,
 ) -> SearchResult[Answer]:
-    """Evaluates candidates, those with the smallest lower bound first, until no other can be faster.
+    """Evaluates candidates until no other can be faster.
 
-    evaluate: solves one candidate; raises InfeasibleError when it has no solution. lower_bound: cheap seconds that a
-    candidate takes at least, infinite when it cannot run at all. forced: evaluate every candidate, prune none. more:
-    further candidates, asked for with the best evaluation of the first. Raises InfeasibleError, with what the closest
+    evaluate: solves one candidate; raises InfeasibleError when it has no solution, and may raise NotBetter where it
+    takes as long as the seconds that are given. lower_bound: cheap seconds that a
+    candidate takes at least, infinite when it cannot run at all. order: what comes first is smallest in it; the lower
+    bound by default. most: evaluations, after which the rest is left untried once something fits. more: further
+    candidates, asked for with the best evaluation of the first. Raises InfeasibleError, with what the closest
     candidates lack, when none has a solution.
     """
     best: tuple[Candidate, Evaluation[Answer]] | None = None
-    found: list[tuple[Candidate, float, Evaluation[Answer] | InfeasibleError | None]] = []
+    found: list[tuple[Candidate, float, _Outcome[Answer]]] = []
 
     def go_over(configs: Iterable[Candidate]) -> None:
         nonlocal best
-        for floor, _, config in sorted((lower_bound(config), at, config) for at, config in enumerate(configs)):
-            if best is not None and floor >= best[1].objective and not forced:
+        ranked = []
+        for at, config in enumerate(configs):
+            floor = lower_bound(config)
+            ranked.append((floor if order is None else order(config), floor, at, config))
+        tried = 0
+        for _, floor, _, config in sorted(ranked, key=lambda item: item[:3]):
+            if best is not None and (floor >= best[1].objective or (most is not None and tried >= most)):
                 found.append((config, floor, None))
                 continue
+            tried += 1
             try:
-                evaluation = evaluate(config)
-            except InfeasibleError as error:
+                evaluation = evaluate(config, best[1].objective if best is not None else math.inf)
+            except (InfeasibleError, NotBetter) as error:
                 found.append((config, floor, error))
                 continue
             found.append((config, floor, evaluation))
@@ -320,12 +344,13 @@ def _axes_of(tensor: int, scheme: TensorScheme, most: int) -> tuple[tuple[int, .
     return tuple(axes for axes in found if scheme.fits(axes))
 
 
-def _considered(
-    config: Config, floor: float, outcome: Evaluation[Answer] | InfeasibleError | None, chosen: Evaluation[Answer]
-) -> Considered:
+def _considered(config: Config, floor: float, outcome: _Outcome[Answer], chosen: Evaluation[Answer]) -> Considered:
     if outcome is None:
         reason = f"takes at least {floor:.6g} s, the chosen one {chosen.objective:.6g} s"
-        return Considered(config, Status.PRUNED, floor, reason)
+        return Considered(config, Status.PRUNED if floor >= chosen.objective else Status.UNTRIED, floor, reason)
+    if isinstance(outcome, NotBetter):
+        reason = f"{outcome}, the chosen one {chosen.objective:.6g} s"
+        return Considered(config, Status.PRUNED, outcome.seconds, reason)
     if isinstance(outcome, InfeasibleError):
         return Considered(config, Status.INFEASIBLE, None, str(outcome))
     if outcome is chosen:

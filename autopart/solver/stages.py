@@ -53,6 +53,7 @@ import numpy as np
 
 from autopart.report.units import format_bytes
 from autopart.runtime.errors import InfeasibleError, PlanError
+from autopart.solver.search import NotBetter
 from autopart.solver.stages_few import most_seconds, spread
 from autopart.solver.stages_graph import Array, Found, StageGraph, cheapest, smallest_maximum, sums_through
 from autopart.solver.stages_problem import StageProblem, StageSolution, Step, Way
@@ -68,18 +69,31 @@ _TICKS = 2**40
 _FEW, _FEW_A_STAGE, _FEW_PROGRAMS = 64, 3, 20
 
 
-def solve(problem: StageProblem, time_limit_s: float = 60.0, *, max_programs: int = MAX_PROGRAMS) -> StageSolution:
+def solve(
+    problem: StageProblem,
+    time_limit_s: float = 60.0,
+    *,
+    max_programs: int = MAX_PROGRAMS,
+    below: float = math.inf,
+) -> StageSolution:
     """The division into stages with the shortest step, or the best found in ``time_limit_s``.
 
-    max_programs: boxes to go over before the integer solver takes the rest. Raises InfeasibleError, with the stage and
-    the bytes that bind and the capacity that would do, when none fits; PlanError when there are too few blocks.
+    max_programs: boxes to go over before the integer solver takes the rest. below: of interest are only divisions whose
+    steps take fewer seconds under some 1F1B or GPipe order; NotBetter is raised where surely none does. Raises
+    InfeasibleError, with the stage and the bytes that bind and the capacity that would do, when none fits; PlanError
+    when there are too few blocks.
     """
     start = time.perf_counter()
     until = start + time_limit_s
-    known = _few_positions(problem, until)
-    most = most_seconds(problem, known)
+    known: Way = ()
+    most = below / problem.microbatches
+    if most == math.inf:
+        known = _few_positions(problem, until)
+        most = most_seconds(problem, known)
     graph = _graph(problem, most)
     floor = min(_floor(graph)[0], problem.microbatches * most)
+    if floor >= below:
+        raise NotBetter(floor, floor)
     search = _BoxSearch(problem, graph, until)
     if known:
         search.offer(known)
@@ -373,6 +387,8 @@ def _infeasible(problem: StageProblem, graph: StageGraph) -> InfeasibleError:
     """Which stage is over memory at least, by how many bytes, and the capacity that would do."""
     least = smallest_maximum(graph, graph.excess)
     if least is None:
+        if graph.most_seconds < math.inf:
+            raise NotBetter(problem.microbatches * graph.most_seconds, 0.0)
         if not all(graph.slots):
             return InfeasibleError(
                 f"no {problem.stages} stages can be placed on the devices with the meshes that are offered; "

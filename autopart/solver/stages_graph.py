@@ -37,8 +37,9 @@ class StageGraph:
     in their fastest choices that fit, or a bound. busy: with sends and receives; step_end. once: what is added up over
     stages: ``seconds`` and the tied groups that begin in it and end behind it. floor: see StageProblem.span_floor.
     excess: bytes over the capacity; infinite for runs that no division has. exact: where ``seconds`` is no mere bound.
-    crossing: [shape, link, position] seconds of what a rank sends and receives; pairs: (shape before, shape after) ->
-    [link, position] what the two take together at least.
+    most_seconds: of a run's blocks at their fastest; those with more are left out. crossing: [shape, link,
+    position] seconds of what a rank sends and receives; pairs: (shape before, shape after) -> [link, position] what
+    the two take together at least.
     """
 
     problem: StageProblem
@@ -52,6 +53,7 @@ class StageGraph:
     excess: Array
     exact: Bits
     crossing: Array
+    most_seconds: float = math.inf
     pairs: dict[tuple[int, int], Array] = field(default_factory=dict)
     version: int = 0
     _made: dict[tuple[int, int, int], tuple[tuple[int, int], ...] | None] = field(default_factory=dict)
@@ -103,6 +105,7 @@ class StageGraph:
             list(keys),
             exact=exact,
             crossing=crossing,
+            most_seconds=most_seconds,
             pairs=pairs,
             **made,  # type: ignore[arg-type]
         )

@@ -27,14 +27,15 @@ def positions(
     """Positions of ``count`` blocks as bits, small ones first, and whether these are all.
 
     edges: (block, block that depends on it), from lower to higher numbers, so that the blocks' own order is one of the
-    graph. together: blocks that no position may part. most: positions of which all are taken. weights: of the blocks,
-    sent: bytes from block to block, by which a larger graph is coarsened.
+    graph. together: blocks that no position may part. most: positions of which all are taken, in a chain those of
+    any length. weights: of the blocks, sent: bytes from block to block, by which a larger graph is coarsened.
     """
     needs = [0] * count
     for source, target in edges:
         assert source < target, f"blocks are numbered in an order of the graph: {source} -> {target}"
         needs[target] |= 1 << source
-    found = _ideals(needs, most)
+    # of a chain there are little more than blocks
+    found = _ideals(needs, max(most, count * 5 // 4))
     complete = found is not None
     if found is None:
         found = _coarse(needs, weights or [1.0] * count, sent or {}, most // 2)

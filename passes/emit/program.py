@@ -275,8 +275,9 @@ def parameter_specs(
     """How every parameter and buffer is stored, in the model's order."""
     homes = _homes(program, graphs_by_stage, _names(split.totals, Role.BUFFER) if split.totals is not None else ())
     learning = learning_stages(program, stages, graphs_by_stage)
+    updated = {*program.updated_buffers, *running_statistics(program)}
     return tuple(
-        _parameter(info, homes, storage, program, layout, layout.cuts.get(info.name), learning)
+        _parameter(info, homes, storage, program, layout, layout.cuts.get(info.name), learning, info.name in updated)
         for info in program.tensors.values()
     )
 
@@ -289,6 +290,7 @@ def _parameter(
     layout: Layout,
     cut: DataCut | None,
     learning: Mapping[str, tuple[int, ...]],
+    mutated: bool,
 ) -> ParameterSpec:
     by_stage = []
     for stage in homes[info.name]:
@@ -302,7 +304,6 @@ def _parameter(
             f"{info.name} is used by stages {', '.join(map(str, homes[info.name]))} with unlike meshes and stored in "
             "shares; store it whole (R or B) on each, or give these stages the same mesh"
         )
-    mutated = info.name in program.updated_buffers or info.name in running_statistics(program)
     return ParameterSpec(
         name=info.name,
         shape=info.shape,
@@ -345,7 +346,7 @@ def running_statistics(program: Program) -> set[str]:
     """Buffers that an op of the graph updates in place (batch norm's means and variances)."""
     found: set[str] = set()
     for node in program.graph.nodes:
-        if node.op == "call_function" and "batch_norm" in str(node.target):
+        if graphs.updates_statistics(node):
             for source in graphs.input_nodes(node):
                 if source.op == "placeholder" and source.meta["role"] is Role.BUFFER:
                     found.add(source.meta["name"])
