@@ -28,6 +28,7 @@ def stage_peaks(
             layers=own,
             inlined=_inlined(program, stage, graph, found.axes),
             kind=kind,
+            sends=len(stage.sends),
         )
         for stage, graph, own in zip(found.stages, found.local, layers, strict=True)
     ]

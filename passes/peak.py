@@ -88,13 +88,16 @@ def peak(
     layers: Collection[str] = (),
     inlined: Collection[fx.Node] = (),
     kind: str = "cuda",
+    sends: int = 0,
 ) -> Peak:
     """The peak of a rank's graph of a stage for a microbatch of ``batch`` samples.
 
     roots: where gradients enter. layers: those computed again. inlined: values that the code gives no name.
+    sends: how many of the results, the first, go to other stages; the others are let go when the forward returns.
     """
     walk = _Walk(graph, axes, batch, set(layers), set(inlined), kind)
     walk.forward()
+    walk.let_go(sends)
     forward, retained = walk.most, walk.now
     walk.most = walk.now
     reached = reached_by_gradients(roots)
@@ -166,6 +169,14 @@ class _Walk:
             else:
                 outside += run.nodes
         self.leave(outside, last=True)
+
+    def let_go(self, sends: int) -> None:
+        """Frees the results after the first ``sends``, where the backward does not need them."""
+        results = [owner_of(graphs.value_of(node)) for node in graphs.results(self.graph)]
+        kept = {*kept_values(self.graph, self.layers, self.kind), *results[:sends]}
+        for value in results[sends:]:
+            if value not in kept and value.node.op == "call_function":
+                self.free(value)
 
     def run_forward(self, nodes: Iterable[fx.Node], stays: set[Value], again: bool) -> None:
         """again: nothing but what enters and leaves stays."""

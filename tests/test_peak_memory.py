@@ -54,7 +54,7 @@ def _most(directory: str, weights: Mapping[str, torch.Tensor], leaves: Mapping[s
 PIPELINES = {
     "gpt2-3": ("gpt2", "1f1b", (0, 1, 2)),
     "gpt2-4on2": ("gpt2", "interleaved", (0, 1, 0, 1)),
-    "t5-3": ("t5", "1f1b", (0, 1, 2)),
+    "t5-3": ("t5", "gpipe", (0, 1, 2)),
 }
 
 
