@@ -99,7 +99,7 @@ def test_of_a_large_model_some_configurations_are_tried(monkeypatch: pytest.Monk
     untried = [row["seconds"] for row in some.considered if row["status"] == "untried"]
     assert untried and f"{len(untried)} of {len(some.considered)} configurations were not tried" in some.notes[-1]
     assert whole.step_time_s <= some.step_time_s * (1 + 1e-9)
-    assert some.bound_s <= min(untried)  # type: ignore[type-var]
+    assert some.bound_s <= min(untried)
     thorough = plan_of(GPT2, cluster, batch=4, thorough=True)
     assert thorough.step_time_s == whole.step_time_s and not any("not tried" in note for note in thorough.notes)
 
