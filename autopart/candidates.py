@@ -38,7 +38,7 @@ from autopart.solver import stages as stage_solver
 from autopart.solver.search import Config, Degrees, Evaluation, NotBetter
 from autopart.solver.stages_problem import Block, Cut, StageProblem, StageSolution, Step, TiedGroup
 from autopart.step_time import WHOLE_SCHEDULES, pipeline_floor, simulated_seconds
-from autopart.tensor_choice import Setting, Shared, TensorChoice, choose
+from autopart.tensor_choice import Setting, Shared, TensorChoice, choose, work_bound
 from autopart.tensor_scheme import TensorScheme
 
 # What a CUDA process needs besides its tensors: context, libraries' workspaces, communication buffers.
@@ -77,6 +77,7 @@ class Candidates:
     _prices: dict[int, Prices] = field(default_factory=dict)
     _work: dict[tuple[int, int, str], float] = field(default_factory=dict)
     _free: dict[int, float] = field(default_factory=dict)
+    _work_bounds: dict[tuple[int, tuple[TensorAxis, ...]], float] = field(default_factory=dict)
     alike: list[tuple[tuple[fx.Node, bool], int]] = field(init=False)  # an op of each class, in a layer; how many
     _conversions: dict[tuple[TensorAxis, ...], ConversionPrices] = field(default_factory=dict)
     _offers: dict[tuple[int, ...], Offers] = field(default_factory=dict)
@@ -115,7 +116,7 @@ class Candidates:
         if device != self.device or whole != self.whole:  # else by axes with their links
             found._conversions, found._shared, found._priced = {}, {}, {}
         if device != self.device:
-            found._prices, found._work, found._free = {}, {}, {}
+            found._prices, found._work, found._free, found._work_bounds = {}, {}, {}, {}
         if device.kind != self.device.kind:
             found._block_costs = BlockCosts(self.analysis, device.kind)
         if whole != self.whole:
@@ -190,6 +191,17 @@ class Candidates:
         sums = bucketed_all_reduce_seconds(held * self.summed, config.dp, data)
         return floor + prices.optimizer_seconds(updated) + sums
 
+    def work_floor(self, config: Degrees) -> float:
+        """The same, from the best strategies for the work alone, which takes a solver."""
+        if not config.axes:
+            return self.lower_bound(config)
+        key = self.samples(config), self.layout.tensor_axes(config)
+        if key not in self._work_bounds:
+            self._work_bounds[key] = work_bound(
+                self.analysis, self._folded, self.setting(config), self._block_costs, self.time_limit_s
+            )
+        return max(self.lower_bound(config), pipeline_floor(self._work_bounds[key] + self.free_seconds(config), config))
+
     def work_seconds(self, config: Degrees) -> float:
         """Seconds of one microbatch's ops, on tp ranks that share all FLOPs and bytes of each perfectly."""
         key = (self.samples(config), config.tp, config.recompute)
@@ -245,18 +257,18 @@ class Candidates:
         elif config.pp == 1:
             floor = pipeline_floor(choice.solution.bound + free, config)
         else:
-            floor = pipeline_floor(choice.work_bound_s + free, config)
+            floor = self.work_floor(config)
         problem = problem or self.problem(config, choice)
         for attempt in range(TIGHTENINGS + 1):
             least = pipeline_floor(math.fsum(block.seconds for block in problem.blocks), config)
             if least >= below:
-                raise NotBetter(least, self.lower_bound(config))
+                raise NotBetter(least, self.work_floor(config))
             whole = config.schedule in WHOLE_SCHEDULES
             try:
                 cut = stage_solver.solve(problem, self.time_limit_s, below=below if whole else math.inf)
                 break
             except NotBetter as error:
-                raise NotBetter(error.seconds, self.lower_bound(config)) from None
+                raise NotBetter(error.seconds, self.work_floor(config)) from None
             except InfeasibleError as error:
                 if (
                     (choice.solution is None and not self._divides(config))
@@ -264,14 +276,14 @@ class Candidates:
                     or attempt == TIGHTENINGS
                 ):
                     if below < math.inf:  # what fits may take longer
-                        raise NotBetter(below, self.lower_bound(config)) from None
+                        raise NotBetter(below, self.work_floor(config)) from None
                     raise
                 # Other strategies may hold less: take the missing bytes off what these hold together.
                 try:
                     choice = self.choose(config, choice.memory_bytes - config.pp * error.excess_bytes)
                 except InfeasibleError:
                     if below < math.inf:
-                        raise NotBetter(below, self.lower_bound(config)) from None
+                        raise NotBetter(below, self.work_floor(config)) from None
                     raise error from None
                 problem = self.problem(config, choice)
         if choice.solution is None:

@@ -182,13 +182,16 @@ def make_plan(
             found += others()
         return found
 
+    def refine(config: Degrees | UnlikeMeshes) -> float:
+        return candidates.work_floor(config) if isinstance(config, Degrees) else lower_bound(config)
+
     estimates = Estimates(candidates)
 
     def order(config: Degrees | UnlikeMeshes) -> float:
         return estimates.seconds(config) if isinstance(config, Degrees) else lower_bound(config)
 
     most = None if thorough else max(LEAST_TRIED, MOST_OPS // len(analysis.block_of))
-    result = search(configs, evaluate, lower_bound, order=order, most=most, more=more)
+    result = search(configs, evaluate, lower_bound, refine=refine, order=order, most=most, more=more)
     solved = time.perf_counter()
     answer = result.answer
     if isinstance(answer, Answer):

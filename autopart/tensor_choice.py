@@ -12,7 +12,7 @@ number of microbatches. What an edge costs is its collective forward and the gra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -43,14 +43,12 @@ class TensorChoice:
 
     storage: by name; one placement per tensor axis. levels: of ZeRO by name, those above 0. solution: None without
     tensor axes.
-    work_bound_s: no strategies make the ops and conversions of one microbatch take less, parameters left aside.
     memory_bytes: what the strategies hold over all stages, one microbatch in flight (each op's kept tensors by itself).
     """
 
     strategies: dict[fx.Node, Chosen]
     storage: dict[str, Placements]
     solution: TensorSolution | None
-    work_bound_s: float = 0.0
     memory_bytes: float = 0.0
     levels: dict[str, int] = field(default_factory=dict)
 
@@ -131,6 +129,13 @@ def choose(
     if not setting.axes and len(levels) == 1:
         return builder.unsharded(levels[0])
     return builder.solve(memory_limit, time_limit_s)
+
+
+def work_bound(
+    analysis: Analysis, folded: FoldedGraph, setting: Setting, block_costs: BlockCosts, time_limit_s: float = 60.0
+) -> float:
+    """Seconds that the ops of one microbatch, with what they exchange over tensor axes, take under any strategies."""
+    return _Builder(analysis, folded, setting, block_costs, "adamw", (0,)).work_bound(time_limit_s)
 
 
 @dataclass(slots=True)
@@ -239,13 +244,7 @@ class _Builder:
         classes: Sequence[tuple[fx.Node, ...]] = self.folded.classes
         if not self.setting.axes:
             return self.solve_levels([nodes for nodes in classes if is_stored(nodes[0])], memory_limit, time_limit_s)
-        ops = [self.op(nodes) for nodes in classes]
-        stored = [op for op, nodes in zip(ops, classes, strict=True) if is_stored(nodes[0])]
-        ops.append(Op("output", (Choice("R", 0.0, (), (self.id_of((REPLICATE,) * len(self.setting.axes)),)),)))
-        placements = list(self.setting.shared.ids)
-        edges = tuple(self.edge(value, ops, placements) for value in self.folded.values)
-        problem = TensorProblem(tuple(ops), edges, memory_limit)
-        solution = cache.solve(problem, time_limit_s, _GAPS[len(self.setting.axes) > 1])
+        problem, solution = self.solution(memory_limit, time_limit_s)
         strategies: dict[fx.Node, Chosen] = {}
         storage: dict[str, Placements] = {}
         levels: dict[str, int] = {}
@@ -257,9 +256,30 @@ class _Builder:
                     levels.update({node.meta["name"]: level} if level else {})
                 else:
                     strategies[node] = chosen
-        most = sum(max(choice.cost for choice in op.choices) for op in stored)
-        work = max(0.0, solution.bound - most)
-        return TensorChoice(strategies, storage, solution, work, problem.memory(solution.choices), levels)
+        return TensorChoice(strategies, storage, solution, problem.memory(solution.choices), levels)
+
+    def work_bound(self, time_limit_s: float) -> float:
+        """No strategies make the ops and conversions of one microbatch take less, parameters left aside."""
+        return self.solution(None, time_limit_s, free=True)[1].bound
+
+    def solution(
+        self, memory_limit: float | None, time_limit_s: float, free: bool = False
+    ) -> tuple[TensorProblem, TensorSolution]:
+        """The problem of all classes, and its solution. free: parameters cost nothing."""
+        classes = self.folded.classes
+        ops = [self.op(nodes) for nodes in classes]
+        if free:
+            ops = [
+                replace(op, choices=tuple(replace(choice, cost=0.0) for choice in op.choices))
+                if is_stored(nodes[0])
+                else op
+                for op, nodes in zip(ops, classes, strict=True)
+            ]
+        ops.append(Op("output", (Choice("R", 0.0, (), (self.id_of((REPLICATE,) * len(self.setting.axes)),)),)))
+        placements = list(self.setting.shared.ids)
+        edges = tuple(self.edge(value, ops, placements) for value in self.folded.values)
+        problem = TensorProblem(tuple(ops), edges, memory_limit)
+        return problem, cache.solve(problem, time_limit_s, _GAPS[len(self.setting.axes) > 1])
 
     def solve_levels(
         self, classes: Sequence[Sequence[fx.Node]], memory_limit: float | None, time_limit_s: float

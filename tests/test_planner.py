@@ -104,6 +104,18 @@ def test_of_a_large_model_some_configurations_are_tried(monkeypatch: pytest.Monk
     assert thorough.step_time_s == whole.step_time_s and not any("not tried" in note for note in thorough.notes)
 
 
+def test_no_candidate_takes_less_than_its_bounds() -> None:
+    """The cheap bound, the one of the best strategies for the work alone, and what the candidate takes."""
+    candidates = Candidates(analysis_of(GPT2), ideal(4, bandwidth=1e9), 4, "adamw", zero=None)
+    better = 0
+    for config in degrees(4, 4):
+        floors = candidates.lower_bound(config), candidates.work_floor(config)
+        seconds = candidates.evaluate(config).objective
+        assert floors[0] <= floors[1] <= seconds * (1 + 1e-9), config
+        better += floors[1] > floors[0] * 1.01
+    assert better
+
+
 def test_estimates_know_memory() -> None:
     """What does not fit recomputes or divides its parameters, which takes longer; what fits in no way comes last."""
     analysis, config = analysis_of(GPT2), Degrees(1, 2, (), 1, "1f1b")

@@ -202,6 +202,7 @@ def search(
     evaluate: Callable[[Candidate, float], Evaluation[Answer]],
     lower_bound: Callable[[Candidate], float],
     *,
+    refine: Callable[[Candidate], float] | None = None,
     order: Callable[[Candidate], float] | None = None,
     most: int | None = None,
     more: Callable[[Evaluation[Answer] | None], Iterable[Candidate]] | None = None,
@@ -209,11 +210,11 @@ def search(
     """Evaluates candidates until no other can be faster.
 
     evaluate: solves one candidate; raises InfeasibleError when it has no solution, and may raise NotBetter where it
-    takes as long as the seconds that are given. lower_bound: cheap seconds that a
-    candidate takes at least, infinite when it cannot run at all. order: what comes first is smallest in it; the lower
-    bound by default. most: evaluations, after which the rest is left untried once something fits. more: further
-    candidates, asked for with the best evaluation of the first. Raises InfeasibleError, with what the closest
-    candidates lack, when none has a solution.
+    takes as long as the seconds that are given. lower_bound: cheap seconds that a candidate takes at least, infinite
+    when it cannot run at all. refine: a better bound, for those that it may rule out. order: what comes first is
+    smallest in it; the lower bound by default. most: evaluations, after which the rest is left untried once something
+    fits. more: further candidates, asked for with the best evaluation of the first. Raises InfeasibleError, with what
+    the closest candidates lack, when none has a solution.
     """
     best: tuple[Candidate, Evaluation[Answer]] | None = None
     found: list[tuple[Candidate, float, _Outcome[Answer]]] = []
@@ -226,6 +227,8 @@ def search(
             ranked.append((floor if order is None else order(config), floor, at, config))
         tried = 0
         for _, floor, _, config in sorted(ranked, key=lambda item: item[:3]):
+            if best is not None and floor < best[1].objective and refine is not None:
+                floor = max(floor, refine(config))
             if best is not None and (floor >= best[1].objective or (most is not None and tried >= most)):
                 found.append((config, floor, None))
                 continue
