@@ -87,7 +87,7 @@ class Analysis:
     def bound(self) -> Mapping[fx.Node, Rule | None]:
         """Every op's rule with the sizes of its operands; None where there is none."""
         if not self._bound:
-            self._bound = bound_rules(self.graph, self.rules)
+            self._bound = bound_rules(self.graph, self.rules, self.first)
         return self._bound
 
     def joint_strategies(self, sizes: Sequence[int]) -> Mapping[fx.Node, tuple[tuple[Strategy, ...], ...]]:

@@ -99,26 +99,34 @@ class _Candidates:
         self.placements: dict[Value, dict[Placement, None]] = {}
         self.shardings: dict[fx.Node, dict[Sharding, None]] = {node: {} for node in self.rules}
         self.readers: dict[Value, list[tuple[fx.Node, Dims]]] = {}
+        self.values: dict[fx.Node, tuple[Value, ...]] = {}
         for node, rule in self.rules.items():
             if rule is not None:
-                for value, dims in self._values(node, rule):
+                self.values[node] = (*graphs.inputs(node), *graphs.outputs(node))
+                for value, dims in zip(self.values[node], (*rule.inputs, *rule.outputs), strict=True):
                     self.readers.setdefault(value, []).append((node, dims))
         self.pending: deque[tuple[Value, Placement]] = deque()
+        # by rule, which equal ops share, and by identity, as hashing one costs more than placing
+        self._placed: dict[tuple[int, Sharding], tuple[Placement | None, ...] | None] = {}
 
-    @staticmethod
-    def _values(node: fx.Node, rule: Rule) -> Iterable[tuple[Value, Dims]]:
-        yield from zip(graphs.inputs(node), rule.inputs, strict=True)
-        yield from zip(graphs.outputs(node), rule.outputs, strict=True)
+    def placed(self, rule: Rule, sharding: Sharding) -> tuple[Placement | None, ...] | None:
+        """Where a sharding puts the inputs and outputs of an op; None where it does not divide."""
+        key = id(rule), sharding
+        if key not in self._placed:
+            divided = divides(rule, sharding, self.parts, self.batch)
+            every = (*rule.inputs, *rule.outputs)
+            self._placed[key] = tuple(matching.placed(rule, dims, sharding) for dims in every) if divided else None
+        return self._placed[key]
 
     def offer(self, node: fx.Node, rule: Rule, sharding: Sharding) -> None:
         found = self.shardings[node]
-        if sharding in found or not divides(rule, sharding, self.parts, self.batch):
+        if sharding in found:
             return
-        if sum(factor == sharding[0] for factor, _ in found) >= _MOST_BLOCKS * len(self.coarser):
+        placed = self.placed(rule, sharding)
+        if placed is None or sum(name == sharding[0] for name, _ in found) >= _MOST_BLOCKS * len(self.coarser):
             return
         found[sharding] = None
-        for value, dims in self._values(node, rule):
-            placement = matching.placed(rule, dims, sharding)
+        for value, placement in zip(self.values[node], placed, strict=True):
             known = self.placements.setdefault(value, {})
             if placement is not None and placement not in known:
                 known[placement] = None
@@ -184,9 +192,19 @@ def _distinct(
     return tuple(kept.values())
 
 
-def bound_rules(graph: fx.Graph, rules: RuleBook = RULES) -> dict[fx.Node, Rule | None]:
-    """Every op's rule with the sizes of its operands; None where there is none. Raises RuleError as strategies do."""
-    return {node: rules.rule(node) for node in graph.nodes if graphs.is_op(node)}
+def bound_rules(
+    graph: fx.Graph, rules: RuleBook = RULES, first: Mapping[fx.Node, fx.Node] | None = None
+) -> dict[fx.Node, Rule | None]:
+    """Every op's rule with the sizes of its operands; None where there is none. Raises RuleError as strategies do.
+
+    first: as strategies take it; equal ops have one rule.
+    """
+    bound: dict[fx.Node, Rule | None] = {}
+    for node in graph.nodes:
+        if graphs.is_op(node):
+            equal = node if first is None else first.get(node, node)
+            bound[node] = bound[equal] if equal in bound else rules.rule(node)
+    return bound
 
 
 def strategies(
