@@ -12,18 +12,17 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from steps import seconds_of, step_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopart.analysis import Analysis, analyze
-from autopart.api import load
 from autopart.local_job import run_local_job
 from autopart.plan import Plan, StagePlan
 from autopart.realize import emit
@@ -94,7 +93,7 @@ def compare(directory: str, width: int, rounds: int) -> dict[str, list[tuple[flo
     """On each rank: for each schedule the seconds of (autopart, torch) by round."""
     results = {}
     for name, other, virtual in PAIRS:
-        ours = _ours(Path(directory) / name, width)
+        ours = step_of(Path(directory) / name, stack(width), *batch(width))
         theirs = _theirs(name, other, virtual, width)
         first, second = ours(), theirs()
         if second is not None and abs(first - second) > 1e-4 * abs(second):
@@ -102,31 +101,10 @@ def compare(directory: str, width: int, rounds: int) -> dict[str, list[tuple[flo
         pairs = []
         for number in range(rounds):
             order = (ours, theirs) if number % 2 else (theirs, ours)
-            taken = {step: _seconds(step) for step in order}
+            taken = {step: seconds_of(step) for step in order}
             pairs.append((taken[ours], taken[theirs]))
         results[name] = pairs
     return results
-
-
-def _seconds(step: Callable[[], Any]) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    step()
-    dist.barrier()
-    return time.perf_counter() - start
-
-
-def _ours(directory: Path, width: int) -> Callable[[], float]:
-    model = load(directory, stack(width))
-    x, target = batch(width)
-
-    def step() -> float:
-        model.zero_grad()
-        loss = model(x, target)["loss"]
-        loss.backward()
-        return float(loss)
-
-    return step
 
 
 def _theirs(name: str, other: str, virtual: int, width: int) -> Callable[[], float | None]:

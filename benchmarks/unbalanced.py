@@ -15,18 +15,16 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from steps import seconds_of, step_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopart.analysis import Analysis, analyze
-from autopart.api import load
 from autopart.cluster import Cluster
 from autopart.local_job import run_local_job
 from autopart.passes import graph as graphs
@@ -162,37 +160,16 @@ def by_hand(analysis: Analysis, program: Any, model: nn.Module, planned: Plan) -
 
 def compare(directory: str, name: str, rounds: int) -> list[tuple[float, float]]:
     """On each rank the seconds of (hand-written, planned) by round; the first round is not counted."""
-    steps = [_step(Path(directory) / kind, name) for kind in ("hand", "planned")]
+    steps = [step_of(Path(directory) / kind, model_of(name), *batch(name)) for kind in ("hand", "planned")]
     losses = [step() for step in steps]
     if abs(losses[0] - losses[1]) > 1e-4 * abs(losses[0]):
         raise AssertionError(f"{name}: the losses differ, {losses}")
     pairs = []
     for number in range(rounds):
         order = (0, 1) if number % 2 else (1, 0)
-        taken = {index: _seconds(steps[index]) for index in order}
+        taken = {index: seconds_of(steps[index]) for index in order}
         pairs.append((taken[0], taken[1]))
     return pairs
-
-
-def _step(directory: Path, name: str) -> Callable[[], float]:
-    model = load(directory, model_of(name))
-    x, target = batch(name)
-
-    def step() -> float:
-        model.zero_grad()
-        loss = model(x, target)["loss"]
-        loss.backward()
-        return float(loss)
-
-    return step
-
-
-def _seconds(step: Callable[[], Any]) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    step()
-    dist.barrier()
-    return time.perf_counter() - start
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kept_storages import KeptStorages
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -32,19 +33,11 @@ def ops(program: Program) -> list[fx.Node]:
 
 def bytes_kept(model: nn.Module, call: Callable[[], Any], given: list[Tensor]) -> int:
     """Bytes of distinct storages that autograd keeps, parameters, buffers and inputs left out."""
-    outside = {item.untyped_storage().data_ptr() for item in (*model.parameters(), *model.buffers(), *given)}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in outside:
-            kept[storage.data_ptr()] = storage  # held, so that no address is used twice
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    storages = KeptStorages.beside((*model.parameters(), *model.buffers(), *given))
+    with saved_tensors_hooks(storages.pack, lambda tensor: tensor):
         result = call()
     assert result is not None
-    return sum(storage.nbytes() for storage in kept.values())
+    return storages.nbytes
 
 
 # --- Amounts ---

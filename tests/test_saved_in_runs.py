@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from chains import chain_of, subject_of
+from kept_storages import KeptStorages
 from test_recompute import recomputing
 from test_schedules_equal_serial import placed
 from torch import Tensor
@@ -40,27 +41,20 @@ def _watch(receives: tuple[str, ...], module: torch.nn.Module, number: int, foun
 
     def counted(**arguments: Any) -> Any:
         given = [item for name, item in arguments.items() if isinstance(item, Tensor) and name not in received]
-        outside = {item.untyped_storage().data_ptr() for item in (*module.parameters(), *module.buffers(), *given)}
-        kept: dict[int, torch.UntypedStorage] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in outside:
-                kept[storage.data_ptr()] = storage  # held, so that no address is used twice
-            return tensor
+        storages = KeptStorages.beside((*module.parameters(), *module.buffers(), *given))
 
         def given_again(layer: Any, *values: Any) -> Any:
             for item in values:
                 if isinstance(item, Tensor):
-                    pack(item)
+                    storages.pack(item)
             assert again is not None
             return again(layer, *values)
 
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
+        with saved_tensors_hooks(storages.pack, lambda tensor: tensor):
             of_file["checkpoint"] = given_again
             results = forward(**arguments)
             of_file["checkpoint"] = again
-        found.setdefault(number, sum(storage.nbytes() for storage in kept.values()))
+        found.setdefault(number, storages.nbytes)
         return results
 
     module.forward = counted
