@@ -106,6 +106,13 @@ class Analysis:
             self._joint[key] = {node: tuples for node, tuples in found.items() if tuples}
         return self._joint[key]
 
+    def flops(self, batch: int) -> float:
+        """Model FLOPs of a step's contractions, forward and backward, without recomputation."""
+        costs = self.costs("cuda").values()
+        return float(
+            sum(cost.flops_forward.at(batch) + cost.flops_backward.at(batch) for cost in costs if cost.contraction)
+        )
+
     @property
     def whole_outputs(self) -> tuple[str, ...]:
         """Outputs that training needs whole on every rank: the loss; all, where the script computes it from them."""

@@ -8,27 +8,26 @@ the script's optimizer already holds.
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
-import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopart.runtime.errors import AutopartError, ClusterError, PlanError
+from autopart.runtime.errors import AutopartError, InputError, PlanError
 from autopart.runtime.inputs import BatchMode, Returned, check_modes
-from autopart.runtime.mesh import connect, job_size, pick_device
+from autopart.runtime.mesh import connect, pick_device
 from autopart.runtime.module import ParallelModule
+from autopart.spread import on_first_rank, start_alike, write_on_hosts
 from autopart.weights import load_or_keep, save_weights
 
 if TYPE_CHECKING:
-    from autopart.passes.emit.program import Emitted
+    from autopart.compiling import Compiler
     from autopart.passes.program import Program
     from autopart.passes.rules import RuleBook
     from autopart.plan import Plan
@@ -59,6 +58,7 @@ def to_pipeline_stages(
     **options: Any,
 ) -> PipelineStages:
     """What :meth:`autopart.plan.Plan.to_pipeline_stages` does; see there."""
+    from autopart.compiling import files_of
     from autopart.passes.rules import RULES
     from autopart.realize import realize
     from autopart.runtime.pipelining import check_linear
@@ -68,10 +68,10 @@ def to_pipeline_stages(
         on_one = max(([s for s, at in enumerate(plan.places) if at == place] for place in set(plan.places)), key=len)
         check_linear(emitted.manifest, on_one, plan.dp)
         emitted.files["plan.json"] = plan.to_json()
-        return _files_of(emitted)
+        return files_of(emitted)
 
     connect(pick_device())
-    return load(_write(_on_first_rank(make), directory), originals, **options).to_pipeline_stages()
+    return load(write_on_hosts(on_first_rank(make), directory), originals, **options).to_pipeline_stages()
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor | None]:
@@ -98,6 +98,7 @@ def parallelize(
     reduce_dtype: str = "",
     example: Mapping[str, Any] | Sequence[Any] | None = None,
     weights: str | Path | None = None,
+    variants: int = 32,
     **limits: Any,
 ) -> nn.Module:
     """The model as a parallel program over the processes of this job.
@@ -119,6 +120,8 @@ def parallelize(
     weights: a folder of safetensors files, of which each rank reads its shares once the model is planned. A model
     built under ``autopart.parameters_on_meta()`` has to find all of its weights there; of others, such as one with a
     new head, what is missing keeps its values, with a warning.
+    variants: for inputs of other sizes than the first batch's (but for the number of samples), such as sequences padded
+    to each batch's longest, a program of the same plan is made when they are first seen; so many are kept in memory.
     limits: other keyword arguments of ``make_plan``, such as pp, dp, tp, zero, microbatches, schedule, recompute, pins,
     optimizer, dropout; not beside a plan.
 
@@ -128,6 +131,8 @@ def parallelize(
     if not isinstance(model, nn.Module):
         raise PlanError(f"parallelize takes an nn.Module, got {type(model).__name__}")
     check_modes(batch, outputs)
+    if variants < 1:
+        raise InputError(f"variants: at least 1 is kept, not {variants}")
     if plan is not None and (limits or cluster is not None):
         named = ", ".join([*limits, *(["cluster"] if cluster is not None else [])])
         raise PlanError(f"a plan is given, which says all that {named} would; leave out one or the other")
@@ -143,6 +148,7 @@ def parallelize(
             "rules": rules,
             "precision": precision,
             "reduce_dtype": reduce_dtype,
+            "variants": variants,
             "limits": limits,
         },
         batch,
@@ -241,14 +247,52 @@ class Parallelized(nn.Module):
         device = pick_device()
         connect(device)
         settings = self._settings
-        files = _on_first_rank(lambda: _compile(self.original, args, kwargs, settings, self._batch))
-        directory = _write(files, settings["directory"])
+        files = on_first_rank(lambda: self._compiler.plan(args, kwargs))
+        directory = write_on_hosts(files, settings["directory"])
         originals = tensors_of(self.original)
-        _agree(originals, device)
+        start_alike(originals, device)
         parallel = load(directory, originals, batch=self._batch, outputs=self._returned, device=device)
+        buffers = dict(self.original.named_buffers(remove_duplicate=False))
+        parallel.variants.allow(self._compile_for, buffers, settings["variants"])
         if parallel.mesh.rank == 0 and settings["verbose"]:
             print(files["plan.txt"].decode(), f"\nstages in {directory}", sep="", file=sys.stderr, flush=True)
         return parallel
+
+    @cached_property
+    def _compiler(self) -> Compiler:
+        """Rank 0's."""
+        from autopart.compiling import Compiler
+
+        return Compiler(self.original, self._settings, self._batch)
+
+    def _compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any], sizes: str) -> Path:
+        """The folder of a program for inputs of other sizes. All ranks call it; see runtime/variants.py."""
+        began = time.perf_counter()
+
+        def make() -> tuple[dict[str, bytes], tuple[str, ...]]:
+            try:
+                return self._compiler.for_sizes(args, kwargs)
+            except AutopartError as error:
+                raise InputError(f"no program can be made for {sizes}: {error}") from error
+
+        files, whole = on_first_rank(make)
+        directory = self._settings["directory"]
+        if directory is not None:
+            digest = hashlib.sha256(sizes.encode()).hexdigest()[:8]
+            directory = Path(directory).with_name(f"{Path(directory).name}-sizes-{digest}")
+        target = write_on_hosts(files, directory)
+        program = self._planned("variants")
+        if program.mesh.rank == 0 and self._settings["verbose"]:
+            told = f"autopart: compiled for {sizes} in {time.perf_counter() - began:.1f} s, stages in {target}"
+            if whole:
+                told += f"; {len(whole)} ops run whole that the plan shards, such as {whole[0]}"
+            if not program.variants.made:
+                told += (
+                    f". Each new size is compiled for once, and the last {self._settings['variants']} are kept in "
+                    "memory: padding to few lengths, such as multiples of 64, saves time"
+                )
+            print(told, file=sys.stderr, flush=True)
+        return target
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Parallelized:
         """What ``to``, ``half`` and their like call: the original is converted, once planned it stays as it is."""
@@ -329,138 +373,3 @@ class Parallelized(nn.Module):
             if name in attributes and not name.startswith("_"):
                 return attributes[name]
             raise
-
-
-def _compile(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    settings: Mapping[str, Any],
-    batch_mode: BatchMode,
-) -> dict[str, bytes]:
-    """Captures, plans and emits; returns the program's files. Runs on rank 0 alone."""
-    from autopart.analysis import analyze
-    from autopart.cluster import Cluster
-    from autopart.passes.rules import RULES
-    from autopart.plan import Plan
-    from autopart.planner import make_plan
-    from autopart.realize import realize
-    from autopart.report.table import plan_text
-    from autopart.tracing import capture
-
-    options = {name: settings[name] for name in ("loss_fn", "batch_dims", "precision", "reduce_dtype")}
-    program = capture(model, args, kwargs, **options)
-    analysis = analyze(program, settings["rules"] or RULES)
-    plan = settings["plan"]
-    if plan is None:
-        cluster = settings["cluster"]
-        if cluster is None:
-            cluster = Cluster.local(job_size())
-        elif isinstance(cluster, str):
-            cluster = Cluster.parse(cluster)
-        elif not isinstance(cluster, Cluster):
-            raise ClusterError(f"cluster is a Cluster or its text, such as '8xH100', not {cluster!r}")
-        if cluster.device_count != job_size():
-            raise ClusterError(
-                f"the cluster {cluster} has {cluster.device_count} devices, but this job has {job_size()} processes; "
-                "start one process per device, or leave cluster out"
-            )
-        limits = dict(settings["limits"])
-        if batch_mode == "local":
-            if limits.get("dp") is None:
-                raise PlanError('batch="local" needs the number of replicas: parallelize(model, batch="local", dp=...)')
-            limits["batch"] = program.batch * limits["dp"]
-            limits["meshes"] = "equal"  # each replica's own part goes through all stages
-        plan = make_plan(program, cluster, analysis=analysis, **limits)
-    elif not isinstance(plan, Plan):
-        plan = Plan.load(plan)
-    emitted = realize(program, plan, analysis)
-    emitted.files["plan.json"] = plan.to_json()
-    emitted.files["plan.txt"] = plan_text(plan)
-    for name in tensors_of(model):  # which every rank has itself
-        emitted.constants.pop(name, None)
-    return _files_of(emitted)
-
-
-def _files_of(emitted: Emitted) -> dict[str, bytes]:
-    """A program's files as they would be saved."""
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "program"
-        emitted.save(target)
-        return {path.name: path.read_bytes() for path in target.iterdir()}
-
-
-def _on_first_rank(make: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
-    """What ``make`` returns on rank 0, on every rank; when it fails there, every rank raises."""
-    if job_size() == 1:
-        return make()
-    box: list[Any] = [None]
-    failure: BaseException | None = None
-    if dist.get_rank() == 0:
-        try:
-            box = [("files", make())]
-        except AutopartError as error:
-            failure, box = error, [("error", str(error))]
-        except BaseException as error:  # the other ranks must not wait for files that never come
-            failure, box = error, [("error", f"planning failed on rank 0: {type(error).__name__}: {error}")]
-    dist.broadcast_object_list(box, 0)
-    if failure is not None:
-        raise failure
-    kind, content = box[0]
-    if kind == "error":
-        raise PlanError(f"rank 0 could not plan the model: {content}")
-    files: dict[str, bytes] = content
-    return files
-
-
-def _write(files: Mapping[str, bytes], directory: str | Path | None) -> Path:
-    """Writes the program's files, once on each host: into the user's folder, or a temporary one of their own."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if directory is None:
-        # named by content, so that the ranks of a host share it
-        digest = hashlib.sha256(b"".join(name.encode() + text for name, text in sorted(files.items()))).hexdigest()[:12]
-        target = Path(tempfile.gettempdir()) / f"autopart-{os.getuid()}" / digest
-    else:
-        target = Path(directory)
-    if local_rank == 0:
-        from autopart.passes.emit.folder import program_folder
-
-        with program_folder(target) as folder:
-            for name, text in files.items():
-                (folder / name).write_bytes(text)
-    if job_size() > 1:
-        dist.barrier()
-    return target
-
-
-def _agree(tensors: Mapping[str, Tensor | None], device: torch.device) -> None:
-    """Makes all ranks start from rank 0's weights: those that differ are sent."""
-    if job_size() == 1:
-        return
-    distinct: dict[int, Tensor] = {}
-    for tensor in tensors.values():
-        if tensor is not None and not tensor.is_meta:
-            distinct.setdefault(id(tensor), tensor.detach())
-    sums = torch.stack([_checksum(tensor) for tensor in distinct.values()]).to(device) if distinct else None
-    if sums is None:
-        return
-    low, high = sums.clone(), sums.clone()
-    dist.all_reduce(low, dist.ReduceOp.MIN)
-    dist.all_reduce(high, dist.ReduceOp.MAX)
-    differing = (low != high).cpu().tolist()
-    for tensor, differs in zip(distinct.values(), differing, strict=True):
-        if differs:
-            moved = tensor.to(device).contiguous()
-            dist.broadcast(moved, 0)
-            tensor.copy_(moved)
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """A number that changes with the tensor's bits and their order."""
-    flat = tensor.detach().reshape(-1)
-    if flat.numel() == 0:
-        return torch.zeros((), dtype=torch.int64)
-    raw = flat.contiguous().view(torch.uint8)
-    padded = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
-    weights = torch.arange(1, padded.numel() + 1, device=padded.device, dtype=torch.int64) * 2654435761 + 1
-    return (padded * weights).sum().cpu()

@@ -24,7 +24,7 @@ from autopart.passes.emit.layers import recomputable_layers
 from autopart.passes.graph import Value
 from autopart.passes.kept import rerun
 from autopart.passes.partition import StageGraph
-from autopart.passes.program import Program, Role
+from autopart.passes.program import Role
 from autopart.passes.shard import value_placements
 from autopart.plan import Plan, StagePlan, Transfers
 from autopart.predict import simulate_plan
@@ -114,8 +114,8 @@ def timed_plan(
         strategies=strategies,
         storage=storage,
         zero=zero,
-        tokens=_tokens(program, candidates.batch),
-        flops=_flops(candidates),
+        tokens=program.tokens(candidates.batch),
+        flops=analysis.flops(candidates.batch),
         peak_flops=_peak(candidates, {device for stage in stages for device in stage.devices}),
         notes=(*program.notes, *analysis.split.notes, *([analysis.split.flaw] if analysis.split.flaw else [])),
         warmup=warmup,
@@ -234,25 +234,8 @@ def held_numbers(graph: fx.Graph, axes: Axes, cuts: Mapping[str, DataCut], repli
     return total
 
 
-def _flops(candidates: Candidates) -> float:
-    """Model FLOPs of a step's contractions, forward and backward, without recomputation."""
-    costs = candidates.analysis.costs(candidates.device.kind).values()
-    batch = candidates.batch
-    return float(
-        sum(cost.flops_forward.at(batch) + cost.flops_backward.at(batch) for cost in costs if cost.contraction)
-    )
-
-
 def _peak(candidates: Candidates, devices: Iterable[int]) -> float:
     """FLOP/s of the devices in the type that products compute in."""
     narrow = MIXED.get(candidates.analysis.program.precision, candidates.analysis.dtype)
     dtype = str(narrow).removeprefix("torch.")
     return sum(candidates.cluster.device(rank).peak(dtype) for rank in devices)
-
-
-def _tokens(program: Program, batch: int) -> int:
-    """Tokens of a step: elements of the first integer input with one dim besides the samples'; else samples."""
-    for spec in program.inputs:
-        if spec.kind == "tensor" and spec.batch_dim is not None and "int" in spec.dtype and len(spec.shape) == 2:
-            return batch * next(int(size) for size in spec.shape if isinstance(size, int))
-    return batch

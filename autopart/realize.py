@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import fx
 
 from autopart.analysis import Analysis, analyze, fold, look_up, pattern_of
+from autopart.mixed_precision import SUMS
 from autopart.passes import graph as graphs
 from autopart.passes.blocks import block_edges
 from autopart.passes.conversion import Axes
@@ -21,7 +22,7 @@ from autopart.passes.rules import RULES, RuleBook, Strategy, compatible
 from autopart.passes.rules.strategies import JOINT
 from autopart.passes.shard import shard_stage
 from autopart.passes.unlike_meshes import StageSetting, crossing_placements
-from autopart.plan import Plan
+from autopart.plan import Plan, StagePlan
 from autopart.runtime.errors import BatchError, PlanError
 from autopart.runtime.placement import Kind, Placement, Placements, nested
 
@@ -74,6 +75,11 @@ def build_unlike(
     return Realization(stages, local, crossings, dict(settings[0].storage), settings[0].axes, {})
 
 
+def axes_of(stage: StagePlan) -> Axes:
+    """The tensor axes of a stage that have several ranks."""
+    return tuple(axis for axis in stage.mesh[1:] if axis[1] > 1)
+
+
 def settings_of(analysis: Analysis, plan: Plan) -> list[StageSetting]:
     """How each stage of a plan is divided. Raises PlanError for strategies that a stage's ops do not offer."""
     found: list[StageSetting] = []
@@ -81,7 +87,7 @@ def settings_of(analysis: Analysis, plan: Plan) -> list[StageSetting]:
         if plan.is_uniform and found:
             found.append(found[0])
             continue
-        axes: Axes = tuple(axis for axis in stage.mesh[1:] if axis[1] > 1)
+        axes = axes_of(stage)
         own = replace(plan, strategies=stage.strategies or plan.strategies, storage=stage.storage or plan.storage)
         try:
             strategies, storage = read_strategies(analysis, own, axes)
@@ -109,39 +115,40 @@ def read_strategies(
     """A plan's strategies and storage as objects. Raises PlanError for names that the ops do not offer."""
     if not axes:
         return {}, {}
-    sizes = tuple(parts for _, parts in axes)
     strategies: dict[fx.Node, tuple[Strategy, ...]] = {}
     for node in analysis.block_of:
-        key = analysis.keys[node]
-        text = look_up(plan.strategies, key)
-        names = (text or ",".join("R" for _ in axes)).split(",")
-        if len(names) != len(axes):
-            raise PlanError(f"strategies[{key!r}]: {len(names)} strategies for {len(axes)} tensor axes")
-        if any(name.startswith(JOINT) for name in names):
-            strategies[node] = _joint(analysis, node, tuple(names), sizes)
-            continue
-        chosen = []
-        for index, (name, (axis, parts)) in enumerate(zip(names, axes, strict=True)):
-            others = [*sizes[:index], *sizes[index + 1 :]]
-            offered = {item.name: item for item in analysis.strategies(parts, others)[node]}
-            if name not in offered:
-                raise PlanError(
-                    f"strategies[{key!r}]: {name!r} is not offered on axis {axis} of {parts}; "
-                    f"one of {', '.join(offered)}"
-                )
-            chosen.append(offered[name])
-        if not compatible(node, chosen, sizes, analysis.rules):
-            raise PlanError(
-                f"strategies[{key!r}]: {text} do not hold together on axes of {sizes}; a factor sharded on two axes "
-                "is sharded inside the shares of the other on one of them, such as n and n/2"
-            )
-        strategies[node] = tuple(chosen)
+        strategies[node] = read_strategy(analysis, node, look_up(plan.strategies, analysis.keys[node]), axes)
     known = set(analysis.keys.values())
     patterns = set(fold(dict.fromkeys(known, "")))
     for name in plan.strategies:
         if name not in known and name not in patterns:
             raise PlanError(f"strategies[{name!r}]: the model has no such op")
     return strategies, read_storage(analysis, plan, axes, strategies)
+
+
+def read_strategy(analysis: Analysis, node: fx.Node, text: str | None, axes: Axes) -> tuple[Strategy, ...]:
+    """An op's strategies on the axes by their names; replicated without. Raises PlanError for what is not offered."""
+    key, sizes = analysis.keys[node], tuple(parts for _, parts in axes)
+    names = (text or ",".join("R" for _ in axes)).split(",")
+    if len(names) != len(axes):
+        raise PlanError(f"strategies[{key!r}]: {len(names)} strategies for {len(axes)} tensor axes")
+    if any(name.startswith(JOINT) for name in names):
+        return _joint(analysis, node, tuple(names), sizes)
+    chosen = []
+    for index, (name, (axis, parts)) in enumerate(zip(names, axes, strict=True)):
+        others = [*sizes[:index], *sizes[index + 1 :]]
+        offered = {item.name: item for item in analysis.strategies(parts, others)[node]}
+        if name not in offered:
+            raise PlanError(
+                f"strategies[{key!r}]: {name!r} is not offered on axis {axis} of {parts}; one of {', '.join(offered)}"
+            )
+        chosen.append(offered[name])
+    if not compatible(node, chosen, sizes, analysis.rules):
+        raise PlanError(
+            f"strategies[{key!r}]: {text} do not hold together on axes of {sizes}; a factor sharded on two axes "
+            "is sharded inside the shares of the other on one of them, such as n and n/2"
+        )
+    return tuple(chosen)
 
 
 def _joint(analysis: Analysis, node: fx.Node, names: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[Strategy, ...]:
@@ -228,13 +235,31 @@ def _text(placements: Placements) -> str:
     return ",".join(map(str, placements))
 
 
+def check_fingerprint(program: Program, plan: Plan) -> None:
+    """Raises PlanError when the plan was made for another model, other sizes, or other sums of gradients."""
+    if plan.fingerprint == program.fingerprint:
+        return
+    sums = planned_sums(program, plan)
+    if sums is not None:
+        raise PlanError(
+            f"the plan was made for gradients that are added up in {sums or 'their own types'} (or before plans told "
+            f"that apart), the program adds them up in {program.reduce_dtype or 'their own types'}, which has other "
+            f"prices; capture with reduce_dtype={sums!r}, or plan again"
+        )
+    raise PlanError(
+        f"the plan is for another model: its fingerprint is {plan.fingerprint}, that of {program.name} is "
+        f"{program.fingerprint}; plan this model with 'autopart plan'"
+    )
+
+
+def planned_sums(program: Program, plan: Plan) -> str | None:
+    """The ``reduce_dtype`` that a plan of this program was made for; None where it is another program's."""
+    return next((sums for sums in ("", *SUMS) if plan.fingerprint == program.fingerprint_under(sums)), None)
+
+
 def check_plan(program: Program, analysis: Analysis, plan: Plan) -> None:
     """Raises PlanError when the plan was made for another model or other blocks, BatchError for a mixing model."""
-    if plan.fingerprint != program.fingerprint:
-        raise PlanError(
-            f"the plan is for another model: its fingerprint is {plan.fingerprint}, that of {program.name} is "
-            f"{program.fingerprint}; plan this model with 'autopart plan'"
-        )
+    check_fingerprint(program, plan)
     last = plan.stages[-1].blocks[1]
     if last != len(analysis.blocks):
         raise PlanError(f"stages: the plan ends at block {last}, the model has {len(analysis.blocks)}; plan it again")

@@ -120,7 +120,7 @@ def capture(
     precision = precision or current_precision(flat)
     autocast = autocast_of(precision, flat)
     with _training(model), entered(autocast), all_on_meta(flat, named) as leaves:
-        exported, static_batch = _export(flat, leaves, dims)
+        exported, static_batch = _export(flat, leaves, dims, batch)
     name = name or type(model).__name__
     with entered({}):
         program = _assemble(flat, exported, named, dims, tuple(bound), batch, static_batch, name, autocast)
@@ -160,10 +160,12 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 
 def _export(
-    flat: _Flat, named: dict[str, Any], dims: dict[str, int | None]
+    flat: _Flat, named: dict[str, Any], dims: dict[str, int | None], batch: int
 ) -> tuple[torch.export.ExportedProgram, str]:
     tensors = [(path, leaf) for path, leaf in named.items() if isinstance(leaf, torch.Tensor)]
     arguments = tuple(leaf for _, leaf in tensors)
+    # where the number of samples is fixed, it has to be the given one, also if that is 1
+    given = tuple(leaf if (d := dims[path]) is None or batch > 1 else leaf.narrow(d, 0, 1) for path, leaf in tensors)
     symbol = torch.export.Dim("batch", min=1)
     shapes = [None if dims[path] is None else {dims[path]: symbol} for path, _ in tensors]
     reason = ""
@@ -173,7 +175,8 @@ def _export(
             # passes of export make a dozen modules, whose Python code nobody runs
             with where, _use_lazy_graph_module(True):
                 specs = None if dynamic is None else (dynamic,)
-                return torch.export.export(flat, arguments, dynamic_shapes=specs, strict=False), reason
+                inputs = given if dynamic is None else arguments
+                return torch.export.export(flat, inputs, dynamic_shapes=specs, strict=False), reason
         except Exception as error:
             if dynamic is not None and fixes_batch(error):
                 reason = batch_reason(error)

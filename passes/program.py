@@ -91,10 +91,23 @@ class Program:
 
     @property
     def fingerprint(self) -> str:
-        """Changes when an op, a size, a constant or a parameter's name changes; not with weights or devices."""
+        """Changes with ops, sizes, constants, parameters' names and ``reduce_dtype``; not with weights or devices."""
+        return self.fingerprint_under(self.reduce_dtype)
+
+    def fingerprint_under(self, reduce_dtype: str) -> str:
+        """The fingerprint that this program has where ranks add gradients up in another type."""
         if not self._fingerprint:
             self._fingerprint = _digest(self)
-        return self._fingerprint
+        if not reduce_dtype:
+            return self._fingerprint
+        return hashlib.sha256(f"{self._fingerprint} {reduce_dtype}".encode()).hexdigest()[:16]
+
+    def tokens(self, batch: int) -> int:
+        """Tokens of a step: elements of the first integer input with one dim besides the samples'; else samples."""
+        for spec in self.inputs:
+            if spec.kind == "tensor" and spec.batch_dim is not None and "int" in spec.dtype and len(spec.shape) == 2:
+                return batch * next(int(size) for size in spec.shape if isinstance(size, int))
+        return batch
 
     def placeholders(self, *roles: Role) -> list[fx.Node]:
         return [node for node in self.graph.nodes if node.op == "placeholder" and node.meta["role"] in roles]

@@ -266,6 +266,7 @@ def _described(holding: Holding) -> dict[str, Any]:
     return {
         "version": VERSION,
         "fingerprint": holding.fingerprint,
+        "outline": holding.outline,
         "plan": holding.plan,
         "aliases": {name: list(entry.aliases) for name, entry in holding.entries.items() if entry.aliases},
         "program": None if program is None else {"seed": program.mesh.seed, "steps": program.steps},
@@ -371,7 +372,8 @@ def _names(holding: Holding, folder: Folder, common: Mapping[str, Any], path: Pa
         faults += [f"missing {_listed(missing)}"] if missing else []
         faults += [f"unexpected {_listed(unexpected)}"] if unexpected else []
         here, there = holding.fingerprint, common["fingerprint"]
-        if not faults and here and there and here != there:
+        other_sizes = holding.outline and holding.outline == common.get("outline")  # such as longer sequences
+        if not faults and here and there and here != there and not other_sizes:
             faults.append(f"names and shapes fit, but it is of another program (fingerprint {there}, here {here})")
     if faults:
         hint = "; load(strict=False) takes what fits" if strict else ""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from autopart.runtime.errors import PlanError
+from autopart.runtime.loading import tensors_in
 from autopart.runtime.manifest import Manifest
 from autopart.runtime.mesh import Mesh
 from autopart.runtime.state import gather_state, load_state
@@ -25,7 +26,6 @@ class HeldStages(nn.Module):
         self.manifest = manifest
         self.mesh = mesh
         self.stages = nn.ModuleList(stages.values())
-        self._stages_by_number = dict(stages)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -82,9 +82,7 @@ class HeldStages(nn.Module):
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """This rank's parameters and buffers by their spec's name."""
-        main = {name: spec.name for spec in self.manifest.parameters for name in (spec.name, *spec.aliases)}
-        members = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
-        return {main[name]: tensor for name, tensor in members}
+        return tensors_in(self.stages, self.manifest)
 
     def _buffers_by_name(self) -> dict[str, Tensor]:
         # Read anew: a stage may assign a new tensor to a buffer that it updates.

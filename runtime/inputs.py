@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,6 +19,8 @@ from autopart.runtime.structure import flatten
 
 BatchMode = Literal["global", "local"]
 Returned = Literal["loss", "all"]
+# The shapes of the tensors among a program's inputs, with "b" for samples, in the manifest's order.
+Sizes = tuple[tuple[Size, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,47 @@ def bind(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return leaves
 
 
+def sizes_of(manifest: Manifest, leaves: Mapping[str, Any]) -> Sizes:
+    """The sizes of a call's inputs; the planned ones where an input is no tensor with as many dims."""
+    found = []
+    for spec in manifest.inputs:
+        leaf = leaves.get(spec.name)
+        if spec.kind != "tensor":
+            continue
+        if isinstance(leaf, Tensor) and leaf.dim() == len(spec.shape):
+            pairs = zip(spec.shape, leaf.shape, strict=True)
+            found.append(tuple(planned if isinstance(planned, str) else int(size) for planned, size in pairs))
+        else:
+            found.append(spec.shape)
+    return tuple(found)
+
+
+def at_sizes(manifest: Manifest, sizes: Sizes) -> Manifest:
+    """The manifest with inputs of these sizes."""
+    remaining = iter(sizes)
+    inputs = (replace(spec, shape=next(remaining)) if spec.kind == "tensor" else spec for spec in manifest.inputs)
+    return replace(manifest, inputs=tuple(inputs))
+
+
+def sizes_text(manifest: Manifest, sizes: Sizes) -> str:
+    """Sizes for people: ``input_ids [b, 97], labels [b, 97]``."""
+    tensors = [spec for spec in manifest.inputs if spec.kind == "tensor"]
+    return ", ".join(f"{spec.name} {_shape_text(shape)}" for spec, shape in zip(tensors, sizes, strict=True))
+
+
+def changes_text(manifest: Manifest, sizes: Sizes, samples: int) -> str:
+    """What differs from the planned sizes: ``input_ids [b, 97] instead of [b, 128]``."""
+    tensors = [spec for spec in manifest.inputs if spec.kind == "tensor"]
+    found = [
+        f"{spec.name} {_shape_text(shape)} instead of {_shape_text(spec.shape)}"
+        for spec, shape in zip(tensors, sizes, strict=True)
+        if shape != spec.shape
+    ]
+    if manifest.fixed_batch and samples != manifest.fixed_batch:
+        found.append(f"{samples} samples instead of {manifest.fixed_batch}")
+    return ", ".join(found)
+
+
 def check(manifest: Manifest, leaves: Mapping[str, Any]) -> int:
     """The number of samples in these inputs.
 
@@ -132,7 +175,10 @@ def _check_tensor(spec: InputSpec, leaf: Tensor, batch: int | None) -> int | Non
             batch = found // factor
         elif size != found:
             samples = ", with b samples" * ("b" in _shape_text(spec.shape))
-            raise InputError(f"{where}{samples}; only the number of samples may change: pad what is shorter")
+            raise InputError(
+                f"{where}{samples}; only the number of samples may change: pad what is shorter, or let parallelize "
+                "make a program for each size"
+            )
     return batch
 
 

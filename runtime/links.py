@@ -90,9 +90,10 @@ class Links:
 
     What is sent is kept until it has left. NCCL says when; gloo does not, but by waiting, so that sends are kept until
     :meth:`let_go` names them or :meth:`flush` waits.
+    beside: links of the same stages for inputs of other sizes, whose process groups these use too.
     """
 
-    def __init__(self, manifest: Manifest, mesh: Mesh) -> None:
+    def __init__(self, manifest: Manifest, mesh: Mesh, beside: Links | None = None) -> None:
         self._mesh = mesh
         self._index = {value.name: index for index, value in enumerate(manifest.values)}
         self._sending: dict[Sent, list[tuple[int, dist.Work, Tensor]]] = {}  # with the rank that it goes to
@@ -112,9 +113,9 @@ class Links:
         # NCCL knows no tags and runs what passes between two ranks of one group in one queue. A group per direction
         # keeps an activation that waits for its receiver from holding up a gradient that comes the other way; where
         # stages of one rank send to and receive from one other rank, these two have groups of their own as well.
-        self._groups: dict[tuple[Phase, bool], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[Phase, bool], dist.ProcessGroup] = {} if beside is None else beside._groups
         self._tagged = mesh.world_size == 1 or mesh.device.type != "cuda"
-        if not self._tagged:
+        if not self._tagged and beside is None:
             edges = [edge for edge in edges_of(manifest)[0] if mesh.place_of[edge[0]] != mesh.place_of[edge[1]]]
             for phase in _PHASES:
                 for ascends in (True, False):

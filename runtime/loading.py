@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -81,15 +81,19 @@ def local_share(tensor: Tensor, spec: ParameterSpec, mesh: Mesh) -> Tensor:
     return tensor
 
 
+def constants_of(directory: Path) -> dict[str, Tensor]:
+    """The tensors that belong to an emitted program and that no state dict of the model holds."""
+    file = directory / CONSTANTS_FILE
+    return dict(torch.load(file, "cpu", weights_only=True)) if file.exists() else {}
+
+
 def starting_tensors(directory: Path, manifest: Manifest, originals: Originals | None) -> Originals:
     """What parameters and buffers start with: the originals by name, and the program's own constants.
 
     originals: None: what a state dict holds is left out, to be loaded later. Raises PlanError where the originals are
     of another model, or lack a buffer that no state dict holds.
     """
-    file = directory / CONSTANTS_FILE
-    found: dict[str, Tensor | None] = dict(torch.load(file, "cpu", weights_only=True)) if file.exists() else {}
-    found.update(originals or {})
+    found: dict[str, Tensor | None] = {**constants_of(directory), **(originals or {})}
     for spec in manifest.parameters:
         original = _original(spec, found)
         if original is None and (originals is not None or not spec.persistent):
@@ -104,18 +108,36 @@ def starting_tensors(directory: Path, manifest: Manifest, originals: Originals |
     return found
 
 
-def place(stages: Mapping[int, nn.Module], manifest: Manifest, mesh: Mesh, originals: Originals) -> None:
+def tensors_in(stages: Iterable[nn.Module], manifest: Manifest) -> dict[str, Tensor]:
+    """The parameters and buffers of a rank's stages by their specs' names."""
+    main = {name: spec.name for spec in manifest.parameters for name in (spec.name, *spec.aliases)}
+    return {
+        main[name]: tensor
+        for stage in stages
+        for members in (stage.named_parameters, stage.named_buffers)
+        for name, tensor in members(remove_duplicate=False)
+    }
+
+
+def place(
+    stages: Mapping[int, nn.Module],
+    manifest: Manifest,
+    mesh: Mesh,
+    originals: Originals,
+    held: Mapping[str, Tensor] | None = None,
+) -> None:
     """Replaces the empty parameters and buffers of this rank's stages (by number) by its shares of the originals.
 
     An original ``nn.Parameter`` is kept: the very same object, with its data replaced by the share, goes into the
     stage, so that an optimizer made before goes on working. What several stages share is one object in all of them.
     Originals that this rank does not run are emptied. Without an original (None, missing, or on the meta device) a
-    tensor starts as zeros, to be loaded later.
+    tensor starts as zeros, to be loaded later. held: shares that this rank has already, by their spec's name, which
+    become the stages' instead.
 
     Raises PlanError when a stage's names or shapes are not those of the manifest.
     """
     specs = {name: spec for spec in manifest.parameters for name in (spec.name, *spec.aliases)}
-    placed: dict[str, Tensor] = {}
+    placed: dict[str, Tensor] = dict(held or {})
     for index, stage in stages.items():
         members = [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False)]
         for name, empty in members:

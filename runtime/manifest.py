@@ -190,6 +190,8 @@ class Manifest:
     batch_splittable: False when the model mixes samples: one microbatch, one replica.
     tokens_per_sample, flops_per_sample: of a step, and peak_flops: FLOP/s of all devices in the type of most products,
     as the plan has them; 0: unknown.
+    outline: equal for programs of one model that are made for inputs of other sizes; '': unknown. fixed_batch: samples,
+    where the program takes no other number; 0: any.
     """
 
     fingerprint: str
@@ -217,6 +219,8 @@ class Manifest:
     tokens_per_sample: int = 0
     flops_per_sample: float = 0.0
     peak_flops: float = 0.0
+    outline: str = ""
+    fixed_batch: int = 0
 
     @property
     def is_uniform(self) -> bool:

@@ -33,13 +33,12 @@ from autopart.runtime.inputs import (
     Division,
     Returned,
     bind,
-    check,
     check_equal,
     check_modes,
     divide,
     microbatch_of,
 )
-from autopart.runtime.links import Links, dtype_of
+from autopart.runtime.links import dtype_of
 from autopart.runtime.loading import Originals, build_stage, place, starting_tensors
 from autopart.runtime.loss_scale import Gradients, LossScale
 from autopart.runtime.manifest import MIXED, Manifest, OutputSpec
@@ -48,15 +47,14 @@ from autopart.runtime.norms import GradientNorms
 from autopart.runtime.optimizers import OptimizerCheck
 from autopart.runtime.outputs import collect, collect_later, gradient_piece
 from autopart.runtime.pipelining import PipelineStages, to_pipeline_stages
-from autopart.runtime.planned_schedules import PlannedSchedules
 from autopart.runtime.rng import default_generator, resumed
 from autopart.runtime.schedule import backward_part, forward_part
 from autopart.runtime.schedule.receipts import Receipts
 from autopart.runtime.structure import rebuild
 from autopart.runtime.tally import Tally
-from autopart.runtime.totals import Totals
 from autopart.runtime.trace import Recorder, Timeline, gather_timelines, save_trace, trace_object
 from autopart.runtime.traffic import Traffic
+from autopart.runtime.variants import Variant, Variants
 
 
 class ParallelModule(HeldStages):
@@ -115,13 +113,9 @@ class ParallelModule(HeldStages):
         self._scale = LossScale(self.mesh) if _computes_in_float16(self.manifest) else None
         self._norms = GradientNorms(self.manifest, self.mesh, self._parameters_in_order)
         self._optimizer_check = OptimizerCheck(self.manifest, self.mesh, self._parameters_in_order)
-        self._links = Links(self.manifest, self.mesh)
-        self._totals = Totals(directory, self.manifest, self.mesh)
-        own = [self.manifest.stages[stage] for stage in self.mesh.stages]
-        self._inputs = [spec for spec in self.manifest.inputs if any(spec.name in stage.inputs for stage in own)]
-        self._schedules = PlannedSchedules(self.manifest, self.mesh)
-        self.schedule = self._schedules.planned
-        self._outputs = [spec for spec in self.manifest.outputs if spec.combine != "constant"]
+        planned = Variant.of(directory, self.manifest, self.mesh, built)
+        self.variants = Variants(planned, self.mesh)
+        self.schedule = planned.schedules.planned
         self._buffer: DoubleBuffer | None = None
         if self.manifest.schedule == "2bw" and self.manifest.loss is not None:
             if outputs == "all" or self._scale is not None:
@@ -135,7 +129,7 @@ class ParallelModule(HeldStages):
                     "zero out of the plan, or use 2bw-flush"
                 )
             self._buffer = DoubleBuffer(
-                built.values(), self._trainable(), self._schedules.own(self.schedule), self._sums.reduce
+                built.values(), self._trainable(), planned.schedules.own(self.schedule), self._sums.reduce
             )
         # Calls in training so far; the random numbers follow from it.
         self.steps = 0
@@ -184,23 +178,24 @@ class ParallelModule(HeldStages):
                 "under the same autocast as all others, or say precision= instead"
             )
 
-    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Feed, Division]:
+    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Variant, Feed, Division]:
         """Checks and divides a batch, which begins a step. Raises InputError and BatchError."""
         leaves = bind(self.manifest, args, kwargs)
-        found = check(self.manifest, leaves)
+        variant, found = self.variants.find(leaves, args, kwargs, self.batch)
+        variant.train(self.training)
         data = self.mesh.data
         if self.batch == "local":
             check_equal(found, self.mesh)
         shares = self.manifest.stages[self.mesh.stages[0]].replica_shares
         division = divide(self.manifest, found, data.size, data.index, self.batch, shares)
-        feed = self._feed(leaves, division)
+        feed = self._feed(variant, leaves, division)
         if self.training:
             self.steps += 1
             if self.tally is not None and torch.is_grad_enabled():
-                self.tally.add(self.manifest, division.batch)
+                self.tally.add(variant.manifest, division.batch)
         self.mesh.step = self.steps
         self.mesh.weights.refresh()
-        return feed, division
+        return variant, feed, division
 
     def to_pipeline_stages(self) -> PipelineStages:
         """This rank's part for a schedule of ``torch.distributed.pipelining``; see :class:`PipelineStages`.
@@ -210,18 +205,19 @@ class ParallelModule(HeldStages):
         return to_pipeline_stages(self)
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        feed, division = self.prepare(args, kwargs)
+        variant, feed, division = self.prepare(args, kwargs)
         if not (self.training and torch.is_grad_enabled()):
-            return self._evaluate(feed, division)
+            return self._evaluate(variant, feed, division)
         if self._buffer is not None:
             return self._train_without_flush(feed, division)
-        return self._train_with_loss(feed, division) if self.manifest.loss else self._train_without(feed, division)
+        train = self._train_with_loss if self.manifest.loss else self._train_without
+        return train(variant, feed, division)
 
-    def _feed(self, leaves: Mapping[str, Any], division: Division) -> Feed:
-        totals = self._totals.compute(leaves, division, self.batch, self._own_tensors)
+    def _feed(self, variant: Variant, leaves: Mapping[str, Any], division: Division) -> Feed:
+        totals = variant.totals.compute(leaves, division, self.batch, variant.tensors)
         device = self.mesh.device
         return Feed(
-            lambda k: microbatch_of(self._inputs, leaves, division, k, device),
+            lambda k: microbatch_of(variant.inputs, leaves, division, k, device),
             division.samples,
             division.whole,
             division.batch,
@@ -229,20 +225,20 @@ class ParallelModule(HeldStages):
             division.start,
         )
 
-    def _train_with_loss(self, feed: Feed, division: Division) -> Any:
+    def _train_with_loss(self, variant: Variant, feed: Feed, division: Division) -> Any:
         loss_name = self.manifest.loss
         assert loss_name is not None
 
         keep = None if self.returned == "all" else {loss_name}
         parameters = self._trainable()
-        actions = self._schedules.own(self._schedules.of(division.microbatches))
+        actions = variant.schedules.own(variant.schedules.of(division.microbatches))
         part = self._part(division)
 
         def run_with(seed: float) -> tuple[Run, list[Tensor | None]]:
             def seeds(microbatch: int, outputs: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
                 return {loss_name: torch.full_like(outputs[loss_name], seed * part)} if loss_name in outputs else {}
 
-            run = self._run(feed, True, seeds, keep, self._schedules.receipts(division.microbatches))
+            run = self._run(variant, feed, True, seeds, keep, variant.schedules.receipts(division.microbatches))
             with self._norms.running(), separate_gradients(parameters) as made:
                 self._sums.begin(actions)
                 run.execute(actions)
@@ -252,16 +248,16 @@ class ParallelModule(HeldStages):
         again = None if self._scale is None else self._repeatable(lambda wanted: run_with(wanted)[1])
         run, gradients = run_with(seed)
         average_buffers(self.manifest, self.mesh, self._buffers_by_name())
-        wanted = [spec for spec in self._outputs if self.returned == "all" or spec.name == loss_name]
-        values: dict[str, Any] = {spec.name: collect(spec, run.outputs, division, self.mesh) for spec in wanted}
+        wanted = [spec for spec in variant.outputs if self.returned == "all" or spec.name == loss_name]
+        values = self._collected(wanted, run, division)
         scale = None
         if self._scale is not None and again is not None:
             settle, repeat = self._scale.settle, again
             scale = lambda found, incoming: settle(found, seed, incoming, repeat)  # noqa: E731
         values[loss_name] = hand_out(values[loss_name], gradients, parameters, scale)
         if self.returned == "all":
-            values.update(self._constants())
-        return rebuild(self.manifest.output_structure, values)
+            values.update(_constants(variant))
+        return rebuild(variant.manifest.output_structure, values)
 
     def _train_without_flush(self, feed: Feed, division: Division) -> Any:
         """Begins this batch and ends the one before, whose loss and gradients it gives; see double_buffer.py."""
@@ -271,8 +267,9 @@ class ParallelModule(HeldStages):
                 f"the schedule 2bw takes batches of {self.manifest.microbatches} microbatches on {self.mesh.data.size} "
                 f"replicas only, {division.batch} samples do not; drop the last partial batch, or use 2bw-flush"
             )
-        receipts = self._schedules.receipts(division.microbatches)
-        run = self._run(feed, True, self._seeds, {spec.name for spec in self._loss_specs}, receipts)
+        planned = self.variants.planned
+        receipts = planned.schedules.receipts(division.microbatches)
+        run = self._run(planned, feed, True, self._seeds, {spec.name for spec in self._loss_specs}, receipts)
         losses = self._collect_losses()
         with self._norms.running():
             gradients = self._buffer.advance(run, division)
@@ -292,12 +289,12 @@ class ParallelModule(HeldStages):
             losses = self._collect_losses()
             with self._norms.running():
                 gradients = self._buffer.finish()
-            self._links.flush()
+            self.variants.planned.links.flush()
             return self._hand_out_late(losses(), gradients)
 
     @property
     def _loss_specs(self) -> list[OutputSpec]:
-        return [spec for spec in self._outputs if spec.name == self.manifest.loss]
+        return [spec for spec in self.variants.planned.outputs if spec.name == self.manifest.loss]
 
     def _seeds(self, microbatch: int, outputs: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         name = self.manifest.loss
@@ -318,7 +315,7 @@ class ParallelModule(HeldStages):
         values = {spec.name: hand_out(loss, gradients, self._trainable(), None)}
         return rebuild(self.manifest.output_structure, values)
 
-    def _train_without(self, feed: Feed, division: Division) -> Any:
+    def _train_without(self, variant: Variant, feed: Feed, division: Division) -> Any:
         if division.microbatches > 1 or self.schedule.stages > 1:
             warnings.warn(
                 "the loss is computed outside the model, so every stage keeps the activations of all "
@@ -328,13 +325,14 @@ class ParallelModule(HeldStages):
             )
         parameters = self._trainable()
         part = self._part(division)
-        run = self._run(feed, train=True)
-        schedule = self._schedules.of(division.microbatches)
-        run.execute(self._schedules.own(forward_part(schedule)))
+        run = self._run(variant, feed, train=True)
+        schedules = variant.schedules
+        schedule = schedules.of(division.microbatches)
+        run.execute(schedules.own(forward_part(schedule)))
         average_buffers(self.manifest, self.mesh, self._buffers_by_name())
-        values: dict[str, Any] = {spec.name: collect(spec, run.outputs, division, self.mesh) for spec in self._outputs}
-        types = {spec.name: dtype_of(spec.dtype) for spec in self._outputs}
-        differentiable = [s for s in self._outputs if types[s.name].is_floating_point or types[s.name].is_complex]
+        values = self._collected(variant.outputs, run, division)
+        types = {spec.name: dtype_of(spec.dtype) for spec in variant.outputs}
+        differentiable = [s for s in variant.outputs if types[s.name].is_floating_point or types[s.name].is_complex]
 
         def backward(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
             run.seeds = lambda microbatch, _: {
@@ -344,7 +342,7 @@ class ParallelModule(HeldStages):
                 for piece in (gradient_piece(spec, gradient, division, microbatch),)
             }
             with self._norms.running(), separate_gradients(parameters) as made, self._reporting():
-                actions = self._schedules.own(backward_part(schedule))
+                actions = schedules.own(backward_part(schedule))
                 self._sums.begin(actions)
                 run.execute(actions)
             if self._scale is not None:
@@ -353,23 +351,27 @@ class ParallelModule(HeldStages):
 
         attached = run_later([values[spec.name] for spec in differentiable], backward, parameters)
         values.update({spec.name: value for spec, value in zip(differentiable, attached, strict=True)})
-        return rebuild(self.manifest.output_structure, {**values, **self._constants()})
+        return rebuild(variant.manifest.output_structure, {**values, **_constants(variant)})
 
-    def _evaluate(self, feed: Feed, division: Division) -> Any:
-        if not self.training and self.manifest.eval_flaw:
+    def _evaluate(self, variant: Variant, feed: Feed, division: Division) -> Any:
+        if not self.training and variant.manifest.eval_flaw:
             raise InputError(
                 f"the stages were captured in training mode and cannot run in evaluation mode: "
-                f"{self.manifest.eval_flaw}; "
+                f"{variant.manifest.eval_flaw}; "
                 "load state_dict() into the original model and evaluate that"
             )
-        schedule = self._schedules.evaluation(division.microbatches)
-        run = self._run(feed, train=False)
+        schedule = variant.schedules.evaluation(division.microbatches)
+        run = self._run(variant, feed, train=False)
         # A gradient that is on its way between two batches is received in the next one's call.
-        run.execute(self._schedules.own(schedule), flush=self._buffer is None)
+        run.execute(variant.schedules.own(schedule), flush=self._buffer is None)
         if self.training:
             average_buffers(self.manifest, self.mesh, self._buffers_by_name())
-        values: dict[str, Any] = {spec.name: collect(spec, run.outputs, division, self.mesh) for spec in self._outputs}
-        return rebuild(self.manifest.output_structure, {**values, **self._constants()})
+        values = self._collected(variant.outputs, run, division)
+        return rebuild(variant.manifest.output_structure, {**values, **_constants(variant)})
+
+    def _collected(self, specs: Sequence[OutputSpec], run: Run, division: Division) -> dict[str, Any]:
+        """The outputs of the whole batch by name. All ranks call it for the same ones."""
+        return {spec.name: collect(spec, run.outputs, division, self.mesh) for spec in specs}
 
     def _repeatable(self, run: Callable[[float], Gradients]) -> Callable[[float], Gradients]:
         """``run``, later, as if now: with this step's random numbers, and leaving running statistics as they are."""
@@ -391,6 +393,7 @@ class ParallelModule(HeldStages):
 
     def _run(
         self,
+        variant: Variant,
         feed: Feed,
         train: bool,
         seeds: Any = None,
@@ -399,7 +402,7 @@ class ParallelModule(HeldStages):
     ) -> Run:
         tallied = self.tally.recorder if self.tally is not None and train else None
         recorders = [recorder for recorder in (self._recorder, tallied) if recorder is not None]
-        own = self._stages_by_number, self.manifest, self.mesh, self._links
+        own = variant.stages, variant.manifest, self.mesh, variant.links
         return Run(*own, feed, train, seeds, self._sums.reduce, keep, recorders, self._passing, receipts)
 
     @contextmanager
@@ -431,9 +434,6 @@ class ParallelModule(HeldStages):
     def _trainable(self) -> list[nn.Parameter]:
         return [p for p in self._parameters_in_order.values() if p.requires_grad]
 
-    def _constants(self) -> dict[str, Any]:
-        return {spec.name: spec.constant for spec in self.manifest.outputs if spec.combine == "constant"}
-
     @contextmanager
     def _reporting(self) -> Iterator[None]:
         """Says at once which rank failed and why: its peers fail moments later, because their connections break."""
@@ -455,6 +455,10 @@ class ParallelModule(HeldStages):
         does the same, see :mod:`autopart.runtime.norms`.
         """
         return clip_gradients(self.manifest, self.mesh, self._parameters_in_order, max_norm, norm_type)
+
+
+def _constants(variant: Variant) -> dict[str, Any]:
+    return {spec.name: spec.constant for spec in variant.manifest.outputs if spec.combine == "constant"}
 
 
 def _computes_in_float16(manifest: Manifest) -> bool:

@@ -59,7 +59,7 @@ def to_pipeline_stages(program: ParallelModule) -> PipelineStages:
     stage = PipelineStage(submodule, number, count, mesh.device, group=mesh.pipeline.group)
 
     def inputs(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        feed, division = program.prepare(args, kwargs)
+        _, feed, division = program.prepare(args, kwargs)
         if division.microbatches != manifest.microbatches:
             raise BatchError(
                 f"a batch of {division.batch} does not divide into the {manifest.microbatches} microbatches that "

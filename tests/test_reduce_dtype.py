@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import autopart
-from autopart.runtime.errors import CaptureError
+from autopart.realize import realize
+from autopart.runtime.errors import CaptureError, PlanError
 from launch import launch
 
 STEPS = 2
@@ -121,3 +122,16 @@ def test_it_is_priced() -> None:
     assert ends == sorted(ends) and len({seconds for seconds, _ in ends}) == 3
     with pytest.raises(CaptureError, match="float32, bfloat16, float64"):
         autopart.capture(build(torch.float32), (ids,), reduce_dtype="float16")
+
+
+def test_a_plan_belongs_to_its_type_of_sums() -> None:
+    ids = torch.randint(16, (4, 6))
+    own, narrow = (
+        autopart.capture(build(torch.float32), (ids,), reduce_dtype=sums, check_eval=False) for sums in ("", "bfloat16")
+    )
+    assert own.fingerprint == narrow.fingerprint_under("") != narrow.fingerprint
+    plan = autopart.make_plan(own, autopart.Cluster.local(1))  # as one of before the fingerprint knew of sums
+    with pytest.raises(PlanError, match=r"added up in their own types .*in bfloat16.*reduce_dtype=''"):
+        realize(narrow, plan)
+    with pytest.raises(PlanError, match=r"added up in bfloat16 .*reduce_dtype='bfloat16'"):
+        realize(own, autopart.make_plan(narrow, autopart.Cluster.local(1)))

@@ -114,7 +114,7 @@ def _train(directory: str, path: str) -> dict[str, Any]:
     with model.trace(path):
         during = model(x, target=target)["loss"].item()
     after = model(x, target=target)["loss"].item()
-    actions = [str(action) for action in model._schedules.own(model.schedule)]
+    actions = [str(action) for action in model.variants.planned.schedules.own(model.schedule)]
     return {"losses": (before, during, after), "actions": actions}
 
 

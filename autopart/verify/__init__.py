@@ -70,7 +70,7 @@ def verify(
     planning and emitting raise.
     """
     from autopart.planner import make_plan
-    from autopart.realize import realize
+    from autopart.realize import planned_sums, realize
 
     say = progress or (lambda _: None)
     if (plan is None) == (cluster is None):
@@ -79,7 +79,7 @@ def verify(
         # Before the float64 copy is captured, whose fingerprint is another one.
         say("capturing the model as the plan saw it")
         own = capture_as_given(model, args, kwargs, loss_fn, batch_dims)
-        if own.fingerprint != plan.fingerprint:
+        if planned_sums(own, plan) is None:
             raise PlanError(
                 f"the plan was made for another model or version ({plan.model}, fingerprint {plan.fingerprint}; this "
                 f"one has {own.fingerprint}); make the plan again with 'autopart plan'"

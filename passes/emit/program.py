@@ -16,6 +16,7 @@ from autopart.passes.data_axis import DataCut, reached_by_gradients
 from autopart.passes.emit.folder import program_folder
 from autopart.passes.emit.source import StageSource
 from autopart.passes.emit.totals import totals_source
+from autopart.passes.outline import outline_digest
 from autopart.passes.partition import Crossing, StageGraph
 from autopart.passes.program import Program, Role, TensorInfo
 from autopart.passes.shard import local_extents
@@ -154,6 +155,8 @@ def emit_program(
         notes=(*program.notes, *split.notes),
         eval_flaw=program.eval_flaw,
         precision=program.precision,
+        outline=outline_digest(split.graph, program.updated_buffers),
+        fixed_batch=program.batch if program.static_batch else 0,
     )
     return Emitted(files, manifest, dict(program.constants))
 

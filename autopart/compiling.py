@@ -1,0 +1,176 @@
+"""Compiles a model on rank 0: planned for the first batch, then under the same plan for inputs of other sizes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopart.analysis import analyze
+from autopart.cluster import Cluster
+from autopart.other_sizes import Outline, carry
+from autopart.passes.emit.program import Emitted
+from autopart.passes.rules import RULES
+from autopart.plan import Plan
+from autopart.planner import make_plan
+from autopart.realize import realize
+from autopart.report.table import plan_text
+from autopart.runtime.errors import ClusterError, PlanError
+from autopart.runtime.inputs import BatchMode
+from autopart.runtime.mesh import job_size
+from autopart.tracing import capture
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What compiling for other sizes goes by. batch_dims: of the tensor inputs, by path."""
+
+    plan: Plan
+    outline: Outline
+    batch_dims: Mapping[str, int | None]
+    precision: str
+    eval_flaw: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A parameter as it was before ranks divided it."""
+
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    device: torch.device
+    trained: bool
+
+
+class Compiler:
+    """Makes the files of a model's programs. settings: the arguments of ``parallelize`` by name."""
+
+    def __init__(self, model: nn.Module, settings: Mapping[str, Any], batch: BatchMode) -> None:
+        self._model = model
+        self._settings = settings
+        self._batch: BatchMode = batch
+        self._planned: _Planned | None = None
+        self._whole: list[_Whole] = []
+
+    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, bytes]:
+        """Captures, plans and emits; returns the program's files."""
+        settings = self._settings
+        rules = settings["rules"] or RULES
+        options = {name: settings[name] for name in ("loss_fn", "batch_dims", "precision", "reduce_dtype")}
+        with _as_ever():
+            program = capture(self._model, args, kwargs, **options)
+        analysis = analyze(program, rules)
+        plan = settings["plan"]
+        if plan is None:
+            limits = dict(settings["limits"])
+            if self._batch == "local":
+                if limits.get("dp") is None:
+                    raise PlanError(
+                        'batch="local" needs the number of replicas: parallelize(model, batch="local", dp=...)'
+                    )
+                limits["batch"] = program.batch * limits["dp"]
+                limits["meshes"] = "equal"  # each replica's own part goes through all stages
+            plan = make_plan(program, _cluster(settings["cluster"]), analysis=analysis, **limits)
+        elif not isinstance(plan, Plan):
+            plan = Plan.load(plan)
+        emitted = realize(program, plan, analysis)
+        emitted.files["plan.json"] = plan.to_json()
+        emitted.files["plan.txt"] = plan_text(plan)
+        dims = {spec.name: spec.batch_dim for spec in program.inputs if spec.kind == "tensor"}
+        self._planned = _Planned(plan, Outline.of(analysis), dims, program.precision, program.eval_flaw)
+        self._whole = [
+            _Whole(p, tuple(p.shape), p.stride(), p.device, p.requires_grad)
+            for p in self._model.parameters()
+            if not p.is_meta
+        ]
+        return self._files(emitted)
+
+    def for_sizes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, bytes], tuple[str, ...]]:
+        """The files for inputs of other sizes, under the same plan; and the ops that are sharded by it, but not there.
+
+        Raises CaptureError and PlanError where the model, or the plan, does not hold for these sizes.
+        """
+        planned, settings = self._planned, self._settings
+        assert planned is not None
+        with _as_ever(), _undivided(self._whole):
+            program = capture(
+                self._model,
+                args,
+                kwargs,
+                loss_fn=settings["loss_fn"],
+                batch_dims=planned.batch_dims,
+                check_eval=not planned.eval_flaw,
+                precision=planned.precision,
+                reduce_dtype=settings["reduce_dtype"],
+            )
+        program.eval_flaw = program.eval_flaw if not planned.eval_flaw else planned.eval_flaw
+        plan, analysis, whole = carry(planned.plan, planned.outline, analyze(program, settings["rules"] or RULES))
+        return self._files(realize(program, plan, analysis)), whole
+
+    def _files(self, emitted: Emitted) -> dict[str, bytes]:
+        """A program's files as they would be saved, without the tensors that every rank has itself."""
+        for members in (self._model.named_parameters, self._model.named_buffers):
+            for name, _ in members(remove_duplicate=False):
+                emitted.constants.pop(name, None)
+        return files_of(emitted)
+
+
+def files_of(emitted: Emitted) -> dict[str, bytes]:
+    """A program's files as they would be saved."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "program"
+        emitted.save(target)
+        return {path.name: path.read_bytes() for path in target.iterdir()}
+
+
+def _cluster(given: Any) -> Cluster:
+    """Raises ClusterError for one of another size than the job."""
+    if given is None:
+        cluster = Cluster.local(job_size())
+    elif isinstance(given, str):
+        cluster = Cluster.parse(given)
+    elif isinstance(given, Cluster):
+        cluster = given
+    else:
+        raise ClusterError(f"cluster is a Cluster or its text, such as '8xH100', not {given!r}")
+    if cluster.device_count != job_size():
+        raise ClusterError(
+            f"the cluster {cluster} has {cluster.device_count} devices, but this job has {job_size()} processes; "
+            "start one process per device, or leave cluster out"
+        )
+    return cluster
+
+
+@contextmanager
+def _as_ever() -> Iterator[None]:
+    """Whatever the call is for, training is captured; and only rank 0 does, so it leaves random numbers as they are."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        yield
+
+
+@contextmanager
+def _undivided(whole: Sequence[_Whole]) -> Iterator[None]:
+    """Parameters have the shapes that they had, and no memory: capturing reads no values."""
+    kept: list[tuple[nn.Parameter, Tensor, Tensor | None, bool]] = []
+    try:
+        for was in whole:
+            parameter = was.parameter
+            kept.append((parameter, parameter.data, parameter.grad, parameter.requires_grad))
+            empty = torch.empty_strided(was.shape, was.stride, dtype=parameter.dtype, device=was.device)
+            empty.untyped_storage().resize_(0)
+            parameter.grad = None
+            parameter.data = empty
+            parameter.requires_grad_(was.trained)
+        yield
+    finally:
+        for parameter, data, gradient, trained in kept:
+            parameter.data = data
+            parameter.grad = gradient
+            parameter.requires_grad_(trained)

@@ -1,0 +1,95 @@
+"""What rank 0 makes for all ranks: a program's files, and the weights to start from."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopart.runtime.errors import AutopartError, PlanError
+from autopart.runtime.mesh import job_size
+
+Result = TypeVar("Result")
+
+
+def on_first_rank(make: Callable[[], Result]) -> Result:
+    """What ``make`` returns on rank 0, on every rank; when it fails there, every rank raises."""
+    if job_size() == 1:
+        return make()
+    box: list[Any] = [None]
+    failure: BaseException | None = None
+    if dist.get_rank() == 0:
+        try:
+            box = [("made", make())]
+        except AutopartError as error:
+            failure, box = error, [("error", str(error))]
+        except BaseException as error:  # the other ranks must not wait for files that never come
+            failure, box = error, [("error", f"planning failed on rank 0: {type(error).__name__}: {error}")]
+    dist.broadcast_object_list(box, 0)
+    if failure is not None:
+        raise failure
+    kind, content = box[0]
+    if kind == "error":
+        raise PlanError(f"rank 0 could not plan the model: {content}")
+    made: Result = content
+    return made
+
+
+def write_on_hosts(files: Mapping[str, bytes], directory: str | Path | None) -> Path:
+    """Writes the program's files, once on each host: into the user's folder, or a temporary one of their own."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if directory is None:
+        # named by content, so that the ranks of a host share it
+        digest = hashlib.sha256(b"".join(name.encode() + text for name, text in sorted(files.items()))).hexdigest()[:12]
+        target = Path(tempfile.gettempdir()) / f"autopart-{os.getuid()}" / digest
+    else:
+        target = Path(directory)
+    if local_rank == 0:
+        from autopart.passes.emit.folder import program_folder
+
+        with program_folder(target) as folder:
+            for name, text in files.items():
+                (folder / name).write_bytes(text)
+    if job_size() > 1:
+        dist.barrier()
+    return target
+
+
+def start_alike(tensors: Mapping[str, Tensor | None], device: torch.device) -> None:
+    """Makes all ranks start from rank 0's weights: those that differ are sent."""
+    if job_size() == 1:
+        return
+    distinct: dict[int, Tensor] = {}
+    for tensor in tensors.values():
+        if tensor is not None and not tensor.is_meta:
+            distinct.setdefault(id(tensor), tensor.detach())
+    sums = torch.stack([_checksum(tensor) for tensor in distinct.values()]).to(device) if distinct else None
+    if sums is None:
+        return
+    low, high = sums.clone(), sums.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    differing = (low != high).cpu().tolist()
+    for tensor, differs in zip(distinct.values(), differing, strict=True):
+        if differs:
+            moved = tensor.to(device).contiguous()
+            dist.broadcast(moved, 0)
+            tensor.copy_(moved)
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """A number that changes with the tensor's bits and their order."""
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() == 0:
+        return torch.zeros((), dtype=torch.int64)
+    raw = flat.contiguous().view(torch.uint8)
+    padded = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
+    weights = torch.arange(1, padded.numel() + 1, device=padded.device, dtype=torch.int64) * 2654435761 + 1
+    return (padded * weights).sum().cpu()
