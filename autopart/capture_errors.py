@@ -17,6 +17,11 @@ def fixes_batch(error: Exception) -> bool:
     return any(sign in text for sign in ("Constraints violated", "specialized"))
 
 
+def depends_on_data(error: BaseException | None) -> bool:
+    """Whether export failed because the model's code asks for a tensor's value."""
+    return "data-dependent" in str(error).lower() or "GuardOnDataDependent" in type(error).__name__
+
+
 def batch_reason(error: Exception) -> str:
     """Why the batch size cannot stay symbolic, from what export says."""
     text = str(error)
@@ -72,7 +77,7 @@ def capture_error(error: Exception, where: Where) -> CaptureError:
     place = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "unknown source line"
     text = _first_line(error)
     suggestion = "the line cannot be traced with symbolic sizes; express it with tensor ops"
-    if "data-dependent" in str(error).lower() or "GuardOnDataDependent" in type(error).__name__:
+    if depends_on_data(error):
         suggestion = (
             "the branch depends on tensor values; replace it with torch.where, or decide it from the configuration"
         )

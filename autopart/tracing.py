@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -19,11 +19,13 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
+from autopart.assumed_branches import Decisions, conditions_graph, settle
 from autopart.capture_errors import Where, batch_reason, capture_error, fixes_batch
 from autopart.example_inputs import batch_dims_of, bind, examples, input_spec, plain
 from autopart.meta_capture import all_on_meta
 from autopart.mixed_precision import autocast_of, check_sums, current_precision
 from autopart.passes.autocast import Autocast, entered
+from autopart.passes.graph import prune
 from autopart.passes.normalize import normalize
 from autopart.passes.program import OutputInfo, Program, Role, TensorInfo, mark_differentiable, mode_free_digests
 from autopart.runtime.errors import CaptureError
@@ -60,6 +62,7 @@ class _Flat(nn.Module):
         self._leaves = leaves
         # export restores attributes that a forward assigns, so the outputs are kept in an object
         self.returned = _Returned()
+        self.decisions: Decisions | None = None
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         remaining = iter(tensors)
@@ -67,14 +70,19 @@ class _Flat(nn.Module):
             path: next(remaining) if isinstance(leaf, torch.Tensor) else leaf for path, leaf in self._leaves.items()
         }
         kwargs = rebuild(self._structure, leaves)
-        if self.loss_function is None:
-            result = self.model(**kwargs)
-        else:
-            targets = kwargs.pop(TARGETS)
-            result = self.model(**kwargs)
-            result = LossOutput(self.loss_function(result, targets), result)
+        decisions = self.decisions
+        if decisions is not None:
+            decisions.begin()
+        with nullcontext() if decisions is None else decisions:
+            if self.loss_function is None:
+                result = self.model(**kwargs)
+            else:
+                targets = kwargs.pop(TARGETS)
+                result = self.model(**kwargs)
+                result = LossOutput(self.loss_function(result, targets), result)
         self.returned.leaves, self.returned.structure = flatten(result)
-        return [leaf for leaf in self.returned.leaves.values() if isinstance(leaf, torch.Tensor)]
+        found = [leaf for leaf in self.returned.leaves.values() if isinstance(leaf, torch.Tensor)]
+        return found if decisions is None else [*found, *decisions.conditions]
 
 
 def capture(
@@ -119,11 +127,16 @@ def capture(
     flat = _Flat(model, loss_fn, structure, named)
     precision = precision or current_precision(flat)
     autocast = autocast_of(precision, flat)
-    with _training(model), entered(autocast), all_on_meta(flat, named) as leaves:
-        exported, static_batch = _export(flat, leaves, dims, batch)
     name = name or type(model).__name__
-    with entered({}):
-        program = _assemble(flat, exported, named, dims, tuple(bound), batch, static_batch, name, autocast)
+
+    def trace(decisions: Decisions | None) -> Program:
+        flat.decisions = decisions
+        with _training(model), entered(autocast), all_on_meta(flat, named) as leaves:
+            exported, static_batch = _export(flat, leaves, dims, batch)
+        with entered({}):
+            return _assemble(flat, exported, named, dims, tuple(bound), batch, static_batch, name, autocast)
+
+    program = settle(trace, named, dims, batch)
     program.precision = precision
     program.reduce_dtype = check_sums(reduce_dtype)
     if check_eval:
@@ -171,6 +184,8 @@ def _export(
     reason = ""
     for dynamic in (tuple(shapes), None):
         where = Where(flat)
+        if flat.decisions is not None:
+            flat.decisions.where = where
         try:
             # passes of export make a dozen modules, whose Python code nobody runs
             with where, _use_lazy_graph_module(True):
@@ -261,7 +276,15 @@ def _assemble(
     _strip_paths(graph)
     output_node = next(node for node in graph.nodes if node.op == "output")
     nodes = list(output_node.args[0])
+    assumptions = () if flat.decisions is None else tuple(flat.decisions.assumptions)
+    asked, conditions = nodes[len(nodes) - len(assumptions) :], None
+    nodes = nodes[: len(nodes) - len(assumptions)]
+    if assumptions:
+        conditions = conditions_graph(graph, asked, assumptions)
+        notes += [f"assumed, and checked before every step: {item.text} is {item.value}" for item in assumptions]
     output_node.args = ((*nodes, *updates.values()),)
+    if assumptions:
+        prune(graph)
     mark_differentiable(graph)
     outputs, loss = _outputs(flat, nodes)
     for qualified, info in tensors.items():
@@ -284,6 +307,8 @@ def _assemble(
         constants=constants,
         notes=tuple(notes),
         imports=_imports(graph),
+        assumptions=assumptions,
+        conditions=conditions,
     )
 
 

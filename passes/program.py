@@ -48,6 +48,14 @@ class OutputInfo:
     constant: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """What a condition of the model's code was when it was captured. text: module path, file, line, code."""
+
+    value: bool
+    text: str
+
+
 @dataclass(slots=True)
 class Program:
     """A model as autopart sees it. Passes do not change a Program; they make new graphs from its own.
@@ -59,6 +67,7 @@ class Program:
     eval_flaw: why the emitted stages cannot be evaluated, '' when they can.
     precision: "bf16-mixed", "fp16-mixed", or '' where the ops compute in the types that the model names.
     reduce_dtype: in which ranks add gradients up ("float32"); '': in the parameters' own types.
+    assumptions: what the model's branches were decided by, each a result of the graph ``conditions`` of the inputs.
     constants: tensors that the state dict does not hold (non-persistent buffers, literals), where they are real.
     """
 
@@ -79,6 +88,8 @@ class Program:
     precision: str = ""
     reduce_dtype: str = ""
     eval_flaw: str = "it was captured without check_eval, so that nobody knows whether evaluation computes the same"
+    assumptions: tuple[Assumption, ...] = ()
+    conditions: fx.Graph | None = None
     _fingerprint: str = ""
 
     @property

@@ -176,6 +176,14 @@ class StageSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class AssumptionSpec:
+    """A condition of the model's code, and what it was when the model was captured."""
+
+    value: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """The whole program. ``schedule`` names a schedule of :mod:`autopart.runtime.schedule`, or is the text of one.
 
@@ -190,6 +198,8 @@ class Manifest:
     batch_splittable: False when the model mixes samples: one microbatch, one replica.
     tokens_per_sample, flops_per_sample: of a step, and peak_flops: FLOP/s of all devices in the type of most products,
     as the plan has them; 0: unknown.
+    assumptions: of which the function ``conditions(*, b, B, <assumption_inputs>)`` of ``assumptions.py`` computes the
+    values for a whole batch, in this order.
     outline: equal for programs of one model that are made for inputs of other sizes; '': unknown. fixed_batch: samples,
     where the program takes no other number; 0: any.
     """
@@ -219,6 +229,8 @@ class Manifest:
     tokens_per_sample: int = 0
     flops_per_sample: float = 0.0
     peak_flops: float = 0.0
+    assumptions: tuple[AssumptionSpec, ...] = ()
+    assumption_inputs: tuple[str, ...] = ()
     outline: str = ""
     fixed_batch: int = 0
 
@@ -270,6 +282,8 @@ class Manifest:
                     "outputs": tuple(OutputSpec(**_tuples(item)) for item in data["outputs"]),
                     "parameters": tuple(ParameterSpec(**_tuples(item)) for item in data["parameters"]),
                     **{key: tuple(data[key]) for key in _NAME_LISTS},
+                    "assumptions": tuple(AssumptionSpec(**item) for item in data.get("assumptions", ())),
+                    "assumption_inputs": tuple(data.get("assumption_inputs", ())),
                     "warmup": tuple(data.get("warmup", ())),  # older programs have none
                 }
             )

@@ -188,6 +188,7 @@ class ParallelModule(HeldStages):
             check_equal(found, self.mesh)
         shares = self.manifest.stages[self.mesh.stages[0]].replica_shares
         division = divide(self.manifest, found, data.size, data.index, self.batch, shares)
+        variant.assumptions.check(leaves, division.batch, self.batch)
         feed = self._feed(variant, leaves, division)
         if self.training:
             self.steps += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,7 @@ class Totals:
         manifest, mesh = self._manifest, self._mesh
         if self._function is None or not self._needed:
             return {}
-        whole: dict[str, Tensor] = {}
-        for spec in manifest.inputs:
-            if spec.name in manifest.totals_inputs:
-                tensor = leaves[spec.name].to(mesh.device)
-                if mode == "local" and spec.batch_dim is not None and mesh.data.size > 1:
-                    tensor = gather_shards(tensor, mesh.data, spec.batch_dim, 1, "step")
-                whole[argument_name(spec.name)] = tensor
+        whole = whole_inputs(manifest, manifest.totals_inputs, leaves, mode, mesh)
         buffers = tensors() if manifest.totals_buffers else {}
         for parameter in manifest.parameters:
             if parameter.name in manifest.totals_buffers:
@@ -54,3 +48,17 @@ class Totals:
         with torch.no_grad():
             results = self._function(b=division.batch, B=division.batch, **whole)
         return dict(zip(manifest.totals, results, strict=True))
+
+
+def whole_inputs(
+    manifest: Manifest, names: Collection[str], leaves: Mapping[str, Any], mode: BatchMode, mesh: Mesh
+) -> dict[str, Tensor]:
+    """These inputs of the whole batch, by argument; with local batches they are gathered from all replicas."""
+    whole: dict[str, Tensor] = {}
+    for spec in manifest.inputs:
+        if spec.name in names:
+            tensor = leaves[spec.name].to(mesh.device)
+            if mode == "local" and spec.batch_dim is not None and mesh.data.size > 1:
+                tensor = gather_shards(tensor, mesh.data, spec.batch_dim, 1, "step")
+            whole[argument_name(spec.name)] = tensor
+    return whole

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopart.runtime.agreement import unlike
+from autopart.runtime.assumptions import Assumptions
 from autopart.runtime.errors import BatchError, PlanError
 from autopart.runtime.inputs import BatchMode, Sizes, at_sizes, changes_text, check, sizes_of, sizes_text
 from autopart.runtime.links import Links
@@ -40,6 +41,7 @@ class Variant:
     links: Links
     totals: Totals
     schedules: PlannedSchedules
+    assumptions: Assumptions
     inputs: tuple[InputSpec, ...]
     outputs: tuple[OutputSpec, ...]
 
@@ -54,6 +56,7 @@ class Variant:
             Links(manifest, mesh, beside),
             Totals(directory, manifest, mesh),
             PlannedSchedules(manifest, mesh),
+            Assumptions(directory, manifest, mesh),
             tuple(spec for spec in manifest.inputs if any(spec.name in stage.inputs for stage in own)),
             tuple(spec for spec in manifest.outputs if spec.combine != "constant"),
         )

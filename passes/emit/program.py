@@ -15,7 +15,7 @@ from autopart.passes.conversion import Axes
 from autopart.passes.data_axis import DataCut, reached_by_gradients
 from autopart.passes.emit.folder import program_folder
 from autopart.passes.emit.source import StageSource
-from autopart.passes.emit.totals import totals_source
+from autopart.passes.emit.totals import conditions_source, totals_source
 from autopart.passes.outline import outline_digest
 from autopart.passes.partition import Crossing, StageGraph
 from autopart.passes.program import Program, Role, TensorInfo
@@ -23,7 +23,7 @@ from autopart.passes.shard import local_extents
 from autopart.passes.sizes import Extent, extent
 from autopart.runtime.errors import PlanError
 from autopart.runtime.loading import CONSTANTS_FILE
-from autopart.runtime.manifest import Manifest, OutputSpec, ParameterSpec, Size, StageSpec, ValueSpec
+from autopart.runtime.manifest import AssumptionSpec, Manifest, OutputSpec, ParameterSpec, Size, StageSpec, ValueSpec
 from autopart.runtime.placement import REPLICATE, Kind, Placements
 
 
@@ -132,6 +132,10 @@ def emit_program(
     if split.totals is not None:
         totals_inputs = _names(split.totals, Role.INPUT)
         files["totals.py"] = totals_source(split.totals, split.total_names)
+    assumption_inputs: tuple[str, ...] = ()
+    if program.conditions is not None:
+        assumption_inputs = _names(program.conditions, Role.INPUT)
+        files["assumptions.py"] = conditions_source(program.conditions)
     manifest = Manifest(
         fingerprint=program.fingerprint,
         world_size=len({device for devices in layout.devices for device in devices}),
@@ -156,6 +160,8 @@ def emit_program(
         eval_flaw=program.eval_flaw,
         precision=program.precision,
         outline=outline_digest(split.graph, program.updated_buffers),
+        assumptions=tuple(AssumptionSpec(item.value, item.text) for item in program.assumptions),
+        assumption_inputs=assumption_inputs,
         fixed_batch=program.batch if program.static_batch else 0,
     )
     return Emitted(files, manifest, dict(program.constants))

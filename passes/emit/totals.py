@@ -1,4 +1,4 @@
-"""``totals.py``: what is counted over the whole batch before a step."""
+"""``totals.py`` and ``assumptions.py``: what is computed of the whole batch before a step."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ from autopart.runtime.manifest import argument_name
 
 def totals_source(graph: fx.Graph, names: Sequence[str]) -> str:
     """``totals.py``: the function that computes the whole batch's totals from its inputs and buffers."""
+    heading = "Values of the whole batch that every stage divides by: computed once per step, from the inputs."
+    return _source("totals", graph, heading, f"Returns {', '.join(names)} of a batch of b samples.")
+
+
+def conditions_source(graph: fx.Graph) -> str:
+    """``assumptions.py``: the function that computes what the model's branches depend on, from the inputs."""
+    heading = "What branches of the model depend on: computed before every step, from the inputs."
+    return _source("conditions", graph, heading, "Returns the conditions for a batch of b samples.")
+
+
+def _source(name: str, graph: fx.Graph, heading: str, text: str) -> str:
     arguments = [node for node in graph.nodes if node.op == "placeholder" and graphs.is_tensor(node)]
     taken = Names()
     for node in arguments:
@@ -32,15 +43,15 @@ def totals_source(graph: fx.Graph, names: Sequence[str]) -> str:
     signature = ", ".join(["b: int", "B: int", *(f"{function.texts[node].code}: Tensor" for node in arguments)])
     return "\n".join(
         [
-            '"""Values of the whole batch that every stage divides by: computed once per step, from the inputs."""',
+            f'"""{heading}"""',
             "",
             "import torch",
             "import torch.nn.functional as F",
             "from torch import Tensor",
             "",
             "",
-            f"def totals(*, {signature}) -> tuple[Tensor, ...]:",
-            f'    """Returns {", ".join(names)} of a batch of b samples."""',
+            f"def {name}(*, {signature}) -> tuple[Tensor, ...]:",
+            f'    """{text}"""',
             *wrapped(function.body()),
             "",
         ]
