@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -16,13 +16,13 @@ from autopart.cluster import Cluster
 from autopart.conversion_prices import ConversionPrices, TensorAxis
 from autopart.cost.communication import bucketed_all_reduce_seconds, send_seconds
 from autopart.cost.devices import Device
-from autopart.data_prices import TRANSIENT_COPIES, held_bytes
+from autopart.data_prices import TRANSIENT_COPIES
 from autopart.device_layout import DeviceLayout, slowest
 from autopart.folding import FoldedGraph, fold_graph
 from autopart.offers import Offers
+from autopart.parameter_prices import priced_parameters
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
-from autopart.passes.annotate import ParameterBytes, parameter_bytes
 from autopart.passes.data_axis import LEVELS
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
@@ -32,12 +32,12 @@ from autopart.prices import Prices, share_of
 from autopart.recomputation import activations, layers
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.links import dtype_of
-from autopart.runtime.placement import REPLICATE, Placements
+from autopart.runtime.placement import REPLICATE
 from autopart.runtime.schedule import deeper_warmup, in_flight
 from autopart.solver import stages as stage_solver
 from autopart.solver.search import Config, Degrees, Evaluation, NotBetter
-from autopart.solver.stages_problem import Block, Cut, StageProblem, StageSolution, Step, TiedGroup
-from autopart.step_time import WHOLE_SCHEDULES, pipeline_floor, simulated_seconds
+from autopart.solver.stages_problem import Block, Cut, StageProblem, StageSolution, Step
+from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, pipeline_floor, simulated_seconds
 from autopart.tensor_choice import Setting, Shared, TensorChoice, choose, work_bound
 from autopart.tensor_scheme import TensorScheme
 
@@ -189,7 +189,9 @@ class Candidates:
         held = sum(value_bytes(Value(node)).at(1) for node in self.readers if node.meta.get("trainable")) / config.tp
         updated = held if self.zero == 0 else held / config.dp
         sums = bucketed_all_reduce_seconds(held * self.summed, config.dp, data)
-        return floor + prices.optimizer_seconds(updated) + sums
+        # a backward hides no more than it takes, however much longer than this
+        hiding = self.free_seconds(config) + self.work_seconds(config) if config.schedule in WHOLE_SCHEDULES else 0.0
+        return floor + prices.optimizer_seconds(updated) + max(0.0, sums - hiding)
 
     def work_floor(self, config: Degrees) -> float:
         """The same, from the best strategies for the work alone, which takes a solver."""
@@ -255,7 +257,9 @@ class Candidates:
         if choice.solution is None:
             floor = 0.0
         elif config.pp == 1:
-            floor = pipeline_floor(choice.solution.bound + free, config)
+            sums = self._sum_seconds(config)
+            floor = one_stage_floor(choice.solution.bound + free, sums, config)
+            floor = max(floor, self.work_floor(config)) if sums else floor
         else:
             floor = self.work_floor(config)
         problem = problem or self.problem(config, choice)
@@ -292,7 +296,15 @@ class Candidates:
             if (choice.levels and self.zero is None) or not self.positions.complete:
                 floor = self.lower_bound(config)
         seconds = self._step_seconds(problem, cut, config)
+        only = choice.solution is None and config.stages == 1 and not cut.way[0].choices
+        if only and not (choice.levels and self.zero is None):
+            floor = seconds  # the only division; slower ways to run its blocks hide no more than they take longer
         return Evaluation(Answer(config, choice, problem, cut), seconds, min(floor, seconds))
+
+    def _sum_seconds(self, config: Degrees) -> float:
+        """Of gradients' sums those over replicas, which start during the last backward, at most: of whole weights."""
+        held = sum(value_bytes(Value(node)).at(1) for node in self.readers if node.meta.get("trainable"))
+        return bucketed_all_reduce_seconds(held * self.summed, config.dp, self.layout.data_link(config))
 
     def _step_seconds(self, problem: StageProblem, cut: StageSolution, config: Degrees) -> float:
         return simulated_seconds(
@@ -339,7 +351,12 @@ class Candidates:
         self._add_exchanges(costs, config, choice)
         layer_of, block_of = self.analysis.layers, self.analysis.block_of
         held = activations(costs, layer_of, block_of, config.recompute)
-        private, tied = self._parameters(config, choice, setting)
+        # tied gradients are summed between the first and the last stage that may hold them
+        ends = self.layout.stage_link(config, 0, config.pp - 1) if config.pp > 1 else None
+        priced = priced_parameters(
+            self.analysis, self.readers, choice, setting, self.optimizer, ends, versions=1 + (config.schedule == "2bw")
+        )
+        own = zip(costs, held.blocks, priced.private, strict=True)
         blocks = [
             Block(
                 f"block {index}, {self.analysis.keys[self.analysis.blocks[index].nodes[0]]}",
@@ -350,11 +367,11 @@ class Candidates:
                 cost.transient_bytes,
                 step_end,
             )
-            for index, (cost, kept, (state, step_end)) in enumerate(zip(costs, held.blocks, private, strict=True))
+            for index, (cost, kept, (state, step_end)) in enumerate(own)
         ]
         places = self.layout.places(config)
         flying = in_flight(config.schedule, config.stages, config.microbatches, self.warmup_of(config), places)
-        return StageProblem.row(
+        problem = StageProblem.row(
             blocks,
             self.positions.sets,
             self._cuts(config, choice),
@@ -362,11 +379,12 @@ class Candidates:
             flying,
             tuple(float(self.layout.capacity(config, stage)) for stage in range(config.stages)),
             float(CUDA_OVERHEAD_BYTES if self.device.kind == "cuda" else 0) / config.virtual,
-            tuple(tied),
+            priced.tied,
             self.pins.stages if self.pins else (),
             held.groups,
             layers(blocks, held, costs, again_s, layer_of, block_of, config.recompute, self.positions.sets),
         )
+        return replace(problem, shapes=tuple(replace(shape, sums=priced.sums) for shape in problem.shapes))
 
     def _costs(self, config: Degrees, choice: TensorChoice, setting: Setting) -> list[BlockCost]:
         """A copy of the block costs, which candidates of equal prices and strategies share."""
@@ -442,46 +460,3 @@ class Candidates:
         if not chosen:
             return size
         return size * share_of([item.outputs[value.index] for item in chosen], config.axes)
-
-    def _parameters(
-        self, config: Degrees, choice: TensorChoice, setting: Setting
-    ) -> tuple[list[tuple[float, float]], list[TiedGroup]]:
-        """Per block the bytes of its own parameters and the seconds of their step end; parameters of several blocks."""
-        private = [[0.0, 0.0] for _ in self.analysis.blocks]
-        tied: list[TiedGroup] = []
-        known: dict[object, tuple[ParameterBytes, float]] = {}
-        for node, found in self.readers.items():
-            level = choice.levels.get(node.meta["name"], 0)
-            info = self.analysis.program.tensors[node.meta["name"]]
-            alike = (info.shape, info.dtype, info.trainable, choice.storage.get(info.name), level)
-            if alike not in known:
-                known[alike] = self.parameter(node, choice.storage, setting, level)
-            amounts, seconds = known[alike]
-            if len(found) == 1:
-                (index,) = found
-                private[index][0] += amounts.total
-                if config.schedule == "2bw":  # a second version of the weight, and a gradient that is held for a step
-                    private[index][0] += amounts.weight + amounts.gradient
-                private[index][1] += seconds
-                continue
-            sums = 0.0
-            if amounts.gradient and config.pp > 1:
-                # between the first and the last stage that may hold it
-                link = self.layout.stage_link(config, 0, config.pp - 1)
-                sums = bucketed_all_reduce_seconds(amounts.gradient * self.summed, 2, link)
-            tied.append(TiedGroup(node.meta["name"], found, amounts.total, sums, seconds))
-        return [(size, seconds) for size, seconds in private], tied
-
-    def parameter(
-        self, node: fx.Node, storage: Mapping[str, Placements], setting: Setting, level: int = 0
-    ) -> tuple[ParameterBytes, float]:
-        """What one rank holds for a parameter, and seconds of its step end: gradient sums and the optimizer."""
-        info = self.analysis.program.tensors[node.meta["name"]]
-        placements = storage.get(info.name, (REPLICATE,) * len(setting.axes))
-        share = share_of(placements, setting.sizes)
-        whole = parameter_bytes(info.shape, info.dtype, self.optimizer, info.trainable)
-        held = ParameterBytes(
-            round(whole.weight * share), round(whole.gradient * share), round(whole.optimizer * share)
-        )
-        seconds = setting.step_end_seconds(whole.weight, placements, level) if info.trainable else 0.0
-        return held_bytes(held, level, setting.dp), seconds

@@ -13,8 +13,11 @@ level  bytes held          exchanged over the data axis
 =====  ==================  ============================================================
 
 The second gather of level 3 is the backward's. Whole weights that level 3 has for a while are transient: those of the
-layer that runs and of the next, their gradients and the message of these, so four times the layer's bytes. Although
-gathers run a layer ahead and sums beside the backward, **no overlap is credited**, nor for the all-reduce of level 0.
+layer that runs and of the next, their gradients and the message of these, so four times the layer's bytes.
+
+Sums of levels 0 and 1 start during the last backward, and what that hides is credited (:mod:`autopart.solver.overlap`).
+Gathers of level 3 run a layer ahead and sums of levels 2 and 3 beside each backward **without credit**: figures err to
+the slow side.
 """
 
 from __future__ import annotations
@@ -67,6 +70,11 @@ class DataPrices:
         seconds = self.prices.optimizer_seconds(weight / self.replicas if level else weight)
         kinds = {0: (ALL_REDUCE,), 1: (REDUCE_SCATTER, ALL_GATHER), 2: (ALL_GATHER,), 3: ()}[level]
         return seconds + sum(self._bytes_seconds(kind, self._sent(kind, weight)) for kind in kinds)
+
+    def sum_seconds(self, weight: float, level: int) -> float:
+        """Of :meth:`step_end_seconds` what starts during the last backward."""
+        kind = {0: ALL_REDUCE, 1: REDUCE_SCATTER}.get(level)
+        return self._bytes_seconds(kind, self._sent(kind, weight)) if kind else 0.0
 
     def microbatch_seconds(
         self, weight: float, level: int, trained: bool, again: bool, messages: float

@@ -33,6 +33,7 @@ from autopart.realize import Realization, build, storage_names, strategy_names
 from autopart.runtime.manifest import MIXED
 from autopart.solver.search import Config, Degrees
 from autopart.solver.stages_problem import StageProblem, Way
+from autopart.step_time import step_end_seconds
 from autopart.tensor_choice import Setting, TensorChoice
 
 
@@ -64,7 +65,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
                 capacity_bytes=candidates.layout.capacity(config, index),
                 parameters=held_numbers(graph, axes, found.cuts, config.dp),
                 collectives=exchanged[index].microbatch,
-                step_end_s=problem.step_end_seconds(answer.cut.way[index]),
+                step_end_s=step_end_seconds(problem, answer.cut.way[index], config.schedule),
                 step_collectives=exchanged[index].step,
                 recompute=again[index] if recompute == "some" else (),
                 device=candidates.cluster.names(candidates.layout.ranks(config, index)),

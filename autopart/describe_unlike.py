@@ -10,6 +10,7 @@ from autopart.passes.unlike_meshes import plain
 from autopart.piece_prices import End, Traffic, add_traffic, crossing_seconds
 from autopart.plan import Plan, StagePlan, Transfers
 from autopart.realize import Realization, build_unlike, storage_names, strategy_names
+from autopart.step_time import step_end_seconds
 from autopart.unlike import UnlikeAnswer, UnlikeCandidates
 
 
@@ -54,7 +55,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
                 capacity_bytes=int(slot.capacity_bytes),
                 parameters=held_numbers(graph, own.axes, {}, own.dp),
                 collectives=exchanged[index].microbatch,
-                step_end_s=problem.step_end_seconds(step),
+                step_end_s=step_end_seconds(problem, step, config.schedule),
                 step_collectives=exchanged[index].step,
                 recompute=again[index] if recompute == "some" else (),
                 device=candidates.cluster.names(answer.devices[index]),
@@ -116,9 +117,7 @@ def _tied_seconds(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> float:
         groups = [tuple(rank for ranks in devices for rank in ranks)]
         if len({(item.mesh.dp, item.mesh.axes) for item in stages}) == 1:
             groups = list(zip(*devices, strict=True))
-        part = stages[0].parts[0]
-        setting = part.candidates.setting(part.config)
-        size = part.candidates.parameter(node, stages[0].choice.storage, setting)[0].gradient * candidates.summed
+        size = stages[0].parts[0].gradient_bytes(node.meta["name"], stages[0].choice)
         total += max(
             bucketed_all_reduce_seconds(size, len(ranks), candidates.cluster.group_link(ranks)) for ranks in groups
         )

@@ -10,6 +10,7 @@ from autopart.candidates import CUDA_OVERHEAD_BYTES, Candidates
 from autopart.cost.communication import bucketed_all_reduce_seconds, send_seconds
 from autopart.cost.devices import Link
 from autopart.device_row import DeviceRow, Pieces
+from autopart.parameter_prices import ParameterPrice
 from autopart.passes.conversion import Axes
 from autopart.passes.graph import Value
 from autopart.passes.shard import value_placements
@@ -72,9 +73,10 @@ class Part:
 
     def gradient_bytes(self, name: str, choice: TensorChoice) -> float:
         """Of a parameter's gradient, what one rank sends when it is summed."""
-        node = next(node for node in self.candidates.readers if node.meta["name"] == name)
-        held = self.candidates.parameter(node, choice.storage, self.candidates.setting(self.config))[0].gradient
-        return held * self.candidates.summed
+        candidates = self.candidates
+        info, setting = candidates.analysis.program.tensors[name], candidates.setting(self.config)
+        price = ParameterPrice.of(info, choice.storage, setting, candidates.optimizer)
+        return price.held.gradient * candidates.summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +316,11 @@ def merged(shapes: Sequence[Shape]) -> Shape:
         KeptGroup(own[0].blocks, max(group.bytes for group in own))
         for own in zip(*(shape.kept for shape in shapes), strict=True)
     ]
-    return replace(shapes[0], blocks=tuple(blocks), layers=tuple(layers), kept=tuple(kept))
+    sums = [
+        replace(own[0], seconds=max(item.seconds for item in own))
+        for own in zip(*(shape.sums for shape in shapes), strict=True)
+    ]
+    return replace(shapes[0], blocks=tuple(blocks), layers=tuple(layers), kept=tuple(kept), sums=tuple(sums))
 
 
 def _widest(families: Sequence[Family]) -> Family:

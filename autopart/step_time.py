@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from autopart.runtime.schedule import Action, Schedule, make_schedule
 from autopart.simulate import StageTimes, steady_seconds
 from autopart.solver.search import Degrees
-from autopart.solver.stages_problem import StageProblem, Way
+from autopart.solver.stages_problem import StageProblem, Step, Way
 
 WHOLE_SCHEDULES = ("gpipe", "1f1b", "2bw-flush")
 """Schedules of whole backwards, one stage on each rank, that end with each batch."""
@@ -40,7 +40,8 @@ def simulated_seconds(
         chosen = problem.chosen(step)
         backward = sum(choice.backward_s for choice in chosen)
         forward = sum(choice.forward_s for choice in chosen)
-        times.append(StageTimes(forward, backward, weight_s=backward * share, reduce_s=problem.step_end_seconds(step)))
+        end = step_end_seconds(problem, step, schedule)
+        times.append(StageTimes(forward, backward, weight_s=backward * share, reduce_s=end))
     made = _schedule(schedule, len(way), problem.microbatches, warmup, tuple(places))
 
     def transfer(action: Action) -> float:
@@ -59,6 +60,12 @@ def _schedule(name: str, stages: int, microbatches: int, warmup: tuple[int, ...]
     return make_schedule(name, stages, microbatches, edges, warmup=warmup, places=places)
 
 
+def step_end_seconds(problem: StageProblem, step: Step, schedule: str) -> float:
+    """Seconds of a stage after its last backward, which hides sums of gradients where it is one whole pass."""
+    whole = schedule in WHOLE_SCHEDULES
+    return problem.exposed_step_end_seconds(step) if whole else problem.step_end_seconds(step)
+
+
 def pipeline_floor(work: float, config: Degrees) -> float:
     """Least seconds of a step whose microbatches take ``work`` seconds each through all stages; see the module.
 
@@ -69,3 +76,12 @@ def pipeline_floor(work: float, config: Degrees) -> float:
         return config.microbatches * work / config.pp
     ratio = (config.microbatches - 1) / config.microbatches
     return work / (1 - ratio**config.pp)
+
+
+def one_stage_floor(seconds: float, sums: float, config: Degrees) -> float:
+    """Least seconds of a step in one stage, whose microbatches take ``seconds`` each, parts of the step's end included.
+
+    sums: of gradients, at most. The last backward hides no more than these, and no more than a microbatch takes.
+    """
+    hidden = min(sums, seconds) if config.schedule in WHOLE_SCHEDULES else 0.0
+    return pipeline_floor(seconds, config) - hidden

@@ -7,8 +7,9 @@ are taken from the last parameter to the first, about the order in which a backw
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from autopart.runtime.links import dtype_of
 from autopart.runtime.manifest import ParameterSpec
@@ -16,6 +17,9 @@ from autopart.runtime.placement import Placement
 from autopart.runtime.traffic import Operation
 
 BUCKET_BYTES = 25 * 2**20
+
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +55,7 @@ def gradient_buckets(
     replicas, sizes: of the data axis and of the tensor axes. ZeRO-3's gradients are summed over replicas where they
     arise, so that only their partial sums are left. In the order in which a backward completes them.
     """
-    position = {spec.name: index for index, spec in enumerate(specs)}
-    groups: dict[tuple[str, int, tuple[int, ...]], list[tuple[ParameterSpec, int]]] = {}
+    found: list[tuple[ParameterSpec, tuple[str, int, tuple[int, ...]], int]] = []
     for spec in reversed(specs):
         partial = tuple(
             index
@@ -61,13 +64,23 @@ def gradient_buckets(
         )
         if partial or (replicas > 1 and spec.zero < 3):
             size = tensor_bytes(spec, sizes) // (replicas if spec.zero == 3 else 1)
-            groups.setdefault((spec.dtype, spec.zero, partial), []).append((spec, size))
-    buckets = [
-        Bucket(members, zero, partial)
-        for (_, zero, partial), found in groups.items()
-        for members in split_by_bytes(found, limit)
-    ]
-    return sorted(buckets, key=lambda bucket: -min(position[spec.name] for spec in bucket.specs))
+            found.append((spec, (spec.dtype, spec.zero, partial), size))
+    return [Bucket(members, zero, partial) for members, (_, zero, partial) in messages_of(found, limit)]
+
+
+def messages_of(
+    items: Sequence[tuple[_Item, _Key, float]], limit: float = BUCKET_BYTES
+) -> list[tuple[tuple[_Item, ...], _Key]]:
+    """Items with what those of one message have in common and with their bytes, as messages in the order of sending.
+
+    Items come in the order in which they are expected, messages in that of their last items.
+    """
+    groups: dict[_Key, list[tuple[tuple[int, _Item], float]]] = {}
+    for index, (item, key, size) in enumerate(items):
+        groups.setdefault(key, []).append(((index, item), size))
+    runs = [(run, key) for key, found in groups.items() for run in split_by_bytes(found, limit)]
+    runs.sort(key=lambda run: run[0][-1][0])
+    return [(tuple(item for _, item in run), key) for run, key in runs]
 
 
 def kept_buckets(
@@ -81,17 +94,15 @@ def kept_buckets(
     return [bucket for found in groups.values() for bucket in split_by_bytes(found, limit)]
 
 
-def split_by_bytes(
-    items: Iterable[tuple[ParameterSpec, int]], limit: int = BUCKET_BYTES
-) -> list[tuple[ParameterSpec, ...]]:
+def split_by_bytes(items: Iterable[tuple[_Item, float]], limit: float = BUCKET_BYTES) -> list[tuple[_Item, ...]]:
     """Runs of items of at most ``limit`` bytes together, or of one item."""
-    runs: list[list[ParameterSpec]] = []
-    filled = 0
-    for spec, size in items:
+    runs: list[list[_Item]] = []
+    filled = 0.0
+    for item, size in items:
         if not runs or filled + size > limit:
             runs.append([])
-            filled = 0
-        runs[-1].append(spec)
+            filled = 0.0
+        runs[-1].append(item)
         filled += size
     return [tuple(run) for run in runs]
 

@@ -12,6 +12,7 @@ import pytest
 
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver import brute, stages
+from autopart.solver.overlap import GradientSum
 from autopart.solver.search import NotBetter
 from autopart.solver.stages_few import most_seconds, spread
 from autopart.solver.stages_graph import StageGraph
@@ -28,6 +29,7 @@ from autopart.solver.stages_problem import (
     Step,
     TiedGroup,
 )
+from autopart.step_time import simulated_seconds
 
 Edges = tuple[tuple[int, int], ...]
 
@@ -112,6 +114,23 @@ class Random(random.Random):
                 parts[part] = (fastest, again)
             found += [Layer(own, parts)] if own else []
         return tuple(found)
+
+    def with_sums(self, problem: StageProblem) -> StageProblem:
+        """Some of the seconds at the end of a step are in sums that start during the last backward."""
+        shapes = []
+        for shape in problem.shapes:
+            owners: list[tuple[tuple[int, ...], float]] = [
+                ((index,), block.step_end_s) for index, block in enumerate(shape.blocks)
+            ]
+            owners += [(group.blocks, group.step_end_s) for group in shape.tied]
+            sums = [
+                GradientSum(blocks, self.size(9) * 2**22, part * seconds)
+                for blocks, seconds in owners
+                if (part := self.choice([0.0, 0.5, 1.0]))
+            ]
+            self.shuffle(sums)
+            shapes.append(dataclasses.replace(shape, sums=tuple(sums)))
+        return dataclasses.replace(problem, shapes=tuple(shapes))
 
 
 def chain_edges(count: int) -> Edges:
@@ -205,6 +224,7 @@ def small_problem(seed: int, dag: bool) -> tuple[StageProblem, Edges]:
     else:
         n = rng.randint(1, 9)
         problem, edges = random_chain(rng, n, rng.randint(1, min(n, 5)), rng.choice([1, 2, 4, 16])), chain_edges(n)
+    problem = rng.with_sums(problem)
     return (limited(rng, problem, edges) if rng.random() < 0.7 else problem), edges
 
 
@@ -449,7 +469,7 @@ def test_more_stages_than_blocks() -> None:
 
 
 def test_arcs_agree_with_the_problem() -> None:
-    problem = random_chain(Random(5), 7, 3, 4)
+    problem = Random(5).with_sums(random_chain(Random(5), 7, 3, 4))
     problem = dataclasses.replace(
         problem,
         shapes=tuple(dataclasses.replace(shape, layers=()) for shape in problem.shapes),  # one choice for each block
@@ -462,6 +482,29 @@ def test_arcs_agree_with_the_problem() -> None:
             assert graph.excess[at] == pytest.approx(problem.stage_bytes(stage, step))
             assert graph.busy[at] == pytest.approx(problem.busy_seconds(step))
             assert graph.floor[at] == pytest.approx(problem.span_floor(step))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_division_is_simulated_faster_than_the_floor(seed: int) -> None:
+    """Whatever choices its stages make, and whatever of the sums of gradients their last backwards hide."""
+    rng = Random(seed)
+    n = rng.randint(1, 4)
+    p, microbatches = rng.randint(1, n), rng.choice([1, 2, 4])
+    problem = rng.with_sums(random_chain(rng, n, p, microbatches))
+    floor = stages.least_seconds(problem)
+    for boundaries in brute.divisions(problem, chain_edges(n)):
+        way = []
+        for step in steps(*boundaries):
+            units = problem.units(step)
+            chosen = [(block, rng.randrange(len(family))) for part, family in units for block in part[:1]]
+            made = dict(chosen)
+            choices = tuple((block, made[part[0]]) for part, _ in units for block in part)
+            way.append(dataclasses.replace(step, choices=choices))
+            exposed = problem.exposed_step_end_seconds(way[-1])
+            backward = sum(choice.backward_s for choice in problem.chosen(way[-1]))
+            assert problem.step_end_seconds(step) - backward - 1e-12 <= exposed <= problem.step_end_seconds(step)
+        for schedule in ("1f1b", "gpipe"):
+            assert simulated_seconds(problem, tuple(way), schedule, [0.0] * p, (), range(p)) >= floor * (1 - 1e-9)
 
 
 def test_positions_of_a_chain_and_of_branches() -> None:

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from autopart.solver.overlap import sums_between
 from autopart.solver.stages_choices import Held, between, least_excess, least_seconds, relaxed_seconds
-from autopart.solver.stages_problem import Choice, Family, Shape, StageProblem, Step
+from autopart.solver.stages_problem import Choice, Family, Shape, StageProblem, Step, hiding_seconds
 
 Array = NDArray[np.float64]
 Bits = NDArray[np.bool_]
@@ -211,7 +212,9 @@ class _Runs:
         kept_bytes = np.zeros(step_end.shape)
         for kept in shape.kept:
             kept_bytes += kept.bytes * (between(member[:, list(set(kept.blocks))].sum(axis=1).astype(float)) > 0)
-        floor = forward[:, None] + problem.microbatches * fastest + np.maximum(step_end, way_back[:, None])
+        hiding = held.summed([hiding_seconds(family) for family in families])
+        ends = np.maximum(step_end - np.minimum(sums_between(shape.sums, member), hiding), way_back[:, None])
+        floor = forward[:, None] + problem.microbatches * fastest + ends
         peak = np.zeros(step_end.shape)
         for number, choice in enumerate(quickest):
             np.maximum(peak, choice.transient_bytes, out=peak, where=held.of(number) > 0)

@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from autopart.solver.overlap import GradientSum, hidden_seconds
 from autopart.solver.stages_order import chain_positions
 
 
@@ -43,6 +44,11 @@ class Choice:
 
 Family = tuple[Choice, ...]
 """The ways to run a block or a part of a layer."""
+
+
+def hiding_seconds(family: Family) -> float:
+    """What a backward may hide beside the fastest choice; what others may hide beyond that they take longer."""
+    return min(choice.seconds for choice in family) - min(choice.forward_s for choice in family)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +152,8 @@ class Shape:
     """What stages of one mesh on devices of one kind cost.
 
     blocks: all blocks in this shape. cuts: [link][position], the first and the last position's are empty.
-    overhead_bytes: taken from each device. name: for people, such as "dp=2 tp=1 on A100".
+    overhead_bytes: taken from each device. name: for people, such as "dp=2 tp=1 on A100". sums: those of gradients that
+    are part of the blocks' and tied groups' step_end_s and start during the last backward, in the order of messages.
     """
 
     blocks: tuple[Block, ...]
@@ -156,6 +163,7 @@ class Shape:
     name: str = ""
     kept: tuple[KeptGroup, ...] = ()
     layers: tuple[Layer, ...] = ()
+    sums: tuple[GradientSum, ...] = ()
 
     def units(self, blocks: Sequence[int]) -> list[tuple[tuple[int, ...], Family]]:
         """What is chosen for each by itself in a stage with these blocks: parts of layers, and the other blocks."""
@@ -224,7 +232,8 @@ class StageProblem:
                 len(cuts) != len(self.positions) for links in self.pairs.values() for cuts in links
             ):
                 raise ValueError(f"{len(self.positions)} cut positions need as many cuts")
-            named = [group.blocks for groups in (shape.tied, shape.kept, shape.layers) for group in groups]
+            grouped_blocks = (shape.tied, shape.kept, shape.layers, shape.sums)
+            named = [group.blocks for groups in grouped_blocks for group in groups]
             if any(not 0 <= block < count for blocks in named for block in blocks):
                 raise ValueError(f"a group of blocks names one beyond the {count} there are")
             grouped = [block for layer in shape.layers for block in layer.blocks]
@@ -383,6 +392,13 @@ class StageProblem:
         own = math.fsum(shape.blocks[block].step_end_s for block in inside)
         return own + math.fsum(group.step_end_s for group in shape.tied if inside & set(group.blocks))
 
+    def exposed_step_end_seconds(self, step: Step) -> float:
+        """The same without what the stage's last backward hides of sums of gradients, where it is one whole pass."""
+        made = dict(step.choices)
+        units = [(part, family[made.get(part[0], 0)].backward_s) for part, family in self.units(step)]
+        sums = self.shapes[self.slots[step.slot].shape].sums
+        return max(0.0, self.step_end_seconds(step) - hidden_seconds(sums, units))
+
     def crossings(self, before: Step, after: Step) -> tuple[Cut, ...]:
         """What either side does between two stages, and what the two do together."""
         first, second = self.slots[before.slot], self.slots[after.slot]
@@ -428,22 +444,30 @@ class StageProblem:
         """Seconds that a step takes at least under any 1F1B or GPipe order, if these blocks are one stage.
 
         Its first forward waits for one through all earlier blocks; then it has every microbatch to do, forward and
-        backward; then come its own step end, or the last backward through all earlier blocks and the step end of one
-        that can be the very first. Every block is taken in its fastest choice and shape, but this stage's in its own
-        shape; a layer's blocks as each by itself, which no way to run the layer undercuts. Sends are not counted: they
-        may overlap with work, and a value that only passes a stage by is not sent to it.
+        backward; then come its own step end, less what its backward may hide of sums of gradients, or the last backward
+        through all earlier blocks and the step end of one that can be the very first. Every block is taken in its
+        fastest choice and shape, but this stage's in its own shape; a layer's blocks as each by itself, which no way to
+        run the layer undercuts. Sends are not counted: they may overlap with work, and a value that only passes a stage
+        by is not sent to it.
         """
         before = self.blocks_between(0, step.first)
-        own = self.shapes[self.slots[step.slot].shape].blocks
+        shape = self.shapes[self.slots[step.slot].shape]
         ready = math.fsum(self.least(block, "forward_s") for block in before)
         inside = self.blocks_between(step.first, step.last)
-        done = ready + self.microbatches * math.fsum(min(c.seconds for c in own[b].choices) for b in inside)
+        own = [shape.blocks[block].choices for block in inside]
+        done = ready + self.microbatches * math.fsum(min(choice.seconds for choice in family) for family in own)
+        sums = math.fsum(item.seconds for item in shape.sums if not set(item.blocks).isdisjoint(inside))
+        step_end = self.step_end_seconds(step) - min(sums, math.fsum(map(hiding_seconds, own)))
         way_back = math.fsum(self.least(block, "backward_s") for block in before)
         way_back += min((self.least_step_end(block) for block in before if 1 << block in self.positions), default=0.0)
-        return done + max(self.step_end_seconds(step), way_back)
+        return done + max(step_end, way_back)
 
     def least_step_end(self, block: int) -> float:
-        return min(shape.blocks[block].step_end_s for shape in self.shapes)
+        """Of a block by itself, with all of its sums hidden."""
+        return min(
+            shape.blocks[block].step_end_s - math.fsum(item.seconds for item in shape.sums if item.blocks == (block,))
+            for shape in self.shapes
+        )
 
     def least(self, block: int, name: str) -> float:
         """The smallest of this amount of a block over all shapes and choices."""

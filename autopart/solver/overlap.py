@@ -1,0 +1,81 @@
+"""Sums of gradients over ranks that a stage's last backward hides, as plain data.
+
+The runtime starts a message (:mod:`autopart.runtime.buckets`) when the last microbatch's backward has made all of its
+gradients and the messages before it have started; messages pass one after the other. With u_k the unit (block, or part
+of a layer) that makes the last gradient of message k, b_u the seconds of a unit's backward, which goes from the last
+unit to the first, and c_k those of the message::
+
+    end_k  = max(end_{k-1}, sum_{u >= u_k} b_u) + c_k
+    hidden = sum_k c_k - max(0, end_last - sum_u b_u)
+
+No contention of messages and computation is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopart.runtime.buckets import BUCKET_BYTES, messages_of
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSum:
+    """A gradient whose sum over ranks starts during the last backward.
+
+    blocks: those that add to it. bytes: by which messages are filled. seconds: its part of the message's, and of what
+    its blocks have at the end of a step. kind: equal for gradients that may share a message.
+    """
+
+    blocks: tuple[int, ...]
+    bytes: float
+    seconds: float
+    kind: Hashable = None
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            raise ValueError("a summed gradient has no blocks")
+        if not all(math.isfinite(value) and value >= 0 for value in (self.bytes, self.seconds)):
+            raise ValueError(f"a sum of {self.bytes} bytes in {self.seconds} seconds: both are finite, not negative")
+
+
+def hidden_seconds(
+    sums: Sequence[GradientSum], units: Sequence[tuple[Sequence[int], float]], limit: float = BUCKET_BYTES
+) -> float:
+    """What of a stage's sums passes before its last backward is over; see the module.
+
+    sums: of all blocks, in the order in which messages take them. units: of the stage, in the order of its forward,
+    with the seconds of their backwards. limit: bytes that fill a message.
+    """
+    made_at: dict[int, float] = {}
+    now = 0.0
+    for blocks, backward_s in reversed(units):
+        now += backward_s
+        made_at.update(dict.fromkeys(blocks, now))
+    own = [(item, item.kind, item.bytes) for item in sums if not made_at.keys().isdisjoint(item.blocks)]
+    end = total = 0.0
+    for message, _ in messages_of(own, limit):
+        seconds = math.fsum(item.seconds for item in message)
+        ready = max(made_at[block] for item in message for block in item.blocks if block in made_at)
+        end, total = max(end, ready) + seconds, total + seconds
+    return max(0.0, total - max(0.0, end - now))
+
+
+def sums_between(sums: Sequence[GradientSum], member: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Seconds of all sums of the blocks between two positions, [first, last]. member: [position, block]."""
+    alone, shared = np.zeros(member.shape[1]), dict[frozenset[int], float]()
+    for item in sums:
+        if len(blocks := frozenset(item.blocks)) == 1:
+            alone[item.blocks[0]] += item.seconds
+        else:
+            shared[blocks] = shared.get(blocks, 0.0) + item.seconds
+    before = member @ alone
+    found = before[None, :] - before[:, None]
+    for blocks, seconds in shared.items():
+        counts = member[:, list(blocks)].sum(axis=1)
+        found += seconds * (counts[None, :] > counts[:, None])
+    return found

@@ -1,0 +1,182 @@
+"""Sums of gradients that the last backward hides: the formula, the order of the runtime, and what plans credit."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopart
+from autopart.analysis import Analysis, analyze
+from autopart.candidates import Candidates
+from autopart.planner import make_plan
+from autopart.predict import simulate_plan
+from autopart.realize import emit
+from autopart.runtime import gradients
+from autopart.runtime.buckets import BUCKET_BYTES, messages_of
+from autopart.solver.overlap import GradientSum, hidden_seconds
+from autopart.solver.search import Degrees
+from autopart.step_time import step_end_seconds
+from autopart.tracing import capture
+from clusters import ideal
+from launch import launch
+
+WIDTH, LAYERS, BATCH = 2048, 6, 64
+CONFIG = Degrees(1, 2, (), 2, "1f1b", "none")
+UNITS = [((block,), 4.0) for block in range(3)]  # three blocks with a backward of 4 seconds each
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limit", "hidden"),
+    [
+        (3.0, 1.0, 6.0),  # sent at 4, 8 and 12, when the backward is over: that of the first block is in sight
+        (3.0, 2.0, 4.0),  # two together at 8, through at 14, then the third
+        (3.0, 9.0, 0.0),  # all at 12
+        (10.0, 1.0, 8.0),  # one after the other from 4 on: the backward hides what it takes after that
+        (0.0, 1.0, 0.0),
+    ],
+)
+def test_messages_follow_the_backward_and_each_other(seconds: float, limit: float, hidden: float) -> None:
+    sums = [GradientSum((block,), 1.0, seconds) for block in (2, 1, 0)]
+    assert hidden_seconds(sums, UNITS, limit) == pytest.approx(hidden)
+
+
+def test_a_message_waits_for_those_before_it() -> None:
+    first, last = GradientSum((0,), 1.0, 1.0), GradientSum((2,), 1.0, 1.0)
+    assert hidden_seconds([last, first], UNITS, 1.0) == pytest.approx(1.0)
+    assert hidden_seconds([first, last], UNITS, 1.0) == 0.0, "the model's last parameter is made last"
+    # of several blocks: when the first of them in the stage is done
+    assert hidden_seconds([GradientSum((2, 0), 1.0, 1.0)], UNITS, 1.0) == 0.0
+    assert hidden_seconds([GradientSum((2, 0), 1.0, 1.0)], UNITS[1:], 1.0) == pytest.approx(1.0)
+    # unlike kinds have messages of their own, sent in the order of their last gradients
+    kinds = [GradientSum((2,), 1.0, 1.0, "a"), GradientSum((1,), 1.0, 1.0, "b"), GradientSum((0,), 1.0, 1.0, "a")]
+    assert hidden_seconds(kinds, UNITS, 9.0) == pytest.approx(1.0)
+
+
+class Layers(nn.Module):
+    """Linear layers, registered in the order of their use or in the opposite one."""
+
+    def __init__(self, backwards: bool) -> None:
+        super().__init__()
+        order = range(LAYERS)[::-1] if backwards else range(LAYERS)
+        for index in order:
+            setattr(self, f"layer_{index}", nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in range(LAYERS):
+            x = torch.tanh(getattr(self, f"layer_{index}")(x))
+        return x.square().mean()
+
+
+@functools.cache
+def layers(backwards: bool) -> Analysis:
+    with torch.device("meta"):
+        return analyze(capture(Layers(backwards), (torch.empty(BATCH, WIDTH),)))
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_plans_credit_the_order_that_is_emitted(backwards: bool) -> None:
+    analysis, cluster = layers(backwards), ideal(2, bandwidth=1e11)
+    plan = make_plan(
+        analysis.program, cluster, batch=BATCH, analysis=analysis, pp=1, dp=2, tp=1, microbatches=2, zero=0
+    )
+    candidates = Candidates(analysis, cluster, BATCH, "adamw")
+    answer = candidates.evaluate(CONFIG).answer
+    (step,) = answer.cut.way
+    problem = answer.problem
+    hidden = problem.step_end_seconds(step) - problem.exposed_step_end_seconds(step)
+    assert plan.stages[0].step_end_s == pytest.approx(problem.exposed_step_end_seconds(step))
+    assert step_end_seconds(problem, step, "zb-h1") == problem.step_end_seconds(step), "split backwards: no credit"
+    assert plan.step_time_s == simulate_plan(plan).makespan_s and plan.gap == pytest.approx(0.0, abs=1e-6)
+    size = 4 * WIDTH * (WIDTH + 1)
+    in_full = candidates.setting(CONFIG).data.sum_seconds(size, 0)
+    # a layer fills a message with the bias of the one before, so the last two end with the first layer's gradients
+    assert BUCKET_BYTES / 2 < size < BUCKET_BYTES
+    assert hidden == pytest.approx(0.0 if backwards else (LAYERS - 2) * in_full, rel=2e-3)
+
+
+def test_no_configuration_is_faster_than_its_cheap_bound() -> None:
+    """Backwards beside sums of all lengths; tensor axes, several stages, levels of ZeRO."""
+    for bandwidth, zero in [(1e7, 0), (1e9, 0), (1e9, 1), (1e11, 0)]:
+        candidates = Candidates(layers(False), ideal(4, bandwidth=bandwidth), BATCH, "adamw", zero=zero)
+        for pp, dp, axes in [(1, 4, ()), (1, 2, (2,)), (1, 1, (4,)), (2, 2, ())]:
+            for microbatches in (1, 2):
+                config = Degrees(pp, dp, axes, microbatches, "1f1b", "none")
+                assert candidates.lower_bound(config) <= candidates.evaluate(config).objective * (1 + 1e-9)
+
+
+LIMIT = 700  # bytes of a message: one of the layers or two
+
+
+class Words(nn.Module):
+    """An output layer tied to the embedding, and layers with norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh()) for _ in range(6))
+        self.out = nn.Linear(8, 16, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return nn.functional.cross_entropy(self.out(x).flatten(0, 1), ids.flatten())
+
+
+def _events(directory: str) -> list[tuple[str, Any]]:
+    """In which order a step makes gradients, by name, and starts sums, by bytes."""
+    found: list[tuple[str, Any]] = []
+    names: dict[int, str] = {}
+    module: Any = gradients
+    arrived, started = module.GradientSums._arrived, module.sum_message
+
+    @functools.wraps(arrived)  # hooks of other modules rest
+    def note_gradient(sums: gradients.GradientSums, leaf: Tensor) -> None:
+        found.append(("made", names[id(leaf)]))
+        arrived(sums, leaf)
+
+    def note_sum(message: Tensor, *rest: Any) -> Any:
+        found.append(("sent", message.nbytes))
+        return started(message, *rest)
+
+    module.GradientSums._arrived, module.sum_message = note_gradient, note_sum
+    try:
+        model = autopart.load(directory, Words(), bucket_bytes=LIMIT)
+        names.update({id(parameter): name for name, parameter in model.named_parameters()})
+        model(torch.arange(16).view(4, 4))
+    finally:
+        module.GradientSums._arrived, module.sum_message = arrived, started
+    return found
+
+
+def test_the_runtime_sends_in_this_order(tmp_path: Path) -> None:
+    """Blocks make gradients from the last to the first, and each message leaves with the last of its gradients."""
+    program = capture(Words(), (torch.zeros(4, 4, dtype=torch.long),))
+    analysis, cluster = analyze(program), ideal(2)
+    plan = make_plan(
+        program, cluster, batch=4, analysis=analysis, pp=1, dp=2, tp=1, microbatches=1, recompute="none", zero=0
+    )
+    emit(program, plan, tmp_path)
+    candidates = Candidates(analysis, cluster, 4, "adamw")
+    sums = candidates.evaluate(replace(CONFIG, microbatches=1)).answer.problem.shapes[0].sums
+    messages = [message for message, _ in messages_of([(item, item.kind, item.bytes) for item in sums], LIMIT)]
+    block_of = {node.meta["name"]: min(found) for node, found in candidates.readers.items()}
+    assert len(messages) > 3 and len({item.blocks for item in sums}) > 6
+    for events in launch(_events, 2, str(tmp_path)):
+        sizes = [size for event, size in events if event == "sent"]
+        assert sizes == [sum(item.bytes for item in message) for message in messages]
+        made: list[int] = []
+        left = list(messages)
+        for event, what in events:
+            if event == "made":
+                made.append(block_of[what])
+            else:
+                assert made[-1] == min(min(item.blocks) for item in left.pop(0)), "sent by its last gradient's block"
+        assert made == sorted(made, reverse=True)
