@@ -248,7 +248,8 @@ def check_fingerprint(program: Program, plan: Plan) -> None:
         )
     raise PlanError(
         f"the plan is for another model: its fingerprint is {plan.fingerprint}, that of {program.name} is "
-        f"{program.fingerprint}; plan this model with 'autopart plan'"
+        f"{program.fingerprint}; plan this model with 'autopart plan'; if it was planned, plan it with "
+        "--whole-capture, as its layers are not as alike as they look"
     )
 
 

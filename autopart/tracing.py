@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from autopart.passes.autocast import Autocast, entered
 from autopart.passes.graph import prune
 from autopart.passes.normalize import normalize
 from autopart.passes.program import OutputInfo, Program, Role, TensorInfo, mark_differentiable, mode_free_digests
+from autopart.repeated_layers import export_with_copies
 from autopart.runtime.errors import CaptureError
 from autopart.runtime.structure import flatten, rebuild
 
@@ -96,6 +98,7 @@ def capture(
     check_eval: bool = True,
     precision: str = "",
     reduce_dtype: str = "",
+    copy_layers: bool = False,
 ) -> Program:
     """Captures the training computation of ``model`` on example inputs.
 
@@ -108,6 +111,7 @@ def capture(
     precision: "bf16-mixed" or "fp16-mixed": as under ``torch.autocast``, weights kept in their own type; "": as the
     model computes, under the autocast that is on around this call.
     reduce_dtype: in which ranks add gradients up, "float32", "bfloat16" or "float64"; "": the parameters' own types.
+    copy_layers: trace few of the layers that are alike, for the others copy what these do; for planning alone.
     Raises CaptureError naming the module path and source line that cannot be captured.
     """
     if not isinstance(model, nn.Module):
@@ -132,7 +136,7 @@ def capture(
     def trace(decisions: Decisions | None) -> Program:
         flat.decisions = decisions
         with _training(model), entered(autocast), all_on_meta(flat, named) as leaves:
-            exported, static_batch = _export(flat, leaves, dims, batch)
+            exported, static_batch = _export(flat, leaves, dims, batch, copy_layers and decisions is None)
         with entered({}):
             return _assemble(flat, exported, named, dims, tuple(bound), batch, static_batch, name, autocast)
 
@@ -173,7 +177,7 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 
 def _export(
-    flat: _Flat, named: dict[str, Any], dims: dict[str, int | None], batch: int
+    flat: _Flat, named: dict[str, Any], dims: dict[str, int | None], batch: int, copy_layers: bool
 ) -> tuple[torch.export.ExportedProgram, str]:
     tensors = [(path, leaf) for path, leaf in named.items() if isinstance(leaf, torch.Tensor)]
     arguments = tuple(leaf for _, leaf in tensors)
@@ -191,7 +195,8 @@ def _export(
             with where, _use_lazy_graph_module(True):
                 specs = None if dynamic is None else (dynamic,)
                 inputs = given if dynamic is None else arguments
-                return torch.export.export(flat, inputs, dynamic_shapes=specs, strict=False), reason
+                export = partial(torch.export.export, flat, inputs, dynamic_shapes=specs, strict=False)
+                return (export_with_copies(flat, export) if copy_layers else None) or export(), reason
         except Exception as error:
             if dynamic is not None and fixes_batch(error):
                 reason = batch_reason(error)

@@ -23,13 +23,17 @@ def fakes(argument: Any) -> Any:
     return argument
 
 
+def module_path(node: fx.Node) -> str:
+    """Path of the module that made an exported node, '' where export does not say."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path: str = next(reversed(stack.values()))[0]
+    return path.split("@")[0].removeprefix("L['self']").strip(".")
+
+
 def origin(node: fx.Node) -> tuple[str, str]:
     """Module path and ``file:line`` of an exported node, '' where export does not say."""
-    path = ""
-    stack = node.meta.get("nn_module_stack")
-    if stack:
-        path = next(reversed(stack.values()))[0]
-        path = path.split("@")[0].removeprefix("L['self']").strip(".")
     source = ""
     trace = node.meta.get("stack_trace") or ""
     for line in reversed(trace.splitlines()):
@@ -38,7 +42,7 @@ def origin(node: fx.Node) -> tuple[str, str]:
             file, number = stripped.split(", ")[:2]
             source = f"{file[6:-1]}:{number.removeprefix('line ')}"
             break
-    return path, source
+    return module_path(node), source
 
 
 def is_copy(target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -253,13 +254,23 @@ def read_model(arguments: argparse.Namespace, meta: bool, batch: int | None = No
         return load_model(arguments.model, meta=meta, dtype=read_dtype(arguments), batch=batch)
 
 
-def read_program(arguments: argparse.Namespace, meta: bool = True, check_eval: bool = False) -> Program:
-    """The captured model. meta: without its weights. check_eval: as in ``capture``. Raises ModelError, CaptureError."""
+def read_program(
+    arguments: argparse.Namespace, meta: bool = True, check_eval: bool = False, plan: Plan | None = None
+) -> Program:
+    """The captured model. meta: without its weights. check_eval: as in ``capture``; without it the program is for
+    planning, and few of the layers that are alike are traced. plan: one of this model, whose program is wanted.
+    Raises ModelError, CaptureError.
+    """
+    copy_layers = not (check_eval or getattr(arguments, "whole_capture", False))
     loaded = read_model(arguments, meta)
     with working(f"capturing {loaded.name}"), hushed():
         from autopart.tracing import capture
 
-        return capture(loaded.model, loaded.args, loaded.kwargs, name=loaded.name, check_eval=check_eval)
+        take = partial(capture, loaded.model, loaded.args, loaded.kwargs, name=loaded.name, check_eval=check_eval)
+        program = take(copy_layers=copy_layers)
+        if copy_layers and plan is not None and plan.fingerprint != program.fingerprint:
+            return take()
+        return program
 
 
 def choose_plan(arguments: argparse.Namespace, program: Program) -> Plan:

@@ -121,7 +121,7 @@ def _with_model(
     from autopart.reshardings import reshardings
     from autopart.runtime.errors import InfeasibleError
 
-    program = read_program(arguments)
+    program = read_program(arguments, plan=plan)
     with working("analysing the model"):
         analysis = analyze(program)
         sent = reshardings(plan, analysis, cluster)

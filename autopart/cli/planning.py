@@ -29,6 +29,11 @@ EXAMPLE = "autopart plan hf:gpt2 --cluster 4x8xA100-80GB --batch 512 --dtype bf1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_limits(parser, cluster_required=True)
+    parser.add_argument(
+        "--whole-capture",
+        action="store_true",
+        help="trace every layer; by default few of the layers that are alike are traced and the others' ops copied",
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan as JSON")
     add_json(parser)
 

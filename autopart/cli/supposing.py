@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     check_output(arguments.output)
     cluster = change.applied(base)
-    program = read_program(arguments)
+    program = read_program(arguments, plan=plan)
     with working(f"planning for {cluster}{f' with {change}' if str(change) else ''}"):
         analysis = analyze(program)
         check_plan(program, analysis, plan)

@@ -82,7 +82,8 @@ def verify(
         if planned_sums(own, plan) is None:
             raise PlanError(
                 f"the plan was made for another model or version ({plan.model}, fingerprint {plan.fingerprint}; this "
-                f"one has {own.fingerprint}); make the plan again with 'autopart plan'"
+                f"one has {own.fingerprint}); make the plan again with 'autopart plan', if that does not help with "
+                "--whole-capture"
             )
     say("capturing the model in float64")
     subject = prepare(model, args, kwargs, loss_fn=loss_fn, batch_dims=batch_dims)

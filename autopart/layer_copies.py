@@ -1,0 +1,218 @@
+"""Ops of layers that were not traced, copied from those of a traced one into an exported graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from autopart.passes.exported import module_path
+
+
+class Differs(Exception):
+    """Alike layers turn out to be unlike, or are not closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a layer. kind: equal for calls of alike layers with alike arguments."""
+
+    layer: nn.Module
+    kind: int
+    traced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Meaning:
+    """What an argument of a layer's op is: the layer's ``made`` op number, ``given`` argument number, ``own`` tensor of
+    that name, or the ``same`` node in all layers.
+    """
+
+    what: str
+    which: Any
+
+
+class _Owners:
+    """Which placeholders of the graph are a layer's parameters and buffers."""
+
+    def __init__(self, exported: torch.export.ExportedProgram, root: nn.Module):
+        objects = dict(_tensors(root))
+        placeholders = {node.name: node for node in exported.graph_module.graph.nodes if node.op == "placeholder"}
+        self.node: dict[int, fx.Node] = {}
+        self.tensor: dict[fx.Node, int] = {}
+        for spec in exported.graph_signature.input_specs:
+            if spec.target in objects:
+                node, key = placeholders[spec.arg.name], id(objects[spec.target])
+                self.node.setdefault(key, node)
+                self.tensor[node] = key
+        self.names = {id(module): name for name, module in root.named_modules()}
+
+
+def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+class _Layer:
+    """A call of a layer in the graph.
+
+    given: its tensors among the arguments. results: what it made, nodes: all its ops; both empty unless it was traced.
+    """
+
+    def __init__(self, layer: nn.Module, owners: _Owners, start: fx.Node, end: fx.Node | None = None):
+        self.path = owners.names[id(layer)]
+        self.given: list[fx.Node] = list(start.args[0])  # type: ignore[arg-type]
+        self.own = {name: owners.node[id(item)] for name, item in _tensors(layer) if id(item) in owners.node}
+        self.nodes: list[fx.Node] = []
+        self.results: list[fx.Node] = []
+        self.meanings: dict[fx.Node, list[_Meaning]] = {}
+        for name, node in self.own.items():
+            self.meanings.setdefault(node, []).append(_Meaning("own", name))
+        for place, node in enumerate(self.given):
+            self.meanings.setdefault(node, []).insert(0, _Meaning("given", place))
+        if end is None:
+            return
+        self.results = list(end.args[0])  # type: ignore[arg-type]
+        node = start.next
+        while node is not end:
+            if node.op != "call_function" or isinstance(node.target, torch._ops.HigherOrderOperator):
+                raise Differs(f"{node.op} {node.target} inside a layer")
+            self.meanings[node] = [_Meaning("made", len(self.nodes))]
+            self.nodes.append(node)
+            node = node.next
+        inside = {*self.nodes, end}
+        if any(user not in inside for node in inside - {*self.results, end} for user in node.users):
+            raise Differs(f"what {self.path} computes is used outside of it")
+
+    def may_mean(self, node: fx.Node) -> list[_Meaning]:
+        found = self.meanings.get(node, [])
+        return found if found and found[0].what == "made" else [*found, _Meaning("same", node)]
+
+    def node(self, meaning: _Meaning, made: list[fx.Node]) -> fx.Node:
+        if meaning.what == "same":
+            found = meaning.which
+        else:
+            found = {"given": self.given, "own": self.own, "made": made}[meaning.what][meaning.which]
+        assert isinstance(found, fx.Node)
+        return found
+
+
+def insert_copies(
+    exported: torch.export.ExportedProgram,
+    root: nn.Module,
+    calls: list[Call],
+    mark: torch._ops.OpOverload,
+    layer: torch._ops.OpOverload,
+) -> None:
+    """Puts ops for the calls of layers that were not traced into the graph of ``exported``, in place.
+
+    mark: op at the start and the end of a traced call; layer: op that is a call which was not traced. Both have the
+    call's number, and go. Raises Differs unless the traced calls of a kind have the same ops.
+    """
+    graph = exported.graph_module.graph
+    starts: dict[int, fx.Node] = {}
+    ends: dict[int, fx.Node] = {}
+    stand_ins: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        if node.target is mark:
+            (ends if node.args[2] else starts)[node.args[1]] = node
+        elif node.target is layer:
+            stand_ins[node.args[1]] = node
+    traced = {number for number, call in enumerate(calls) if call.traced}
+    if not set(starts) == set(ends) == traced or len(stand_ins) != len(calls) - len(traced):
+        raise Differs("a layer's ops are in a graph within the graph")
+    owners = _Owners(exported, root)
+    for kind in {calls[number].kind for number in stand_ins}:
+        layers = [
+            _Layer(calls[number].layer, owners, starts[number], ends[number])
+            for number in starts
+            if calls[number].kind == kind
+        ]
+        template = _Template(layers)
+        for number, node in stand_ins.items():
+            if calls[number].kind == kind:
+                template.copy(graph, node, _Layer(calls[number].layer, owners, node))
+    for node in (*ends.values(), *starts.values()):
+        graph.erase_node(node)
+
+
+class _Template:
+    """The ops that all traced layers have in common. Raises Differs."""
+
+    def __init__(self, layers: list[_Layer]):
+        self.layer = layers[0]
+        if len({len(layer.nodes) for layer in layers}) > 1:
+            raise Differs("alike layers have unlike numbers of ops")
+        self.meanings = [
+            self._common(layers, [layer.nodes[place] for layer in layers]) for place in range(len(self.layer.nodes))
+        ]
+        self.results = [
+            self._meaning(layers, nodes) for nodes in zip(*(layer.results for layer in layers), strict=True)
+        ]
+
+    def _common(self, layers: list[_Layer], nodes: list[fx.Node]) -> dict[fx.Node, _Meaning]:
+        if len({_text(node) for node in nodes}) > 1:
+            raise Differs(f"{nodes[0].target} of one layer is another op in a layer alike")
+        found: dict[fx.Node, _Meaning] = {}
+        for arguments in zip(*map(_arguments, nodes), strict=True):
+            meaning = self._meaning(layers, arguments)
+            if found.setdefault(arguments[0], meaning) != meaning:
+                raise Differs("one argument has two meanings")
+        return found
+
+    def _meaning(self, layers: list[_Layer], nodes: tuple[fx.Node, ...]) -> _Meaning:
+        others = [layer.may_mean(node) for layer, node in zip(layers[1:], nodes[1:], strict=True)]
+        for meaning in self.layer.may_mean(nodes[0]):
+            if all(meaning in other for other in others):
+                return meaning
+        raise Differs(f"{nodes[0]} is nothing that all layers have")
+
+    def copy(self, graph: fx.Graph, stand_in: fx.Node, layer: _Layer) -> None:
+        made: list[fx.Node] = []
+        with graph.inserting_before(stand_in):
+            for node, meanings in zip(self.layer.nodes, self.meanings, strict=True):
+                nodes = {argument: layer.node(meaning, made) for argument, meaning in meanings.items()}
+                args, kwargs = fx.map_arg((node.args, node.kwargs), nodes.__getitem__)
+                copy = graph.create_node(node.op, node.target, args, kwargs)
+                copy.meta = self._moved(node, layer.path)
+                made.append(copy)
+        for user in list(stand_in.users):
+            assert user.target is operator.getitem
+            user.replace_all_uses_with(layer.node(self.results[user.args[1]], made))  # type: ignore[index]
+            graph.erase_node(user)
+        graph.erase_node(stand_in)
+
+    def _moved(self, node: fx.Node, path: str) -> dict[str, Any]:
+        """The metadata of a node's copy in the layer at ``path``."""
+        inside = module_path(node)
+        stack = node.meta.get("nn_module_stack")
+        if not stack or not f"{inside}.".startswith(f"{self.layer.path}."):
+            return dict(node.meta)
+        key, (_, module_type) = next(reversed(stack.items()))
+        return {
+            **node.meta,
+            "nn_module_stack": {key: (path + inside.removeprefix(self.layer.path), module_type)},
+        }
+
+
+def _arguments(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _text(node: fx.Node) -> str:
+    """An op with its constants and its value's type and sizes."""
+    arguments = fx.map_arg((node.args, node.kwargs), lambda _: None)
+    return f"{node.target} {arguments} {pytree.tree_map(_described, node.meta.get('val'))}"
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)}{value.stride()}{value.dtype}{value.device}"
+    return str(value)
