@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 from autopart.analysis import Analysis
 from autopart.passes.conversion import Axes
-from autopart.passes.data_axis import gathering_counts, gatherings, reached_by_gradients
+from autopart.passes.data_axis import gathering_counts, gatherings
 from autopart.passes.emit.layers import runs_of
 from autopart.passes.emit.program import Layout, StageMesh, gradient_roots, parameter_specs
 from autopart.passes.kept import rerun
+from autopart.passes.program import reached_by_gradients
 from autopart.passes.shard import collective_counts
 from autopart.passes.unlike_meshes import StageSetting
 from autopart.realize import Realization

@@ -290,8 +290,10 @@ def _assemble(
     output_node.args = ((*nodes, *updates.values()),)
     if assumptions:
         prune(graph)
-    mark_differentiable(graph)
+    mark_differentiable(graph, nodes)
     outputs, loss = _outputs(flat, nodes)
+    if loss is not None:
+        mark_differentiable(graph, [info.node for info in outputs if info.node is not None and info.name == loss])
     for qualified, info in tensors.items():
         if info.buffer and not info.persistent and qualified not in constants:
             constants[qualified] = _lookup(flat, qualified)

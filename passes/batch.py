@@ -360,7 +360,11 @@ class Splitter:
         for node, states in self.outputs.items():
             node.meta["batch"] = tuple(state.placement for state in states)
         graphs.prune(self.graph)
-        mark_differentiable(self.graph)
+        loss = self.program.loss
+        mark_differentiable(
+            self.graph,
+            [node for info, node in zip(tensors, results, strict=False) if loss in (None, info.name)],
+        )
         self.graph.lint()
         return BatchSplit(
             self.graph, combine, totals, tuple(new.meta["name"] for new in self.totals.values()), "", tuple(self.notes)

@@ -68,6 +68,8 @@ def is_random(node: fx.Node) -> bool:
         return bool(probability != 0.0)
     if "dropout" in name:
         return bool(node.args[1] != 0.0 and node.args[2])
+    if name in graphs.RECURRENT:
+        return bool(node.args[5] != 0.0 and node.args[6])
     return True
 
 

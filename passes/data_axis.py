@@ -151,19 +151,6 @@ def gathering_counts(
     return counts
 
 
-def reached_by_gradients(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes through which a gradient flows that starts at ``roots``."""
-    reached: set[fx.Node] = set()
-    waiting = list(roots)
-    while waiting:
-        node = waiting.pop()
-        if node in reached or not node.meta.get("differentiable"):
-            continue
-        reached.add(node)
-        waiting.extend(node.all_input_nodes)
-    return reached
-
-
 def _bytes(node: fx.Node, axes: Axes, dtype: torch.dtype | None = None) -> int:
     size = int((dtype or node.meta["val"].dtype).itemsize)
     for extent in local_extents(node.meta["val"], node.meta["placements"], axes):

@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
+RECURRENT = tuple(f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
+"""Ops that are all layers of a recurrent module, called with ``(sequence, states, weights, has_biases, num_layers,
+dropout, train, bidirectional, batch_first)``."""
+
 
 @dataclass(frozen=True, slots=True)
 class Value:

@@ -23,11 +23,10 @@ from torch import fx
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import stored_bytes, value_bytes
 from autopart.passes.conversion import Axes
-from autopart.passes.data_axis import reached_by_gradients
 from autopart.passes.emit.layers import Run, runs_of
 from autopart.passes.graph import Value
 from autopart.passes.kept import entering, inside_bytes, kept_values, owner_of, share_of_rank, shares_memory
-from autopart.passes.program import Role
+from autopart.passes.program import Role, reached_by_gradients
 from autopart.passes.rules import is_differentiable
 from autopart.passes.saved import saved_tensors
 from autopart.passes.storage import is_view, op_name

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopart.passes.graph import is_getitem, may_have_gradient
+from autopart.passes.graph import RECURRENT, is_getitem, may_have_gradient
 from autopart.runtime.manifest import InputSpec
 
 
@@ -147,6 +148,7 @@ def _digest(program: Program) -> str:
 _MODE_ARGUMENTS = {
     **{f"aten.{kind}dropout.default": 2 for kind in ("", "feature_", "alpha_", "feature_alpha_")},
     "aten.batch_norm.default": 5,
+    **dict.fromkeys(RECURRENT, 6),
     "aten.scaled_dot_product_attention.default": 4,
 }
 
@@ -183,8 +185,20 @@ class _Text(str):
         return str(self)
 
 
-def mark_differentiable(graph: fx.Graph) -> None:
-    """Sets ``meta["differentiable"]``: whether a gradient flows through the node (some trainable tensor reaches it)."""
+# Ops that read a tensor for its shape and type only, and the one that stops gradients.
+_CONSTANT = {
+    "aten::detach",
+    *(f"aten::{kind}_like" for kind in ("zeros", "ones", "full", "empty", "rand", "randn", "randint")),
+    *(f"aten::new_{kind}" for kind in ("zeros", "ones", "full", "empty")),
+}
+
+
+def mark_differentiable(graph: fx.Graph, roots: Iterable[fx.Node]) -> None:
+    """Sets ``meta["differentiable"]``: whether a gradient flows through the node.
+
+    Some trainable tensor reaches it, and it reaches one of ``roots``, at which gradients start: what only picks indices
+    (scores of a router, of sparse attention) has none.
+    """
     for node in graph.nodes:
         value = node.meta.get("val")
         if node.op == "placeholder":
@@ -194,7 +208,24 @@ def mark_differentiable(graph: fx.Graph) -> None:
             continue
         tensors = value if isinstance(value, tuple | list) else (value,)
         continuous = any(isinstance(item, torch.Tensor) and may_have_gradient(item.dtype) for item in tensors)
-        stops = node.target in (torch.ops.aten.detach.default, torch.ops.aten.zeros_like.default)
+        stops = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _CONSTANT
         node.meta["differentiable"] = (
             continuous and not stops and any(source.meta.get("differentiable") for source in node.all_input_nodes)
         )
+    reached = reached_by_gradients(roots)
+    for node in graph.nodes:
+        if node.meta.get("differentiable") and node not in reached:
+            node.meta["differentiable"] = False
+
+
+def reached_by_gradients(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes through which a gradient flows that starts at ``roots``."""
+    reached: set[fx.Node] = set()
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node in reached or not node.meta.get("differentiable"):
+            continue
+        reached.add(node)
+        waiting.extend(node.all_input_nodes)
+    return reached

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopart.analysis import analyze
+from autopart.passes.emit import expressions
 from autopart.passes.emit.wrapping import wrapped
 from autopart.precision import eager_in_float64, float64_throughout
 from autopart.runtime import ParallelModule
@@ -323,6 +324,12 @@ def test_masks_on_ranks(tmp_path: Path, axis: str) -> None:
     halves = left.chunk(2)
     assert 8 <= left.sum() <= 24
     assert not torch.equal(*halves)
+
+
+def test_what_is_written_by_name_exists() -> None:
+    assert all(hasattr(torch, name.split(".")[1]) for name in expressions._TORCH)
+    assert all(hasattr(F, name.split(".")[1]) for name in expressions._FUNCTIONAL)
+    assert all(hasattr(Tensor, name.split(".")[1]) for name in expressions._METHODS)
 
 
 def test_wrapping() -> None:

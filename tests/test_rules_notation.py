@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from autopart.passes.rules.notation import Annotation, Extents, Rule, RuleError, bind, parse, product_at
+from autopart.passes.rules.notation import (
+    Annotation,
+    Extents,
+    LocalForm,
+    Message,
+    Rule,
+    RuleError,
+    bind,
+    parse,
+    product_at,
+)
 from autopart.passes.rules.reshape import reshape_annotation
 from autopart.passes.sizes import Extent
 
@@ -53,6 +63,14 @@ def test_frozen_factors_runs_and_holes() -> None:
 def test_a_size_that_is_no_multiple_of_the_batch_freezes_its_factor() -> None:
     rule = bound("a b -> a b", [shape(None, 4)], [shape(None, 4)])
     assert rule.factors == ("b",) and rule.sizes["a"] is None
+
+
+def test_a_form_that_exchanges_an_unknown_size_freezes_its_factor() -> None:
+    form = LocalForm("f", messages=(Message("all_reduce", "forward", ("t",), 4),))
+    annotation = Annotation("t v -> t", forms={"v": form})
+    assert bind(annotation, [shape("1b", 4)], [shape("1b")]).forms
+    rule = bind(annotation, [shape(None, 4)], [shape(None)])
+    assert not rule.forms and "v" in rule.frozen
 
 
 def test_a_known_and_an_unknown_size_of_one_factor_are_equal_and_unknown() -> None:

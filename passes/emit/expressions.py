@@ -86,7 +86,7 @@ _FUNCTIONAL = {
     f"aten.{name}.default"
     for name in words("""
 linear relu silu softplus mish hardswish hardtanh elu leaky_relu conv1d conv2d conv3d conv_transpose2d
-adaptive_avg_pool2d adaptive_avg_pool1d one_hot glu log_sigmoid
+adaptive_avg_pool2d adaptive_avg_pool1d one_hot glu
 """)
 }
 # Ops that are methods of their first argument, with the same further arguments.
@@ -336,6 +336,13 @@ def _batch_norm(a: _Arguments, training: str) -> str | None:
     )
 
 
+def _recurrent(a: _Arguments, training: str) -> str | None:
+    """``torch.lstm(…)`` and its like; only dropout asks whether it is training."""
+    name = str(a.node.target).split(".")[1]
+    mode = training if a.get(5, "dropout") and a.get(6, "train") else str(a.get(6, "train"))
+    return f"torch.{name}({', '.join([*(a.code(index) for index in range(6)), mode, a.code(7), a.code(8)])})"
+
+
 def _gelu(a: _Arguments, _training: str) -> str | None:
     kind = a.get(1, "approximate", "none")
     return f"F.gelu({a.code(0)}{f', approximate={chr(34)}{kind}{chr(34)}' if kind != 'none' else ''})"
@@ -381,6 +388,7 @@ _SPECIAL: Mapping[Any, Callable[[_Arguments, str], str | None]] = {
     aten.embedding.default: _embedding,
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.batch_norm.default: _batch_norm,
+    **dict.fromkeys((aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input), _recurrent),
     aten.gelu.default: _gelu,
     aten.pad.default: _pad,
     aten.constant_pad_nd.default: _pad,

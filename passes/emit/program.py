@@ -12,13 +12,13 @@ from torch import fx
 from autopart.passes import graph as graphs
 from autopart.passes.batch import BatchSplit
 from autopart.passes.conversion import Axes
-from autopart.passes.data_axis import DataCut, reached_by_gradients
+from autopart.passes.data_axis import DataCut
 from autopart.passes.emit.folder import program_folder
 from autopart.passes.emit.source import StageSource
 from autopart.passes.emit.totals import conditions_source, totals_source
 from autopart.passes.outline import outline_digest
 from autopart.passes.partition import Crossing, StageGraph
-from autopart.passes.program import Program, Role, TensorInfo
+from autopart.passes.program import Program, Role, TensorInfo, reached_by_gradients
 from autopart.passes.shard import local_extents
 from autopart.passes.sizes import Extent, extent
 from autopart.runtime.errors import PlanError

@@ -162,6 +162,24 @@ def _contractions() -> list[Case]:
     ]
 
 
+def _recurrent() -> list[Case]:
+    def weights(gates: int) -> list[Tensor]:
+        return [f(gates * 4, 6), f(gates * 4, 4), f(gates * 4), f(gates * 4)]
+
+    rest = (True, 1, 0.0, True, False)  # biases, one layer, no dropout, training, one direction
+    both = [*weights(1), *weights(1)]
+    return [
+        Case("aten.lstm.input", (f(4, 3, 6), [f(1, 4, 4), f(1, 4, 4)], weights(4), *rest, True), minimum=3),
+        Case("aten.gru.input", (f(3, 4, 6), f(1, 4, 4), weights(3), *rest, False), minimum=3),
+        Case("aten.rnn_tanh.input", (f(4, 3, 6), f(2, 4, 4), both, True, 1, 0.0, True, True, True), minimum=3),
+        Case("aten.rnn_relu.input", (f(4, 3, 6), f(1, 4, 4), weights(1), *rest, True), minimum=3),
+        Case("aten.lstm_cell.default", (f(4, 6), [f(4, 4), f(4, 4)], *weights(4)), minimum=3),
+        Case("aten.gru_cell.default", (f(4, 6), f(4, 4), *weights(3)), minimum=3),
+        Case("aten.rnn_tanh_cell.default", (f(4, 6), f(4, 4), *weights(1)[:2]), minimum=3),
+        Case("aten.rnn_relu_cell.default", (f(4, 6), f(4, 4), *weights(1)), minimum=3),
+    ]
+
+
 def _attention() -> list[Case]:
     name = "aten.scaled_dot_product_attention.default"
     q, k, v = f(2, 4, 6, 2), f(2, 4, 3, 2), f(2, 4, 3, 5)
@@ -409,6 +427,7 @@ def cases() -> tuple[Case, ...]:
             *_binary(),
             *_constants(),
             *_contractions(),
+            *_recurrent(),
             *_shapes(),
             *_reductions(),
             *_spectral(),

@@ -360,11 +360,6 @@ def bind(annotation: Annotation, inputs: Sequence[Extents], outputs: Sequence[Ex
     frozen |= {f"{name}{index}" for name, length in runs.items() if name in pattern.frozen for index in range(length)}
     frozen |= {name for name, size in sizes.items() if size is None or size.coefficient == 0}
 
-    for name in annotation.forms:
-        size = sizes.get(name)
-        if size is None or size.batched:
-            frozen.add(name)
-
     def named(product: Iterable[str]) -> tuple[str, ...]:
         names: list[str] = []
         for name in product:
@@ -372,6 +367,11 @@ def bind(annotation: Annotation, inputs: Sequence[Extents], outputs: Sequence[Ex
             names.extend([f"{run}{index}" for index in range(runs.get(run, 0))] if name.startswith("*") else [name])
         return tuple(names)
 
+    forms = {name: _settled(form, named, sizes) for name, form in annotation.forms.items()}
+    for name, form in forms.items():
+        size = sizes.get(name)
+        if size is None or size.batched or form is None:
+            frozen.add(name)
     return Rule(
         inputs=tuple(settled[: len(inputs)]),
         outputs=tuple(settled[len(inputs) :]),
@@ -381,20 +381,21 @@ def bind(annotation: Annotation, inputs: Sequence[Extents], outputs: Sequence[Ex
         affine=annotation.affine,
         products=tuple(named(product.split()) for product in annotation.products),
         random=annotation.random,
-        forms={name: _settled(form, named, sizes) for name, form in annotation.forms.items() if name not in frozen},
+        forms={name: form for name, form in forms.items() if form is not None and name not in frozen},
         panels=annotation.panels,
     )
 
 
 def _settled(
     form: LocalForm, named: Callable[[Iterable[str]], tuple[str, ...]], sizes: Mapping[str, Extent | None]
-) -> LocalForm:
-    """A form whose messages name single factors and know how many elements these have."""
+) -> LocalForm | None:
+    """A form whose messages name single factors and know how many elements these have; None where these do not tell."""
     messages = []
     for message in form.messages:
         names = named(message.factors)
         elements = _product([sizes[name] for name in names])
-        assert elements is not None, f"{form.function} exchanges a tensor of unknown size"
+        if elements is None:
+            return None
         messages.append(replace(message, factors=names, elements=elements))
     return replace(form, messages=tuple(messages))
 

@@ -1,0 +1,47 @@
+"""Recurrent modules and cells: one op each, whose samples are independent, so that the batch may be split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopart.verify
+from autopart.planner import make_plan
+from autopart.realize import realize
+from autopart.verify import compare_emitted, prepare
+from clusters import ideal
+from launch import run_kept_job
+
+
+class Recurrent(nn.Module):
+    """Two LSTM layers that read both ways, a GRU with times first, a cell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 8, num_layers=2, dropout=0.1, bidirectional=True, batch_first=True)
+        self.gru = nn.GRU(16, 8)
+        self.cell = nn.LSTMCell(8, 8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden, _ = self.lstm(x)
+        hidden, last = self.gru(hidden.transpose(0, 1))
+        state = self.cell(hidden[-1], (last[0], torch.zeros_like(last[0])))
+        return nn.functional.cross_entropy(self.head(state[0]), y)
+
+
+@pytest.mark.parametrize("limits", [{"pp": 2, "tp": 1, "dp": 1}, {"pp": 1, "tp": 1, "dp": 2}], ids=["pp2", "dp2"])
+def test_equal(limits: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
+    torch.manual_seed(0)
+    subject = prepare(Recurrent(), (torch.randn(8, 5, 6), torch.randint(4, (8,))))
+    plan = make_plan(subject.program, ideal(2), batch=8, microbatches=2, **limits)
+    emitted = realize(subject.program, plan)
+    assert "torch.lstm(" in emitted.files["stage_0.py"]
+    emitted.save(tmp_path / "program")
+    result = compare_emitted(tmp_path / "program", subject, plan=plan)
+    assert result.equal, result
