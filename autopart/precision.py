@@ -22,6 +22,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+# Functions that make a tensor of a number, in torch's default type unless told; where they take the number.
+_NUMBERS: dict[Callable[..., Any], int] = {torch.tensor: 0, torch.full: 1}
+
 
 class _Widen(TorchFunctionMode):
     """Every float32 that is asked for by name becomes float64."""
@@ -31,6 +34,8 @@ class _Widen(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
+        if func in _NUMBERS and isinstance((*args, None, None)[_NUMBERS[func]], float):
+            kwargs = {"dtype": torch.float64, **(kwargs or {})}  # float64's least number does not fit torch's default
         return func(*map(_widen, args), **{name: _widen(value) for name, value in (kwargs or {}).items()})
 
 

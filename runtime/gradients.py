@@ -308,7 +308,11 @@ def _foreign(hooks: dict[int, Any]) -> dict[int, Any]:
 
 
 def average_buffers(manifest: Manifest, mesh: Mesh, buffers: dict[str, Tensor]) -> None:
-    """Makes running statistics equal on all replicas: their mean over the data axis."""
+    """Makes running statistics equal on all replicas: their mean over the data axis.
+
+    A backward may be to come where the script computes the loss. It keeps these tensors, but does not use their values
+    in training mode, so they are written behind autograd's back (``.data`` has a version of its own).
+    """
     names = [s.name for s in manifest.parameters if s.buffer and s.mutated and s.name in buffers]
     statistics = [buffers[name] for name in names if buffers[name].is_floating_point()]
     if mesh.data.size == 1 or not statistics:
@@ -322,7 +326,7 @@ def average_buffers(manifest: Manifest, mesh: Mesh, buffers: dict[str, Tensor]) 
             message = layout.message(members)
             sum_in_place(message, mesh.data, "step")
             for tensor, total in zip(members, layout.shares(message), strict=True):
-                tensor.copy_(total / mesh.data.size)
+                tensor.data.copy_(total / mesh.data.size)
 
 
 def clip_gradients(

@@ -70,3 +70,10 @@ def test_a_float32_model_is_left_alone() -> None:
     with eager_in_float64(model):
         loss = model(**inputs).loss
     assert torch.equal(loss, model(**inputs).loss) and loss.dtype == torch.float32
+
+
+def test_the_least_number_of_float64_becomes_a_tensor() -> None:
+    least = torch.finfo(torch.float64).min
+    with float64_throughout():
+        assert torch.tensor(least).item() == torch.full((), least).item() == least
+        assert torch.tensor(3).dtype == torch.int64

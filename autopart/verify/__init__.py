@@ -7,7 +7,8 @@ buffer after the last step of AdamW: each rank compares the share that it holds,
 **The measure.** The error of a tensor is ``max|a - b| / max(max|b|, 1e-3 * M)``, where ``b`` is the original's and
 ``M`` the largest ``max|b|`` over all tensors of that kind (gradients, or parameters and buffers). The second term is
 for gradients that are zero by mathematics, such as that of a key's bias under a softmax: they are rounding noise in
-both programs. Programs are equal when every error, and the relative error of every loss, is at most the tolerance.
+both programs. For the same reason AdamW's eps is 1e-4, as it divides by gradients. Programs are equal when every error,
+and the relative error of every loss, is at most the tolerance.
 
 **Exceptions.** Dropout is switched off in a copy of the model, since two programs draw different masks. Batch norm's
 statistics are those of each microbatch on each replica, so such a model is compared with the plain model run on the

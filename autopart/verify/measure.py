@@ -119,7 +119,7 @@ def measure(
 
 def _errors(found: Sequence[Mapping[str, float]], expected: Mapping[str, Tensor]) -> dict[str, float]:
     """The error of each tensor, the largest over the ranks that hold it; see the module's docstring for the measure."""
-    sizes = {name: float(tensor.abs().max()) if tensor.numel() else 0.0 for name, tensor in expected.items()}
+    sizes = {name: float(tensor.double().abs().max()) if tensor.numel() else 0.0 for name, tensor in expected.items()}
     floor = _FLOOR * max(sizes.values(), default=0.0)
     errors: dict[str, float] = {}
     for rank in found:

@@ -15,7 +15,7 @@ from autopart.runtime.inputs import Division, check, microbatch_of
 from autopart.runtime.manifest import Manifest
 from autopart.runtime.structure import flatten, rebuild
 from autopart.verify.errors import VerifyError
-from autopart.verify.rank import loss_of
+from autopart.verify.rank import adamw, loss_of
 from autopart.verify.subject import Subject
 
 _BATCH_STATISTICS = "batch norm's statistics"
@@ -69,7 +69,7 @@ def train_reference(
     model = subject.model
     initial = copy.deepcopy(model.state_dict())
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate) if parameters else None
+    optimizer = adamw(parameters, learning_rate)
     result = Reference([], {}, {})
     with eager_in_float64(model):
         for step in range(steps):
