@@ -24,7 +24,7 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 -m "slow or not slow"
 
-# Tiny models of all families of transformers through all stages, into docs/coverage.md. Hours; what is there is kept.
+# Tiny models of all families of transformers through all stages, into docs/coverage.md. What is there is kept.
 coverage: $(STAMP)
 	$(BIN)/python benchmarks/coverage.py --jobs 2 --limit-s 600 --missing
 

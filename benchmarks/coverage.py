@@ -1,10 +1,15 @@
 """Which real models autopart handles: every family of transformers, tiny, from configuration to equal parameters.
 
     python benchmarks/coverage.py [--families GLOB …] [--plans pp2 …] [--jobs 2] [--limit-s 240] [--stop-at plan]
+    python benchmarks/coverage.py --missing | --failed | --report
 
 Each model is built, captured, proved to have a batch that may be split, planned, and trained in local processes under
 every plan in float64 against the plain model. A model runs in a process of its own kind that is ended after
-``--limit-s`` seconds. Results are kept in ``build/coverage.jsonl`` and added to; docs/coverage.md is written from them.
+``--limit-s`` seconds. Beside transformers' families stand modules in plain torch (``coverage_models.py``).
+
+Results are kept in ``build/coverage.jsonl`` and added to; docs/coverage.md is written from them, also when the run is
+interrupted. Without that file the run goes on from the page. Models come in the order of need: never trained, failed,
+longest ago.
 """
 
 from __future__ import annotations
@@ -19,10 +24,12 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-from coverage_report import write
+from coverage_models import OWN, own_models, own_spec
+from coverage_report import failed_stage, read, write
 from coverage_sizes import TASKS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,6 +64,7 @@ class Worker:
     def run(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
         """The row of one model; ``ended`` says that this worker is of no more use."""
         row: dict[str, Any] = {"family": request["family"], "task": request["task"], "stages": {}, "plans": {}}
+        row |= {"date": date.today().isoformat(), "times": {}}
         start = time.monotonic()
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request) + "\n")
@@ -75,6 +83,7 @@ class Worker:
             answer = json.loads(line)
             if answer["stage"] == "end":
                 break
+            row["times"][answer.get("plan") or answer["stage"]] = answer.pop("seconds")
             if answer["stage"] == "spec":
                 row["spec"] = answer["result"]
             elif answer.get("plan"):
@@ -117,7 +126,7 @@ def models(patterns: list[str], every_task: bool) -> list[tuple[str, str]]:
         for family, tasks in sorted(found.items())
         for task in (tasks if every_task else tasks[:1])
         if any(fnmatch.fnmatch(family, pattern) for pattern in patterns)
-    ]
+    ] + [(name, OWN) for name in own_models() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
 
 
 def main() -> None:
@@ -130,18 +139,22 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=240.0, help="seconds for one model (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "coverage.jsonl", help="kept from run to run")
     parser.add_argument("--missing", action="store_true", help="only models that did not come that far yet")
+    parser.add_argument("--failed", action="store_true", help="only models that did not come that far, or failed")
+    parser.add_argument("--report", action="store_true", help="write the page from what is there; run nothing")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "coverage.md")
     options = parser.parse_args()
     plans = [] if options.stop_at == "batch" else options.plans
     verified = options.stop_at == "verify"
-    chosen = models(options.families, options.every_task)
-    if options.missing:
-        rows = _rows(options.results)
-        chosen = [key for key in chosen if key not in rows or not _settled(rows[key], plans, verified)]
-    waiting: queue.Queue[tuple[str, str]] = queue.Queue()
-    for key in chosen:
-        waiting.put(key)
     options.results.parent.mkdir(parents=True, exist_ok=True)
+    if not options.results.exists() and options.output.exists():
+        options.results.write_text("".join(json.dumps(row) + "\n" for row in read(options.output, PLANS)))
+    rows = _rows(options.results)
+    needs = {key: _need(rows.get(key), plans, verified) for key in models(options.families, options.every_task)}
+    most = "0" if options.missing else "1" if options.failed else "3"
+    waiting: queue.Queue[tuple[str, str]] = queue.Queue()
+    for key in sorted(needs, key=lambda key: needs[key]):
+        if needs[key][0] <= most and not options.report:
+            waiting.put(key)
     lock = threading.Lock()
 
     def work() -> None:
@@ -153,6 +166,7 @@ def main() -> None:
                 break
             worker = worker or Worker()
             request = {"family": family, "task": task, "plans": plans, "verify": verified, "limit_s": options.limit_s}
+            request["spec"] = own_spec(family) if task == OWN else ""
             row = worker.run(request, options.limit_s)
             if row.pop("ended", False):
                 worker = None
@@ -164,20 +178,25 @@ def main() -> None:
         if worker is not None:
             worker.stop()
 
-    threads = [threading.Thread(target=work) for _ in range(options.jobs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    write(options.output, list(_rows(options.results).values()), PLANS)
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(options.jobs)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        write(options.output, list(_rows(options.results).values()), PLANS)
 
 
-def _settled(row: dict[str, Any], plans: list[str], verified: bool) -> bool:
-    """Whether the model came to the last stage under all plans, or failed."""
-    if any(result != "pass" for stage, result in row["stages"].items() if stage != "batch"):
-        return True
+def _need(row: dict[str, Any] | None, plans: list[str], verified: bool) -> tuple[str, str]:
+    """How a model is sorted: "0" did not come to the last stage under all plans, "1" failed, "2" did; then its date."""
+    if row is None:
+        return "0", ""
+    if failed_stage(row) not in ("", "batch"):
+        return "1", row["date"]
     found = [row["plans"].get(plan) for plan in plans]
-    return all(item and (item["result"] != "pass" or not verified or item["stage"] == "verify") for item in found)
+    settled = all(item and (item["result"] != "pass" or not verified or item["stage"] == "verify") for item in found)
+    return "2" if settled else "0", row["date"]
 
 
 def _rows(path: Path) -> dict[tuple[str, str], dict[str, Any]]:

@@ -10,21 +10,23 @@ from typing import Any
 
 PASS = "pass"
 STAGES = ("build", "capture", "batch", "plan", "verify")
+_COLUMNS, _LAST = ("family", "head", "parameters"), ("sharded", "run", "why not")
 _HEAD = """# Coverage of real models
 
-Written by `make coverage` (`benchmarks/coverage.py`, which resumes from `build/coverage.jsonl`). One row per family of
-transformers, in a tiny configuration with random weights: two layers, 32 channels, 96 tokens, a batch of 8.
+Written by `make coverage` (`benchmarks/coverage.py`, which resumes from `build/coverage.jsonl`, or from this page). One
+row per family of transformers, in a tiny configuration with random weights: two layers, 32 channels, 96 tokens, a batch
+of 8; and one per model in plain torch (`benchmarks/coverage_models.py`). Heads for speech and audio are not among them.
 
 - **build**: transformers makes the model and its inputs from the configuration.
 - **capture**: torch.export gives a graph of its training step, without random numbers (dropout is set to 0).
 - **batch**: samples may be split, so that replicas and microbatches are possible. A model that fails here still runs
   under pipeline and tensor parallelism.
-- a plan's column: `equal` is three AdamW steps in local processes against the plain model in one, float64: losses,
+- a plan's column: `equal` is two AdamW steps in local processes against the plain model in one, float64: losses,
   gradients, parameters within 1e-9, and collectives as planned. `planned` is a plan found, and not run.
 
-A row is the newest result of its model, which may be older than the newest fix; `--families NAME` runs it again. A
-failure is named by its stage. Tensor-parallel plans are for devices on which splitting pays, so that ops are sharded:
-the column *sharded* counts the names of ops that tp2 shards.
+A row is the newest result of its model; the column *run* has its date, and it may be older than the newest fix.
+`--families NAME` runs it again. A failure is named by its stage. Tensor-parallel plans are for devices on which
+splitting pays, so that ops are sharded: the column *sharded* counts the names of ops that tp2 shards.
 """
 
 
@@ -33,10 +35,40 @@ def write(path: Path, rows: Sequence[dict[str, Any]], plans: Sequence[str]) -> N
     rows = sorted(rows, key=lambda row: (row["family"], row["task"]))
     lines = [_HEAD, "## Summary", "", *_summary(rows, plans), "", "## Reproduce", "", *_commands(), ""]
     lines += ["## What was run", "", *_runs(rows, plans), ""]
-    lines += ["## Models", "", _line(["family", "head", "parameters", *plans, "sharded", "why not"])]
-    lines += [_line(["---"] * (5 + len(plans)))]
+    lines += ["## Models", "", _line([*_COLUMNS, *plans, *_LAST])]
+    lines += [_line(["---"] * (len(_COLUMNS) + len(plans) + len(_LAST)))]
     lines += [_row(row, plans) for row in rows]
     path.write_text("\n".join(lines) + "\n")
+
+
+def read(path: Path, plans: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of a page, as far as it tells: reasons are shortened, and given to the first stage that failed."""
+    rows = []
+    for line in path.read_text().partition("## Models")[2].splitlines()[4:]:
+        cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        family, task, size = cells[:3]
+        sharded, *dates, why = cells[3 + len(plans) :]
+        row: dict[str, Any] = {"family": family, "task": task, "stages": {}, "plans": {}, "date": "".join(dates)}
+        if size != "–":
+            row["parameters"] = int(size.replace(",", ""))
+        broken = next((cell for cell in cells[3:] if cell in STAGES[:2]), "")
+        for stage in STAGES[: STAGES.index(broken) if broken else 2]:
+            row["stages"][stage] = PASS
+        if broken:
+            row["stages"][broken] = why
+        reasons = dict(found.groups() for found in re.finditer(rf"({'|'.join(plans)}): (.*?)(?=; \w+: |$)", why))
+        if not broken:
+            split = why.partition("; ")[0] if why and not re.match(rf"({'|'.join(plans)}): ", why) else PASS
+            row["stages"]["batch"] = split
+        for plan, cell in zip(plans, cells[3:], strict=False):
+            if cell in ("equal", "planned"):
+                row["plans"][plan] = {"stage": "verify" if cell == "equal" else "plan", "plan": plan, "result": PASS}
+            elif cell in STAGES[2:]:
+                row["plans"][plan] = {"stage": cell, "plan": plan, "result": reasons.get(plan, why)}
+        if "tp2" in row["plans"] and sharded != "–":
+            row["plans"]["tp2"]["sharded"] = int(sharded)
+        rows.append(row)
+    return rows
 
 
 def failed_stage(row: dict[str, Any]) -> str:
@@ -57,8 +89,8 @@ def _summary(rows: Sequence[dict[str, Any]], plans: Sequence[str]) -> list[str]:
     lines = [
         f"{len(rows)} models: {len(built)} built, {len(captured)} captured, {split} with a batch that may be split.",
         "",
-        _line(["plan", "run", "equal", "not equal or failed", "planned, not run", "no plan"]),
-        _line(["---"] * 6),
+        _line(["plan", "run", "equal", "of the captured", "not equal or failed", "planned, not run", "no plan"]),
+        _line(["---"] * 7),
     ]
     for plan in plans:
         results = [row["plans"][plan] for row in rows if plan in row["plans"]]
@@ -66,27 +98,36 @@ def _summary(rows: Sequence[dict[str, Any]], plans: Sequence[str]) -> list[str]:
         equal = sum(item["result"] == PASS for item in run)
         planned = sum(item["stage"] == "plan" and item["result"] == PASS for item in results)
         refused = len(results) - len(run) - planned
-        lines.append(_line([plan, str(len(run)), str(equal), str(len(run) - equal), str(planned), str(refused)]))
+        share = f"{100 * equal / max(1, len(captured)):.1f} %"
+        counts = [len(run) - equal, planned, refused]
+        lines.append(_line([plan, str(len(run)), str(equal), share, *map(str, counts)]))
     stages = Counter(failed_stage(row) or "none" for row in rows)
     lines += ["", _line(["first stage that failed", "models"]), _line(["---", "---"])]
     return [*lines, *(_line([stage, str(stages[stage])]) for stage in (*STAGES, "none") if stages[stage])]
 
 
 def _runs(rows: Sequence[dict[str, Any]], plans: Sequence[str]) -> list[str]:
-    """Which models went how far; the others stopped earlier, or their time was limited."""
+    """How many models were run when, how long they took, and which were not run under all plans."""
     lines = []
-    for stage, said in (("verify", "Trained and compared"), ("plan", "Planned, not run")):
-        for plan in plans:
-            names = [row["family"] for row in rows if row["plans"].get(plan, {}).get("stage") == stage]
-            if names:
-                lines.append(f"- {said} under {plan} ({len(names)}): {', '.join(names)}.")
-    return [*lines, "- Not planned under a plan: a dash, or the stage that stopped it, in its column."]
+    dates = Counter(row["date"] for row in rows)
+    for date in sorted(dates, reverse=True):
+        seconds = sorted(row["seconds"] for row in rows if row["date"] == date and "seconds" in row)
+        took = f"; half of them in at most {seconds[len(seconds) // 2]:.0f} s each" if seconds else ""
+        names = [row["family"] for row in rows if row["date"] == date]
+        which = "" if date == max(dates) else f": {', '.join(names)}"
+        lines.append(f"- {date or 'Before dates were kept'}: {len(names)} models{took}{which}.")
+    for plan in plans:
+        names = [row["family"] for row in rows if row["plans"].get(plan, {}).get("stage") == "plan"]
+        if names:
+            lines.append(f"- Not trained under {plan} ({len(names)}): {', '.join(names)}.")
+    return lines
 
 
 def _commands() -> list[str]:
     return [
-        "    make coverage                                                   every family, all four plans: hours",
-        "    python benchmarks/coverage.py --stop-at plan --jobs 2           as far as planning: minutes",
+        "    make coverage                                                   what is missing, all four plans",
+        "    python benchmarks/coverage.py --jobs 2                          every model anew: an hour on two cores",
+        "    python benchmarks/coverage.py --failed                          what is missing, and what failed",
         "    python benchmarks/coverage.py --families llama 'bert*'          some families, all four plans",
     ]
 
@@ -109,7 +150,7 @@ def _row(row: dict[str, Any], plans: Sequence[str]) -> str:
     count = row.get("parameters")
     size = "–" if count is None else f"{count:,}"
     sharded = "–" if "sharded" not in tp2 else str(tp2["sharded"])
-    return _line([row["family"], row["task"], size, *cells, sharded, "; ".join(reasons)])
+    return _line([row["family"], row["task"], size, *cells, sharded, row["date"] or "–", "; ".join(reasons)])
 
 
 def _reason(text: str) -> str:

@@ -23,7 +23,8 @@ TASKS = {
 LAYERS, HEADS, VOCAB, IMAGE = 2, 4, 96, 64
 # A number is replaced where it is larger than what stands here; the first pattern that matches the whole name decides.
 _NUMBERS: tuple[tuple[str, int], ...] = (
-    (r"type_vocab_size|.*bucket.*|num_groups", 8),
+    # Buckets of relative positions are few, and their number may be a default of the code.
+    (r"type_vocab_size|(?!relative_attention).*bucket.*|num_groups", 8),
     (r"mamba_num_heads|mamba_n_heads", 8),
     (r"(.*_)?vocab_size(_.*)?", 96),
     (
@@ -67,6 +68,8 @@ _NUMBERS: tuple[tuple[str, int], ...] = (
     (r"sliding_window(_size)?|local_attention|attention_window|attention_chunk_size|index_topk|.*chunk_size", 8),
     (r"image_size", IMAGE),
     (r"patch_size", 16),
+    # Four stages of an image of 64 in patches of 4 end with 2 x 2.
+    (r"window_size", 2),
     (r"mamba_d_ssm", 64),
     (r"num_latents|num_landmarks", 8),
 )

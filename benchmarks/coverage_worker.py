@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -27,13 +28,15 @@ from autopart.verify import Subject, compare_emitted, prepare
 from clusters import ideal
 from launch import ChildFailure, run_kept_job
 
+# The number of microbatches is given everywhere: each other one would be a search of its own.
 PLANS: dict[str, dict[str, int]] = {
-    "pp2": {"pp": 2, "dp": 1, "tp": 1},
-    "tp2": {"pp": 1, "dp": 1, "tp": 2},
+    "pp2": {"pp": 2, "dp": 1, "tp": 1, "microbatches": 2},
+    "tp2": {"pp": 1, "dp": 1, "tp": 2, "microbatches": 1},
     "dp2": {"pp": 1, "dp": 2, "tp": 1, "microbatches": 2},
     "pp2xtp2": {"pp": 2, "dp": 1, "tp": 2, "microbatches": 2},
 }
-BATCH, SEQ = 8, 16
+BATCH, SEQ, STEPS = 8, 16, 2
+SOLVER_S = 10.0  # for one solver call: any plan serves here, the best or not
 PASS = "pass"
 _SPLITS = ("dp", "microbatches")
 
@@ -42,7 +45,7 @@ def stages(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """What happened, stage by stage: ``{"stage": …, "result": "pass" or why not, "plan": its name or ""}``."""
     name, task = request["family"], request["task"]
     try:
-        text = spec(name, task, batch=BATCH, seq=SEQ)
+        text = request["spec"] or spec(name, task, batch=BATCH, seq=SEQ)
         yield {"stage": "spec", "result": text}
         loaded = load_model(text)
     except Exception as error:
@@ -78,14 +81,23 @@ def _under(name: str, subject: Subject, analysis: Analysis, verified: bool, limi
     stage = "plan"
     try:
         cluster = ideal(limits["pp"] * limits["dp"] * limits["tp"])
-        plan = make_plan(subject.program, cluster, batch=BATCH, analysis=analysis, recompute="none", **limits)  # type: ignore[arg-type]
+        plan = make_plan(
+            subject.program,
+            cluster,
+            batch=subject.program.batch,
+            analysis=analysis,
+            recompute="none",
+            meshes="equal",
+            time_limit_s=SOLVER_S,
+            **limits,  # type: ignore[arg-type]
+        )
         sharded = len(plan.strategies)
         if not verified:
             return {"stage": "plan", "plan": name, "result": PASS, "sharded": sharded}
         stage = "verify"
         with tempfile.TemporaryDirectory(prefix="autopart-coverage-") as folder:
             realize(subject.program, plan, analysis).save(Path(folder) / "program")
-            found = compare_emitted(Path(folder) / "program", subject, plan=plan, timeout_s=limit_s)
+            found = compare_emitted(Path(folder) / "program", subject, plan=plan, steps=STEPS, timeout_s=limit_s)
     except Exception as error:
         return {**_said(stage, error), "plan": name}
     result = PASS
@@ -116,8 +128,11 @@ def main() -> None:
     replace: Callable[[object, str, object], None] = setattr
     replace(autopart.verify, "run_local_job", run_kept_job)
     for line in sys.stdin:
+        last = time.monotonic()
         for answer in stages(json.loads(line)):
-            answers.write(json.dumps(answer) + "\n")
+            now = time.monotonic()
+            answers.write(json.dumps({**answer, "seconds": round(now - last, 1)}) + "\n")
+            last = now
         answers.write(json.dumps({"stage": "end"}) + "\n")
         torch._dynamo.reset()
         gc.collect()
