@@ -56,7 +56,8 @@ def read(path: Path, plans: Sequence[str]) -> list[dict[str, Any]]:
             row["stages"][stage] = PASS
         if broken:
             row["stages"][broken] = why
-        reasons = dict(found.groups() for found in re.finditer(rf"({'|'.join(plans)}): (.*?)(?=; \w+: |$)", why))
+        found = re.finditer(rf"({'|'.join(plans)}): (.*?)(?=; \w+: |$)", why)
+        reasons = {match[1]: match[2] for match in found}
         if not broken:
             split = why.partition("; ")[0] if why and not re.match(rf"({'|'.join(plans)}): ", why) else PASS
             row["stages"]["batch"] = split
