@@ -97,7 +97,8 @@ class _Layer:
         if meaning.what == "same":
             found = meaning.which
         else:
-            found = {"given": self.given, "own": self.own, "made": made}[meaning.what][meaning.which]
+            among: dict[str, Any] = {"given": self.given, "own": self.own, "made": made}
+            found = among[meaning.what][meaning.which]
         assert isinstance(found, fx.Node)
         return found
 

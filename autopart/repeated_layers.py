@@ -229,12 +229,12 @@ def _watched(groups: list[list[nn.Module]], calls: _Calls) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
-@torch.library.register_fake("autopart_capture::mark")
+@torch.library.register_fake("autopart_capture::mark")  # type: ignore[untyped-decorator]
 def _mark(tensors: Sequence[Tensor], call: int, leaves: bool) -> None:
     pass
 
 
-@torch.library.register_fake("autopart_capture::layer")
+@torch.library.register_fake("autopart_capture::layer")  # type: ignore[untyped-decorator]
 def _layer(tensors: Sequence[Tensor], call: int) -> list[Tensor]:
     return [
         torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device)
