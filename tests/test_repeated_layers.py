@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from autopart import repeated_layers, tracing
+from autopart import layer_copies, repeated_layers, tracing
 from autopart.cli import arguments
 from autopart.models import load_model
 from autopart.passes.program import Program
@@ -72,7 +72,7 @@ def both(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     """Captured as a whole and with copies; and whether there are copies."""
     whole = capture(model, args, kwargs, check_eval=False)
     made: list[bool] = []
-    original = repeated_layers.insert_copies
+    original = layer_copies.insert_copies
     with pytest.MonkeyPatch.context() as patch:
 
         def insert(*given: Any) -> None:
@@ -194,8 +194,9 @@ def with_losses(model: Any, x: Tensor) -> Tensor:
 def sharing() -> nn.Module:
     """One bias in all layers."""
     model = Stack(Counted, in_turn)
-    for layer in model.layers[1:]:
-        layer.norm.bias = model.layers[0].norm.bias
+    layers: Any = model.layers
+    for layer in layers[1:]:
+        layer.norm.bias = layers[0].norm.bias
     return model
 
 
@@ -209,7 +210,8 @@ class Halves(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        for half in self.halves:
+        halves: Any = self.halves
+        for half in halves:
             for layer in half:
                 x = layer(x)
         return x
