@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-_MOST_KEPT = 6
+_MOST_KEPT = 9
 # Calls between which processes connect anew: until then the groups of every call keep their threads and sockets.
 _CALLS = 8
 
