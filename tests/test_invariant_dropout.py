@@ -24,7 +24,7 @@ from autopart.runtime.errors import PlanError
 from autopart.runtime.invariant import Draw, Share
 from autopart.runtime.placement import Placement, take_share
 from autopart.tracing import capture
-from autopart.verify.rank import INPUTS, REFERENCE, WEIGHTS, train_and_compare
+from autopart.verify.rank import INPUTS, REFERENCE, WEIGHTS, adamw, train_and_compare
 from clusters import ideal
 from families import family
 from forcing import is_parameter, op
@@ -65,7 +65,8 @@ def train_alone(program: Path, job: Path) -> list[float]:
     """The one-process program: its losses; gradients and parameters are left as the reference."""
     torch.manual_seed(11)
     model, inputs = load(program, torch.load(job / WEIGHTS), device=torch.device("cpu")).train(), captured()[2]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = adamw(list(model.parameters()), 1e-3)
+    assert optimizer is not None
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for step in range(STEPS):

@@ -291,6 +291,7 @@ def test_folding_names() -> None:
     assert all(look_up(fold(named), name) == value for name, value in named.items())
 
 
+@pytest.mark.slow
 def test_equal_models_have_equal_plans() -> None:
     item = family("gpt2")
     plans = []

@@ -100,7 +100,7 @@ def _check_counts(move: Transition, axis: Axis, x: Tensor, y: Tensor) -> None:
     assert axis.traffic.counts() == expected, move
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_transition(processes: int) -> None:
     launch(_check_all, processes)
 

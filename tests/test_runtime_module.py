@@ -75,7 +75,7 @@ CASES = [
     pytest.param(2, 2, 2, "1f1b", {"tied": True}, marks=pytest.mark.slow),
     (1, 1, 2, "1f1b", {"tied": True}),
     (1, 1, 1, "1f1b", {"user_loss": True}),
-    (2, 2, 2, "1f1b", {"user_loss": True}),
+    pytest.param(2, 2, 2, "1f1b", {"user_loss": True}, marks=pytest.mark.slow),
     (3, 1, 2, "1f1b", {"user_loss": True, "skip": True, "tied": True}),
 ]
 

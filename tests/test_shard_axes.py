@@ -13,10 +13,8 @@ from test_shard import check
 XY: Axes = (("x", 2), ("y", 2))
 
 
-@pytest.mark.parametrize(
-    ("name", "seed"),
-    [("gpt2", 0), pytest.param("llama", 1, marks=pytest.mark.slow), pytest.param("mixtral", 2, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "seed"), [("gpt2", 0), ("llama", 1), ("mixtral", 2)])
 def test_random_strategies_on_two_axes(tmp_path: Path, name: str, seed: int) -> None:
     counted = check(tmp_path, name, randomly(seed), axes=XY)
     assert len(counted) >= 10

@@ -120,7 +120,7 @@ def test_nothing_to_search() -> None:
         search([], lambda config, below: Evaluation(None, 0.0, 0.0), lambda config: 0.0)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 6, 7, 12, 64, 96])
+@pytest.mark.parametrize("devices", [1, 2, 6, 7, 12, 64, pytest.param(96, marks=pytest.mark.slow)])
 def test_degrees_are_all_that_match(devices: int) -> None:
     batch = 24
     found = degrees(devices, batch, schedules=(("1f1b", 1), ("gpipe", 1)))

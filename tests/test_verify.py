@@ -34,6 +34,7 @@ def emitted(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow  # the command, which does the same, is a default test
 def test_two_stages_are_equal(subject: Subject, emitted: Path) -> None:
     found = compare_emitted(emitted, subject)
     assert found.equal and found.ranks == 2 and len(found.losses) == len(found.reference_losses) == 3
