@@ -70,7 +70,8 @@ def compare(row: Measurement, schedule: str | None) -> None:
     if theirs is not None:
         priced = f"{theirs.step_time_s:.2f} s, planned/published {ours.step_time_s / theirs.step_time_s:.2f}"
     print(
-        f"{row.name:8} {row.cluster!s:24} pp={layout.pp} dp={layout.dp} tp={layout.tp} x{layout.chunks}: {priced}; "
+        f"{row.name:8} {row.cluster!s:24} pp={layout.pp} dp={layout.dp} tp={layout.tp} x{layout.chunks}: "
+        f"measured {row.seconds:.2f} s, priced {priced}; "
         f"planned {chosen}: {ours.step_time_s:.2f} s, gap {ours.gap:.1%}; {time.process_time() - start:.0f} s of CPU",
         flush=True,
     )
