@@ -36,7 +36,8 @@ from autopart.runtime.placement import REPLICATE
 from autopart.runtime.schedule import deeper_warmup, in_flight
 from autopart.solver import stages as stage_solver
 from autopart.solver.search import Config, Degrees, Evaluation, NotBetter
-from autopart.solver.stages_problem import Block, Cut, StageProblem, StageSolution, Step
+from autopart.solver.stages_parts import Block, Cut
+from autopart.solver.stages_problem import StageProblem, StageSolution, Step
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, pipeline_floor, simulated_seconds
 from autopart.tensor_choice import Setting, Shared, TensorChoice, choose, work_bound
 from autopart.tensor_scheme import TensorScheme

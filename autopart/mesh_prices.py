@@ -19,7 +19,7 @@ from autopart.piece_prices import End, PiecePrices, Traffic, add_traffic, crosse
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.placement import Placements
 from autopart.solver.search import Degrees, UnlikeMeshes
-from autopart.solver.stages_problem import Block, Choice, Cut, Family, KeptGroup, Layer, Shape
+from autopart.solver.stages_parts import Block, Choice, Cut, Family, KeptGroup, Layer, Shape
 from autopart.tensor_choice import TensorChoice
 
 INSIDE, NETWORK = 0, 1

@@ -16,7 +16,7 @@ from autopart.passes.program import TensorInfo
 from autopart.prices import share_of
 from autopart.runtime.placement import BROADCAST, REPLICATE, Placements
 from autopart.solver.overlap import GradientSum
-from autopart.solver.stages_problem import TiedGroup
+from autopart.solver.stages_parts import TiedGroup
 from autopart.tensor_choice import Setting, TensorChoice
 
 

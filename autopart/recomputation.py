@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopart.block_costs import BlockCost, Kept
-from autopart.solver.stages_problem import Block, Choice, Family, KeptGroup, Layer
+from autopart.solver.stages_parts import Block, Choice, Family, KeptGroup, Layer
 
 
 @dataclass(frozen=True, slots=True)

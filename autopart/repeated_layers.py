@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx, library, nn
 from torch.utils import _pytree as pytree
 
 from autopart.alike_layers import alike_layers
 from autopart.layer_copies import Call, Differs, insert_copies
 
-torch.library.define("autopart_capture::mark", "(Tensor[] tensors, int call, bool leaves) -> ()")
-torch.library.define("autopart_capture::layer", "(Tensor[] tensors, int call) -> Tensor[]")
+library.define("autopart_capture::mark", "(Tensor[] tensors, int call, bool leaves) -> ()")
+library.define("autopart_capture::layer", "(Tensor[] tensors, int call) -> Tensor[]")
 MARK = torch.ops.autopart_capture.mark.default
 LAYER = torch.ops.autopart_capture.layer.default
 fx.node.has_side_effect(MARK)
@@ -229,12 +229,12 @@ def _watched(groups: list[list[nn.Module]], calls: _Calls) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
-@torch.library.register_fake("autopart_capture::mark")  # type: ignore[untyped-decorator]
+@library.register_fake("autopart_capture::mark")  # type: ignore[untyped-decorator]
 def _mark(tensors: Sequence[Tensor], call: int, leaves: bool) -> None:
     pass
 
 
-@torch.library.register_fake("autopart_capture::layer")  # type: ignore[untyped-decorator]
+@library.register_fake("autopart_capture::layer")  # type: ignore[untyped-decorator]
 def _layer(tensors: Sequence[Tensor], call: int) -> list[Tensor]:
     return [
         torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device)

@@ -34,7 +34,8 @@ from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import in_flight
 from autopart.solver import stages as stage_solver
 from autopart.solver.search import Evaluation, UnlikeMeshes
-from autopart.solver.stages_problem import Block, Shape, Slot, StageProblem, StageSolution
+from autopart.solver.stages_parts import Block, Shape
+from autopart.solver.stages_problem import Slot, StageProblem, StageSolution
 from autopart.step_time import WHOLE_SCHEDULES, simulated_seconds
 
 SCHEDULES = ("1f1b", "gpipe", "2bw-flush")

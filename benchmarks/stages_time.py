@@ -23,7 +23,8 @@ from autopart.cluster import Cluster
 from autopart.planner import make_plan
 from autopart.positions import Positions
 from autopart.solver import stages
-from autopart.solver.stages_problem import Block, Choice, Cut, Shape, Slot, StageProblem
+from autopart.solver.stages_parts import Block, Choice, Cut, Shape
+from autopart.solver.stages_problem import Slot, StageProblem
 from autopart.tracing import capture
 
 DEVICES = 64

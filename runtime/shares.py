@@ -7,7 +7,6 @@ saving, one for loading, and the reader and writer of folders.
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 import warnings
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -31,7 +30,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
     SavePlanner,
@@ -243,10 +241,11 @@ class Folder:
         return tensor
 
 
-class _PieceReader(LoadPlanner):
+class _PieceReader(DefaultLoadPlanner):
     """Says where in a rank's own tensors each part goes that the reader has read."""
 
     def __init__(self, pieces: dict[str, Piece]) -> None:
+        super().__init__()
         self._pieces = pieces
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
@@ -259,18 +258,3 @@ class _PieceReader(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         pass
-
-    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        raise NotImplementedError("each rank reads by itself")
-
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError("each rank reads by itself")
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise NotImplementedError("each rank reads by itself")
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise NotImplementedError("each rank reads by itself")
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise NotImplementedError("tensors only")

@@ -15,18 +15,8 @@ from autopart.solver import brute, stages
 from autopart.solver.overlap import GradientSum
 from autopart.solver.stages_graph import StageGraph
 from autopart.solver.stages_order import positions
-from autopart.solver.stages_problem import (
-    Block,
-    Choice,
-    Cut,
-    KeptGroup,
-    Layer,
-    Shape,
-    Slot,
-    StageProblem,
-    Step,
-    TiedGroup,
-)
+from autopart.solver.stages_parts import Block, Choice, Cut, KeptGroup, Layer, Shape, TiedGroup
+from autopart.solver.stages_problem import Slot, StageProblem, Step
 from autopart.step_time import simulated_seconds
 
 Edges = tuple[tuple[int, int], ...]

@@ -11,8 +11,8 @@ s to the next, both ways, the largest of what the two sides need on the link bet
 
     state + tied + in_flight[s] * activations + transient peak + buffers + overhead <= capacity(slot)     for every s
 
-A layer's blocks that are in one stage are run in one way, as a unit (:class:`stages_problem.Layer`), and a tensor that
-several blocks keep counts once (:class:`stages_problem.KeptGroup`).
+A layer's blocks that are in one stage are run in one way, as a unit (:class:`stages_parts.Layer`), and a tensor that
+several blocks keep counts once (:class:`stages_parts.KeptGroup`).
 Seconds of the blocks appear in every term with a positive sign, and choices of one stage bind no other: so a stage has
 the fastest choices that fit into its memory, d[s,a,b] seconds (:mod:`autopart.solver.stages_choices`). What remains is
 a way through the arcs (s, slot k, positions a, b) of :mod:`autopart.solver.stages_graph`, of which those that do not

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopart.solver.stages_problem import Family
+from autopart.solver.stages_parts import Family
 
 Array = NDArray[np.float64]
 

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from autopart.solver.overlap import sums_between
 from autopart.solver.stages_choices import Held, between, least_excess, least_seconds, relaxed_seconds
-from autopart.solver.stages_problem import Choice, Family, Shape, StageProblem, Step, hiding_seconds
+from autopart.solver.stages_parts import Choice, Family, Shape, hiding_seconds
+from autopart.solver.stages_problem import StageProblem, Step
 
 Array = NDArray[np.float64]
 Bits = NDArray[np.bool_]

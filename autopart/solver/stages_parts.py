@@ -1,0 +1,172 @@
+"""What stages are made of, as plain data: blocks with the ways to run them, what crosses between them, what they share.
+
+Times are seconds per microbatch unless said otherwise, memory is bytes per device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopart.solver.overlap import GradientSum
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to run a block, such as with recomputation; see :class:`Block` for the fields."""
+
+    forward_s: float
+    backward_s: float
+    state_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    transient_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_amounts("a choice", self, self.__slots__)
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+    def kept_bytes(self, in_flight: int) -> float:
+        return self.state_bytes + in_flight * self.activation_bytes
+
+
+Family = tuple[Choice, ...]
+"""The ways to run a block or a part of a layer."""
+
+
+def hiding_seconds(family: Family) -> float:
+    """What a backward may hide beside the fastest choice; what others may hide beyond that they take longer."""
+    return min(choice.seconds for choice in family) - min(choice.forward_s for choice in family)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What cannot be cut further.
+
+    forward_s, backward_s: seconds for one microbatch. step_end_s: seconds per step after the last backward (gradient
+    reduction, optimizer). state_bytes: weights, gradients, optimizer. activation_bytes: kept for the backward, per
+    microbatch in flight. transient_bytes: peak beyond these while the block runs. others: further ways to run it.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    state_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    transient_bytes: float = 0.0
+    step_end_s: float = 0.0
+    others: tuple[Choice, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_amounts(f"block {self.name!r}", self, self.__slots__[1:-1])
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        own = Choice(self.forward_s, self.backward_s, self.state_bytes, self.activation_bytes, self.transient_bytes)
+        return (own, *self.others)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What a rank next to a position does there: seconds of sending and receiving forward and backward, buffers."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    buffer_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_amounts("a cut", self, self.__slots__)
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True)
+class TiedGroup:
+    """Parameters that several blocks share, counted in none of these blocks.
+
+    bytes: weights, gradients and optimizer, held by every stage that has one of ``blocks``; step_end_s: what each of
+    these stages spends on it per step, as Block.step_end_s. seconds: of summing the gradients over stages, once per
+    step, if the blocks lie in more than one.
+    """
+
+    name: str
+    blocks: tuple[int, ...]
+    bytes: float
+    seconds: float = 0.0
+    step_end_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            raise ValueError(f"tied group {self.name!r} has no blocks")
+        _check_amounts(f"tied group {self.name!r}", self, ("bytes", "seconds", "step_end_s"))
+
+
+@dataclass(frozen=True, slots=True)
+class KeptGroup:
+    """A tensor that several blocks keep, counted in none of these.
+
+    bytes: per microbatch in flight, once in every stage that has one of ``blocks``.
+    """
+
+    blocks: tuple[int, ...]
+    bytes: float
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            raise ValueError("a kept tensor has no blocks")
+        _check_amounts("a kept tensor", self, ("bytes",))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Blocks that are run in one way where they are in one stage, such as a layer that is computed again as a whole.
+
+    blocks: their numbers, rising. parts: for each set of them that a stage can have, the ways to run it, instead of the
+    blocks' own; the first with as many seconds as these, the others with at least as many.
+    """
+
+    blocks: tuple[int, ...]
+    parts: Mapping[tuple[int, ...], Family] = field(hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What stages of one mesh on devices of one kind cost.
+
+    blocks: all blocks in this shape. cuts: [link][position], the first and the last position's are empty.
+    overhead_bytes: taken from each device. name: for people, such as "dp=2 tp=1 on A100". sums: those of gradients that
+    are part of the blocks' and tied groups' step_end_s and start during the last backward, in the order of messages.
+    """
+
+    blocks: tuple[Block, ...]
+    cuts: tuple[tuple[Cut, ...], ...]
+    overhead_bytes: float = 0.0
+    tied: tuple[TiedGroup, ...] = ()
+    name: str = ""
+    kept: tuple[KeptGroup, ...] = ()
+    layers: tuple[Layer, ...] = ()
+    sums: tuple[GradientSum, ...] = ()
+
+    def units(self, blocks: Sequence[int]) -> list[tuple[tuple[int, ...], Family]]:
+        """What is chosen for each by itself in a stage with these blocks: parts of layers, and the other blocks."""
+        inside = set(blocks)
+        parts = [tuple(block for block in layer.blocks if block in inside) for layer in self.layers]
+        found = [(part, layer.parts[part]) for part, layer in zip(parts, self.layers, strict=True) if part]
+        inside.difference_update(block for part in parts for block in part)
+        return sorted([*found, *(((block,), self.blocks[block].choices) for block in inside)], key=lambda item: item[0])
+
+
+def _check_amounts(owner: str, item: object, names: Iterable[str]) -> None:
+    for name in names:
+        value = getattr(item, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{owner}: {name} has to be finite and not negative, not {value}")
