@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from autopart.plan import Plan as Plan
     from autopart.planner import make_plan as make_plan
     from autopart.realize import emit as emit
+    from autopart.recording import parameters_on_meta as parameters_on_meta
     from autopart.runtime.meter import Meter as Meter
     from autopart.tracing import capture as capture
-    from autopart.weights import parameters_on_meta as parameters_on_meta
 
 _HOMES = {
     "Cluster": "autopart.cluster",
@@ -29,7 +29,7 @@ _HOMES = {
     "load": "autopart.api",
     "make_plan": "autopart.planner",
     "parallelize": "autopart.api",
-    "parameters_on_meta": "autopart.weights",
+    "parameters_on_meta": "autopart.recording",
 }
 __all__ = ["Cluster", "Meter", "Plan", "capture", "emit", "load", "make_plan", "parallelize", "parameters_on_meta"]
 

@@ -14,17 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from autopart.initialize import Init, buffers_made, fill, prepare
 from autopart.runtime.errors import AutopartError, InputError, PlanError
 from autopart.runtime.inputs import BatchMode, Returned, check_modes
 from autopart.runtime.mesh import connect, pick_device
 from autopart.runtime.module import ParallelModule
 from autopart.spread import on_first_rank, start_alike, write_on_hosts
-from autopart.weights import load_or_keep, save_weights
+from autopart.weights import load_or_start, save_weights
 
 if TYPE_CHECKING:
     from autopart.compiling import Compiler
@@ -98,6 +99,7 @@ def parallelize(
     reduce_dtype: str = "",
     example: Mapping[str, Any] | Sequence[Any] | None = None,
     weights: str | Path | None = None,
+    init: Init | Literal[False] | None = None,
     variants: int = 32,
     **limits: Any,
 ) -> nn.Module:
@@ -117,16 +119,19 @@ def parallelize(
     reduce_dtype: in which ranks add gradients up, "float32", "bfloat16" or "float64"; "": the parameters' own types.
     example: a batch to plan with now instead of at the first call, by name (or by position, in a tuple or list):
     ``data_rank`` and ``data_world_size`` are known from then on, which a sampler for ``batch="local"`` needs.
-    weights: a folder of safetensors files, of which each rank reads its shares once the model is planned. A model
-    built under ``autopart.parameters_on_meta()`` has to find all of its weights there; of others, such as one with a
-    new head, what is missing keeps its values, with a warning.
+    weights: a folder of safetensors files, of which each rank reads its shares once the model is planned. What is
+    missing, such as a new head, keeps its initial values, with a warning.
+    init: for a model on meta, each rank of which makes only its shares of the initial values: those that one process
+    would have drawn where the model was built under ``autopart.parameters_on_meta()``, else what modules'
+    ``reset_parameters`` and ``_init_weights`` give, with a warning. A function is called for each module after that,
+    children first, as by ``model.apply(init)``. False: zeros, where a checkpoint will be loaded.
     variants: for inputs of other sizes than the first batch's (but for the number of samples), such as sequences padded
     to each batch's longest, a program of the same plan is made when they are first seen; so many are kept in memory.
     limits: other keyword arguments of ``make_plan``, such as pp, dp, tp, zero, microbatches, schedule, recompute, pins,
     optimizer, dropout; not beside a plan.
 
-    Raises InputError and PlanError for values that are none of these; what the model or the plan lacks is said when the
-    model is planned.
+    Raises InputError and PlanError for values that are none of these, and PlanError where nothing says how a model on
+    meta starts; what the model or the plan lacks is said when the model is planned.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"parallelize takes an nn.Module, got {type(model).__name__}")
@@ -136,6 +141,14 @@ def parallelize(
     if plan is not None and (limits or cluster is not None):
         named = ", ".join([*limits, *(["cluster"] if cluster is not None else [])])
         raise PlanError(f"a plan is given, which says all that {named} would; leave out one or the other")
+    on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    if callable(init) and not on_meta:
+        raise PlanError("init= is for a model on meta; this one has its values: call model.apply(init) instead")
+    if on_meta and init is not False:
+        if weights is None:
+            prepare(model, init)
+        else:
+            prepare(model, names=())
     parallelized = Parallelized(
         model,
         {
@@ -155,7 +168,9 @@ def parallelize(
         outputs,
     )
     if weights is not None:
-        parallelized.when_started(partial(load_or_keep, weights, parallelized))
+        parallelized.when_started(partial(load_or_start, weights, parallelized, init or None))
+    elif on_meta and init is not False:
+        parallelized.when_started(partial(fill, parallelized))
     if isinstance(example, Mapping):
         parallelized.start((), dict(example))
     elif example is not None:
@@ -232,27 +247,29 @@ class Parallelized(nn.Module):
             )
         return self.parallel
 
-    def _check_buffers(self) -> None:
-        """Raises PlanError for buffers on meta that no file of weights holds."""
+    def _buffers_on_meta(self) -> dict[str, Tensor]:
+        """The values of buffers on meta. Raises PlanError for those that nobody knows and no file of weights holds."""
         kept = self.original.state_dict(keep_vars=True).keys()
-        lost = [name for name, buffer in self.original.named_buffers() if buffer.is_meta and name not in kept]
-        if lost:
-            raise PlanError(
-                f"the buffer {lost[0]!r} is on meta and in no state dict, so nobody knows its value; build the model "
-                "under autopart.parameters_on_meta() instead"
-            )
+        made = buffers_made(self.original)
+        for name, buffer in self.original.named_buffers():
+            if buffer.is_meta and name not in kept and name not in made:
+                raise PlanError(
+                    f"the buffer {name!r} is on meta and in no state dict, so nobody knows its value; build the model "
+                    "under autopart.parameters_on_meta() instead"
+                )
+        return made
 
     def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ParallelModule:
-        self._check_buffers()
         device = pick_device()
         connect(device)
+        made = self._buffers_on_meta()
         settings = self._settings
         files = on_first_rank(lambda: self._compiler.plan(args, kwargs))
         directory = write_on_hosts(files, settings["directory"])
-        originals = tensors_of(self.original)
+        originals = {**tensors_of(self.original), **made}
         start_alike(originals, device)
         parallel = load(directory, originals, batch=self._batch, outputs=self._returned, device=device)
-        buffers = dict(self.original.named_buffers(remove_duplicate=False))
+        buffers = {**dict(self.original.named_buffers(remove_duplicate=False)), **made}
         parallel.variants.allow(self._compile_for, buffers, settings["variants"])
         if parallel.mesh.rank == 0 and settings["verbose"]:
             print(files["plan.txt"].decode(), f"\nstages in {directory}", sep="", file=sys.stderr, flush=True)

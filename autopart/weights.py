@@ -1,7 +1,6 @@
 """Weights from and to safetensors folders, as the Hugging Face libraries write them: no rank needs the whole model.
 
 ``load_weights`` reads only the slices that this rank holds. ``save_weights`` gathers one tensor at a time.
-``parameters_on_meta`` is how a model is built whose weights will be read.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from autopart.initialize import Init, fill, prepare
 from autopart.runtime.errors import InputError
 from autopart.runtime.holding import Entry, holding_of
 from autopart.runtime.module import ParallelModule
@@ -25,23 +24,6 @@ from autopart.runtime.state import whole_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
-
-
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Modules made inside have parameters without memory; buffers, such as rotary frequencies, are made as ever."""
-
-    # Any: torch's stubs say that a hook returns nothing; its documentation, that what it returns is registered.
-    def emptied(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
-        if parameter is None or parameter.is_meta:
-            return parameter
-        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-
-    hook = register_module_parameter_registration_hook(emptied)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def load_weights(folder: str | Path, model: nn.Module, strict: bool = True) -> tuple[list[str], list[str]]:
@@ -79,13 +61,17 @@ def load_weights(folder: str | Path, model: nn.Module, strict: bool = True) -> t
     return missing, unexpected
 
 
-def load_or_keep(folder: str | Path, model: nn.Module) -> None:
-    """As :func:`load_weights`; where the model has values of its own, what is missing keeps these, with a warning.
+def load_or_start(folder: str | Path, model: nn.Module, init: Init | None = None) -> None:
+    """As :func:`load_weights`; what is missing keeps its values, or on meta gets its initial ones, with a warning.
 
-    Raises InputError as it does, with ``strict`` for a model on meta.
+    Raises InputError where no name fits, and PlanError as :func:`autopart.initialize.prepare` does.
     """
     original: nn.Module = getattr(model, "original", model)
-    missing, unexpected = load_weights(folder, model, any(p.is_meta for p in original.parameters()))
+    missing, unexpected = load_weights(folder, model, strict=False)
+    on_meta = {name for name, parameter in original.named_parameters() if parameter.is_meta}.intersection(missing)
+    if on_meta:
+        prepare(original, init, on_meta)
+        fill(model, on_meta)
     if missing or unexpected:
         kept = f"keep their initial values: {missing[:8]}" if missing else ""
         unread = f"not read: {unexpected[:8]}" if unexpected else ""

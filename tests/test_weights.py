@@ -20,7 +20,7 @@ from transformers import (
 
 import autopart
 from autopart.runtime.errors import InputError, PlanError
-from autopart.weights import load_or_keep
+from autopart.weights import load_or_start
 from launch import launch
 
 CONFIGS: dict[str, Any] = {
@@ -124,32 +124,50 @@ def test_a_head_reads_the_weights_of_a_model_without(tmp_path: Path) -> None:
     base.save_pretrained(tmp_path / "base")
     stored = load_file(tmp_path / "base" / "model.safetensors")
     save_file({**stored, "embeddings.position_ids": torch.arange(8)[None]}, tmp_path / "base" / "model.safetensors")
+    torch.manual_seed(1)
     with autopart.parameters_on_meta():
         empty = BertForSequenceClassification(config)
     x = torch.arange(8)[None]
     batch = {"input_ids": x, "labels": torch.tensor([1])}
-    with pytest.raises(InputError, match=r"missing \['classifier.weight', 'classifier.bias'\], unexpected \[\]"):
-        autopart.parallelize(empty, weights=tmp_path / "base", example=batch, verbose=False)
-    model: Any = autopart.parallelize(BertForSequenceClassification(config), weights=tmp_path / "base", verbose=False)
-    with pytest.warns(UserWarning, match="keep their initial values: .*classifier.weight"):
-        model(**batch)
-    state = model.state_dict()
-    for name, tensor in base.state_dict().items():
-        assert torch.equal(state[f"bert.{name}"], tensor)
+    whole = BertForSequenceClassification(config)
+    head = whole.classifier.weight.detach().clone()
+    for built in (empty, whole):
+        model: Any = autopart.parallelize(built, weights=tmp_path / "base", verbose=False)
+        with pytest.warns(UserWarning, match="keep their initial values: .*classifier.weight"):
+            model(**batch)
+        state = model.state_dict()
+        for name, tensor in base.state_dict().items():
+            assert torch.equal(state[f"bert.{name}"], tensor)
+        assert torch.equal(state["classifier.weight"], head)
     model.save_pretrained(tmp_path / "head")
     other = BertModel(config)
-    load_or_keep(tmp_path / "head", other)
+    load_or_start(tmp_path / "head", other)
     for name, tensor in base.state_dict().items():
         assert torch.equal(other.state_dict()[name], tensor)
     with pytest.raises(InputError, match="does not fit"):
-        load_or_keep(tmp_path / "head", nn.Linear(2, 2))
+        load_or_start(tmp_path / "head", nn.Linear(2, 2))
 
 
-def test_on_meta_nothing_is_lost_in_silence() -> None:
+class Lost(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("table", torch.ones(4), persistent=False)
+
+
+def test_on_meta_nothing_is_lost_in_silence(tmp_path: Path) -> None:
+    """What no file holds is made by the modules' initializers, or asked for."""
+    plain = AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    plain.save_pretrained(tmp_path)
     with torch.device("meta"):
         llama = AutoModelForCausalLM.from_config(CONFIGS["llama"])
-    parallel = autopart.parallelize(llama, verbose=False)
+        lost = Lost()
+    with pytest.warns(UserWarning, match="inv_freq, were not built under"):
+        parallel = autopart.parallelize(llama, weights=tmp_path, verbose=False)
     with pytest.raises(PlanError, match="make the optimizer after that"):
         torch.optim.SGD(parallel.parameters(), lr=0.1)
-    with pytest.raises(PlanError, match=r"inv_freq' is on meta.*parameters_on_meta"):
-        parallel(**batch())
+    assert float(parallel(**batch()).loss) == pytest.approx(float(plain(**batch()).loss), rel=1e-5)
+    with pytest.raises(PlanError, match=r"how table start.*parameters_on_meta"):
+        autopart.parallelize(lost, weights=tmp_path, verbose=False)
+    parallel = autopart.parallelize(lost, loss_fn=nn.MSELoss(), init=False, verbose=False)
+    with pytest.raises(PlanError, match=r"'table' is on meta.*parameters_on_meta"):
+        parallel(torch.ones(2, 4), targets=torch.ones(2, 4))

@@ -189,7 +189,7 @@ class StageSource:
 
     def _class_name(self, path: str) -> str:
         parts = [part for part in path.split(".") if not part.isdigit()]
-        base = "".join(word.capitalize() for part in parts[-2:] for word in part.split("_"))
+        base = "".join(word.capitalize() for part in parts[-2:] for word in part.split("_")) or "Layer"
         taken = {layer.name for layer in self.classes.values()}
         name, number = base, 2
         while name in taken or name in ("Stage", "Namespace"):
