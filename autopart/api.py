@@ -356,6 +356,12 @@ class Parallelized(nn.Module):
         return self._current.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Raises PlanError before the first call where the original is on meta: the values would be dropped."""
+        if self.parallel is None and not assign and any(tensor.is_meta for tensor in self.original.parameters()):
+            raise PlanError(
+                "the model is on meta, where no values can be kept; load them once it is planned (parallelize(model, "
+                "example=batch) plans at once), or give assign=True, which keeps them whole until then"
+            )
         return self._current.load_state_dict(state_dict, strict, assign)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

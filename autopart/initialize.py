@@ -92,7 +92,8 @@ def _reset(model: nn.Module, unknown: Collection[int]) -> None:
     _in_order(model, reset)
     for module in _outermost(model):
         # transformers' goes on into models inside of models, each with its own
-        whole: Any = getattr(module, "initialize_weights", None) or partial(module.apply, module._init_weights)
+        of_one: Any = module._init_weights
+        whole: Any = getattr(module, "initialize_weights", None) or partial(module.apply, of_one)
         _called(module, whole)
 
 

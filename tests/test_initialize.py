@@ -130,7 +130,8 @@ class Own(nn.Module):
         self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
         self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
         self.layers.append(copy.deepcopy(self.layers[0]))
-        nn.init.sparse_(self.layers[1].weight, 0.4)
+        self.sparse = nn.Linear(5, 5)
+        nn.init.sparse_(self.sparse.weight, 0.4)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
             self.seeded = nn.Parameter(torch.empty(33))
@@ -142,6 +143,7 @@ class Own(nn.Module):
         self.alike = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
         self.register_buffer("average", self.after.weight.detach().clone())
         self.register_buffer("noise", torch.randn(4))
+        self.spectral = nn.utils.spectral_norm(nn.Linear(63, 52))
         self.turned = nn.utils.parametrizations.orthogonal(nn.Linear(3, 3))
         with torch.no_grad():
             self.after.weight[1] = self.after.weight[0] * 2
@@ -240,6 +242,19 @@ def test_a_module_without_initializer_is_named(place: Callable[[], Any]) -> None
         assert torch.equal(parallel.state_dict()[name], tensor), name
     with pytest.raises(PlanError, match=r"has its values: call model\.apply"):
         autopart.parallelize(expected, init=start)
+
+
+def test_values_for_parameters_without_memory_are_refused() -> None:
+    with autopart.parameters_on_meta():
+        model = nn.Linear(4, 4)
+    state = nn.Linear(4, 4).state_dict()
+    parallel: Any = autopart.parallelize(model, loss_fn=nn.MSELoss(), verbose=False)
+    with pytest.raises(PlanError, match=r"the model is on meta.*assign=True"):
+        parallel.load_state_dict(state)
+    parallel.load_state_dict(state, assign=True)
+    parallel(torch.ones(2, 4), targets=torch.ones(2, 4))
+    for name, tensor in state.items():
+        assert torch.equal(parallel.state_dict()[name], tensor), name
 
 
 def test_without_initial_values_there_are_zeros() -> None:
