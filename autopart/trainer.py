@@ -9,7 +9,6 @@ loop, arguments and callbacks are its own. This file knows which of its methods,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ from autopart.runtime import checkpoint
 from autopart.runtime.errors import InputError
 
 try:
-    import accelerate
     import transformers
-    from accelerate.data_loader import prepare_data_loader
+
+    from autopart.accelerator import whole_already, whole_batches
 except ImportError as error:
     raise InputError(f"the Trainer needs {error.name}: pip install 'transformers[torch]'") from error
 
@@ -56,24 +55,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         accelerator.prepare_model = partial(
             accelerator.prepare_model, device_placement=False, evaluation_mode=True
         )  # not DistributedDataParallel
-        accelerator.prepare_data_loader = self._whole_batches
-        whole = partial(_whole_already, accelerator, accelerator.gather_for_metrics)
+        accelerator.prepare_data_loader = lambda loader, *_, **__: whole_batches(accelerator, loader)
+        whole = partial(whole_already, accelerator, accelerator.gather_for_metrics)
         self.gather_function = accelerator.gather_for_metrics = whole
-
-    def _whole_batches(self, loader: Any, *_: Any, **__: Any) -> Any:
-        """The loader as accelerate prepares it in one process."""
-        accelerator: accelerate.Accelerator = self.accelerator
-        return prepare_data_loader(
-            loader,
-            accelerator.device,
-            num_processes=1,
-            process_index=0,
-            put_on_device=True,
-            dispatch_batches=False,
-            use_seedable_sampler=accelerator.use_seedable_sampler,
-            data_seed=accelerator.dataloader_config.data_seed,
-            non_blocking=accelerator.non_blocking,
-        )
 
     def get_tp_size(self) -> int:
         """The processes that work on one batch: all."""
@@ -112,12 +96,3 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Without accelerate's wrapper."""
         plain: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         return plain
-
-
-def _whole_already(accelerator: Any, gather_for_metrics: Callable[..., Any], values: Any, *_: Any) -> Any:
-    """Accelerate's cut of the last batch without its gathering: every rank has the whole batch's outputs."""
-    gather, accelerator.gather = accelerator.gather, lambda found: found
-    try:
-        return gather_for_metrics(values)
-    finally:
-        accelerator.gather = gather

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import torch
+from torch import Tensor
+from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import corpus
@@ -33,3 +37,16 @@ def validation_loss(model: torch.nn.Module, batch: int, seq: int, count: int = 8
         losses = [model(input_ids=x, labels=x).loss.item() for x in corpus.validation_batches(batch, seq, count)]
     model.train(training)
     return sum(losses) / len(losses)
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """The first bytes of the corpus, cut into rows."""
+
+    def __init__(self, count: int, seq: int) -> None:
+        self.rows = torch.cat(list(islice(corpus.training_batches(1, seq), count)))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}

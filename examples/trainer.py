@@ -9,29 +9,12 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from itertools import islice
 
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import TrainingArguments
 
-import corpus
 from autopart.trainer import Trainer  # instead of: from transformers import Trainer
-from small_gpt2 import build_model
-
-
-class Rows(Dataset[dict[str, Tensor]]):
-    """The first bytes of the corpus, cut into rows."""
-
-    def __init__(self, count: int, seq: int) -> None:
-        self.rows = torch.cat(list(islice(corpus.training_batches(1, seq), count)))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+from small_gpt2 import Rows, build_model
 
 
 def train(trainer_class: type = Trainer, steps: int = 100, batch: int = 16, seq: int = 64, folder: str = "") -> float:
