@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import autopart
+from autopart.precision import eager_in_float64, float64_throughout
 from autopart.runtime.errors import InputError
 from launch import launch
 
@@ -47,7 +48,10 @@ def in_parallel(limits: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", LOCAL_WORLD_SIZE="2")
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     assert accelerator.num_processes == 2
-    found = trained(accelerator, autopart.parallelize(model_of(), verbose=False, **limits))
+    with float64_throughout():
+        example = {"input_ids": Rows().ids[:4], "labels": Rows().labels[:4]}
+        model = autopart.parallelize(model_of(), verbose=False, example=example, **limits)
+    found = trained(accelerator, model)
     with pytest.raises(InputError, match="each rank holds a part"):
         accelerator.save_state("nowhere")
     return found
@@ -57,7 +61,9 @@ def in_parallel(limits: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]
 def test_it_trains_as_the_library_s_own(limits: dict[str, Any]) -> None:
     import accelerate
 
-    expected, weights = trained(accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2), model_of())
+    model = model_of()
+    with eager_in_float64(model):
+        expected, weights = trained(accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2), model)
     for found, state in launch(in_parallel, 2, limits, timeout=240.0):
         assert found == pytest.approx(expected, rel=1e-9)
         for name, tensor in weights.items():
