@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from autopart.api import Parallelized, parallelize
 from autopart.runtime.errors import InputError
+from autopart.runtime.mesh import connect, pick_device
 
 try:
     import accelerate
@@ -30,6 +32,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     library's own. Weights are written by ``model.save_pretrained``, the state of training by
     ``autopart.runtime.checkpoint``: ``save_state`` and ``load_state`` raise InputError.
     """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        join_job()
+        super().__init__(*arguments, **named)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -59,6 +65,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def load_state(self, *_: Any, **__: Any) -> Any:
         raise InputError("use autopart.runtime.checkpoint.load(folder, model, optimizer, scheduler)")
+
+
+def join_job() -> None:
+    """Connects the processes; on CPUs, which the library would otherwise take for a job of one process each."""
+    device = pick_device()
+    connect(device)
+    if device.type == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # the library's own switch
 
 
 def whole_batches(accelerator: Any, loader: Any) -> Any:

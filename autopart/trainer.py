@@ -23,7 +23,7 @@ from autopart.runtime.errors import InputError
 try:
     import transformers
 
-    from autopart.accelerator import whole_already, whole_batches
+    from autopart.accelerator import join_job, whole_already, whole_batches
 except ImportError as error:
     raise InputError(f"the Trainer needs {error.name}: pip install 'transformers[torch]'") from error
 
@@ -43,6 +43,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if model is None:
             raise InputError("autopart's Trainer takes a model, not model_init: parallelize(model) divides it once")
         parallel: Any = model if isinstance(model, Parallelized) else parallelize(model)
+        join_job()
+        given = named.get("args", arguments[0] if arguments else None)
+        if given is not None and given.__dict__.pop("_setup_devices", None):
+            _ = given.device  # its view of the job was made before; the library's accelerator starts from it
         # What the library looks up (loss, names of labels, columns) is the original's.
         super().__init__(parallel.original, *arguments, **named)
         self.model = self.model_wrapped = self.callback_handler.model = parallel

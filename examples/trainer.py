@@ -8,6 +8,7 @@ Without torchrun it trains in one process. Needs accelerate, as the library's Tr
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 
 import torch
@@ -42,7 +43,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--folder", default="", help="where the model is saved for from_pretrained")
     options = parser.parse_args()
-    print(f"mean loss {train(steps=options.steps, folder=options.folder):.6f}")
+    loss = train(steps=options.steps, folder=options.folder)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"mean loss {loss:.6f}")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def in_parallel(limits: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]
 
     # accelerate asks for what torchrun sets; the processes are connected already
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", LOCAL_WORLD_SIZE="2")
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator = Accelerator(gradient_accumulation_steps=2)
     assert accelerator.num_processes == 2
     with float64_throughout():
         example = {"input_ids": Rows().ids[:4], "labels": Rows().labels[:4]}

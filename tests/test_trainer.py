@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
@@ -59,7 +60,6 @@ def arguments(folder: str, **more: Any) -> TrainingArguments:
         "save_strategy": "steps",
         "save_steps": 4,
         "report_to": [],
-        "use_cpu": True,
         "disable_tqdm": True,
     }
     return TrainingArguments(output_dir=folder, **{**settings, **more})
@@ -78,6 +78,7 @@ def in_parallel(folder: str, limits: dict[str, Any], resume: str | None) -> tupl
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", LOCAL_WORLD_SIZE="2")
     model = autopart.parallelize(model_of(), verbose=False, **limits)
     trainer = Trainer(model=model, args=arguments(folder), train_dataset=Rows(), eval_dataset=Rows())
+    assert trainer.args.world_size == 2 and trainer.args.should_save == (dist.get_rank() == 0)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(folder)
     return history(trainer), model.state_dict()
