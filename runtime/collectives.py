@@ -22,7 +22,8 @@ B -> P     ``keep_all_on_first``               zeros but on rank 0         zeros
 =========  ==================================  ==========================  ==========================
 
 All take ``(x, axis)``; those with a sharded end also ``dim`` and ``outer``, the number of blocks in that dim outside
-the sharded part. An axis of one rank returns ``x`` itself. Tensors of any dtype pass forward.
+the sharded part. An axis of one rank returns ``x`` itself. Tensors of any dtype pass forward. Those whose backward is a
+collective also take ``later`` (:class:`Later`): products whose weights' gradients are computed while that goes on.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from autopart.runtime.later import Begin, Later, convert_beside
 from autopart.runtime.mesh import Axis, Pending, gather_single
 from autopart.runtime.placement import join_shards, shard, take_shard
 from autopart.runtime.traffic import Phase, payload
@@ -170,6 +172,39 @@ def _exchange(x: Tensor, axis: Axis, source: tuple[int, int], target: tuple[int,
     return join_shards(received.unbind(), shard(*source))
 
 
+def _begin_sum(x: Tensor, axis: Axis, phase: Phase) -> Callable[[], Tensor]:
+    """As :func:`sum_over`; what is returned waits for the result. So with the following."""
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    work = sum_message(total, axis, phase)
+
+    def end() -> Tensor:
+        work.wait()
+        return total
+
+    return end
+
+
+def _begin_scatter(x: Tensor, axis: Axis, dim: int, outer: int, phase: Phase) -> Callable[[], Tensor]:
+    shares = _shares(x, axis, dim, outer)
+    work, own = scatter_message(shares.flatten(1), axis, phase)
+
+    def end() -> Tensor:
+        work.wait()
+        return own.view(shares.shape[1:])
+
+    return end
+
+
+def _begin_gather(x: Tensor, axis: Axis, dim: int, outer: int, phase: Phase) -> Callable[[], Tensor]:
+    work, gathered = gather_message(x.detach().contiguous().flatten(), axis, phase)
+
+    def end() -> Tensor:
+        work.wait()
+        return join_shards(gathered.view(axis.size, *x.shape).unbind(), shard(dim, outer))
+
+    return end
+
+
 def _shares(x: Tensor, axis: Axis, dim: int, outer: int) -> Tensor:
     """Every rank's share, stacked in a contiguous tensor (stacking alone keeps the strides of channels-last shares)."""
     placement = shard(dim, outer)
@@ -208,11 +243,21 @@ class _Transition(torch.autograd.Function):
         return ctx.operation(gradient, "backward"), None, None
 
 
-def _apply(x: Tensor, axis: Axis, forward: _Operation, backward: _Operation) -> Tensor:
+def _apply(
+    x: Tensor,
+    axis: Axis,
+    forward: _Operation,
+    backward: _Operation,
+    later: Later | None = None,
+    begin: Begin | None = None,
+) -> Tensor:
+    """begin: the backward, not waited for."""
     if axis.size == 1:
         return x
     if has_torch_function((x,)):  # as torch's own functions: _Transition.apply would not be seen
         return handle_torch_function(_apply, (x,), x, axis, forward, backward)
+    if later is not None and begin is not None and later.is_of_use(x):
+        return convert_beside(x, forward, begin, later)
     return _Transition.apply(x, forward, backward)
 
 
@@ -223,16 +268,21 @@ def _same(x: Tensor, phase: Phase) -> Tensor:
 # --- The transitions ---
 
 
-def split(x: Tensor, axis: Axis, dim: int, outer: int = 1) -> Tensor:
+def split(x: Tensor, axis: Axis, dim: int, outer: int = 1, later: Later | None = None) -> Tensor:
     """R -> S: takes this rank's share of a replicated tensor; gradients are all-gathered."""
     return _apply(
-        x, axis, lambda x, _: _own_share(x, axis, dim, outer), lambda g, p: gather_shards(g, axis, dim, outer, p)
+        x,
+        axis,
+        lambda x, _: _own_share(x, axis, dim, outer),
+        lambda g, p: gather_shards(g, axis, dim, outer, p),
+        later,
+        lambda g, p: _begin_gather(g, axis, dim, outer, p),
     )
 
 
-def sum_gradients(x: Tensor, axis: Axis) -> Tensor:
+def sum_gradients(x: Tensor, axis: Axis, later: Later | None = None) -> Tensor:
     """R -> B: the same tensor; the ranks' gradients are summed."""
-    return _apply(x, axis, _same, lambda g, p: sum_over(g, axis, p))
+    return _apply(x, axis, _same, lambda g, p: sum_over(g, axis, p), later, lambda g, p: _begin_sum(g, axis, p))
 
 
 def keep_on_first(x: Tensor, axis: Axis) -> Tensor:
@@ -247,13 +297,15 @@ def all_gather(x: Tensor, axis: Axis, dim: int, outer: int = 1) -> Tensor:
     )
 
 
-def all_gather_scatter_gradients(x: Tensor, axis: Axis, dim: int, outer: int = 1) -> Tensor:
+def all_gather_scatter_gradients(x: Tensor, axis: Axis, dim: int, outer: int = 1, later: Later | None = None) -> Tensor:
     """S -> B: the whole on every rank; the ranks' gradients are summed and each takes its share."""
     return _apply(
         x,
         axis,
         lambda x, p: gather_shards(x, axis, dim, outer, p),
         lambda g, p: _scatter_sums(g, axis, dim, outer, p),
+        later,
+        lambda g, p: _begin_scatter(g, axis, dim, outer, p),
     )
 
 
@@ -281,19 +333,28 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     return _apply(x, axis, lambda x, p: sum_over(x, axis, p), _same)
 
 
-def reduce_scatter(x: Tensor, axis: Axis, dim: int, outer: int = 1) -> Tensor:
+def reduce_scatter(x: Tensor, axis: Axis, dim: int, outer: int = 1, later: Later | None = None) -> Tensor:
     """P -> S: this rank's share of the sum; gradients are all-gathered."""
     return _apply(
         x,
         axis,
         lambda x, p: _scatter_sums(x, axis, dim, outer, p),
         lambda g, p: gather_shards(g, axis, dim, outer, p),
+        later,
+        lambda g, p: _begin_gather(g, axis, dim, outer, p),
     )
 
 
-def all_reduce_sum_gradients(x: Tensor, axis: Axis) -> Tensor:
+def all_reduce_sum_gradients(x: Tensor, axis: Axis, later: Later | None = None) -> Tensor:
     """P -> B: the sum on every rank; the ranks' gradients are summed as well."""
-    return _apply(x, axis, lambda x, p: sum_over(x, axis, p), lambda g, p: sum_over(g, axis, p))
+    return _apply(
+        x,
+        axis,
+        lambda x, p: sum_over(x, axis, p),
+        lambda g, p: sum_over(g, axis, p),
+        later,
+        lambda g, p: _begin_sum(g, axis, p),
+    )
 
 
 def keep_gradients_on_first(x: Tensor, axis: Axis) -> Tensor:

@@ -17,6 +17,7 @@ from torch import fx
 
 from autopart.passes import graph as graphs
 from autopart.passes.rules.arguments import words
+from autopart.passes.storage import op_name
 from autopart.runtime.errors import PlanError
 
 aten = torch.ops.aten
@@ -111,10 +112,12 @@ class Printer:
     def __init__(self, device: str, training: str):
         self.device, self.training = device, training
 
-    def text(self, node: fx.Node, names: Callable[[fx.Node], Text]) -> Text:
-        """The node's expression."""
+    def text(self, node: fx.Node, names: Callable[[fx.Node], Text], later: str = "") -> Text:
+        """The node's expression. later: what computes the product and puts its weight's gradient off."""
         arguments = _Arguments(node, names, self.device)
         target = node.target
+        if later:
+            return Text(f"{later}.{op_name(node)}({arguments.all()})")
         if target is operator.getitem:
             return Text(f"{arguments.at(0).inside(_ATOM)}[{arguments.code(1)}]")
         if target in _INFIX and len(node.args) == 2 and not node.kwargs:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
 from autopart.passes import graph as graphs
+from autopart.passes.beside import weight_of
 from autopart.passes.blocks import is_random
 from autopart.passes.conversion import Axes
 from autopart.passes.emit.expressions import Printer, Text
@@ -17,6 +19,7 @@ from autopart.passes.sizes import extent
 from autopart.runtime.manifest import argument_name
 
 _LONGEST_EXPRESSION = 64
+GATHER = "self._mesh.gather("
 
 
 @dataclass(slots=True)
@@ -50,7 +53,7 @@ def _wanted(node: fx.Node) -> str:
 class Function:
     """Statements of one forward: a layer's, or the part of the stage's outside of layers.
 
-    invariant: random numbers do not depend on the plan. path: the layer's.
+    invariant: random numbers do not depend on the plan. path: the layer's. beside: of :mod:`autopart.passes.beside`.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Function:
         device: str = "self._mesh.device",
         invariant: bool = False,
         path: str = "",
+        beside: Mapping[fx.Node, Sequence[fx.Node]] | None = None,
     ):
         self.axes, self.invariant, self.path = axes, invariant, path
         self.names = names
@@ -72,6 +76,8 @@ class Function:
         self.random_calls = 0
         self.scope: set[fx.Node] = set()
         self.inlined: set[fx.Node] = set()  # values without a name: written into their only reader
+        self.beside = beside or {}
+        self.laters: dict[fx.Node, str] = {}  # by product, what puts off its weight's gradient
         self.printer = Printer(device, "self.training")
 
     def name(self, node: fx.Node) -> Text:
@@ -85,7 +91,7 @@ class Function:
 
     def statement(self, node: fx.Node) -> None:
         """Writes a node: kept for its only reader if it is short, else assigned to a variable."""
-        if not graphs.is_tensor(node) and not graphs.is_op(node):
+        if node in self.texts or (not graphs.is_tensor(node) and not graphs.is_op(node)):
             return
         if graphs.is_getitem(node):
             self.texts[node] = self.printer.text(node, self.name)
@@ -94,14 +100,14 @@ class Function:
             axis = self._axis(node.meta["transition"][0])
             (source,) = node.all_input_nodes[:1]
             rest = "".join(f", {key}={self._argument(value)}" for key, value in node.kwargs.items())
-            call = f"{self.name(source).code}, {axis}{rest}"
+            call = f"{self.name(source).code}, {axis}{rest}{self._later(node)}"
             self.assign(node, f"collectives.{node.meta['transition'][1].name}({call})")
             return
         if "forms" in node.meta:
             axes = {form.role: self._axis(axis) for axis, form in node.meta["forms"]}
             self.assign(node, self.printer.form(node, self.name, axes))
             return
-        text = self.printer.text(node, self.name)
+        text = self.printer.text(node, self.name, self.laters.get(node, ""))
         if is_random(node) and self.invariant:
             self.assign(node, self.printer.invariant(node, self.name, self._draw(node)))
             return
@@ -119,6 +125,22 @@ class Function:
             self.inlined.add(node)
         else:
             self.assign(node, text.code)
+
+    def _later(self, node: fx.Node) -> str:
+        """The last argument of a transition beside whose backward weights' gradients are computed."""
+        products = self.beside.get(node, ())
+        weights = list(dict.fromkeys(map(weight_of, products)))
+        for weight in weights:
+            if weight.op != "placeholder" and (weight not in self.texts or weight in self.inlined):
+                self.inlined.discard(weight)
+                self.assign(weight, self.printer.text(weight, self.name).code)
+        texts = [self.name(weight).code for weight in weights]
+        if not weights or any(text.startswith(GATHER) for text in texts):  # outside of layers each read gathers anew
+            return ""
+        name = self.names.fresh("later")
+        self.lines.append(f"{name} = collectives.Later({', '.join(texts)})")
+        self.laters.update(dict.fromkeys(products, name))
+        return f", later={name}"
 
     def _draw(self, node: fx.Node) -> str:
         """Which numbers of the whole tensor's a call draws; paths are written from the layer's on."""

@@ -10,11 +10,12 @@ import torch
 from torch import fx
 
 from autopart.passes import graph as graphs
+from autopart.passes.beside import products_beside
 from autopart.passes.blocks import is_random
 from autopart.passes.conversion import Axes
 from autopart.passes.data_axis import DataCut, cut_of, gathered_by_layer
 from autopart.passes.emit.expressions import Text
-from autopart.passes.emit.functions import Function, Names
+from autopart.passes.emit.functions import GATHER, Function, Names
 from autopart.passes.emit.layers import Run, runs_of
 from autopart.passes.emit.wrapping import LIMIT, wrapped
 from autopart.passes.program import Role, TensorInfo
@@ -68,6 +69,7 @@ class StageSource:
         self.layers: dict[str, str] = {}  # path -> class name
         self.imports_checkpoint = False
         self.inlined: set[fx.Node] = set()  # values that get no name
+        self.beside = products_beside(graph)
 
     def write(self) -> str:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
@@ -77,12 +79,12 @@ class StageSource:
         names = Names()
         for node in arguments:
             names.fresh(argument_name(node.meta["name"]))
-        main = Function(self.axes, names, invariant=self.invariant)
+        main = Function(self.axes, names, invariant=self.invariant, beside=self.beside)
         for node in arguments:
             main.texts[node] = Text(argument_name(node.meta["name"]))
         for node, expression in attributes.items():
             divided = cut_of(node, self.cuts) is not None
-            main.texts[node] = Text(f"self._mesh.gather({expression})" if divided else expression)
+            main.texts[node] = Text(f"{GATHER}{expression})" if divided else expression)
         for run, is_layer in runs_of(self.graph):
             if is_layer:
                 self._layer(run, main, attributes)
@@ -120,7 +122,7 @@ class StageSource:
         inside = set(run.nodes)
         prefix = f"{run.path}."
         names = Names()
-        function = Function(self.axes, names, invariant=self.invariant, path=run.path)
+        function = Function(self.axes, names, invariant=self.invariant, path=run.path, beside=self.beside)
         function.scope = inside
         parameters: list[tuple[str, fx.Node]] = []
         held: dict[str, fx.Node] = {}
