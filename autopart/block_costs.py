@@ -36,7 +36,7 @@ class BlockCost:
     kept: bytes of the tensors that its ops keep from its forward to its backward; other blocks may keep them too.
     inside_bytes: what they keep besides. entering: bytes of the tensors that it reads of other blocks, parameters left
     out. transient_bytes: of the op that takes the most: operands and results, or their gradients, with those of its
-    parameters and what its backward makes on its way.
+    parameters and what its backward makes on its way. ops: one by one.
     """
 
     forward_s: float = 0.0
@@ -45,6 +45,22 @@ class BlockCost:
     transient_bytes: float = 0.0
     kept: dict[Kept, float] = field(default_factory=dict)
     entering: dict[Kept, float] = field(default_factory=dict)
+    ops: list[PricedOp] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class PricedOp:
+    """An op of a block. used: the placements in which it has its operands and results; () without tensor axes.
+
+    converting_s: seconds of the forward conversions that belong to it, with the values converted.
+    """
+
+    node: fx.Node
+    forward_s: float
+    inside_bytes: float
+    used: tuple[Placements, ...]
+    kept: dict[Kept, float] = field(default_factory=dict)
+    converting_s: list[tuple[Value, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,20 +211,24 @@ class BlockCosts:
         for node, index in self._order:
             block, facts = blocks[index], self._facts[node]
             chosen = strategies.get(node, ())
-            key = (first.get(node, node), id(chosen))
-            if key not in runs:
-                runs[key] = self._run(node, facts, chosen, prices, axes)
-            run = runs[key]
+            alike = (first.get(node, node), id(chosen))
+            if alike not in runs:
+                runs[alike] = self._run(node, facts, chosen, prices, axes)
+            run = runs[alike]
             block.forward_s += run.forward_s
             block.backward_s += run.backward_s
             block.transient_bytes = max(block.transient_bytes, run.transient_bytes)
+            op = PricedOp(node, run.forward_s, run.inside_bytes, run.used)
+            block.ops.append(op)
             for item in facts.kept:
                 position = facts.position(item)
                 placements = run.used[position] if chosen else replicated
                 if item.owner.node.op == "placeholder" and lie(item.owner) == placements:
                     continue  # the parameter itself, in memory anyway; else a copy made for this use
-                if (item.owner, placements) not in block.kept:
-                    block.kept[item.owner, placements] = item.size.at(batch) * run.shares[position]
+                key = item.owner, placements
+                if key not in block.kept:
+                    block.kept[key] = item.size.at(batch) * run.shares[position]
+                op.kept[key] = block.kept[key]
             block.inside_bytes += run.inside_bytes
             for owner in self._entering[node]:
                 placements = lie(owner)
@@ -222,9 +242,18 @@ class BlockCosts:
                     continue
                 converted.add((value, wanted))
                 there, back = conversions.seconds(have, wanted, self.size(value).at(batch), is_differentiable(value))
+                op.converting_s.append((value, there))
                 block.forward_s += there
                 block.backward_s += back
         return blocks
+
+    def read(self, op: PricedOp, batch: int, axes: Sequence[TensorAxis]) -> Iterator[tuple[Value, Kept, float]]:
+        """What an op reads besides inputs, parameters and buffers: the value, as what it is in memory, and bytes."""
+        facts, sizes = self._facts[op.node], [axis.parts for axis in axes]
+        for number, (value, owner) in enumerate(zip(facts.inputs, facts.owners, strict=True)):
+            if owner.node.op != "placeholder":
+                placements = op.used[number] if op.used else (REPLICATE,) * len(axes)
+                yield value, (owner, placements), self.stored(owner).at(batch) * share_of(placements, sizes)
 
     def _run(self, node: fx.Node, facts: _OpFacts, chosen: Chosen, prices: Prices, axes: Sequence[TensorAxis]) -> _Run:
         used = axes if chosen else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -19,24 +19,28 @@ from autopart.cost.devices import Device
 from autopart.data_prices import TRANSIENT_COPIES
 from autopart.device_layout import DeviceLayout, slowest
 from autopart.folding import FoldedGraph, fold_graph
+from autopart.layer_frontier import frontier
+from autopart.layer_frontier import paths as modules_again
 from autopart.offers import Offers
 from autopart.parameter_prices import priced_parameters
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
 from autopart.passes.data_axis import LEVELS
+from autopart.passes.emit.segments import around
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
 from autopart.pins import Pins
 from autopart.positions import Positions
 from autopart.prices import Prices, share_of
-from autopart.recomputation import activations, layers
+from autopart.recomputation import WHOLE, Activations, activations, layers
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.links import dtype_of
 from autopart.runtime.placement import REPLICATE
 from autopart.runtime.schedule import deeper_warmup, in_flight
 from autopart.solver import stages as stage_solver
 from autopart.solver.search import Config, Degrees, Evaluation, NotBetter
-from autopart.solver.stages_parts import Block, Cut
+from autopart.solver.stages_parts import Block, Cut, Family
+from autopart.solver.stages_parts import Choice as StageChoice
 from autopart.solver.stages_problem import StageProblem, StageSolution, Step
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, pipeline_floor, simulated_seconds
 from autopart.tensor_choice import Setting, Shared, TensorChoice, choose, work_bound
@@ -84,7 +88,7 @@ class Candidates:
     _offers: dict[tuple[int, ...], Offers] = field(default_factory=dict)
     readers: dict[fx.Node, tuple[int, ...]] = field(init=False)  # blocks that read a parameter or buffer
     _shared: dict[tuple[int, tuple[TensorAxis, ...]], Shared] = field(default_factory=dict)
-    _priced: dict[object, tuple[TensorChoice, list[BlockCost]]] = field(default_factory=dict)
+    _priced: dict[object, tuple[TensorChoice, list[BlockCost], dict[object, Family]]] = field(default_factory=dict)
     _block_costs: BlockCosts = field(init=False)
     _folded: FoldedGraph = field(init=False)
 
@@ -317,17 +321,18 @@ class Candidates:
             self.layout.places(config),
         )
 
-    def computed_again(self, config: Config, step: Step, problem: StageProblem) -> set[int]:
-        """The blocks of a stage whose layers run again in the backward."""
-        if config.recompute == "auto":
-            return {block for block, choice in step.choices if choice}
-        inside = problem.blocks_between(step.first, step.last)
-        return {block for block in inside if self.analysis.layers[block] and config.recompute == "full"}
+    def computed_again(self, config: Config, step: Step, problem: StageProblem) -> set[str]:
+        """The layers of a stage, and modules in layers, that run again in the backward."""
+        found: set[str] = set()
+        for (part, _), choice in zip(problem.units(step), problem.chosen(step), strict=True):
+            layer = self.analysis.layers[part[0]]
+            found.update([layer] if choice.name == WHOLE else modules_again(layer, choice.name))
+        return found
 
     def weight_share(self, config: Degrees, step: Step, problem: StageProblem) -> float:
         """Which part of a stage's backward a schedule can leave for W: half of that of ops with trained weights.
 
-        Their other half is the inputs' gradients. A layer that is computed again leaves none, as B does all of it.
+        Their other half is the inputs' gradients. What is computed again leaves none, as B does all of it.
         """
         if not config.schedule.startswith("zb"):
             return 0.0
@@ -337,8 +342,11 @@ class Candidates:
         for node, block in self.analysis.block_of.items():
             if block in inside:
                 forward, seconds = prices.op_seconds(node)
-                whole += seconds + (forward if block in again else 0.0)
-                if block not in again and any(value.node.meta.get("trainable") for value in graphs.inputs(node)):
+                repeated = self.analysis.layers[block] in again or not again.isdisjoint(
+                    around(graphs.module_path(node))
+                )
+                whole += seconds + (forward if repeated else 0.0)
+                if not repeated and any(value.node.meta.get("trainable") for value in graphs.inputs(node)):
                     later += seconds / 2
         return later / whole if whole else 0.0
 
@@ -383,18 +391,53 @@ class Candidates:
             priced.tied,
             self.pins.stages if self.pins else (),
             held.groups,
-            layers(blocks, held, costs, again_s, layer_of, block_of, config.recompute, self.positions.sets),
+            layers(
+                *(blocks, held, costs, again_s, layer_of, block_of, config.recompute, self.positions.sets),
+                self._modules(config, choice, costs, held),
+            ),
         )
         return replace(problem, shapes=tuple(replace(shape, sums=priced.sums) for shape in problem.shapes))
 
+    def _modules(
+        self, config: Degrees, choice: TensorChoice, costs: Sequence[BlockCost], held: Activations
+    ) -> Callable[[str, Sequence[int], StageChoice], Family]:
+        """Which modules of a part of a layer may be computed again by themselves. Parts that cost the same share it.
+
+        None where weights are gathered at use: a module would be given them, and keep them.
+        """
+        axes, samples = self.setting(config).axes, self.samples(config)
+        known = self._priced[self._priced_by(config, choice)][2]
+
+        def modules(layer: str, part: Sequence[int], keep: StageChoice) -> Family:
+            if 3 in choice.levels.values():
+                return ()
+            kept = [costs[index] for index in part]
+            alike = (
+                tuple(self.analysis.blocks[index].signature for index in part),
+                tuple(size for index in part for size in (*held.kept[index].values(), *held.entering[index].values())),
+                keep,
+            )
+            if alike not in known:
+                ops = [op for cost in kept for op in cost.ops if op.node in self.analysis.block_of]
+                known[alike] = frontier(
+                    layer, ops, lambda op: self._block_costs.read(op, samples, axes), held.shared, keep
+                )
+            return known[alike]
+
+        return modules
+
     def _costs(self, config: Degrees, choice: TensorChoice, setting: Setting) -> list[BlockCost]:
         """A copy of the block costs, which candidates of equal prices and strategies share."""
-        # Strategies by identity, as hashing them costs more than pricing; the entry keeps them alive.
-        key = (self.samples(config), setting.axes, *map(id, choice.strategies.values()), *choice.storage.values())
+        key = self._priced_by(config, choice)
         if key not in self._priced:
             costs = self._block_costs.costs(setting.prices, choice.strategies, choice.storage, setting.conversions)
-            self._priced[key] = choice, costs
+            self._priced[key] = choice, costs, {}
         return [replace(cost) for cost in self._priced[key][1]]
+
+    def _priced_by(self, config: Degrees, choice: TensorChoice) -> object:
+        # Strategies by identity, as hashing them costs more than pricing; the entry keeps them alive.
+        axes = self.layout.tensor_axes(config)
+        return (self.samples(config), axes, *map(id, choice.strategies.values()), *choice.storage.values())
 
     def data_seconds(self, config: Degrees, choice: TensorChoice, node: fx.Node) -> tuple[float, float]:
         """Forward and backward seconds of one microbatch in which replicas exchange a divided parameter."""

@@ -21,6 +21,7 @@ from autopart.passes.amounts import value_bytes
 from autopart.passes.conversion import Axes
 from autopart.passes.data_axis import DataCut, cut_parameters
 from autopart.passes.emit.layers import recomputable_layers
+from autopart.passes.emit.segments import recomputable
 from autopart.passes.graph import Value
 from autopart.passes.kept import rerun
 from autopart.passes.partition import StageGraph
@@ -130,14 +131,16 @@ def timed_plan(
 def recomputed(
     candidates: Candidates, config: Config, way: Way, problem: StageProblem, found: Realization
 ) -> tuple[tuple[tuple[str, ...], ...], str]:
-    """The layers of each stage that run again in the backward, in order, and how a plan calls that."""
-    offered = tuple(recomputable_layers(graph) for graph in found.local)
+    """The layers, and modules in layers, that each stage runs again in the backward, and how a plan calls that."""
+    layers = tuple(recomputable_layers(graph) for graph in found.local)
     if config.recompute == "full":
-        return offered, "full"
-    blocks = [candidates.computed_again(config, step, problem) for step in way]
-    chosen = [{candidates.analysis.layers[block] for block in own} for own in blocks]
-    again = tuple(tuple(x for x in own if x in layers) for own, layers in zip(offered, chosen, strict=True))
-    return again, "none" if not any(again) else "full" if again == offered else "some"
+        return layers, "full"
+    chosen = [candidates.computed_again(config, step, problem) for step in way]
+    again = tuple(
+        tuple(path for path in recomputable(graph) if path in own)
+        for graph, own in zip(found.local, chosen, strict=True)
+    )
+    return again, "none" if not any(again) else "full" if again == layers else "some"
 
 
 @dataclass(slots=True)
@@ -149,7 +152,7 @@ class Clock:
     stage: StageGraph
     graph: fx.Graph
     choice: TensorChoice
-    recompute: Collection[str]  # layers that run again in the backward
+    recompute: Collection[str]  # layers and modules in them that run again in the backward
 
     def seconds(self) -> tuple[float, float]:
         """Forward and backward of one microbatch."""

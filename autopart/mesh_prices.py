@@ -19,7 +19,7 @@ from autopart.piece_prices import End, PiecePrices, Traffic, add_traffic, crosse
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.placement import Placements
 from autopart.solver.search import Degrees, UnlikeMeshes
-from autopart.solver.stages_parts import Block, Choice, Cut, Family, KeptGroup, Layer, Shape
+from autopart.solver.stages_parts import AMOUNTS, Block, Cut, Family, KeptGroup, Layer, Shape
 from autopart.tensor_choice import TensorChoice
 
 INSIDE, NETWORK = 0, 1
@@ -324,9 +324,12 @@ def merged(shapes: Sequence[Shape]) -> Shape:
 
 
 def _widest(families: Sequence[Family]) -> Family:
+    """The choices that all have, by name."""
+    named = [{choice.name: choice for choice in family} for family in families]
+    common = [name for name in named[0] if all(name in other for other in named)]
     return tuple(
-        Choice(*(max(getattr(choice, name) for choice in choices) for name in Choice.__slots__))
-        for choices in zip(*families, strict=True)
+        replace(named[0][name], **{item: max(getattr(other[name], item) for other in named) for item in AMOUNTS})
+        for name in common
     )
 
 

@@ -49,7 +49,8 @@ class StagePlan:
     [3, 1] where one device is faster; empty: equal parts. strategies, storage: this stage's own, where its tensor axes
     are not those of other stages; empty: the plan's.
     step_collectives: of a step for the parameters, such as sums of gradients. recompute: where the plan recomputes
-    "some", the layers of this stage of which only the inputs are kept for the backward, such as "transformer.h.3".
+    "some", the layers of this stage, and modules in layers, of which only the inputs are kept for the backward, such as
+    "transformer.h.3" or "transformer.h.4.mlp".
     device: what its devices are, such as "A100-80GB".
     """
 
@@ -122,8 +123,8 @@ class Plan:
     storage: by parameter pattern how it is stored, one Placement per tensor axis joined with a comma; not listed: as
     it is used. zero: by parameter pattern what its replicas divide between them: 1 the optimizer's state, 2 gradients
     too, 3 weights too; not listed: 0, nothing.
-    recompute: layers whose activations are computed again in the backward: "none", "full" (all), or "some", which the
-    stages list.
+    recompute: layers whose activations are computed again in the backward: "none", "full" (all), or "some": layers and
+    modules in them, which the stages list.
     warmup: forwards of each stage before its first backward's pair under 1f1b (runtime.schedule.one_f_one_b); empty:
     the least. transfers: (source stage, target stage, seconds of one microbatch's values, seconds of their gradients or
     null where none go back). tied_s: seconds of summing gradients over stages, once per step.

@@ -84,8 +84,9 @@ def make_plan(
     virtual: of interleaved, stages on each rank of the pipeline (default: 2).
     together: groups of patterns of module paths, [["encoder.*", "embed"]]: these modules on one stage. pins: pattern
     -> stage, {"decoder.layers.3": 2}; see :mod:`autopart.pins`.
-    recompute: layers whose activations are computed again in the backward: "none", "full" (all), or "auto": as few as
-    memory asks for. dropout: "torch", or "invariant", whose masks are the same under every plan and in one process.
+    recompute: layers whose activations are computed again in the backward: "none", "full" (all), or "auto": layers, or
+    modules in them, as memory asks for. dropout: "torch", or "invariant", whose masks are the same under every plan and
+    in one process.
     zero: what replicas divide between them of every parameter that can be: 0 nothing, 1 the optimizer's state, 2
     gradients too, 3 weights too; None: nothing where it fits, else chosen for each parameter.
     meshes: equal: all stages have one; unlike: stages may differ in replicas and tensor ranks; auto: equal, and

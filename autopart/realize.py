@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,9 +13,10 @@ from autopart.mixed_precision import SUMS
 from autopart.passes import graph as graphs
 from autopart.passes.blocks import block_edges
 from autopart.passes.conversion import Axes
-from autopart.passes.data_axis import DataCut, cut_parameters, data_dim
+from autopart.passes.data_axis import DataCut, cut_of, cut_parameters, data_dim
 from autopart.passes.emit.layers import recomputable_layers
 from autopart.passes.emit.program import Emitted, Layout, StageMesh, emit_program
+from autopart.passes.emit.segments import is_inside, recomputable, segments_of
 from autopart.passes.partition import Crossing, StageGraph, partition
 from autopart.passes.program import Program, Role
 from autopart.passes.rules import RULES, RuleBook, Strategy, compatible
@@ -294,22 +295,45 @@ def realized(analysis: Analysis, plan: Plan) -> Realization:
 
 
 def recomputed(plan: Plan, local: Sequence[fx.Graph]) -> tuple[frozenset[str], ...]:
-    """The layers of each stage that are computed again in the backward; ``local``: one rank's graph of each stage.
+    """What each stage computes again: paths of layers and of modules in them; ``local``: one rank's graph of each.
 
-    Raises PlanError for a layer that its stage does not have, or that may not run twice.
+    Raises PlanError for what its stage does not have, or what may not run twice or not by itself.
     """
     found = []
     for index, (stage, graph) in enumerate(zip(plan.stages, local, strict=True)):
-        offered = recomputable_layers(graph)
-        wanted = offered if plan.recompute == "full" else stage.recompute
-        for layer in wanted:
-            if layer not in offered:
+        if plan.recompute != "some":
+            found.append(frozenset(recomputable_layers(graph) if plan.recompute == "full" else ()))
+            continue
+        where, offered = f"stages[{index}].recompute", recomputable(graph)
+        for path in stage.recompute:
+            if path not in offered:
                 raise PlanError(
-                    f"stages[{index}].recompute: {layer!r} is no layer of this stage that can be computed again; "
+                    f"{where}: {path!r} is no layer of this stage, or module in one, that can be computed again; "
                     f"it has {', '.join(offered) or 'none'}"
                 )
-        found.append(frozenset(wanted))
+            around = [other for other in stage.recompute if other != path and is_inside(path, other)]
+            if around:
+                raise PlanError(f"{where}: {path!r} lies in {around[0]!r}, which is computed again; name one of them")
+        apart = {own.path for _, _, parts in segments_of(graph, stage.recompute) for own in parts}
+        missing = [path for path in stage.recompute if path not in apart]
+        if missing:
+            raise PlanError(f"{where}: the ops of {missing[0]!r} lie between those of others named there; leave it out")
+        found.append(frozenset(stage.recompute))
     return tuple(found)
+
+
+def _check_gathered(cuts: Mapping[str, DataCut], local: Sequence[fx.Graph], paths: Sequence[Collection[str]]) -> None:
+    """A layer that runs again gathers its weights again; a module in one would be given them, and keep them."""
+    for index, (graph, own) in enumerate(zip(local, paths, strict=True)):
+        for run, _, parts in segments_of(graph, own):
+            for part in parts:
+                read = (source for node in part.nodes for source in node.all_input_nodes)
+                found = [source for source in read if (cut := cut_of(source, cuts)) is not None and cut.level == 3]
+                if part.path not in ("", run.path) and found:
+                    raise PlanError(
+                        f"stages[{index}].recompute: {part.path!r} reads {found[0].meta['name']!r}, which is at ZeRO "
+                        "level 3 and gathered by layer; name the whole layer"
+                    )
 
 
 def realize(program: Program, plan: Plan, analysis: Analysis | None = None, rules: RuleBook = RULES) -> Emitted:
@@ -320,6 +344,8 @@ def realize(program: Program, plan: Plan, analysis: Analysis | None = None, rule
     analysis = analysis or analyze(program, rules)
     found = realized(analysis, plan)
     settings = settings_of(analysis, plan)
+    again = recomputed(plan, found.local)
+    _check_gathered(found.cuts, found.local, again)
     order = {device: rank for rank, device in enumerate(sorted({d for stage in plan.stages for d in stage.devices}))}
     layout = Layout(
         devices=tuple(tuple(order[device] for device in stage.devices) for stage in plan.stages),
@@ -328,7 +354,7 @@ def realize(program: Program, plan: Plan, analysis: Analysis | None = None, rule
         schedule=plan.schedule,
         warmup=plan.warmup,
         microbatches=plan.microbatches,
-        recompute=recomputed(plan, found.local),
+        recompute=again,
         invariant_dropout=plan.dropout == "invariant",
         cuts=found.cuts,
         headings=tuple(_heading(program, plan, index) for index in range(len(plan.stages))),

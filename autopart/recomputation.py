@@ -1,10 +1,12 @@
-"""What blocks keep of a microbatch for their backward, and layers that may be computed again there.
+"""What blocks keep of a microbatch for their backward, and what of a layer may be computed again there.
 
-The part of a layer that lies in one stage is kept whole or computed again whole. Computed again, it keeps only what
-enters it, runs its forward twice, and holds what it would have kept while its own backward runs:
+A layer, or the part of it that lies in one stage, can be computed again whole, or modules in it by themselves
+(:mod:`autopart.passes.emit.segments`); :mod:`autopart.layer_frontier` says which sets of modules are worth offering:
 
     keep         activations = what its ops keep        transient = its largest op's
     recompute    activations = what enters the part     transient = its largest op's + what its ops keep
+    modules      activations = what the other ops keep  transient = its largest op's + what the ops of one module keep,
+                 and what enters the modules            the largest of them
 
 A tensor that is kept by ops of several layers, or enters several that may be computed again (a mask, an encoder's
 output), is in memory once for all of them and counts in every stage that has one of these.
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -29,12 +31,15 @@ class Activations:
 
     blocks: tuple[float, ...]
     groups: tuple[KeptGroup, ...]
+    shared: frozenset[Kept]  # the tensors of groups
     entering: tuple[Mapping[Kept, float], ...]  # into each block, from others of its layer or outside of it
     kept: tuple[Mapping[Kept, float], ...]  # by each block, groups left out
 
 
 RECOMPUTE = ("none", "full", "auto")
-"""Which layers are computed again: no layer, every one, or those that the solver chooses."""
+"""What is computed again: nothing, every layer, or what the solver chooses."""
+WHOLE = "*"
+"""The name of the choice in which a part of a layer is computed again as a whole."""
 
 
 def activations(
@@ -59,7 +64,7 @@ def activations(
     kept = tuple({item: size for item, size in cost.kept.items() if item not in shared} for cost in costs)
     entering = tuple({item: size for item, size in cost.entering.items() if item not in shared} for cost in costs)
     alone = tuple(cost.inside_bytes + math.fsum(own.values()) for cost, own in zip(costs, kept, strict=True))
-    return Activations(alone, groups, entering, kept)
+    return Activations(alone, groups, frozenset(shared), entering, kept)
 
 
 def layers(
@@ -71,12 +76,14 @@ def layers(
     block_of: Mapping[fx.Node, int],
     recompute: str,
     positions: Sequence[int],
+    modules: Callable[[str, Sequence[int], Choice], Family],
 ) -> tuple[Layer, ...]:
     """The layers with the ways to run each part of them that a stage can have.
 
     again_s: seconds of running a block's forward again. recompute: "none", "full" (every layer is computed again) or
-    "auto" (each part of a layer is kept, choice 0, or computed again, choice 1). positions: sets of blocks between two
-    of which a stage lies; beginnings of the row of blocks are taken to be among them.
+    "auto": each part of a layer is kept, which is choice 0, or computed again, whole or in modules. positions: sets of
+    blocks between two of which a stage lies; beginnings of the row of blocks are taken to be among them. modules:
+    further choices of a layer's blocks, beside the one in which all is kept.
     """
     if recompute == "none":
         return ()
@@ -85,7 +92,7 @@ def layers(
         if layer:
             members[layer].append(index)
     result = []
-    for own in members.values():
+    for layer, own in members.items():
         parts: dict[tuple[int, ...], Family] = {}
         for part in _parts(own, positions):
             inside = [blocks[index] for index in part]
@@ -109,8 +116,13 @@ def layers(
                 keep.state_bytes,
                 math.fsum(entering.values()),
                 keep.transient_bytes + keep.activation_bytes,
+                WHOLE,
             )
-            parts[part] = (again,) if recompute == "full" else (keep, again)
+            if recompute == "full":
+                parts[part] = (again,)
+            else:
+                others = (keep, *modules(layer, part, keep))
+                parts[part] = others if any(other.undercuts(again) for other in others) else (*others, again)
         result.append(Layer(tuple(own), parts))
     return tuple(result)
 

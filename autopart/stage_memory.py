@@ -16,21 +16,21 @@ from autopart.realize import Realization
 
 
 def stage_peaks(
-    program: Program, found: Realization, samples: int, layers: Sequence[Collection[str]], kind: str
+    program: Program, found: Realization, samples: int, recompute: Sequence[Collection[str]], kind: str
 ) -> list[Peak]:
     """Bytes of one microbatch of ``samples`` samples on a rank of each stage; parameters are whole on each replica.
 
-    layers: those of each stage that are computed again in the backward. kind: of devices, "cuda" or "cpu".
+    recompute: what each stage computes again in the backward. kind: of devices, "cuda" or "cpu".
     """
     return [
         peak(
             *(graph, found.axes, samples, gradient_roots(program, stage, graph)),
-            layers=own,
+            recompute=own,
             inlined=_inlined(program, stage, graph, found.axes),
             kind=kind,
             sends=len(stage.sends),
         )
-        for stage, graph, own in zip(found.stages, found.local, layers, strict=True)
+        for stage, graph, own in zip(found.stages, found.local, recompute, strict=True)
     ]
 
 

@@ -6,12 +6,12 @@ function that the transition is written in (:mod:`autopart.runtime.later`). Weig
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import fx
 
 from autopart.passes import graph as graphs
-from autopart.passes.emit.layers import runs_of
+from autopart.passes.emit.segments import segments_of
 from autopart.passes.program import Role
 from autopart.passes.storage import is_view, op_name
 
@@ -23,11 +23,12 @@ WITH_LATER = frozenset(
 """Functions of :mod:`autopart.runtime.collectives` that take ``later``."""
 
 
-def products_beside(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
+def products_beside(graph: fx.Graph, recompute: Collection[str] = ()) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """By transition of a rank's graph the products whose weights' gradients are computed beside its gradient's
-    collective.
+    collective. recompute: paths of layers and of modules in them, which are functions of their own.
     """
-    run_of = {node: index for index, (run, _) in enumerate(runs_of(graph)) for node in run.nodes}
+    parts = [part for _, _, own in segments_of(graph, recompute) for part in own]
+    run_of = {node: index for index, part in enumerate(parts) for node in part.nodes}
     found = {}
     for node in graph.nodes:
         if "transition" not in node.meta or not node.meta.get("differentiable"):

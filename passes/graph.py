@@ -113,6 +113,15 @@ def results(graph: fx.Graph) -> tuple[fx.Node, ...]:
     return tuple(item for item in found if isinstance(item, fx.Node))
 
 
+def tensors_read(node: fx.Node) -> Iterator[fx.Node]:
+    """The tensors that a node reads, also through sizes; of an op with several, the ``getitem`` nodes."""
+    for source in node.all_input_nodes:
+        if is_tensor(source) or is_op(source):
+            yield source
+        else:
+            yield from tensors_read(source)
+
+
 def module_path(node: fx.Node) -> str:
     """The qualified name of the module that the op was written in, '' for the model itself."""
     path: str = node.meta.get("path", "")

@@ -1,20 +1,20 @@
-"""What one rank of a stage keeps of a microbatch from its forward to its backward, layers that run again included.
+"""What one rank of a stage keeps of a microbatch from its forward to its backward, with what is computed again there.
 
-Of a layer that is computed again only what enters it is kept; of everything else what autograd saves
-(:mod:`autopart.passes.saved`), each storage once.
+Of a layer, or a module in one, that is computed again only what enters it is kept; of everything else what autograd
+saves (:mod:`autopart.passes.saved`), each storage once. ``recompute``: the paths of these layers and modules.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from torch import fx
 
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import stored_bytes
 from autopart.passes.conversion import Axes
-from autopart.passes.emit.layers import Run, runs_of
+from autopart.passes.emit.segments import Segment, segments_of
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
 from autopart.passes.saved import saved_inside, saved_tensors
@@ -47,43 +47,43 @@ def share_of_rank(node: fx.Node, axes: Axes, index: int = 0) -> float:
     return math.prod(1 / parts for placement, (_, parts) in zip(own, axes, strict=False) if placement.divides)
 
 
-def entering(run: Run) -> list[Value]:
-    """The tensors that a layer is given: owners of memory, once each; parameters of its own are not given to it."""
-    inside = set(run.nodes)
+def entering(segment: Segment) -> list[Value]:
+    """The tensors that a layer or module is given: owners of memory, once each; parameters of its own are not given."""
+    inside = set(segment.nodes)
     found: dict[Value, None] = {}
-    for node in run.nodes:
+    for node in segment.nodes:
         for value in graphs.inputs(node):
             if value.node not in inside:
                 found[owner_of(value)] = None
     return list(found)
 
 
-def rerun(graph: fx.Graph, layers: Collection[str], kind: str = "cuda") -> set[fx.Node]:
-    """The nodes that run forward again in the backward: of each layer up to the last that keeps something.
+def rerun(graph: fx.Graph, recompute: Collection[str], kind: str = "cuda") -> set[fx.Node]:
+    """The nodes that run forward again in the backward: of each layer or module up to the last that keeps something.
 
     torch.utils.checkpoint stops there, so that a collective behind it is not repeated.
     """
     found: set[fx.Node] = set()
-    for run, is_layer in runs_of(graph):
-        if is_layer and run.path in layers:
-            own = [node for node in run.nodes if "transition" not in node.meta]
+    for segment in _segments(graph, recompute):
+        if segment.path:
+            own = [node for node in segment.nodes if "transition" not in node.meta]
             keeping = [node for node in own if saved_tensors(node, kind) or saved_inside(node, kind)]
             if keeping:
-                found.update(run.nodes[: run.nodes.index(keeping[-1]) + 1])
+                found.update(segment.nodes[: segment.nodes.index(keeping[-1]) + 1])
     return found
 
 
-def kept_values(graph: fx.Graph, layers: Collection[str] = (), kind: str = "cuda") -> list[Value]:
-    """Owners of the memory that is kept. layers: paths of those that are computed again. kind: "cuda" or "cpu".
+def kept_values(graph: fx.Graph, recompute: Collection[str] = (), kind: str = "cuda") -> list[Value]:
+    """Owners of the memory that is kept. kind: "cuda" or "cpu".
 
     Parameters, buffers and inputs of the model are in memory anyway and left out; what a stage receives is not.
     """
     found: dict[Value, None] = {}
-    for run, is_layer in runs_of(graph):
-        if is_layer and run.path in layers:
-            found.update(dict.fromkeys(entering(run)))
+    for segment in _segments(graph, recompute):
+        if segment.path:
+            found.update(dict.fromkeys(entering(segment)))
             continue
-        for node in run.nodes:
+        for node in segment.nodes:
             if "transition" not in node.meta:
                 found.update(dict.fromkeys(owner_of(value) for value in saved_tensors(node, kind)))
     return [
@@ -91,16 +91,20 @@ def kept_values(graph: fx.Graph, layers: Collection[str] = (), kind: str = "cuda
     ]
 
 
-def kept_bytes(graph: fx.Graph, axes: Axes, batch: int, layers: Collection[str] = (), kind: str = "cuda") -> float:
+def kept_bytes(graph: fx.Graph, axes: Axes, batch: int, recompute: Collection[str] = (), kind: str = "cuda") -> float:
     """Bytes that a rank keeps of one microbatch of ``batch`` samples."""
     total = 0.0
-    for value in kept_values(graph, layers, kind):
+    for value in kept_values(graph, recompute, kind):
         total += stored_bytes(value.fake).at(batch) * share_of_rank(value.node, axes, value.index)
-    for run, is_layer in runs_of(graph):
-        if is_layer and run.path in layers:
-            continue
-        total += sum(inside_bytes(node, axes, batch, kind) for node in run.nodes)
+    for segment in _segments(graph, recompute):
+        if not segment.path:
+            total += sum(inside_bytes(node, axes, batch, kind) for node in segment.nodes)
     return total
+
+
+def _segments(graph: fx.Graph, recompute: Collection[str]) -> Iterator[Segment]:
+    for _, _, own in segments_of(graph, recompute):
+        yield from own
 
 
 def inside_bytes(node: fx.Node, axes: Axes, batch: int, kind: str) -> float:

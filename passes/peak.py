@@ -5,8 +5,8 @@ inside; a value is freed once its readers are done, if the code writes it into i
 the stage's function returns; what the backward needs stays (:mod:`autopart.passes.kept`). Backward, ops come in the
 opposite order: the gradients of an op's operands are allocated while those of its results and what it kept are there,
 which are freed behind it; the caller holds the gradients of the stage's results until the end. The gradient of a
-parameter that several ops read waits for the last of them. A layer that is computed again first runs forward once more,
-with everything that it keeps.
+parameter that several ops read waits for the last of them. A layer, or a module in one, that is computed again first
+runs forward once more, with everything that it keeps.
 
 Not seen: what a kernel allocates for itself, buffers of collectives, and what is being sent or received
 (:mod:`autopart.step_memory`).
@@ -23,7 +23,8 @@ from torch import fx
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import stored_bytes, value_bytes
 from autopart.passes.conversion import Axes
-from autopart.passes.emit.layers import Run, runs_of
+from autopart.passes.emit.layers import Run
+from autopart.passes.emit.segments import Segment, segments_of
 from autopart.passes.graph import Value
 from autopart.passes.kept import entering, inside_bytes, kept_values, owner_of, share_of_rank, shares_memory
 from autopart.passes.program import Role, reached_by_gradients
@@ -84,17 +85,17 @@ def peak(
     axes: Axes,
     batch: int,
     roots: Sequence[fx.Node],
-    layers: Collection[str] = (),
+    recompute: Collection[str] = (),
     inlined: Collection[fx.Node] = (),
     kind: str = "cuda",
     sends: int = 0,
 ) -> Peak:
     """The peak of a rank's graph of a stage for a microbatch of ``batch`` samples.
 
-    roots: where gradients enter. layers: those computed again. inlined: values that the code gives no name.
+    roots: where gradients enter. recompute: paths of what is computed again. inlined: values without a name.
     sends: how many of the results, the first, go to other stages; the others are let go when the forward returns.
     """
-    walk = _Walk(graph, axes, batch, set(layers), set(inlined), kind)
+    walk = _Walk(graph, axes, batch, set(recompute), set(inlined), kind)
     walk.forward()
     walk.let_go(sends)
     forward, retained = walk.most, walk.now
@@ -111,25 +112,25 @@ class _Walk:
     graph: fx.Graph
     axes: Axes
     batch: int
-    layers: set[str]
+    recompute: set[str]
     inlined: set[fx.Node]
     kind: str
     now: float = 0.0
     most: float = 0.0
     gradients: float = 0.0
     live: dict[Value, float] = field(default_factory=dict)
-    runs: list[tuple[Run, bool]] = field(init=False)
+    runs: list[tuple[Run, bool, list[Segment]]] = field(init=False)
     stays: set[Value] = field(init=False)
     given: dict[Value, float] = field(init=False)  # gradients of results, by the value whose gradient each is now
 
     def __post_init__(self) -> None:
-        self.runs = runs_of(self.graph)
+        self.runs = segments_of(self.graph, self.recompute)
         results = {owner_of(graphs.value_of(node)) for node in graphs.results(self.graph)}
-        self.stays = {*kept_values(self.graph, self.layers, self.kind), *results}
+        self.stays = {*kept_values(self.graph, self.recompute, self.kind), *results}
         self.given = {}
 
     def copy(self) -> _Walk:
-        other = _Walk(self.graph, self.axes, self.batch, self.layers, self.inlined, self.kind, self.now, self.most)
+        other = _Walk(self.graph, self.axes, self.batch, self.recompute, self.inlined, self.kind, self.now, self.most)
         other.live = dict(self.live)
         return other
 
@@ -160,9 +161,13 @@ class _Walk:
                 self.allocate(Value(node))
                 self.stays.add(Value(node))
         outside: list[fx.Node] = []
-        for run, is_layer in self.runs:
-            again = is_layer and run.path in self.layers
-            self.run_forward(run.nodes, {*self.stays} if not again else set(entering(run)) | self.stays, again)
+        for run, is_layer, own in self.runs:
+            for segment in own:
+                again = bool(segment.path)
+                stays = {*self.stays, *entering(segment)} if again else {*self.stays}
+                self.run_forward(segment.nodes, stays, again)
+                if again and len(own) > 1:
+                    self.leave(segment.nodes)
             if is_layer:
                 self.leave(run.nodes)
             else:
@@ -172,7 +177,7 @@ class _Walk:
     def let_go(self, sends: int) -> None:
         """Frees the results after the first ``sends``, where the backward does not need them."""
         results = [owner_of(graphs.value_of(node)) for node in graphs.results(self.graph)]
-        kept = {*kept_values(self.graph, self.layers, self.kind), *results[:sends]}
+        kept = {*kept_values(self.graph, self.recompute, self.kind), *results[:sends]}
         for value in results[sends:]:
             if value not in kept and value.node.op == "call_function":
                 self.free(value)
@@ -224,9 +229,13 @@ class _Walk:
                 if source.op == "placeholder" and source.meta.get("role") is Role.PARAMETER:
                     readers[source] += 1
         keepers: Counter[Value] = Counter()
-        for run, is_layer in self.runs:
-            for node in run.nodes if not (is_layer and run.path in self.layers) else ():
-                keepers.update(set(map(owner_of, saved_tensors(node, self.kind))))
+        segments = [segment for _, _, own in self.runs for segment in own]
+        for segment in segments:
+            if segment.path:
+                keepers.update(entering(segment))
+            else:
+                for node in segment.nodes:
+                    keepers.update(set(map(owner_of, saved_tensors(node, self.kind))))
         held: dict[fx.Node, float] = {}  # gradients of parameters that wait for further readers
         self.given = {}
         for root in roots:
@@ -238,28 +247,28 @@ class _Walk:
             if not keepers[value]:
                 self.free(value)
         self.most = self.now
-        for run, is_layer in reversed(self.runs):
-            again = is_layer and run.path in self.layers
+        for segment in reversed(segments):
             made: list[Value] = []
-            if again:
-                made = self.run_again(run)
-                for node in run.nodes:
+            if segment.path:
+                made = self.run_again(segment)
+                for node in segment.nodes:
                     keepers.update(set(map(owner_of, saved_tensors(node, self.kind))))
-            for node in reversed(run.nodes):
+            for node in reversed(segment.nodes):
                 if graphs.is_op(node) and not graphs.is_getitem(node):
                     self.step_back(node, reached, pending, held, readers, keepers, adding)
-            if again:
+            if segment.path:
                 for value in made:
                     self.free(value)
-                for value in entering(run):
-                    if not keepers[value]:
+                for value in entering(segment):
+                    keepers[value] -= 1
+                    if keepers[value] <= 0 and value.node.op != "placeholder":
                         self.free(value)
         return self.most
 
-    def run_again(self, run: Run) -> list[Value]:
+    def run_again(self, segment: Segment) -> list[Value]:
         before = set(self.live)
-        kept = {owner_of(value) for node in run.nodes for value in saved_tensors(node, self.kind)}
-        self.run_forward(run.nodes, kept, again=False)
+        kept = {owner_of(value) for node in segment.nodes for value in saved_tensors(node, self.kind)}
+        self.run_forward(segment.nodes, kept, again=False)
         for value in set(self.live) - before - kept:
             self.free(value)
         return [value for value in self.live if value not in before]

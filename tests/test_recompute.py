@@ -102,23 +102,20 @@ def layers_of(plan: Plan) -> list[int]:
     return [4 if plan.recompute == "full" else len(stage.recompute) for stage in plan.stages]
 
 
-def test_as_few_layers_as_memory_asks_for() -> None:
+def test_as_little_as_memory_asks_for() -> None:
     roomy = {"pp": 1, "microbatches": 1}
     kept, again = (planned(2**40, recompute=name, **roomy) for name in ("none", "full"))
     least, most = again.stages[0].memory_bytes, kept.stages[0].memory_bytes
     assert least < most and kept.step_time_s < again.step_time_s
-    found: dict[int, Plan] = {}
+    times: list[float] = []
     for quarter in range(5):
         capacity = least + quarter * (most - least) // 4 + 1  # bytes of plans are rounded
         plan = planned(capacity, **roomy)
-        (count,) = layers_of(plan)
         assert plan.stages[0].memory_bytes <= capacity and plan.gap >= 0
-        assert all(other.stages[0].memory_bytes > capacity for fewer, other in found.items() if fewer < count)
-        found[count] = plan
-    assert list(found) == sorted(found, reverse=True) and 0 in found and len(found) >= 4
-    times = [plan.step_time_s for plan in found.values()]
+        times.append(plan.step_time_s)
     assert times == sorted(times, reverse=True) and len(set(times)) == len(times)
     assert times[0] <= again.step_time_s and times[-1] == pytest.approx(kept.step_time_s)
+    assert plan.recompute == "none"
 
 
 def test_the_stage_with_most_in_flight_recomputes_most() -> None:

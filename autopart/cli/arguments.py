@@ -108,7 +108,8 @@ def add_limits(parser: argparse.ArgumentParser, cluster_required: bool) -> None:
         "--recompute",
         choices=("none", "full", "auto"),
         default="auto",
-        help="layers to compute again in the backward: none, all, or as few as memory asks for (default: %(default)s)",
+        help="what to compute again in the backward: nothing, all layers, or of layers and modules in them what "
+        "memory asks for (default: %(default)s)",
     )
     parser.add_argument(
         "--together",

@@ -42,15 +42,16 @@ def _recompute(plan: Plan) -> str:
     return "recompute " + "; ".join(f"{format_layers(layers)} on stage {index}" for index, layers in stages)
 
 
-def format_layers(layers: Sequence[str]) -> str:
-    """Numbered layers of one list together: ``h.0-2, h.5``."""
-    lists: dict[str, list[int]] = {}
-    for layer in layers:
-        path, _, number = layer.rpartition(".")
-        lists.setdefault(path, []).append(int(number))
+def format_layers(paths: Sequence[str]) -> str:
+    """Numbered layers of one list together, and modules in such: ``h.0-2, h.5, h.3-4.mlp``."""
+    lists: dict[tuple[str, str], list[int]] = {}
+    for path in paths:
+        names = path.split(".")
+        at = max(index for index, name in enumerate(names) if name.isdigit())
+        lists.setdefault((".".join(names[:at]), ".".join(names[at + 1 :])), []).append(int(names[at]))
     return ", ".join(
-        f"{path}.{run}" if path else run
-        for path, numbers in lists.items()
+        ".".join(filter(None, (before, run, behind)))
+        for (before, behind), numbers in lists.items()
         for run in format_devices(sorted(numbers)).split(", ")
     )
 

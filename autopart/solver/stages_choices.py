@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -147,10 +147,13 @@ def between(values: Array) -> Array:
 
 def least_seconds(blocks: Sequence[Family], room: float, in_flight: int) -> Fastest:
     """The fastest choices of one stage's blocks in ``room`` bytes."""
+    levels = [_Knapsack(blocks, room - highest, in_flight, highest) for highest in transients(blocks)]
     best = Fastest(math.inf, math.inf, None)
     bound = math.inf
-    for highest in transients(blocks):
-        found = _Knapsack(blocks, room - highest, in_flight, highest, best.seconds).solve()
+    for level in sorted(levels, key=lambda item: item.relaxed):
+        if level.relaxed >= best.seconds:
+            break
+        found = level.solve(best.seconds)
         bound = min(bound, found.bound)
         if found.seconds < best.seconds:
             best = found
@@ -158,12 +161,10 @@ def least_seconds(blocks: Sequence[Family], room: float, in_flight: int) -> Fast
 
 
 class _Knapsack:
-    """One value of the largest transient; solutions that take ``limit`` seconds or more are of no interest."""
+    """One value of the largest transient. relaxed: seconds that every solution takes; infinite where there is none."""
 
-    def __init__(
-        self, blocks: Sequence[Family], room: float, in_flight: int, most_transient: float, limit: float
-    ) -> None:
-        self._blocks, self._room, self._limit = blocks, room, limit
+    def __init__(self, blocks: Sequence[Family], room: float, in_flight: int, most_transient: float) -> None:
+        self._blocks, self._room, self._limit = blocks, room, math.inf
         self._counts = Counter(blocks)
         self._hulls = {family: hull(family, in_flight, most_transient) for family in self._counts}
         self._allowed = {
@@ -174,17 +175,25 @@ class _Knapsack:
             ]
             for family in self._counts
         }
+        possible = all(self._hulls.values()) and self._least_rest(list(self._counts)) <= room
+        self.relaxed = float(self._rest_seconds(list(self._counts), np.zeros(1))[0]) if possible else math.inf
 
-    def solve(self) -> Fastest:
-        if not all(self._hulls.values()) or not self._least_rest(list(self._counts)) <= self._room:
-            return Fastest(math.inf, math.inf, None)
+    def solve(self, limit: float) -> Fastest:
+        """The best solution, where it takes less than ``limit`` seconds."""
+        known, mix = self._rounded()
+        if known <= self.relaxed * (1 + 1e-11) and self._holds(mix) <= self._room:
+            return Fastest(known, known, self._choices(mix))
+        self._limit = min(limit, math.nextafter(known * (1 + 1e-9), math.inf))
         # those with the most to gain first: the relaxation of the rest is then the tightest
         order = sorted(self._counts, key=lambda family: -len(self._hulls[family]) * self._counts[family])
         seconds, kept = np.zeros(1), np.zeros(1)
         bound = math.inf
         trail: list[tuple[NDArray[np.intp], list[tuple[int, ...]], NDArray[np.intp]]] = []
         for number, family in enumerate(order):
-            mixes = self._mixes(family)
+            mixes, dropped = self._mixes(family)
+            bound = min(bound, dropped)
+            if not mixes:
+                return Fastest(math.inf, bound, None)
             amounts = np.array(mixes) @ np.array([choice[:2] for choice in self._allowed[family]])
             more, bytes_ = amounts[:, 0], amounts[:, 1]
             at_least = (seconds[:, None] + more[None, :]).ravel()
@@ -206,43 +215,96 @@ class _Knapsack:
             if not len(keep):
                 return Fastest(math.inf, bound, None)
         best = int(seconds.argmin())
-        taken: dict[Family, list[int]] = {}
+        taken: dict[Family, Counter[int]] = {}
         at = best
         for family, (parents, mixes, used) in zip(reversed(order), reversed(trail), strict=True):
-            mix = mixes[int(used[at])]
-            taken[family] = [c[2] for n, c in zip(mix, self._allowed[family], strict=True) for _ in range(n)]
+            numbers = zip(mixes[int(used[at])], self._allowed[family], strict=True)
+            taken[family] = Counter({choice[2]: count for count, choice in numbers})
             at = int(parents[at])
-        choices = tuple(taken[family].pop() for family in self._blocks)
-        return Fastest(float(seconds[best]), min(bound, float(seconds[best])), choices)
+        return Fastest(float(seconds[best]), min(bound, float(seconds[best])), self._choices(taken))
 
-    def _mixes(self, family: Family) -> list[tuple[int, ...]]:
-        """How many of a family's equal blocks take each allowed choice."""
-        return list(_compositions(self._counts[family], len(self._allowed[family])))
+    def _holds(self, taken: Mapping[Family, Counter[int]]) -> float:
+        sizes = {family: {index: size for _, size, index in allowed} for family, allowed in self._allowed.items()}
+        return math.fsum(
+            count * sizes[family][index]
+            for family, numbers in taken.items()
+            for index, count in numbers.items()
+            if count
+        )
+
+    def _choices(self, taken: Mapping[Family, Counter[int]]) -> tuple[int, ...]:
+        """The choice of each block; taken: how many of each family take which."""
+        left = {family: list(numbers.elements()) for family, numbers in taken.items()}
+        return tuple(left[family].pop() for family in self._blocks)
+
+    def _mixes(self, family: Family) -> tuple[list[tuple[int, ...]], float]:
+        """How many of a family's equal blocks may take each allowed choice in a solution; a bound of what is left out.
+
+        Choice by choice, with the blocks left over and all other families relaxed.
+        """
+        count, allowed = self._counts[family], self._allowed[family]
+        others = [other for other in self._counts if other is not family]
+        mixes = np.zeros((1, 0), dtype=np.intp)
+        bound = math.inf
+        for number in range(len(allowed)):
+            left = count - mixes.sum(axis=1)
+            if number == len(allowed) - 1:
+                taken, parents = left, np.arange(len(left))
+            else:
+                parents = np.repeat(np.arange(len(left)), left + 1)
+                taken = np.concatenate([np.arange(item + 1) for item in left])
+            mixes = np.column_stack([mixes[parents], taken])
+            left = left[parents] - taken
+            amounts = mixes @ np.array([choice[:2] for choice in allowed[: number + 1]])
+            reach = amounts[:, 0] + self._rest_seconds(others, amounts[:, 1], (family, left))
+            found = np.flatnonzero(reach < self._limit)
+            if len(found) > _MOST_PARTIAL:
+                found = found[np.argsort(reach[found], kind="stable")]
+                bound = min(bound, float(reach[found[_MOST_PARTIAL]]))
+                found = found[:_MOST_PARTIAL]
+            mixes = mixes[found]
+            if not len(mixes):
+                return [], bound
+        return [tuple(map(int, mix)) for mix in mixes], bound
+
+    def _rounded(self) -> tuple[float, dict[Family, Counter[int]]]:
+        """An assignment that fits, where any does: bytes are freed where they cost the least, by whole blocks."""
+        need, seconds = -self._room, 0.0
+        steps: list[tuple[float, float, Family, int, int]] = []
+        taken: dict[Family, Counter[int]] = {}
+        for family, points in self._hulls.items():
+            count = self._counts[family]
+            taken[family] = Counter({points[0][2]: count})
+            seconds, need = seconds + count * points[0][0], need + count * points[0][1]
+            steps += [(_slope(a, b), a[1] - b[1], family, a[2], b[2]) for a, b in itertools.pairwise(points)]
+        for price, freed, family, before, after in sorted(steps, key=lambda step: step[0]):
+            count = min(taken[family][before], math.ceil(need / freed)) if need > 0 else 0
+            taken[family][before] -= count
+            taken[family][after] += count
+            seconds, need = seconds + count * freed * price, need - count * freed
+        return (seconds if need <= 0 else math.inf), taken
 
     def _least_rest(self, families: Sequence[Family]) -> float:
         return sum(self._counts[family] * self._hulls[family][-1][1] for family in families)
 
-    def _rest_seconds(self, families: Sequence[Family], kept: Array) -> Array:
-        """At least the seconds of further families, where ``kept`` bytes are taken: fractions allowed."""
+    def _rest_seconds(
+        self, families: Sequence[Family], kept: Array, left: tuple[Family, NDArray[np.intp]] | None = None
+    ) -> Array:
+        """At least the seconds of further families, where ``kept`` bytes are taken: fractions allowed.
+
+        left: so many blocks of a family besides.
+        """
         need = kept - self._room
-        steps: list[tuple[float, float]] = []
-        base = 0.0
-        for family in families:
-            points, count = self._hulls[family], self._counts[family]
-            base += count * points[0][0]
+        steps: list[tuple[float, NDArray[np.float64]]] = []
+        seconds = np.zeros(need.shape)
+        counted = [(family, np.array(float(self._counts[family]))) for family in families]
+        counted += [(left[0], left[1].astype(np.float64))] if left else []
+        for family, count in counted:
+            points = self._hulls[family]
+            seconds = seconds + count * points[0][0]
             need = need + count * points[0][1]
             steps += [(_slope(a, b), count * (a[1] - b[1])) for a, b in itertools.pairwise(points)]
-        seconds = np.full(need.shape, base)
-        for price, freed in sorted(steps):
+        for price, freed in sorted(steps, key=lambda step: step[0]):
             part = np.clip(need, 0.0, freed)
             seconds, need = seconds + part * price, need - part
         return seconds * (1 - 1e-12)
-
-
-def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    if parts == 1:
-        yield (total,)
-        return
-    for first in range(total + 1):
-        for rest in _compositions(total - first, parts - 1):
-            yield (first, *rest)

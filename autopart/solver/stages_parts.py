@@ -11,19 +11,23 @@ from dataclasses import dataclass, field
 
 from autopart.solver.overlap import GradientSum
 
+AMOUNTS = ("forward_s", "backward_s", "state_bytes", "activation_bytes", "transient_bytes")
+"""What choices differ in."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One way to run a block, such as with recomputation; see :class:`Block` for the fields."""
+    """One way to run a block, such as with recomputation; see :class:`Block` for the fields. name: the caller's."""
 
     forward_s: float
     backward_s: float
     state_bytes: float = 0.0
     activation_bytes: float = 0.0
     transient_bytes: float = 0.0
+    name: str = ""
 
     def __post_init__(self) -> None:
-        _check_amounts("a choice", self, self.__slots__)
+        _check_amounts("a choice", self, AMOUNTS)
 
     @property
     def seconds(self) -> float:
@@ -31,6 +35,11 @@ class Choice:
 
     def kept_bytes(self, in_flight: int) -> float:
         return self.state_bytes + in_flight * self.activation_bytes
+
+    def undercuts(self, other: Choice) -> bool:
+        """Whether this takes no more of anything."""
+        amounts = ("seconds", "state_bytes", "activation_bytes", "transient_bytes")
+        return all(getattr(self, name) <= getattr(other, name) for name in amounts)
 
 
 Family = tuple[Choice, ...]

@@ -163,9 +163,13 @@ class Function:
         return self.name(value).code if isinstance(value, fx.Node) else repr(value)
 
     def assign(self, node: fx.Node, code: str, indent: str = "") -> None:
+        self.lines.append(f"{indent}{self.assigned(node)} = {code}")
+
+    def assigned(self, node: fx.Node) -> str:
+        """A name for a value, by which it is read from now on."""
         name = self.names.fresh(_wanted(node))
-        self.lines.append(f"{indent}{name} = {code}")
         self.texts[node] = Text(name)
+        return name
 
     def _inline(self, node: fx.Node, text: Text) -> bool:
         """Whether to write the expression inside its only reader: cheap to read, computed at the same place."""

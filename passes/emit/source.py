@@ -16,7 +16,8 @@ from autopart.passes.conversion import Axes
 from autopart.passes.data_axis import DataCut, cut_of, gathered_by_layer
 from autopart.passes.emit.expressions import Text
 from autopart.passes.emit.functions import GATHER, Function, Names
-from autopart.passes.emit.layers import Run, runs_of
+from autopart.passes.emit.layers import Run
+from autopart.passes.emit.segments import Segment, segments_of
 from autopart.passes.emit.wrapping import LIMIT, wrapped
 from autopart.passes.program import Role, TensorInfo
 from autopart.passes.shard import local_extents
@@ -41,7 +42,8 @@ class StageSource:
     holds, in the order they are registered. heading: first lines of the file's docstring.
     path: a name of the stage, different for every stage: random numbers outside of layers are drawn under it.
     invariant: random numbers do not depend on the plan.
-    recompute: layers of which only the inputs are kept for the backward, which runs their forward again.
+    recompute: layers, and modules in layers, of which only the inputs are kept for the backward, which runs their
+    forward again.
     cuts: of the parameters that ``replicas`` ranks divide between them.
     results: (sends + outputs) count; what follows in the graph's output are new values of the buffers ``updates``.
     """
@@ -69,7 +71,7 @@ class StageSource:
         self.layers: dict[str, str] = {}  # path -> class name
         self.imports_checkpoint = False
         self.inlined: set[fx.Node] = set()  # values that get no name
-        self.beside = products_beside(graph)
+        self.beside = products_beside(graph, recompute)
 
     def write(self) -> str:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
@@ -85,9 +87,9 @@ class StageSource:
         for node, expression in attributes.items():
             divided = cut_of(node, self.cuts) is not None
             main.texts[node] = Text(f"{GATHER}{expression})" if divided else expression)
-        for run, is_layer in runs_of(self.graph):
+        for run, is_layer, own in segments_of(self.graph, self.recompute):
             if is_layer:
-                self._layer(run, main, attributes)
+                self._layer(run, own, main, attributes)
             else:
                 main.scope = set(run.nodes)
                 for node in run.nodes:
@@ -117,17 +119,18 @@ class StageSource:
 
     # -- layers ---------------------------------------------------------------------------------------------------
 
-    def _layer(self, run: Run, main: Function, attributes: Mapping[fx.Node, str]) -> None:
-        """Writes a run as a call of its layer's class."""
+    def _layer(self, run: Run, own: Sequence[Segment], main: Function, attributes: Mapping[fx.Node, str]) -> None:
+        """Writes a run as a call of its layer's class. own: its segments."""
         inside = set(run.nodes)
         prefix = f"{run.path}."
         names = Names()
         function = Function(self.axes, names, invariant=self.invariant, path=run.path, beside=self.beside)
-        function.scope = inside
+        again = [] if run.path in self.recompute else [segment for segment in own if segment.path]
+        function.scope = inside.difference(*(segment.nodes for segment in again))
         parameters: list[tuple[str, fx.Node]] = []
         held: dict[str, fx.Node] = {}
         for node in run.nodes:
-            for source in _tensors_read(node):
+            for source in graphs.tensors_read(node):
                 if source in inside or source in function.texts:
                     continue
                 if source in attributes and str(source.meta["name"]).startswith(prefix):
@@ -143,22 +146,21 @@ class StageSource:
             shares = ", ".join(function.texts[node].code for node in group)
             function.lines.append(f"{_targets(wholes)} = self._mesh.gather({shares})")
             function.texts.update({node: Text(name) for node, name in zip(group, wholes, strict=True)})
-        for node in run.nodes:
-            function.statement(node)
+        methods: list[str] = []
+        called = Names()
+        for segment in own:
+            if segment in again:
+                methods += self._span(segment, run.path, function, called)
+            else:
+                for node in segment.nodes:
+                    function.statement(node)
         self.inlined |= function.inlined
-        leaving = [
-            node
-            for node in run.nodes
-            if graphs.is_tensor(node) and any(user not in inside for user in node.users if user.op != "placeholder")
-        ]
+        leaving = _leaving(run.nodes)
         codes = [function.name(node).code for node in leaving]
         if codes:
             function.lines.append(f"return {', '.join(codes)}")
         batch = list(function.uses_batch)
         signature = ", ".join([*(f"{name}: int" for name in batch), *(f"{name}: Tensor" for name, _ in parameters)])
-        returns = (
-            ("None", "Tensor")[len(leaving)] if len(leaving) < 2 else f"tuple[{', '.join(['Tensor'] * len(leaving))}]"
-        )
         constructor = self._tree(held, prefix)
         lines = [
             "    def __init__(self, mesh: Mesh, path: str) -> None:",
@@ -166,8 +168,9 @@ class StageSource:
             "        self._mesh, self._path = mesh, path",
             *wrapped(constructor),
             "",
-            *_definition("forward", f"self, {signature}" if signature else "self", returns),
+            *_definition("forward", f"self, {signature}" if signature else "self", _returned(len(leaving))),
             *wrapped(function.body()),
+            *methods,
         ]
         text = "\n".join(lines)
         layer = self.classes.get(text)
@@ -188,6 +191,43 @@ class StageSource:
         main.lines.append(f"{', '.join(results)} = {call}" if results else call)
         for node, result in zip(leaving, results, strict=True):
             main.texts[node] = Text(result)
+
+    def _span(self, segment: Segment, layer: str, outer: Function, called: Names) -> list[str]:
+        """Writes a module of a layer that is computed again as a call of a method, whose lines are returned.
+
+        called: the names of the layer's methods so far.
+        """
+        inside = set(segment.nodes)
+        inner = Function(self.axes, Names(), invariant=self.invariant, path=layer, beside=self.beside)
+        inner.scope, inner.random_calls = inside, outer.random_calls
+        passed: list[str] = []
+        arguments: list[str] = []
+        for source in dict.fromkeys(source for node in segment.nodes for source in graphs.tensors_read(node)):
+            if source in inside:
+                continue
+            code = outer.name(source)
+            if code.code.startswith(("self.", "self[")):
+                inner.texts[source] = code
+            else:
+                arguments.append(inner.names.fresh(_argument_name(source)))
+                passed.append(code.code)
+                inner.texts[source] = Text(arguments[-1])
+        for node in segment.nodes:
+            inner.statement(node)
+        outer.random_calls = inner.random_calls
+        self.inlined |= inner.inlined
+        leaving = _leaving(segment.nodes)
+        inner.lines.append(f"return {', '.join(inner.name(node).code for node in leaving)}")
+        outer.uses_batch.update(inner.uses_batch)
+        name = called.fresh(f"_again_{segment.path.removeprefix(f'{layer}.')}")
+        results = [outer.assigned(node) for node in leaving]
+        call = f"checkpoint({', '.join([f'self.{name}', *inner.uses_batch, *passed])})"
+        outer.lines.append(f"{', '.join(results)} = {call}")
+        self.imports_checkpoint = True
+        signature = ", ".join(
+            ["self", *(f"{size}: int" for size in inner.uses_batch), *(f"{item}: Tensor" for item in arguments)]
+        )
+        return ["", *_definition(name, signature, _returned(len(leaving))), *wrapped(inner.body())]
 
     def _class_name(self, path: str) -> str:
         parts = [part for part in path.split(".") if not part.isdigit()]
@@ -303,13 +343,19 @@ class StageSource:
         ]
 
 
-def _tensors_read(node: fx.Node) -> Iterable[fx.Node]:
-    """The tensors that a node reads, also through sizes."""
-    for source in node.all_input_nodes:
-        if graphs.is_tensor(source) or graphs.is_op(source):
-            yield source
-        else:
-            yield from _tensors_read(source)
+def _leaving(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The tensors that are read behind these statements."""
+    inside = set(nodes)
+    return [
+        node
+        for node in nodes
+        if graphs.is_tensor(node) and any(user not in inside for user in node.users if user.op != "placeholder")
+    ]
+
+
+def _returned(count: int) -> str:
+    """The type of what a function returns, by the number of tensors."""
+    return ("None", "Tensor")[count] if count < 2 else f"tuple[{', '.join(['Tensor'] * count)}]"
 
 
 def _attribute(root: str, path: str) -> str:

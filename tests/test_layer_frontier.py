@@ -1,0 +1,175 @@
+"""Modules of a layer that are computed again by themselves: what choices cost, what plans choose, how it trains."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chains import chain_of, subject_of
+from test_planner import GPT2, analysis_of
+
+import autopart.verify
+from autopart.candidates import Candidates
+from autopart.layer_frontier import MOST_POINTS, paths
+from autopart.passes.emit.segments import recomputable, segments_of
+from autopart.passes.kept import kept_bytes
+from autopart.plan import Plan
+from autopart.planner import make_plan
+from autopart.realize import build, realize, realized
+from autopart.recomputation import WHOLE
+from autopart.report.table import plan_text
+from autopart.runtime.errors import PlanError
+from autopart.solver.search import Degrees
+from autopart.solver.stages_choices import least_seconds
+from autopart.solver.stages_parts import Choice, Family
+from autopart.solver.stages_problem import StageProblem
+from autopart.tensor_scheme import TensorScheme
+from autopart.verify import compare_emitted
+from clusters import ideal
+from launch import run_kept_job
+
+H = "transformer.h"
+
+
+def with_modules(plan: Plan, *stages: tuple[str, ...]) -> Plan:
+    found = tuple(replace(stage, recompute=own) for stage, own in zip(plan.stages, stages, strict=True))
+    return replace(plan, recompute="some", stages=found)
+
+
+def test_modules_train_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention, an activation function and a whole layer, on two stages."""
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
+    subject, analysis = subject_of("gpt2")
+    plan = with_modules(chain_of("gpt2", 2), (f"{H}.0.attn", f"{H}.1.ln_1", f"{H}.1.mlp.act"), (f"{H}.2.mlp", f"{H}.3"))
+    emitted = realize(subject.program, plan, analysis)
+    first, second = (emitted.files[f"stage_{stage}.py"] for stage in (0, 1))
+    assert first.count("checkpoint(self._again") == 3 and "def _again_mlp_act(self, x: Tensor) -> Tensor:" in first
+    assert second.count("checkpoint(self._again") == 1 and 'checkpoint(self.transformer.h["3"], ' in second
+    emitted.save(tmp_path / "program")
+    assert compare_emitted(tmp_path / "program", subject, plan=plan).equal
+
+
+def test_collectives_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over two tensor ranks: equal training, and as many calls and bytes as the plan says."""
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
+    subject, analysis = subject_of("gpt2")
+    limits: dict[str, Any] = {"batch": 8, "pp": 1, "dp": 1, "tp": 2, "microbatches": 2, "tensor_scheme": "1d"}
+
+    def planned(memory_bytes: int, recompute: str) -> Plan:
+        cluster = ideal(2, memory_bandwidth=1e15, memory_bytes=memory_bytes)
+        return make_plan(subject.program, cluster, analysis=analysis, recompute=recompute, **limits)
+
+    kept, full = (planned(2**40, recompute).stages[0].memory_bytes for recompute in ("none", "full"))
+    plan = planned((kept + full) // 2, "auto")
+    again = plan.stages[0].recompute
+    assert any(path.count(".") > 2 for path in again)
+    realize(subject.program, plan, analysis).save(tmp_path / "program")
+    result = compare_emitted(tmp_path / "program", subject, plan=plan)
+    assert result.equal
+    for stage in result.traffic:
+        assert stage.counted == stage.planned
+
+
+def families(name: str, tp: tuple[int, ...] = ()) -> tuple[Candidates, Degrees, StageProblem, Any]:
+    _, analysis = subject_of(name)
+    scheme = TensorScheme("1d") if tp else TensorScheme.AUTO
+    candidates = Candidates(analysis, ideal(tp[0] if tp else 1, memory_bandwidth=1e15), 8, "adamw", scheme=scheme)
+    config = Degrees(1, 1, tp, 4, "1f1b", "auto")
+    choice = candidates.choose(config)
+    return candidates, config, candidates.problem(config, choice), choice
+
+
+@pytest.mark.parametrize(("name", "tp"), [("gpt2", ()), ("gpt2", (2,)), ("t5", ())])
+def test_each_choice_keeps_what_its_stage_keeps(name: str, tp: tuple[int, ...]) -> None:
+    """The bytes of every point of the first layer's frontier against the graph that is emitted for it."""
+    candidates, config, problem, choice = families(name, tp)
+    analysis, axes = candidates.analysis, candidates.setting(config).named_sizes
+    (graph,) = build(analysis, (0, len(analysis.blocks)), axes, choice.strategies, choice.storage, None, ()).local
+    (shape,) = problem.shapes
+    layer = shape.layers[0]
+    family = layer.parts[layer.blocks]
+    assert len(family) > 3 and family[-1].name == WHOLE
+    path = analysis.layers[layer.blocks[0]]
+    plain = kept_bytes(graph, axes, 2)
+    for point in family[1:]:
+        again = [path] if point.name == WHOLE else paths(path, point.name)
+        apart = [own.path for _, _, parts in segments_of(graph, again) for own in parts if own.path]
+        assert sorted(apart) == sorted(again)
+        freed = plain - kept_bytes(graph, axes, 2, again)
+        expected = family[0].activation_bytes - point.activation_bytes
+        assert freed == pytest.approx(expected, rel=0.05, abs=0.01 * family[0].activation_bytes), point.name
+
+
+def test_a_frontier_rises_in_seconds_and_falls_in_bytes() -> None:
+    for name, tp in (("gpt2", ()), ("t5", (2,))):
+        _, _, problem, _ = families(name, tp)
+        for layer in problem.shapes[0].layers:
+            for family in layer.parts.values():
+                assert family[0].name == "" and len(family) <= MOST_POINTS + 2
+                for one, other in itertools.combinations(family, 2):
+                    assert one.seconds <= other.seconds
+                    assert other.activation_bytes < one.activation_bytes or other.transient_bytes < one.transient_bytes
+                assert all(point.activation_bytes < family[0].activation_bytes for point in family[1:])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_equal_blocks_with_many_choices(seed: int) -> None:
+    """The knapsack against all combinations, where several blocks have one family of up to five choices."""
+    rng = random.Random(seed)
+    blocks: list[Family] = []
+    for _ in range(rng.randint(1, 2)):
+        own = tuple(
+            Choice(rng.randint(0, 9) / 8, rng.randint(0, 9) / 8, 1.0, rng.randint(0, 12), rng.randint(0, 3))
+            for _ in range(rng.randint(1, 5))
+        )
+        blocks += [own] * rng.randint(1, 4)
+    room, flying = rng.uniform(0, 40), rng.randint(1, 2)
+    best = min(
+        (
+            sum(choice.seconds for choice in chosen)
+            for chosen in itertools.product(*blocks)
+            if sum(choice.kept_bytes(flying) for choice in chosen) + max(c.transient_bytes for c in chosen) <= room
+        ),
+        default=None,
+    )
+    found = least_seconds(blocks, room, flying)
+    assert (found.choices is None) == (best is None)
+    if found.choices is not None:
+        assert found.seconds == pytest.approx(best) and found.bound == pytest.approx(best)
+
+
+def test_modules_before_layers_where_memory_binds() -> None:
+    """Under every limit the plan is at least as fast as with whole layers alone, and mostly faster."""
+    analysis = analysis_of(GPT2)
+    limits: dict[str, Any] = {"batch": 16, "pp": 1, "dp": 1, "tp": 1, "microbatches": 1, "optimizer": "sgd"}
+
+    def planned(memory_bytes: int, recompute: str = "auto") -> Plan:
+        cluster = ideal(1, memory_bytes=memory_bytes)
+        return make_plan(analysis.program, cluster, analysis=analysis, recompute=recompute, **limits)
+
+    kept, full = planned(2**40, "none"), planned(2**40, "full")
+    least, most = full.stages[0].memory_bytes, kept.stages[0].memory_bytes
+    plan = planned(least + (most - least) * 3 // 4)
+    assert plan.recompute == "some" and plan.stages[0].memory_bytes <= plan.stages[0].capacity_bytes
+    assert any(path.count(".") > 2 for path in plan.stages[0].recompute)
+    assert kept.step_time_s < plan.step_time_s < kept.step_time_s + (full.step_time_s - kept.step_time_s) / 8
+    assert Plan.from_json(plan.to_json()) == plan and "mlp" in plan_text(plan)
+
+
+def test_what_cannot_be_computed_again_by_itself() -> None:
+    subject, analysis = subject_of("gpt2")
+    plan = chain_of("gpt2", 2)
+    offered = recomputable(realized(analysis, plan).local[0])
+    assert offered[:3] == (f"{H}.0", f"{H}.0.ln_1", f"{H}.0.attn")
+    with pytest.raises(PlanError, match=r"stages\[0\].recompute: 'transformer.h.0.mlpp' is no layer .* module"):
+        realize(subject.program, with_modules(plan, (f"{H}.0.mlpp",), ()), analysis)
+    with pytest.raises(PlanError, match=r"'transformer.h.1.mlp.act' lies in 'transformer.h.1.mlp'.*name one"):
+        realize(subject.program, with_modules(plan, (f"{H}.1.mlp", f"{H}.1.mlp.act"), ()), analysis)
+    limits: dict[str, Any] = {"batch": 8, "pp": 1, "dp": 2, "tp": 1, "microbatches": 2, "zero": 3}
+    divided = make_plan(subject.program, ideal(2), analysis=analysis, recompute="none", **limits)
+    with pytest.raises(PlanError, match=r"'transformer.h.0.mlp' reads 'transformer.h.0.mlp.c_fc.bias'.* whole layer"):
+        realize(subject.program, with_modules(divided, (f"{H}.0.mlp",)), analysis)
