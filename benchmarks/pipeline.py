@@ -3,7 +3,8 @@
     python benchmarks/pipeline.py [--ranks 2] [--rounds 20] [--width 256] [--json]
 
 Both run in the same processes on gloo, one step of the one and one of the other in turn, so that what else the machine
-does falls on both. A ratio is the median over the rounds of autopart's seconds over torch's in the same round.
+does falls on both. A ratio is that of autopart's seconds to torch's in the same round: of the step, and of the
+processors' time that all ranks spend in it. Printed are the median over the rounds and the quarters' bounds.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from steps import seconds_of, step_of
+from steps import processor_seconds_of, step_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -89,8 +90,12 @@ def cut_at_layers(analysis: Analysis, program: Any, schedule: str, stages: int, 
     )
 
 
-def compare(directory: str, width: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """On each rank: for each schedule the seconds of (autopart, torch) by round."""
+Cost = tuple[float, float]
+"""Seconds of a step, and seconds of all processors in it."""
+
+
+def compare(directory: str, width: int, rounds: int) -> dict[str, list[tuple[Cost, Cost]]]:
+    """On each rank: for each schedule the costs of (autopart, torch) by round."""
     results = {}
     for name, other, virtual in PAIRS:
         ours = step_of(Path(directory) / name, stack(width), *batch(width))
@@ -101,7 +106,7 @@ def compare(directory: str, width: int, rounds: int) -> dict[str, list[tuple[flo
         pairs = []
         for number in range(rounds):
             order = (ours, theirs) if number % 2 else (theirs, ours)
-            taken = {step: seconds_of(step) for step in order}
+            taken = {step: processor_seconds_of(step) for step in order}
             pairs.append((taken[ours], taken[theirs]))
         results[name] = pairs
     return results
@@ -153,21 +158,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
         keywords = {"directory": folder, "width": options.width, "rounds": options.rounds}
         found = run_local_job(f"{Path(__file__).stem}:compare", options.ranks, keywords, Path(job))[0]
-    rows = {}
-    for name, pairs in found.items():
-        ratio = statistics.median(ours / theirs for ours, theirs in pairs)
-        rows[name] = {
-            "autopart_s": statistics.median(ours for ours, _ in pairs),
-            "torch_s": statistics.median(theirs for _, theirs in pairs),
-            "ratio": ratio,
-        }
+    rows = {name: _row(pairs) for name, pairs in found.items()}
     if options.json:
         print(json.dumps(rows))
         return
     print(f"{options.ranks} ranks, {MICROBATCHES} microbatches of {SAMPLES} x {LENGTH} x {options.width}")
     for name, row in rows.items():
         print(f"{name:12} autopart {row['autopart_s'] * 1e3:8.1f} ms   torch {row['torch_s'] * 1e3:8.1f} ms", end="")
-        print(f"   ratio {row['ratio']:.3f}")
+        for kind in ("ratio", "processor_ratio"):
+            print("   {} {:.3f} ({:.3f} to {:.3f})".format(kind.replace("_", " "), *row[kind]), end="")
+        print()
+
+
+def _row(pairs: Sequence[tuple[Cost, Cost]]) -> dict[str, Any]:
+    """Medians of the seconds; of the ratios median and quarters' bounds."""
+
+    def ratios(kind: int) -> list[float]:
+        first, middle, last = statistics.quantiles([ours[kind] / theirs[kind] for ours, theirs in pairs], n=4)
+        return [middle, first, last]
+
+    return {
+        "autopart_s": statistics.median(ours for (ours, _), _ in pairs),
+        "torch_s": statistics.median(theirs for _, (theirs, _) in pairs),
+        "ratio": ratios(0),
+        "processor_ratio": ratios(1),
+    }
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -24,6 +25,18 @@ def step_of(directory: Path, model: nn.Module, x: Tensor, target: Tensor) -> Cal
         return float(loss)
 
     return step
+
+
+def processor_seconds_of(step: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds as :func:`seconds_of`, and those that all ranks' threads have computed: waiting does not count.
+
+    The second is about the same on a machine that is busy with other things.
+    """
+    before = time.process_time()
+    wall = seconds_of(step)
+    spent = torch.tensor([time.process_time() - before], dtype=torch.float64)
+    dist.all_reduce(spent)
+    return wall, float(spent)
 
 
 def seconds_of(step: Callable[[], Any]) -> float:

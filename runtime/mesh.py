@@ -142,6 +142,10 @@ class Mesh:
         place = next(index for index, layout in enumerate(self._layouts) if (layout == self.rank).any())
         self.stages = tuple(stage for stage, at in enumerate(self.place_of) if at == place)
         self.coordinates: tuple[int, ...] = tuple((self._layouts[place] == self.rank).nonzero()[0].tolist())
+        shape = self._layouts[place].shape
+        self._peers = {
+            other: int(layout[self.coordinates]) for other, layout in enumerate(self._layouts) if layout.shape == shape
+        }
         self.seed = self._agree(torch.initial_seed() if seed is None else seed)
         names = tuple(name for name, _ in manifest.stages[self.stages[0]].mesh)
         self._alike = len({stage.mesh for stage in manifest.stages}) == 1
@@ -197,8 +201,8 @@ class Mesh:
         return f"stage{'s' if len(self.stages) > 1 else ''} {', '.join(map(str, self.stages))}"
 
     def peer(self, stage: int) -> int:
-        """The rank that has this rank's coordinates in another stage."""
-        return int(self._layouts[self.place_of[stage]][self.coordinates])
+        """The rank that has this rank's coordinates in another stage, of an equal mesh."""
+        return self._peers[self.place_of[stage]]
 
     def route_from(self, stage: int) -> tuple[Axis, int]:
         """The axis, and the index on it, from which all ranks get what the ranks of a stage have alike."""

@@ -114,7 +114,9 @@ def _cut_out(
     ends = [item for item in _tensors((result,), {}) if item.requires_grad]
     if not ends:
         return result
-    edges = [get_gradient_edge(entry) for entry in entries], [get_gradient_edge(end) for end in ends]
+    # what get_gradient_edge would make for a node that the ends keep alive, without a further op
+    starts = [GradientEdge(entry.grad_fn, entry.output_nr) for entry in entries]
+    edges = starts, [get_gradient_edge(end) for end in ends]
     joined = _Cut.apply(later, *edges, [end.detach() for end in ends], *others)
     return _swap(result, {id(end): new for end, new in zip(ends, joined, strict=True)})
 
