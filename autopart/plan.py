@@ -133,6 +133,8 @@ class Plan:
     dropout: "torch", each rank's own numbers; or "invariant", the same masks under every plan (runtime.invariant).
     order: numbers of all blocks, stage after stage, where stages are no ranges of block numbers: their ``blocks`` are
     places in it then; empty: as numbered.
+    pins, together: what the user asked for, module patterns and their stages, and groups of patterns on one stage; see
+    :mod:`autopart.pins`. The stages follow them; nothing else reads them when the plan is run.
     tokens, flops: of one step; peak_flops: FLOP/s of all its devices in the type of most products; 0 when unknown.
     considered: other candidates, as rows for the report.
     """
@@ -164,6 +166,8 @@ class Plan:
     tied_s: float = 0.0
     dropout: str = "torch"
     order: tuple[int, ...] = ()
+    pins: Mapping[str, int] = field(default_factory=dict, hash=False)
+    together: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         _require(self.schedule in SCHEDULES, f"schedule: {self.schedule!r} is not one of {', '.join(SCHEDULES)}")

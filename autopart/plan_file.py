@@ -43,6 +43,8 @@ def _convert(kind: str, value: Any, where: str) -> Any:
         return tuple((name, size) for name, size in value)
     if kind == "Transfers":
         return tuple((a, b, float(there), None if back is None else float(back)) for a, b, there, back in value)
+    if kind == "tuple[tuple[str, ...], ...]":
+        return tuple(map(tuple, value))
     return tuple(value) if kind.startswith("tuple") else value
 
 
@@ -71,6 +73,10 @@ def _is_transfers(value: object) -> bool:
     )
 
 
+def _is_strings(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
 def _is_collectives(value: object) -> bool:
     return isinstance(value, dict) and all(
         isinstance(count, dict) and set(count) == {"calls", "bytes"} and all(map(_is_int, count.values()))
@@ -90,9 +96,10 @@ _CHECKS: dict[str, tuple[str, Any]] = {
         "[first, end]",
         lambda value: isinstance(value, list) and len(value) == 2 and all(map(_is_int, value)),
     ),
-    "tuple[str, ...]": (
-        "a list of strings",
-        lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+    "tuple[str, ...]": ("a list of strings", _is_strings),
+    "tuple[tuple[str, ...], ...]": (
+        'a list of groups of strings, such as [["encoder.*", "embed"]]',
+        lambda value: isinstance(value, list) and all(map(_is_strings, value)),
     ),
     "tuple[StagePlan, ...]": ("stages", lambda value: isinstance(value, tuple)),
     "tuple[Mapping[str, Any], ...]": (

@@ -208,6 +208,8 @@ def make_plan(
         solve_s=solved - solving,
         total_s=time.perf_counter() - start,
         dropout=dropout,
+        pins=dict(pins or {}),
+        together=tuple(map(tuple, together or ())),
         notes=(
             *plan.notes,
             *(_notes(candidates, answer) if isinstance(answer, Answer) else ()),

@@ -38,8 +38,8 @@ from autopart.solver.stages_parts import Block, Shape
 from autopart.solver.stages_problem import Slot, StageProblem, StageSolution
 from autopart.step_time import WHOLE_SCHEDULES, simulated_seconds
 
-SCHEDULES = ("1f1b", "gpipe", "2bw-flush")
-"""Those that are tried on unlike meshes."""
+SCHEDULES = ("1f1b", "gpipe", "2bw-flush", "zb-h1")
+"""Those that are tried on unlike meshes: one stage on each rank, and nothing between batches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from autopart.passes import graph as graphs
 from autopart.pins import read_pins
 from autopart.plan import Plan
 from autopart.planner import make_plan
+from autopart.report.table import plan_text
 from autopart.runtime.errors import PlanError
 from autopart.solver.stages_order import chain_positions
 from autopart.tracing import capture
@@ -82,6 +83,13 @@ def test_modules_stay_together() -> None:
     assert len(stages_of(plan_of(2, pp=2), "layers.1") | stages_of(plan_of(2, pp=2), "layers.4")) == 2
     both = plan_of(2, pp=2, together=[["layers.1", "layers.4"]], pins={"layers.2": 1})
     assert stages_of(both, "layers.1") == stages_of(both, "layers.4") == {1}
+    # the file says what was asked for
+    again = Plan.from_json(both.to_json())
+    assert again == both and again.pins == {"layers.2": 1} and again.together == (("layers.1", "layers.4"),)
+    text = plan_text(again)
+    assert "asked for: layers.2 on stage 1" in text and "asked for: layers.1 and layers.4 on one stage" in text
+    with pytest.raises(PlanError, match="together: expected a list of groups"):
+        Plan.from_json(both.to_json().replace('[["layers.1", "layers.4"]]', '["layers.1"]'))
 
 
 def test_a_named_stage_asks_for_as_many() -> None:

@@ -142,25 +142,35 @@ def tensor_plan(name: str) -> Plan:
     return make_plan(subject.program, ideal(2), pp=1, dp=1, tp=2, microbatches=2, batch=8, analysis=analysis)
 
 
-def with_meshes(name: str, meshes: tuple[Mesh, ...], shares: tuple[int, ...] = ()) -> Plan:
-    """A chain of stages on these meshes; the first stage's replicas have these parts."""
-    plan = chain_of(name, len(meshes), microbatches=2)
+def with_meshes(
+    name: str,
+    meshes: tuple[Mesh, ...],
+    shares: tuple[int, ...] = (),
+    places: tuple[int, ...] = (),
+    schedule: str = "1f1b",
+) -> Plan:
+    """A chain of stages on these meshes; the replicas of the first rank of the pipeline have these parts.
+
+    places: the rank of the pipeline of each stage, ``meshes`` by rank; empty: each stage has its own.
+    """
+    places = places or tuple(range(len(meshes)))
+    plan = chain_of(name, len(places), microbatches=2)
+    starts = list(itertools.accumulate((dp * tp for dp, tp in meshes), initial=0))
     stages: list[StagePlan] = []
-    first = 0
-    for index, (stage, (dp, tp)) in enumerate(zip(plan.stages, meshes, strict=True)):
+    for stage, place in zip(plan.stages, places, strict=True):
+        dp, tp = meshes[place]
         sharded = tensor_plan(name) if tp > 1 else None
         stages.append(
             replace(
                 stage,
-                devices=tuple(range(first, first + dp * tp)),
+                devices=tuple(range(starts[place], starts[place + 1])),
                 mesh=(("dp", dp), ("tp", tp)),
-                shares=() if index else shares,
+                shares=() if place else shares,
                 strategies=sharded.strategies if sharded else {},
                 storage=sharded.storage if sharded else {},
             )
         )
-        first += dp * tp
-    return replace(plan, stages=tuple(stages))
+    return replace(plan, stages=tuple(stages), schedule=schedule)
 
 
 EQUAL = [
@@ -181,6 +191,37 @@ def test_equal(name: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
     subject, analysis = subject_of(name)
     plan = with_meshes(name, *CASES[case])
+    realize(subject.program, plan, analysis).save(tmp_path / "program")
+    result = compare_emitted(tmp_path / "program", subject)
+    worst = sorted(result.groups, key=lambda group: -max(group.gradient or 0.0, group.parameter))[:3]
+    assert result.equal, f"{result.loss_difference=} {worst}"
+
+
+# Schedules with W, and with several stages on a rank: the meshes and places.
+SCHEDULED: dict[str, tuple[tuple[Mesh, ...], tuple[int, ...], tuple[int, ...], str]] = {
+    "zb-h1 dp2-1": (((2, 1), (1, 1)), (), (0, 1), "zb-h1"),
+    "zb-h1 1-dp2": (((1, 1), (2, 1)), (), (0, 1), "zb-h1"),
+    "zb-h1 dp2-1-1": (((2, 1), (1, 1), (1, 1)), (3, 1), (0, 1, 2), "zb-h1"),
+    "interleaved dp2-1": (((2, 1), (1, 1)), (), (0, 1, 0, 1), "interleaved"),
+    "interleaved 1-tp2": (((1, 1), (1, 2)), (), (0, 1, 0, 1), "interleaved"),
+    "zb-v dp2-1": (((2, 1), (1, 1)), (3, 1), (0, 1, 1, 0), "zb-v"),
+    "zb-v 1-tp2": (((1, 1), (1, 2)), (), (0, 1, 1, 0), "zb-v"),
+}
+QUICK_SCHEDULES = {("gpt2", "zb-h1 dp2-1-1"), ("t5", "interleaved dp2-1"), ("unet", "zb-v 1-tp2")}
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(*item, marks=() if item in QUICK_SCHEDULES else pytest.mark.slow)
+        for item in itertools.product(("gpt2", "unet", "t5", "branches"), SCHEDULED)
+        if not (item[0] in ("t5", "branches") and "tp2" in item[1])
+    ],
+)
+def test_schedules_equal(name: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
+    subject, analysis = subject_of(name)
+    plan = with_meshes(name, *SCHEDULED[case])
     realize(subject.program, plan, analysis).save(tmp_path / "program")
     result = compare_emitted(tmp_path / "program", subject)
     worst = sorted(result.groups, key=lambda group: -max(group.gradient or 0.0, group.parameter))[:3]

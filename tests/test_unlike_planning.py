@@ -128,7 +128,14 @@ def test_a_cluster_file_of_unlike_nodes_is_planned_and_explained(
 
 @pytest.mark.parametrize(
     ("devices", "limits"),
-    [(3, {"pp": 2}), (5, {"pp": 3}), (6, {"pp": 4}), (7, {"pp": 2}), (4, {"pp": 3, "meshes": "unlike"})],
+    [
+        (3, {"pp": 2}),
+        (3, {"pp": 2, "schedule": "zb-h1"}),
+        (5, {"pp": 3}),
+        (6, {"pp": 4}),
+        (7, {"pp": 2}),
+        (4, {"pp": 3, "meshes": "unlike"}),
+    ],
 )
 def test_every_device_is_used(devices: int, limits: dict[str, object]) -> None:
     plan = plan_of("gpt2", ideal(devices, bandwidth=1e9), **{"tp": 1, "recompute": "none", **limits})

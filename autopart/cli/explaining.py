@@ -80,6 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         printed: dict[str, Any] = {
             "step_time_s": plan.step_time_s,
+            "pins": plan.pins,
+            "together": plan.together,
             **found.to_json_object(),
             "runners_up": rows[: arguments.top],
             "infeasible": unfit[: arguments.top],
@@ -128,9 +130,8 @@ def _with_model(
     with working("planning the runner-up"):
         for row in rows[:3]:  # a pruned one may turn out not to fit
             try:
-                other = make_plan(
-                    program, cluster, batch=plan.batch, analysis=analysis, **limits_of(str(row["config"]))
-                )
+                limits = {**limits_of(str(row["config"])), "pins": plan.pins, "together": plan.together}
+                other = make_plan(program, cluster, batch=plan.batch, analysis=analysis, **limits)
             except InfeasibleError:
                 continue
             return sent, compare((plan, other), (cluster, cluster))

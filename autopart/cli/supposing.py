@@ -84,14 +84,15 @@ def run(arguments: argparse.Namespace) -> int:
         analysis = analyze(program)
         check_plan(program, analysis, plan)
         named = f"{cluster} ({change})" if str(change) else str(cluster)
-        best = replace(make_plan(program, cluster, batch=batch, analysis=analysis), cluster=named)
+        pinned: dict[str, Any] = {"pins": plan.pins, "together": plan.together}
+        best = replace(make_plan(program, cluster, batch=batch, analysis=analysis, **pinned), cluster=named)
         recompute = "auto" if plan.recompute == "some" else plan.recompute
         limits: dict[str, Any] = {"schedule": plan.schedule, "recompute": recompute, "pp": plan.pp, "dp": plan.dp}
         limits["tp"] = tuple(size for _, size in tensor_axes(plan.stages[0])) or 1
         if not plan.is_uniform:
             limits |= {"dp": None, "tp": None, "meshes": "unlike"}
         try:
-            same = make_plan(program, cluster, batch=batch, analysis=analysis, **limits)
+            same = make_plan(program, cluster, batch=batch, analysis=analysis, **limits, **pinned)
         except (InfeasibleError, PlanError) as error:
             same = None
             print(f"the same degrees do not work under the change: {str(error).splitlines()[0]}", file=sys.stderr)

@@ -32,7 +32,14 @@ def plan_header(plan: Plan) -> list[str]:
     ]
     if plan.tokens or plan.flops:
         lines.append(f"{format_count(plan.tokens_per_s)} tokens/s, {plan.tflops_per_device:.3g} TFLOP/s per device")
+    lines += [f"asked for: {text}" for text in _pinned(plan)]
     return [*lines, *(f"note: {note}" for note in plan.notes)]
+
+
+def _pinned(plan: Plan) -> list[str]:
+    """The user's pins."""
+    found = [f"{pattern} on stage {stage}" for pattern, stage in plan.pins.items()]
+    return [*found, *(f"{' and '.join(group)} on one stage" for group in plan.together)]
 
 
 def _recompute(plan: Plan) -> str:
