@@ -177,14 +177,15 @@ class BlockCosts:
             return node in self._saved, 1.0
         return True, 1.0 / self._read_in[layer]
 
-    def kept_bytes(self, node: fx.Node, chosen: Chosen, sizes: Sequence[int], batch: int) -> float:
-        """Bytes that one op by itself keeps for its backward on one rank."""
+    def held_bytes(self, node: fx.Node, chosen: Chosen, sizes: Sequence[int], batch: int) -> tuple[float, float]:
+        """Bytes that one op by itself keeps for its backward on one rank, and those that it takes while it runs."""
         facts, shares = self._facts[node], value_shares(node, chosen, sizes)
         total = 0.0
         for item in facts.kept:
             if item.owner.node.op != "placeholder":
                 total += item.size.at(batch) * shares[facts.position(item)]
-        return total + (facts.inside.at(batch) * _inside_share(chosen, sizes) if facts.inside else 0.0)
+        total += facts.inside.at(batch) * _inside_share(chosen, sizes) if facts.inside else 0.0
+        return total, _transient_bytes(node, facts, shares, batch)
 
     def costs(
         self,
@@ -261,19 +262,11 @@ class BlockCosts:
         forward, backward = prices.op_seconds(node, chosen, sizes)
         sent, returned = prices.form_seconds(node, chosen, used)
         shares = value_shares(node, chosen, sizes)
-        held = sum(size.at(prices.batch) * share for size, share in zip(facts.sizes, shares, strict=True))
-        transient = 0.0
-        if not passes_memory(node):
-            largest = max(
-                (size.at(prices.batch) * s for size, s in zip(facts.sizes, shares, strict=False)), default=0.0
-            )
-            learned = sum(size.at(1) * shares[position] for position, size in facts.learned)
-            transient = held + backward_copies(node) * largest + learned
         positions = range(len(facts.sizes)) if chosen else ()
         return _Run(
             forward + sent,
             backward + returned,
-            transient,
+            _transient_bytes(node, facts, shares, prices.batch),
             facts.inside.at(prices.batch) * _inside_share(chosen, sizes) if facts.inside else 0.0,
             tuple(shares),
             tuple(_used(chosen, position) for position in positions),
@@ -307,6 +300,15 @@ class BlockCosts:
             return replicated
         chosen = strategies.get(value.node)
         return tuple(strategy.outputs[value.index] for strategy in chosen) if chosen else replicated
+
+
+def _transient_bytes(node: fx.Node, facts: _OpFacts, shares: Sequence[float], batch: int) -> float:
+    """Operands and results, or their gradients, with those of parameters and what the backward makes on its way."""
+    if passes_memory(node):
+        return 0.0
+    held = [size.at(batch) * share for size, share in zip(facts.sizes, shares, strict=True)]
+    learned = sum(size.at(1) * shares[position] for position, size in facts.learned)
+    return sum(held) + backward_copies(node) * max(held, default=0.0) + learned
 
 
 def _used(chosen: Chosen, position: int) -> Placements:

@@ -178,6 +178,7 @@ class Candidates:
             memory_limit,
             self.time_limit_s,
             levels,
+            config.pp,
         )
 
     def _divides(self, config: Degrees) -> bool:

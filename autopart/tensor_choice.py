@@ -43,7 +43,8 @@ class TensorChoice:
 
     storage: by name; one placement per tensor axis. levels: of ZeRO by name, those above 0. solution: None without
     tensor axes.
-    memory_bytes: what the strategies hold over all stages, one microbatch in flight (each op's kept tensors by itself).
+    memory_bytes: what the strategies hold over all stages, one microbatch in flight (each op's kept tensors by itself),
+    with the largest transient on each.
     """
 
     strategies: dict[fx.Node, Chosen]
@@ -119,13 +120,15 @@ def choose(
     memory_limit: float | None = None,
     time_limit_s: float = 60.0,
     levels: Sequence[int] = (0,),
+    stages: int = 1,
 ) -> TensorChoice:
     """The strategies with the least time per microbatch.
 
     memory_limit: for TensorChoice.memory_bytes. levels: of ZeRO, among which parameters choose (those that cannot be
-    divided stay at 0). Raises InfeasibleError when no strategies hold that little.
+    divided stay at 0). stages: each has the largest transient. Raises InfeasibleError when no strategies hold that
+    little.
     """
-    builder = _Builder(analysis, folded, setting, block_costs, optimizer, levels)
+    builder = _Builder(analysis, folded, setting, block_costs, optimizer, levels, stages)
     if not setting.axes and len(levels) == 1:
         return builder.unsharded(levels[0])
     return builder.solve(memory_limit, time_limit_s)
@@ -146,6 +149,7 @@ class _Builder:
     block_costs: BlockCosts
     optimizer: str
     levels: Sequence[int]
+    stages: int = 1
 
     def offered(self, node: fx.Node) -> Sequence[Chosen]:
         """The strategies of an op, or ways to store a parameter, one per axis."""
@@ -190,12 +194,14 @@ class _Builder:
         prices, sizes = self.setting.prices, self.setting.sizes
         computed = prices.op_seconds(node, chosen, sizes)
         exchanged = prices.form_seconds(node, chosen, self.setting.axes)
+        kept, transient = self.block_costs.held_bytes(node, chosen, sizes, prices.batch)
         return Choice(
             name_of(chosen),
             (sum(computed) + sum(exchanged)) * count,
             tuple(map(self.id_of, zip(*(strategy.outputs for strategy in chosen), strict=True))),
             tuple(map(self.id_of, zip(*(strategy.inputs for strategy in chosen), strict=True))),
-            self.block_costs.kept_bytes(node, chosen, sizes, prices.batch) * count,
+            kept * count,
+            transient,
         )
 
     def op(self, nodes: Sequence[fx.Node]) -> Op:
@@ -278,7 +284,7 @@ class _Builder:
         ops.append(Op("output", (Choice("R", 0.0, (), (self.id_of((REPLICATE,) * len(self.setting.axes)),)),)))
         placements = list(self.setting.shared.ids)
         edges = tuple(self.edge(value, ops, placements) for value in self.folded.values)
-        problem = TensorProblem(tuple(ops), edges, memory_limit)
+        problem = TensorProblem(tuple(ops), edges, memory_limit, self.stages)
         return problem, cache.solve(problem, time_limit_s, _GAPS[len(self.setting.axes) > 1])
 
     def solve_levels(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from autopart import cache
-from autopart.solver import tensor
+from autopart.solver import tensor_transient
 from autopart.solver.tensor_problem import CostTable, Op, TensorProblem, TensorSolution, relative_gap
 
 FOLDER = "solved"
@@ -36,9 +36,9 @@ def solve(
     problem: TensorProblem,
     time_limit_s: float = 60.0,
     gap: float = 0.0,
-    solver: Callable[..., TensorSolution] = tensor.solve,
+    solver: Callable[..., TensorSolution] = tensor_transient.solve,
 ) -> TensorSolution:
-    """As :func:`autopart.solver.tensor.solve`, from the cache where the answer is there. Raises what that raises.
+    """As :func:`autopart.solver.tensor_transient.solve`, from the cache where the answer is there. Raises what it does.
 
     gap: how far from its bound an answer may be; 0 for the optimum, which is what a ``solver`` without a gap gives.
     """

@@ -61,6 +61,8 @@ def frontier(problem: TensorProblem, epsilon: float = 0.0) -> tuple[Point, ...]:
     """
     if epsilon < 0:
         raise ValueError(f"epsilon is not negative: {epsilon}")
+    if problem.transients:
+        raise ValueError("elimination adds bytes up, and takes no largest transient; use the frontier by memory limits")
     domains = _domains(problem)
     if domains is None:
         return ()

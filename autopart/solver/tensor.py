@@ -69,6 +69,7 @@ def solve(problem: TensorProblem, time_limit_s: float = 60.0, gap: float = 0.0) 
     gap: a share of the objective by which it may exceed its bound; 0 for the optimum. Raises InfeasibleError, naming
     what binds, when there are none; PlanError when none were found in time.
     """
+    assert not (problem.transients and problem.memory_limit is not None), "tensor_transient solves these"
     start = time.perf_counter()
     arrays = presolved(compiled(problem))
     if arrays is None:

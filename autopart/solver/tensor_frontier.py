@@ -12,7 +12,7 @@ import math
 from dataclasses import replace
 
 from autopart.runtime.errors import InfeasibleError
-from autopart.solver import tensor
+from autopart.solver import tensor_transient
 from autopart.solver.elimination import Point
 from autopart.solver.tensor_problem import TensorProblem
 
@@ -31,7 +31,7 @@ def frontier(problem: TensorProblem, step: float = 0.0, time_limit_s: float = 60
     limit = problem.memory_limit
     while True:
         try:
-            solution = tensor.solve(replace(problem, memory_limit=limit), time_limit_s)
+            solution = tensor_transient.solve(replace(problem, memory_limit=limit), time_limit_s)
         except InfeasibleError:
             return tuple(found)
         memory = problem.memory(solution.choices)

@@ -24,7 +24,8 @@ class Choice:
     """One strategy of an op.
 
     cost: seconds. outputs: a placement id per output value. inputs: a placement id per input value, by which the op
-    wants to read it. memory: bytes held on a device when this strategy is chosen.
+    wants to read it. memory: bytes held on a device when this strategy is chosen. transient: bytes beside those, while
+    the op runs.
     """
 
     name: str
@@ -32,9 +33,10 @@ class Choice:
     outputs: tuple[int, ...]
     inputs: tuple[int, ...] = ()
     memory: float = 0.0
+    transient: float = 0.0
 
     def __post_init__(self) -> None:
-        for unit, value in (("seconds", self.cost), ("bytes", self.memory)):
+        for unit, value in (("seconds", self.cost), ("bytes", self.memory), ("transient bytes", self.transient)):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"choice {self.name!r}: {unit} have to be finite and not negative, not {value}")
 
@@ -133,13 +135,20 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class TensorProblem:
-    """Ops and the values between them. memory_limit: bytes that the chosen strategies may hold together, or None."""
+    """Ops and the values between them. memory_limit: bytes that the chosen strategies may hold together, or None.
+
+    transients: how many times the largest transient counts in that; where it does,
+    :mod:`autopart.solver.tensor_transient` solves the problem.
+    """
 
     ops: tuple[Op, ...]
     edges: tuple[Edge, ...] = ()
     memory_limit: float | None = None
+    transients: int = 0
 
     def __post_init__(self) -> None:
+        if self.transients < 0:
+            raise ValueError(f"transients count at least 0 times, not {self.transients}")
         if self.memory_limit is not None and math.isnan(self.memory_limit):
             raise ValueError("the memory limit is not a number")
         for number, edge in enumerate(self.edges):
@@ -173,8 +182,13 @@ class TensorProblem:
         )
 
     def memory(self, choices: Sequence[int]) -> float:
-        """Bytes that the chosen strategies hold together."""
-        return math.fsum(op.choices[index].memory for op, index in zip(self.ops, choices, strict=True))
+        """Bytes that the chosen strategies hold together, the largest transient as often as it counts."""
+        held = math.fsum(op.choices[index].memory for op, index in zip(self.ops, choices, strict=True))
+        return held + self.transients * self.transient(choices) if self.transients else held
+
+    def transient(self, choices: Sequence[int]) -> float:
+        """Bytes of the largest transient of the chosen strategies."""
+        return max(op.choices[index].transient for op, index in zip(self.ops, choices, strict=True))
 
     def fits(self, choices: Sequence[int]) -> bool:
         return self.memory_limit is None or self.memory(choices) <= self.memory_limit
