@@ -213,8 +213,13 @@ def read_storage(
     return storage
 
 
-def read_zero(analysis: Analysis, plan: Plan, axes: Axes, storage: Mapping[str, Placements]) -> dict[str, DataCut]:
-    """What replicas divide between them. Raises PlanError for what the model lacks or what cannot be divided."""
+def read_zero(
+    analysis: Analysis, plan: Plan, settings: Sequence[StageSetting], homes: Mapping[str, Sequence[int]]
+) -> dict[str, DataCut]:
+    """What replicas divide between them. homes: the stages that hold each parameter; only asked where meshes differ.
+
+    Raises PlanError for what the model lacks or what cannot be divided.
+    """
     tensors = {info.name: info for info in analysis.program.parameters}
     patterns = {pattern_of(name) for name in tensors}
     for name in plan.zero:
@@ -223,13 +228,28 @@ def read_zero(analysis: Analysis, plan: Plan, axes: Axes, storage: Mapping[str, 
     levels = {name: look_up(plan.zero, name) or 0 for name in tensors}
     if plan.schedule == "2bw" and any(levels.values()):
         raise PlanError("zero: the schedule 2bw keeps two versions of whole weights; leave zero out, or use 2bw-flush")
+    cuts: dict[str, DataCut] = {}
     for name, level in levels.items():
-        info = tensors[name]
-        if level and data_dim(info, storage.get(name, ()), axes, plan.dp) is None:
+        if not level:
+            continue
+        own = settings[0]
+        if not plan.is_uniform:
+            stages = homes.get(name, ())
+            if len(stages) > 1:
+                raise PlanError(
+                    f"zero[{name!r}]: stages {', '.join(map(str, stages))} share it and have unlike meshes, so it "
+                    "stays whole; leave it out"
+                )
+            own = settings[stages[0]] if stages else own
+            if own.dp == 1:
+                continue  # a pattern may mean layers on other stages as well
+        if data_dim(tensors[name], own.storage.get(name, ()), own.axes, own.dp) is None:
             raise PlanError(
-                f"zero[{name!r}]: no dim of its share of {list(info.shape)} divides by {plan.dp} replicas; leave it out"
+                f"zero[{name!r}]: no dim of its share of {list(tensors[name].shape)} divides by {own.dp} replicas; "
+                "leave it out"
             )
-    return cut_parameters(tensors, storage, axes, plan.dp, levels)
+        cuts |= cut_parameters(tensors, own.storage, own.axes, own.dp, {name: level})
+    return cuts
 
 
 def _text(placements: Placements) -> str:
@@ -285,13 +305,20 @@ def realized(analysis: Analysis, plan: Plan) -> Realization:
     settings = settings_of(analysis, plan)
     own = settings[0]
     if not plan.is_uniform:
-        if any(plan.zero.values()):
-            raise PlanError(
-                "zero: stages with unlike meshes hold whole parameters; leave zero out, or make meshes equal"
-            )
-        return build_unlike(analysis, plan.boundaries, settings, plan.order)
-    cuts = read_zero(analysis, plan, own.axes, own.storage)
+        found = build_unlike(analysis, plan.boundaries, settings, plan.order)
+        return replace(found, cuts=read_zero(analysis, plan, settings, _homes(found.local)))
+    cuts = read_zero(analysis, plan, settings, {})
     return build(analysis, plan.boundaries, own.axes, own.strategies, own.storage, cuts, plan.order)
+
+
+def _homes(local: Sequence[fx.Graph]) -> dict[str, list[int]]:
+    """The stages that read each parameter."""
+    found: dict[str, list[int]] = {}
+    for stage, graph in enumerate(local):
+        for node in graph.nodes:
+            if node.op == "placeholder" and node.meta["role"] is Role.PARAMETER:
+                found.setdefault(node.meta["name"], []).append(stage)
+    return found
 
 
 def recomputed(plan: Plan, local: Sequence[fx.Graph]) -> tuple[frozenset[str], ...]:

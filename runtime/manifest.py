@@ -242,13 +242,16 @@ class Manifest:
         )
 
     def seen_from(self, stages: Sequence[int]) -> Manifest:
-        """The manifest as ranks of these stages see it: parameters with the placements that they have there."""
+        """The manifest as ranks of these stages see it: parameters with the placements that they have there.
+
+        Of those that they do not hold nothing is known to be divided.
+        """
         if self.is_uniform and all(len(set(spec.by_stage)) < 2 for spec in self.parameters):
             return self
 
         def local(spec: ParameterSpec) -> ParameterSpec:
             held = [placements for stage, placements in zip(spec.stages, spec.by_stage, strict=True) if stage in stages]
-            return replace(spec, placements=held[0] if held else ())
+            return replace(spec, placements=held[0]) if held else replace(spec, placements=(), zero=0)
 
         return replace(self, parameters=tuple(map(local, self.parameters)))
 

@@ -228,6 +228,60 @@ def test_schedules_equal(name: str, case: str, tmp_path: Path, monkeypatch: pyte
     assert result.equal, f"{result.loss_difference=} {worst}"
 
 
+DIVIDED: dict[str, tuple[tuple[Mesh, ...], tuple[int, ...], tuple[int, ...], str]] = {
+    "dp2-1": (((2, 1), (1, 1)), (3, 1), (), "1f1b"),
+    "1-dp2": (((1, 1), (2, 1)), (), (), "1f1b"),
+    "dp2-1-1": (((2, 1), (1, 1), (1, 1)), (), (), "1f1b"),
+    "zb-h1 dp2-1": (((2, 1), (1, 1)), (), (), "zb-h1"),
+    "interleaved dp2-1": (((2, 1), (1, 1)), (), (0, 1, 0, 1), "interleaved"),
+}
+QUICK_DIVIDED = {("gpt2", "dp2-1", 3), ("gpt2", "1-dp2", 1)}
+
+
+def divided(name: str, case: str, level: int) -> Plan:
+    """All parameters of one stage whose first size is even are divided between that stage's replicas."""
+    subject, analysis = subject_of(name)
+    plan = with_meshes(name, *DIVIDED[case])
+    several = {s.name for s in realize(subject.program, plan, analysis).manifest.parameters if len(s.stages) > 1}
+    can = [i.name for i in subject.program.parameters if i.name not in several and i.shape and i.shape[0] % 2 == 0]
+    return replace(plan, zero=dict.fromkeys(can, level))
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "level"),
+    [
+        pytest.param(*item, marks=() if item in QUICK_DIVIDED else pytest.mark.slow)
+        for item in itertools.product(("gpt2", "unet"), DIVIDED, (1, 2, 3))
+    ],
+)
+def test_replicas_of_one_stage_divide_its_parameters(
+    name: str, case: str, level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeRO inside a stage's own data axis; what lies on a stage of one replica is whole."""
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
+    subject, analysis = subject_of(name)
+    plan = divided(name, case, level)
+    emitted = realize(subject.program, plan, analysis)
+    levels = {
+        plan.stages[spec.stages[0]].dp: spec.zero for spec in emitted.manifest.parameters if spec.name in plan.zero
+    }
+    assert levels == {2: level, 1: 0}
+    emitted.save(tmp_path / "program")
+    result = compare_emitted(tmp_path / "program", subject)
+    worst = sorted(result.groups, key=lambda group: -max(group.gradient or 0.0, group.parameter))[:3]
+    assert result.equal, f"{result.loss_difference=} {worst}"
+
+
+def test_a_tie_of_unlike_meshes_is_not_divided() -> None:
+    subject, analysis = subject_of("branches")
+    plan = with_meshes("branches", ((1, 1), (2, 1)))
+    name = next(
+        spec.name for spec in realize(subject.program, plan, analysis).manifest.parameters if len(spec.stages) > 1
+    )
+    with pytest.raises(PlanError, match="share it and have unlike meshes"):
+        realize(subject.program, replace(plan, zero={name: 1}), analysis)
+
+
 def test_cases_cross_all_kinds_of_values() -> None:
     """Sharded and replicated values, values without samples, and tied parameters cross in the cases above."""
     shared = {name: realize_of(name, "dp2-1").manifest for name in ("gpt2", "t5", "branches")}
@@ -308,9 +362,11 @@ def plain_run(subject: Subject, batch: dict[str, Tensor]) -> dict[str, Any]:
     return {"outputs": outputs, "evaluated": evaluated, "norm": norm, "state": state, "odd": odds}
 
 
-def test_what_users_call(tmp_path: Path) -> None:
-    subject, _ = subject_of("gpt2")
-    emitted = realize_of("gpt2", "shares 3:1")
+@pytest.mark.parametrize("level", [0, 3])
+def test_what_users_call(level: int, tmp_path: Path) -> None:
+    """level: what the replicas divide of their stage's parameters."""
+    subject, analysis = subject_of("gpt2")
+    emitted = realize(subject.program, divided("gpt2", "dp2-1", level), analysis)
     emitted.save(tmp_path / "program")
     members = [*subject.model.named_parameters(), *subject.model.named_buffers()]
     torch.save({name: tensor.detach() for name, tensor in members}, tmp_path / "weights.pt")

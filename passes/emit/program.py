@@ -111,7 +111,7 @@ def emit_program(
             f"stage_{stage.index}",
             layout.invariant_dropout,
             layout.cuts,
-            layout.dp,
+            mesh.dp,
         )
         files[name] = source.write()
         roles = {role: _names(graph, role) for role in (Role.INPUT, Role.RECEIVED, Role.TOTAL)}
