@@ -8,6 +8,7 @@ found by running all random ops in their order, each on memory that is freed at 
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autopart.recording import Draws, Memory, Op, Place, Seen, root_of, seen_of
 from autopart.runtime.errors import InputError
+
+OWN_PAGES_BYTES = 1 << 20
 
 Memories = dict[Memory, torch.UntypedStorage]
 Taker = Callable[[Tensor], None]
@@ -98,10 +101,20 @@ def _of(seen: Seen, memories: Memories) -> Tensor:
     storage = memories.get(seen.memory)
     if storage is None:
         given = seen.memory.given
-        storage = torch.UntypedStorage(seen.memory.size) if given is None else given.clone()
+        storage = _storage(seen.memory.size) if given is None else given.clone()
         memories[seen.memory] = storage
     with torch._C.DisableTorchFunction():
         return torch.empty(0, dtype=seen.dtype).set_(storage, seen.offset, seen.shape, seen.stride)
+
+
+def _storage(size: int) -> torch.UntypedStorage:
+    """Bytes without values; large ones in pages of their own, which the system has back as soon as they are freed.
+
+    malloc puts pieces of up to 32 MiB between small ones that stay, and holes of several hundred megabytes remain.
+    """
+    if size < OWN_PAGES_BYTES:
+        return torch.UntypedStorage(size)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).untyped_storage()
 
 
 def _run(op: Op, memories: Memories, state: Tensor | None) -> Tensor | None:

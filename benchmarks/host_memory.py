@@ -12,7 +12,6 @@ capture and planning on rank 0 (so not the least), and pages of the files, which
 from __future__ import annotations
 
 import argparse
-import resource
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -43,15 +42,17 @@ def build(hidden: int, layers: int) -> nn.Module:
     return model
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def status(line: str) -> int:
+    """Bytes of the resident memory: VmRSS is now, VmHWM the peak (of this program; ru_maxrss is its parent's too)."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.split(f"{line}:")[1].split()[0]) * 1024
 
 
 def rank(case: str, folder: str, limits: dict[str, Any], hidden: int, layers: int) -> dict[str, int]:
     """What one process needs until the model is ready to train."""
     torch.manual_seed(0)
     ids = torch.zeros(8, 16, dtype=torch.int64)
-    before = resident_bytes()
+    before = status("VmRSS")
     if case == "whole":
         model = build(hidden, layers)
     else:
@@ -59,8 +60,7 @@ def rank(case: str, folder: str, limits: dict[str, Any], hidden: int, layers: in
             model = build(hidden, layers)
     named: dict[str, Any] = {"weights": folder} if case == "weights=" else {}
     parallel = autopart.parallelize(model, example={"input_ids": ids, "labels": ids}, verbose=False, **named, **limits)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"peak": peak - before, "share": sum(p.nbytes for p in parallel.parameters())}
+    return {"peak": status("VmHWM") - before, "share": sum(p.nbytes for p in parallel.parameters())}
 
 
 def main() -> None:
