@@ -103,11 +103,21 @@ def settle(
     raise failure
 
 
-def conditions_graph(graph: fx.Graph, conditions: Sequence[fx.Node], assumptions: Sequence[Assumption]) -> fx.Graph:
-    """The part of a program's graph that computes these values. Raises CaptureError if they need more than inputs."""
+def conditions_graph(
+    graph: fx.Graph,
+    conditions: Sequence[fx.Node],
+    assumptions: Sequence[Assumption],
+    constants: Mapping[str, Tensor],
+) -> fx.Graph:
+    """The part of a program's graph that computes these values.
+
+    constants: tensors by name that no step changes, of which single numbers are written into it. Raises CaptureError
+    if the values need more than these and inputs.
+    """
     new = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     needed: set[fx.Node] = set()
+    numbers: dict[fx.Node, Tensor] = {}
     for condition, assumption in zip(conditions, assumptions, strict=True):
         stack = [condition]
         while stack:
@@ -115,14 +125,23 @@ def conditions_graph(graph: fx.Graph, conditions: Sequence[fx.Node], assumptions
             stack.extend(source for source in node.all_input_nodes if source not in needed)
             needed.add(node)
             held = node.op == "placeholder" and node.meta["role"] in (Role.PARAMETER, Role.BUFFER)
-            if held or (graphs.is_op(node) and is_random(node)):
+            value = constants.get(node.meta["name"]) if held else None
+            if value is not None and value.numel() == 1:
+                numbers[node] = value
+            elif held or (graphs.is_op(node) and is_random(node)):
                 what = f"the {node.meta['role'].value} {node.meta['name']}" if held else "random numbers"
                 raise CaptureError(
                     f"the model branches on a value that depends on {what}, which can change with every step: "
                     f"{assumption.text}; replace it with torch.where, or decide it from the configuration"
                 )
     for node in graph.nodes:
-        if node in needed:
+        if node in numbers:
+            value = numbers[node]
+            env[node] = new.call_function(
+                torch.ops.aten.full.default, (list(value.shape), value.item()), {"dtype": value.dtype}
+            )
+            env[node].meta = {key: known for key, known in node.meta.items() if key not in ("role", "name")}
+        elif node in needed:
             env[node] = new.node_copy(node, lambda argument: env[argument])
     new.output(tuple(env[condition] for condition in conditions))
     return new

@@ -288,7 +288,7 @@ def _assemble(
     asked, conditions = nodes[len(nodes) - len(assumptions) :], None
     nodes = nodes[: len(nodes) - len(assumptions)]
     if assumptions:
-        conditions = conditions_graph(graph, asked, assumptions)
+        conditions = conditions_graph(graph, asked, assumptions, constants)
         notes += [f"assumed, and checked before every step: {item.text} is {item.value}" for item in assumptions]
     output_node.args = ((*nodes, *updates.values()),)
     if assumptions:

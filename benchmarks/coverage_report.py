@@ -48,7 +48,13 @@ def read(path: Path, plans: Sequence[str]) -> list[dict[str, Any]]:
         cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         family, task, size = cells[:3]
         sharded, *dates, why = cells[3 + len(plans) :]
-        row: dict[str, Any] = {"family": family, "task": task, "stages": {}, "plans": {}, "date": "".join(dates)}
+        row: dict[str, Any] = {
+            "family": family,
+            "task": task,
+            "stages": {},
+            "plans": {},
+            "date": "".join(dates).strip("–"),
+        }
         if size != "–":
             row["parameters"] = int(size.replace(",", ""))
         broken = next((cell for cell in cells[3:] if cell in STAGES[:2]), "")
@@ -113,7 +119,9 @@ def _runs(rows: Sequence[dict[str, Any]], plans: Sequence[str]) -> list[str]:
     dates = Counter(row["date"] for row in rows)
     for date in sorted(dates, reverse=True):
         seconds = sorted(row["seconds"] for row in rows if row["date"] == date and "seconds" in row)
-        took = f"; half of them in at most {seconds[len(seconds) // 2]:.0f} s each" if seconds else ""
+        took = (
+            f"; half of them in at most {seconds[len(seconds) // 2]:.0f} s each" if len(seconds) == dates[date] else ""
+        )
         names = [row["family"] for row in rows if row["date"] == date]
         which = "" if date == max(dates) else f": {', '.join(names)}"
         lines.append(f"- {date or 'Before dates were kept'}: {len(names)} models{took}{which}.")

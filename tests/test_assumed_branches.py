@@ -57,6 +57,24 @@ def test_the_program_tells_what_it_assumes() -> None:
     assert other.fingerprint != program.fingerprint
 
 
+class Reading(nn.Module):
+    """Compares with a number that it makes a tensor of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        bound = x.new_zeros(x.shape) + torch.tensor(3.0)
+        assert torch.all(x < bound).item(), "out of range"
+        return self.linear(x).square().mean()
+
+
+def test_constant_numbers_may_decide() -> None:
+    program = autopart.capture(Reading().double(), (), batch(0))
+    assert [item.value for item in program.assumptions] == [True]
+
+
 def train(model: nn.Module, parts: slice = slice(None)) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
