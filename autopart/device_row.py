@@ -19,8 +19,8 @@ from functools import cached_property
 
 from autopart.cluster import Cluster, Link, Node
 
-MOST_FREE = 8
-"""Devices of a cluster up to which every run is offered, where a node's devices are no power of two."""
+MOST_FREE, MOST_FREE_ALIKE = 8, 16
+"""Devices of a cluster up to which every run is offered, where a node's devices are no power of two; of one kind."""
 
 Pieces = tuple[tuple[int, int], ...]
 """(kind of node, devices of one such node), in order."""
@@ -95,7 +95,7 @@ class DeviceRow:
     def _from(self, place: Place) -> Iterator[tuple[Pieces, Place]]:
         """Every run that starts at a place."""
         odd = any(node.count & (node.count - 1) for node in self.kinds)
-        free = odd and self.cluster.device_count <= MOST_FREE
+        free = odd and self.cluster.device_count <= (MOST_FREE_ALIKE if len(self.kinds) == 1 else MOST_FREE)
         if place.taken:
             left = self.kinds[place.kind].count - place.taken
             for size in range(1, left):

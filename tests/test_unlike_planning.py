@@ -134,6 +134,7 @@ def test_a_cluster_file_of_unlike_nodes_is_planned_and_explained(
         (5, {"pp": 3}),
         (6, {"pp": 4}),
         (7, {"pp": 2}),
+        (11, {"pp": 3, "microbatches": 1}),
         (4, {"pp": 3, "meshes": "unlike"}),
     ],
 )
