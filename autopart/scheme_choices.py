@@ -34,14 +34,12 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autopart.analysis import Analysis
+from autopart.cut_order import CutOrder, is_sharded
 from autopart.folding import is_stored
 from autopart.passes import graph as graphs
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
 from autopart.passes.rules import Strategy
-from autopart.passes.rules.matching import Sharding
-from autopart.passes.rules.strategies import sharding_of
-from autopart.passes.sizes import Extent
 from autopart.prices import Chosen
 from autopart.runtime.placement import Kind, Placement
 from autopart.tensor_scheme import TensorScheme
@@ -91,9 +89,9 @@ class SchemeChoices:
     scheme: TensorScheme
     analysis: Analysis
     sizes: tuple[int, ...]
+    order: CutOrder
     unfit: list[fx.Node] = field(default_factory=list)
     _shards: Shards | None = None
-    _shardings: dict[tuple[fx.Node, int], Sharding | None] = field(default_factory=dict)
 
     def fitting(self, node: fx.Node, tuples: Sequence[Chosen]) -> Sequence[Chosen]:
         """Of all choices for an op or stored tensor those that fit; all, where none does."""
@@ -104,7 +102,7 @@ class SchemeChoices:
             return self._between(node, tuples) or tuples
         found = [item for item in tuples if self._roles(item, weight) in _ROLES[self.scheme]]
         if len(self.sizes) > 1:
-            found = [item for item in found if self._in_order(node, item)]
+            found = [item for item in found if self.order.outer_first(node, item)]
         if not found:
             self.unfit.append(node)
         return found or self._between(node, tuples) or tuples
@@ -118,7 +116,7 @@ class SchemeChoices:
             joint = "panels" in roles and node in self.analysis.joint_strategies(self.sizes)
             single = [()] * len(single) if joint else kept if all(kept) else single
         found = itertools.product(*single)
-        return found if len(self.sizes) == 1 else (item for item in found if self._in_order(node, item))
+        return found if len(self.sizes) == 1 else (item for item in found if self.order.outer_first(node, item))
 
     def _weight(self, node: fx.Node) -> int | None:
         cost = self.analysis.costs("cuda").get(node) if graphs.is_op(node) else None
@@ -129,31 +127,16 @@ class SchemeChoices:
         return tuple(role_of(strategy, weight) for strategy in chosen)
 
     def _stored(self, node: fx.Node, tuples: Sequence[Chosen]) -> list[Chosen]:
-        found = [item for item in tuples if self._tight(node, item)]
+        found = [item for item in tuples if self.order.stored(node, item)]
         if not _is_parameter(node) or len(node.meta["val"].shape) < 2:
             return found
         axes = 2 if self.scheme is TensorScheme.DEPTH else len(self.sizes)
         return [item for item in found if all(strategy.outputs[0].is_shard for strategy in item[:axes])]
 
-    def _tight(self, node: fx.Node, chosen: Chosen) -> bool:
-        """Whether each cut of a dim is of the pieces that the next coarser one leaves, whichever axis cuts first."""
-        cuts = [(strategy.outputs[0], axis) for axis, strategy in enumerate(chosen) if strategy.outputs[0].is_shard]
-        cuts.sort(key=lambda cut: cut[0].outer)
-        pieces: dict[int, int] = {}
-        for placement, axis in cuts:
-            if placement.dim not in pieces:
-                alone = self.analysis.strategies(self.sizes[axis])[node]
-                if placement not in [strategy.outputs[0] for strategy in alone]:
-                    return False
-            elif placement.outer != pieces[placement.dim]:
-                return False
-            pieces[placement.dim] = placement.outer * self.sizes[axis]
-        return True
-
     def _between(self, node: fx.Node, tuples: Sequence[Chosen]) -> list[Chosen]:
         if len(self.sizes) > 1:
             most = len(self.sizes) - 1
-            shared = [item for item in tuples if sum(map(_is_sharded, item)) >= most]
+            shared = [item for item in tuples if sum(map(is_sharded, item)) >= most]
             return shared if node.meta.get("differentiable") else list(tuples)
         found = tuples if self.scheme is TensorScheme.SEQUENCE else self._whole_rows(node, tuples)
         vectors = [
@@ -199,46 +182,6 @@ class SchemeChoices:
                 found = grown
             self._shards = found
         return self._shards
-
-    # -- the order of cuts, on several axes -----------------------------------------------------------------------
-
-    def _in_order(self, node: fx.Node, chosen: Chosen) -> bool:
-        """Whether each factor is cut by its outer axes first, into pieces that the next one cuts, and partial sums
-        that an op passes on are those of one axis at most.
-        """
-        if self.analysis.bound[node] is None:
-            return True
-        if sum(strategy.name[0] == "P" for strategy in chosen) > 1:
-            return False
-        pieces: dict[str, Extent] = {}
-        for index, (strategy, parts) in enumerate(zip(chosen, self.sizes, strict=True)):
-            sharding = self._sharding(node, strategy)
-            if sharding is None:
-                continue
-            factor, outer = sharding
-            if factor not in pieces:
-                alone = self.analysis.strategies(self.sizes[index])[node]
-                if sharding not in [self._sharding(node, item) for item in alone]:
-                    return False
-            elif outer != pieces[factor]:
-                return False
-            finer = outer.times(Extent(parts))
-            assert finer is not None
-            pieces[factor] = finer
-        return True
-
-    def _sharding(self, node: fx.Node, strategy: Strategy) -> Sharding | None:
-        # by identity: strategies are made once per axis size and kept
-        key = (node, id(strategy))
-        if key not in self._shardings:
-            rule = self.analysis.bound[node]
-            assert rule is not None
-            self._shardings[key] = sharding_of(rule, strategy)
-        return self._shardings[key]
-
-
-def _is_sharded(strategy: Strategy) -> bool:
-    return any(item.is_shard for item in (*strategy.inputs, *strategy.outputs))
 
 
 def _cut(node: fx.Node, strategy: Strategy) -> Shards:
