@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,14 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import autopart.verify
 from autopart.analysis import Analysis, analyze
+from autopart.offers import Offers
 from autopart.passes.rules import name_of
 from autopart.plan import Plan
 from autopart.planner import make_plan
+from autopart.prices import Chosen
 from autopart.realize import realize
 from autopart.runtime import Axis, local_forms
 from autopart.runtime.errors import PlanError
@@ -186,6 +189,44 @@ def test_models(name: str, limits: dict[str, int], tmp_path: Path, monkeypatch: 
     assert all(stage.counted for stage in result.traffic)
 
 
+def test_tokens_on_the_other_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two axes one has rows of the vocabulary and the other tokens, whichever: each rank a quarter of the logits."""
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
+    subject, analysis = subject_of("gpt2-1")
+    offered = Offers.of
+
+    def of(self: Offers, node: fx.Node) -> tuple[Chosen, ...]:
+        """Of the vocabulary's ops what shards it on one axis and something else on the other."""
+        found = offered(self, node)
+        return tuple(item for item in found if _crossed(node, item)) if node in vocabulary else found
+
+    vocabulary = {
+        node
+        for node in analysis.block_of
+        if name_of(node) == "aten.cross_entropy_loss.default"
+        or (name_of(node) == "aten.embedding.default" and node.all_input_nodes[0].meta["val"].shape[0] == VOCAB)
+    }
+    assert len(vocabulary) == 2
+    monkeypatch.setattr(Offers, "of", of)
+    limits = {"pp": 1, "dp": 1, "tp": "2x2", "microbatches": 1, "recompute": "none", "time_limit_s": 3.0}
+    plan = make_plan(subject.program, ideal(4), batch=8, analysis=analysis, **limits)  # type: ignore[arg-type]
+    loss = next(name for key, name in plan.strategies.items() if key.endswith("cross_entropy_loss"))
+    assert sorted(name.split("/")[0] for name in loss.split(",")) == ["c", "t"]
+    realize(subject.program, plan, analysis).save(tmp_path / "program")
+    (source,) = [path.read_text() for path in (tmp_path / "program").glob("stage_*.py")]
+    assert re.search(rf"wte.weight = parameter\({VOCAB // 2}, 32", source)
+    assert f"vocab_cross_entropy(lm_head.reshape(-1, {VOCAB // 2})" in source, "logits are not gathered"
+    result = compare_emitted(tmp_path / "program", subject, plan=plan)
+    assert result.equal, (result.loss_difference, result.gradient_difference, result.parameter_difference)
+    assert all(stage.as_planned and stage.counted for stage in result.traffic), result.traffic
+
+
+def _crossed(node: fx.Node, chosen: Chosen) -> bool:
+    forms = [strategy.form is not None for strategy in chosen]
+    other = chosen[forms.index(False)] if sum(forms) == 1 else None
+    return other is not None and other.inputs[1].is_shard
+
+
 # -- what is offered, and what is chosen ----------------------------------------------------------------------------
 
 
@@ -205,10 +246,11 @@ class Words(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
 
-def planned(vocabulary: int, sequence: int, bandwidth: float) -> Plan:
+def planned(vocabulary: int, sequence: int, bandwidth: float, axes: str = "2") -> Plan:
     tokens = torch.randint(50, (4, sequence))
     program = capture(Words(vocabulary), (), {"tokens": tokens, "labels": tokens})
-    return make_plan(program, ideal(2, bandwidth=bandwidth), pp=1, dp=1, tp=2)
+    ranks = math.prod(map(int, axes.split("x")))
+    return make_plan(program, ideal(ranks, bandwidth=bandwidth), pp=1, dp=1, tp=axes, microbatches=1)
 
 
 def test_the_solver_shards_a_large_vocabulary_by_itself() -> None:
@@ -216,6 +258,15 @@ def test_the_solver_shards_a_large_vocabulary_by_itself() -> None:
     assert plan.strategies[":cross_entropy_loss"] == "c" and plan.strategies["head:linear"] == "n"
     moved = sum(count["bytes"] for stage in plan.stages for count in stage.collectives.values())
     assert moved < 4 * 64 * 4096 * 4 / 20  # gathering the logits alone would be 4 MiB
+
+
+def test_the_solver_shards_a_large_vocabulary_and_tokens_on_two_axes() -> None:
+    plan = planned(4096, 64, 1e9, "2x2")
+    loss, head = plan.strategies[":cross_entropy_loss"].split(","), plan.strategies["head:linear"].split(",")
+    assert sorted(name.split("/")[0] for name in loss) == ["c", "t"], loss
+    assert head.index("n") == loss.index("c")
+    moved = sum(count["bytes"] for stage in plan.stages for count in stage.collectives.values())
+    assert moved < 4 * 64 * 4096 * 4 / 20
 
 
 def test_a_vocabulary_that_does_not_divide_is_not_offered() -> None:
