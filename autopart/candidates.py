@@ -210,6 +210,12 @@ class Candidates:
             )
         return max(self.lower_bound(config), pipeline_floor(self._work_bounds[key] + self.free_seconds(config), config))
 
+    def known_floor(self, config: Degrees) -> float:
+        """The best lower bound that is known already."""
+        key = self.samples(config), self.layout.tensor_axes(config)
+        work = self._work_bounds.get(key, 0.0) + self.free_seconds(config)
+        return max(self.lower_bound(config), pipeline_floor(work, config))
+
     def work_seconds(self, config: Degrees) -> float:
         """Seconds of one microbatch's ops, on tp ranks that share all FLOPs and bytes of each perfectly."""
         key = (self.samples(config), config.tp, config.recompute)

@@ -1,10 +1,12 @@
 """Which factorings of a stage's tensor ranks into two axes are searched beside one axis.
 
-Two axes are planned only where one is seen to be short of something, as their problems are several times larger:
+Several axes are planned only where one is seen to be short of something, as their problems are several times larger:
 
 * nothing fits into memory: the configurations that hold least are tried on two axes;
 * the plan on one axis repeats products on its ranks, because no size of theirs divides by all of them (heads that are
-  fewer than ranks, or no multiple).
+  fewer than ranks, or no multiple);
+* what products exchange at least on one axis is more than on two or three (:mod:`autopart.axes_volume`), and the
+  difference, taken off what one axis takes, makes a configuration the fastest.
 
 Each factoring is tried in both orders: the inner axis joins neighbours, the outer one lies on the slower links.
 """
@@ -14,14 +16,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from autopart.axes_volume import least_exchange_seconds
 from autopart.candidates import Answer, Candidates
-from autopart.solver.search import Degrees, Evaluation, factorizations
+from autopart.solver.search import MOST_AXES, Degrees, Evaluation, factorizations
+from autopart.step_time import pipeline_floor
 
 AXES = 2
-"""Tensor axes that are tried unasked; three are given, or follow from a scheme."""
+"""Tensor axes that are tried where one is short of memory or sizes."""
+FASTER = 0.05
+"""Share of the best plan's seconds by which several axes have to promise to be faster."""
 REPEATED = 0.05
 """Share of the ops' seconds in products that ranks repeat, from which two axes are tried."""
 _MOST_UNFIT = 2
+_MOST_FASTER = 2
 
 
 def several_axes(
@@ -31,10 +38,30 @@ def several_axes(
     if best is not None:
         config = best.answer.config
         short = len(config.axes) == 1 and _repeats(candidates, best.answer)
-        return tuple(_factored(config)) if short else ()
+        return tuple(_factored(config)) if short else _faster(candidates, configs, best)
     holding_least = sorted(configs, key=lambda item: (-item.tp, -item.microbatches, item.recompute == "none", item.dp))
     factored = [found for item in holding_least if (found := tuple(_factored(item)))]
     return tuple(item for items in factored[:_MOST_UNFIT] for item in items)
+
+
+def _faster(candidates: Candidates, configs: Sequence[Degrees], best: Evaluation[Answer]) -> tuple[Degrees, ...]:
+    """Those that promise most against the best plan, of all that several axes may make faster."""
+    found: list[tuple[float, Degrees]] = []
+    for config in configs:
+        if len(config.axes) != 1 or candidates.lower_bound(config) >= (1 - FASTER) * best.objective:
+            continue
+        known = best.objective if config == best.answer.config else candidates.known_floor(config)
+        one = least_exchange_seconds(candidates, config)
+        if known - pipeline_floor(one, config) >= (1 - FASTER) * best.objective:
+            continue  # not even if nothing were exchanged
+        for axes in factorizations(config.tp, MOST_AXES)[1:]:
+            several = replace(config, axes=axes)
+            saved = one - least_exchange_seconds(candidates, several)
+            promised = max(known - pipeline_floor(max(0.0, saved), config), candidates.lower_bound(config))
+            if saved > 0 and promised < (1 - FASTER) * best.objective:
+                found.append((promised, several))
+    found.sort(key=lambda item: (item[0], len(item[1].axes)))
+    return tuple(config for _, config in found[:_MOST_FASTER])
 
 
 def _factored(config: Degrees) -> Iterator[Degrees]:

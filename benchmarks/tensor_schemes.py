@@ -32,7 +32,7 @@ SCHEMES = ("1d", "sp", "2d", "2.5d", "3d", "auto")
 
 def axes_of(scheme: str, devices: int) -> int | tuple[int, ...] | None:
     """The tensor axes of a scheme on that many devices, the deepest that is not 1; None where it has none."""
-    if scheme in ("1d", "sp", "auto"):
+    if scheme in ("1d", "sp"):
         return devices
     if scheme == "2d":
         side = math.isqrt(devices)
@@ -53,7 +53,7 @@ def analysis_of(hidden: int, heads: int, layers: int, sequence: int, dtype: str)
 
 def cell(analysis: Analysis, cluster: Cluster, scheme: str, batch: int) -> str:
     axes = axes_of(scheme, cluster.device_count)
-    if axes is None:
+    if axes is None and scheme != "auto":
         return ""
     try:
         plan = make_plan(

@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from autopart.analysis import Analysis, analyze
+from autopart.axes_volume import least_exchange_seconds
+from autopart.candidates import Candidates
 from autopart.cluster import Cluster
 from autopart.plan import Plan
 from autopart.planner import make_plan
+from autopart.solver.search import Degrees
 from autopart.tracing import capture
 from clusters import ideal
 
@@ -59,3 +63,48 @@ def test_what_does_not_fit_on_one_axis_is_tried_on_two() -> None:
     less = plan(258, ideal(4), tp="2x2").stages[0].memory_bytes
     assert less < whole
     assert sizes(plan(258, ideal(4, memory_bytes=(less + whole) // 2))) == (2, 2)
+
+
+class Chain(nn.Module):
+    """Products whose three tensors are of one size, one after the other."""
+
+    def __init__(self, size: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x))
+        return {"loss": x.square().mean()}
+
+
+def test_several_axes_are_chosen_where_they_exchange_less() -> None:
+    """On 16 ranks one axis moves a whole tensor of each product, two axes two quarters: it counts on slow links."""
+    analysis = analyze(capture(Chain(256, 4), (), {"x": torch.randn(1, 256, 256)}))
+
+    def chosen(bandwidth: float, **limits: Any) -> Plan:
+        cluster = ideal(16, bandwidth=bandwidth)
+        return make_plan(analysis.program, cluster, analysis=analysis, **{**LIMITS, **limits})
+
+    found, one = chosen(1e9), chosen(1e9, tp=16)
+    assert len(sizes(found)) > 1
+    assert found.step_time_s < 0.95 * one.step_time_s
+    assert found.bound_s <= found.step_time_s
+    fast = chosen(1e12)
+    assert len(sizes(fast)) == 1
+    assert not [row for row in fast.considered if "x" in str(row["config"]).split("tp=")[1].split()[0]]
+
+
+def test_the_least_exchange_of_a_product() -> None:
+    """By hand: three tensors of 256 KiB, on links of 1 byte/s without latency."""
+    analysis = square(256)
+    candidates = Candidates(analysis, ideal(16, bandwidth=1.0), 1, "adamw")
+    size, products = 256 * 256 * 4, 2
+
+    def exchanged(*axes: int) -> float:
+        return least_exchange_seconds(candidates, Degrees(1, 1, axes, 1, "1f1b", "none")) / (products * size)
+
+    efficiency = candidates.layout.tensor_axes(Degrees(1, 1, (16,), 1, "1f1b"))[0].link.efficiency
+    assert exchanged(16) == pytest.approx(2 * 15 / 16 / efficiency, rel=1e-6)
+    assert exchanged(4, 4) == pytest.approx(2 * 2 * (3 / 4) / 4 / efficiency, rel=1e-6)
+    assert exchanged(4, 2, 2) == pytest.approx(2 * ((3 / 4) / 4 + 2 * (1 / 2) / 8) / efficiency, rel=1e-6)

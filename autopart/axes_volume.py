@@ -1,0 +1,68 @@
+"""What products have to exchange on tensor axes, at least: whether more axes could make a plan faster.
+
+A product of a ``[m, k]`` operand with a ``[k, n]`` weight shares its work on an axis by rows (m), columns (n) or what
+is summed over (k). The tensor that lacks this size goes over the axis forward, and its gradient back: gathered and
+scattered, or copied and summed, the same bytes::
+
+    rows       the weight, and its gradient; once a step where the weight is whole
+    columns    the operand, and its gradient
+    inner      the result, and its gradient
+
+each as large as the other axes' sizes leave it. So on one axis of p ranks the smallest of three tensors is moved, on
+q x q the two smallest at 1 / q, and on q x q x q all three at 1 / q^2, which is what the 2-D and the 3-D scheme are
+for (arXiv 2104.05343, 2105.14450). Products are taken each at its best, as if what lies between them converted nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+from autopart.candidates import Candidates
+from autopart.cost.communication import all_gather_seconds, bucketed_all_reduce_seconds, reduce_scatter_seconds
+from autopart.passes import graph as graphs
+from autopart.scheme_choices import weight_of
+from autopart.solver.search import Degrees
+
+# The tensor that goes over an axis, by how a product is shared on it: of (operand, weight, result).
+_ROWS, _COLUMNS, _INNER = 1, 0, 2
+
+
+def least_exchange_seconds(candidates: Candidates, config: Degrees) -> float:
+    """Seconds of one microbatch's exchanges over the tensor axes of a configuration, products with weights alone."""
+    axes = candidates.layout.tensor_axes(config)
+    total = 0.0
+    for sizes, count in _products(candidates, candidates.samples(config)):
+        ways = []
+        for moved in itertools.product((_ROWS, _COLUMNS, _INNER), repeat=len(axes)):
+            seconds = 0.0
+            for index, axis in enumerate(axes):
+                what = moved[index]
+                # another axis cuts each tensor but the one that goes over it
+                cut = math.prod(other.parts for at, other in enumerate(axes) if at != index and moved[at] != what)
+                local = sizes[what] / cut
+                if what == _ROWS:
+                    summed = local * candidates.summed
+                    seconds += bucketed_all_reduce_seconds(summed, axis.parts, axis.link) / config.microbatches
+                else:
+                    seconds += all_gather_seconds(local, axis.parts, axis.link)
+                    seconds += reduce_scatter_seconds(local, axis.parts, axis.link)
+            ways.append(seconds)
+        total += count * min(ways)
+    return total
+
+
+def _products(candidates: Candidates, samples: int) -> Iterator[tuple[tuple[float, float, float], int]]:
+    """Bytes of operand, weight and result of each product of two with a weight, and how many are alike."""
+    costs = candidates.analysis.costs(candidates.device.kind)
+    for (node, _), count in candidates.alike:
+        cost = costs.get(node)
+        weight = weight_of(node) if cost is not None and cost.contraction else None
+        if weight is None:
+            continue
+        others = [value for index, value in enumerate(graphs.inputs(node)) if index != weight]
+        operand = max(candidates.whole_bytes(value, samples) for value in others)
+        held = candidates.whole_bytes(graphs.inputs(node)[weight], samples)
+        result = sum(candidates.whole_bytes(value, samples) for value in graphs.outputs(node))
+        yield (operand, held, result), count
