@@ -6,8 +6,8 @@ All devices of a cluster share the tensors of one replica, as in the papers that
 2104.05343; 3-D, 2105.14450: 64 GPUs, four a node). A GPT-2 of ``--layers`` equal layers is planned on meta under each
 scheme that the number of devices allows (q x q, q x q x d, q x q x q), with one microbatch, layers computed again where
 memory asks for it. A row gives the modelled seconds of a step with the bytes of a rank's weights, gradients and
-optimizer state; a star where layers are computed again; "full" where nothing fits. ``auto`` has as many devices to
-share tensors, and chooses axes and strategies.
+optimizer state; a star where layers are computed again; "full" where nothing fits; "!" where a product could not run
+as the scheme asks. ``auto`` chooses axes and strategies.
 """
 
 from __future__ import annotations
