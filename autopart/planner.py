@@ -33,7 +33,17 @@ from autopart.report.units import format_bytes, format_seconds
 from autopart.runtime.errors import BatchError, ClusterError, PlanError
 from autopart.runtime.schedule import NAMES
 from autopart.several_axes import several_axes
-from autopart.solver.search import Considered, Degrees, Evaluation, Status, UnlikeMeshes, degrees, read_axes, search
+from autopart.solver.search import (
+    Considered,
+    Degrees,
+    Evaluation,
+    NotBetter,
+    Status,
+    UnlikeMeshes,
+    degrees,
+    read_axes,
+    search,
+)
 from autopart.solver.tensor_problem import relative_gap
 from autopart.tensor_scheme import TensorScheme
 from autopart.unlike import UnlikeAnswer, UnlikeCandidates
@@ -164,9 +174,17 @@ def make_plan(
                 raise
     solving = time.perf_counter()
 
+    taken: dict[Degrees, float] = {}  # seconds of what was evaluated, at least
+
     def evaluate(config: Degrees | UnlikeMeshes, below: float) -> Evaluation[Answer | UnlikeAnswer]:
         if isinstance(config, Degrees):
-            return cast(Any, candidates.evaluate(config, below))
+            try:
+                evaluation = candidates.evaluate(config, below)
+            except NotBetter as error:
+                taken[config] = error.seconds
+                raise
+            taken[config] = evaluation.objective
+            return cast(Any, evaluation)
         assert unlike is not None
         return cast(Any, unlike.evaluate(config))
 
@@ -179,7 +197,9 @@ def make_plan(
     def more(best: Any) -> list[Degrees | UnlikeMeshes]:
         found: list[Degrees | UnlikeMeshes] = []
         if scheme is TensorScheme.AUTO and tp is None:
-            found += several_axes(candidates, [config for config in configs if isinstance(config, Degrees)], best)
+            found += several_axes(
+                candidates, [config for config in configs if isinstance(config, Degrees)], best, taken
+            )
         if not configs or unlike_can_win(cluster, best):
             found += others()
         return found

@@ -13,7 +13,7 @@ Each factoring is tried in both orders: the inner axis joins neighbours, the out
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopart.axes_volume import least_exchange_seconds
@@ -32,25 +32,35 @@ _MOST_FASTER = 2
 
 
 def several_axes(
-    candidates: Candidates, configs: Sequence[Degrees], best: Evaluation[Answer] | None
+    candidates: Candidates,
+    configs: Sequence[Degrees],
+    best: Evaluation[Answer] | None,
+    taken: Mapping[Degrees, float],
 ) -> tuple[Degrees, ...]:
-    """Configurations on two axes to try after those on one. best: of these; None: none of them fits into memory."""
+    """Configurations on several axes to try after those on one.
+
+    best: of these; None: none of them fits into memory. taken: seconds of those that were evaluated, at least.
+    """
     if best is not None:
         config = best.answer.config
         short = len(config.axes) == 1 and _repeats(candidates, best.answer)
-        return tuple(_factored(config)) if short else _faster(candidates, configs, best)
+        return tuple(_factored(config)) if short else _faster(candidates, configs, best, taken)
     holding_least = sorted(configs, key=lambda item: (-item.tp, -item.microbatches, item.recompute == "none", item.dp))
     factored = [found for item in holding_least if (found := tuple(_factored(item)))]
     return tuple(item for items in factored[:_MOST_UNFIT] for item in items)
 
 
-def _faster(candidates: Candidates, configs: Sequence[Degrees], best: Evaluation[Answer]) -> tuple[Degrees, ...]:
+def _faster(
+    candidates: Candidates, configs: Sequence[Degrees], best: Evaluation[Answer], taken: Mapping[Degrees, float]
+) -> tuple[Degrees, ...]:
     """Those that promise most against the best plan, of all that several axes may make faster."""
     found: list[tuple[float, Degrees]] = []
     for config in configs:
         if len(config.axes) != 1 or candidates.lower_bound(config) >= (1 - FASTER) * best.objective:
             continue
-        known = best.objective if config == best.answer.config else candidates.known_floor(config)
+        known = taken.get(config, candidates.known_floor(config))
+        if known < best.objective:
+            continue  # does not fit, or was left out
         one = least_exchange_seconds(candidates, config)
         if known - pipeline_floor(one, config) >= (1 - FASTER) * best.objective:
             continue  # not even if nothing were exchanged
