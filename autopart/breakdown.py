@@ -24,6 +24,7 @@ from autopart.cost.devices import Link
 from autopart.passes.annotate import parameter_bytes
 from autopart.plan import Plan, StagePlan
 from autopart.predict import simulate_plan
+from autopart.runtime.manifest import MIXED
 
 COMPUTE, IDLE, STEP_END, TIED = "compute", "idle", "step end", "tied gradients"
 
@@ -173,7 +174,8 @@ def _joined(found: Sequence[dict[str, float] | None]) -> dict[str, float] | None
 
 
 def _state_bytes(parameters: int, dtype: str) -> int:
-    return parameter_bytes((parameters,), getattr(torch, dtype)).total
+    kept = torch.float32 if dtype in MIXED else getattr(torch, dtype)
+    return parameter_bytes((parameters,), kept).total
 
 
 def columns(stages: Iterable[StageBreakdown]) -> list[str]:

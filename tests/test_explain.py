@@ -93,6 +93,8 @@ def test_by_hand() -> None:
     assert found.stages[1].compute_s == pytest.approx(4 * 4.0 - sent)
     assert (found.slowest, found.fullest, found.binds) == (1, 0, "compute")
     assert found.stages[0].state_bytes == 2 * 4 * 4 and found.stages[0].working_bytes == 100 - 32
+    mixed = break_down(replace(plan, dtype="bf16-mixed"), cluster).stages[0]
+    assert mixed.state_bytes == found.stages[0].state_bytes, "weights in float32"
     slow = replace(plan, stages=(replace(plan.stages[0], forward_s=40.0), plan.stages[1]))
     assert break_down(slow, cluster).slowest == 0
     waiting = replace(plan, microbatches=1)
