@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from chains import chain_of, subject_of
 from test_planner import GPT2, analysis_of
+from test_saved_in_runs import watch
 
 import autopart.verify
+from autopart.api import load
 from autopart.candidates import Candidates
 from autopart.layer_frontier import MOST_POINTS, paths
 from autopart.passes.emit.segments import recomputable, segments_of
@@ -27,8 +30,10 @@ from autopart.solver.search import Degrees
 from autopart.solver.stages_choices import least_seconds
 from autopart.solver.stages_parts import Choice, Family
 from autopart.solver.stages_problem import StageProblem
+from autopart.stage_memory import stage_peaks
 from autopart.tensor_scheme import TensorScheme
 from autopart.verify import compare_emitted
+from autopart.verify.live_bytes import LiveBytes
 from clusters import ideal
 from launch import run_kept_job
 
@@ -72,6 +77,37 @@ def test_collectives_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert result.equal
     for stage in result.traffic:
         assert stage.counted == stage.planned
+
+
+MODULES = {
+    "activations": ("gpt2", ("mlp.act",)),
+    "attention": ("gpt2", ("ln_1", "attn")),
+    "both": ("gpt2", ("attn", "ln_2", "mlp")),
+    "t5": ("t5", ("SelfAttention", "DenseReluDense")),
+}
+
+
+@pytest.mark.parametrize("case", MODULES)
+def test_what_a_real_run_holds(case: str, tmp_path: Path) -> None:
+    """The most bytes alive in a step, and what its forward keeps, against the walk over the graph."""
+    name, modules = MODULES[case]
+    subject, analysis = subject_of(name)
+    plan = chain_of(name, 1, 2)
+    found = realized(analysis, plan)
+    offered = recomputable(found.local[0])
+    again = tuple(path for path in offered if path.endswith(tuple(f".{module}" for module in modules)))
+    plan = with_modules(plan, again)
+    realize(subject.program, plan, analysis).save(tmp_path / "program")
+    weights = {key: tensor.detach() for key, tensor in subject.model.state_dict().items()}
+    model = load(str(tmp_path / "program"), weights, device=torch.device("cpu")).train()
+    with LiveBytes([*model.parameters(), *model.buffers(), *subject.leaves.values()]) as live:
+        model(**subject.leaves)
+    kept: dict[int, int] = {}
+    watch((), model.stages[0], 0, kept)
+    model(**subject.leaves)
+    (peak,) = stage_peaks(subject.program, found, 4, [again], "cpu")
+    assert peak.of_stage(1, 2) == pytest.approx(live.most, rel=0.01)
+    assert kept_bytes(found.local[0], (), 4, again, "cpu") == pytest.approx(kept[0], rel=0.02)
 
 
 def families(name: str, tp: tuple[int, ...] = ()) -> tuple[Candidates, Degrees, StageProblem, Any]:

@@ -27,12 +27,12 @@ def _count(directory: str, weights: Mapping[str, Tensor], leaves: Mapping[str, A
     model = load(directory, dict(weights), device=torch.device("cpu")).train()
     found: dict[int, int] = {}
     for number, module in zip(model.mesh.stages, model.stages, strict=True):
-        _watch(model.manifest.stages[number].receives, module, number, found)
+        watch(model.manifest.stages[number].receives, module, number, found)
     model(**leaves)
     return found
 
 
-def _watch(receives: tuple[str, ...], module: torch.nn.Module, number: int, found: dict[int, int]) -> None:
+def watch(receives: tuple[str, ...], module: torch.nn.Module, number: int, found: dict[int, int]) -> None:
     """Counts in ``found`` what is kept inside the module's forward; its inputs but the received ones are left out."""
     forward = module.forward
     received = set(map(argument_name, receives))

@@ -164,7 +164,7 @@ class _Knapsack:
     """One value of the largest transient. relaxed: seconds that every solution takes; infinite where there is none."""
 
     def __init__(self, blocks: Sequence[Family], room: float, in_flight: int, most_transient: float) -> None:
-        self._blocks, self._room, self._limit = blocks, room, math.inf
+        self._blocks, self._room = blocks, room
         self._counts = Counter(blocks)
         self._hulls = {family: hull(family, in_flight, most_transient) for family in self._counts}
         self._allowed = {
@@ -181,16 +181,24 @@ class _Knapsack:
     def solve(self, limit: float) -> Fastest:
         """The best solution, where it takes less than ``limit`` seconds."""
         known, mix = self._rounded()
-        if known <= self.relaxed * (1 + 1e-11) and self._holds(mix) <= self._room:
+        if self._holds(mix) > self._room:
+            known = math.inf
+        elif known <= self.relaxed * (1 + 1e-11):
             return Fastest(known, known, self._choices(mix))
-        self._limit = min(limit, math.nextafter(known * (1 + 1e-9), math.inf))
+        found = self._search(min(limit, math.nextafter(known * (1 + 1e-9), math.inf)))
+        if known < min(found.seconds, limit):  # too many partial choices
+            return Fastest(known, min(known, found.bound), self._choices(mix))
+        return found
+
+    def _search(self, limit: float) -> Fastest:
+        """The best solution in less than ``limit`` seconds, family by family."""
         # those with the most to gain first: the relaxation of the rest is then the tightest
         order = sorted(self._counts, key=lambda family: -len(self._hulls[family]) * self._counts[family])
         seconds, kept = np.zeros(1), np.zeros(1)
         bound = math.inf
         trail: list[tuple[NDArray[np.intp], list[tuple[int, ...]], NDArray[np.intp]]] = []
         for number, family in enumerate(order):
-            mixes, dropped = self._mixes(family)
+            mixes, dropped = self._mixes(family, limit)
             bound = min(bound, dropped)
             if not mixes:
                 return Fastest(math.inf, bound, None)
@@ -200,7 +208,7 @@ class _Knapsack:
             size = (kept[:, None] + bytes_[None, :]).ravel()
             rest = order[number + 1 :]
             reach = at_least + self._rest_seconds(rest, size)
-            keep = np.flatnonzero((size + self._least_rest(rest) <= self._room) & (reach < self._limit))
+            keep = np.flatnonzero((size + self._least_rest(rest) <= self._room) & (reach < limit))
             keep = keep[np.lexsort((at_least[keep], size[keep]))]
             fastest = np.minimum.accumulate(at_least[keep]) if len(keep) else at_least[keep]
             first = np.ones(len(keep), dtype=bool)
@@ -237,7 +245,7 @@ class _Knapsack:
         left = {family: list(numbers.elements()) for family, numbers in taken.items()}
         return tuple(left[family].pop() for family in self._blocks)
 
-    def _mixes(self, family: Family) -> tuple[list[tuple[int, ...]], float]:
+    def _mixes(self, family: Family, limit: float) -> tuple[list[tuple[int, ...]], float]:
         """How many of a family's equal blocks may take each allowed choice in a solution; a bound of what is left out.
 
         Choice by choice, with the blocks left over and all other families relaxed.
@@ -257,7 +265,8 @@ class _Knapsack:
             left = left[parents] - taken
             amounts = mixes @ np.array([choice[:2] for choice in allowed[: number + 1]])
             reach = amounts[:, 0] + self._rest_seconds(others, amounts[:, 1], (family, left))
-            found = np.flatnonzero(reach < self._limit)
+            least = amounts[:, 1] + left * self._hulls[family][-1][1] + self._least_rest(others)
+            found = np.flatnonzero((least <= self._room) & (reach < limit))
             if len(found) > _MOST_PARTIAL:
                 found = found[np.argsort(reach[found], kind="stable")]
                 bound = min(bound, float(reach[found[_MOST_PARTIAL]]))
