@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -19,7 +19,7 @@ from autopart.cost.devices import Device
 from autopart.data_prices import TRANSIENT_COPIES
 from autopart.device_layout import DeviceLayout, slowest
 from autopart.folding import FoldedGraph, fold_graph
-from autopart.layer_frontier import frontier
+from autopart.layer_frontier import Frontiers
 from autopart.layer_frontier import paths as modules_again
 from autopart.offers import Offers
 from autopart.parameter_prices import priced_parameters
@@ -40,7 +40,6 @@ from autopart.runtime.schedule import deeper_warmup, in_flight
 from autopart.solver import stages as stage_solver
 from autopart.solver.search import Config, Degrees, Evaluation, NotBetter
 from autopart.solver.stages_parts import Block, Cut, Family
-from autopart.solver.stages_parts import Choice as StageChoice
 from autopart.solver.stages_problem import StageProblem, StageSolution, Step
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, pipeline_floor, simulated_seconds
 from autopart.tensor_choice import Setting, Shared, TensorChoice, choose, work_bound
@@ -400,38 +399,24 @@ class Candidates:
             held.groups,
             layers(
                 *(blocks, held, costs, again_s, layer_of, block_of, config.recompute, self.positions.sets),
-                self._modules(config, choice, costs, held),
+                self._frontiers(config, choice, costs, held),
             ),
         )
         return replace(problem, shapes=tuple(replace(shape, sums=priced.sums) for shape in problem.shapes))
 
-    def _modules(
+    def _frontiers(
         self, config: Degrees, choice: TensorChoice, costs: Sequence[BlockCost], held: Activations
-    ) -> Callable[[str, Sequence[int], StageChoice], Family]:
-        """Which modules of a part of a layer may be computed again by themselves. Parts that cost the same share it.
-
-        None where weights are gathered at use: a module would be given them, and keep them.
-        """
+    ) -> Frontiers:
+        """Which modules of layers may run again: none where weights are gathered at use, which a module would keep."""
         axes, samples = self.setting(config).axes, self.samples(config)
-        known = self._priced[self._priced_by(config, choice)][2]
-
-        def modules(layer: str, part: Sequence[int], keep: StageChoice) -> Family:
-            if 3 in choice.levels.values():
-                return ()
-            kept = [costs[index] for index in part]
-            alike = (
-                tuple(self.analysis.blocks[index].signature for index in part),
-                tuple(size for index in part for size in (*held.kept[index].values(), *held.entering[index].values())),
-                keep,
-            )
-            if alike not in known:
-                ops = [op for cost in kept for op in cost.ops if op.node in self.analysis.block_of]
-                known[alike] = frontier(
-                    layer, ops, lambda op: self._block_costs.read(op, samples, axes), held.shared, keep
-                )
-            return known[alike]
-
-        return modules
+        return Frontiers(
+            self.analysis,
+            costs,
+            held,
+            lambda op: self._block_costs.read(op, samples, axes),
+            self._priced[self._priced_by(config, choice)][2],
+            offered=3 not in choice.levels.values(),
+        )
 
     def _costs(self, config: Degrees, choice: TensorChoice, setting: Setting) -> list[BlockCost]:
         """A copy of the block costs, which candidates of equal prices and strategies share."""

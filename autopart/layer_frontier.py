@@ -18,10 +18,12 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopart.block_costs import Kept, PricedOp
+from autopart.analysis import Analysis
+from autopart.block_costs import BlockCost, Kept, PricedOp
 from autopart.passes.emit.layers import Run
 from autopart.passes.emit.segments import spans_of
 from autopart.passes.graph import Value
+from autopart.recomputation import Activations
 from autopart.solver.stages_parts import Choice, Family
 
 MOST_SETS = 128
@@ -43,6 +45,34 @@ class _Module:
     seconds: float
     held: float
     entering: Mapping[Kept, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Frontiers:
+    """The frontiers of a candidate's layers, as :func:`autopart.recomputation.layers` asks for them.
+
+    known: those found before, by what they follow from; parts of layers that cost the same share one. offered: whether
+    modules may run again by themselves at all.
+    """
+
+    analysis: Analysis
+    costs: Sequence[BlockCost]
+    held: Activations
+    reads: Reads
+    known: dict[object, Family]
+    offered: bool = True
+
+    def __call__(self, layer: str, part: Sequence[int], keep: Choice) -> Family:
+        """Of a layer's blocks in one stage, beside ``keep``, in which nothing is computed again."""
+        if not self.offered:
+            return ()
+        held = self.held
+        sizes = [size for index in part for size in (*held.kept[index].values(), *held.entering[index].values())]
+        alike = tuple(self.analysis.blocks[index].signature for index in part), tuple(sizes), keep
+        if alike not in self.known:
+            ops = [op for index in part for op in self.costs[index].ops if op.node in self.analysis.block_of]
+            self.known[alike] = frontier(layer, ops, self.reads, held.shared, keep)
+        return self.known[alike]
 
 
 def frontier(layer: str, ops: Sequence[PricedOp], reads: Reads, shared: Collection[Kept], keep: Choice) -> Family:

@@ -15,7 +15,7 @@ from unittest import mock
 
 from tabulate import tabulate
 
-import autopart.candidates
+import autopart.layer_frontier
 from autopart.analysis import Analysis, analyze
 from autopart.cluster import Cluster
 from autopart.models import load_model
@@ -52,7 +52,7 @@ def main() -> None:
     rows = []
     for share in SHARES:
         capacity = with_memory(cluster, int(least + share * (most - least)) + 1)
-        with mock.patch.object(autopart.candidates, "frontier", lambda *_: ()):
+        with mock.patch.object(autopart.layer_frontier, "frontier", lambda *_: ()):
             layers = planned(analysis, capacity, options.batch, "auto")
         modules = planned(analysis, capacity, options.batch, "auto")
         named = sorted({path.split(".", 3)[-1] for path in modules.stages[0].recompute if path.count(".") > 2})

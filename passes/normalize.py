@@ -37,6 +37,7 @@ from autopart.passes.exported import (
 )
 from autopart.passes.functional import Aliases, functional_overload
 from autopart.passes.sizes import extent
+from autopart.passes.strided import memory_views
 from autopart.passes.synonyms import first_name, masked_write, squeezed
 from autopart.runtime.errors import CaptureError
 
@@ -390,6 +391,11 @@ class _Normalizer:
             return self.view(node, aten.permute.default, (args[0], moved(value.dim(), args[1], args[2])), {})
         if target in _TRANSPOSES and value.dim() >= 2:
             return self.view(node, aten.transpose.int, (args[0], *_TRANSPOSES[target]), {})
+        if target is aten.as_strided.default:
+            source = args[0]
+            for step, more in memory_views(node):
+                source = self.view(node, step, (source, *self.look(more)), {})
+            return source
         if target._schema.returns and may_be_view(target):
             return self.view(node, target, args, kwargs)
         if target is aten.index_put.default:
