@@ -80,26 +80,31 @@ def settle(
         if not depends_on_data(error.__cause__):
             raise
         failure = error
+    known: list[bool] = []  # answers that the example inputs give
     given: list[bool] = []
-    tried: set[tuple[bool, ...]] = set()
-    while tuple(given) not in tried and len(tried) < _MOST_TRACES:
-        tried.add(tuple(given))
+    for _ in range(_MOST_TRACES):
         decisions = Decisions(given)
         try:
             program = trace(decisions)
         except CaptureError as error:
+            failure = error
+            # A guess may have led there, as into an assertion, or code that needs numbers from tensors: the last that
+            # has not been tried both ways.
             answers = [assumption.value for assumption in decisions.assumptions]
-            if depends_on_data(error.__cause__) or not answers:
-                raise
-            # The last guess may have led there, as into an assertion.
-            failure, given = error, [*answers[:-1], not answers[-1]]
+            while len(answers) > len(known) and not answers[-1]:
+                answers.pop()
+            if len(answers) <= len(known):
+                break
+            given = [*answers[:-1], False]
             continue
         found = _evaluated(program, leaves, dims, batch)
         assumed = [assumption.value for assumption in program.assumptions]
         if found == assumed:
             return program
         first = next(index for index, value in enumerate(found) if value != assumed[index])
-        given = found[: first + 1]
+        if first < len(known):
+            break
+        given = known = found[: first + 1]
     raise failure
 
 

@@ -58,7 +58,7 @@ def test_the_program_tells_what_it_assumes() -> None:
 
 
 class Reading(nn.Module):
-    """Compares with a number that it makes a tensor of."""
+    """Compares with a number that it makes a tensor of; counts where there is something, which cannot be traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,12 +67,17 @@ class Reading(nn.Module):
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
         bound = x.new_zeros(x.shape) + torch.tensor(3.0)
         assert torch.all(x < bound).item(), "out of range"
+        if padding.any().item():
+            x = x[: len(padding.nonzero())]
         return self.linear(x).square().mean()
 
 
-def test_constant_numbers_may_decide() -> None:
+def test_constants_are_read_and_branches_that_cannot_be_traced_are_left_out() -> None:
     program = autopart.capture(Reading().double(), (), batch(0))
-    assert [item.value for item in program.assumptions] == [True]
+    assert [item.value for item in program.assumptions] == [True, False]
+    assert program.conditions is not None
+    with pytest.raises(CaptureError, match="nonzero"):
+        autopart.capture(Reading().double(), (), batch(1))
 
 
 def train(model: nn.Module, parts: slice = slice(None)) -> list[float]:
