@@ -1,13 +1,16 @@
 """``as_strided``: views by steps in memory, which only mean something for one layout of the operand.
 
 A graph says nothing of layouts: they follow from devices, placements and collectives. So the operand is written out as
-the one row of numbers that it was in the captured model's memory, and the view is taken of that.
+one row of numbers, and the view is taken of that. Where each step goes along one dim of the operand and no index leaves
+its dim, the row is that of the dims in their own order, with steps that are the same there: samples then stay apart.
+Otherwise it is the row that the captured model had in memory.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,6 +42,9 @@ def memory_views(node: fx.Node) -> list[tuple[Any, tuple[Any, ...]]]:
             "beyond it, or has sizes that are no multiple of the batch; call contiguous() on the tensor, or use unfold"
         )
     found: list[tuple[Any, tuple[Any, ...]]] = []
+    along = None if first else _steps_along_dims(operand, sizes, steps)
+    if along is not None:
+        order, steps = sorted(order), along
     if order != sorted(order):
         found.append((aten.permute.default, (order,)))
     found += [(aten.reshape.default, ([math.prod(operand.shape)],)), (aten.contiguous.default, ())]
@@ -57,6 +63,34 @@ def _order(operand: torch.Tensor) -> list[int] | None:
             return None
         expected *= sizes[dim]
     return order
+
+
+def _steps_along_dims(operand: torch.Tensor, sizes: Sequence[Size], steps: Sequence[Size]) -> list[Size] | None:
+    """The steps of the same view where the operand's dims lie in their own order; None where there is no such view."""
+    dims: list[tuple[Size, Size]] = []  # size and step in memory; dims that are one there and in order are one
+    for size, step in zip(operand.shape, operand.stride(), strict=True):
+        if _hint(size) == 1:
+            continue
+        if dims and _hint(dims[-1][1]) == _hint(size) * _hint(step):
+            dims[-1] = (dims[-1][0] * size, step)
+        else:
+            dims.append((size, step))
+    reached, found = [0] * len(dims), list[Size]()
+    for size, step in zip(sizes, steps, strict=True):
+        if _hint(size) == 1:
+            found.append(1)
+            continue
+        fitting = [k for k, (_, own) in enumerate(dims) if _hint(own) <= _hint(step)]
+        if not fitting:
+            return None
+        dim = max(fitting, key=lambda k: _hint(dims[k][1]))
+        times, rest = divmod(_hint(step), _hint(dims[dim][1]))
+        reached[dim] += (_hint(size) - 1) * times
+        if rest:
+            return None
+        found.append(times * math.prod(behind for behind, _ in dims[dim + 1 :]))
+    inside = all(reach < _hint(size) for reach, (size, _) in zip(reached, dims, strict=True))
+    return found if inside else None
 
 
 def _hint(size: Size) -> int:

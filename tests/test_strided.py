@@ -39,7 +39,15 @@ def written_before(x: Tensor, y: Tensor) -> Tensor:
     return seen.sin()
 
 
-@pytest.mark.parametrize("function", [windows, in_the_order_of_memory, from_the_second, written_before])
+def along_a_dim_that_is_not_the_last_in_memory(x: Tensor, y: Tensor) -> Tensor:
+    turned = (x * y).t()  # [6, b], steps 1 and 6
+    return turned.as_strided((5, 2, x.shape[0]), (1, 1, 6)).sum(1).t()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [along_a_dim_that_is_not_the_last_in_memory, windows, in_the_order_of_memory, from_the_second, written_before],
+)
 def test_alone(function: Callable[..., Tensor]) -> None:
     test_writes(function)
 
@@ -62,12 +70,12 @@ class Windows(nn.Module):
         return {"loss": self.last(chunks).square().mean()}
 
 
-@pytest.mark.parametrize("link", [1e12, 1e9], ids=["sharded", "whole"])
-def test_over_two_ranks(link: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values that are gathered before it have another layout than in one process."""
+@pytest.mark.parametrize(("link", "dp"), [(1e12, 1), (1e9, 1), (1e9, 2)], ids=["sharded", "whole", "replicas"])
+def test_over_two_ranks(link: float, dp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that are gathered before it may have another layout than in one process; samples are apart in it."""
     monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
     torch.manual_seed(0)
     subject = prepare(Windows(), (torch.randn(4, 12, 8),))
-    plan = make_plan(subject.program, ideal(2, bandwidth=link), pp=1, dp=1, tp=2, microbatches=1, batch=4)
+    plan = make_plan(subject.program, ideal(2, bandwidth=link), pp=1, dp=dp, tp=2 // dp, microbatches=dp, batch=4)
     realize(subject.program, plan).save(tmp_path / "program")
     assert compare_emitted(tmp_path / "program", subject, plan=plan).equal

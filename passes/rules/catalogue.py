@@ -211,6 +211,7 @@ def _shapes() -> list[Case]:
         Case("aten.squeeze.dim", (f(4, 1, 6), 1), minimum=5),
         Case("aten.squeeze.dims", (f(4, 1, 6, 1), [1, 3]), minimum=5),
         Case("aten.expand.default", (f(4, 1, 6), [2, -1, 8, 6]), minimum=7),
+        Case("aten.as_strided.default", (f(24), [4, 5, 2], [6, 1, 1])),
         Case("aten.expand_as.default", (f(4, 1), f(2, 4, 6))),
         Case("aten.split_with_sizes.default", (f(2, 12), [4, 4, 4], 1), minimum=5),
         Case("aten.split_with_sizes.default", (f(2, 12), [8, 2, 2], -1), minimum=4),

@@ -123,6 +123,7 @@ def localizers() -> dict[str, Localizer]:
         "aten.view.default": _reshape,
         "aten._unsafe_view.default": _reshape,
         "aten.expand.default": _sizes_at(1, "size"),
+        "aten.as_strided.default": _sizes_at(1, "size"),
         "aten.full.default": _sizes_at(0, "size"),
         "aten.zeros.default": _sizes_at(0, "size"),
         "aten.ones.default": _sizes_at(0, "size"),

@@ -223,6 +223,22 @@ def _sliding(node: fx.Node) -> Annotation:
     return Annotation(f"{text} -> {text} _", linear=((0,),))
 
 
+def _strided(node: fx.Node) -> Annotation | None:
+    """``as_strided`` of numbers in a row (:mod:`autopart.passes.strided`), of which each first index has its own."""
+    row, shape = shape_of(graph.inputs(node)[0].fake), shape_of(graph.outputs(node)[0].fake)
+    steps = argument(node, 2, "stride")
+    if len(row) != 1 or not shape or len(node.args) > 3 or not all(isinstance(step, int) for step in steps):
+        return None
+    own, rows = Extent(steps[0]), shape[0]
+    if row[0] is None or rows is None or rows.times(own) != row[0]:
+        return None
+    if any(size is None or size.batched for size in shape[1:]):
+        return None
+    reach = sum((size.coefficient - 1) * step for size, step in zip(shape[1:], steps[1:], strict=True) if size)
+    rest = [f"^{name}" for name in names(len(shape))[1:]]
+    return _linear(["(g ^r)"], ["g", *rest], {"r": own}) if reach < steps[0] else None
+
+
 def _windows(node: fx.Node) -> Annotation | None:
     """im2col: space becomes windows, and each channel a window's elements; col2im: back, what overlaps added."""
     if rank_of(node) != (3 if "col2im" in str(node.target) else 4):
@@ -286,6 +302,7 @@ def table() -> dict[str, Entry]:
         "aten.squeeze.dim": _squeeze,
         "aten.squeeze.dims": _squeeze,
         "aten.expand.default": _expand,
+        "aten.as_strided.default": _strided,
         "aten.expand_as.default": _expand,
         "aten.split_with_sizes.default": _split,
         "aten.slice.Tensor": _slice,
