@@ -68,19 +68,19 @@ def _order(operand: torch.Tensor) -> list[int] | None:
 def _steps_along_dims(operand: torch.Tensor, sizes: Sequence[Size], steps: Sequence[Size]) -> list[Size] | None:
     """The steps of the same view where the operand's dims lie in their own order; None where there is no such view."""
     dims: list[tuple[Size, Size]] = []  # size and step in memory; dims that are one there and in order are one
-    for size, step in zip(operand.shape, operand.stride(), strict=True):
-        if _hint(size) == 1:
+    for length, own in zip(operand.shape, operand.stride(), strict=True):
+        if _hint(length) == 1:
             continue
-        if dims and _hint(dims[-1][1]) == _hint(size) * _hint(step):
-            dims[-1] = (dims[-1][0] * size, step)
+        if dims and _hint(dims[-1][1]) == _hint(length) * _hint(own):
+            dims[-1] = (dims[-1][0] * length, own)
         else:
-            dims.append((size, step))
+            dims.append((length, own))
     reached, found = [0] * len(dims), list[Size]()
     for size, step in zip(sizes, steps, strict=True):
         if _hint(size) == 1:
             found.append(1)
             continue
-        fitting = [k for k, (_, own) in enumerate(dims) if _hint(own) <= _hint(step)]
+        fitting = [k for k, (_, behind) in enumerate(dims) if _hint(behind) <= _hint(step)]
         if not fitting:
             return None
         dim = max(fitting, key=lambda k: _hint(dims[k][1]))
@@ -89,7 +89,7 @@ def _steps_along_dims(operand: torch.Tensor, sizes: Sequence[Size], steps: Seque
         if rest:
             return None
         found.append(times * math.prod(behind for behind, _ in dims[dim + 1 :]))
-    inside = all(reach < _hint(size) for reach, (size, _) in zip(reached, dims, strict=True))
+    inside = all(reach < _hint(most) for reach, (most, _) in zip(reached, dims, strict=True))
     return found if inside else None
 
 
