@@ -168,7 +168,7 @@ def test_saved_activations_match_autograd(item: Any) -> None:
     assert saved_bytes(ops(program), "cpu").at(item.batch) == pytest.approx(kept, rel=tolerance)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
+@pytest.mark.parametrize("name", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5"))])
 def test_saved_activations_with_dropout(name: str) -> None:
     item = family(name, dropout=0.1, dtype=torch.float32)
     model = item.build()

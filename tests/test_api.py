@@ -67,7 +67,13 @@ def in_parallel(limits: dict[str, Any], disagree: bool = False) -> tuple[list[fl
 
 @pytest.mark.parametrize(
     ("processes", "limits"),
-    [(1, {}), (2, {"pp": 2, "microbatches": 2}), (2, {"dp": 2}), (2, {"tp": 2}), (4, {})],
+    [
+        (1, {}),
+        (2, {"pp": 2, "microbatches": 2}),
+        (2, {"dp": 2}),
+        (2, {"tp": 2}),
+        pytest.param(4, {}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_script_with_one_more_line(processes: int, limits: dict[str, Any]) -> None:
     plain = build()

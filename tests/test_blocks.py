@@ -33,6 +33,7 @@ def check_blocks(blocks: list[Block]) -> None:
             assert home.get(value.node, -1) <= index
 
 
+@pytest.mark.slow
 def test_a_deep_gpt2_folds() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -79,7 +79,7 @@ def by_sequence(node: fx.Node, strategy: Strategy) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "parts"), [("gpt2", 2), ("llama", 4), ("causal", 4), pytest.param("gpt2", 4, marks=pytest.mark.slow)]
+    ("name", "parts"), [("llama", 4), ("causal", 4), *(pytest.param("gpt2", p, marks=pytest.mark.slow) for p in (2, 4))]
 )
 def test_whole_models(name: str, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks, positions, rotary tables and labels follow; forward only keys and values are exchanged."""

@@ -94,7 +94,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     return job, train_alone(job / "alone", job)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if "microbatched" in name else ()) for name in PLANS]
+)
 def test_every_plan_drops_the_same(name: str, alone: tuple[Path, list[float]], tmp_path: Path) -> None:
     job, losses = alone
     _, program, _ = captured()

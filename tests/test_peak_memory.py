@@ -58,7 +58,9 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param("gpt2-3", marks=pytest.mark.slow), "gpt2-4on2", "t5-3"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("gpt2-3", marks=pytest.mark.slow), "gpt2-4on2", pytest.param("t5-3", marks=pytest.mark.slow)]
+)
 def test_peak_of_a_pipeline(case: str, tmp_path: Path) -> None:
     """Received and sent tensors among them: what was sent is let go once an arrival proves that it is there."""
     name, schedule, places = PIPELINES[case]

@@ -126,7 +126,8 @@ def test_estimates_know_memory() -> None:
     assert seconds[0] < seconds[1] < seconds[2] / 10
 
 
-@pytest.mark.parametrize("memory_bandwidth", [pytest.param(1e10, marks=pytest.mark.slow), 1e15])
+@pytest.mark.slow
+@pytest.mark.parametrize("memory_bandwidth", [1e10, 1e15])
 def test_the_search_is_exhaustive(memory_bandwidth: float) -> None:
     cluster = ideal(4, bandwidth=1e9, memory_bandwidth=memory_bandwidth)
     chosen = plan_of(GPT2, cluster, batch=4)

@@ -70,7 +70,7 @@ CASES = [
     (2, 1, 4, "gpipe", {}),
     pytest.param(2, 2, 2, "1f1b", {}, marks=pytest.mark.slow),
     pytest.param(3, 1, 4, "1f1b", {"skip": True}, marks=pytest.mark.slow),
-    (3, 1, 2, "gpipe", {"skip": True}),
+    pytest.param(3, 1, 2, "gpipe", {"skip": True}, marks=pytest.mark.slow),
     (3, 1, 4, "1f1b", {"tied": True, "skip": True}),
     pytest.param(2, 2, 2, "1f1b", {"tied": True}, marks=pytest.mark.slow),
     (1, 1, 2, "1f1b", {"tied": True}),

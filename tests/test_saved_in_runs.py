@@ -72,7 +72,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case.startswith("gpt2") else ()) for case in CASES]
+    "case", [pytest.param(case, marks=pytest.mark.slow if case.startswith(("gpt2", "t5-3")) else ()) for case in CASES]
 )
 def test_a_stage_keeps_what_is_predicted(case: str, tmp_path: Path) -> None:
     name, schedule, places, again = CASES[case]

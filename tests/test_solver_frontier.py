@@ -55,7 +55,7 @@ def test_both_equal_brute_force(seed: int) -> None:
         assert [p.memory for p in found] == sorted((p.memory for p in found), reverse=True)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_each_equals_the_other_on_larger_ones(seed: int) -> None:
     problem = replace(draw(seed, ops=10, choices=4, placements=3, inputs=2), memory_limit=None)
     first, second = elimination.frontier(problem), tensor_frontier.frontier(problem)

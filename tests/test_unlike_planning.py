@@ -112,6 +112,7 @@ def test_memory_limits_each_device_by_its_own() -> None:
     assert all(stage.memory_bytes <= stage.capacity_bytes for stage in enough.stages)
 
 
+@pytest.mark.slow
 def test_a_cluster_file_of_unlike_nodes_is_planned_and_explained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

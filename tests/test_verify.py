@@ -63,6 +63,7 @@ def test_a_wrong_program_is_not_equal(subject: Subject, emitted: Path, tmp_path:
     assert all(item.gradient for item in found.groups if "c_fc" in item.group)
 
 
+@pytest.mark.slow
 def test_a_failing_rank_ends_the_job(subject: Subject, emitted: Path, tmp_path: Path) -> None:
     broken = tmp_path / "stages"
     broken.mkdir()
@@ -103,7 +104,9 @@ class WithNorm(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("limits", [{"pp": 2, "microbatches": 2}, {"dp": 2, "microbatches": 2}])
+@pytest.mark.parametrize(
+    "limits", [{"dp": 2, "microbatches": 2}, pytest.param({"pp": 2, "microbatches": 2}, marks=pytest.mark.slow)]
+)
 def test_batch_norm_and_a_loss_outside(limits: dict[str, Any]) -> None:
     torch.manual_seed(0)
     data = {"targets": torch.randint(4, (8,))}

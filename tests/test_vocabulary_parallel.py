@@ -163,7 +163,7 @@ def forced(subject: Subject, limits: Mapping[str, Any], devices: int) -> Plan:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "bert" else ()) for name in WEIGHTS]
+    "name", [pytest.param(name, marks=() if name == "gpt2" else pytest.mark.slow) for name in WEIGHTS]
 )
 @pytest.mark.parametrize(
     "limits",

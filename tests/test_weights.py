@@ -66,7 +66,9 @@ def from_folder(family: str, source: str, target: str, limits: dict[str, Any]) -
     return loss, sum(parameter.numel() for parameter in parallel.parameters())
 
 
-@pytest.mark.parametrize(("family", "limits"), [("gpt2", {"pp": 2}), ("llama", {"tp": 2})])
+@pytest.mark.parametrize(
+    ("family", "limits"), [("gpt2", {"pp": 2}), pytest.param("llama", {"tp": 2}, marks=pytest.mark.slow)]
+)
 def test_a_folder_is_read_in_shares_and_written_again(family: str, limits: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float64)
