@@ -187,7 +187,7 @@ class Candidates:
     def lower_bound(self, config: Degrees) -> float:
         """Seconds that a step takes at least: the work alone, shared perfectly where it is shared."""
         prices = self.prices(config)
-        floor = pipeline_floor(self.free_seconds(config) + self.work_seconds(config), config)
+        floor = self.step_floor(self.free_seconds(config) + self.work_seconds(config), config)
         if config.pp > 1:
             return floor
         data = self.layout.data_link(config)
@@ -207,13 +207,19 @@ class Candidates:
             self._work_bounds[key] = work_bound(
                 self.analysis, self._folded, self.setting(config), self._block_costs, self.time_limit_s
             )
-        return max(self.lower_bound(config), pipeline_floor(self._work_bounds[key] + self.free_seconds(config), config))
+        return max(
+            self.lower_bound(config), self.step_floor(self._work_bounds[key] + self.free_seconds(config), config)
+        )
 
     def known_floor(self, config: Degrees) -> float:
         """The best lower bound that is known already."""
         key = self.samples(config), self.layout.tensor_axes(config)
         work = self._work_bounds.get(key, 0.0) + self.free_seconds(config)
-        return max(self.lower_bound(config), pipeline_floor(work, config))
+        return max(self.lower_bound(config), self.step_floor(work, config))
+
+    def step_floor(self, work: float, config: Degrees) -> float:
+        """Least seconds of a step whose microbatches take ``work`` seconds each through all stages."""
+        return pipeline_floor(work, config, self.warmup_of(config))
 
     def work_seconds(self, config: Degrees) -> float:
         """Seconds of one microbatch's ops, on tp ranks that share all FLOPs and bytes of each perfectly."""
@@ -274,24 +280,24 @@ class Candidates:
         else:
             floor = self.work_floor(config)
         problem = problem or self.problem(config, choice)
+        # without other strategies what holds for these choices holds for the candidate
+        alone = choice.solution is None and not self._divides(config)
+        whole, complete = config.schedule in WHOLE_SCHEDULES, self.positions.complete
         for attempt in range(TIGHTENINGS + 1):
-            least = pipeline_floor(math.fsum(block.seconds for block in problem.blocks), config)
+            least = self.step_floor(math.fsum(block.seconds for block in problem.blocks), config)
             if least >= below:
-                raise NotBetter(least, self.work_floor(config))
-            whole = config.schedule in WHOLE_SCHEDULES
+                raise NotBetter(least, least if alone else self.work_floor(config))
             try:
                 cut = stage_solver.solve(problem, self.time_limit_s, below=below if whole else math.inf)
                 break
             except NotBetter as error:
-                raise NotBetter(error.seconds, self.work_floor(config)) from None
+                least = error.seconds if alone and complete else self.work_floor(config)
+                raise NotBetter(error.seconds, least) from None
             except InfeasibleError as error:
-                if (
-                    (choice.solution is None and not self._divides(config))
-                    or error.excess_bytes is None
-                    or attempt == TIGHTENINGS
-                ):
+                if alone or error.excess_bytes is None or attempt == TIGHTENINGS:
                     if below < math.inf:  # what fits may take longer
-                        raise NotBetter(below, self.work_floor(config)) from None
+                        least = below if alone and complete and whole else self.work_floor(config)
+                        raise NotBetter(below, least) from None
                     raise
                 # Other strategies may hold less: take the missing bytes off what these hold together.
                 try:
@@ -302,9 +308,9 @@ class Candidates:
                     raise error from None
                 problem = self.problem(config, choice)
         if choice.solution is None:
-            floor = cut.lower_bound_s if config.schedule in WHOLE_SCHEDULES else pipeline_floor(free, config)
+            floor = cut.lower_bound_s if config.schedule in WHOLE_SCHEDULES else self.step_floor(free, config)
             # of what was not among the choices this bound says nothing
-            if (choice.levels and self.zero is None) or not self.positions.complete:
+            if (choice.levels and self.zero is None) or not complete:
                 floor = self.lower_bound(config)
         seconds = self._step_seconds(problem, cut, config)
         only = choice.solution is None and config.stages == 1 and not cut.way[0].choices

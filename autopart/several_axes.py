@@ -19,7 +19,6 @@ from dataclasses import replace
 from autopart.axes_volume import least_exchange_seconds
 from autopart.candidates import Answer, Candidates
 from autopart.solver.search import MOST_AXES, Degrees, Evaluation, factorizations
-from autopart.step_time import pipeline_floor
 
 AXES = 2
 """Tensor axes that are tried where one is short of memory or sizes."""
@@ -62,12 +61,12 @@ def _faster(
         if known < best.objective:
             continue  # does not fit, or was left out
         one = least_exchange_seconds(candidates, config)
-        if known - pipeline_floor(one, config) >= (1 - FASTER) * best.objective:
+        if known - candidates.step_floor(one, config) >= (1 - FASTER) * best.objective:
             continue  # not even if nothing were exchanged
         for axes in factorizations(config.tp, MOST_AXES)[1:]:
             several = replace(config, axes=axes)
             saved = one - least_exchange_seconds(candidates, several)
-            promised = max(known - pipeline_floor(max(0.0, saved), config), candidates.lower_bound(config))
+            promised = max(known - candidates.step_floor(max(0.0, saved), config), candidates.lower_bound(config))
             if saved > 0 and promised < (1 - FASTER) * best.objective:
                 found.append((promised, several))
     found.sort(key=lambda item: (item[0], len(item[1].axes)))

@@ -1,10 +1,9 @@
 """Seconds of a step of a divided model: the simulated ones, and a floor under those of every division.
 
-Lower bound of a candidate. With W the least seconds that the ops of one microbatch take, p stages and m microbatches:
-stage k starts when the first microbatch has passed the stages before it, works m t_k, and the last one has to go back,
-so a step takes at least max_k (t_1 + ... + t_{k-1} + m t_k). Over all ways to divide W that is smallest when these are
-equal, t_k = t_1 r^(k-1) with r = (m - 1) / m, which gives W / (1 - r^p). Work at the end of a step (gradient sums, the
-optimizer) counts only for one stage, where nothing can overlap with it.
+Lower bound of a candidate. With W the least seconds that the ops of one microbatch take, p stages and m microbatches,
+:mod:`autopart.solver.stages_floor` bounds a step over all ways to divide W: under GPipe, and 1F1B of more than p
+microbatches, by W (m + p - 1) / p. Work at the end of a step (gradient sums, the optimizer) counts only for one stage,
+where nothing can overlap with it.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from autopart.runtime.schedule import Action, Schedule, make_schedule
+from autopart.runtime.schedule import Action, Schedule, in_flight, make_schedule
 from autopart.simulate import StageTimes, steady_seconds
 from autopart.solver.search import Degrees
+from autopart.solver.stages_floor import least_step
 from autopart.solver.stages_problem import StageProblem, Step, Way
 
 WHOLE_SCHEDULES = ("gpipe", "1f1b", "2bw-flush")
@@ -66,16 +66,15 @@ def step_end_seconds(problem: StageProblem, step: Step, schedule: str) -> float:
     return problem.exposed_step_end_seconds(step) if whole else problem.step_end_seconds(step)
 
 
-def pipeline_floor(work: float, config: Degrees) -> float:
+def pipeline_floor(work: float, config: Degrees, warmup: tuple[int, ...] = ()) -> float:
     """Least seconds of a step whose microbatches take ``work`` seconds each through all stages; see the module.
 
     Where the last backward need not go back whole (W split off, several stages on a rank, no end of the batch), only
-    that a rank does its share of the work is sure.
+    that a rank does its share of the work is sure. warmup: of 1F1B, where it is not the least.
     """
     if config.schedule not in WHOLE_SCHEDULES:
         return config.microbatches * work / config.pp
-    ratio = (config.microbatches - 1) / config.microbatches
-    return work / (1 - ratio**config.pp)
+    return work * least_step(config.microbatches, in_flight(config.schedule, config.pp, config.microbatches, warmup))
 
 
 def one_stage_floor(seconds: float, sums: float, config: Degrees) -> float:

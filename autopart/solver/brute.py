@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+from autopart.solver.stages_floor import way_floor
 from autopart.solver.stages_problem import StageProblem, Step, Way
 from autopart.solver.tensor_problem import TensorProblem
 
@@ -120,10 +121,10 @@ def least_excess_bytes(problem: StageProblem, edges: Sequence[tuple[int, int]]) 
 
 
 def lower_bound_seconds(problem: StageProblem, edges: Sequence[tuple[int, int]]) -> float:
-    """Over all divisions that fit, the smallest of what the slowest stage of each demands."""
+    """Over all divisions that fit, the smallest of what each takes at least."""
     known: _Known = {}
     return min(
-        max(map(problem.span_floor, way))
+        way_floor(problem, way)
         for boundaries in divisions(problem, edges)
         for way in ways(problem, boundaries, known)
         if problem.respects_pins(way) and problem.excess_bytes(way) <= 0

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from autopart.solver.overlap import sums_between
 from autopart.solver.stages_choices import Held, between, least_excess, least_seconds, relaxed_seconds
+from autopart.solver.stages_floor import arc_floors
 from autopart.solver.stages_parts import Choice, Family, Shape, hiding_seconds
 from autopart.solver.stages_problem import StageProblem, Step
 
@@ -37,7 +38,7 @@ class StageGraph:
 
     slots: per stage the (slot, table) that ways can use. All arrays are [table, first, last]: seconds: of the blocks
     in their fastest choices that fit, or a bound. busy: with sends and receives; step_end. once: what is added up over
-    stages: ``seconds`` and the tied groups that begin in it and end behind it. floor: see StageProblem.span_floor.
+    stages: ``seconds`` and the tied groups that begin in it and end behind it. floor: see :func:`arc_floors`.
     excess: bytes over the capacity; infinite for runs that no division has. exact: where ``seconds`` is no mere bound.
     most_seconds: of a run's blocks at their fastest; those with more are left out. crossing: [shape, link,
     position] seconds of what a rank sends and receives; pairs: (shape before, shape after) -> [link, position] what
@@ -81,7 +82,7 @@ class StageGraph:
         shapes = [_Runs.of(problem, shape, member) for shape in problem.shapes]
         allowed = [_allowed(problem, stage, member, shapes[0].is_run) for stage in range(problem.stages)]
         shape_ = (len(keys), size, size)
-        made = {name: np.empty(shape_) for name in ("seconds", "busy", "step_end", "once", "floor", "excess")}
+        made = {name: np.empty(shape_) for name in ("seconds", "busy", "step_end", "once", "excess")}
         exact = np.zeros(shape_, dtype=bool)
         for key, table in keys.items():
             stage, number, capacity, start, stop = key
@@ -97,7 +98,11 @@ class StageGraph:
             made["busy"][table] = seconds + ends
             made["step_end"][table] = runs.step_end
             made["once"][table] = seconds + runs.tied_once
-            made["floor"][table] = runs.floor
+        floor = arc_floors(
+            *(problem, member, [key[0] for key in keys], made["seconds"], made["excess"] <= 0),
+            [shapes[key[1]].fastest for key in keys],
+            [shapes[key[1]].exposed for key in keys],
+        )
         pairs = {
             pair: np.array([[cut.seconds for cut in cuts] for cuts in links]) for pair, links in problem.pairs.items()
         }
@@ -105,6 +110,7 @@ class StageGraph:
             problem,
             slots,
             list(keys),
+            floor=floor,
             exact=exact,
             crossing=crossing,
             most_seconds=most_seconds,
@@ -183,7 +189,7 @@ class _Runs:
     kept_bytes: Array  # of tensors that several blocks keep, per microbatch in flight
     tied_once: Array
     step_end: Array
-    floor: Array
+    exposed: Array  # of the step end, with as much hidden as the fastest choices may hide
     peak: Array  # the largest transient of the fastest choices
 
     @staticmethod
@@ -205,21 +211,15 @@ class _Runs:
             step_end += group.step_end_s * inside
             begins = (present == 0)[:, None] & (present < len(set(group.blocks)))[None, :]
             tied_once += group.seconds * (inside & begins)
-        blocks = range(len(shape.blocks))
-        forward = member @ np.array([problem.least(block, "forward_s") for block in blocks])
-        way_back = member @ np.array([problem.least(block, "backward_s") for block in blocks])
-        sources = {block: problem.least_step_end(block) for block in blocks if 1 << block in problem.positions}
-        way_back += np.array([min((s for b, s in sources.items() if row[b]), default=0.0) for row in member])
         kept_bytes = np.zeros(step_end.shape)
         for kept in shape.kept:
             kept_bytes += kept.bytes * (between(member[:, list(set(kept.blocks))].sum(axis=1).astype(float)) > 0)
         hiding = held.summed([hiding_seconds(family) for family in families])
-        ends = np.maximum(step_end - np.minimum(sums_between(shape.sums, member), hiding), way_back[:, None])
-        floor = forward[:, None] + problem.microbatches * fastest + ends
+        exposed = step_end - np.minimum(sums_between(shape.sums, member), hiding)
         peak = np.zeros(step_end.shape)
         for number, choice in enumerate(quickest):
             np.maximum(peak, choice.transient_bytes, out=peak, where=held.of(number) > 0)
-        return _Runs(families, held, is_run, fastest, tied_bytes, kept_bytes, tied_once, step_end, floor, peak)
+        return _Runs(families, held, is_run, fastest, tied_bytes, kept_bytes, tied_once, step_end, exposed, peak)
 
     def fit(self, room: Array, in_flight: int, wanted: Bits) -> tuple[Array, Array, Bits]:
         """Of the wanted runs: seconds at least, bytes over the room, and where the seconds are exact.

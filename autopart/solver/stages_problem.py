@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from autopart.solver.overlap import hidden_seconds
 from autopart.solver.stages_order import chain_positions
-from autopart.solver.stages_parts import Block, Choice, Cut, Family, KeptGroup, Layer, Shape, TiedGroup, hiding_seconds
+from autopart.solver.stages_parts import Block, Choice, Cut, Family, KeptGroup, Layer, Shape, TiedGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,28 +288,6 @@ class StageProblem:
     def respects_pins(self, way: Sequence[Step]) -> bool:
         return all(block in self.blocks_between(way[stage].first, way[stage].last) for block, stage in self.pins)
 
-    def span_floor(self, step: Step) -> float:
-        """Seconds that a step takes at least under any 1F1B or GPipe order, if these blocks are one stage.
-
-        Its first forward waits for one through all earlier blocks; then it has every microbatch to do, forward and
-        backward; then come its own step end, less what its backward may hide of sums of gradients, or the last backward
-        through all earlier blocks and the step end of one that can be the very first. Every block is taken in its
-        fastest choice and shape, but this stage's in its own shape; a layer's blocks as each by itself, which no way to
-        run the layer undercuts. Sends are not counted: they may overlap with work, and a value that only passes a stage
-        by is not sent to it.
-        """
-        before = self.blocks_between(0, step.first)
-        shape = self.shapes[self.slots[step.slot].shape]
-        ready = math.fsum(self.least(block, "forward_s") for block in before)
-        inside = self.blocks_between(step.first, step.last)
-        own = [shape.blocks[block].choices for block in inside]
-        done = ready + self.microbatches * math.fsum(min(choice.seconds for choice in family) for family in own)
-        sums = math.fsum(item.seconds for item in shape.sums if not set(item.blocks).isdisjoint(inside))
-        step_end = self.step_end_seconds(step) - min(sums, math.fsum(map(hiding_seconds, own)))
-        way_back = math.fsum(self.least(block, "backward_s") for block in before)
-        way_back += min((self.least_step_end(block) for block in before if 1 << block in self.positions), default=0.0)
-        return done + max(step_end, way_back)
-
     def least_step_end(self, block: int) -> float:
         """Of a block by itself, with all of its sums hidden."""
         return min(
@@ -327,9 +305,9 @@ class StageSolution:
     """Where to cut, and how good that is at least.
 
     way: the stages. objective, bound: seconds of a step by the formula. gap: (objective - bound) / objective.
-    lower_bound_s: no division that fits takes fewer seconds under any 1F1B or GPipe order, formula or not. seconds:
-    spent solving. programs: dynamic programs run. method: "dynamic program" when these alone proved the optimum, else
-    "cp-sat".
+    lower_bound_s: no division that fits takes fewer seconds under 1F1B or GPipe, whichever has as many microbatches in
+    flight (:mod:`autopart.solver.stages_floor`), formula or not. seconds: spent solving. programs: dynamic programs
+    run. method: "dynamic program" when these alone proved the optimum, else "cp-sat".
     """
 
     way: Way

@@ -1,0 +1,161 @@
+r"""Seconds that a step takes at least under 1F1B and GPipe, whatever waiting the stage solver's formula charges.
+
+Stage k runs a microbatch in F_k seconds forward and B_k backward, t_k = F_k + B_k, and holds w_k of the m microbatches
+at once: it begins with w_k forwards, goes on with a backward and a forward in turn, and ends with w_k backwards. With
+t_{<k} the seconds of all stages before and t_{>k} of those behind, a step of T seconds has, for every k:
+
+(1) The first forward waits for F_{<k}; m microbatches follow, and the last one goes back through B_{<k}:
+
+        T >= t_{<k} + m t_k
+
+(2) Where w_k < m, the first backward waits until the first microbatch is through all stages behind. From then on
+    m - w_k backwards and as many forwards follow up to the end of the last forward, whose microbatch goes through all
+    stages behind as well, and then back:
+
+        T >= t_{<k} + t_k + 2 t_{>k} + (m - w_k) t_k
+
+(3) Where w_k = m, all forwards come before all backwards; the first backward and the last forward wait as above:
+
+        T >= t_{<k} + t_{>k} + t_k + (m - 1) max(F_k, B_k)
+
+(4) Where the last stage holds all m (GPipe), no backward begins anywhere before all forwards are through all stages,
+    F_{<=k} + (m - 1) F_k + F_{>k}; the first needs B_{>k} to come back and m - 1 others follow:
+
+        T >= t_{<k} + m t_k + t_{>k}
+
+What follows T's part up to the last backward's end on stage k is its own step end, if that is longer than the way back.
+
+:func:`least_step` takes these over all divisions of W = sum of t_k: with X = T - W and R_k = t_{>k} they say
+
+    (1) t_k <= (X + R_k) / (m - 1)    (2) t_k <= (X - R_k) / (m - w_k)
+    (3) t_k <= 2 X / (m - 1)          (4) t_k <= X / (m - 1)
+
+The least of these bounds makes R_{k-1} = R_k + t_k a rising function of R_k (of slope at least 1 - 1 / (m - w_k)), so
+that the most work that X allows is found from the last stage on, and is r X for some r: W <= r X, T >= W (1 + 1/r). For
+1F1B of more than p microbatches, and for GPipe, every t_k is X / (m - 1): T >= W (m + p - 1) / p, their closed form.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from autopart.solver.stages_problem import StageProblem, Way
+
+Array = NDArray[np.float64]
+
+
+@functools.lru_cache(maxsize=4096)
+def least_step(microbatches: int, in_flight: tuple[int, ...]) -> float:
+    """Seconds of a step for each second that one microbatch takes through all stages, however these are divided."""
+    if microbatches == 1:
+        return 1.0
+    most, drained = 0.0, in_flight[-1] >= microbatches
+    for held in reversed(in_flight):
+        here = (1.0 + most) / (microbatches - 1)
+        if held < microbatches:
+            here = min(here, max(0.0, 1.0 - most) / (microbatches - held))
+        else:
+            here = min(here, (1.0 if drained else 2.0) / (microbatches - 1))
+        most += here
+    return 1.0 + 1.0 / most
+
+
+def body_seconds(
+    microbatches: int,
+    held: int,
+    drained: bool,
+    seconds: Array | float,
+    forward: Array | float,
+    backward: Array | float,
+    behind: Array | float,
+) -> Array:
+    """From the start of a stage's first forward to the end of its last backward, at least; see the module.
+
+    held: microbatches in flight. drained: the last stage holds all. seconds, forward, backward: of the stage, the two
+    at least; behind: of the stages behind.
+    """
+    found = np.asarray(microbatches * seconds + (behind if drained else 0.0))
+    if held < microbatches:
+        return np.maximum(found, (1 + microbatches - held) * seconds + 2 * behind)
+    return np.maximum(found, seconds + behind + (microbatches - 1) * np.maximum(forward, backward))
+
+
+def way_floor(problem: StageProblem, way: Way) -> float:
+    """Seconds that a division takes at least with the choices that its stages have made."""
+    chosen = [problem.chosen(step) for step in way]
+    forward = [math.fsum(choice.forward_s for choice in own) for own in chosen]
+    backward = [math.fsum(choice.backward_s for choice in own) for own in chosen]
+    total = [math.fsum(pair) for pair in zip(forward, backward, strict=True)]
+    drained = problem.in_flight[-1] >= problem.microbatches
+    floor = 0.0
+    for stage, step in enumerate(way):
+        behind = math.fsum(total[stage + 1 :])
+        body = float(
+            body_seconds(
+                *(problem.microbatches, problem.in_flight[stage], drained),
+                *(total[stage], forward[stage], backward[stage], behind),
+            )
+        )
+        own = math.fsum(forward[:stage]) + body + problem.exposed_step_end_seconds(step)
+        back = math.fsum(total[:stage]) + body + problem.exposed_step_end_seconds(way[0])
+        floor = max(floor, own, back)
+    return floor
+
+
+def arc_floors(
+    problem: StageProblem,
+    member: NDArray[np.bool_],
+    stage_of: Sequence[int],
+    seconds: Array,
+    fits: NDArray[np.bool_],
+    fastest: Sequence[Array],
+    exposed: Sequence[Array],
+) -> Array:
+    """The same of every arc [table, first, last], over all ways that go through it.
+
+    member: [position, block]. stage_of: by table. seconds: of an arc's blocks, at least; fits: where it can be used.
+    fastest, exposed: by table, seconds of the blocks of a run at their fastest, and of its step end without what these
+    may hide of sums of gradients. Slower choices hide no more than they take longer.
+    """
+    blocks = range(member.shape[1])
+    forward = member @ np.array([problem.least(block, "forward_s") for block in blocks])
+    backward = member @ np.array([problem.least(block, "backward_s") for block in blocks])
+    # after its last backward a stage waits for that of the first one, which has some source of the graph
+    ends = {block: problem.least_step_end(block) for block in blocks if 1 << block in problem.positions}
+    source = np.array([min((s for b, s in ends.items() if row[b]), default=0.0) for row in member])
+    before, behind = _least_through(problem.stages, stage_of, np.where(fits, seconds, np.inf))
+    drained = problem.in_flight[-1] >= problem.microbatches
+    found = np.empty(seconds.shape)
+    for table, stage in enumerate(stage_of):
+        body = body_seconds(
+            *(problem.microbatches, problem.in_flight[stage], drained, seconds[table]),
+            *(forward[None, :] - forward[:, None], backward[None, :] - backward[:, None], behind[stage + 1][None, :]),
+        )
+        own = forward[:, None] + body - (seconds[table] - fastest[table]) + exposed[table]
+        back = np.maximum(before[stage], forward + backward) + source
+        found[table] = np.maximum(own, back[:, None] + body)
+    return found
+
+
+def _least_through(stages: int, stage_of: Sequence[int], arcs: Array) -> tuple[Array, Array]:
+    """The least sum of ``arcs`` from the beginning to a position before each stage, and from there to the end."""
+    size = arcs.shape[1]
+    before, behind = np.full((2, stages + 1, size), np.inf)
+    before[0, 0] = behind[stages, -1] = 0.0
+    tables = [[table for table, at in enumerate(stage_of) if at == stage] for stage in range(stages)]
+    for stage in range(stages):
+        for table in tables[stage]:
+            reached = (before[stage][:, None] + arcs[table]).min(axis=0)
+            before[stage + 1] = np.minimum(before[stage + 1], reached)
+    for stage in reversed(range(stages)):
+        for table in tables[stage]:
+            left = (arcs[table] + behind[stage + 1][None, :]).min(axis=1)
+            behind[stage] = np.minimum(behind[stage], left)
+    return before, behind
