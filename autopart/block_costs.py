@@ -16,6 +16,8 @@ from autopart.analysis import Analysis
 from autopart.conversion_prices import ConversionPrices, TensorAxis
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import Amount, stored_bytes, value_bytes
+from autopart.passes.beside import is_cast, operand_of
+from autopart.passes.emit.layers import runs_of
 from autopart.passes.graph import Value
 from autopart.passes.peak import backward_copies, passes_memory
 from autopart.passes.program import Role
@@ -83,6 +85,7 @@ class _OpFacts:
     kept: tuple[_Kept, ...]
     inside: Amount
     learned: tuple[tuple[int, Amount], ...]  # parameters with a gradient: which input, and bytes
+    multiplied: int  # which input is multiplied with a trained weight; -1: none
 
     def position(self, item: _Kept) -> int:
         """Where a kept tensor stands among inputs and outputs."""
@@ -114,6 +117,7 @@ class BlockCosts:
     _entering: dict[fx.Node, tuple[Value, ...]] = field(default_factory=dict)  # what an op reads from outside its block
     _saved: set[fx.Node] = field(init=False)  # owners of memory that some op keeps for its backward
     _read_in: dict[str, int] = field(init=False)  # by layer, how many parameters it reads
+    _function: dict[fx.Node, int] = field(init=False)  # which ops are written in one function of emitted code
 
     def __post_init__(self) -> None:
         free, block_of = self.analysis.free_block, self.analysis.block_of
@@ -127,6 +131,8 @@ class BlockCosts:
             read.setdefault(self.analysis.layers[block], set()).update(
                 source for source in node.all_input_nodes if source.meta.get("role") is Role.PARAMETER
             )
+        runs = runs_of(self.analysis.graph)
+        self._function = {node: number for number, (run, _) in enumerate(runs) for node in run.nodes}
         self._read_in = {layer: len(found) for layer, found in read.items()}
 
     def size(self, value: Value) -> Amount:
@@ -162,6 +168,7 @@ class BlockCosts:
                 for position, value in enumerate(inputs)
                 if value.node.op == "placeholder" and value.node.meta.get("trainable")
             ),
+            -1 if (multiplied := operand_of(node)) is None else inputs.index(graphs.value_of(multiplied)),
         )
 
     def gathering(self, node: fx.Node) -> tuple[bool, float]:
@@ -193,8 +200,13 @@ class BlockCosts:
         strategies: Mapping[fx.Node, Chosen],
         storage: Mapping[str, Placements],
         conversions: ConversionPrices,
+        beside: bool = True,
     ) -> list[BlockCost]:
-        """One entry per block. strategies: per op one for each axis of ``conversions``; absent: replicated."""
+        """One entry per block. strategies: per op one for each axis of ``conversions``; absent: replicated.
+
+        beside: whether weights' gradients are computed beside collectives of the backward
+        (:mod:`autopart.passes.beside`).
+        """
         blocks = [BlockCost() for _ in self.analysis.blocks]
         batch, axes, first = prices.batch, conversions.axes, self.analysis.first
         sizes = [axis.parts for axis in axes]
@@ -208,7 +220,8 @@ class BlockCosts:
 
         # Equal ops under one choice; choices by identity, as hashing them costs more than pricing.
         runs: dict[tuple[fx.Node, int], _Run] = {}
-        converted: set[tuple[Value, Placements]] = set()
+        converted: dict[tuple[Value, Placements], tuple[BlockCost, fx.Node]] = {}  # the first reader and its block
+        hiding: dict[tuple[Value, Placements], float] = {}
         for node, index in self._order:
             block, facts = blocks[index], self._facts[node]
             chosen = strategies.get(node, ())
@@ -241,11 +254,24 @@ class BlockCosts:
                 have = lie(value)
                 if have == wanted or (value, wanted) in converted:
                     continue
-                converted.add((value, wanted))
+                converted[value, wanted] = block, node
                 there, back = conversions.seconds(have, wanted, self.size(value).at(batch), is_differentiable(value))
                 op.converting_s.append((value, there))
                 block.forward_s += there
                 block.backward_s += back
+            if not beside or facts.multiplied < 0:
+                continue
+            value, wanted = facts.inputs[facts.multiplied], run.used[facts.multiplied]
+            while lie(value) == wanted and value.node in strategies and is_cast(value.node):
+                wanted = _used(strategies[value.node], 0)
+                value = self._facts[value.node].inputs[0]
+            home = converted.get((value, wanted))
+            if home is not None and is_differentiable(value) and self._function[home[1]] == self._function[node]:
+                weight = prices.weight_seconds(node, chosen, sizes)
+                hiding[value, wanted] = hiding.get((value, wanted), 0.0) + weight
+        for (value, wanted), seconds in hiding.items():
+            exchanged = conversions.beside(lie(value), wanted, self.size(value).at(batch))
+            converted[value, wanted][0].backward_s -= min(exchanged, seconds)
         return blocks
 
     def read(self, op: PricedOp, batch: int, axes: Sequence[TensorAxis]) -> Iterator[tuple[Value, Kept, float]]:

@@ -5,7 +5,8 @@ For every stage of a plan with m microbatches, or all stages of one rank of the 
     m (forward + backward) = compute + sum over kinds of collectives
     compute + collectives + step end + idle + tied = step time
 
-Collectives are priced from the plan's own counts, which is exact, since their seconds are linear in calls and bytes.
+Collectives are priced from the plan's own counts, which is exact, since their seconds are linear in calls and bytes,
+less what passes beside weights' gradients (``StagePlan.hidden_s``), which are compute.
 Recomputation, collectives that it repeats included, counts as compute. Idle is waiting for other stages and for
 transfers between them (the bubble).
 """
@@ -33,8 +34,9 @@ COMPUTE, IDLE, STEP_END, TIED = "compute", "idle", "step end", "tied gradients"
 class StageBreakdown:
     """Seconds of one step, and bytes.
 
-    stages: numbers of the stages, one unless a rank runs several. collectives_s: by kind; None where links are unknown
-    or where several tensor axes share the plan's counts: then they are within compute.
+    stages: numbers of the stages, one unless a rank runs several. collectives_s: by kind, unless hidden; None where
+    links are unknown or where several tensor axes share the plan's counts: then they are within compute. hidden_s: of
+    collectives beside products, no part of the step.
     state_bytes: parameters, gradients and optimizer state, if each device held those of its parameters whole.
     working_bytes: the rest, activations, temporary tensors and what the libraries take.
     """
@@ -42,6 +44,7 @@ class StageBreakdown:
     stages: tuple[int, ...]
     compute_s: float
     collectives_s: Mapping[str, float] | None = field(hash=False)
+    hidden_s: float
     step_end_s: float
     idle_s: float
     tied_s: float
@@ -87,6 +90,7 @@ class Breakdown:
                     "stages": list(stage.stages),
                     "compute_s": stage.compute_s,
                     "collectives_s": None if stage.collectives_s is None else dict(stage.collectives_s),
+                    "hidden_s": stage.hidden_s,
                     "step_end_s": stage.step_end_s,
                     "idle_s": stage.idle_s,
                     "tied_s": stage.tied_s,
@@ -115,6 +119,7 @@ def break_down(plan: Plan, cluster: Cluster | None) -> Breakdown:
                 numbers,
                 max(0.0, busy - sum((collectives or {}).values())),
                 collectives,
+                plan.microbatches * sum(sum(stage.hidden_s.values()) for stage in own),
                 sum(stage.step_end_s for stage in own),
                 max(0.0, idle),
                 plan.tied_s,
@@ -155,11 +160,12 @@ def _collectives(stage: StagePlan, microbatches: int, cluster: Cluster | None) -
         return None
     ((name, parts),) = axes
     link = axis_link(cluster, stage, name)
-    return {
-        kind: microbatches * count["calls"] * collective_seconds(kind, count["bytes"] / count["calls"], parts, link)
-        for kind, count in stage.collectives.items()
-        if count["calls"]
-    }
+    found = {}
+    for kind, count in stage.collectives.items():
+        if count["calls"]:
+            seconds = count["calls"] * collective_seconds(kind, count["bytes"] / count["calls"], parts, link)
+            found[kind] = microbatches * max(0.0, seconds - stage.hidden_s.get(kind, 0.0))
+    return found
 
 
 def _joined(found: Sequence[dict[str, float] | None]) -> dict[str, float] | None:

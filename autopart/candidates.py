@@ -41,7 +41,7 @@ from autopart.solver import stages as stage_solver
 from autopart.solver.search import Config, Degrees, Evaluation, NotBetter
 from autopart.solver.stages_parts import Block, Cut, Family
 from autopart.solver.stages_problem import StageProblem, StageSolution, Step
-from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, pipeline_floor, simulated_seconds
+from autopart.step_time import SPLIT_SCHEDULES, WHOLE_SCHEDULES, one_stage_floor, pipeline_floor, simulated_seconds
 from autopart.tensor_choice import Setting, Shared, TensorChoice, choose, work_bound
 from autopart.tensor_scheme import TensorScheme
 
@@ -81,12 +81,12 @@ class Candidates:
     _prices: dict[int, Prices] = field(default_factory=dict)
     _work: dict[tuple[int, int, str], float] = field(default_factory=dict)
     _free: dict[int, float] = field(default_factory=dict)
-    _work_bounds: dict[tuple[int, tuple[TensorAxis, ...]], float] = field(default_factory=dict)
+    _work_bounds: dict[tuple[int, tuple[TensorAxis, ...], bool], float] = field(default_factory=dict)
     alike: list[tuple[tuple[fx.Node, bool], int]] = field(init=False)  # an op of each class, in a layer; how many
     _conversions: dict[tuple[TensorAxis, ...], ConversionPrices] = field(default_factory=dict)
     _offers: dict[tuple[int, ...], Offers] = field(default_factory=dict)
     readers: dict[fx.Node, tuple[int, ...]] = field(init=False)  # blocks that read a parameter or buffer
-    _shared: dict[tuple[int, tuple[TensorAxis, ...]], Shared] = field(default_factory=dict)
+    _shared: dict[tuple[int, tuple[TensorAxis, ...], bool], Shared] = field(default_factory=dict)
     _priced: dict[object, tuple[TensorChoice, list[BlockCost], dict[object, Family]]] = field(default_factory=dict)
     _block_costs: BlockCosts = field(init=False)
     _folded: FoldedGraph = field(init=False)
@@ -157,10 +157,11 @@ class Candidates:
         axes = self.layout.tensor_axes(config)
         conversions = self._conversions.setdefault(axes, ConversionPrices(axes, self.device))
         offers = self._offers.setdefault(config.axes, Offers(self.analysis, config.axes, self.scheme, self.whole))
-        shared = self._shared.setdefault((self.samples(config), axes), Shared())
+        beside = config.schedule not in SPLIT_SCHEDULES
+        shared = self._shared.setdefault((self.samples(config), axes, beside), Shared())
         data = self.layout.data_link(config)
         prices, dp, microbatches = self.prices(config), config.dp, config.microbatches
-        return Setting(prices, conversions, offers, dp, data, microbatches, shared, self.summed)
+        return Setting(prices, conversions, offers, dp, data, microbatches, shared, self.summed, beside)
 
     def choose(self, config: Degrees, memory_limit: float | None = None) -> TensorChoice:
         """The fastest strategies; under a limit, those whose bytes over all stages stay below it.
@@ -202,10 +203,11 @@ class Candidates:
         """The same, from the best strategies for the work alone, which takes a solver."""
         if not config.axes:
             return self.lower_bound(config)
-        key = self.samples(config), self.layout.tensor_axes(config)
+        setting = self.setting(config)
+        key = self.samples(config), setting.axes, setting.beside
         if key not in self._work_bounds:
             self._work_bounds[key] = work_bound(
-                self.analysis, self._folded, self.setting(config), self._block_costs, self.time_limit_s
+                self.analysis, self._folded, setting, self._block_costs, self.time_limit_s
             )
         return max(
             self.lower_bound(config), self.step_floor(self._work_bounds[key] + self.free_seconds(config), config)
@@ -213,7 +215,8 @@ class Candidates:
 
     def known_floor(self, config: Degrees) -> float:
         """The best lower bound that is known already."""
-        key = self.samples(config), self.layout.tensor_axes(config)
+        setting = self.setting(config)
+        key = self.samples(config), setting.axes, setting.beside
         work = self._work_bounds.get(key, 0.0) + self.free_seconds(config)
         return max(self.lower_bound(config), self.step_floor(work, config))
 
@@ -346,7 +349,7 @@ class Candidates:
 
         Their other half is the inputs' gradients. What is computed again leaves none, as B does all of it.
         """
-        if not config.schedule.startswith("zb"):
+        if config.schedule not in SPLIT_SCHEDULES:
             return 0.0
         prices, inside = self.prices(config), set(problem.blocks_between(step.first, step.last))
         again = self.computed_again(config, step, problem)
@@ -428,14 +431,17 @@ class Candidates:
         """A copy of the block costs, which candidates of equal prices and strategies share."""
         key = self._priced_by(config, choice)
         if key not in self._priced:
-            costs = self._block_costs.costs(setting.prices, choice.strategies, choice.storage, setting.conversions)
+            costs = self._block_costs.costs(
+                setting.prices, choice.strategies, choice.storage, setting.conversions, setting.beside
+            )
             self._priced[key] = choice, costs, {}
         return [replace(cost) for cost in self._priced[key][1]]
 
     def _priced_by(self, config: Degrees, choice: TensorChoice) -> object:
         # Strategies by identity, as hashing them costs more than pricing; the entry keeps them alive.
-        axes = self.layout.tensor_axes(config)
-        return (self.samples(config), axes, *map(id, choice.strategies.values()), *choice.storage.values())
+        setting = self.setting(config)
+        used = (*map(id, choice.strategies.values()), *choice.storage.values())
+        return (self.samples(config), setting.axes, setting.beside, *used)
 
     def data_seconds(self, config: Degrees, choice: TensorChoice, node: fx.Node) -> tuple[float, float]:
         """Forward and backward seconds of one microbatch in which replicas exchange a divided parameter."""

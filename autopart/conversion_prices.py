@@ -7,6 +7,9 @@ placements has four numbers, whatever tensor is converted::
     backward = fixed' + rate' * bytes
 
 A step along one axis moves the share of the tensor that the other axes leave, over that axis' own link.
+
+Of the backward the first collective, that of the last step, may pass while weights' gradients are computed
+(:mod:`autopart.passes.beside`); :meth:`ConversionPrices.beside` says how long it takes.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from numpy.typing import NDArray
 
 from autopart.cost.communication import transition
 from autopart.cost.devices import Device, Link
-from autopart.passes.conversion import STEP_NUMBERS, Axes, conversion, moved, step_number
+from autopart.passes.beside import WITH_LATER
+from autopart.passes.conversion import STEP_NUMBERS, Axes, Step, conversion, moved, step_number
 from autopart.runtime import transitions
 from autopart.runtime.placement import REPLICATE, Placement, Placements, nested
 
@@ -72,6 +76,7 @@ class ConversionPrices:
     axes: tuple[TensorAxis, ...]
     device: Device
     _pairs: dict[tuple[Placements, Placements, bool], Affine] = field(default_factory=dict)
+    _beside: dict[tuple[Placements, Placements], Affine] = field(default_factory=dict)
     _steps: dict[tuple[int, Placement, Placement, bool], Affine] = field(default_factory=dict)
 
     @property
@@ -93,22 +98,45 @@ class ConversionPrices:
             steps = conversion(source, target, self.mesh)
             total = Affine() if steps is not None else _NO_WAY
             for step in steps or ():
-                call, share = step.transition, 1.0
-                for other, placement in enumerate(step.before):
-                    if other != step.axis and placement.divides:
-                        share /= self.axes[other].parts
-                one = self.step(step.axis, call.source, call.target, differentiable)
-                total += Affine(one.fixed, (one.rate[0] * share, one.rate[1] * share))
+                total += self._share_of(step, differentiable)
             self._pairs[key] = total
         return self._pairs[key]
 
+    def _share_of(self, step: Step, differentiable: bool) -> Affine:
+        call, share = step.transition, 1.0
+        for other, placement in enumerate(step.before):
+            if other != step.axis and placement.divides:
+                share /= self.axes[other].parts
+        one = self.step(step.axis, call.source, call.target, differentiable)
+        return Affine(one.fixed, (one.rate[0] * share, one.rate[1] * share))
+
+    def beside(self, source: Placements, target: Placements, num_bytes: float) -> float:
+        """Seconds of the backward's first collective, beside which weights' gradients of products that read the
+        converted tensor are computed; 0 where they are not. num_bytes: of the whole tensor, which has a gradient.
+        """
+        key = (source, target)
+        if key not in self._beside:
+            steps = conversion(source, target, self.mesh) if source != target else ()
+            late = steps and steps[-1].transition.name in WITH_LATER
+            self._beside[key] = self._share_of(steps[-1], True) if steps and late else Affine()
+        return self._beside[key].seconds(num_bytes)[1]
+
     def table(
-        self, sources: Sequence[Placements], targets: Sequence[Placements], num_bytes: float, differentiable: bool
+        self,
+        sources: Sequence[Placements],
+        targets: Sequence[Placements],
+        num_bytes: float,
+        differentiable: bool,
+        hiding: Sequence[float] = (),
     ) -> NDArray[np.float64]:
-        """Seconds forward and backward together: [sources, targets]."""
+        """Seconds forward and backward together: [sources, targets].
+
+        hiding: per target, what :meth:`beside` counts passes unseen for so many seconds.
+        """
         ways = _Ways(self, sources, targets, differentiable)
         rows = max(1, _MOST_CELLS // max(1, len(targets)))
-        parts = [ways.seconds(slice(row, row + rows), num_bytes) for row in range(0, len(sources), rows)]
+        unseen = np.array(hiding) if any(hiding) else None
+        parts = [ways.seconds(slice(row, row + rows), num_bytes, unseen) for row in range(0, len(sources), rows)]
         return np.concatenate(parts) if parts else np.zeros((0, len(targets)))
 
     def step(self, index: int, source: Placement, target: Placement, differentiable: bool) -> Affine:
@@ -189,8 +217,8 @@ class _Ways:
         places = tuple(_Place) if len(self._sizes) > 1 else (_Place.SOURCE, _Place.TARGET)
         self._order = list(itertools.product(places, repeat=len(self._sizes)))
 
-    def seconds(self, rows: slice, num_bytes: float) -> Floats:
-        """Forward and backward together, of some of the sources."""
+    def seconds(self, rows: slice, num_bytes: float, hiding: Floats | None = None) -> Floats:
+        """Forward and backward together, of some of the sources. hiding: as of :meth:`ConversionPrices.table`."""
         axes = [axis.of(rows) for axis in self._axes]
         shape = (len(axes[0].have), len(axes[0].want))
         start = _Way(np.zeros(shape), np.zeros(shape, dtype=np.int64), np.zeros(shape), np.zeros(shape))
@@ -213,7 +241,27 @@ class _Ways:
         there = np.isfinite(end.moved)
         possible = np.logical_and.reduce([axis.exists for axis in axes])
         assert (there == possible).all(), "the solver offers placements that nest"
-        return np.where(there, end.fixed + end.rate * num_bytes, np.inf)
+        found_s: Floats = np.where(there, end.fixed + end.rate * num_bytes, np.inf)
+        if hiding is not None:  # rounding must not leave less than nothing
+            found_s = np.maximum(0.0, found_s - np.minimum(self._beside(end.path, axes, num_bytes), hiding[None, :]))
+        return found_s
+
+    def _beside(self, path: Ints, axes: Sequence[_AxisTable], num_bytes: float) -> Floats:
+        """Seconds backward of each way's last step, where weights' gradients are computed beside it."""
+        total = np.zeros(path.shape)
+        for index, axis in enumerate(axes):
+            is_last = path % STEP_NUMBERS == step_number(index, True)
+            by_whole = np.zeros(path.shape, dtype=bool)
+            for digit in range(2 * len(axes)):
+                by_whole |= path // STEP_NUMBERS**digit % STEP_NUMBERS == step_number(index, False)
+            parts: Ints = np.ones((1, 1), dtype=np.int64)
+            for other, there in enumerate(axes):
+                if other != index:
+                    parts = parts * np.where(there.cuts(_Place.TARGET), self._sizes[other], 1)
+            (fixed, rate), (whole_fixed, whole_rate) = axis.beside(_Place.SOURCE), axis.beside(_Place.WHOLE)
+            fixed, rate = np.where(by_whole, whole_fixed, fixed), np.where(by_whole, whole_rate, rate)
+            total += np.where(is_last, fixed + rate / parts * num_bytes, 0.0)
+        return total
 
     def _step(self, way: _Way, axes: Sequence[_AxisTable], index: int, before: _Place, after: Sequence[_Place]) -> _Way:
         """One axis goes from a place to that which it has in ``after``, the others stay there."""
@@ -247,6 +295,7 @@ class _AxisTable:
         self.known = tuple(known)
         self._sharded = np.array([placement.divides for placement in self.known])
         self._moved, self._fixed, self._rate = (np.zeros((len(known), len(known))) for _ in range(3))
+        self._beside_fixed, self._beside_rate = np.zeros_like(self._fixed), np.zeros_like(self._rate)
         for i, source in enumerate(self.known):
             for j, target in enumerate(self.known):
                 if not transitions.exists(source, target):
@@ -255,6 +304,8 @@ class _AxisTable:
                     self._moved[i, j] = moved(call, sizes, index)
                     step = prices.step(index, source, target, differentiable)
                     self._fixed[i, j], self._rate[i, j] = sum(step.fixed), sum(step.rate)
+                    if call.name in WITH_LATER:
+                        self._beside_fixed[i, j], self._beside_rate[i, j] = step.fixed[1], step.rate[1]
         self._alone = sizes[index] == 1
 
     def of(self, rows: slice) -> _AxisTable:
@@ -288,6 +339,12 @@ class _AxisTable:
             apart = (self.have[:, None] != self._whole) & (self.want[None, :] != self._whole) & ~self.stays
             moved = np.where(apart, moved, np.inf)
         return moved, self._fixed[tuple(at)], self._rate[tuple(at)]
+
+    def beside(self, before: _Place) -> tuple[Floats, Floats]:
+        """Of the step to the target those seconds of the backward beside which weights' gradients are computed."""
+        start = np.array([[self._whole]]) if before is _Place.WHOLE else self.have[:, None]
+        at = tuple(np.broadcast_arrays(start, self.want[None, :]))
+        return self._beside_fixed[at], self._beside_rate[at]
 
     def cuts(self, place: _Place) -> Mask:
         """Whether the axis cuts the tensor where it is at a place: broadcasts to [sources, targets]."""

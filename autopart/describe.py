@@ -18,6 +18,7 @@ from autopart.device_layout import TENSOR_AXIS
 from autopart.exchanges import exchanges
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
+from autopart.passes.beside import products_beside
 from autopart.passes.conversion import Axes
 from autopart.passes.data_axis import DataCut, cut_parameters
 from autopart.passes.emit.layers import recomputable_layers
@@ -51,7 +52,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
     stages = []
     for index, (stage, graph) in enumerate(zip(found.stages, found.local, strict=True)):
         first, last = boundaries[index], boundaries[index + 1]
-        forward, backward = Clock(candidates, config, stage, graph, choice, again[index]).seconds()
+        times = Clock(candidates, config, stage, graph, choice, again[index]).seconds()
         stages.append(
             StagePlan(
                 devices=candidates.layout.ranks(config, index),
@@ -59,9 +60,10 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
                 blocks=(first, last),
                 first_op=analysis.keys[analysis.blocks[order[first]].nodes[0]],
                 last_op=analysis.keys[analysis.blocks[order[last - 1]].nodes[-1]],
-                forward_s=forward,
-                backward_s=backward,
-                weight_s=backward * candidates.weight_share(config, answer.cut.way[index], problem),
+                forward_s=times.forward_s,
+                backward_s=times.backward_s,
+                hidden_s=times.hidden_s,
+                weight_s=times.backward_s * candidates.weight_share(config, answer.cut.way[index], problem),
                 memory_bytes=round(problem.stage_bytes(index, answer.cut.way[index])),
                 capacity_bytes=candidates.layout.capacity(config, index),
                 parameters=held_numbers(graph, axes, found.cuts, config.dp),
@@ -143,6 +145,15 @@ def recomputed(
     return again, "none" if not any(again) else "full" if again == layers else "some"
 
 
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """Of one microbatch. hidden_s: by kind what of collectives passes beside weights' gradients, uncounted."""
+
+    forward_s: float
+    backward_s: float
+    hidden_s: Mapping[str, float]
+
+
 @dataclass(slots=True)
 class Clock:
     """Seconds of one stage's sharded graph, collectives and free ops included."""
@@ -154,14 +165,15 @@ class Clock:
     choice: TensorChoice
     recompute: Collection[str]  # layers and modules in them that run again in the backward
 
-    def seconds(self) -> tuple[float, float]:
-        """Forward and backward of one microbatch."""
+    def seconds(self) -> StageSeconds:
         candidates, config = self.candidates, self.config
         again = rerun(self.graph, self.recompute)
         setting = candidates.setting(config)
         sizes = dict(candidates.layout.axes(config))
         numbers = {name: index for index, name in enumerate(sizes)}
         origins = self._origins()
+        beside = products_beside(self.graph, self.recompute) if setting.beside else {}
+        hidden: dict[str, float] = {}
         forward = backward = 0.0
         for node in self.stage.graph.nodes:
             if node.op == "placeholder" and node.meta["role"] is Role.PARAMETER:
@@ -176,13 +188,19 @@ class Clock:
                 # what the other axes leave; this one's ranks have or get it whole
                 others = [1 if name == axis else parts for name, parts in sizes.items()]
                 one, two = price.seconds(size * share_of(node.args[0].meta["placements"], others))
+                products = [origins[product] for product in beside.get(node, ())]
+                weights = (setting.prices.weight_seconds(op, self._chosen(op), setting.sizes) for op in products)
+                if products:
+                    unseen = min(two, sum(weights))
+                    hidden[step.backward] = hidden.get(step.backward, 0.0) + unseen
+                    two -= unseen
             elif node in origins:
                 one, two = self._op(node, origins[node], setting)
             else:
                 continue
             forward += one
             backward += two + (one if node in again else 0.0)
-        return forward, backward
+        return StageSeconds(forward, backward, hidden)
 
     def _origins(self) -> dict[fx.Node, fx.Node]:
         """The whole graph's op for every op of the sharded graph, which keeps their order and adds collectives."""
@@ -190,9 +208,12 @@ class Clock:
         before = [node for node in self.stage.graph.nodes if graphs.is_op(node)]
         return {local: self.stage.origin[node] for node, local in zip(before, kept, strict=True)}
 
+    def _chosen(self, origin: fx.Node) -> Chosen:
+        return self.choice.strategies.get(origin, ())
+
     def _op(self, node: fx.Node, origin: fx.Node, setting: Setting) -> tuple[float, float]:
-        chosen = self.choice.strategies.get(origin) if node.meta.get("strategies") else None
-        if chosen is None:
+        chosen = self._chosen(origin) if node.meta.get("strategies") else ()
+        if not chosen:
             return setting.prices.op_seconds(origin)
         forward, backward = setting.prices.op_seconds(origin, chosen, setting.sizes)
         sent, returned = setting.prices.form_seconds(origin, chosen, setting.axes)

@@ -39,7 +39,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
             Clock(part.candidates, part.config, found.stages[index], graph, item.choice, again[index]).seconds()
             for part in item.parts
         ]
-        forward, backward = (max(seconds) for seconds in zip(*times, strict=True))
+        slowest = max(times, key=lambda found: found.backward_s)
         weight = item.parts[0].candidates.weight_share(item.parts[0].config, step, problem)
         stages.append(
             StagePlan(
@@ -48,9 +48,10 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
                 blocks=(first, last),
                 first_op=analysis.keys[analysis.blocks[order[first]].nodes[0]],
                 last_op=analysis.keys[analysis.blocks[order[last - 1]].nodes[-1]],
-                forward_s=forward,
-                backward_s=backward,
-                weight_s=backward * weight,
+                forward_s=max(found.forward_s for found in times),
+                backward_s=slowest.backward_s,
+                hidden_s=slowest.hidden_s,
+                weight_s=slowest.backward_s * weight,
                 memory_bytes=round(problem.stage_bytes(index, step)),
                 capacity_bytes=int(slot.capacity_bytes),
                 parameters=held_numbers(graph, own.axes, {}, own.dp),

@@ -41,8 +41,9 @@ class StagePlan:
     them alike. mesh: (axis name, size), the data axis "dp" first, then
     tensor axes. blocks: half-open range of the model's block numbers. first_op, last_op: names of the ops at its ends.
     forward_s, backward_s: seconds of one microbatch with collectives; weight_s: of the backward, the weights' share
-    that a zero-bubble schedule does apart. step_end_s: seconds once per step, for the optimizer and those of the
-    gradients' sums that the last backward does not hide.
+    that a zero-bubble schedule does apart. hidden_s: by kind, seconds of collectives that pass unseen beside weights'
+    gradients, in neither of them. step_end_s: seconds once per step, for the optimizer and those of the gradients' sums
+    that the last backward does not hide.
     memory_bytes, capacity_bytes: predicted peak and what a device has (an even share where it runs several stages).
     parameters: numbers held by one device. collectives: by kind, calls and payload bytes per microbatch, such as
     ``{"all_reduce": {"calls": 4, "bytes": 8388608}}``. shares: of each microbatch, the part of every replica, such as
@@ -71,6 +72,7 @@ class StagePlan:
     strategies: Mapping[str, str] = field(default_factory=dict, hash=False)
     storage: Mapping[str, str] = field(default_factory=dict, hash=False)
     step_collectives: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
+    hidden_s: Mapping[str, float] = field(default_factory=dict, hash=False)
     recompute: tuple[str, ...] = ()
     device: str = ""
 

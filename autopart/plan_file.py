@@ -114,6 +114,10 @@ _CHECKS: dict[str, tuple[str, Any]] = {
         "an object of whole numbers",
         lambda value: isinstance(value, dict) and all(map(_is_int, value.values())),
     ),
+    "Mapping[str, float]": (
+        "an object of numbers",
+        lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+    ),
     "Mapping[str, Mapping[str, int]]": ('an object such as {"all_reduce": {"calls": 4, "bytes": 64}}', _is_collectives),
 }
 

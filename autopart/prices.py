@@ -83,6 +83,10 @@ class Prices:
         gradients = backward_products(node, products)
         return forward, op_seconds(self.device, 0.0, moved, dtype, launches=2, products=gradients)
 
+    def weight_seconds(self, node: fx.Node, chosen: Chosen = (), sizes: Sequence[int] = ()) -> float:
+        """Of a product's backward the seconds of its weight's gradient: half, as the input's takes as many FLOPs."""
+        return self.op_seconds(node, chosen, sizes)[1] / 2
+
     def shared_seconds(self, node: fx.Node, flops_share: float, bytes_share: float) -> tuple[float, float]:
         """Forward and backward seconds of a share of the op's FLOPs and bytes, whatever the shapes: no more than
         :meth:`op_seconds`.

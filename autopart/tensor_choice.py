@@ -7,6 +7,16 @@ equal layers equally, and the problem's size does not grow with depth.
 What a choice costs is seconds per microbatch: the op's share of the work, or for a parameter its optimizer step, its
 gradient's reduction over replicas, and over the tensor axes where its gradient is a partial sum, all divided by the
 number of microbatches. What an edge costs is its collective forward and the gradient's backward.
+
+Of the backward that part is free which passes beside the weights' gradients of the products that read the value
+(:mod:`autopart.passes.beside`). With e the collective's seconds and w_u the gradients' of product u, it hides
+min(e, Σ w_u), where w_u depends on u's choice, of which the edge knows only how u reads the value. So the edge is
+credited with the least w_u among the choices that read it so, and each choice with what its own is longer::
+
+    min(e, Σ w_u)  <=  min(e, Σ least_u) + Σ (w_u - least_u)
+
+Hence no strategies take less than the problem says; of those whose gradients are the shortest it says exactly what
+they take, and that is what sharding them does.
 """
 
 from __future__ import annotations
@@ -24,7 +34,9 @@ from autopart.cost.devices import Link
 from autopart.data_prices import DataPrices, held_bytes, offered_levels
 from autopart.folding import FoldedGraph, FoldedValue, is_stored
 from autopart.offers import Offers
+from autopart.passes import graph as graphs
 from autopart.passes.annotate import parameter_bytes
+from autopart.passes.beside import operand_of, products_reading
 from autopart.passes.conversion import Axes
 from autopart.passes.graph import Value
 from autopart.passes.rules import is_differentiable
@@ -72,7 +84,8 @@ class Setting:
     """Where strategies are chosen: the prices of ops and conversions on the tensor axes, and what a step repeats.
 
     dp: replicas, on ``data_link``. microbatches: of each replica, in one step. summed: bytes in the type that gradients
-    are added up in, for each byte of a gradient.
+    are added up in, for each byte of a gradient. beside: whether weights' gradients are computed beside collectives of
+    the backward, which a split backward leaves for later.
     """
 
     prices: Prices
@@ -83,6 +96,7 @@ class Setting:
     microbatches: int
     shared: Shared = field(default_factory=Shared)
     summed: float = 1.0
+    beside: bool = True
 
     @property
     def axes(self) -> tuple[TensorAxis, ...]:
@@ -150,6 +164,7 @@ class _Builder:
     optimizer: str
     levels: Sequence[int]
     stages: int = 1
+    _least: dict[fx.Node, dict[int, float]] = field(default_factory=dict)
 
     def offered(self, node: fx.Node) -> Sequence[Chosen]:
         """The strategies of an op, or ways to store a parameter, one per axis."""
@@ -197,7 +212,7 @@ class _Builder:
         kept, transient = self.block_costs.held_bytes(node, chosen, sizes, prices.batch)
         return Choice(
             name_of(chosen),
-            (sum(computed) + sum(exchanged)) * count,
+            (sum(computed) + sum(exchanged) - self.longer_seconds(node, chosen)) * count,
             tuple(map(self.id_of, zip(*(strategy.outputs for strategy in chosen), strict=True))),
             tuple(map(self.id_of, zip(*(strategy.inputs for strategy in chosen), strict=True))),
             kept * count,
@@ -212,6 +227,44 @@ class _Builder:
         if node not in known:
             known[node] = Op(node.name, tuple(self.run(node, chosen, count) for chosen, _ in self.ways(node)))
         return known[node]
+
+    # -- weights' gradients beside collectives --------------------------------------------------------------------
+
+    def least_weight_seconds(self, node: fx.Node) -> dict[int, float]:
+        """Of a product, by how it reads what it multiplies: the fewest seconds of its weight's gradient."""
+        if node not in self._least:
+            found = self._least[node] = {}
+            for chosen in self.offered(node):
+                at, seconds = self.read_as(node, chosen), self.weight_seconds(node, chosen)
+                found[at] = min(seconds, found.get(at, seconds))
+        return self._least[node]
+
+    def weight_seconds(self, node: fx.Node, chosen: Chosen) -> float:
+        return self.setting.prices.weight_seconds(node, chosen, self.setting.sizes)
+
+    def read_as(self, node: fx.Node, chosen: Chosen) -> int:
+        operand = operand_of(node)
+        assert operand is not None
+        slot = graphs.inputs(node).index(graphs.value_of(operand))
+        return self.id_of(tuple(strategy.inputs[slot] for strategy in chosen))
+
+    def longer_seconds(self, node: fx.Node, chosen: Chosen) -> float:
+        """What a choice's weight's gradient may hide beyond what the edge is credited with."""
+        if not self.setting.beside or not chosen or operand_of(node) is None:
+            return 0.0
+        least = self.least_weight_seconds(node)[self.read_as(node, chosen)]
+        return self.weight_seconds(node, chosen) - least
+
+    def hiding_seconds(self, value: FoldedValue, want: Sequence[int]) -> list[float]:
+        """How long a collective may take unseen where the value is converted to each of these placements."""
+        if not self.setting.beside or not is_differentiable(value.example):
+            return []
+        products = list(products_reading(value.example))
+        if not products:
+            return []
+        first = {self.analysis.classes[nodes[0]]: nodes[0] for nodes in self.folded.classes}
+        products = [first[self.analysis.classes[node]] for node in products]
+        return [sum(self.least_weight_seconds(node).get(wanted, 0.0) for node in products) for wanted in want]
 
     # -- edges ----------------------------------------------------------------------------------------------------
 
@@ -229,6 +282,7 @@ class _Builder:
                 [placements[item] for item in want],
                 size,
                 is_differentiable(value.example),
+                self.hiding_seconds(value, want),
             )
             known[key] = CostTable(have, want, seconds)
         return Edge(value.source, value.slot, value.uses, known[key], value.count)

@@ -45,10 +45,24 @@ def operand_of(node: fx.Node) -> fx.Node | None:
     if not graphs.is_op(node) or "forms" in node.meta or node.kwargs or op_name(node) not in _OPERANDS:
         return None
     operand, weight = node.args[_OPERANDS[op_name(node)][0]], weight_of(node)
-    if graphs.is_op(weight) and op_name(weight) == "to" and len(weight.all_input_nodes) == 1:
+    if is_cast(weight):
         (weight,) = weight.all_input_nodes
     is_trained = weight.op == "placeholder" and weight.meta["role"] is Role.PARAMETER and weight.meta.get("trainable")
     return operand if is_trained and isinstance(operand, fx.Node) else None
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether the node is one tensor in another type."""
+    return graphs.is_op(node) and op_name(node) == "to" and len(node.all_input_nodes) == 1
+
+
+def products_reading(value: graphs.Value) -> Iterator[fx.Node]:
+    """The products that multiply a value of a whole graph with trained weights, as it is or cast."""
+    for node in value.node.users:
+        if graphs.is_getitem(node) and graphs.value_of(node) == value:
+            yield from _reading(node)
+    if graphs.is_tensor(value.node):
+        yield from _reading(value.node)
 
 
 def weight_of(product: fx.Node) -> fx.Node:
@@ -56,6 +70,14 @@ def weight_of(product: fx.Node) -> fx.Node:
     weight = product.args[_OPERANDS[op_name(product)][1]]
     assert isinstance(weight, fx.Node)
     return weight
+
+
+def _reading(node: fx.Node) -> Iterator[fx.Node]:
+    for user in node.users:
+        if is_cast(user):
+            yield from _reading(user)
+        elif operand_of(user) is node:
+            yield user
 
 
 def _products(value: fx.Node, run_of: Mapping[fx.Node, int]) -> Iterator[fx.Node]:

@@ -49,6 +49,12 @@ def test_tables_hold_what_pairs_cost(sizes: tuple[int, ...], bandwidths: tuple[f
     pairs = [[sum(prices.seconds(have, want, 2**20, True)) for want in offered] for have in offered]
     assert np.allclose(table, np.array(pairs), rtol=1e-9, atol=1e-15)
     assert (np.diag(table) == 0).all() and (table >= 0).all()
+    hiding = [random.Random(index).choice((0.0, 1e-5, 1.0)) for index in range(len(offered))]
+    table = prices.table(offered, offered, 2**20, True, hiding)
+    for row, have in enumerate(offered):
+        for column, (want, most) in enumerate(zip(offered, hiding, strict=True)):
+            pairs[row][column] -= min(prices.beside(have, want, 2**20), most)
+    assert np.allclose(table, np.array(pairs), rtol=1e-9, atol=1e-15)
 
 
 @pytest.mark.parametrize(("sizes", "differentiable"), [((2, 2, 2), True), ((2, 3, 2), False)])
@@ -58,6 +64,10 @@ def test_tables_of_three_axes(sizes: tuple[int, ...], differentiable: bool) -> N
     table = prices.table(offered, offered, 2**24, differentiable)
     pairs = [[sum(prices.seconds(have, want, 2**24, differentiable)) for want in offered] for have in offered]
     assert np.allclose(table, np.array(pairs), rtol=1e-9, atol=1e-15)
+    if differentiable:
+        table = prices.table(offered, offered, 2**24, True, [1.0] * len(offered))
+        hidden = [[prices.beside(have, want, 2**24) for want in offered] for have in offered]
+        assert np.allclose(table, np.array(pairs) - np.array(hidden), rtol=1e-9, atol=1e-15)
 
 
 def test_a_sharded_axis_leaves_less_to_convert() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -215,9 +216,9 @@ def test_emitted_code_puts_weights_gradients_off(tmp_path: Path, precision: str)
     plan = make_plan(program, ideal(2), batch=8, analysis=analyze(program), tp=2, microbatches=1, tensor_scheme="1d")
     emit(program, plan, tmp_path)
     code = (tmp_path / "stage_0.py").read_text()
-    assert code.count("later.linear(") == 2 and "F.linear(" in code
-    if precision:
-        assert "later = collectives.Later(to, to_1)" in code and ".to(torch.bfloat16)" in code
+    assert len(re.findall(r"later(_\d)?\.linear\(", code)) == 2 and "F.linear(" in code
+    if precision:  # each product casts for itself, and may have a collective for itself
+        assert "later = collectives.Later(to" in code and ".to(torch.bfloat16)" in code
         return
     assert "collectives.Later(self.gate.weight, self.up.weight)" in code
     for events in launch(_train, 2, str(tmp_path)):

@@ -65,13 +65,13 @@ def test_shards_the_sequence_between_products_where_activations_do_not_fit() -> 
     limits = {"batch": 8, "pp": 1, "dp": 1, "tp": 2, "microbatches": 1, "recompute": "none", "optimizer": "sgd"}
     roomy = plan_of(BLOCK, ideal(2, memory_bandwidth=1e15), **limits)
     needed = roomy.stages[0].memory_bytes
-    tight = plan_of(BLOCK, ideal(2, memory_bandwidth=1e15, memory_bytes=needed - 2**23), **limits)
-    assert tight.stages[0].memory_bytes <= needed - 2**23 and tight.step_time_s > roomy.step_time_s
+    tight = plan_of(BLOCK, ideal(2, memory_bandwidth=1e15, memory_bytes=needed - 2**24), **limits)
+    assert tight.stages[0].memory_bytes <= needed - 2**24 and tight.step_time_s > roomy.step_time_s
     for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
         name = f"transformer.h.1.{layer}:addmm"
         assert look_up(tight.strategies, name) == look_up(roomy.strategies, name), "products are split as before"
     for op in ("transformer.h.1:add", "transformer.h.1.attn.resid_dropout:dropout"):
-        assert look_up(roomy.strategies, op) == "B" and look_up(tight.strategies, op) == "d1"
+        assert look_up(roomy.strategies, op) is None and look_up(tight.strategies, op) == "d1"  # whole; sharded
     sums = tight.stages[0].collectives
     assert sums["all_reduce"] == {"calls": 1, "bytes": 4}, "the loss alone"
     assert min(sums[kind]["calls"] for kind in ("reduce_scatter", "all_gather")) >= 15, "two each for a sublayer"
@@ -84,8 +84,9 @@ def test_megatron_reduces_once_forward_and_once_backward_per_sublayer() -> None:
     layers = re.findall(r"class (\w+)\(Namespace\):(.*?)(?=\nclass )", source, re.S)
     calls = re.findall(r"collectives\.(\w+)", next(body for _, body in layers))
     # (forward, backward) all-reduces of each; padding a bias to a partial sum sends nothing
-    tables = {"all_reduce": (1, 0), "sum_gradients": (0, 1), "all_reduce_sum_gradients": (1, 1), "pad": (0, 0)}
+    tables = {"all_reduce": (1, 0), "sum_gradients": (0, 1), "pad": (0, 0), "Later": (0, 0)}
     assert set(calls) <= set(tables), calls
+    assert calls.count("Later") == 2, "those of the backward go beside weights' gradients"
     assert sum(tables[name][0] for name in calls) == 2
     assert sum(tables[name][1] for name in calls) == 2
 
@@ -106,7 +107,7 @@ def test_of_a_large_model_some_configurations_are_tried(monkeypatch: pytest.Monk
 
 def test_no_candidate_takes_less_than_its_bounds() -> None:
     """The cheap bound, the one of the best strategies for the work alone, and what the candidate takes."""
-    candidates = Candidates(analysis_of(GPT2), ideal(4, bandwidth=1e9), 4, "adamw", zero=None)
+    candidates = Candidates(analysis_of(GPT2), ideal(4, bandwidth=1e8), 4, "adamw", zero=None)
     better = 0
     for config in degrees(4, 4):
         floors = candidates.lower_bound(config), candidates.work_floor(config)
