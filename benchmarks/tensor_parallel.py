@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing.spawn as multiprocessing
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 from autopart.analysis import analyze
 from autopart.api import load
@@ -188,7 +188,7 @@ def compare(rank: int, kind: str, folder: str, rounds: int, layers: int, width: 
 def measure(kind: str, rounds: int, layers: int, width: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         emit(kind, layers, width, Path(folder) / "program")
-        multiprocessing.spawn(compare, (kind, folder, rounds, layers, width), RANKS)
+        spawn(compare, (kind, folder, rounds, layers, width), RANKS)
         found = json.loads(Path(folder, "result.json").read_text())
     theirs, ours = (statistics.median(column) for column in zip(*found["seconds"], strict=True))
     ratios = sorted(two / one for one, two in found["seconds"])

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autopart.passes import graph as graphs
+from autopart.passes.exported import origin
 from autopart.runtime.errors import CaptureError
 
 aten = torch.ops.aten
@@ -23,19 +24,24 @@ aten = torch.ops.aten
 Emit = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], fx.Node]
 
 
-def functional_overload(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """``aten.add.Tensor`` for ``aten.add_.Tensor``; None when there is no op that returns the new value instead."""
+_OTHERS = {aten.zero_.default: aten.zeros_like.default, aten.bernoulli_.float: aten.bernoulli.p}
+
+
+def functional_overload(node: fx.Node, target: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """``aten.add.Tensor`` for ``aten.add_.Tensor``, which an exported node calls.
+
+    Raises CaptureError when there is no op that returns the new value instead.
+    """
     namespace, name = target._schema.name.split("::")
-    if not name.endswith("_") or namespace != "aten":
-        return None
-    packet = getattr(torch.ops.aten, name[:-1], None)
-    overload = getattr(packet, target._overloadname, None) if packet is not None else None
-    if overload is not None:
-        return overload
-    return {
-        aten.zero_.default: aten.zeros_like.default,
-        aten.bernoulli_.float: aten.bernoulli.p,
-    }.get(target)
+    packet = getattr(aten, name[:-1], None) if name.endswith("_") and namespace == "aten" else None
+    overload: torch._ops.OpOverload | None = getattr(packet, target._overloadname, None) or _OTHERS.get(target)
+    if overload is None:
+        path, source = origin(node)
+        raise CaptureError(
+            f"{target} writes into a tensor and has no functional form (module {path or '(root)'}, {source}); "
+            "use the op that returns a new tensor"
+        )
+    return overload
 
 
 @dataclass(slots=True)

@@ -442,13 +442,7 @@ class _Normalizer:
                 f"{target} writes without gradient into a tensor that has one (module {path or '(root)'}, {source}); "
                 "a graph cannot say that: compute a new tensor instead"
             )
-        functional = functional_overload(target)
-        if functional is None:
-            path, source = origin(node)
-            raise CaptureError(
-                f"{target} writes into a tensor and has no functional form (module {path or '(root)'}, {source}); "
-                "use the op that returns a new tensor"
-            )
+        functional = functional_overload(node, target)
         if functional is aten.fill.Scalar:
             new = self.emit(aten.full_like.default, (written, args[1]), {}, node)
         elif functional in (aten.copy.default, aten.fill.Tensor):

@@ -5,12 +5,12 @@ computed inside one node of that graph, on a small graph of its own,
 
     outer:   ... -> x -> [ node ] -> y -> ...        inner:   x' -> op(x', weight) -> y'
 
-whose backward asks the inner graph for the gradient of x' alone and puts the gradient of y' aside. So B is one walk of
-the outer graph, which frees what it has passed, and W is one walk of all inner graphs together, restricted to weights:
-no gradient is computed twice (but inside a function that torch makes of several ops, such as attention with a learned
-bias on the CPU: these have one inner graph, and what lies between its end and both x' and the weight is). Between
-B and W remain what the weights' gradients need (the op's inputs, as its derivative saved them) and the gradients put
-aside.
+whose backward asks the inner graph for the gradient of x' alone (a linear's node knows it without) and puts the
+gradient of y' aside. So B is one walk of the outer graph, which frees what it has passed, and W is one walk of all
+inner graphs together, restricted to weights: no gradient is computed twice (but inside a function that torch makes of
+several ops, such as attention with a learned bias on the CPU: these have one inner graph, and what lies between its end
+and both x' and the weight is). Between B and W remain what the weights' gradients need (the op's inputs, as its
+derivative saved them) and the gradients put aside.
 
 What depends on weights but on nothing received (position embeddings, a relative bias) counts as a weight, with its
 whole graph. In a stage that receives nothing everything is such, so B does all of its backward and W nothing. An op
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from autopart.runtime.recompute import checkpoint
@@ -80,6 +81,8 @@ class SplitBackward(TorchFunctionMode):
                     others.append(item)
         if not weights:
             return func(*args, **kwargs)
+        if func is F.linear and not kwargs and len(others) == 1 and others[0] is args[0] and not _autocast(args[0]):
+            return _cut_linear(*args, later=self._later)
         if others:
             return _cut_out(func, args, kwargs, others, self._later)
         result = func(*args, **kwargs)
@@ -121,6 +124,17 @@ def _cut_out(
     return _swap(result, {id(end): new for end, new in zip(ends, joined, strict=True)})
 
 
+def _cut_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, later: LaterGradients) -> Tensor:
+    """What :func:`_cut_out` does for a linear, whose gradient of x is a product, without a walk of an inner graph."""
+    inner = F.linear(x.detach(), weight, bias)
+    joined: Tensor = _CutLinear.apply(later, get_gradient_edge(inner), weight.detach(), inner.detach(), x)
+    return joined
+
+
+def _autocast(tensor: Tensor) -> bool:
+    return torch.is_autocast_enabled(tensor.device.type)
+
+
 class _Enter(torch.autograd.Function):
     """The start of an inner graph: tensors without a history, and without being kept as leaves are."""
 
@@ -160,6 +174,22 @@ class _Cut(torch.autograd.Function):
             made = torch.autograd.grad(ends, entries, given, retain_graph=True, allow_unused=True)
             later.add(ends, given)
         return (None, None, None, None, *made)
+
+
+class _CutLinear(torch.autograd.Function):
+    """A linear's node in the outer graph."""
+
+    @staticmethod
+    def forward(ctx: Any, later: LaterGradients, end: GradientEdge, weight: Tensor, value: Tensor, x: Tensor) -> Tensor:
+        ctx.parts = later, end, weight
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (later, end, weight), ctx.parts = ctx.parts, None
+        later.add([end], [gradient])
+        rows = gradient.reshape(-1, weight.shape[0]).mm(weight)
+        return None, None, None, None, rows.view(*gradient.shape[:-1], weight.shape[1])
 
 
 class _Aside(torch.autograd.Function):

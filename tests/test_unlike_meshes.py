@@ -184,17 +184,22 @@ EQUAL = [
 QUICK = {("gpt2", "dp2-1"), ("unet", "1-tp2"), ("unet", "shares 3:1"), ("t5", "1-dp2")}
 
 
+def check_training(subject: Subject, emitted: Emitted, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emitted program in processes against the model in one."""
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
+    emitted.save(folder)
+    result = compare_emitted(folder, subject)
+    worst = sorted(result.groups, key=lambda group: -max(group.gradient or 0.0, group.parameter))[:3]
+    assert result.equal, f"{result.loss_difference=} {worst}"
+
+
 @pytest.mark.parametrize(
     ("name", "case"), [pytest.param(*item, marks=() if item in QUICK else pytest.mark.slow) for item in EQUAL]
 )
 def test_equal(name: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
     subject, analysis = subject_of(name)
-    plan = with_meshes(name, *CASES[case])
-    realize(subject.program, plan, analysis).save(tmp_path / "program")
-    result = compare_emitted(tmp_path / "program", subject)
-    worst = sorted(result.groups, key=lambda group: -max(group.gradient or 0.0, group.parameter))[:3]
-    assert result.equal, f"{result.loss_difference=} {worst}"
+    emitted = realize(subject.program, with_meshes(name, *CASES[case]), analysis)
+    check_training(subject, emitted, tmp_path / "program", monkeypatch)
 
 
 # Schedules with W, and with several stages on a rank: the meshes and places.
@@ -219,13 +224,9 @@ QUICK_SCHEDULES = {("t5", "interleaved dp2-1"), ("unet", "zb-v 1-tp2")}
     ],
 )
 def test_schedules_equal(name: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
     subject, analysis = subject_of(name)
-    plan = with_meshes(name, *SCHEDULED[case])
-    realize(subject.program, plan, analysis).save(tmp_path / "program")
-    result = compare_emitted(tmp_path / "program", subject)
-    worst = sorted(result.groups, key=lambda group: -max(group.gradient or 0.0, group.parameter))[:3]
-    assert result.equal, f"{result.loss_difference=} {worst}"
+    emitted = realize(subject.program, with_meshes(name, *SCHEDULED[case]), analysis)
+    check_training(subject, emitted, tmp_path / "program", monkeypatch)
 
 
 DIVIDED: dict[str, tuple[tuple[Mesh, ...], tuple[int, ...], tuple[int, ...], str]] = {
@@ -258,7 +259,6 @@ def test_replicas_of_one_stage_divide_its_parameters(
     name: str, case: str, level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ZeRO inside a stage's own data axis; what lies on a stage of one replica is whole."""
-    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
     subject, analysis = subject_of(name)
     plan = divided(name, case, level)
     emitted = realize(subject.program, plan, analysis)
@@ -266,10 +266,7 @@ def test_replicas_of_one_stage_divide_its_parameters(
         plan.stages[spec.stages[0]].dp: spec.zero for spec in emitted.manifest.parameters if spec.name in plan.zero
     }
     assert levels == {2: level, 1: 0}
-    emitted.save(tmp_path / "program")
-    result = compare_emitted(tmp_path / "program", subject)
-    worst = sorted(result.groups, key=lambda group: -max(group.gradient or 0.0, group.parameter))[:3]
-    assert result.equal, f"{result.loss_difference=} {worst}"
+    check_training(subject, emitted, tmp_path / "program", monkeypatch)
 
 
 def test_a_tie_of_unlike_meshes_is_not_divided() -> None:

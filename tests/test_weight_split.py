@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -153,3 +154,35 @@ def test_frozen_weights_and_evaluation() -> None:
     assert all((p.grad is None) == (not p.requires_grad) for p in model.parameters())
     with torch.no_grad():
         assert not forward(model, x)[0][0].requires_grad
+
+
+def test_a_linear_has_its_gradient_without_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = stage(), leaf().requires_grad_()
+    walks = []
+    walk = torch.autograd.grad
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        walks.append(args)
+        return walk(*args, **kwargs)
+
+    results, _ = forward(model, x)
+    monkeypatch.setattr(torch.autograd, "grad", counted)
+    torch.autograd.backward(results, seeds(results))
+    # conv, einsum; in each block two norms, the scale; and the bias's product, whose other side is the bias
+    assert len(walks) == 2 + 2 * 4
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_a_linear_of_which_half_is_trained(frozen: str) -> None:
+    plain = nn.Linear(WIDTH, 2, dtype=torch.float64)
+    getattr(plain, frozen).requires_grad_(False)
+    x, y = leaf().requires_grad_(), leaf().requires_grad_()
+    plain(x).sum().backward()
+    expected = [parameter.grad for parameter in plain.parameters()]
+    plain.zero_grad()
+    later = LaterGradients()
+    with SplitBackward(list(plain.parameters()), later):
+        result = into_outer(plain(y))
+    result.sum().backward()
+    later.compute([parameter for parameter in plain.parameters() if parameter.requires_grad])
+    torch.testing.assert_close([x.grad, *expected], [y.grad, *(parameter.grad for parameter in plain.parameters())])
