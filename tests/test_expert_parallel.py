@@ -224,12 +224,14 @@ def test_routings_are_found_by_their_data_flow(leaks: bool) -> None:
 
 
 def by_query_head(node: fx.Node, strategy: Strategy) -> bool:
-    """Attention by query heads; keys and values projected whole on every rank."""
+    """Attention by query heads, and so the product behind it; keys and values projected whole on every rank."""
     read = " ".join(item.name for item in node.all_input_nodes)
     if node.op != "call_function":
         return True
     if "k_proj" in read or "v_proj" in read:
         return strategy.name in ("R", "B")
+    if "o_proj" in read:
+        return strategy.name == "k"
     return strategy.name == "h" if op(node) == "scaled_dot_product_attention" else True
 
 
