@@ -184,6 +184,16 @@ class BlockCosts:
             return node in self._saved, 1.0
         return True, 1.0 / self._read_in[layer]
 
+    def kept_by(self, node: fx.Node) -> Iterator[tuple[Value, Amount]]:
+        """The tensors that an op keeps for its backward, by who owns their memory, with bytes; parameters left out."""
+        for item in self._facts[node].kept:
+            if item.owner.node.op != "placeholder":
+                yield item.owner, item.size
+
+    def inside(self, node: fx.Node) -> Amount:
+        """Bytes that an op keeps besides."""
+        return self._facts[node].inside
+
     def held_bytes(self, node: fx.Node, chosen: Chosen, sizes: Sequence[int], batch: int) -> tuple[float, float]:
         """Bytes that one op by itself keeps for its backward on one rank, and those that it takes while it runs."""
         facts, shares = self._facts[node], value_shares(node, chosen, sizes)

@@ -21,6 +21,7 @@ from autopart.device_layout import DeviceLayout, slowest
 from autopart.folding import FoldedGraph, fold_graph
 from autopart.layer_frontier import Frontiers
 from autopart.layer_frontier import paths as modules_again
+from autopart.memory_bound import MemoryBound, least_added
 from autopart.offers import Offers
 from autopart.parameter_prices import priced_parameters
 from autopart.passes import graph as graphs
@@ -90,6 +91,8 @@ class Candidates:
     _priced: dict[object, tuple[TensorChoice, list[BlockCost], dict[object, Family]]] = field(default_factory=dict)
     _block_costs: BlockCosts = field(init=False)
     _folded: FoldedGraph = field(init=False)
+    _memory: MemoryBound = field(init=False)
+    _added: dict[tuple[Degrees, float], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.layout = DeviceLayout(self.cluster)
@@ -107,6 +110,7 @@ class Candidates:
                 if value.node.op == "placeholder" and value.node.meta["role"] in (Role.PARAMETER, Role.BUFFER):
                     readers.setdefault(value.node, set()).add(index)
         self.readers = {node: tuple(sorted(found)) for node, found in readers.items()}
+        self._memory = MemoryBound(self.analysis, self._block_costs, self.readers, self.optimizer)
 
     def on(self, cluster: Cluster, device: Device, batch: int, whole: frozenset[str] = frozenset()) -> Candidates:
         """One stage of the same program on other devices, priced on ``device``; facts about the program are shared.
@@ -116,13 +120,14 @@ class Candidates:
         found = copy.copy(self)
         found.cluster, found.device, found.batch, found.whole = cluster, device, batch, whole
         found.zero, found.warmup, found.pins = 0, None, None
-        found.layout = DeviceLayout(cluster)
+        found.layout, found._added = DeviceLayout(cluster), {}
         if device != self.device or whole != self.whole:  # else by axes with their links
             found._conversions, found._shared, found._priced = {}, {}, {}
         if device != self.device:
             found._prices, found._work, found._free, found._work_bounds = {}, {}, {}, {}
         if device.kind != self.device.kind:
             found._block_costs = BlockCosts(self.analysis, device.kind)
+            found._memory = MemoryBound(self.analysis, found._block_costs, self.readers, self.optimizer)
         if whole != self.whole:
             found._offers = {}
         return found
@@ -187,38 +192,57 @@ class Candidates:
 
     def lower_bound(self, config: Degrees) -> float:
         """Seconds that a step takes at least: the work alone, shared perfectly where it is shared."""
-        prices = self.prices(config)
-        floor = self.step_floor(self.free_seconds(config) + self.work_seconds(config), config)
-        if config.pp > 1:
-            return floor
-        data = self.layout.data_link(config)
-        held = sum(value_bytes(Value(node)).at(1) for node in self.readers if node.meta.get("trainable")) / config.tp
-        updated = held if self.zero == 0 else held / config.dp
-        sums = bucketed_all_reduce_seconds(held * self.summed, config.dp, data)
-        # a backward hides no more than it takes, however much longer than this
-        hiding = self.free_seconds(config) + self.work_seconds(config) if config.schedule in WHOLE_SCHEDULES else 0.0
-        return floor + prices.optimizer_seconds(updated) + max(0.0, sums - hiding)
+        return self._floor(self.free_seconds(config) + self.work_seconds(config), config)
 
     def work_floor(self, config: Degrees) -> float:
-        """The same, from the best strategies for the work alone, which takes a solver."""
-        if not config.axes:
-            return self.lower_bound(config)
+        """The same, from the best strategies for the work alone, which takes a solver, and what memory adds to it."""
         setting = self.setting(config)
         key = self.samples(config), setting.axes, setting.beside
-        if key not in self._work_bounds:
+        if config.axes and key not in self._work_bounds:
             self._work_bounds[key] = work_bound(
                 self.analysis, self._folded, setting, self._block_costs, self.time_limit_s
             )
-        return max(
-            self.lower_bound(config), self.step_floor(self._work_bounds[key] + self.free_seconds(config), config)
-        )
+        work = max(self._work_bounds.get(key, 0.0), self.work_seconds(config)) + self.free_seconds(config)
+        # what divided parameters exchange in each microbatch, they do not at the end
+        summed = not self._divides(config) and not self.zero
+        asked = self._floor(work + self._memory_seconds(config, work), config, summed)
+        return max(self.known_floor(config), asked)
 
     def known_floor(self, config: Degrees) -> float:
-        """The best lower bound that is known already."""
+        """The best lower bound that is known already, memory left aside."""
         setting = self.setting(config)
         key = self.samples(config), setting.axes, setting.beside
-        work = self._work_bounds.get(key, 0.0) + self.free_seconds(config)
-        return max(self.lower_bound(config), self.step_floor(work, config))
+        work = max(self._work_bounds.get(key, 0.0), self.work_seconds(config))
+        return self._floor(work + self.free_seconds(config), config)
+
+    def _floor(self, work: float, config: Degrees, summed: bool = True) -> float:
+        """Least seconds of a step whose microbatches take ``work``, in one stage with the end of the step.
+
+        summed: sums of gradients too.
+        """
+        floor = self.step_floor(work, config)
+        if config.pp > 1:
+            return floor
+        held = sum(value_bytes(Value(node)).at(1) for node in self.readers if node.meta.get("trainable")) / config.tp
+        updated = held if self.zero == 0 else held / config.dp
+        sums = bucketed_all_reduce_seconds(held * self.summed, config.dp, self.layout.data_link(config))
+        # a backward hides no more than it takes, however much longer than this
+        hiding = work if config.schedule in WHOLE_SCHEDULES else 0.0
+        exposed = max(0.0, sums - hiding) if summed else 0.0
+        return floor + self.prices(config).optimizer_seconds(updated) + exposed
+
+    def _memory_seconds(self, config: Degrees, work: float) -> float:
+        """Seconds that memory adds to ``work`` of a microbatch, at least."""
+        if (config, work) not in self._added:
+            levels = LEVELS if self._divides(config) else tuple({0, self.zero or 0})
+            data, whole = self.setting(config).data, config.schedule in WHOLE_SCHEDULES
+            blocks = self._memory.blocks(self.prices(config), 1 / config.tp, data, levels, config.recompute)
+            overhead = CUDA_OVERHEAD_BYTES / config.virtual if self.device.kind == "cuda" else 0.0
+            rooms = [self.layout.capacity(config, stage) - overhead for stage in range(config.stages)]
+            m, places = config.microbatches, self.layout.places(config)
+            flying = in_flight(config.schedule, config.stages, m, self.warmup_of(config), places)
+            self._added[config, work] = least_added(blocks, rooms, flying, m if whole else 1, work)
+        return self._added[config, work]
 
     def step_floor(self, work: float, config: Degrees) -> float:
         """Least seconds of a step whose microbatches take ``work`` seconds each through all stages."""
@@ -310,11 +334,13 @@ class Candidates:
                         raise NotBetter(below, self.work_floor(config)) from None
                     raise error from None
                 problem = self.problem(config, choice)
-        if choice.solution is None:
+        if choice.solution is not None and choice.levels and self.zero is None:
+            floor = self.work_floor(config)  # of all levels
+        elif choice.solution is None:
             floor = cut.lower_bound_s if config.schedule in WHOLE_SCHEDULES else self.step_floor(free, config)
             # of what was not among the choices this bound says nothing
             if (choice.levels and self.zero is None) or not complete:
-                floor = self.lower_bound(config)
+                floor = self.work_floor(config)
         seconds = self._step_seconds(problem, cut, config)
         only = choice.solution is None and config.stages == 1 and not cut.way[0].choices
         if only and not (choice.levels and self.zero is None):

@@ -51,20 +51,27 @@ if TYPE_CHECKING:
 Array = NDArray[np.float64]
 
 
-@functools.lru_cache(maxsize=4096)
 def least_step(microbatches: int, in_flight: tuple[int, ...]) -> float:
     """Seconds of a step for each second that one microbatch takes through all stages, however these are divided."""
-    if microbatches == 1:
-        return 1.0
-    most, drained = 0.0, in_flight[-1] >= microbatches
+    return 1.0 if microbatches == 1 else 1.0 + 1.0 / most_behind(microbatches, in_flight)[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def most_behind(microbatches: int, in_flight: tuple[int, ...]) -> tuple[float, ...]:
+    """The most work from each stage on, and behind the last, for each second that a step takes beyond one microbatch's.
+
+    Of several microbatches.
+    """
+    found, drained = [0.0], in_flight[-1] >= microbatches
     for held in reversed(in_flight):
+        most = found[-1]
         here = (1.0 + most) / (microbatches - 1)
         if held < microbatches:
             here = min(here, max(0.0, 1.0 - most) / (microbatches - held))
         else:
             here = min(here, (1.0 if drained else 2.0) / (microbatches - 1))
-        most += here
-    return 1.0 + 1.0 / most
+        found.append(most + here)
+    return tuple(reversed(found))
 
 
 def body_seconds(

@@ -1,0 +1,177 @@
+"""What memory asks of a candidate at least: seconds of recomputation, and of exchanges of divided parameters.
+
+A bound for :mod:`autopart.solver.memory_floor`, whatever the strategies: each of tp ranks holds at least its share of
+every parameter and of every tensor that is kept for the backward.
+
+- A parameter can be at each level of ZeRO that replicas may use, with the seconds that this adds to a microbatch.
+- A tensor that only ops of one layer keep, and an op of this layer makes, need not be kept: but then at least the op
+  that makes it runs again. All others are always kept, as are all where nothing is computed again.
+
+Transients, send buffers, and copies of tensors in several placements are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopart.analysis import Analysis
+from autopart.block_costs import BlockCosts
+from autopart.data_prices import DataPrices
+from autopart.passes.amounts import Amount
+from autopart.passes.annotate import ParameterBytes, parameter_bytes
+from autopart.passes.graph import Value
+from autopart.prices import Prices
+from autopart.solver.memory_floor import Held, Way, added_seconds
+from autopart.solver.stages_floor import least_step, most_behind
+
+# Of the seconds that memory adds to a microbatch: more than so many times its work are not told apart.
+_MOST_ADDED, _BISECTIONS = 2.0, 8
+
+
+def least_added(
+    blocks: Sequence[Held], rooms: Sequence[float], in_flight: tuple[int, ...], microbatches: int, work: float
+) -> float:
+    """Seconds that memory adds to a microbatch that takes ``work``, at least, up to twice as many.
+
+    rooms: bytes of each stage. microbatches: of 1F1B or GPipe; 1 under other schedules. What may be behind a stage
+    follows from the seconds of the step, so these are sought: no step takes less than what its own seconds ask for, and
+    longer ones ask for less.
+    """
+    if microbatches == 1 or len(rooms) == 1:
+        found = added_seconds(blocks, (min(in_flight),) * len(rooms), rooms, (math.inf,) * len(rooms))
+        return min(found, _MOST_ADDED * work)
+    behind, even = most_behind(microbatches, in_flight)[1:], least_step(microbatches, in_flight)
+
+    def asked(seconds: float) -> float:
+        """Added to the work, where a step takes so long."""
+        added = added_seconds(blocks, in_flight, rooms, [part * (seconds - work) for part in behind])
+        return min(added, _MOST_ADDED * work)
+
+    least, most = work * even, work * even * (1 + _MOST_ADDED)
+    if not asked(least):
+        return 0.0
+    for _ in range(_BISECTIONS):
+        middle = (least + most) / 2
+        least, most = (middle, most) if (work + asked(middle)) * even > middle else (least, middle)
+    return max(least / even - work, asked(most))
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameters:
+    """Of one block, summed: those that are trained or not, are divided over replicas or never, and gathered again."""
+
+    weight: int
+    gradient: int
+    optimizer: int
+    trained: bool
+    divides: bool
+    again: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """Of a block. ops: an equal one for each. kept: always. made: the op that has to run again, and what that frees."""
+
+    ops: tuple[fx.Node, ...]
+    parameters: tuple[_Parameters, ...]
+    kept: tuple[Amount, ...]
+    made: tuple[tuple[fx.Node, tuple[Amount, ...]], ...]
+
+
+@dataclass(slots=True)
+class MemoryBound:
+    """Of one program, whose facts are gathered at the first use. readers: the blocks that read each parameter."""
+
+    analysis: Analysis
+    block_costs: BlockCosts
+    readers: Mapping[fx.Node, tuple[int, ...]]
+    optimizer: str
+    _facts: dict[_Facts, int] = field(default_factory=dict)
+
+    def blocks(
+        self, prices: Prices, share: float, data: DataPrices, levels: Sequence[int], recompute: str
+    ) -> list[Held]:
+        """The blocks as each of ``1 / share`` ranks holds them at least."""
+        if not self._facts:
+            self._facts = self._gather()
+        return [
+            Held(
+                count,
+                sum(sum(prices.shared_seconds(node, share, share)) for node in facts.ops),
+                tuple(self._parts(facts, prices, share, data, levels, recompute)),
+            )
+            for facts, count in self._facts.items()
+        ]
+
+    def _parts(
+        self, facts: _Facts, prices: Prices, share: float, data: DataPrices, levels: Sequence[int], recompute: str
+    ) -> list[tuple[Way, ...]]:
+        batch, parts = prices.batch, []
+        for own in facts.parameters:
+            ways = []
+            for level in levels if own.divides else (0,):
+                seconds = sum(data.microbatch_seconds(own.weight * share, level, own.trained, own.again, 0.0))
+                weight, gradient, state = (
+                    size / data.replicas if level >= least else float(size)
+                    for size, least in ((own.weight, 3), (own.gradient, 2), (own.optimizer, 1))
+                )
+                ways.append(Way(seconds, (weight + gradient + state) * share))
+            parts.append(tuple(ways))
+        fixed = float(sum(amount.at(batch) for amount in facts.kept))
+        for node, amounts in facts.made:
+            size = sum(amount.at(batch) for amount in amounts)
+            if recompute == "none":
+                fixed += size
+            elif recompute == "auto":
+                again = prices.shared_seconds(node, share, share)[0]
+                parts.append((Way(0.0, 0.0, size * share), Way(again, 0.0)))
+        return [*parts, (Way(0.0, 0.0, fixed * share),)]
+
+    def _gather(self) -> dict[_Facts, int]:
+        analysis, layers = self.analysis, self.analysis.layers
+        keepers: dict[Value, dict[int, Amount]] = defaultdict(dict)
+        for node, index in analysis.block_of.items():
+            for owner, amount in self.block_costs.kept_by(node):
+                keepers[owner][index] = amount
+        kept: list[list[Amount]] = [[] for _ in layers]
+        made: list[dict[fx.Node, list[Amount]]] = [defaultdict(list) for _ in layers]
+        for owner, held in keepers.items():
+            index, amount = next(iter(held.items()))
+            at = analysis.block_of.get(owner.node)
+            inside = {layers[block] for block in (*held, *(() if at is None else (at,)))}
+            if len(inside) == 1 and inside != {""}:
+                made[index][owner.node].append(amount)
+            else:
+                kept[index].append(amount)
+        for node, index in analysis.block_of.items():
+            if (amount := self.block_costs.inside(node)) and layers[index]:
+                made[index][node].append(amount)
+            elif amount:
+                kept[index].append(amount)
+        parameters: list[Counter[tuple[bool, bool, bool, str]]] = [Counter() for _ in layers]
+        for node, blocks in self.readers.items():
+            info = analysis.program.tensors[node.meta["name"]]
+            own: ParameterBytes = parameter_bytes(info.shape, info.dtype, self.optimizer, info.trainable)
+            kind = bool(info.trainable), not info.buffer, self.block_costs.gathering(node)[0]
+            for name in ("weight", "gradient", "optimizer"):
+                parameters[blocks[0]][*kind, name] += getattr(own, name)
+        found: Counter[_Facts] = Counter()
+        for index, block in enumerate(analysis.blocks):
+            sizes = parameters[index]
+            found[
+                _Facts(
+                    tuple(analysis.first.get(node, node) for node in block.nodes),
+                    tuple(
+                        _Parameters(sizes[*kind, "weight"], sizes[*kind, "gradient"], sizes[*kind, "optimizer"], *kind)
+                        for kind in dict.fromkeys(key[:3] for key in sizes)
+                    ),
+                    tuple(kept[index]),
+                    tuple((analysis.first.get(node, node), tuple(amounts)) for node, amounts in made[index].items()),
+                )
+            ] += 1
+        return dict(found)
