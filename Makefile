@@ -26,6 +26,7 @@ test-all: $(STAMP)
 
 # Tiny models of all families of transformers through all stages, into docs/coverage.md. What is there is kept.
 coverage: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[coverage]"
 	$(BIN)/python benchmarks/coverage.py --jobs 2 --limit-s 600 --missing
 
 # mypy finds packages by their folders only, so it is shown the import package as it is installed: autopart/, with

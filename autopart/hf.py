@@ -6,20 +6,18 @@ The library is imported when the first such model is asked for.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from autopart.models import SEED, LoadedModel, ModelError, near, one_line, seeded
+from autopart.hf_inputs import hf_inputs
+from autopart.models import LoadedModel, ModelError, near, one_line, seeded
 
 DEFAULT_BATCH = 8
-# A rotary model's limit may be 131,072 tokens; nobody means that by leaving ``seq`` out.
-DEFAULT_SEQ_LIMIT = 1024
 DEFAULT_NUM_LABELS = 10
-IGNORED_LABEL = -100
 
 # Task -> (transformers' Auto class, its table of families), in the order in which a family's default is looked up: an
 # encoder that also has a causal head (BERT) is meant as an encoder, an encoder-decoder (BART) as a whole.
@@ -29,7 +27,14 @@ _TASKS = {
     "causal-lm": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
     "image-classification": ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
     "token-classification": ("AutoModelForTokenClassification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES"),
+    "speech-seq2seq": ("AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"),
+    "ctc": ("AutoModelForCTC", "MODEL_FOR_CTC_MAPPING_NAMES"),
+    "audio-classification": ("AutoModelForAudioClassification", "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES"),
 }
+_CLASSES = ("image-classification", "token-classification", "audio-classification")
+# What shapes the example inputs of a task beside the batch.
+_SHAPES = {"image-classification": ("image",), "audio-classification": ("audio",)}
+_SHAPES |= dict.fromkeys(("speech-seq2seq", "ctc"), ("seq", "audio"))
 
 _DTYPES = {
     "float64": torch.float64,
@@ -42,7 +47,7 @@ _DTYPES = {
     "fp16": torch.float16,
 }
 
-_OWN_KEYS = ("batch", "seq", "image", "task", "dtype")
+_OWN_KEYS = ("batch", "seq", "image", "audio", "task", "dtype")
 # Understood by every configuration although not among its fields, with the default that gives the type.
 _COMMON_FIELDS: dict[str, Any] = {
     "num_labels": DEFAULT_NUM_LABELS,
@@ -76,17 +81,20 @@ def load_hf(spec: str, meta: bool, dtype: torch.dtype | None, batch: int | None)
             raise ModelError(f"{spec}: dtype={name} is unknown; use one of {', '.join(_DTYPES)}")
         dtype = dtype or _DTYPES[name]
     shape: dict[str, int] = {
-        key: _positive(spec, key, given.pop(key)) for key in ("batch", "seq", "image") if key in given
+        key: _positive(spec, key, given.pop(key)) for key in ("batch", "seq", "image", "audio") if key in given
     }
-    unused = "image" if task != "image-classification" else "seq"
-    if unused in shape:
-        raise ModelError(f"{spec}: {unused}= does not apply to {task}")
+    unused = [key for key in shape if key not in ("batch", *_SHAPES.get(task, ("seq",)))]
+    if unused:
+        raise ModelError(f"{spec}: {unused[0]}= does not apply to {task}")
 
     config = _config(spec, CONFIG_MAPPING[family], given, task, shape.get("image"))
-    inputs = _hf_inputs(spec, config, task, batch or shape.get("batch", DEFAULT_BATCH), shape, meta, dtype)
+    heads = getattr(modeling_auto, _TASKS[task][1])[family]
+    head = heads[0] if isinstance(heads, tuple) else heads
+    takes = tuple(inspect.signature(getattr(transformers, head).forward).parameters)
+    inputs = hf_inputs(spec, config, task, takes, batch or shape.get("batch", DEFAULT_BATCH), shape, meta, dtype)
     auto = getattr(transformers, _TASKS[task][0])
-    if isinstance(heads := getattr(modeling_auto, _TASKS[task][1])[family], tuple):
-        config.architectures = [heads[0]]  # of several heads the library asks which
+    if isinstance(heads, tuple):
+        config.architectures = [head]  # of several heads the library asks which
     try:
         with seeded(meta):
             model = auto.from_config(config, dtype=dtype or torch.float32)
@@ -131,7 +139,7 @@ def _config(spec: str, config_class: Any, given: Mapping[str, str], task: str, i
     # A model that trains needs no cache of keys and values; without this it would return one.
     if "use_cache" in fields:
         values.setdefault("use_cache", False)
-    if task in ("image-classification", "token-classification"):
+    if task in _CLASSES:
         values.setdefault("num_labels", DEFAULT_NUM_LABELS)
     if image is not None and "image_size" in fields and values.setdefault("image_size", image) != image:
         raise ModelError(f"{spec}: image={image} contradicts image_size={values['image_size']}")
@@ -139,9 +147,9 @@ def _config(spec: str, config_class: Any, given: Mapping[str, str], task: str, i
         config = config_class(**values)
     except Exception as error:  # transformers' own validation of types and of combinations
         raise ModelError(f"{spec}: {config_class.__name__} refuses it: {one_line(error)}") from error
-    if task == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
+    if task in ("seq2seq", "speech-seq2seq") and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
-    if task != "image-classification":
+    if task not in ("image-classification", "audio-classification"):
         _clamp_token_ids(spec, config, given)
     return config
 
@@ -169,68 +177,6 @@ def _clamp_token_ids(spec: str, config: Any, given: Mapping[str, str]) -> None:
             if key in given:
                 raise ModelError(f"{spec}: {key}={given[key]} lies outside the vocabulary of {vocab}")
             setattr(part, key, [min(item, vocab - 1) for item in value] if isinstance(value, list) else vocab - 1)
-
-
-def _hf_inputs(
-    spec: str, config: Any, task: str, batch: int, shape: Mapping[str, int], meta: bool, dtype: torch.dtype | None
-) -> dict[str, Tensor]:
-    random = torch.Generator().manual_seed(SEED)
-    if task == "image-classification":
-        vision = getattr(config, "vision_config", config)
-        size = shape.get("image") or getattr(vision, "image_size", None) or 224
-        height, width = (size, size) if isinstance(size, int) else tuple(size)
-        dims = (batch, getattr(vision, "num_channels", 3), height, width)
-        # Only the images are large enough that they must not be made on the way to the meta device.
-        pixels = torch.empty(dims, device="meta") if meta else torch.randn(dims, generator=random)
-        labels = torch.randint(config.num_labels, (batch,), generator=random)
-        inputs = {"pixel_values": pixels.to(dtype or torch.float32), "labels": labels}
-    else:
-        inputs = _text_inputs(task, _vocab_size(spec, config), batch, _sequence(spec, config, shape.get("seq")), random)
-        if task == "token-classification":
-            classes = torch.randint(config.num_labels, inputs["labels"].shape, generator=random)
-            inputs["labels"] = classes.where(inputs["labels"] != IGNORED_LABEL, inputs["labels"])
-    return {name: value.to("meta") for name, value in inputs.items()} if meta else inputs
-
-
-def _text_inputs(task: str, vocab: int, batch: int, seq: int, random: torch.Generator) -> dict[str, Tensor]:
-    """Rows of different lengths, as a padding collator makes them; every row has at least one label."""
-    ids = torch.randint(vocab, (batch, seq), generator=random)
-    valid = _ragged(batch, seq, random)
-    if task in ("causal-lm", "token-classification"):
-        labels = ids.masked_fill(~valid, IGNORED_LABEL)
-    elif task == "masked-lm":
-        asked = torch.rand((batch, seq), generator=random) < 0.3
-        asked[:, 0] = True
-        labels = ids.masked_fill(~(asked & valid), IGNORED_LABEL)
-    else:
-        target = torch.randint(vocab, (batch, seq), generator=random)
-        labels = target.masked_fill(~_ragged(batch, seq, random), IGNORED_LABEL)
-    return {"input_ids": ids, "attention_mask": valid.long(), "labels": labels}
-
-
-def _ragged(batch: int, seq: int, random: torch.Generator) -> Tensor:
-    """Bool [batch, seq]: row lengths between half and the whole sequence, the first row whole."""
-    lengths = torch.randint(max(1, seq // 2), seq + 1, (batch, 1), generator=random)
-    lengths[0] = seq
-    return torch.arange(seq) < lengths
-
-
-def _vocab_size(spec: str, config: Any) -> int:
-    vocab = getattr(config.get_text_config(), "vocab_size", None)
-    if not isinstance(vocab, int):
-        raise ModelError(f"{spec}: its configuration has no vocab_size, so example inputs cannot be made for it")
-    return vocab
-
-
-def _sequence(spec: str, config: Any, given: int | None) -> int:
-    """Tokens per row: as given, else the largest power of two that the model's positions hold, 1,024 at most."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit < 1:  # relative positions
-        return given or DEFAULT_SEQ_LIMIT
-    if given is not None and given > limit:
-        raise ModelError(f"{spec}: seq={given} is longer than the model's {limit} positions (max_position_embeddings)")
-    # A power of two, because some families (RoBERTa: 514) count positions that no token can take.
-    return given or min(DEFAULT_SEQ_LIMIT, 1 << (limit.bit_length() - 1))
 
 
 def _parse(spec: str, key: str, text: str, default: Any, annotation: str) -> Any:

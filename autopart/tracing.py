@@ -25,6 +25,7 @@ from autopart.capture_errors import Where, batch_reason, capture_error, fixes_ba
 from autopart.example_inputs import batch_dims_of, bind, examples, input_spec, plain
 from autopart.meta_capture import all_on_meta
 from autopart.mixed_precision import autocast_of, check_sums, current_precision
+from autopart.other_draws import note_on_draws, other_draws
 from autopart.own_backwards import note_on, own_backwards
 from autopart.passes.autocast import Autocast, entered
 from autopart.passes.graph import prune
@@ -136,11 +137,17 @@ def capture(
 
     def trace(decisions: Decisions | None) -> Program:
         flat.decisions = decisions
-        with _training(model), entered(autocast), all_on_meta(flat, named) as leaves, own_backwards() as own:
+        with (
+            _training(model),
+            entered(autocast),
+            all_on_meta(flat, named) as leaves,
+            own_backwards() as own,
+            other_draws() as drawn,
+        ):
             exported, static_batch = _export(flat, leaves, dims, batch, copy_layers and decisions is None)
         with entered({}):
             program = _assemble(flat, exported, named, dims, tuple(bound), batch, static_batch, name, autocast)
-        program.notes = (*program.notes, *map(note_on, own))
+        program.notes = (*program.notes, *map(note_on, own), *map(note_on_draws, drawn))
         return program
 
     program = settle(trace, named, dims, batch)

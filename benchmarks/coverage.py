@@ -5,7 +5,8 @@
 
 Each model is built, captured, proved to have a batch that may be split, planned, and trained in local processes under
 every plan in float64 against the plain model. A model runs in a process of its own kind that is ended after
-``--limit-s`` seconds. Beside transformers' families stand modules in plain torch (``coverage_models.py``).
+``--limit-s`` seconds. Beside transformers' families stand modules in plain torch (``coverage_models.py``) and, where
+they are installed, models of diffusers and x-transformers (``coverage_libraries.py``).
 
 Results are kept in ``build/coverage.jsonl`` and added to; docs/coverage.md is written from them, also when the run is
 interrupted. Without that file the run goes on from the page. Models come in the order of need: never trained, failed,
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import importlib.util
+import inspect
 import json
 import os
 import queue
@@ -28,11 +31,18 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from coverage_models import OWN, own_models, own_spec
+import coverage_libraries
+import coverage_models
 from coverage_report import failed_stage, read, write
-from coverage_sizes import TASKS
+from coverage_sizes import SOUND, TASKS
 
 ROOT = Path(__file__).resolve().parent.parent
+# Models that are made by a function: the row's head, where they are, how their names begin, which library they need.
+MADE = (
+    ("plain torch", coverage_models, "", "torch"),
+    ("diffusers", coverage_libraries, "diffusers_", "diffusers"),
+    ("x-transformers", coverage_libraries, "x_transformers_", "x_transformers"),
+)
 PLANS = ("pp2", "tp2", "dp2", "pp2xtp2")
 
 
@@ -112,21 +122,41 @@ def _stopped(row: dict[str, Any], request: dict[str, Any], reason: str) -> None:
 
 
 def models(patterns: list[str], every_task: bool) -> list[tuple[str, str]]:
-    """(family, task): of each family the first head that it has, or all that it has."""
+    """(family, task): of each family the first head of each group (texts or images, speech, sound) that it has, or all.
+
+    Models of other libraries are left out where these are not installed.
+    """
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    found: dict[str, list[str]] = {}
-    for task, table in TASKS.items():
-        for family in getattr(modeling_auto, table):
-            if family in CONFIG_MAPPING_NAMES:
-                found.setdefault(family, []).append(task)
-    return [
-        (family, task)
-        for family, tasks in sorted(found.items())
-        for task in (tasks if every_task else tasks[:1])
-        if any(fnmatch.fnmatch(family, pattern) for pattern in patterns)
-    ] + [(name, OWN) for name in own_models() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+    tables = {task: getattr(modeling_auto, table) for task, table in TASKS.items()}
+    found: list[tuple[str, str]] = []
+    for family in sorted(CONFIG_MAPPING_NAMES):
+        heads = {task: table[family] for task, table in tables.items() if family in table}
+        groups: set[str] = set()
+        for task, head in heads.items():
+            group = SOUND.get(task, "")
+            # voxtral's model of sound and text is its model of text
+            again = [other for other in found if other[0] == family and heads[other[1]] == head]
+            if every_task or (group not in groups and not again):
+                found.append((family, task))
+            groups.add(group)
+    found += [(name, head) for head, names in made().items() for name in names]
+    return [(name, head) for name, head in found if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+
+
+def made() -> dict[str, dict[str, str]]:
+    """Head -> name of a model -> ``file.py:function``; of libraries that are installed."""
+    found: dict[str, dict[str, str]] = {}
+    for head, module, start, library in MADE:
+        if importlib.util.find_spec(library) is None:
+            continue
+        functions = inspect.getmembers(module, inspect.isfunction)
+        names = [name for name, function in functions if function.__annotations__.get("return") == "Call"]
+        found[head] = {
+            name: f"{module.__file__}:{name}" for name in names if name.startswith(start) and not name.startswith("_")
+        }
+    return found
 
 
 def main() -> None:
@@ -166,7 +196,7 @@ def main() -> None:
                 break
             worker = worker or Worker()
             request = {"family": family, "task": task, "plans": plans, "verify": verified, "limit_s": options.limit_s}
-            request["spec"] = own_spec(family) if task == OWN else ""
+            request["spec"] = made().get(task, {}).get(family, "")
             row = worker.run(request, options.limit_s)
             if row.pop("ended", False):
                 worker = None

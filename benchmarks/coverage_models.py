@@ -5,31 +5,15 @@ Each public function is a model with the arguments of one call; its name is the 
 
 from __future__ import annotations
 
-import inspect
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-OWN = "plain torch"
-"""The head of these models in the table."""
-
 BATCH = 8
 VOCAB = 96
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
-
-
-def own_models() -> list[str]:
-    here = sys.modules[__name__]
-    found = inspect.getmembers(here, lambda item: inspect.isfunction(item) and item.__module__ == __name__)
-    return [name for name, function in found if function.__annotations__.get("return") == "Call"]
-
-
-def own_spec(name: str) -> str:
-    return f"{Path(__file__).resolve()}:{name}"
 
 
 class LSTMStack(nn.Module):

@@ -15,7 +15,8 @@ _HEAD = """# Coverage of real models
 
 Written by `make coverage` (`benchmarks/coverage.py`, which resumes from `build/coverage.jsonl`, or from this page). One
 row per family of transformers, in a tiny configuration with random weights: two layers, 32 channels, 96 tokens, a batch
-of 8; and one per model in plain torch (`benchmarks/coverage_models.py`). Heads for speech and audio are not among them.
+of 8; a further one each for its heads of speech recognition and of audio classification; and one per model in plain
+torch (`benchmarks/coverage_models.py`), of diffusers and of x-transformers (`benchmarks/coverage_libraries.py`).
 
 - **build**: transformers makes the model and its inputs from the configuration.
 - **capture**: torch.export gives a graph of its training step, without random numbers (dropout is set to 0).

@@ -11,16 +11,22 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# The heads that are covered, in the order of an ``hf:`` name's default.
+# The heads that are covered, in the order of an ``hf:`` name's default. Of each group a family has a row.
 TASKS = {
     "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "image-classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
     "token-classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "speech-seq2seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "ctc": "MODEL_FOR_CTC_MAPPING_NAMES",
+    "audio-classification": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
 }
+SOUND = {"speech-seq2seq": "speech", "ctc": "speech", "audio-classification": "audio"}
+"""Groups of heads beside that of texts and images."""
 
 LAYERS, HEADS, VOCAB, IMAGE = 2, 4, 96, 64
+FRAMES, TRANSCRIPT = 64, 4  # an eighth as many frames leave the network, which have to hold blanks too
 # A number is replaced where it is larger than what stands here; the first pattern that matches the whole name decides.
 _NUMBERS: tuple[tuple[str, int], ...] = (
     # Buckets of relative positions are few, and their number may be a default of the code.
@@ -72,6 +78,10 @@ _NUMBERS: tuple[tuple[str, int], ...] = (
     (r"window_size", 2),
     (r"mamba_d_ssm", 64),
     (r"num_latents|num_landmarks", 8),
+    (r"num_mel_bins|input_feat_per_channel|feature_projection_input_dim", 32),
+    (r"max_length", 64),
+    (r"conv_channels|classifier_proj_size|subsampling_conv_channels|num_conv_pos_embeddings", 16),
+    (r"num_conv_pos_embedding_groups", 4),
 )
 # Fields that a model needs and its configuration leaves open.
 _MISSING = {
@@ -87,7 +97,10 @@ _LISTS: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"depths|layers|block_sizes", (1, 1, 1, 1, 1, 1, 1, 1)),
     (r"hidden_sizes|embed_dims|neck_hidden_sizes|channels|dims", (16, 16, 32, 32, 32, 32, 32, 32)),
     (r"num_heads|num_attention_heads|.*_heads", (2, 2, 2, 2, 2, 2, 2, 2)),
+    (r"conv_dim", (32,) * 16),
 )
+# Drawn by numpy while the model is traced, the same in every step then.
+_RANDOM = "apply_spec_augment"
 
 
 def spec(family: str, task: str, *, batch: int, seq: int) -> str:
@@ -97,11 +110,15 @@ def spec(family: str, task: str, *, batch: int, seq: int) -> str:
     config = CONFIG_MAPPING[family]()
     fields = small(config.to_dict())
     shape: dict[str, Any] = {"task": task, "batch": batch}
-    if task != "image-classification":
+    if task in SOUND:
+        shape["audio"] = FRAMES
+    if SOUND.get(task) == "speech":
+        shape["seq"] = TRANSCRIPT
+    elif task == "image-classification":
+        shape |= {} if "image_size" in fields else {"image": IMAGE}
+    elif task not in SOUND:
         shape["seq"] = seq
-    elif "image_size" not in fields:
-        shape["image"] = IMAGE
-    if task in ("image-classification", "token-classification"):
+    if task.endswith("classification"):
         fields["num_labels"] = 8
     texts = [f"{key}={value if isinstance(value, int) else json.dumps(value)}" for key, value in fields.items()]
     return f"hf:{family}?" + "&".join([*texts, *(f"{key}={value}" for key, value in shape.items())])
@@ -116,6 +133,8 @@ def small(fields: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and "model_type" in value:
             kind = {"model_type": value["model_type"]} if value["model_type"] else {}
             result[key] = {**kind, **small(value)}
+        elif key == _RANDOM and value:
+            result[key] = False
         elif value is None and key in _MISSING:
             result[key] = _MISSING[key]
         elif key == "num_key_value_heads" and value == fields.get("num_attention_heads"):

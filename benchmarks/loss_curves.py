@@ -3,18 +3,23 @@
     python benchmarks/loss_curves.py [--steps 200] [--json]
 
 In float32 all curves are one but for rounding: the largest difference in loss at any step is printed. In bf16-mixed a
-curve depends on the order of sums; how far runs in one process are apart whose batches are added up in 1, 2, 4 and 8
-pieces says how much that is, and plans are held against it. Text: the source files of Python's standard library.
+curve depends on the order of sums. How much, is measured by runs in one process on the same batches, whose samples are
+in other orders and are added up in 1, 2, 4 and 8 pieces: how far any two of them are apart, at most at any step and as
+the root of the mean square over steps. Plans are held against these. Text: the source files of Python's standard
+library.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import statistics
 import sys
 import tempfile
-from itertools import islice
+from collections.abc import Sequence
+from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +34,14 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp 2, ZeRO-3": (2, {"dp": 2, "zero": 3, "microbatches": 2}),
     "pp 2 x dp 2": (4, {"pp": 2, "dp": 2, "microbatches": 2}),
 }
-PIECES = (1, 2, 4, 8)
+PIECES, ORDERS = (1, 2, 4, 8), 3
 
 
-def curve(limits: dict[str, Any], precision: str, steps: int, pieces: int = 1) -> list[float]:
-    """The loss of every step on this rank. pieces: of a batch, called one after the other."""
+def curve(limits: dict[str, Any], precision: str, steps: int, pieces: int = 1, order: int = 0) -> list[float]:
+    """The loss of every step on this rank.
+
+    pieces: of a batch, called one after the other. order: of the samples in each batch; 0: as they come.
+    """
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -49,7 +57,9 @@ def curve(limits: dict[str, Any], precision: str, steps: int, pieces: int = 1) -
     model = autopart.parallelize(GPT2LMHeadModel(config), precision=precision, verbose=False, **limits)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found = []
+    shuffled = torch.Generator().manual_seed(order)
     for x in islice(corpus.training_batches(BATCH, SEQ), steps):
+        x = x[torch.randperm(BATCH, generator=shuffled)] if order else x
         total = 0.0
         for part in x.chunk(pieces):
             loss = model(input_ids=part, labels=part.clone()).loss / pieces
@@ -61,46 +71,59 @@ def curve(limits: dict[str, Any], precision: str, steps: int, pieces: int = 1) -
     return found
 
 
-def distance(one: list[float], other: list[float]) -> float:
-    """The largest difference at any step."""
-    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+def alone(precision: str, steps: int, runs: list[tuple[int, int]]) -> list[list[float]]:
+    """Curves of one process, by pieces and order."""
+    return [curve({}, precision, steps, pieces, order) for pieces, order in runs]
+
+
+def distance(one: list[float], other: list[float]) -> tuple[float, float]:
+    """The largest difference at any step, and the root of the mean square of all."""
+    differences = [abs(a - b) for a, b in zip(one, other, strict=True)]
+    return max(differences), math.sqrt(sum(d * d for d in differences) / len(differences))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--precision", nargs="+", default=["float32", "bf16-mixed"], help="default: both")
     parser.add_argument("--json", action="store_true", help="all curves, for other programs")
     arguments = parser.parse_args()
-    from autopart.local_job import run_local_job
-
     results: dict[str, Any] = {}
-    for precision in ("", "bf16-mixed"):
+    for name in arguments.precision:
+        common = {"precision": "" if name == "float32" else name, "steps": arguments.steps}
+        runs = [(1, 0)] if name == "float32" else [(pieces, order) for order in range(ORDERS) for pieces in PIECES]
         with tempfile.TemporaryDirectory() as folder:
-
-            def run(processes: int, directory: str = folder, **named: Any) -> list[float]:
-                place = Path(tempfile.mkdtemp(dir=directory))
-                ranks = run_local_job("loss_curves:curve", processes, named, place, 1200.0)
-                return list(ranks[0])
-
-            common = {"precision": precision, "steps": arguments.steps}
-            alone = {pieces: run(1, limits={}, pieces=pieces, **common) for pieces in (PIECES if precision else (1,))}
-            plans = {name: run(count, limits=limits, **common) for name, (count, limits) in PLANS.items()}
-        name = precision or "float32"
-        results[name] = {
-            "one process": alone[1],
-            **plans,
-            "spread": max((distance(a, b) for a in alone.values() for b in alone.values()), default=0.0),
-        }
-        if not arguments.json:
-            print(f"{name}: loss {alone[1][0]:.4f} at first, {alone[1][-1]:.4f} after {arguments.steps} steps")
-            if precision:
-                print(
-                    f"  one process, in {', '.join(map(str, PIECES))} pieces: up to {results[name]['spread']:.1e} apart"
-                )
-            for plan, losses in plans.items():
-                print(f"  {plan:14} differs by at most {distance(losses, alone[1]):.1e}", flush=True)
+            serial = list(_run("alone", 1, {**common, "runs": runs}, folder))
+            plans = {
+                plan: _run("curve", count, {**common, "limits": limits}, folder)
+                for plan, (count, limits) in PLANS.items()
+            }
+        first = serial[0]
+        results[name] = {"one process": serial, **plans}
+        if arguments.json:
+            continue
+        print(f"{name}: loss {first[0]:.4f} at first, {first[-1]:.4f} after {arguments.steps} steps")
+        apart = [distance(a, b) for a, b in combinations(serial, 2)]
+        for which, values in zip(("at most", "root of mean square"), zip(*apart, strict=True), strict=False):
+            print(f"  {len(serial)} runs of one process, {which}: {_range(values)} apart")
+        for plan, losses in plans.items():
+            largest, mean = zip(*(distance(losses, other) for other in serial), strict=True)
+            print(f"  {plan:14} from them: at most {_range(largest)}, mean {_range(mean)}", flush=True)
     if arguments.json:
         print(json.dumps(results))
+
+
+def _run(function: str, processes: int, arguments: dict[str, Any], folder: str) -> Any:
+    """What rank 0 returned."""
+    from autopart.local_job import run_local_job
+
+    place = Path(tempfile.mkdtemp(dir=folder))
+    return run_local_job(f"loss_curves:{function}", processes, arguments, place, 1200.0)[0]
+
+
+def _range(values: Sequence[float]) -> str:
+    """Least, median and largest."""
+    return f"{min(values):.1e} .. {statistics.median(values):.1e} .. {max(values):.1e}"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopart.hf import IGNORED_LABEL
+from autopart.hf_inputs import IGNORED_LABEL
 from autopart.models import ModelError, load_model
 from autopart.precision import eager_in_float64
 from autopart.runtime.errors import AutopartError
@@ -120,6 +120,32 @@ def test_the_task_picks_the_head() -> None:
         "hf:bert?task=token-classification&num_labels=3": "BertForTokenClassification",
     }
     assert {spec: type(load_model(spec, meta=True).model).__name__ for spec in classes} == classes
+
+
+_WAV2VEC2 = "num_hidden_layers=1&hidden_size=16&num_attention_heads=2&intermediate_size=16&conv_dim=8,8,8,8,8,8,8"
+
+
+@pytest.mark.parametrize(
+    ("spec", "head", "name", "shape", "labels"),
+    [
+        (f"wav2vec2?{_WAV2VEC2}&task=ctc&audio=4&seq=3", "Wav2Vec2ForCTC", "input_values", (2, 1280), (2, 3)),
+        (
+            "whisper?task=speech-seq2seq&seq=5",
+            "WhisperForConditionalGeneration",
+            "input_features",
+            (2, 80, 3000),
+            (2, 5),
+        ),
+        ("speech_to_text?audio=9", "Speech2TextForConditionalGeneration", "input_features", (2, 9, 80), (2, 16)),
+        ("audio-spectrogram-transformer", "ASTForAudioClassification", "input_values", (2, 1024, 128), (2,)),
+    ],
+)
+def test_sound_is_a_waveform_or_frames_of_features(
+    spec: str, head: str, name: str, shape: tuple[int, ...], labels: tuple[int, ...]
+) -> None:
+    loaded = load_model(f"hf:{spec}{'&' if '?' in spec else '?'}batch=2", meta=True)
+    assert type(loaded.model).__name__ == head
+    assert {key: leaf.shape for key, leaf in loaded.kwargs.items()} == {name: shape, "labels": labels}
 
 
 def test_tokens_are_labelled_by_classes() -> None:

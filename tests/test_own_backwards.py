@@ -1,9 +1,12 @@
-"""A torch.autograd.Function's own backward is lost in capture, and that is said."""
+"""What capture loses is said: a torch.autograd.Function's own backward, draws of NumPy's and Python's generators."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -37,3 +40,23 @@ def test_it_is_said_once() -> None:
     assert note.startswith("Round has")
     assert torch.autograd.Function.__dict__["apply"] is before
     assert not any("backward of its own" in note for note in capture(nn.Linear(4, 4), (torch.randn(4, 4),)).notes)
+
+
+class DropsLayers(nn.Module):
+    """One layer, skipped at random by a generator that is not torch's."""
+
+    def __init__(self, generator: str) -> None:
+        super().__init__()
+        self.layer, self.generator = nn.Linear(4, 1), generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = {"numpy": np.random.random, "python": random.random, "none": lambda: 1.0}[self.generator]()
+        return torch.as_tensor(self.layer(x).mean() * (1.0 if drawn > 1e-9 else 0.0))
+
+
+@pytest.mark.parametrize(
+    ("generator", "name"), [("numpy", "numpy.random"), ("python", "Python's random"), ("none", "")]
+)
+def test_draws_of_other_generators_are_said(generator: str, name: str) -> None:
+    notes = [note for note in capture(DropsLayers(generator), (torch.randn(4, 4),)).notes if "draws from" in note]
+    assert len(notes) == bool(name) and all(f"draws from {name} while" in note for note in notes)
