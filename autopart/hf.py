@@ -33,8 +33,8 @@ _TASKS = {
 }
 _CLASSES = ("image-classification", "token-classification", "audio-classification")
 # What shapes the example inputs of a task beside the batch.
-_SHAPES = {"image-classification": ("image",), "audio-classification": ("audio",)}
-_SHAPES |= dict.fromkeys(("speech-seq2seq", "ctc"), ("seq", "audio"))
+_SHAPES = {"image-classification": ("image",), "audio-classification": ("audio",), "ctc": ("audio",)}
+_SHAPES |= {"speech-seq2seq": ("seq", "audio")}
 
 _DTYPES = {
     "float64": torch.float64,
@@ -147,8 +147,11 @@ def _config(spec: str, config_class: Any, given: Mapping[str, str], task: str, i
         config = config_class(**values)
     except Exception as error:  # transformers' own validation of types and of combinations
         raise ModelError(f"{spec}: {config_class.__name__} refuses it: {one_line(error)}") from error
-    if task in ("seq2seq", "speech-seq2seq") and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
+    if task in ("seq2seq", "speech-seq2seq"):
+        # Labels are shifted to be the decoder's inputs, with these in front and in place of ignored ones.
+        for field in ("pad_token_id", "decoder_start_token_id"):
+            if getattr(config, field, None) is None:
+                setattr(config, field, getattr(config, "pad_token_id", None) or 0)
     if task not in ("image-classification", "audio-classification"):
         _clamp_token_ids(spec, config, given)
     return config

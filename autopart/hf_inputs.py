@@ -81,39 +81,48 @@ def _audio_inputs(
     shape: Mapping[str, int],
     random: torch.Generator,
 ) -> dict[str, Tensor]:
-    """Sound of one length, and a transcript of its own length for each row, or a class."""
-    name = next((name for name in ("input_features", "input_values") if name in takes), None)
-    if name is None or "input_ids" in takes:
+    """Sound of one length, and a transcript of one length or a class.
+
+    No transcript for CTC, whose loss torch.export cannot trace (it allocates by the longest target): such a model
+    returns logits, and its loss is taken outside.
+    """
+    if "input_ids" in takes or not {"input_features", "input_values"}.intersection(takes):
         raise ModelError(f"{spec}: it takes {', '.join(takes)}, not sound alone; build it in a file.py:function")
-    sound = torch.randn((batch, *_sound(spec, config, name, shape.get("audio"))), generator=random)
+    name, size, frames = _sound(spec, config, takes, shape.get("audio"))
+    inputs = {name: torch.randn((batch, *size), generator=random)}
+    if frames and "attention_mask" in takes:
+        inputs["attention_mask"] = torch.ones(batch, frames, dtype=torch.long)
     if task == "audio-classification":
-        labels = torch.randint(config.num_labels, (batch,), generator=random)
-    else:
-        # The last id pads or is blank in some families, the first in others.
+        inputs["labels"] = torch.randint(config.num_labels, (batch,), generator=random)
+    elif task == "speech-seq2seq":
         seq = shape.get("seq", DEFAULT_TRANSCRIPT)
-        ids = torch.randint(1, _vocab_size(spec, config) - 1, (batch, seq), generator=random)
-        labels = ids.masked_fill(~_ragged(batch, seq, random), IGNORED_LABEL)
-    return {name: sound, "labels": labels}
+        inputs["labels"] = torch.randint(_vocab_size(spec, config), (batch, seq), generator=random)
+    return inputs
 
 
-def _sound(spec: str, config: Any, name: str, frames: int | None) -> tuple[int, ...]:
-    """The shape of one sample's sound: ``[samples]``, ``[frames, features]``, or with as many frames as positions."""
+def _sound(spec: str, config: Any, takes: Sequence[str], frames: int | None) -> tuple[str, tuple[int, ...], int]:
+    """The name and the shape of one sample's sound, ``[samples]`` or frames of features, and its mask's length.
+
+    A waveform and a spectrogram of fixed length have no mask: 0.
+    """
     fields: dict[str, Any] = {}
-    for part in (config, getattr(config, "encoder_config", None), getattr(config, "audio_config", None)):
-        if part is not None:
-            fields = {**part.to_dict(), **fields}
+    for part in ("", "encoder_config", "audio_config", "encoder"):
+        if (found := getattr(config, part, None) if part else config) is not None:
+            fields = {**found.to_dict(), **fields}
     width = next((fields[key] for key in _FEATURES if isinstance(fields.get(key), int)), None)
-    if name == "input_values":
-        if width and isinstance(fields.get("max_length"), int):  # a spectrogram, cut into patches (Gong et al. 2021)
-            return fields["max_length"], width
-        return ((frames or DEFAULT_AUDIO_FRAMES) * SAMPLES_PER_FRAME,)
-    if width is None:
+    if "input_features" in takes and width is not None:
+        if "num_mel_bins" in fields and isinstance(positions := fields.get("max_source_positions"), int):
+            # The second of two convolutions halves them (Whisper, Radford et al. 2022).
+            return "input_features", (width, 2 * positions), 2 * positions
+        count = frames or DEFAULT_AUDIO_FRAMES
+        return "input_features", (count, width), count
+    if "input_values" not in takes:
         raise ModelError(
-            f"{spec}: its configuration has none of {', '.join(_FEATURES)}, so sound cannot be made for it"
+            f"{spec}: its configuration has none of {', '.join(_FEATURES)}, so there is no example of sound"
         )
-    if "num_mel_bins" in fields and isinstance(positions := fields.get("max_source_positions"), int):
-        return width, 2 * positions  # the second of two convolutions halves them (Whisper, Radford et al. 2022)
-    return frames or DEFAULT_AUDIO_FRAMES, width
+    if width is not None and isinstance(fields.get("max_length"), int):
+        return "input_values", (fields["max_length"], width), 0  # cut into patches (Gong et al. 2021)
+    return "input_values", ((frames or DEFAULT_AUDIO_FRAMES) * SAMPLES_PER_FRAME,), 0
 
 
 def _ragged(batch: int, seq: int, random: torch.Generator) -> Tensor:

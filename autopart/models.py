@@ -4,7 +4,7 @@
 are fields of the family's configuration; their values are read as the type of the field's default. Six keys are
 autopart's own: ``batch``, ``seq``, ``image`` and ``audio`` (frames of features; in a waveform 320 samples each) shape
 the example inputs, ``task`` picks the head, ``dtype`` the precision of the weights. Labels are always among the inputs,
-so the loss is computed inside the model.
+so the loss is computed inside the model; but for ``task=ctc``, which gives logits.
 
     hf:gpt2                                               as published, 124 M parameters, 1,024 tokens
     hf:llama?num_hidden_layers=4&hidden_size=64&seq=32    any field of LlamaConfig

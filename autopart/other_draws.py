@@ -8,6 +8,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
+DRAWS = "the model draws from"
+"""How the note on a generator begins."""
+
 
 @contextmanager
 def other_draws() -> Iterator[list[str]]:
@@ -31,6 +34,6 @@ def _numpy_state() -> tuple[object, ...]:
 def note_on_draws(generator: str) -> str:
     """What is said of a generator."""
     return (
-        f"the model draws from {generator} while it runs (SpecAugment and skipped layers of speech models do); what "
+        f"{DRAWS} {generator} while it runs (SpecAugment and skipped layers of speech models do); what "
         "was drawn at capture holds for every step and rank. Switch that off, or draw with torch"
     )

@@ -22,8 +22,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-# Functions that make a tensor of a number, in torch's default type unless told; where they take the number.
-_NUMBERS: dict[Callable[..., Any], int] = {torch.tensor: 0, torch.full: 1}
+from autopart.passes.default_dtype import default_dtype
 
 
 class _Widen(TorchFunctionMode):
@@ -34,8 +33,6 @@ class _Widen(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        if func in _NUMBERS and isinstance((*args, None, None)[_NUMBERS[func]], float):
-            kwargs = {"dtype": torch.float64, **(kwargs or {})}  # float64's least number does not fit torch's default
         return func(*map(_widen, args), **{name: _widen(value) for name, value in (kwargs or {}).items()})
 
 
@@ -45,8 +42,11 @@ def _widen(argument: object) -> object:
 
 @contextlib.contextmanager
 def float64_throughout() -> Iterator[None]:
-    """Inside, conversions to float32 and tensors made as float32 are float64. For models whose weights are float64."""
-    with _Widen():
+    """Inside, conversions to float32 and tensors made as float32 are float64. For models whose weights are float64.
+
+    So is torch's default type: float64's least number, by which masks are multiplied, does not fit into float32.
+    """
+    with default_dtype(torch.float64), _Widen():
         yield
 
 

@@ -41,10 +41,7 @@ _SMALL: dict[str, Any] = {"block_out_channels": (16, 32), "layers_per_block": 1,
 def diffusers_unet_1d() -> Call:
     from diffusers import UNet1DModel
 
-    network = UNet1DModel(
-        sample_size=32, in_channels=2, out_channels=2, extra_in_channels=16, block_out_channels=(16, 16, 32)
-    )
-    return _denoiser(network, (2, 32))
+    return _denoiser(UNet1DModel(sample_size=32, extra_in_channels=64), (2, 32))
 
 
 def diffusers_unet_2d() -> Call:
@@ -128,7 +125,7 @@ def x_transformers_llama() -> Call:
 def x_transformers_variants() -> Call:
     """Other forms of its parts: ALiBi, talking heads, normalised queries and keys, sandwich norm, gated residuals."""
     return _x_decoder(
-        alibi_pos_bias=True, attn_talking_heads=True, attn_qk_norm=True, sandwich_norm=True, gate_residual=True
+        alibi_pos_bias=True, attn_pre_talking_heads=True, attn_qk_norm=True, sandwich_norm=True, gate_residual=True
     )
 
 

@@ -26,7 +26,7 @@ SOUND = {"speech-seq2seq": "speech", "ctc": "speech", "audio-classification": "a
 """Groups of heads beside that of texts and images."""
 
 LAYERS, HEADS, VOCAB, IMAGE = 2, 4, 96, 64
-FRAMES, TRANSCRIPT = 64, 4  # an eighth as many frames leave the network, which have to hold blanks too
+FRAMES, TRANSCRIPT = 64, 8
 # A number is replaced where it is larger than what stands here; the first pattern that matches the whole name decides.
 _NUMBERS: tuple[tuple[str, int], ...] = (
     # Buckets of relative positions are few, and their number may be a default of the code.
@@ -80,6 +80,7 @@ _NUMBERS: tuple[tuple[str, int], ...] = (
     (r"num_latents|num_landmarks", 8),
     (r"num_mel_bins|input_feat_per_channel|feature_projection_input_dim", 32),
     (r"max_length", 64),
+    (r"context_size", 16),
     (r"conv_channels|classifier_proj_size|subsampling_conv_channels|num_conv_pos_embeddings", 16),
     (r"num_conv_pos_embedding_groups", 4),
 )
@@ -95,12 +96,13 @@ _MISSING = {
 # Lists of one entry per stage: all entries are replaced by the beginning of what stands here.
 _LISTS: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"depths|layers|block_sizes", (1, 1, 1, 1, 1, 1, 1, 1)),
-    (r"hidden_sizes|embed_dims|neck_hidden_sizes|channels|dims", (16, 16, 32, 32, 32, 32, 32, 32)),
+    (r"depth", (1, 2, 3, 4)),  # a stage takes its number of drop_path's rates, of which it has one per layer
+    (r"hidden_sizes|embed_dims?|neck_hidden_sizes|channels|dims", (16, 16, 32, 32, 32, 32, 32, 32)),
     (r"num_heads|num_attention_heads|.*_heads", (2, 2, 2, 2, 2, 2, 2, 2)),
     (r"conv_dim", (32,) * 16),
 )
-# Drawn by numpy while the model is traced, the same in every step then.
-_RANDOM = "apply_spec_augment"
+# Masks that speech models draw with NumPy: they would be drawn once, at capture.
+_RANDOM = ("mask_time_prob", "mask_feature_prob")
 
 
 def spec(family: str, task: str, *, batch: int, seq: int) -> str:
@@ -112,7 +114,7 @@ def spec(family: str, task: str, *, batch: int, seq: int) -> str:
     shape: dict[str, Any] = {"task": task, "batch": batch}
     if task in SOUND:
         shape["audio"] = FRAMES
-    if SOUND.get(task) == "speech":
+    if task == "speech-seq2seq":
         shape["seq"] = TRANSCRIPT
     elif task == "image-classification":
         shape |= {} if "image_size" in fields else {"image": IMAGE}
@@ -133,8 +135,8 @@ def small(fields: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and "model_type" in value:
             kind = {"model_type": value["model_type"]} if value["model_type"] else {}
             result[key] = {**kind, **small(value)}
-        elif key == _RANDOM and value:
-            result[key] = False
+        elif key in _RANDOM and value:
+            result[key] = 0.0
         elif value is None and key in _MISSING:
             result[key] = _MISSING[key]
         elif key == "num_key_value_heads" and value == fields.get("num_attention_heads"):

@@ -270,6 +270,12 @@ class Splitter:
                 shift = self.call(operator.mul, constant, self.part())
                 assert isinstance(node.target, torch._ops.OpOverload)
                 return self.put(self.call(node.target, given.get(sources[0], self.env[sources[0]]), shift), SUMMED)
+        # A sum of losses over one of labels that count: linear in the first, which stays a sum; the other is completed.
+        for group in () if rule is None else rule.linear:
+            rest = [position for position in summed if position not in group]
+            if 0 < len(rest) < len(summed):
+                summed = rest
+                break
         completed = {sources[position]: self.completed(self.env[sources[position]]) for position in summed}
         return self.by_rule(node, {**given, **completed})
 

@@ -3,7 +3,7 @@
 Afterwards the graph has
 
 - no higher-order wrappers: regions without gradient are inlined and their results detached, regions of autocast with
-  the casts written out;
+  the casts written out, as are casts to a default type other than float32;
 - no guards, asserts or sizes read off tensors: a size is a number or an expression in the batch size ``b``;
 - no in-place ops and no aliases that matter: an op that wrote into a tensor makes a new one, views of it are taken
   again, and a buffer that was written is listed in :attr:`Normalized.buffer_updates`;
@@ -25,6 +25,7 @@ from torch import fx
 
 from autopart.passes import graph as graphs
 from autopart.passes.autocast import Autocast, casts_of, operands, type_of
+from autopart.passes.default_dtype import is_made_by_default, promotions
 from autopart.passes.exported import (
     fakes,
     has_gradient,
@@ -122,6 +123,7 @@ class _Normalizer:
         self.extra_names: set[str] = set()
         self.region_meta: dict[str, Any] = {}
         self.without_grad = False
+        self.default = torch.get_default_dtype()
         # Which results are copies matters only where something is written.
         self.writes = any(
             isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
@@ -231,6 +233,18 @@ class _Normalizer:
             return
         if self.autocast:
             self.cast = self.casts(node)
+        elif self.default is not torch.float32 and isinstance(node.target, torch._ops.OpOverload):
+            args, kwargs = fakes(node.args), fakes(dict(node.kwargs))
+            if is_made_by_default(node.target, args, kwargs, value):
+                named = {**self.look(dict(node.kwargs)), "dtype": self.default}
+                self.env[node] = self.emit(node.target, self.look(node.args), named, node)
+                return
+            if node.target is aten.where.Scalar and value.dtype == self.default:
+                numbers = [self.emit(aten.full.default, ([], n), {"dtype": self.default}, node) for n in node.args[1:]]
+                self.env[node] = self.emit(aten.where.self, (self.look(node.args[0]), *numbers), {}, node)
+                return
+            dtypes = promotions(node.target, args, kwargs, value, self.fake_mode)
+            self.cast = self.cast_to(node, operands((args, kwargs)), dtypes) if dtypes else {}
         self.env[node] = self.op(node)
         self.cast = {}
 
@@ -256,6 +270,10 @@ class _Normalizer:
         except CaptureError as error:
             path, source = origin(node)
             raise CaptureError(f"{error} (module {path or '(root)'}, {source})") from None
+        return self.cast_to(node, given, dtypes)
+
+    def cast_to(self, node: fx.Node, given: list[torch.Tensor], dtypes: list[torch.dtype]) -> dict[fx.Node, fx.Node]:
+        """The operands of an op that have other types than these, cast. given: their fake values, in the same order."""
         found: dict[fx.Node, fx.Node] = {}
         wanted = {id(tensor): dtype for tensor, dtype in zip(given, dtypes, strict=True) if tensor.dtype != dtype}
         for operand in node.all_input_nodes:
@@ -364,12 +382,12 @@ class _Normalizer:
             if isinstance(start, int) and start >= 0:
                 end = start + length if isinstance(length, int) else self.size(fakes(graphs.arguments(node)[2]) + start)
                 return self.view(node, aten.slice.Tensor, (args[0], dim, start, end), {})
-        if target is aten.expand.default:
+        if target in (aten.expand.default, aten.broadcast_to.default):
             sizes = [
                 self.size(size, original)
                 for size, original in zip(value.shape, padded(node.args[1], value), strict=True)
             ]
-            return self.view(node, target, (args[0], sizes), kwargs)
+            return self.view(node, aten.expand.default, (args[0], sizes), kwargs)
         if target in _SPLITS:
             dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
             sizes = [piece.shape[dim] for piece in value]

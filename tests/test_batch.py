@@ -124,6 +124,7 @@ LOSSES: dict[str, Body] = {
     "divided by the batch size": lambda m, x, y: m.linear(x).square().sum() / x.shape[0],
     "divided by the number of elements": lambda m, x, y: m.linear(x).square().sum() / x.numel(),
     "times a root of the batch size": lambda m, x, y: m.linear(x).square().sum() * x.shape[0] ** -0.5,
+    "sum over sum": lambda m, x, y: (m.linear(x).square().sum(1) * (y >= 0)).sum() / (y >= 0).sum(),
     "masked mean": lambda m, x, y: (m.linear(x).square().sum(1) * (y >= 0)).sum() / (y >= 0).sum().clamp(min=1),
     "weight penalty": lambda m, x, y: F.cross_entropy(m.linear(x), y) + 0.1 * m.linear.weight.square().sum(),
     "shifted": lambda m, x, y: 2.0 - (F.cross_entropy(m.linear(x), y) + 1.5),

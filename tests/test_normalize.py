@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopart.passes.default_dtype import default_dtype
 from autopart.passes.program import Program
 from autopart.precision import eager_in_float64, float64_throughout
 from autopart.runtime.errors import CaptureError
@@ -330,3 +331,27 @@ def test_squeezes_keep_a_batch_of_one() -> None:
     one = {name: value[:1] for name, value in given.items()}
     (found,) = outputs_by_name(program, run_graph(program, program.graph, Squeezes(), one, 1)).values()
     assert torch.equal(found, expected[:1])
+
+
+class WholeNumbers(nn.Module):
+    """Results that are of torch's default type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        kept = (1.0 - mask) * torch.finfo(self.layer.weight.dtype).min
+        ramp = torch.arange(4, device=x.device) / 3 + torch.where(mask > 0, 0.1, 0.2) + torch.full((), 0.3)
+        return torch.softmax(self.layer(x) + kept, -1) * ramp
+
+
+def test_another_default_type_is_written_out() -> None:
+    model = WholeNumbers().double()
+    inputs = (torch.randn(3, 4, dtype=torch.float64), torch.tensor([[1, 1, 0, 1]]).repeat(3, 1))
+    with default_dtype(torch.float64):
+        expected = model(*inputs)
+        program = capture(model, inputs, check_eval=False)
+    assert torch.get_default_dtype() is torch.float32 and bool(expected.isfinite().all())
+    found = run_graph(program, program.graph, model, dict(zip(("x", "mask"), inputs, strict=True)), 3)[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autopart.example_inputs import bind
 from autopart.models import LoadedModel
+from autopart.other_draws import DRAWS
 from autopart.passes.blocks import is_random
 from autopart.passes.program import Program
 from autopart.precision import float64_throughout
@@ -61,6 +62,9 @@ def prepare(
         if node.op == "call_function" and is_random(node):
             where = node.meta.get("path") or "the model"
             raise VerifyError(f"{where} draws random numbers ({node.target}), so two programs cannot be compared")
+    for note in program.notes:
+        if note.startswith(DRAWS):
+            raise VerifyError(f"{note}; what is drawn differs from call to call, so two programs cannot be compared")
     kwargs = dict(kwargs)
     targets = {TARGETS: kwargs.pop(TARGETS)} if loss_fn is not None else {}
     leaves, structure = flatten({**bind(module.forward, args, kwargs), **targets})

@@ -215,6 +215,8 @@ def _shapes() -> list[Case]:
         Case("aten.expand_as.default", (f(4, 1), f(2, 4, 6))),
         Case("aten.split_with_sizes.default", (f(2, 12), [4, 4, 4], 1), minimum=5),
         Case("aten.split_with_sizes.default", (f(2, 12), [8, 2, 2], -1), minimum=4),
+        Case("aten.glu.default", (f(4, 8, 3), 1), minimum=4),
+        Case("aten.glu.default", (f(4, 12),), minimum=3),
         Case("aten.slice.Tensor", (f(4, 8), 1, 0, 9223372036854775807), minimum=5),
         Case("aten.slice.Tensor", (f(4, 8), 1, 0, 8), minimum=5),
         Case("aten.slice.Tensor", (f(4, 8), 1, 4, 9223372036854775807), minimum=5),

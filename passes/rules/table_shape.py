@@ -1,4 +1,4 @@
-"""Rules of the ops that rearrange, cut, join and repeat elements without changing them."""
+"""Rules of the ops that rearrange, cut, join and repeat elements."""
 
 from __future__ import annotations
 
@@ -86,6 +86,19 @@ def _split(node: fx.Node) -> Annotation:
         outputs = [" ".join(before)] * len(pieces)
         sizes = {}
     return Annotation(f"{' '.join(before)} -> {', '.join(outputs)}", linear=((0,),), sizes=sizes)
+
+
+def _gated(node: fx.Node) -> Annotation:
+    """``glu``: the first half of a dim times the sigmoid of the second, so that a shard has its part of both."""
+    rank = rank_of(node)
+    dim = positive(argument(node, 1, "dim", -1), rank)
+    before, after = names(rank), names(rank)
+    before[dim], after[dim] = "(^c n)", "n"
+    half = extent(graph.outputs(node)[0].fake.shape[dim])
+    if half is None:
+        before[dim] = after[dim] = "_"
+    sizes = {} if half is None else {"c": Extent(2), "n": half}
+    return Annotation(f"{' '.join(before)} -> {' '.join(after)}", sizes=sizes)
 
 
 def _slice(node: fx.Node) -> Annotation:
@@ -305,6 +318,7 @@ def table() -> dict[str, Entry]:
         "aten.as_strided.default": _strided,
         "aten.expand_as.default": _expand,
         "aten.split_with_sizes.default": _split,
+        "aten.glu.default": _gated,
         "aten.slice.Tensor": _slice,
         "aten.select.int": _select,
         "aten.unbind.int": _unbind,
