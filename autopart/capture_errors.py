@@ -22,6 +22,18 @@ def depends_on_data(error: BaseException | None) -> bool:
     return "data-dependent" in str(error).lower() or "GuardOnDataDependent" in type(error).__name__
 
 
+def largest_batch(error: Exception) -> int:
+    """The most samples for which the model's code runs as traced, where it asks for that many; 0: it asks for none.
+
+    (Diffusers' upsampling makes large batches contiguous.) From what export says of the batch's dim.
+    """
+    if found := re.search(r"size\(\)\[\d+\] <= (\d+)", str(error)):
+        return int(found[1])
+    if found := re.search(r"for batch < (\d+)(?:/(\d+))?$", str(error).strip(), re.MULTILINE):
+        return -(-int(found[1]) // int(found[2] or 1)) - 1
+    return 0
+
+
 def batch_reason(error: Exception) -> str:
     """Why the batch size cannot stay symbolic, from what export says."""
     text = str(error)

@@ -33,8 +33,12 @@ _TASKS = {
 }
 _CLASSES = ("image-classification", "token-classification", "audio-classification")
 # What shapes the example inputs of a task beside the batch.
-_SHAPES = {"image-classification": ("image",), "audio-classification": ("audio",), "ctc": ("audio",)}
-_SHAPES |= {"speech-seq2seq": ("seq", "audio")}
+_SHAPES: dict[str, tuple[str, ...]] = {
+    "image-classification": ("image",),
+    "audio-classification": ("audio",),
+    "ctc": ("audio",),
+    "speech-seq2seq": ("seq", "audio"),
+}
 
 _DTYPES = {
     "float64": torch.float64,

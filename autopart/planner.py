@@ -295,6 +295,15 @@ def _equal(
         configs = tuple(config for config in configs if config.pp > 1 or config.schedule == "1f1b")
     stages = max(config.stages for config in configs)
     configs = tuple(config for config in configs if config.stages >= pinned.least_stages)
+    most = candidates.analysis.program.most_samples
+    if most:
+        held = tuple(config for config in configs if candidates.batch <= config.dp * config.microbatches * most)
+        if not held:
+            raise PlanError(
+                f"the model's code was captured for at most {most} samples at a time, and microbatches of a batch of "
+                f"{candidates.batch} have more; give more microbatches, or leave them open"
+            )
+        configs = held
     if not configs:
         raise PlanError(
             f"pins: stage {pinned.least_stages - 1} is named, but these limits and devices allow {stages} "

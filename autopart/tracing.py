@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autopart.assumed_branches import Decisions, conditions_graph, settle
-from autopart.capture_errors import Where, batch_reason, capture_error, fixes_batch
+from autopart.capture_errors import Where, batch_reason, capture_error, fixes_batch, largest_batch
 from autopart.example_inputs import batch_dims_of, bind, examples, input_spec, plain
 from autopart.meta_capture import all_on_meta
 from autopart.mixed_precision import autocast_of, check_sums, current_precision
@@ -144,9 +144,10 @@ def capture(
             own_backwards() as own,
             other_draws() as drawn,
         ):
-            exported, static_batch = _export(flat, leaves, dims, batch, copy_layers and decisions is None)
+            exported, static_batch, most = _export(flat, leaves, dims, batch, copy_layers and decisions is None)
         with entered({}):
             program = _assemble(flat, exported, named, dims, tuple(bound), batch, static_batch, name, autocast)
+        program.most_samples = most
         program.notes = (*program.notes, *map(note_on, own), *map(note_on_draws, drawn))
         return program
 
@@ -188,31 +189,35 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 def _export(
     flat: _Flat, named: dict[str, Any], dims: dict[str, int | None], batch: int, copy_layers: bool
-) -> tuple[torch.export.ExportedProgram, str]:
+) -> tuple[torch.export.ExportedProgram, str, int]:
+    """The graph, why it fixes the batch size ('' if it does not), and how many samples it holds for (0: any)."""
     tensors = [(path, leaf) for path, leaf in named.items() if isinstance(leaf, torch.Tensor)]
     arguments = tuple(leaf for _, leaf in tensors)
     # where the number of samples is fixed, it has to be the given one, also if that is 1
     given = tuple(leaf if (d := dims[path]) is None or batch > 1 else leaf.narrow(d, 0, 1) for path, leaf in tensors)
-    symbol = torch.export.Dim("batch", min=1)
-    shapes = [None if dims[path] is None else {dims[path]: symbol} for path, _ in tensors]
-    reason = ""
-    for dynamic in (tuple(shapes), None):
+    reason, most = "", 0
+    while True:
+        symbol = torch.export.Dim("batch", min=1, max=most or None)
+        shapes = tuple(None if dims[path] is None else {dims[path]: symbol} for path, _ in tensors)
         where = Where(flat)
         if flat.decisions is not None:
             flat.decisions.where = where
         try:
             # passes of export make a dozen modules, whose Python code nobody runs
             with where, _use_lazy_graph_module(True):
-                specs = None if dynamic is None else (dynamic,)
-                inputs = given if dynamic is None else arguments
+                specs = None if reason else (shapes,)
+                inputs = given if reason else arguments
                 export = partial(torch.export.export, flat, inputs, dynamic_shapes=specs, strict=False)
-                return (export_with_copies(flat, export) if copy_layers else None) or export(), reason
+                found = (export_with_copies(flat, export) if copy_layers else None) or export()
+                return found, reason, most
         except Exception as error:
-            if dynamic is not None and fixes_batch(error):
-                reason = batch_reason(error)
+            if not reason and not most and (bound := largest_batch(error)) >= max(batch, 2):
+                most = bound
+                continue
+            if not reason and fixes_batch(error):
+                reason, most = batch_reason(error), 0
                 continue
             raise capture_error(error, where) from error
-    raise AssertionError("unreachable")
 
 
 def _assemble(

@@ -24,7 +24,7 @@ class Denoiser(nn.Module):
         return F.mse_loss(self.network(sample, times, **conditions).sample, noise)
 
 
-def _denoiser(network: nn.Module, shape: tuple[int, ...], **conditions: Tensor) -> Call:
+def _denoiser(network: Any, shape: tuple[int, ...], **conditions: Tensor) -> Call:
     random = torch.Generator().manual_seed(0)
     sample, noise = torch.randn(BATCH, *shape, generator=random), torch.randn(BATCH, *shape, generator=random)
     times = torch.randint(1000, (BATCH,), generator=random)
@@ -82,7 +82,7 @@ def diffusers_dit() -> Call:
 
 
 class Autoencoder(nn.Module):
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: Any) -> None:
         super().__init__()
         self.network = network
 

@@ -151,7 +151,9 @@ def _placed(splitter: Splitter, node: fx.Node) -> fx.Node | None:
     """Writing rows to the positions they came from: the inverse of a sort."""
     if node.target is aten.index_put.default:
         base, listed, values = argument(node, 0, "self"), argument(node, 1, "indices"), argument(node, 2, "values")
-        if len(listed) != 1 or argument(node, 3, "accumulate", False):
+        if len(listed) > 1:
+            return _written(splitter, node, base, listed, values)
+        if argument(node, 3, "accumulate", False):
             return None
         index = listed[0]
     else:
@@ -171,3 +173,29 @@ def _placed(splitter: Splitter, node: fx.Node) -> fx.Node | None:
     if rows.order is state.order and rows.placement == shard(0) and not rows.points:
         return splitter.put(splitter.copy(node), BatchState(shard(0)))
     raise Mixes("writes rows that stand in another order")
+
+
+def _written(
+    splitter: Splitter, node: fx.Node, base: fx.Node, indices: list[fx.Node | None], values: fx.Node
+) -> fx.Node | None:
+    """``x[row numbers, columns] = values``: each share writes into rows of its own."""
+    pointer = None if indices[0] is None else splitter.state(indices[0])
+    if pointer is None or not pointer.points:
+        return None
+    own = splitter.state(base)
+    plain = own.placement == shard(0) and own.order is None and not own.points
+    if (
+        not plain
+        or pointer.points != "rows"
+        or pointer.order is not None
+        or pointer.rows != extent(base.meta["val"].shape[0])
+    ):
+        raise Mixes("writes rows by numbers that count other rows")
+    for item in (*indices, values):
+        if item is None:
+            continue
+        state, dims = splitter.state(item), item.meta["val"].dim()
+        along = state.placement == shard(0) and state.order is None and (dims == 1 or item is values)
+        if not (along and (item is indices[0] or not state.points)) and not (state.whole and dims == 0):
+            raise Mixes("writes what belongs to different samples")
+    return splitter.put(splitter.copy(node), BatchState(shard(0)))

@@ -239,7 +239,7 @@ class _Normalizer:
                 named = {**self.look(dict(node.kwargs)), "dtype": self.default}
                 self.env[node] = self.emit(node.target, self.look(node.args), named, node)
                 return
-            if node.target is aten.where.Scalar and value.dtype == self.default:
+            if node.target is aten.where.Scalar and isinstance(value, torch.Tensor) and value.dtype == self.default:
                 numbers = [self.emit(aten.full.default, ([], n), {"dtype": self.default}, node) for n in node.args[1:]]
                 self.env[node] = self.emit(aten.where.self, (self.look(node.args[0]), *numbers), {}, node)
                 return

@@ -64,6 +64,7 @@ class Program:
     graph: functional; its placeholders carry ``meta["role"]`` and, for tensors, ``meta["name"]``; its output is the
     tuple of :attr:`outputs`' nodes followed by the new values of :attr:`updated_buffers`.
     batch: samples in the example inputs. static_batch: why the batch size is fixed, '' when it is symbolic.
+    most_samples: for how many the graph holds at most, 0: any.
     loss: name of the output that is the loss, None when the user's code computes it.
     eval_flaw: why the emitted stages cannot be evaluated, '' when they can.
     precision: "bf16-mixed", "fp16-mixed", or '' where the ops compute in the types that the model names.
@@ -83,6 +84,7 @@ class Program:
     loss: str | None
     batch: int
     static_batch: str = ""
+    most_samples: int = 0
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()

@@ -204,7 +204,8 @@ def divide(
     microbatches, or if it does not divide by the replicas whole on every one of them. Nothing is padded.
 
     shares: parts of the replicas of this rank's stage, see :class:`Division`. Where stages have unlike meshes, raises
-    BatchError for a batch that has fewer samples than a stage has replicas.
+    BatchError for a batch that has fewer samples than a stage has replicas, and for more samples in a microbatch than
+    the program holds for.
     """
     if not manifest.is_uniform:
         return _divide_unlike(manifest, found, replica, mode, shares)
@@ -214,7 +215,16 @@ def divide(
         replicas, replica = 1, 0
     share = batch // replicas
     count = max(k for k in range(1, manifest.microbatches + 1) if share % k == 0)
+    _check_most(manifest, share // count)
     return Division(batch, replicas, replica, count, replica * found if local else 0)
+
+
+def _check_most(manifest: Manifest, samples: int) -> None:
+    if manifest.most_samples and samples > manifest.most_samples:
+        raise BatchError(
+            f"a microbatch has {samples} samples, and the model's code was captured for at most "
+            f"{manifest.most_samples}; plan more microbatches, or pass smaller batches"
+        )
 
 
 def _divide_unlike(manifest: Manifest, found: int, replica: int, mode: BatchMode, shares: tuple[int, ...]) -> Division:
@@ -227,6 +237,7 @@ def _divide_unlike(manifest: Manifest, found: int, replica: int, mode: BatchMode
     least = max(len(stage.replica_shares) for stage in manifest.stages)
     for count in range(manifest.microbatches, 0, -1):
         if found % count == 0 and found // count >= least:
+            _check_most(manifest, found // count)
             return Division(found, len(shares), replica, count, 0, shares)
     raise BatchError(
         f"a batch of {found} samples leaves some of the {least} replicas of a stage without any; pass at least {least}"

@@ -179,9 +179,15 @@ def own_label(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return m.linear(x)[torch.arange(x.shape[0]), y.clamp(min=0)].mean()
 
 
+def own_label_marked(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    marked = torch.zeros_like(m.linear(x))
+    marked[torch.arange(x.shape[0]), y.clamp(min=0)] = 1.0
+    return (m.linear(x) * marked).square().mean()
+
+
 @pytest.mark.parametrize(
     "body",
-    [shuffled, shuffled_by_writing, shuffled_with_counter, never_put_back, own_label],
+    [shuffled, shuffled_by_writing, shuffled_with_counter, never_put_back, own_label, own_label_marked],
     ids=lambda body: body.__name__,
 )
 def test_permutations_and_row_numbers(body: Body) -> None:

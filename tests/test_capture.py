@@ -15,8 +15,10 @@ from torch.nn import functional as F
 from autopart.passes.batch import split_batch
 from autopart.passes.program import Program, Role
 from autopart.passes.rules import RULES
-from autopart.runtime.errors import CaptureError
+from autopart.planner import make_plan
+from autopart.runtime.errors import CaptureError, PlanError
 from autopart.tracing import capture
+from clusters import ideal
 from programs import outputs_by_name, run_graph
 
 
@@ -374,3 +376,26 @@ def test_export_writes_code_for_one_module_at_most(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.fx.Graph, "python_code", counted)
     capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (torch.randn(2, 4),), {}, check_eval=False)
     assert len(written) <= 1
+
+
+class OftenContiguous(nn.Module):
+    """As upsampling in diffusers does: another branch for large batches."""
+
+    def __init__(self, times: int = 1) -> None:
+        super().__init__()
+        self.layer, self.times = nn.Linear(4, 4), times
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x).repeat_interleave(self.times, 0)
+        if hidden.shape[0] >= 64:
+            hidden = hidden.contiguous()
+        return hidden.square().mean()
+
+
+@pytest.mark.parametrize(("times", "most"), [(1, 63), (3, 21)])
+def test_a_graph_for_so_many_samples_at_most(times: int, most: int) -> None:
+    program = capture(OftenContiguous(times), (torch.randn(8, 4),), check_eval=False)
+    assert program.static_batch == "" and program.most_samples == most
+    with pytest.raises(PlanError, match="at most"):
+        make_plan(program, ideal(1), batch=72, microbatches=1)
+    assert make_plan(program, ideal(1), batch=72).microbatches >= 72 / most

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,8 @@ class DropsLayers(nn.Module):
         self.layer, self.generator = nn.Linear(4, 1), generator
 
     def forward(self, x: Tensor) -> Tensor:
-        drawn = {"numpy": np.random.random, "python": random.random, "none": lambda: 1.0}[self.generator]()
+        draws: dict[str, Callable[[], float]] = {"numpy": np.random.random, "python": random.random}
+        drawn = draws[self.generator]() if self.generator in draws else 1.0
         return torch.as_tensor(self.layer(x).mean() * (1.0 if drawn > 1e-9 else 0.0))
 
 

@@ -163,6 +163,7 @@ def emit_program(
         assumptions=tuple(AssumptionSpec(item.value, item.text) for item in program.assumptions),
         assumption_inputs=assumption_inputs,
         fixed_batch=program.batch if program.static_batch else 0,
+        most_samples=program.most_samples,
     )
     return Emitted(files, manifest, dict(program.constants))
 
