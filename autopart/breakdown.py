@@ -6,7 +6,7 @@ For every stage of a plan with m microbatches, or all stages of one rank of the 
     compute + collectives + step end + idle + tied = step time
 
 Collectives are priced from the plan's own counts, which is exact, since their seconds are linear in calls and bytes,
-less what passes beside weights' gradients (``StagePlan.hidden_s``), which are compute.
+less what passes beside ops that are computed meanwhile (``StagePlan.hidden_s``).
 Recomputation, collectives that it repeats included, counts as compute. Idle is waiting for other stages and for
 transfers between them (the bubble).
 """

@@ -6,8 +6,8 @@ from the blocks' estimates (:mod:`autopart.candidates`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -16,16 +16,11 @@ from autopart.candidates import Answer, Candidates
 from autopart.cost.communication import send_seconds
 from autopart.device_layout import TENSOR_AXIS
 from autopart.exchanges import exchanges
-from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
-from autopart.passes.beside import products_beside
 from autopart.passes.conversion import Axes
 from autopart.passes.data_axis import DataCut, cut_parameters
 from autopart.passes.emit.layers import recomputable_layers
 from autopart.passes.emit.segments import recomputable
-from autopart.passes.graph import Value
-from autopart.passes.kept import rerun
-from autopart.passes.partition import StageGraph
 from autopart.passes.program import Role
 from autopart.passes.shard import value_placements
 from autopart.plan import Plan, StagePlan, Transfers
@@ -35,8 +30,8 @@ from autopart.realize import Realization, build, storage_names, strategy_names
 from autopart.runtime.manifest import MIXED
 from autopart.solver.search import Config, Degrees
 from autopart.solver.stages_problem import StageProblem, Way
+from autopart.stage_clock import StageClock
 from autopart.step_time import step_end_seconds
-from autopart.tensor_choice import Setting, TensorChoice
 
 
 def describe(candidates: Candidates, answer: Answer) -> Plan:
@@ -52,7 +47,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
     stages = []
     for index, (stage, graph) in enumerate(zip(found.stages, found.local, strict=True)):
         first, last = boundaries[index], boundaries[index + 1]
-        times = Clock(candidates, config, stage, graph, choice, again[index]).seconds()
+        times = StageClock(candidates, config, stage, graph, choice, again[index]).seconds()
         stages.append(
             StagePlan(
                 devices=candidates.layout.ranks(config, index),
@@ -143,81 +138,6 @@ def recomputed(
         for graph, own in zip(found.local, chosen, strict=True)
     )
     return again, "none" if not any(again) else "full" if again == layers else "some"
-
-
-@dataclass(frozen=True, slots=True)
-class StageSeconds:
-    """Of one microbatch. hidden_s: by kind what of collectives passes beside weights' gradients, uncounted."""
-
-    forward_s: float
-    backward_s: float
-    hidden_s: Mapping[str, float]
-
-
-@dataclass(slots=True)
-class Clock:
-    """Seconds of one stage's sharded graph, collectives and free ops included."""
-
-    candidates: Candidates
-    config: Degrees
-    stage: StageGraph
-    graph: fx.Graph
-    choice: TensorChoice
-    recompute: Collection[str]  # layers and modules in them that run again in the backward
-
-    def seconds(self) -> StageSeconds:
-        candidates, config = self.candidates, self.config
-        again = rerun(self.graph, self.recompute)
-        setting = candidates.setting(config)
-        sizes = dict(candidates.layout.axes(config))
-        numbers = {name: index for index, name in enumerate(sizes)}
-        origins = self._origins()
-        beside = products_beside(self.graph, self.recompute) if setting.beside else {}
-        hidden: dict[str, float] = {}
-        forward = backward = 0.0
-        for node in self.stage.graph.nodes:
-            if node.op == "placeholder" and node.meta["role"] is Role.PARAMETER:
-                one, two = candidates.data_seconds(config, self.choice, self.stage.origin[node])
-                forward, backward = forward + one, backward + two
-        for node in self.graph.nodes:
-            if "transition" in node.meta:
-                axis, step = node.meta["transition"]
-                gradient = bool(node.meta.get("differentiable"))
-                price = setting.conversions.step(numbers[axis], step.source, step.target, gradient)
-                size = value_bytes(Value(node)).at(setting.prices.batch)
-                # what the other axes leave; this one's ranks have or get it whole
-                others = [1 if name == axis else parts for name, parts in sizes.items()]
-                one, two = price.seconds(size * share_of(node.args[0].meta["placements"], others))
-                products = [origins[product] for product in beside.get(node, ())]
-                weights = (setting.prices.weight_seconds(op, self._chosen(op), setting.sizes) for op in products)
-                if products:
-                    unseen = min(two, sum(weights))
-                    hidden[step.backward] = hidden.get(step.backward, 0.0) + unseen
-                    two -= unseen
-            elif node in origins:
-                one, two = self._op(node, origins[node], setting)
-            else:
-                continue
-            forward += one
-            backward += two + (one if node in again else 0.0)
-        return StageSeconds(forward, backward, hidden)
-
-    def _origins(self) -> dict[fx.Node, fx.Node]:
-        """The whole graph's op for every op of the sharded graph, which keeps their order and adds collectives."""
-        kept = [node for node in self.graph.nodes if graphs.is_op(node) and "transition" not in node.meta]
-        before = [node for node in self.stage.graph.nodes if graphs.is_op(node)]
-        return {local: self.stage.origin[node] for node, local in zip(before, kept, strict=True)}
-
-    def _chosen(self, origin: fx.Node) -> Chosen:
-        return self.choice.strategies.get(origin, ())
-
-    def _op(self, node: fx.Node, origin: fx.Node, setting: Setting) -> tuple[float, float]:
-        chosen = self._chosen(origin) if node.meta.get("strategies") else ()
-        if not chosen:
-            return setting.prices.op_seconds(origin)
-        forward, backward = setting.prices.op_seconds(origin, chosen, setting.sizes)
-        sent, returned = setting.prices.form_seconds(origin, chosen, setting.axes)
-        return forward + sent, backward + returned
 
 
 def _transfers(

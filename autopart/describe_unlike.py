@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from autopart.cost.communication import bucketed_all_reduce_seconds
-from autopart.describe import Clock, held_numbers, recomputed, timed_plan
+from autopart.describe import held_numbers, recomputed, timed_plan
 from autopart.device_layout import TENSOR_AXIS
 from autopart.exchanges import exchanges_unlike
 from autopart.passes.unlike_meshes import plain
 from autopart.piece_prices import End, Traffic, add_traffic, crossing_seconds
 from autopart.plan import Plan, StagePlan, Transfers
 from autopart.realize import Realization, build_unlike, storage_names, strategy_names
+from autopart.stage_clock import StageClock
 from autopart.step_time import step_end_seconds
 from autopart.unlike import UnlikeAnswer, UnlikeCandidates
 
@@ -36,7 +37,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
         first, last = boundaries[index], boundaries[index + 1]
         graph, slot, own = found.local[index], problem.slots[step.slot], settings[index]
         times = [
-            Clock(part.candidates, part.config, found.stages[index], graph, item.choice, again[index]).seconds()
+            StageClock(part.candidates, part.config, found.stages[index], graph, item.choice, again[index]).seconds()
             for part in item.parts
         ]
         slowest = max(times, key=lambda found: found.backward_s)

@@ -41,9 +41,9 @@ class StagePlan:
     them alike. mesh: (axis name, size), the data axis "dp" first, then
     tensor axes. blocks: half-open range of the model's block numbers. first_op, last_op: names of the ops at its ends.
     forward_s, backward_s: seconds of one microbatch with collectives; weight_s: of the backward, the weights' share
-    that a zero-bubble schedule does apart. hidden_s: by kind, seconds of collectives that pass unseen beside weights'
-    gradients, in neither of them. step_end_s: seconds once per step, for the optimizer and those of the gradients' sums
-    that the last backward does not hide.
+    that a zero-bubble schedule does apart. hidden_s: by kind, seconds of collectives that pass unseen beside ops that
+    are computed meanwhile, in neither of them. step_end_s: seconds once per step, for the optimizer and those of the
+    gradients' sums that the last backward does not hide.
     memory_bytes, capacity_bytes: predicted peak and what a device has (an even share where it runs several stages).
     parameters: numbers held by one device. collectives: by kind, calls and payload bytes per microbatch, such as
     ``{"all_reduce": {"calls": 4, "bytes": 8388608}}``. shares: of each microbatch, the part of every replica, such as
@@ -130,7 +130,8 @@ class Plan:
     warmup: forwards of each stage before its first backward's pair under 1f1b (runtime.schedule.one_f_one_b); empty:
     the least. transfers: (source stage, target stage, seconds of one microbatch's values, seconds of their gradients or
     null where none go back). tied_s: seconds of summing gradients over stages, once per step.
-    step_time_s: predicted seconds of a step. bound_s: no plan of the searched space is faster. gap:
+    step_time_s: predicted seconds of a step. bound_s: no plan of the searched space is faster, but by what collectives
+    that are begun ahead may hide. gap:
     ``(step_time_s - bound_s) / step_time_s``. solve_s, total_s: seconds the solver and all of planning took.
     dropout: "torch", each rank's own numbers; or "invariant", the same masks under every plan (runtime.invariant).
     order: numbers of all blocks, stage after stage, where stages are no ranges of block numbers: their ``blocks`` are

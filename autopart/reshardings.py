@@ -96,12 +96,8 @@ def _counts(graph: fx.Graph, axes: Axes, samples: int) -> Iterator[tuple[fx.Node
 
 
 def _names(analysis: Analysis, stage: StageGraph, local: fx.Graph) -> dict[fx.Node, str]:
-    """The readable name of every op and tensor of a rank's graph; sharding keeps the order of the ops."""
-    kept = [node for node in local.nodes if graphs.is_op(node) and "transition" not in node.meta]
-    before = [node for node in stage.graph.nodes if graphs.is_op(node)]
-    names = {
-        node: analysis.keys.get(stage.origin[source], node.name) for source, node in zip(before, kept, strict=True)
-    }
+    """The readable name of every op and tensor of a rank's graph."""
+    names = {node: analysis.keys.get(node.meta["origin"], node.name) for node in local.nodes if "origin" in node.meta}
     placeholders = {node.name: node for node in stage.graph.nodes if node.op == "placeholder"}
     for node in local.nodes:
         if node.op == "placeholder":

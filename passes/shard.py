@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autopart.passes import graph as graphs
+from autopart.passes.ahead import reorder
 from autopart.passes.conversion import Axes, Step, conversion
 from autopart.passes.graph import Value
 from autopart.passes.partition import StageGraph
@@ -107,6 +108,7 @@ class _Sharder:
                     new.meta["placements"] = self.placements[graphs.value_of(node)]
                 self.env[node] = new
         graphs.prune(self.graph)
+        reorder(self.graph)
         self.graph.lint()
         return self.graph
 
@@ -153,6 +155,7 @@ class _Sharder:
         new_kwargs: Any = fx.node.map_arg(kwargs, replace)
         new = self.graph.call_function(target, new_args, new_kwargs)
         new.meta.update(node.meta)
+        new.meta["origin"] = self.stage.origin[node]
         new.meta["placements"] = given[0] if isinstance(node.meta["val"], torch.Tensor) else tuple(given)
         if chosen is not None:
             new.meta["strategies"] = tuple(strategy.name for strategy in chosen)

@@ -24,11 +24,13 @@ B -> P     ``keep_all_on_first``               zeros but on rank 0         zeros
 All take ``(x, axis)``; those with a sharded end also ``dim`` and ``outer``, the number of blocks in that dim outside
 the sharded part. An axis of one rank returns ``x`` itself. Tensors of any dtype pass forward. Those whose backward is a
 collective also take ``later`` (:class:`Later`): products whose weights' gradients are computed while that goes on.
+Those that send anything can be begun and waited for later: :func:`begin`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from autopart.runtime.begun import Begun
 from autopart.runtime.later import Begin, Later, convert_beside
 from autopart.runtime.mesh import Axis, Pending, gather_single
 from autopart.runtime.placement import join_shards, shard, take_shard
@@ -53,10 +56,7 @@ _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def gather_shards(x: Tensor, axis: Axis, dim: int, outer: int, phase: Phase) -> Tensor:
     """The whole tensor from every rank's share."""
-    gathered = gather_in_front(x, axis, phase)
-    if dim == 0 and outer == 1 and x.dim():
-        return gathered.flatten(0, 1)
-    return join_shards(gathered.unbind(), shard(dim, outer))
+    return _joined(gather_in_front(x, axis, phase), dim, outer)
 
 
 def gather_in_front(x: Tensor, axis: Axis, phase: Phase) -> Tensor:
@@ -172,8 +172,27 @@ def _exchange(x: Tensor, axis: Axis, source: tuple[int, int], target: tuple[int,
     return join_shards(received.unbind(), shard(*source))
 
 
+def _begin_exchange(
+    x: Tensor, axis: Axis, source: tuple[int, int], target: tuple[int, int], phase: Phase
+) -> Callable[[], Tensor]:
+    """As :func:`_exchange`; what is returned waits for the result. So with the following."""
+    if source[0] == target[0]:
+        gathered = _begin_gather(x, axis, *source, phase)
+        return lambda: _own_share(gathered(), axis, *target)
+    parts = _shares(x, axis, *target)
+    axis.traffic.add("all_to_all", axis.name, phase, payload(parts))
+    received = torch.empty_like(parts)
+    work = dist.all_to_all_single(received, parts, group=axis.group, async_op=True)
+
+    def end() -> Tensor:
+        work.wait()
+        return join_shards(received.unbind(), shard(*source))
+
+    return end
+
+
 def _begin_sum(x: Tensor, axis: Axis, phase: Phase) -> Callable[[], Tensor]:
-    """As :func:`sum_over`; what is returned waits for the result. So with the following."""
+    """As :func:`sum_over`, begun."""
     total = x.detach().clone(memory_format=torch.contiguous_format)
     work = sum_message(total, axis, phase)
 
@@ -200,9 +219,16 @@ def _begin_gather(x: Tensor, axis: Axis, dim: int, outer: int, phase: Phase) -> 
 
     def end() -> Tensor:
         work.wait()
-        return join_shards(gathered.view(axis.size, *x.shape).unbind(), shard(dim, outer))
+        return _joined(gathered.view(axis.size, *x.shape), dim, outer)
 
     return end
+
+
+def _joined(gathered: Tensor, dim: int, outer: int) -> Tensor:
+    """The whole from every rank's share, stacked in front."""
+    if dim == 0 and outer == 1 and gathered.dim() > 1:
+        return gathered.flatten(0, 1)
+    return join_shards(gathered.unbind(), shard(dim, outer))
 
 
 def _shares(x: Tensor, axis: Axis, dim: int, outer: int) -> Tensor:
@@ -243,130 +269,160 @@ class _Transition(torch.autograd.Function):
         return ctx.operation(gradient, "backward"), None, None
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What a transition does in one direction. begin: the same, not waited for; None: nothing is sent."""
+
+    run: _Operation
+    begin: Begin | None = None
+
+    def start(self, x: Tensor, phase: Phase) -> Callable[[], Tensor]:
+        """Begins it; what is returned waits for the result."""
+        if self.begin is not None:
+            return self.begin(x, phase)
+        result = self.run(x, phase)
+        return lambda: result
+
+
+def begin(function: Callable[..., Tensor], x: Tensor, axis: Axis, **options: Any) -> Begun:
+    """Begins one of the transitions below, with its options; ``wait()`` of what is returned gives the result.
+
+    Both ways it may take as long as what is computed between the two calls (:mod:`autopart.runtime.begun`).
+    """
+    begun = Begun()
+    begun.hold(function(x, axis, begun=begun, **options))
+    return begun
+
+
 def _apply(
-    x: Tensor,
-    axis: Axis,
-    forward: _Operation,
-    backward: _Operation,
-    later: Later | None = None,
-    begin: Begin | None = None,
+    x: Tensor, axis: Axis, forward: _Way, backward: _Way, later: Later | None = None, begun: Begun | None = None
 ) -> Tensor:
-    """begin: the backward, not waited for."""
     if axis.size == 1:
         return x
     if has_torch_function((x,)):  # as torch's own functions: _Transition.apply would not be seen
         return handle_torch_function(_apply, (x,), x, axis, forward, backward)
-    if later is not None and begin is not None and later.is_of_use(x):
-        return convert_beside(x, forward, begin, later)
-    return _Transition.apply(x, forward, backward)
+    if begun is not None:
+        return begun.start(x, forward.start, backward.start, later)
+    if later is not None and backward.begin is not None and later.is_of_use(x):
+        return convert_beside(x, forward.run, backward.begin, later)
+    return _Transition.apply(x, forward.run, backward.run)
 
 
-def _same(x: Tensor, phase: Phase) -> Tensor:
-    return x
+def _gathering(axis: Axis, dim: int, outer: int) -> _Way:
+    return _Way(
+        lambda x, phase: gather_shards(x, axis, dim, outer, phase),
+        lambda x, phase: _begin_gather(x, axis, dim, outer, phase),
+    )
+
+
+def _scattering(axis: Axis, dim: int, outer: int) -> _Way:
+    return _Way(
+        lambda x, phase: _scatter_sums(x, axis, dim, outer, phase),
+        lambda x, phase: _begin_scatter(x, axis, dim, outer, phase),
+    )
+
+
+def _summing(axis: Axis) -> _Way:
+    return _Way(lambda x, phase: sum_over(x, axis, phase), lambda x, phase: _begin_sum(x, axis, phase))
+
+
+def _exchanging(axis: Axis, source: tuple[int, int], target: tuple[int, int]) -> _Way:
+    return _Way(
+        lambda x, phase: _exchange(x, axis, source, target, phase),
+        lambda x, phase: _begin_exchange(x, axis, source, target, phase),
+    )
+
+
+def _taking(axis: Axis, dim: int, outer: int) -> _Way:
+    return _Way(lambda x, _: _own_share(x, axis, dim, outer))
+
+
+def _padding(axis: Axis, dim: int, outer: int) -> _Way:
+    return _Way(lambda x, _: _padded(x, axis, dim, outer))
+
+
+def _keeping_first(axis: Axis) -> _Way:
+    return _Way(lambda x, _: _first_only(x, axis))
+
+
+_SAME = _Way(lambda x, _: x)
 
 
 # --- The transitions ---
 
 
-def split(x: Tensor, axis: Axis, dim: int, outer: int = 1, later: Later | None = None) -> Tensor:
+def split(
+    x: Tensor, axis: Axis, dim: int, outer: int = 1, later: Later | None = None, begun: Begun | None = None
+) -> Tensor:
     """R -> S: takes this rank's share of a replicated tensor; gradients are all-gathered."""
-    return _apply(
-        x,
-        axis,
-        lambda x, _: _own_share(x, axis, dim, outer),
-        lambda g, p: gather_shards(g, axis, dim, outer, p),
-        later,
-        lambda g, p: _begin_gather(g, axis, dim, outer, p),
-    )
+    return _apply(x, axis, _taking(axis, dim, outer), _gathering(axis, dim, outer), later, begun)
 
 
-def sum_gradients(x: Tensor, axis: Axis, later: Later | None = None) -> Tensor:
+def sum_gradients(x: Tensor, axis: Axis, later: Later | None = None, begun: Begun | None = None) -> Tensor:
     """R -> B: the same tensor; the ranks' gradients are summed."""
-    return _apply(x, axis, _same, lambda g, p: sum_over(g, axis, p), later, lambda g, p: _begin_sum(g, axis, p))
+    return _apply(x, axis, _SAME, _summing(axis), later, begun)
 
 
 def keep_on_first(x: Tensor, axis: Axis) -> Tensor:
     """R -> P: the tensor on rank 0 of the axis, zeros elsewhere; every rank's gradient passes."""
-    return _apply(x, axis, lambda x, _: _first_only(x, axis), _same)
+    return _apply(x, axis, _keeping_first(axis), _SAME)
 
 
-def all_gather(x: Tensor, axis: Axis, dim: int, outer: int = 1) -> Tensor:
+def all_gather(x: Tensor, axis: Axis, dim: int, outer: int = 1, begun: Begun | None = None) -> Tensor:
     """S -> R: the whole on every rank; each takes its share of the replicated gradient."""
-    return _apply(
-        x, axis, lambda x, p: gather_shards(x, axis, dim, outer, p), lambda g, _: _own_share(g, axis, dim, outer)
-    )
+    return _apply(x, axis, _gathering(axis, dim, outer), _taking(axis, dim, outer), begun=begun)
 
 
-def all_gather_scatter_gradients(x: Tensor, axis: Axis, dim: int, outer: int = 1, later: Later | None = None) -> Tensor:
+def all_gather_scatter_gradients(
+    x: Tensor, axis: Axis, dim: int, outer: int = 1, later: Later | None = None, begun: Begun | None = None
+) -> Tensor:
     """S -> B: the whole on every rank; the ranks' gradients are summed and each takes its share."""
-    return _apply(
-        x,
-        axis,
-        lambda x, p: gather_shards(x, axis, dim, outer, p),
-        lambda g, p: _scatter_sums(g, axis, dim, outer, p),
-        later,
-        lambda g, p: _begin_scatter(g, axis, dim, outer, p),
-    )
+    return _apply(x, axis, _gathering(axis, dim, outer), _scattering(axis, dim, outer), later, begun)
 
 
 def pad(x: Tensor, axis: Axis, dim: int, outer: int = 1) -> Tensor:
     """S -> P: zeros around this rank's share; each takes its share of the replicated gradient."""
-    return _apply(x, axis, lambda x, _: _padded(x, axis, dim, outer), lambda g, _: _own_share(g, axis, dim, outer))
+    return _apply(x, axis, _padding(axis, dim, outer), _taking(axis, dim, outer))
 
 
-def all_to_all(x: Tensor, axis: Axis, dim: int, to_dim: int, outer: int = 1, to_outer: int = 1) -> Tensor:
+def all_to_all(
+    x: Tensor, axis: Axis, dim: int, to_dim: int, outer: int = 1, to_outer: int = 1, begun: Begun | None = None
+) -> Tensor:
     """S -> S': from shards of ``dim`` (in ``outer`` blocks) to shards of ``to_dim`` (in ``to_outer`` blocks).
 
     With ``dim == to_dim`` (other blocks of the same dim) the whole is all-gathered, both ways.
     """
     source, target = (dim, outer), (to_dim, to_outer)
-    return _apply(
-        x,
-        axis,
-        lambda x, p: _exchange(x, axis, source, target, p),
-        lambda g, p: _exchange(g, axis, target, source, p),
-    )
+    return _apply(x, axis, _exchanging(axis, source, target), _exchanging(axis, target, source), begun=begun)
 
 
-def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+def all_reduce(x: Tensor, axis: Axis, begun: Begun | None = None) -> Tensor:
     """P -> R: the sum on every rank; the replicated gradient passes."""
-    return _apply(x, axis, lambda x, p: sum_over(x, axis, p), _same)
+    return _apply(x, axis, _summing(axis), _SAME, begun=begun)
 
 
-def reduce_scatter(x: Tensor, axis: Axis, dim: int, outer: int = 1, later: Later | None = None) -> Tensor:
+def reduce_scatter(
+    x: Tensor, axis: Axis, dim: int, outer: int = 1, later: Later | None = None, begun: Begun | None = None
+) -> Tensor:
     """P -> S: this rank's share of the sum; gradients are all-gathered."""
-    return _apply(
-        x,
-        axis,
-        lambda x, p: _scatter_sums(x, axis, dim, outer, p),
-        lambda g, p: gather_shards(g, axis, dim, outer, p),
-        later,
-        lambda g, p: _begin_gather(g, axis, dim, outer, p),
-    )
+    return _apply(x, axis, _scattering(axis, dim, outer), _gathering(axis, dim, outer), later, begun)
 
 
-def all_reduce_sum_gradients(x: Tensor, axis: Axis, later: Later | None = None) -> Tensor:
+def all_reduce_sum_gradients(x: Tensor, axis: Axis, later: Later | None = None, begun: Begun | None = None) -> Tensor:
     """P -> B: the sum on every rank; the ranks' gradients are summed as well."""
-    return _apply(
-        x,
-        axis,
-        lambda x, p: sum_over(x, axis, p),
-        lambda g, p: sum_over(g, axis, p),
-        later,
-        lambda g, p: _begin_sum(g, axis, p),
-    )
+    return _apply(x, axis, _summing(axis), _summing(axis), later, begun)
 
 
 def keep_gradients_on_first(x: Tensor, axis: Axis) -> Tensor:
     """B -> R: the same tensor; of the replicated gradients the one of rank 0 counts."""
-    return _apply(x, axis, _same, lambda g, _: _first_only(g, axis))
+    return _apply(x, axis, _SAME, _keeping_first(axis))
 
 
 def split_pad_gradients(x: Tensor, axis: Axis, dim: int, outer: int = 1) -> Tensor:
     """B -> S: takes this rank's share; its gradient is padded with zeros to a partial one of the whole."""
-    return _apply(x, axis, lambda x, _: _own_share(x, axis, dim, outer), lambda g, _: _padded(g, axis, dim, outer))
+    return _apply(x, axis, _taking(axis, dim, outer), _padding(axis, dim, outer))
 
 
 def keep_all_on_first(x: Tensor, axis: Axis) -> Tensor:
     """B -> P: the tensor on rank 0, zeros elsewhere; gradients alike."""
-    return _apply(x, axis, lambda x, _: _first_only(x, axis), lambda g, _: _first_only(g, axis))
+    return _apply(x, axis, _keeping_first(axis), _keeping_first(axis))

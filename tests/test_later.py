@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from order_log import Log
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopart
 from autopart.analysis import analyze
@@ -36,50 +36,6 @@ WAYS: dict[str, Convert] = {
     "all_gather_scatter_gradients": functools.partial(collectives.all_gather_scatter_gradients, dim=0),
     "reduce_scatter": functools.partial(collectives.reduce_scatter, dim=1, outer=2),
 }
-
-
-class _Noted:
-    """A collective on its way that notes when it is waited for."""
-
-    def __init__(self, work: Any, events: list[str]) -> None:
-        self.work, self.events = work, events
-
-    def wait(self) -> None:
-        self.events.append("wait")
-        self.work.wait()
-
-
-class _Log(TorchDispatchMode):
-    """Products and collectives in the order of their calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.mm.default:
-            self.events.append("mm")
-        return func(*args, **(kwargs or {}))
-
-    def __enter__(self) -> Any:
-        self._messages = {name: getattr(collectives, name) for name in ("sum_message", "scatter_message")}
-
-        def sum_message(*args: Any) -> Any:
-            self.events.append("start")
-            return _Noted(self._messages["sum_message"](*args), self.events)
-
-        def scatter_message(*args: Any) -> Any:
-            self.events.append("start")
-            work, own = self._messages["scatter_message"](*args)
-            return _Noted(work, self.events), own
-
-        collectives.sum_message, collectives.scatter_message = sum_message, scatter_message  # type: ignore[assignment]
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for name, function in self._messages.items():
-            setattr(collectives, name, function)
-        super().__exit__(*error)
 
 
 def _axis() -> Axis:
@@ -113,7 +69,7 @@ def _products(
 
     found = checkpoint(narrow, x) if again else narrow(x)
     loss = sum((item * item).sum() for item in found)
-    log = _Log()
+    log = Log()
     with log:
         loss.backward()  # type: ignore[union-attr]
     given = [x, bias, second, two, three, *([] if frozen else [one])]
@@ -197,7 +153,7 @@ def _train(directory: str) -> list[str]:
     plain = Gated().double()
     model = autopart.load(directory, copy.deepcopy(plain))
     ids = torch.arange(32).view(8, 4) % 16
-    log = _Log()
+    log = Log()
     with log:
         model(ids).backward()
     plain(ids).backward()

@@ -67,14 +67,17 @@ def _parts(tensor: Tensor, axis: Axis) -> list[Tensor]:
     return parts
 
 
-def _check_all() -> None:
+def _check_all(begun: bool) -> None:
+    """begun: those that send something are begun and then waited for."""
     for source, target in PAIRS:
         move = transition(Placement.parse(source), Placement.parse(target))
         assert move is not None
+        if begun and not (move.forward or move.backward):
+            continue
         axis = _axis()
         whole = _noise(7, 0, torch.float64)
         x = _local(source, whole, axis, 8).requires_grad_()
-        y = move(x, axis)
+        y = _begun(move, x, axis) if begun else move(x, axis)
         assert torch.equal(_whole(target, _parts(y.detach(), axis)), whole), (source, target)
         # The gradient has the mirror image of the placement.
         gradient = _noise(9, 0, torch.float64)
@@ -84,8 +87,13 @@ def _check_all() -> None:
         assert torch.equal(_whole(back[source], _parts(x.grad, axis)), gradient), (source, target)
         _check_counts(move, axis, x, y)
         integers = _local(source, whole.long(), axis, 8)
-        moved = move(integers, axis)
+        moved = _begun(move, integers, axis) if begun else move(integers, axis)
         assert torch.equal(_whole(target, _parts(moved, axis)), whole.long())
+
+
+def _begun(move: Transition, x: Tensor, axis: Axis) -> Tensor:
+    options = {name: int(value) for name, value in move.arguments}
+    return collectives.begin(getattr(collectives, move.name), x, axis, **options).wait()
 
 
 def _check_counts(move: Transition, axis: Axis, x: Tensor, y: Tensor) -> None:
@@ -100,9 +108,10 @@ def _check_counts(move: Transition, axis: Axis, x: Tensor, y: Tensor) -> None:
     assert axis.traffic.counts() == expected, move
 
 
+@pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_every_transition(processes: int) -> None:
-    launch(_check_all, processes)
+def test_every_transition(processes: int, begun: bool) -> None:
+    launch(_check_all, processes, begun)
 
 
 def _check_fallback() -> None:
@@ -129,6 +138,8 @@ def test_one_rank_returns_the_tensor_itself() -> None:
     for source, target in PAIRS:
         move = transition(Placement.parse(source), Placement.parse(target))
         assert move is not None and move(x, Axis("tp")) is x
+        if move.forward or move.backward:
+            assert _begun(move, x, Axis("tp")) is x
 
 
 @pytest.mark.parametrize(

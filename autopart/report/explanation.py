@@ -49,7 +49,7 @@ def binding_text(plan: Plan, found: Breakdown, unfit: int) -> str:
     if slowest.collectives_s is None:
         lines.append("note: links are not known, or several axes share the counts: compute includes collectives")
     if slowest.hidden_s:
-        lines.append(f"hidden: {format_seconds(slowest.hidden_s)} of collectives pass beside gradients of weights")
+        lines.append(f"hidden: {format_seconds(slowest.hidden_s)} of collectives pass beside other work")
     if fullest.capacity_bytes:
         lines.append(
             f"memory: stage {_numbers(fullest)}{_where(plan, fullest)} is fullest, "

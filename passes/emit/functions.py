@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,6 +54,7 @@ class Function:
     """Statements of one forward: a layer's, or the part of the stage's outside of layers.
 
     invariant: random numbers do not depend on the plan. path: the layer's. beside: of :mod:`autopart.passes.beside`.
+    begun: transitions that are waited for where they are read first (:mod:`autopart.passes.ahead`).
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Function:
         invariant: bool = False,
         path: str = "",
         beside: Mapping[fx.Node, Sequence[fx.Node]] | None = None,
+        begun: Collection[fx.Node] = (),
     ):
         self.axes, self.invariant, self.path = axes, invariant, path
         self.names = names
@@ -76,12 +78,16 @@ class Function:
         self.random_calls = 0
         self.scope: set[fx.Node] = set()
         self.inlined: set[fx.Node] = set()  # values without a name: written into their only reader
-        self.beside = beside or {}
+        self.beside, self.begun = beside or {}, begun
+        self.flying: dict[fx.Node, str] = {}  # by transition that was begun, what is waited for
         self.laters: dict[fx.Node, str] = {}  # by product, what puts off its weight's gradient
         self.printer = Printer(device, "self.training")
 
     def name(self, node: fx.Node) -> Text:
         if node in self.texts:
+            return self.texts[node]
+        if node in self.flying:
+            self.assign(node, f"{self.flying.pop(node)}.wait()")
             return self.texts[node]
         if node.op == "placeholder" and node.meta["role"] in (Role.BATCH, Role.GLOBAL_BATCH):
             self.uses_batch[node.meta["name"]] = None
@@ -91,7 +97,7 @@ class Function:
 
     def statement(self, node: fx.Node) -> None:
         """Writes a node: kept for its only reader if it is short, else assigned to a variable."""
-        if node in self.texts or (not graphs.is_tensor(node) and not graphs.is_op(node)):
+        if node in self.texts or node in self.flying or (not graphs.is_tensor(node) and not graphs.is_op(node)):
             return
         if graphs.is_getitem(node):
             self.texts[node] = self.printer.text(node, self.name)
@@ -101,7 +107,12 @@ class Function:
             (source,) = node.all_input_nodes[:1]
             rest = "".join(f", {key}={self._argument(value)}" for key, value in node.kwargs.items())
             call = f"{self.name(source).code}, {axis}{rest}{self._later(node)}"
-            self.assign(node, f"collectives.{node.meta['transition'][1].name}({call})")
+            function = f"collectives.{node.meta['transition'][1].name}"
+            if node in self.begun:
+                self.flying[node] = self.names.fresh("begun")
+                self.lines.append(f"{self.flying[node]} = collectives.begin({function}, {call})")
+            else:
+                self.assign(node, f"{function}({call})")
             return
         if "forms" in node.meta:
             axes = {form.role: self._axis(axis) for axis, form in node.meta["forms"]}

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from autopart.passes import graph as graphs
+from autopart.passes.ahead import begun
 from autopart.passes.beside import products_beside
 from autopart.passes.blocks import is_random
 from autopart.passes.conversion import Axes
@@ -71,7 +72,7 @@ class StageSource:
         self.layers: dict[str, str] = {}  # path -> class name
         self.imports_checkpoint = False
         self.inlined: set[fx.Node] = set()  # values that get no name
-        self.beside = products_beside(graph, recompute)
+        self.beside, self.begun = products_beside(graph, recompute), begun(graph, recompute)
 
     def write(self) -> str:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
@@ -81,7 +82,7 @@ class StageSource:
         names = Names()
         for node in arguments:
             names.fresh(argument_name(node.meta["name"]))
-        main = Function(self.axes, names, invariant=self.invariant, beside=self.beside)
+        main = self._function(names)
         for node in arguments:
             main.texts[node] = Text(argument_name(node.meta["name"]))
         for node, expression in attributes.items():
@@ -97,10 +98,11 @@ class StageSource:
         self.inlined |= main.inlined
         returned = [main.name(node).code for node in self.returned[: self.results]]
         if self.updates:
+            updated = [main.name(node).code for node in self.returned[self.results :]]
             main.lines.append("if self.training:")
             main.lines.append("    with torch.no_grad():")
-            for name, node in zip(self.updates, self.returned[self.results :], strict=True):
-                main.lines.append(f"        {_attribute('self', name)}.copy_({main.name(node).code})")
+            for name, code in zip(self.updates, updated, strict=True):
+                main.lines.append(f"        {_attribute('self', name)}.copy_({code})")
         main.lines.append(f"return ({', '.join(returned)}{',' if len(returned) == 1 else ''})")
         signature = ", ".join(
             ["b: int", "B: int", *(f"{argument_name(node.meta['name'])}: Tensor" for node in arguments)]
@@ -117,6 +119,11 @@ class StageSource:
         text += [f'        self._path = "{self.path}"', *wrapped(self._constructor()), "", *forward, *body, ""]
         return "\n".join(text)
 
+    def _function(self, names: Names, path: str = "") -> Function:
+        return Function(
+            self.axes, names, invariant=self.invariant, path=path, beside=self.beside, begun=self.begun.keys()
+        )
+
     # -- layers ---------------------------------------------------------------------------------------------------
 
     def _layer(self, run: Run, own: Sequence[Segment], main: Function, attributes: Mapping[fx.Node, str]) -> None:
@@ -124,7 +131,7 @@ class StageSource:
         inside = set(run.nodes)
         prefix = f"{run.path}."
         names = Names()
-        function = Function(self.axes, names, invariant=self.invariant, path=run.path, beside=self.beside)
+        function = self._function(names, run.path)
         again = [] if run.path in self.recompute else [segment for segment in own if segment.path]
         function.scope = inside.difference(*(segment.nodes for segment in again))
         parameters: list[tuple[str, fx.Node]] = []
@@ -198,7 +205,7 @@ class StageSource:
         called: the names of the layer's methods so far.
         """
         inside = set(segment.nodes)
-        inner = Function(self.axes, Names(), invariant=self.invariant, path=layer, beside=self.beside)
+        inner = self._function(Names(), layer)
         inner.scope, inner.random_calls = inside, outer.random_calls
         passed: list[str] = []
         arguments: list[str] = []

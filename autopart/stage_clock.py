@@ -1,0 +1,183 @@
+"""How long one microbatch takes in a stage: forward, and back, op by op of the graph that is emitted.
+
+Ops run one after another, and so do the collectives of an axis. A collective that is waited for at once takes its own
+time; one that is begun before other ops (:mod:`autopart.passes.ahead`), or beside which weights' gradients are computed
+(:mod:`autopart.passes.beside`), what it takes longer than these, and what it waits for collectives before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopart.candidates import Candidates
+from autopart.passes import graph as graphs
+from autopart.passes.ahead import begun
+from autopart.passes.amounts import value_bytes
+from autopart.passes.beside import products_beside
+from autopart.passes.graph import Value
+from autopart.passes.kept import rerun
+from autopart.passes.partition import StageGraph
+from autopart.passes.program import Role
+from autopart.prices import Chosen, share_of
+from autopart.solver.search import Degrees
+from autopart.tensor_choice import Setting, TensorChoice
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """Of one microbatch. hidden_s: by kind what of collectives passes while ops are computed, uncounted."""
+
+    forward_s: float
+    backward_s: float
+    hidden_s: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class _Timeline:
+    """Computing, and by axis the collectives on their way. now: seconds. hidden: by kind."""
+
+    hidden: dict[str, float]
+    now: float = 0.0
+    busy: dict[str, float] = field(default_factory=dict)
+
+    def compute(self, seconds: float) -> None:
+        self.now += seconds
+
+    def begin(self, axis: str, seconds: float) -> float:
+        """When a collective that is begun now will be through."""
+        self.busy[axis] = max(self.now, self.busy.get(axis, 0.0)) + seconds
+        return self.busy[axis]
+
+    def wait(self, end: float, kind: str, seconds: float) -> None:
+        """Until the end of a collective that takes so many seconds."""
+        seen = max(0.0, end - self.now)
+        self.now += seen
+        if not math.isclose(seen, seconds):
+            self.hidden[kind] = self.hidden.get(kind, 0.0) + seconds - seen
+
+
+@dataclass(slots=True)
+class StageClock:
+    """Seconds of one stage's sharded graph, collectives and free ops included."""
+
+    candidates: Candidates
+    config: Degrees
+    stage: StageGraph
+    graph: fx.Graph
+    choice: TensorChoice
+    recompute: Collection[str]  # layers and modules in them that run again in the backward
+
+    def seconds(self) -> StageSeconds:
+        setting, hidden = self.candidates.setting(self.config), dict[str, float]()
+        priced = self._priced(setting)
+        started = begun(self.graph, self.recompute) if setting.beside else {}
+        behind: dict[fx.Node, list[fx.Node]] = {}  # by op what is waited for behind it
+        for node, meanwhile in started.items():
+            behind.setdefault(meanwhile[-1], []).append(node)
+        forward, seen = self._forward(priced, started, behind, hidden)
+        again = sum(seen[node] for node in rerun(self.graph, self.recompute) if node in seen)
+        backward = self._backward(priced, setting, started, behind, hidden)
+        for node in self.stage.graph.nodes:
+            if node.op == "placeholder" and node.meta["role"] is Role.PARAMETER:
+                one, two = self.candidates.data_seconds(self.config, self.choice, self.stage.origin[node])
+                forward, backward = forward + one, backward + two
+        return StageSeconds(forward, backward + again, hidden)
+
+    def _forward(
+        self,
+        priced: Mapping[fx.Node, tuple[float, float]],
+        started: Collection[fx.Node],
+        behind: Mapping[fx.Node, list[fx.Node]],
+        hidden: dict[str, float],
+    ) -> tuple[float, dict[fx.Node, float]]:
+        """Seconds, and those of each node, what is waited for it included."""
+        line, ends, seen = _Timeline(hidden), dict[fx.Node, float](), dict[fx.Node, float]()
+        for node, (seconds, _) in priced.items():
+            before = line.now
+            axis, kind = _collective(node, forward=True)
+            if not kind:
+                line.compute(seconds)
+            elif node in started:
+                ends[node] = line.begin(axis, seconds)
+            else:
+                line.wait(line.begin(axis, seconds), kind, seconds)
+            seen[node] = line.now - before
+            for other in behind.get(node, ()):
+                before = line.now
+                if other in ends:
+                    line.wait(ends[other], _collective(other, forward=True)[1], priced[other][0])
+                seen[other] += line.now - before
+        return line.now, seen
+
+    def _backward(
+        self,
+        priced: Mapping[fx.Node, tuple[float, float]],
+        setting: Setting,
+        started: Collection[fx.Node],
+        behind: Mapping[fx.Node, list[fx.Node]],
+        hidden: dict[str, float],
+    ) -> float:
+        """Seconds, without what runs again."""
+        put_off: dict[fx.Node, float] = {}  # by product and by transition, weights' gradients
+        for node, products in (products_beside(self.graph, self.recompute) if setting.beside else {}).items():
+            for product in products:
+                origin = product.meta["origin"]
+                put_off[product] = setting.prices.weight_seconds(origin, self._chosen(origin), setting.sizes)
+            put_off[node] = -sum(put_off[product] for product in products)
+        line, ends = _Timeline(hidden), dict[fx.Node, float]()
+        for node, (_, seconds) in reversed(list(priced.items())):
+            for other in behind.get(node, ()):
+                axis, kind = _collective(other, forward=False)
+                if kind:
+                    ends[other] = line.begin(axis, priced[other][1])
+            axis, kind = _collective(node, forward=False)
+            if not kind:
+                line.compute(seconds - put_off.get(node, 0.0))
+                continue
+            end = ends[node] if node in started else line.begin(axis, seconds)
+            line.compute(-put_off.get(node, 0.0))
+            line.wait(end, kind, seconds)
+        return line.now
+
+    def _priced(self, setting: Setting) -> dict[fx.Node, tuple[float, float]]:
+        """Seconds of each op and transition forward and back, in the order of the graph."""
+        sizes = dict(self.candidates.layout.axes(self.config))
+        numbers = {name: index for index, name in enumerate(sizes)}
+        found = {}
+        for node in self.graph.nodes:
+            if "transition" in node.meta:
+                axis, step = node.meta["transition"]
+                gradient = bool(node.meta.get("differentiable"))
+                price = setting.conversions.step(numbers[axis], step.source, step.target, gradient)
+                size = value_bytes(Value(node)).at(setting.prices.batch)
+                # what the other axes leave; this one's ranks have or get it whole
+                others = [1 if name == axis else parts for name, parts in sizes.items()]
+                found[node] = price.seconds(size * share_of(node.args[0].meta["placements"], others))
+            elif graphs.is_op(node):
+                found[node] = self._op(node, setting)
+        return found
+
+    def _chosen(self, origin: fx.Node) -> Chosen:
+        return self.choice.strategies.get(origin, ())
+
+    def _op(self, node: fx.Node, setting: Setting) -> tuple[float, float]:
+        origin = node.meta["origin"]
+        chosen = self._chosen(origin) if node.meta.get("strategies") else ()
+        if not chosen:
+            return setting.prices.op_seconds(origin)
+        forward, backward = setting.prices.op_seconds(origin, chosen, setting.sizes)
+        sent, returned = setting.prices.form_seconds(origin, chosen, setting.axes)
+        return forward + sent, backward + returned
+
+
+def _collective(node: fx.Node, forward: bool) -> tuple[str, str]:
+    """The axis and the kind of a transition's collective; empty where it sends nothing."""
+    if "transition" not in node.meta:
+        return "", ""
+    axis, step = node.meta["transition"]
+    kind = step.forward if forward else step.backward if node.meta.get("differentiable") else None
+    return axis, kind or ""
