@@ -38,6 +38,7 @@ from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.links import dtype_of
 from autopart.runtime.placement import REPLICATE
 from autopart.runtime.schedule import deeper_warmup, in_flight
+from autopart.shared_hosts import SharedHosts
 from autopart.solver import stages as stage_solver
 from autopart.solver.search import Config, Degrees, Evaluation, NotBetter
 from autopart.solver.stages_parts import Block, Cut, Family
@@ -78,6 +79,7 @@ class Candidates:
     whole: frozenset[str] = frozenset()  # parameters that no tensor axis divides
     device: Device = field(init=False)
     layout: DeviceLayout = field(init=False)
+    shared: SharedHosts | None = field(init=False)
     positions: Positions = field(init=False)
     _prices: dict[int, Prices] = field(default_factory=dict)
     _work: dict[tuple[int, int, str], float] = field(default_factory=dict)
@@ -95,7 +97,7 @@ class Candidates:
     _added: dict[tuple[Degrees, float], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.layout = DeviceLayout(self.cluster)
+        self.layout, self.shared = DeviceLayout(self.cluster), SharedHosts.of(self.cluster)
         # Stages are alike, so the slowest device sets the pace of all.
         self.device = min(self.cluster.devices, key=lambda device: (device.peak("float32"), device.memory_bandwidth))
         self.positions = Positions.of(self.analysis, self.pins.together if self.pins else ())
@@ -246,7 +248,13 @@ class Candidates:
 
     def step_floor(self, work: float, config: Degrees) -> float:
         """Least seconds of a step whose microbatches take ``work`` seconds each through all stages."""
-        return pipeline_floor(work, config, self.warmup_of(config))
+        floor = pipeline_floor(work, config, self.warmup_of(config))
+        # while ranks wait others may be faster, but all together do no more than when none waits
+        return max(floor / self.faster(config), config.microbatches * work / config.pp)
+
+    def faster(self, config: Config) -> float:
+        """How many times as fast as priced a stage is at most, while other stages wait."""
+        return self.shared.alone if self.shared is not None and config.stages > 1 else 1.0
 
     def work_seconds(self, config: Degrees) -> float:
         """Seconds of one microbatch's ops, on tp ranks that share all FLOPs and bytes of each perfectly."""
@@ -315,11 +323,13 @@ class Candidates:
             if least >= below:
                 raise NotBetter(least, least if alone else self.work_floor(config))
             try:
-                cut = stage_solver.solve(problem, self.time_limit_s, below=below if whole else math.inf)
+                cut = stage_solver.solve(
+                    problem, self.time_limit_s, below=below * self.faster(config) if whole else math.inf
+                )
                 break
             except NotBetter as error:
-                least = error.seconds if alone and complete else self.work_floor(config)
-                raise NotBetter(error.seconds, least) from None
+                seconds = error.seconds / self.faster(config)
+                raise NotBetter(seconds, seconds if alone and complete else self.work_floor(config)) from None
             except InfeasibleError as error:
                 if alone or error.excess_bytes is None or attempt == TIGHTENINGS:
                     if below < math.inf:  # what fits may take longer
@@ -337,7 +347,11 @@ class Candidates:
         if choice.solution is not None and choice.levels and self.zero is None:
             floor = self.work_floor(config)  # of all levels
         elif choice.solution is None:
-            floor = cut.lower_bound_s if config.schedule in WHOLE_SCHEDULES else self.step_floor(free, config)
+            floor = (
+                cut.lower_bound_s / self.faster(config)
+                if config.schedule in WHOLE_SCHEDULES
+                else self.step_floor(free, config)
+            )
             # of what was not among the choices this bound says nothing
             if (choice.levels and self.zero is None) or not complete:
                 floor = self.work_floor(config)
@@ -353,13 +367,16 @@ class Candidates:
         return bucketed_all_reduce_seconds(held * self.summed, config.dp, self.layout.data_link(config))
 
     def _step_seconds(self, problem: StageProblem, cut: StageSolution, config: Degrees) -> float:
+        places = self.layout.places(config)
+        devices = [self.layout.ranks(config, places.index(place)) for place in range(config.pp)]
         return simulated_seconds(
             problem,
             cut.way,
             config.schedule,
             [self.weight_share(config, step, problem) for step in cut.way],
             self.warmup_of(config),
-            self.layout.places(config),
+            places,
+            self.shared.durations(devices) if self.shared is not None else None,
         )
 
     def computed_again(self, config: Config, step: Step, problem: StageProblem) -> set[str]:

@@ -279,5 +279,6 @@ def _host_node(count: int) -> Node:
         return node if calibration.link is None else replace(node, inside=calibration.link)
     share = calibrated.host_cores() / count
     peaks: Mapping[str, float] = {name: rate * share for name, rate in core.peak_flops.items()}
-    device = replace(core, memory_bytes=held, peak_flops=peaks, memory_bandwidth=core.memory_bandwidth * share)
+    bandwidth, alone = core.memory_bandwidth * share, max(1.0, 1 / share)
+    device = replace(core, memory_bytes=held, peak_flops=peaks, memory_bandwidth=bandwidth, alone=alone)
     return Node.of(device, count)

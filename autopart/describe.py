@@ -28,6 +28,7 @@ from autopart.predict import simulate_plan
 from autopart.prices import Chosen, share_of
 from autopart.realize import Realization, build, storage_names, strategy_names
 from autopart.runtime.manifest import MIXED
+from autopart.shared_hosts import SharedHosts
 from autopart.solver.search import Config, Degrees
 from autopart.solver.stages_problem import StageProblem, Way
 from autopart.stage_clock import StageClock
@@ -100,6 +101,7 @@ def timed_plan(
 ) -> Plan:
     """The plan of these stages with the step's simulated seconds."""
     analysis, program = candidates.analysis, candidates.analysis.program
+    shared = SharedHosts.of(candidates.cluster)
     plan = Plan(
         fingerprint=program.fingerprint,
         model=program.name,
@@ -121,6 +123,8 @@ def timed_plan(
         transfers=transfers,
         tied_s=tied_s,
         order=order,
+        shared_host=shared.size if shared else 0,
+        alone=shared.alone if shared else 1.0,
     )
     return replace(plan, step_time_s=simulate_plan(plan).makespan_s + plan.tied_s)
 

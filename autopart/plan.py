@@ -138,6 +138,8 @@ class Plan:
     places in it then; empty: as numbered.
     pins, together: what the user asked for, module patterns and their stages, and groups of patterns on one stage; see
     :mod:`autopart.pins`. The stages follow them; nothing else reads them when the plan is run.
+    shared_host: devices of each host, where these share its cores; 0: they have cores of their own. alone: how many
+    times as fast as the stages' seconds say they are while no other device of the host computes.
     tokens, flops: of one step; peak_flops: FLOP/s of all its devices in the type of most products; 0 when unknown.
     considered: other candidates, as rows for the report.
     """
@@ -171,6 +173,8 @@ class Plan:
     order: tuple[int, ...] = ()
     pins: Mapping[str, int] = field(default_factory=dict, hash=False)
     together: tuple[tuple[str, ...], ...] = ()
+    shared_host: int = 0
+    alone: float = 1.0
 
     def __post_init__(self) -> None:
         _require(self.schedule in SCHEDULES, f"schedule: {self.schedule!r} is not one of {', '.join(SCHEDULES)}")

@@ -9,6 +9,7 @@ from autopart.plan import Plan
 from autopart.runtime.schedule import Action, Work, make_schedule
 from autopart.runtime.schedule.double_buffered import unrolled
 from autopart.runtime.trace import Span, Timeline, trace_object
+from autopart.shared_hosts import SharedHosts
 from autopart.simulate import Simulation, StageTimes, simulate, steady_seconds
 
 
@@ -37,11 +38,16 @@ def simulate_plan(plan: Plan) -> Simulation:
             return there[action.stage, action.peer]
         return back[action.peer, action.stage]
 
+    durations = None
+    if plan.shared_host:
+        devices = [tuple(plan.stages[plan.places.index(place)].devices) for place in range(plan.pp)]
+        durations = SharedHosts(plan.shared_host, plan.alone).durations(devices)
     if plan.schedule != "2bw":
-        return simulate(schedule, times, transfer)
+        return simulate(schedule, times, transfer, durations)
     # A batch's timeline with its fill and drain, but the step is what one more batch adds.
-    one = simulate(unrolled(schedule, 1, plan.microbatches), times, transfer)
-    return replace(one, makespan_s=steady_seconds(schedule, plan.schedule, plan.microbatches, times, transfer))
+    one = simulate(unrolled(schedule, 1, plan.microbatches), times, transfer, durations)
+    steady = steady_seconds(schedule, plan.schedule, plan.microbatches, times, transfer, durations)
+    return replace(one, makespan_s=steady)
 
 
 def predicted_trace(plan: Plan, found: Simulation, first_pid: int = 0) -> dict[str, Any]:

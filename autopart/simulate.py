@@ -85,12 +85,19 @@ class Simulation:
 Transfer = Callable[[Action], float]
 """Seconds that a send takes."""
 
+Durations = Callable[[Schedule, Sequence[StageTimes], Transfer], Sequence[Sequence[float]]]
+"""Seconds of each rank's actions that compute, in their order, where they are not those of the stages' times."""
+
 
 class _Clock:
     """The state of one run. ``arrivals``: when each sent message is there, by (work, from, to, microbatch)."""
 
-    def __init__(self, schedule: Schedule, times: Sequence[StageTimes], transfer: Transfer):
+    def __init__(
+        self, schedule: Schedule, times: Sequence[StageTimes], transfer: Transfer, durations: Durations | None
+    ):
         self.times = times
+        taken = durations(schedule, times, transfer) if durations is not None else None
+        self.durations = None if taken is None else [iter(own) for own in taken]
         self.transfer = transfer
         self.rank_of = schedule.rank_of
         ranks = len(schedule.ranks)
@@ -129,7 +136,10 @@ class _Clock:
             self.now[rank] = max(start, arrival)
             self.events.append(Event(action, start, self.now[rank]))
             return True
-        duration = self.times[stage].seconds(work, stage in self.splits)
+        if self.durations is None:
+            duration = self.times[stage].seconds(work, stage in self.splits)
+        else:
+            duration = next(self.durations[rank])
         self.now[rank] = start + duration
         self.busy[rank] += duration
         self.events.append(Event(action, start, self.now[rank]))
@@ -159,12 +169,23 @@ def _stages(schedule: Schedule) -> list[list[int]]:
 
 
 def steady_seconds(
-    schedule: Schedule, name: str, microbatches: int, times: Sequence[StageTimes], transfer: Transfer | float = 0.0
+    schedule: Schedule,
+    name: str,
+    microbatches: int,
+    times: Sequence[StageTimes],
+    transfer: Transfer | float = 0.0,
+    durations: Durations | None = None,
 ) -> float:
     """Seconds of a step: the makespan, or under "2bw" what one more batch adds to the batches before."""
+
+    def end(run: Schedule) -> float:
+        if durations is None:
+            return makespan(run, times, transfer)
+        return simulate(run, times, transfer, durations).makespan_s
+
     if name != "2bw":
-        return makespan(schedule, times, transfer)
-    one, two = (makespan(unrolled(schedule, count, microbatches), times, transfer) for count in (1, 2))
+        return end(schedule)
+    one, two = (end(unrolled(schedule, count, microbatches)) for count in (1, 2))
     return two - one + max(own.reduce_s for own in times)
 
 
@@ -212,16 +233,22 @@ def makespan(schedule: Schedule, times: Sequence[StageTimes], transfer: Transfer
     return max(end, *now)
 
 
-def simulate(schedule: Schedule, times: Sequence[StageTimes], transfer: Transfer | float = 0.0) -> Simulation:
+def simulate(
+    schedule: Schedule,
+    times: Sequence[StageTimes],
+    transfer: Transfer | float = 0.0,
+    durations: Durations | None = None,
+) -> Simulation:
     """Times a schedule and tracks its memory.
 
     times: one per stage. transfer: seconds of a send to another rank, as a number or as a function of the send.
+    durations: see :data:`Durations`.
     Raises ScheduleError when the numbers of stages differ or when the schedule waits for ever.
     """
     if len(times) != schedule.stages:
         raise ScheduleError(f"the schedule has {schedule.stages} stages, times are given for {len(times)}")
     seconds = transfer if callable(transfer) else lambda _: float(transfer)
-    clock = _Clock(schedule, times, seconds)
+    clock = _Clock(schedule, times, seconds, durations)
     left = [deque(actions) for actions in schedule.ranks]
     moved = True
     while moved:

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Sequence
 
 from autopart.runtime.schedule import Action, Schedule, in_flight, make_schedule
-from autopart.simulate import StageTimes, steady_seconds
+from autopart.simulate import Durations, StageTimes, steady_seconds
 from autopart.solver.search import Degrees
 from autopart.solver.stages_floor import least_step
 from autopart.solver.stages_problem import StageProblem, Step, Way
@@ -32,10 +32,11 @@ def simulated_seconds(
     weight_shares: Sequence[float],
     warmup: tuple[int, ...],
     places: Sequence[int],
+    durations: Durations | None = None,
 ) -> float:
     """The simulated step of a division; what crosses several cuts is taken to be passed on from stage to stage.
 
-    weight_shares: the parts of the stages' backwards that a schedule may leave for W.
+    weight_shares: the parts of the stages' backwards that a schedule may leave for W. durations: see simulate.
     """
     times = []
     for step, share in zip(way, weight_shares, strict=True):
@@ -51,7 +52,7 @@ def simulated_seconds(
         crossed = problem.crossings(way[first], way[second])
         return max(cut.forward_s if action.stage == first else cut.backward_s for cut in crossed)
 
-    makespan = steady_seconds(made, schedule, problem.microbatches, times, transfer)
+    makespan = steady_seconds(made, schedule, problem.microbatches, times, transfer, durations)
     return makespan + problem.tied_seconds(way)
 
 

@@ -180,12 +180,15 @@ class UnlikeCandidates:
             for item, step in zip(answer.stages, cut.way, strict=True)
         ]
         warmup = self.candidates.warmup_of(config.equal)
-        seconds = simulated_seconds(problem, cut.way, config.schedule, shares, warmup, range(config.pp))
+        shared = self.candidates.shared
+        durations = shared.durations(answer.devices) if shared is not None else None
+        seconds = simulated_seconds(problem, cut.way, config.schedule, shares, warmup, range(config.pp), durations)
         floor = self.lower_bound(config)
         # of positions that are left out the solver's bound says nothing
         every = self.candidates.positions
         if config.schedule in WHOLE_SCHEDULES and every.complete and len(self.prices.positions) == len(every.sets):
-            floor = max(floor, stage_solver.least_seconds(self._relaxed(problem, priced)))
+            least = stage_solver.least_seconds(self._relaxed(problem, priced))
+            floor = max(floor, least / self.candidates.faster(config))
         return Evaluation(answer, seconds, min(floor, seconds))
 
     def _run(self, problem: StageProblem, number: int, priced: Sequence[Priced]) -> Run:
@@ -196,6 +199,10 @@ class UnlikeCandidates:
 
     def lower_bound(self, config: UnlikeMeshes) -> float:
         """Seconds that a step takes at least; see the module."""
+        return self._priced_bound(config) / self.candidates.faster(config)
+
+    def _priced_bound(self, config: UnlikeMeshes) -> float:
+        """The same where no device is faster than priced."""
         launches, work, speeds = self._least_work(self.candidates.batch // config.microbatches, config.recompute)
         counts = [node.count * number for node, number in zip(self.row.kinds, self.row.counts, strict=True)]
         total = sum(speed * count for speed, count in zip(speeds, counts, strict=True))

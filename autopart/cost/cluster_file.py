@@ -20,6 +20,7 @@
     contraction = 0.65                                     # optional: shares of the peaks that are reached
     memory = 0.8
     attention = 0.5                                        # optional: of the peak, what fused attention reaches
+    alone = 2                                              # optional: times as fast while the host's others wait
 
     [links.Mine]
     bandwidth = 20e9                                       # bytes/s of one device in one direction
@@ -42,7 +43,7 @@ _TOP = ("nodes", "devices", "links")
 _NODE = ("count", "device", "devices", "inside", "port", "ports")
 _DEVICE = ("kind", "memory_gib", "peak_flops", "memory_bandwidth", "launch_s")
 _LINK = ("bandwidth", "latency_s")
-_DEVICE_OPTIONS = ("processors", "contraction", "memory", "attention")
+_DEVICE_OPTIONS = ("processors", "contraction", "memory", "attention", "alone")
 _LINK_OPTIONS = ("efficiency", "direct")
 
 Row = tuple[int, Device, int, Link, Link, int]

@@ -27,6 +27,7 @@ class Device:
     processors: streaming multiprocessors, over which a matrix product's tiles are dealt (0: no tiles, as on a CPU).
     contraction, memory: shares of the peaks that large matrix products and streaming kernels reach. attention: share
     of the peak FLOP/s that fused attention reaches on long sequences, forward and backward together.
+    alone: times as fast while no other device of its host computes, for CPUs that share fewer cores.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Device:
     contraction: float = 0.65
     memory: float = 0.8
     attention: float = 0.5
+    alone: float = 1.0
 
     def __post_init__(self) -> None:
         if self.kind not in ("cpu", "cuda"):
@@ -48,6 +50,8 @@ class Device:
         if "float32" not in self.peak_flops or min(self.peak_flops.values()) <= 0:
             raise ClusterError(f"device {self.name}: peak_flops has rates above zero, float32 among them")
         shares = (self.contraction, self.memory, self.attention)
+        if self.alone < 1:
+            raise ClusterError(f"device {self.name}: alone is at least 1, as other devices make none faster")
         if self.processors < 0 or not all(0 < share <= 1 for share in shares):
             raise ClusterError(
                 f"device {self.name}: contraction, memory and attention are above 0 and at most 1, processors is not "
@@ -112,7 +116,7 @@ def device_from_table(name: str, table: Mapping[str, Any]) -> Device:
         {str(key): _number(rate) for key, rate in table["peak_flops"].items()},
         _number(table["memory_bandwidth"]),
         _number(table["launch_s"]),
-        **{key: _number(table[key]) for key in ("contraction", "memory", "attention") if key in table},
+        **{key: _number(table[key]) for key in ("contraction", "memory", "attention", "alone") if key in table},
         processors=round(_number(table.get("processors", 0))),
     )
 
