@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from autopart.passes import graph as graphs
+from autopart.passes import synonyms
 from autopart.passes.autocast import Autocast, casts_of, operands, type_of
 from autopart.passes.default_dtype import is_made_by_default, promotions
 from autopart.passes.exported import (
@@ -44,50 +45,6 @@ from autopart.runtime.errors import CaptureError
 
 aten = torch.ops.aten
 
-_RESHAPES = {
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.flatten.using_ints,
-    aten.unflatten.int,
-    aten.view_as.default,
-    aten.reshape_as.default,
-    aten.ravel.default,
-}
-_CASTS = {
-    aten.to.dtype,
-    aten.to.dtype_layout,
-    aten.to.device,
-    aten.to.other,
-    aten._to_copy.default,
-    aten.type_as.default,
-}
-_COPIES = {aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.lift.default}
-# Reshapings that make a copy where a view is not possible.
-_MAY_COPY = {
-    aten.reshape.default,
-    aten.flatten.using_ints,
-    aten.reshape_as.default,
-    aten.ravel.default,
-    aten.contiguous.default,
-}
-_SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.split.sizes}
-_BITWISE = {
-    aten.__and__.Tensor: aten.bitwise_and.Tensor,
-    aten.__and__.Scalar: aten.bitwise_and.Scalar,
-    aten.__or__.Tensor: aten.bitwise_or.Tensor,
-    aten.__or__.Scalar: aten.bitwise_or.Scalar,
-    aten.__xor__.Tensor: aten.bitwise_xor.Tensor,
-    aten.__xor__.Scalar: aten.bitwise_xor.Scalar,
-}
-_TRANSPOSES = {
-    aten.t.default: (0, 1),
-    aten.mT.default: (-2, -1),
-    aten.numpy_T.default: (0, 1),
-    aten.adjoint.default: (-2, -1),
-}
-_SQUEEZES = {aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
-_SWAPS = {aten.swapaxes.default, aten.swapdims.default}
 # Checks that export leaves behind; they hold for the captured sizes and have no value.
 _DROPPED = ("_assert", "sym_constrain", "_guards", "assert_tensor_metadata", "constrain_range", "_record_function")
 
@@ -251,7 +208,7 @@ class _Normalizer:
     def casts(self, node: fx.Node) -> dict[fx.Node, fx.Node]:
         """The operands of an op that autocast casts, cast."""
         target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or target in _CASTS:
+        if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or target in synonyms.CASTS:
             return {}
         given = operands(fakes((node.args, dict(node.kwargs))))
         if not any(tensor.is_floating_point() for tensor in given):
@@ -360,13 +317,13 @@ class _Normalizer:
         value = node.meta["val"]
         if self.writes and is_copy(target, args, kwargs) and value.dtype == fakes(args[0]).dtype:
             return self.emit(aten.clone.default, (args[0],), {}, node)
-        if target in _COPIES or (target is aten.slice.Tensor and is_whole_slice(args, kwargs)):
+        if target in synonyms.COPIES or (target is aten.slice.Tensor and is_whole_slice(args, kwargs)):
             return args[0]
-        if target in _CASTS:
+        if target in synonyms.CASTS:
             if value.dtype == fakes(args[0]).dtype:
                 return args[0]
             return self.emit(aten.to.dtype, (args[0], value.dtype), {}, node)
-        if target in _RESHAPES:
+        if target in synonyms.RESHAPES:
             sizes = self.shape(node, args)
             if self.copies(node):
                 return self.emit(aten.reshape.default, (args[0], sizes), {}, node)
@@ -388,7 +345,7 @@ class _Normalizer:
                 for size, original in zip(value.shape, padded(node.args[1], value), strict=True)
             ]
             return self.view(node, aten.expand.default, (args[0], sizes), kwargs)
-        if target in _SPLITS:
+        if target in synonyms.SPLITS:
             dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
             sizes = [piece.shape[dim] for piece in value]
             if all(isinstance(size, int) for size in sizes):
@@ -397,18 +354,18 @@ class _Normalizer:
                 )
         if target is aten.broadcast_tensors.default:
             return [self.expanded(node, item, piece) for item, piece in zip(args[0], value, strict=True)]
-        if target in _BITWISE:
-            return self.emit(_BITWISE[target], args, kwargs, node)
-        if target in _SQUEEZES:
+        if target in synonyms.BITWISE:
+            return self.emit(synonyms.BITWISE[target], args, kwargs, node)
+        if target in synonyms.SQUEEZES:
             # Those that were removed, by number: a batch of one sample keeps its dim.
             dims = squeezed(fakes(args[0]).shape, args[1:])
             return self.view(node, aten.squeeze.dims, (args[0], dims), {}) if dims else args[0]
-        if target in _SWAPS:
+        if target in synonyms.SWAPS:
             return self.view(node, aten.transpose.int, args, {})
         if target in (aten.movedim.int, aten.moveaxis.int):
             return self.view(node, aten.permute.default, (args[0], moved(value.dim(), args[1], args[2])), {})
-        if target in _TRANSPOSES and value.dim() >= 2:
-            return self.view(node, aten.transpose.int, (args[0], *_TRANSPOSES[target]), {})
+        if target in synonyms.TRANSPOSES and value.dim() >= 2:
+            return self.view(node, aten.transpose.int, (args[0], *synonyms.TRANSPOSES[target]), {})
         if target is aten.as_strided.default:
             source = args[0]
             for step, more in memory_views(node):
@@ -475,7 +432,7 @@ class _Normalizer:
 
     def copies(self, node: fx.Node) -> bool:
         """Whether a reshaping of the exported graph made a copy, which later writes do not reach."""
-        if not self.writes or node.target not in _MAY_COPY:
+        if not self.writes or node.target not in synonyms.MAY_COPY:
             return False
         source, value = fakes(graphs.arguments(node)[0]), node.meta["val"]
         if node.target is aten.contiguous.default:

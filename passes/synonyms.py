@@ -1,4 +1,4 @@
-"""Ops that are another op under a second name, writes through a mask, squeezes: one spelling per meaning."""
+"""Ops that are another op under a second name, the kinds that capture spells alike, writes through a mask."""
 
 from __future__ import annotations
 
@@ -9,6 +9,52 @@ import torch
 from torch import fx
 
 aten = torch.ops.aten
+
+# Ops by what normalize writes for them.
+RESHAPES = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.view_as.default,
+    aten.reshape_as.default,
+    aten.ravel.default,
+}
+CASTS = {
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+    aten._to_copy.default,
+    aten.type_as.default,
+}
+COPIES = {aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.lift.default}
+# Reshapings that make a copy where a view is not possible.
+MAY_COPY = {
+    aten.reshape.default,
+    aten.flatten.using_ints,
+    aten.reshape_as.default,
+    aten.ravel.default,
+    aten.contiguous.default,
+}
+SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.split.sizes}
+BITWISE = {
+    aten.__and__.Tensor: aten.bitwise_and.Tensor,
+    aten.__and__.Scalar: aten.bitwise_and.Scalar,
+    aten.__or__.Tensor: aten.bitwise_or.Tensor,
+    aten.__or__.Scalar: aten.bitwise_or.Scalar,
+    aten.__xor__.Tensor: aten.bitwise_xor.Tensor,
+    aten.__xor__.Scalar: aten.bitwise_xor.Scalar,
+}
+TRANSPOSES = {
+    aten.t.default: (0, 1),
+    aten.mT.default: (-2, -1),
+    aten.numpy_T.default: (0, 1),
+    aten.adjoint.default: (-2, -1),
+}
+SQUEEZES = {aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
+SWAPS = {aten.swapaxes.default, aten.swapdims.default}
 
 # Second name -> first; overloads have the same names and arguments.
 _NAMES = {
