@@ -450,7 +450,10 @@ class Candidates:
             self.pins.stages if self.pins else (),
             held.groups,
             layers(
-                *(blocks, held, costs, again_s, layer_of, block_of, config.recompute, self.positions.sets),
+                *(blocks, held, costs, again_s, layer_of, block_of),
+                [block.signature for block in self.analysis.blocks],
+                config.recompute,
+                self.positions.sets,
                 self._frontiers(config, choice, costs, held),
             ),
         )

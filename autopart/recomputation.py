@@ -74,16 +74,18 @@ def layers(
     again_s: Sequence[float],
     layer_of: Sequence[str],
     block_of: Mapping[fx.Node, int],
+    signatures: Sequence[str],
     recompute: str,
     positions: Sequence[int],
     modules: Callable[[str, Sequence[int], Choice], Family],
 ) -> tuple[Layer, ...]:
-    """The layers with the ways to run each part of them that a stage can have.
+    """The layers with the ways to run each part of them that a stage can have, found once for layers that are alike.
 
     again_s: seconds of running a block's forward again. recompute: "none", "full" (every layer is computed again) or
     "auto": each part of a layer is kept, which is choice 0, or computed again, whole or in modules. positions: sets of
     blocks between two of which a stage lies; beginnings of the row of blocks are taken to be among them. modules:
-    further choices of a layer's blocks, beside the one in which all is kept.
+    further choices of a layer's blocks, beside the one in which all is kept. signatures: equal for blocks that compute
+    the same.
     """
     if recompute == "none":
         return ()
@@ -91,45 +93,88 @@ def layers(
     for index, layer in enumerate(layer_of):
         if layer:
             members[layer].append(index)
+    known: dict[object, dict[int, Family]] = {}
     result = []
     for layer, own in members.items():
-        parts: dict[tuple[int, ...], Family] = {}
-        for part in _parts(own, positions):
-            inside = [blocks[index] for index in part]
-            held = {item: size for index in part for item, size in found.kept[index].items()}
-            entering = {
-                item: size
-                for index in part
-                for item, size in found.entering[index].items()
-                if block_of.get(item[0].node) not in part
+        start, possible = own[0], _parts(own, positions)
+        amounts = tuple(
+            (signatures[at], *blocks[at].choices, costs[at].inside_bytes, again_s[at], at - start) for at in own
+        )
+        alike = possible, amounts, _tensors(found, own, block_of)
+        if alike not in known:
+            known[alike] = {
+                bits: _ways(layer, _blocks(bits, start), blocks, found, costs, again_s, block_of, recompute, modules)
+                for bits in possible
             }
-            keep = Choice(
-                math.fsum(block.forward_s for block in inside),
-                math.fsum(block.backward_s for block in inside),
-                math.fsum(block.state_bytes for block in inside),
-                math.fsum(held.values()) + math.fsum(costs[index].inside_bytes for index in part),
-                max(block.transient_bytes for block in inside),
-            )
-            again = Choice(
-                keep.forward_s,
-                keep.backward_s + math.fsum(again_s[index] for index in part),
-                keep.state_bytes,
-                math.fsum(entering.values()),
-                keep.transient_bytes + keep.activation_bytes,
-                WHOLE,
-            )
-            if recompute == "full":
-                parts[part] = (again,)
-            else:
-                others = (keep, *modules(layer, part, keep))
-                parts[part] = others if any(other.undercuts(again) for other in others) else (*others, again)
-        result.append(Layer(tuple(own), parts))
+        result.append(Layer(tuple(own), {_blocks(bits, start): family for bits, family in known[alike].items()}))
     return tuple(result)
 
 
-def _parts(own: Sequence[int], positions: Sequence[int]) -> set[tuple[int, ...]]:
-    """The sets of a layer's blocks that can lie between two positions."""
-    whole = sum(1 << index for index in own)
-    cuts = {position & whole for position in positions} | {((1 << index) - 1) & whole for index in (*own, own[-1] + 1)}
-    between = {last & ~first for first in cuts for last in cuts if first & last == first != last}
-    return {tuple(index for index in own if mask >> index & 1) for mask in between}
+def _ways(
+    layer: str,
+    part: tuple[int, ...],
+    blocks: Sequence[Block],
+    found: Activations,
+    costs: Sequence[BlockCost],
+    again_s: Sequence[float],
+    block_of: Mapping[fx.Node, int],
+    recompute: str,
+    modules: Callable[[str, Sequence[int], Choice], Family],
+) -> Family:
+    """The ways to run a part of a layer."""
+    inside = [blocks[index] for index in part]
+    held = {item: size for index in part for item, size in found.kept[index].items()}
+    entering = {
+        item: size
+        for index in part
+        for item, size in found.entering[index].items()
+        if block_of.get(item[0].node) not in part
+    }
+    keep = Choice(
+        math.fsum(block.forward_s for block in inside),
+        math.fsum(block.backward_s for block in inside),
+        math.fsum(block.state_bytes for block in inside),
+        math.fsum(held.values()) + math.fsum(costs[index].inside_bytes for index in part),
+        max(block.transient_bytes for block in inside),
+    )
+    again = Choice(
+        keep.forward_s,
+        keep.backward_s + math.fsum(again_s[index] for index in part),
+        keep.state_bytes,
+        math.fsum(entering.values()),
+        keep.transient_bytes + keep.activation_bytes,
+        WHOLE,
+    )
+    if recompute == "full":
+        return (again,)
+    others = (keep, *modules(layer, part, keep))
+    return others if any(other.undercuts(again) for other in others) else (*others, again)
+
+
+def _tensors(found: Activations, own: Sequence[int], block_of: Mapping[fx.Node, int]) -> object:
+    """What a layer's blocks keep and read, tensors by number in the layer, so that layers that are alike have equals."""
+    numbers: dict[Kept, int] = {}
+    inside = set(own)
+    result = []
+    for index in own:
+        kept = tuple((numbers.setdefault(item, len(numbers)), size) for item, size in found.kept[index].items())
+        entering = []
+        for item, size in found.entering[index].items():
+            made = block_of.get(item[0].node)
+            home = made - own[0] if made is not None and made in inside else None
+            entering.append((numbers.setdefault(item, len(numbers)), size, home))
+        result.append((kept, tuple(entering)))
+    return tuple(result)
+
+
+def _parts(own: Sequence[int], positions: Sequence[int]) -> frozenset[int]:
+    """The sets of a layer's blocks that can lie between two positions, as bits from its first block on."""
+    start = own[0]
+    whole = sum(1 << index - start for index in own)
+    cuts = {position >> start & whole for position in positions}
+    cuts |= {((1 << index - start) - 1) & whole for index in (*own, own[-1] + 1)}
+    return frozenset(last & ~first for first in cuts for last in cuts if first & last == first != last)
+
+
+def _blocks(bits: int, start: int) -> tuple[int, ...]:
+    return tuple(start + offset for offset in range(bits.bit_length()) if bits >> offset & 1)

@@ -77,8 +77,13 @@ def _argument_nodes(argument: object) -> Iterator[fx.Node]:
 
 def input_nodes(node: fx.Node) -> list[fx.Node]:
     """The tensor arguments of an op in order, args before kwargs, lists flattened, repeats kept."""
-    found = [*_argument_nodes(node.args), *_argument_nodes(node.kwargs)]
-    return [argument for argument in found if is_tensor(argument)]
+    found: list[fx.Node] = []
+    for argument in (*node.args, *node.kwargs.values()):
+        if isinstance(argument, fx.Node):
+            found.append(argument)
+        elif isinstance(argument, tuple | list | dict):
+            found.extend(_argument_nodes(argument))
+    return [argument for argument in found if isinstance(argument.meta.get("val"), torch.Tensor)]
 
 
 def inputs(node: fx.Node) -> list[Value]:

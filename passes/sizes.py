@@ -7,6 +7,8 @@ tokens. Everything downstream needs only the coefficient and whether ``b`` is a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -52,7 +54,12 @@ def extent(size: int | torch.SymInt) -> Extent | None:
     """
     if isinstance(size, int):
         return Extent(size)
-    expr = size.node.expr
+    return _extent_of(size.node.expr)
+
+
+@lru_cache(maxsize=4096)
+def _extent_of(expr: Any) -> Extent | None:
+    """Of a size's expression, of which a graph has few."""
     symbols = expr.free_symbols
     if not symbols:
         return Extent(int(expr))

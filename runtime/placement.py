@@ -47,6 +47,8 @@ from torch import Tensor
 
 
 class Kind(enum.Enum):
+    __hash__ = object.__hash__  # members are alone; an enum's own hash, of the name, is Python code
+
     REPLICATE = "R"
     SHARD = "S"
     PARTIAL = "P"

@@ -334,7 +334,12 @@ def _product(sizes: Sequence[Extent | None]) -> Extent | None:
 
 
 def bind(annotation: Annotation, inputs: Sequence[Extents], outputs: Sequence[Extents]) -> Rule:
-    """The rule for these shapes. Raises RuleError if they do not fit the text."""
+    """The rule for these shapes, one object for equal ones. Raises RuleError if they do not fit the text."""
+    return _bound(annotation, tuple(inputs), tuple(outputs))
+
+
+@functools.lru_cache(maxsize=4096)
+def _bound(annotation: Annotation, inputs: tuple[Extents, ...], outputs: tuple[Extents, ...]) -> Rule:
     text = annotation.text
     pattern = parse(text)
     if not pattern.inputs and len(inputs) == 1:
