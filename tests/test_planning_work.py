@@ -14,7 +14,7 @@ from autopart.solver.search import Degrees
 from autopart.tracing import capture
 from clusters import ideal
 
-SHALLOW, DEEP = 9, 14
+SHALLOW, DEEP = 14, 20
 
 
 @functools.lru_cache

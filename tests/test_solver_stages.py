@@ -427,7 +427,7 @@ def test_arcs_agree_with_the_problem() -> None:
     graph = StageGraph.build(problem)
     for boundaries in brute.divisions(problem, chain_edges(7)):
         for stage, step in enumerate(steps(*boundaries)):
-            at = stage, step.first, step.last
+            at = stage, graph.runs.number(step.first, step.last)
             assert graph.excess[at] == pytest.approx(problem.stage_bytes(stage, step))
             assert graph.busy[at] == pytest.approx(problem.busy_seconds(step))
 

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopart.runtime.buckets import BUCKET_BYTES, messages_of
+from autopart.solver.stages_runs import Runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +66,15 @@ def hidden_seconds(
     return max(0.0, total - max(0.0, end - now))
 
 
-def sums_between(sums: Sequence[GradientSum], member: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Seconds of all sums of the blocks between two positions, [first, last]. member: [position, block]."""
+def sums_between(sums: Sequence[GradientSum], member: NDArray[np.bool_], runs: Runs) -> NDArray[np.float64]:
+    """Seconds of all sums of the blocks of each run. member: [position, block]."""
     alone, shared = np.zeros(member.shape[1]), dict[frozenset[int], float]()
     for item in sums:
         if len(blocks := frozenset(item.blocks)) == 1:
             alone[item.blocks[0]] += item.seconds
         else:
             shared[blocks] = shared.get(blocks, 0.0) + item.seconds
-    before = member @ alone
-    found = before[None, :] - before[:, None]
+    found = runs.between(member @ alone)
     for blocks, seconds in shared.items():
-        counts = member[:, list(blocks)].sum(axis=1)
-        found += seconds * (counts[None, :] > counts[:, None])
+        found += seconds * (runs.between(member[:, list(blocks)].sum(axis=1)) > 0)
     return found

@@ -199,7 +199,7 @@ class _BoxSearch:
         return self.objective
 
     def arcs(self, costs: Array, busy_upto: float = math.inf, step_end_upto: float = math.inf) -> Array:
-        """``costs`` per arc [table, first, last], infinite for arcs that do not fit or exceed the limits."""
+        """``costs`` per arc [table, run], infinite for arcs that do not fit or exceed the limits."""
         allowed = (self.graph.busy <= busy_upto) & (self.graph.step_end <= step_end_upto)
         return np.where(self._fits & allowed, costs, np.inf)
 
@@ -285,7 +285,7 @@ def _solve_rest(search: _BoxSearch) -> float:
     """Offers the optimum of the arcs that may be part of a better way; returns a bound in seconds."""
     from ortools.sat.python import cp_model  # which loads pandas, and is seldom needed
 
-    graph, known = search.graph, 0.0
+    graph, runs, known = search.graph, search.graph.runs, 0.0
     while True:
         ends = [smallest_maximum(graph, search.arcs(costs)) for costs in (graph.busy, graph.step_end)]
         least_busy, least_end = (end[0] if end else 0.0 for end in ends)
@@ -294,8 +294,9 @@ def _solve_rest(search: _BoxSearch) -> float:
             table = next(table for slot, table in graph.slots[stage] if slot == number)
             slowest = search.pace * np.maximum(graph.busy[table], least_busy)
             at_least = sums + slowest + np.maximum(graph.step_end[table], least_end)
-            found = np.argwhere(at_least < search.objective)
-            arcs += [_Arc(stage, number, before, table, int(first), int(last)) for first, last in found]
+            found = np.flatnonzero(at_least < search.objective)
+            between = zip(runs.first[found].tolist(), runs.last[found].tolist(), found.tolist(), strict=True)
+            arcs += [_Arc(stage, number, before, table, *run) for run in between]
         if not arcs:
             return search.objective
         model = _WayModel(search, arcs, least_busy, least_end)
@@ -324,6 +325,7 @@ class _Arc:
     table: int
     first: int
     last: int
+    run: int
 
 
 class _WayModel:
@@ -347,7 +349,7 @@ class _WayModel:
         for arc in self._arcs:
             slot = slots[arc.slot]
             joint = graph.joint(arc.before, slot.shape, slot.start)[arc.first] if arc.before >= 0 else 0.0
-            once.append(self._ticks(graph.once[arc.table, arc.first, arc.last] + joint))
+            once.append(self._ticks(graph.once[arc.table, arc.run] + joint))
         busy = self._add_maximum(graph.busy, least_busy)
         step_end = self._add_maximum(graph.step_end, least_end)
         self.cp.minimize(self._sum(self._y, once) + search.pace * busy + step_end)
@@ -375,7 +377,7 @@ class _WayModel:
         """A variable that is at least what the arc of each stage takes, and ``least``, which every way takes."""
         maximum = self.cp.new_int_var(int(max(least, 0.0) / self.tick), _TICKS, "")
         for _, group in itertools.groupby(zip(self._arcs, self._y, strict=True), key=lambda item: item[0].stage):
-            taken = [(y, self._ticks(seconds[arc.table, arc.first, arc.last])) for arc, y in group]
+            taken = [(y, self._ticks(seconds[arc.table, arc.run])) for arc, y in group]
             self.cp.add(maximum >= self._sum([y for y, _ in taken], [t for _, t in taken]))
         return maximum
 
@@ -401,7 +403,10 @@ def _infeasible(problem: StageProblem, graph: StageGraph) -> InfeasibleError:
         )
     over, way = least
     tables = [dict(found)[step.slot] for found, step in zip(graph.slots, way, strict=True)]
-    stage = max(range(problem.stages), key=lambda s: float(graph.excess[tables[s], way[s].first, way[s].last]))
+    number = graph.runs.number
+    stage = max(
+        range(problem.stages), key=lambda s: float(graph.excess[tables[s], number(way[s].first, way[s].last)])
+    )
     step = _leanest(problem, stage, way[stage])
     inside = problem.blocks_between(step.first, step.last)
     names = [problem.blocks[block].name for block in inside]

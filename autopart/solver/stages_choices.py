@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopart.solver.stages_parts import Family
+from autopart.solver.stages_parts import Family, Shape
+from autopart.solver.stages_runs import Numbers, Runs
 
 Array = NDArray[np.float64]
 
@@ -116,33 +117,79 @@ def least_excess(families: Sequence[Family], counts: Array, room: Array, in_flig
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """How many of each family a run has: of blocks by position, then of parts of layers.
+    """How many of each family of blocks, and of parts of layers, each run has.
 
-    blocks: [family, position]. parts: [family, first, last].
+    at: [family, position], whose growth from the first to the last position is what a run has, but for ``number`` more
+    of ``family`` in ``run``, entry by entry.
     """
 
-    blocks: Array
-    parts: Array
+    runs: Runs
+    at: Array
+    family: Numbers
+    run: Numbers
+    number: Array
 
-    def of(self, family: int) -> Array:
-        """The number of a family's members in each run, [first, last]."""
-        count = len(self.blocks)
-        return np.maximum(between(self.blocks[family]), 0.0) if family < count else self.parts[family - count]
+    @staticmethod
+    def of(shape: Shape, member: NDArray[np.bool_], runs: Runs) -> tuple[list[Family], Held]:
+        """The families of a shape, and how many of each a run has. member: [position, block]."""
+        in_layers = {block for layer in shape.layers for block in layer.blocks}
+        numbers: dict[Family, int] = {}
+        counts: dict[int, Array] = {}
+        more: list[tuple[Numbers, Numbers, Array]] = []
 
-    def counts(self, runs: NDArray[np.bool_]) -> Array:
-        """[family, run] of the runs that are marked, in the order of [first, last]."""
-        first, last = np.nonzero(runs)
-        return np.concatenate([self.blocks[:, last] - self.blocks[:, first], self.parts[:, first, last]])
+        def add(family: Family, at: NDArray[np.bool_]) -> None:
+            number = numbers.setdefault(family, len(numbers))
+            counts[number] = counts.get(number, np.zeros(len(member))) + at
+
+        for block, item in enumerate(shape.blocks):
+            if block not in in_layers:
+                add(item.choices, member[:, block])
+        for layer in shape.layers:
+            code = member[:, list(layer.blocks)] @ (1 << np.arange(len(layer.blocks)))
+            whole = (1 << len(layer.blocks)) - 1
+            add(layer.parts[layer.blocks], code == whole)
+            # runs that part the layer have a part of it, and not the whole
+            apart = (code > 0) & (code < whole)
+            found = np.flatnonzero(apart[runs.first] | apart[runs.last])
+            inside = code[runs.last[found]] - code[runs.first[found]]
+            family = np.zeros(len(found), dtype=np.intp)
+            for bits in np.unique(inside[inside > 0]).tolist():
+                part = tuple(block for place, block in enumerate(layer.blocks) if bits >> place & 1)
+                family[inside == bits] = numbers.setdefault(layer.parts[part], len(numbers))
+            some = inside > 0
+            more.append((family[some], found[some], np.ones(int(some.sum()))))
+            once = found[(code == whole)[runs.last[found]]]  # counted as the whole so far
+            more.append((np.full(len(once), numbers[layer.parts[layer.blocks]]), once, np.full(len(once), -1.0)))
+        at = np.zeros((len(numbers), len(member)))
+        for number, values in counts.items():
+            at[number] = values
+        family, run, number = (np.concatenate([item[place] for item in more] or [np.zeros(0)]) for place in range(3))
+        return list(numbers), Held(runs, at, family.astype(np.intp), run.astype(np.intp), number)
+
+    def counts(self, wanted: NDArray[np.bool_]) -> Array:
+        """[family, run] of the runs that are marked."""
+        found = np.take(self.at, self.runs.last[wanted], axis=1) - np.take(self.at, self.runs.first[wanted], axis=1)
+        place, entries = np.cumsum(wanted) - 1, wanted[self.run]
+        cells = self.family[entries] * found.shape[1] + place[self.run[entries]]
+        np.add.at(found.reshape(-1), cells, self.number[entries])  # seen as one row, which is much faster
+        return found
+
+    def largest(self, amounts: Sequence[float]) -> Array:
+        """By run the largest of what each member of a family has, 0 at least."""
+        found, values = np.zeros(len(self.runs)), np.array(amounts, dtype=float)
+        parts = self.number > 0
+        np.maximum.at(found, self.run[parts], values[self.family[parts]])
+        for family in np.flatnonzero(self.at.any(axis=1)):
+            count, entries = self.runs.between(self.at[family]), self.family == family
+            np.add.at(count, self.run[entries], self.number[entries])
+            np.maximum(found, values[family], out=found, where=count > 0)
+        return found
 
     def summed(self, amounts: Sequence[float]) -> Array:
-        """The sum over a run's members of what each member of a family has, [first, last]."""
-        values, count = np.array(amounts, dtype=float), len(self.blocks)
-        return between(values[:count] @ self.blocks) + np.tensordot(values[count:], self.parts, axes=1)
-
-
-def between(values: Array) -> Array:
-    """Of what grows with positions, the part of each run, [first, last]."""
-    return values[None, :] - values[:, None]
+        """By run the sum over its members of what each member of a family has."""
+        values = np.array(amounts, dtype=float)
+        rest = np.bincount(self.run, values[self.family] * self.number, minlength=len(self.runs))
+        return self.runs.between(values @ self.at) + rest
 
 
 def least_seconds(blocks: Sequence[Family], room: float, in_flight: int) -> Fastest:

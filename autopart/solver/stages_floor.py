@@ -45,6 +45,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from autopart.solver.stages_runs import Runs
+
 if TYPE_CHECKING:
     from autopart.solver.stages_problem import StageProblem, Way
 
@@ -119,13 +121,14 @@ def way_floor(problem: StageProblem, way: Way) -> float:
 def arc_floors(
     problem: StageProblem,
     member: NDArray[np.bool_],
+    runs: Runs,
     stage_of: Sequence[int],
     seconds: Array,
     fits: NDArray[np.bool_],
     fastest: Sequence[Array],
     exposed: Sequence[Array],
 ) -> Array:
-    """The same of every arc [table, first, last], over all ways that go through it.
+    """The same of every arc [table, run], over all ways that go through it.
 
     member: [position, block]. stage_of: by table. seconds: of an arc's blocks, at least; fits: where it can be used.
     fastest, exposed: by table, seconds of the blocks of a run at their fastest, and of its step end without what these
@@ -137,32 +140,31 @@ def arc_floors(
     # after its last backward a stage waits for that of the first one, which has some source of the graph
     ends = {block: problem.least_step_end(block) for block in blocks if 1 << block in problem.positions}
     source = np.array([min((s for b, s in ends.items() if row[b]), default=0.0) for row in member])
-    before, behind = _least_through(problem.stages, stage_of, np.where(fits, seconds, np.inf))
+    before, behind = _least_through(runs, problem.stages, stage_of, np.where(fits, seconds, np.inf))
     drained = problem.in_flight[-1] >= problem.microbatches
     found = np.empty(seconds.shape)
     for table, stage in enumerate(stage_of):
         body = body_seconds(
             *(problem.microbatches, problem.in_flight[stage], drained, seconds[table]),
-            *(forward[None, :] - forward[:, None], backward[None, :] - backward[:, None], behind[stage + 1][None, :]),
+            *(runs.between(forward), runs.between(backward), behind[stage + 1][runs.last]),
         )
-        own = forward[:, None] + body - (seconds[table] - fastest[table]) + exposed[table]
+        own = forward[runs.first] + body - (seconds[table] - fastest[table]) + exposed[table]
         back = np.maximum(before[stage], forward + backward) + source
-        found[table] = np.maximum(own, back[:, None] + body)
+        found[table] = np.maximum(own, back[runs.first] + body)
     return found
 
 
-def _least_through(stages: int, stage_of: Sequence[int], arcs: Array) -> tuple[Array, Array]:
+def _least_through(runs: Runs, stages: int, stage_of: Sequence[int], arcs: Array) -> tuple[Array, Array]:
     """The least sum of ``arcs`` from the beginning to a position before each stage, and from there to the end."""
-    size = arcs.shape[1]
-    before, behind = np.full((2, stages + 1, size), np.inf)
+    before, behind = np.full((2, stages + 1, runs.positions), np.inf)
     before[0, 0] = behind[stages, -1] = 0.0
     tables = [[table for table, at in enumerate(stage_of) if at == stage] for stage in range(stages)]
     for stage in range(stages):
         for table in tables[stage]:
-            reached = (before[stage][:, None] + arcs[table]).min(axis=0)
+            reached, _ = runs.least_to(before[stage][runs.first] + arcs[table])
             before[stage + 1] = np.minimum(before[stage + 1], reached)
     for stage in reversed(range(stages)):
         for table in tables[stage]:
-            left = (arcs[table] + behind[stage + 1][None, :]).min(axis=1)
+            left = runs.least_from(arcs[table] + behind[stage + 1][runs.last])
             behind[stage] = np.minimum(behind[stage], left)
     return before, behind

@@ -1,9 +1,8 @@
 """All runs of blocks that stages can have, as arrays, and dynamic programs over them.
 
 A *table* holds what a stage of one shape costs at one number in the pipeline, with one capacity and the links of its
-two ends, [first, last] for the blocks between two positions; slots that agree in these share it. A way goes from place
-0 to one of the ends with one slot and one run per stage. n <= 200 positions and 64 stages of a row of equal meshes make
-2.6 million arcs, one pass over which takes some milliseconds.
+two ends, by run (:class:`~autopart.solver.stages_runs.Runs`); slots that agree in these share it. A way goes from place
+0 to one of the ends with one slot and one run per stage.
 
 Seconds of stages whose blocks have several choices are those of :mod:`autopart.solver.stages_choices`: bounds at first,
 exact once :meth:`StageGraph.refine` has been asked for the run.
@@ -19,24 +18,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopart.solver.overlap import sums_between
-from autopart.solver.stages_choices import Held, between, least_excess, least_seconds, relaxed_seconds
+from autopart.solver.stages_choices import Held, least_excess, least_seconds, relaxed_seconds
 from autopart.solver.stages_floor import arc_floors
 from autopart.solver.stages_parts import Choice, Family, Shape, hiding_seconds
 from autopart.solver.stages_problem import StageProblem, Step
+from autopart.solver.stages_runs import Array, Bits, Runs
 
-Array = NDArray[np.float64]
-Bits = NDArray[np.bool_]
 # stage, shape, capacity, link at the start, link at the end
 _Key = tuple[int, int, float, int, int]
 # place and the shape of the stage before it, -1 where there is none
 _Node = tuple[int, int]
+_ROUNDING = 1e-9
 
 
 @dataclass(slots=True)
 class StageGraph:
     """The arcs of a problem.
 
-    slots: per stage the (slot, table) that ways can use. All arrays are [table, first, last]: seconds: of the blocks
+    slots: per stage the (slot, table) that ways can use. All arrays are [table, run]: seconds: of the blocks
     in their fastest choices that fit, or a bound. busy: with sends and receives; step_end. once: what is added up over
     stages: ``seconds`` and the tied groups that begin in it and end behind it. floor: see :func:`arc_floors`.
     excess: bytes over the capacity; infinite for runs that no division has. exact: where ``seconds`` is no mere bound.
@@ -46,6 +45,7 @@ class StageGraph:
     """
 
     problem: StageProblem
+    runs: Runs
     slots: list[list[tuple[int, int]]]
     tables: list[_Key]
     seconds: Array
@@ -59,7 +59,7 @@ class StageGraph:
     most_seconds: float = math.inf
     pairs: dict[tuple[int, int], Array] = field(default_factory=dict)
     version: int = 0
-    _made: dict[tuple[int, int, int], tuple[tuple[int, int], ...] | None] = field(default_factory=dict)
+    _made: dict[tuple[int, int], tuple[tuple[int, int], ...] | None] = field(default_factory=dict)
 
     @staticmethod
     def build(problem: StageProblem, most_seconds: float = math.inf) -> StageGraph:
@@ -74,32 +74,32 @@ class StageGraph:
                 links = problem.links[slot.start], problem.links[slot.stop]
                 key = stage, slot.shape, slot.capacity_bytes, *links
                 slots[-1].append((number, keys.setdefault(key, len(keys))))
-        size = len(problem.positions)
         crossing = np.array([[[cut.seconds for cut in cuts] for cuts in s.cuts] for s in problem.shapes])
         member = np.array(
             [[mask >> b & 1 for b in range(len(problem.blocks))] for mask in problem.positions], dtype=bool
         )
-        shapes = [_Runs.of(problem, shape, member) for shape in problem.shapes]
-        allowed = [_allowed(problem, stage, member, shapes[0].is_run) for stage in range(problem.stages)]
-        shape_ = (len(keys), size, size)
+        runs = _runs(problem, member, most_seconds)
+        shapes = [_Costs.of(shape, member, runs) for shape in problem.shapes]
+        allowed = [_allowed(problem, stage, member, runs) for stage in range(problem.stages)]
+        shape_ = (len(keys), len(runs))
         made = {name: np.empty(shape_) for name in ("seconds", "busy", "step_end", "once", "excess")}
         exact = np.zeros(shape_, dtype=bool)
         for key, table in keys.items():
             stage, number, capacity, start, stop = key
-            runs, shape = shapes[number], problem.shapes[number]
+            costs, shape = shapes[number], problem.shapes[number]
             buffers = [np.array([cut.buffer_bytes for cut in shape.cuts[link]]) for link in (start, stop)]
-            room = capacity - shape.overhead_bytes - runs.tied_bytes - problem.in_flight[stage] * runs.kept_bytes
-            room = room - buffers[0][:, None] - buffers[1][None, :]
-            wanted = allowed[stage] & (runs.fastest <= most_seconds)
-            seconds, excess, sure = runs.fit(room, problem.in_flight[stage], wanted)
+            room = capacity - shape.overhead_bytes - costs.tied_bytes - problem.in_flight[stage] * costs.kept_bytes
+            room = room - buffers[0][runs.first] - buffers[1][runs.last]
+            wanted = allowed[stage] & (costs.fastest <= most_seconds)
+            seconds, excess, sure = costs.fit(room, problem.in_flight[stage], wanted)
             made["excess"][table] = np.where(wanted, excess, np.inf)
             made["seconds"][table], exact[table] = seconds, sure
-            ends = crossing[number, start][:, None] + crossing[number, stop][None, :]
+            ends = crossing[number, start][runs.first] + crossing[number, stop][runs.last]
             made["busy"][table] = seconds + ends
-            made["step_end"][table] = runs.step_end
-            made["once"][table] = seconds + runs.tied_once
+            made["step_end"][table] = costs.step_end
+            made["once"][table] = seconds + costs.tied_once
         floor = arc_floors(
-            *(problem, member, [key[0] for key in keys], made["seconds"], made["excess"] <= 0),
+            *(problem, member, runs, [key[0] for key in keys], made["seconds"], made["excess"] <= 0),
             [shapes[key[1]].fastest for key in keys],
             [shapes[key[1]].exposed for key in keys],
         )
@@ -108,6 +108,7 @@ class StageGraph:
         }
         return StageGraph(
             problem,
+            runs,
             slots,
             list(keys),
             floor=floor,
@@ -120,7 +121,7 @@ class StageGraph:
 
     @property
     def fits(self) -> Bits:
-        """Whether a run can be used, [table, first, last]."""
+        """Whether a run can be used, [table, run]."""
         return self.excess <= 0
 
     def joint(self, before: int, after: int, place: int) -> Array:
@@ -132,58 +133,73 @@ class StageGraph:
 
     def refine(self, stage: int, step: Step) -> bool:
         """Makes the seconds of a stage's run exact; whether they were other than supposed."""
-        table = next(table for slot, table in self.slots[stage] if slot == step.slot)
-        first, last = step.first, step.last
-        if self.exact[table, first, last]:
+        table, run = self._at(stage, step)
+        if self.exact[table, run]:
             return False
-        found = self._solve(table, first, last)
-        more = found - self.seconds[table, first, last]
-        self.exact[table, first, last] = True
+        found = self._solve(table, run)
+        more = found - self.seconds[table, run]
+        self.exact[table, run] = True
         if not more > 1e-12 * found:
             return False
         self.version += 1
         for array in (self.seconds, self.busy, self.once):
-            array[table, first, last] += more
+            array[table, run] += more
         return True
 
     def with_choices(self, stage: int, step: Step) -> Step | None:
         """The step with the fastest choices that fit; None where none does, which bounds may not have shown."""
-        table = next(table for slot, table in self.slots[stage] if slot == step.slot)
-        key = table, step.first, step.last
+        key = self._at(stage, step)
         if key not in self._made:
             self._solve(*key)
         made = self._made[key]
         return None if made is None else Step(step.slot, step.first, step.last, made)
 
-    def _solve(self, table: int, first: int, last: int) -> float:
+    def _at(self, stage: int, step: Step) -> tuple[int, int]:
+        table = next(table for slot, table in self.slots[stage] if slot == step.slot)
+        return table, self.runs.number(step.first, step.last)
+
+    def _solve(self, table: int, run: int) -> float:
         problem = self.problem
+        first, last = int(self.runs.first[run]), int(self.runs.last[run])
         stage, number, capacity, start, stop = self.tables[table]
         shape, inside = problem.shapes[number], problem.blocks_between(first, last)
         units = shape.units(inside)
         families = [family for _, family in units]
         if all(len(family) == 1 for family in families):
-            self._made[table, first, last] = ()
-            return float(self.seconds[table, first, last])
+            self._made[table, run] = ()
+            return float(self.seconds[table, run])
         room = capacity - shape.overhead_bytes - shape.cuts[start][first].buffer_bytes
         room -= shape.cuts[stop][last].buffer_bytes + sum(g.bytes for g in shape.tied if set(g.blocks) & set(inside))
         kept = sum(group.bytes for group in shape.kept if set(group.blocks) & set(inside))
         found = least_seconds(families, room - problem.in_flight[stage] * kept, problem.in_flight[stage])
         if found.choices is None:
-            self._made[table, first, last] = None
+            self._made[table, run] = None
             return float("inf")
-        self._made[table, first, last] = tuple(
+        self._made[table, run] = tuple(
             (block, choice) for (part, _), choice in zip(units, found.choices, strict=True) for block in part if choice
         )
         return found.bound
 
 
+def _runs(problem: StageProblem, member: Bits, most_seconds: float) -> Runs:
+    """The runs whose blocks take no more than that at their fastest."""
+    runs = Runs.of(member)
+    if most_seconds == math.inf:
+        return runs
+    fastest = [
+        member @ np.array([min(choice.seconds for choice in block.choices) for block in shape.blocks])
+        for shape in problem.shapes
+    ]
+    least = np.minimum.reduce([runs.between(values) for values in fastest])
+    return runs.where(least <= most_seconds * (1 + _ROUNDING))
+
+
 @dataclass(frozen=True, slots=True)
-class _Runs:
-    """What runs of blocks cost in one shape, [first, last], without capacities."""
+class _Costs:
+    """What runs of blocks cost in one shape, by run, without capacities."""
 
     families: list[Family]
     held: Held
-    is_run: Bits
     fastest: Array
     tied_bytes: Array
     kept_bytes: Array  # of tensors that several blocks keep, per microbatch in flight
@@ -193,33 +209,27 @@ class _Runs:
     peak: Array  # the largest transient of the fastest choices
 
     @staticmethod
-    def of(problem: StageProblem, shape: Shape, member: Bits) -> _Runs:
-        families, held = _held(shape, member)
-        size = member.sum(axis=1)
-        # a run: the first position is a part of the last
-        is_run = (member.astype(np.int64) @ member.T.astype(np.int64) == size[:, None]) & (
-            size[:, None] < size[None, :]
-        )
+    def of(shape: Shape, member: Bits, runs: Runs) -> _Costs:
+        families, held = Held.of(shape, member, runs)
         quickest = [_fastest(family) for family in families]
         fastest = held.summed([choice.seconds for choice in quickest])
-        step_end = between(member @ np.array([block.step_end_s for block in shape.blocks]))
-        tied_bytes, tied_once = np.zeros(step_end.shape), np.zeros(step_end.shape)
+        step_end = runs.between(member @ np.array([block.step_end_s for block in shape.blocks]))
+        tied_bytes, tied_once = np.zeros(len(runs)), np.zeros(len(runs))
         for group in shape.tied:
-            present = member[:, list(set(group.blocks))].sum(axis=1)
-            inside = between(present.astype(float)) > 0
+            blocks = list(set(group.blocks))
+            present = member[:, blocks].sum(axis=1)
+            inside = runs.between(present) > 0
             tied_bytes += group.bytes * inside
             step_end += group.step_end_s * inside
-            begins = (present == 0)[:, None] & (present < len(set(group.blocks)))[None, :]
+            begins = (present[runs.first] == 0) & (present[runs.last] < len(blocks))
             tied_once += group.seconds * (inside & begins)
-        kept_bytes = np.zeros(step_end.shape)
+        kept_bytes = np.zeros(len(runs))
         for kept in shape.kept:
-            kept_bytes += kept.bytes * (between(member[:, list(set(kept.blocks))].sum(axis=1).astype(float)) > 0)
+            kept_bytes += kept.bytes * (runs.between(member[:, list(set(kept.blocks))].sum(axis=1)) > 0)
         hiding = held.summed([hiding_seconds(family) for family in families])
-        exposed = step_end - np.minimum(sums_between(shape.sums, member), hiding)
-        peak = np.zeros(step_end.shape)
-        for number, choice in enumerate(quickest):
-            np.maximum(peak, choice.transient_bytes, out=peak, where=held.of(number) > 0)
-        return _Runs(families, held, is_run, fastest, tied_bytes, kept_bytes, tied_once, step_end, exposed, peak)
+        exposed = step_end - np.minimum(sums_between(shape.sums, member, runs), hiding)
+        peak = held.largest([choice.transient_bytes for choice in quickest])
+        return _Costs(families, held, fastest, tied_bytes, kept_bytes, tied_once, step_end, exposed, peak)
 
     def fit(self, room: Array, in_flight: int, wanted: Bits) -> tuple[Array, Array, Bits]:
         """Of the wanted runs: seconds at least, bytes over the room, and where the seconds are exact.
@@ -227,8 +237,8 @@ class _Runs:
         Only where the fastest choices do not fit others are weighed.
         """
         kept = self.held.summed([_fastest(family).kept_bytes(in_flight) for family in self.families])
-        excess = np.where(self.is_run, kept + self.peak - room, np.inf)
-        weighed = wanted & self.is_run & (excess > 0)
+        excess = kept + self.peak - room
+        weighed = wanted & (excess > 0)
         seconds = self.fastest.copy()
         if all(len(family) == 1 for family in self.families) or not weighed.any():
             return seconds, excess, np.ones(room.shape, dtype=bool)
@@ -245,27 +255,6 @@ def _fastest(family: Family) -> Choice:
     return min(family, key=lambda choice: choice.seconds)
 
 
-def _held(shape: Shape, member: Bits) -> tuple[list[Family], Held]:
-    """The families of blocks and of parts of layers, and how many of each a run has."""
-    in_layers = {block for layer in shape.layers for block in layer.blocks}
-    alone = {number: block.choices for number, block in enumerate(shape.blocks) if number not in in_layers}
-    families = list(dict.fromkeys(alone.values()))
-    of_block = np.array([families.index(alone[n]) if n in alone else -1 for n in range(len(shape.blocks))])
-    blocks = [member[:, of_block == number].sum(axis=1) for number in range(len(families))]
-    parts = list(dict.fromkeys(family for layer in shape.layers for family in layer.parts.values()))
-    runs = np.zeros((len(parts), len(member), len(member)))
-    for layer in shape.layers:
-        code = member[:, list(layer.blocks)] @ (1 << np.arange(len(layer.blocks)))
-        places = {int(value): np.flatnonzero(code == value) for value in np.unique(code)}
-        for part, family in layer.parts.items():
-            bits = sum(1 << layer.blocks.index(block) for block in part)
-            number = parts.index(family)
-            for value, first in places.items():
-                if value + bits in places:
-                    runs[number][np.ix_(first, places[value + bits])] += 1
-    return [*families, *parts], Held(np.array(blocks, dtype=float).reshape(len(families), len(member)), runs)
-
-
 @dataclass(slots=True)
 class _Layer:
     """Best values of ways up to some stage, by node, and where they come from: slot, run's first position, node."""
@@ -280,7 +269,7 @@ Found = tuple[float, tuple[Step, ...]]
 
 
 def cheapest(graph: StageGraph, arcs: Array) -> Found | None:
-    """The way with the smallest sum of ``arcs`` [table, first, last] and of what crosses; None without a way."""
+    """The way with the smallest sum of ``arcs`` [table, run] and of what crosses; None without a way."""
     return _best_way(graph, arcs, np.add)
 
 
@@ -290,8 +279,10 @@ def smallest_maximum(graph: StageGraph, arcs: Array) -> Found | None:
 
 
 def _best_way(graph: StageGraph, arcs: Array, combine: np.ufunc) -> Found | None:
-    """best[s + 1, stop, last] = min over slots, first of combine(best[s, start, first], arcs[table, first, last])."""
-    problem, adds = graph.problem, combine is np.add
+    """best[s + 1, stop, last] = min over slots, runs to last of combine(best[s, start, first], arcs[table, run])."""
+    problem, runs, adds = graph.problem, graph.runs, combine is np.add
+    if not len(runs):
+        return None
     size = len(problem.positions)
     start = np.full(size, np.inf)
     start[0] = 0.0 if adds else -np.inf
@@ -303,9 +294,8 @@ def _best_way(graph: StageGraph, arcs: Array, combine: np.ufunc) -> Found | None
             entry, came = _entry(graph, before.best, slot.start, slot.shape, adds)
             if entry is None:
                 continue
-            ways = combine(entry[:, None], arcs[table])
-            first = ways.argmin(axis=0)
-            value = np.take_along_axis(ways, first[None, :], axis=0)[0]
+            value, which = runs.least_to(combine(entry[runs.first], arcs[table]))
+            first = runs.first[which]
             node = slot.stop, slot.shape
             if node not in layer.best:
                 layer.best[node], layer.first[node], layer.shape[node] = value, first, came[first]
@@ -347,8 +337,8 @@ def _entry(
 
 
 def sums_through(graph: StageGraph, arcs: Array) -> Iterator[tuple[int, int, int, Array]]:
-    """(stage, slot, shape before, [first, last]): for each arc the smallest sum of a way that uses it."""
-    problem, size = graph.problem, len(graph.problem.positions)
+    """(stage, slot, shape before, [run]): for each arc the smallest sum of a way that uses it."""
+    problem, runs, size = graph.problem, graph.runs, len(graph.problem.positions)
     start = np.full(size, np.inf)
     start[0] = 0.0
     to: list[dict[_Node, Array]] = [{(0, -1): start}]
@@ -358,7 +348,7 @@ def sums_through(graph: StageGraph, arcs: Array) -> Iterator[tuple[int, int, int
             slot = problem.slots[number]
             entry, _ = _entry(graph, to[-1], slot.start, slot.shape, adds=True)
             if entry is not None:
-                value = (entry[:, None] + arcs[table]).min(axis=0)
+                value, _ = runs.least_to(entry[runs.first] + arcs[table])
                 node = slot.stop, slot.shape
                 reached[node] = np.minimum(reached[node], value) if node in reached else value
         to.append(reached)
@@ -373,13 +363,13 @@ def sums_through(graph: StageGraph, arcs: Array) -> Iterator[tuple[int, int, int
             rest = after.get((slot.stop, slot.shape))
             if rest is None:
                 continue
-            onward = arcs[table] + rest[None, :]
+            onward = arcs[table] + rest[runs.last]
             for (place, other), before in to[stage].items():
                 if place != slot.start:
                     continue
                 joint = graph.joint(other, slot.shape, place) if other >= 0 else np.zeros(size)
-                found_all.append((stage, number, other, (before + joint)[:, None] + onward))
-                value = joint + onward.min(axis=1)
+                found_all.append((stage, number, other, (before + joint)[runs.first] + onward))
+                value = joint + runs.least_from(onward)
                 node = place, other
                 back[node] = np.minimum(back[node], value) if node in back else value
         after = back
@@ -405,13 +395,13 @@ def _slots_in_use(problem: StageProblem) -> list[list[int]]:
     ]
 
 
-def _allowed(problem: StageProblem, stage: int, member: Bits, is_run: Bits) -> Bits:
+def _allowed(problem: StageProblem, stage: int, member: Bits, runs: Runs) -> Bits:
     """Runs that leave a block for each other stage and hold this stage's pinned blocks and no other stage's."""
     size, stages = member.sum(axis=1), problem.stages
     first = (size == 0) if stage == 0 else (size >= stage)
     last = (size == size[-1]) if stage == stages - 1 else (size <= size[-1] - (stages - stage - 1))
-    allowed = is_run & first[:, None] & last[None, :]
+    allowed: Bits = first[runs.first] & last[runs.last]
     for block, pinned in problem.pins:
-        inside = member[:, block][None, :] & ~member[:, block][:, None]
+        inside = member[runs.last, block] & ~member[runs.first, block]
         allowed &= inside if pinned == stage else ~inside
     return allowed
