@@ -291,14 +291,28 @@ class Candidates:
             problem = self.problem(plain, fastest)
             if problem.excess_bytes([Step(0, 0, len(problem.positions) - 1)]) <= 0:
                 return self._evaluate(plain, fastest, below, problem)
-        found = self._evaluate(config, fastest, below)
-        again = config.recompute == "auto" and any(step.choices for step in found.answer.cut.way)
-        if not again or (fastest.solution is None and not self._divides(config)):
+        other = config.recompute == "auto" and not (fastest.solution is None and not self._divides(config))
+        found: Evaluation[Answer] | None = None
+        stopped: NotBetter | None = None
+        try:
+            found = self._evaluate(config, fastest, below)
+        except NotBetter as error:
+            # computing layers again takes too long, which other strategies need not ask for
+            if not other or self._least_seconds(config, fastest) >= below:
+                raise
+            stopped = error
+        if found is not None and not (other and any(step.choices for step in found.answer.cut.way)):
             return found
         try:
-            kept = self._evaluate(plain, fastest, min(below, found.objective))
+            kept = self._evaluate(plain, fastest, below if found is None else min(below, found.objective))
         except (InfeasibleError, NotBetter):
+            if stopped is not None:
+                raise stopped from None
+            assert found is not None
             return found
+        if stopped is not None:
+            return replace(kept, bound=min(kept.bound, stopped.bound))
+        assert found is not None
         return replace(min(found, kept, key=lambda item: item.objective), bound=min(found.bound, kept.bound))
 
     def _evaluate(
@@ -314,14 +328,14 @@ class Candidates:
             floor = max(floor, self.work_floor(config)) if sums else floor
         else:
             floor = self.work_floor(config)
-        problem = problem or self.problem(config, choice)
         # without other strategies what holds for these choices holds for the candidate
         alone = choice.solution is None and not self._divides(config)
         whole, complete = config.schedule in WHOLE_SCHEDULES, self.positions.complete
         for attempt in range(TIGHTENINGS + 1):
-            least = self.step_floor(math.fsum(block.seconds for block in problem.blocks), config)
+            least = self._least_seconds(config, choice) if below < math.inf else 0.0
             if least >= below:
                 raise NotBetter(least, least if alone else self.work_floor(config))
+            problem = problem or self.problem(config, choice)
             try:
                 cut = stage_solver.solve(
                     problem, self.time_limit_s, below=below * self.faster(config) if whole else math.inf
@@ -343,7 +357,8 @@ class Candidates:
                     if below < math.inf:
                         raise NotBetter(below, self.work_floor(config)) from None
                     raise error from None
-                problem = self.problem(config, choice)
+                problem = None
+        assert problem is not None
         if choice.solution is not None and choice.levels and self.zero is None:
             floor = self.work_floor(config)  # of all levels
         elif choice.solution is None:
@@ -360,6 +375,12 @@ class Candidates:
         if only and not (choice.levels and self.zero is None):
             floor = seconds  # the only division; slower ways to run its blocks hide no more than they take longer
         return Evaluation(Answer(config, choice, problem, cut), seconds, min(floor, seconds))
+
+    def _least_seconds(self, config: Degrees, choice: TensorChoice) -> float:
+        """Of a step with these strategies, however its blocks are divided."""
+        costs = self._costs(config, choice, self.setting(config))
+        self._add_exchanges(costs, config, choice)
+        return self.step_floor(math.fsum(cost.forward_s + cost.backward_s for cost in costs), config)
 
     def _sum_seconds(self, config: Degrees) -> float:
         """Of gradients' sums those over replicas, which start during the last backward, at most: of whole weights."""
