@@ -91,6 +91,7 @@ class Candidates:
     readers: dict[fx.Node, tuple[int, ...]] = field(init=False)  # blocks that read a parameter or buffer
     _shared: dict[tuple[int, tuple[TensorAxis, ...], bool], Shared] = field(default_factory=dict)
     _priced: dict[object, tuple[TensorChoice, list[BlockCost], dict[object, Family]]] = field(default_factory=dict)
+    _trained: int = field(init=False)  # bytes of all parameters that have gradients
     _block_costs: BlockCosts = field(init=False)
     _folded: FoldedGraph = field(init=False)
     _memory: MemoryBound = field(init=False)
@@ -113,6 +114,7 @@ class Candidates:
                     readers.setdefault(value.node, set()).add(index)
         self.readers = {node: tuple(sorted(found)) for node, found in readers.items()}
         self._memory = MemoryBound(self.analysis, self._block_costs, self.readers, self.optimizer)
+        self._trained = sum(value_bytes(Value(node)).at(1) for node in self.readers if node.meta.get("trainable"))
 
     def on(self, cluster: Cluster, device: Device, batch: int, whole: frozenset[str] = frozenset()) -> Candidates:
         """One stage of the same program on other devices, priced on ``device``; facts about the program are shared.
@@ -225,7 +227,7 @@ class Candidates:
         floor = self.step_floor(work, config)
         if config.pp > 1:
             return floor
-        held = sum(value_bytes(Value(node)).at(1) for node in self.readers if node.meta.get("trainable")) / config.tp
+        held = self._trained / config.tp
         updated = held if self.zero == 0 else held / config.dp
         sums = bucketed_all_reduce_seconds(held * self.summed, config.dp, self.layout.data_link(config))
         # a backward hides no more than it takes, however much longer than this
@@ -384,7 +386,7 @@ class Candidates:
 
     def _sum_seconds(self, config: Degrees) -> float:
         """Of gradients' sums those over replicas, which start during the last backward, at most: of whole weights."""
-        held = sum(value_bytes(Value(node)).at(1) for node in self.readers if node.meta.get("trainable"))
+        held = self._trained
         return bucketed_all_reduce_seconds(held * self.summed, config.dp, self.layout.data_link(config))
 
     def _step_seconds(self, problem: StageProblem, cut: StageSolution, config: Degrees) -> float:

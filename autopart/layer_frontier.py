@@ -83,7 +83,8 @@ def frontier(layer: str, ops: Sequence[PricedOp], reads: Reads, shared: Collecti
     modules = _modules(layer, ops, reads, shared)
     while _sets(modules) > MOST_SETS:
         modules.remove(min(modules, key=lambda module: module.held))
-    points = [_choice(ops, chosen, shared, keep) for chosen in _disjoint(modules) if chosen]
+    held = [[item for item in op.kept.items() if item[0] not in shared] for op in ops]
+    points = [_choice(ops, held, chosen, keep) for chosen in _disjoint(modules) if chosen]
     kept: list[Choice] = []
     for point in sorted(points, key=lambda item: (item.seconds, item.activation_bytes, item.transient_bytes)):
         if not any(other.undercuts(point) for other in (keep, *kept)):
@@ -120,13 +121,16 @@ def _modules(layer: str, ops: Sequence[PricedOp], reads: Reads, shared: Collecti
     return found
 
 
-def _choice(ops: Sequence[PricedOp], chosen: Sequence[_Module], shared: Collection[Kept], keep: Choice) -> Choice:
+def _choice(
+    ops: Sequence[PricedOp], held: Sequence[Sequence[tuple[Kept, float]]], chosen: Sequence[_Module], keep: Choice
+) -> Choice:
+    """The modules run again. held: by op the tensors that it keeps and that are counted here."""
     again = frozenset[int]().union(*(module.numbers for module in chosen))
     tensors: dict[Kept, float] = {}
     inside = 0.0
     for number, op in enumerate(ops):
         if number not in again:
-            tensors.update((item, size) for item, size in op.kept.items() if item not in shared)
+            tensors.update(held[number])
             inside += op.inside_bytes
     for module in chosen:
         tensors.update(module.entering)

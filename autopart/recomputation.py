@@ -152,7 +152,7 @@ def _ways(
 
 
 def _tensors(found: Activations, own: Sequence[int], block_of: Mapping[fx.Node, int]) -> object:
-    """What a layer's blocks keep and read, tensors by number in the layer, so that layers that are alike have equals."""
+    """What a layer's blocks keep and read, tensors by number in the layer: equal for layers that are alike."""
     numbers: dict[Kept, int] = {}
     inside = set(own)
     result = []

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -19,12 +18,11 @@ RECURRENT = tuple(f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "
 dropout, train, bidirectional, batch_first)``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """Output number ``index`` of an op (0 for the ops with one output)."""
+class Value(NamedTuple):
+    """Output number ``index`` of an op (0 for the ops with one output). A tuple: many are made and looked up."""
 
     node: fx.Node
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # not the method of tuples
 
     @property
     def fake(self) -> torch.Tensor:

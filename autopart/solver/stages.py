@@ -55,8 +55,9 @@ from autopart.report.units import format_bytes
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver.search import NotBetter
 from autopart.solver.stages_few import most_seconds, spread
-from autopart.solver.stages_graph import Array, Found, StageGraph, cheapest, smallest_maximum, sums_through
+from autopart.solver.stages_graph import Found, StageGraph, cheapest, smallest_maximum, sums_through
 from autopart.solver.stages_problem import StageProblem, StageSolution, Step, Way
+from autopart.solver.stages_runs import Array
 from autopart.solver.tensor_problem import relative_gap
 
 if TYPE_CHECKING:
@@ -404,9 +405,7 @@ def _infeasible(problem: StageProblem, graph: StageGraph) -> InfeasibleError:
     over, way = least
     tables = [dict(found)[step.slot] for found, step in zip(graph.slots, way, strict=True)]
     number = graph.runs.number
-    stage = max(
-        range(problem.stages), key=lambda s: float(graph.excess[tables[s], number(way[s].first, way[s].last)])
-    )
+    stage = max(range(problem.stages), key=lambda s: float(graph.excess[tables[s], number(way[s].first, way[s].last)]))
     step = _leanest(problem, stage, way[stage])
     inside = problem.blocks_between(step.first, step.last)
     names = [problem.blocks[block].name for block in inside]

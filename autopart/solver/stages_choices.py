@@ -163,8 +163,8 @@ class Held:
         at = np.zeros((len(numbers), len(member)))
         for number, values in counts.items():
             at[number] = values
-        family, run, number = (np.concatenate([item[place] for item in more] or [np.zeros(0)]) for place in range(3))
-        return list(numbers), Held(runs, at, family.astype(np.intp), run.astype(np.intp), number)
+        families, found, times = (np.concatenate([item[place] for item in more] or [np.zeros(0)]) for place in range(3))
+        return list(numbers), Held(runs, at, families.astype(np.intp), found.astype(np.intp), times)
 
     def counts(self, wanted: NDArray[np.bool_]) -> Array:
         """[family, run] of the runs that are marked."""

@@ -10,6 +10,7 @@ exact once :meth:`StageGraph.refine` has been asked for the run.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -75,10 +76,8 @@ class StageGraph:
                 key = stage, slot.shape, slot.capacity_bytes, *links
                 slots[-1].append((number, keys.setdefault(key, len(keys))))
         crossing = np.array([[[cut.seconds for cut in cuts] for cuts in s.cuts] for s in problem.shapes])
-        member = np.array(
-            [[mask >> b & 1 for b in range(len(problem.blocks))] for mask in problem.positions], dtype=bool
-        )
-        runs = _runs(problem, member, most_seconds)
+        member, runs = _all_runs(problem.positions, len(problem.blocks))
+        runs = _fast_enough(problem, member, runs, most_seconds)
         shapes = [_Costs.of(shape, member, runs) for shape in problem.shapes]
         allowed = [_allowed(problem, stage, member, runs) for stage in range(problem.stages)]
         shape_ = (len(keys), len(runs))
@@ -181,9 +180,15 @@ class StageGraph:
         return found.bound
 
 
-def _runs(problem: StageProblem, member: Bits, most_seconds: float) -> Runs:
+@functools.lru_cache(maxsize=4)
+def _all_runs(positions: tuple[int, ...], blocks: int) -> tuple[Bits, Runs]:
+    """[position, block] whether a position has a block, and all runs; problems of one program have the same."""
+    member = np.array([[mask >> block & 1 for block in range(blocks)] for mask in positions], dtype=bool)
+    return member, Runs.of(member)
+
+
+def _fast_enough(problem: StageProblem, member: Bits, runs: Runs, most_seconds: float) -> Runs:
     """The runs whose blocks take no more than that at their fastest."""
-    runs = Runs.of(member)
     if most_seconds == math.inf:
         return runs
     fastest = [
@@ -294,17 +299,17 @@ def _best_way(graph: StageGraph, arcs: Array, combine: np.ufunc) -> Found | None
             entry, came = _entry(graph, before.best, slot.start, slot.shape, adds)
             if entry is None:
                 continue
-            value, which = runs.least_to(combine(entry[runs.first], arcs[table]))
-            first = runs.first[which]
+            least, which = runs.least_to(combine(entry[runs.first], arcs[table]))
+            begin = runs.first[which]
             node = slot.stop, slot.shape
             if node not in layer.best:
-                layer.best[node], layer.first[node], layer.shape[node] = value, first, came[first]
+                layer.best[node], layer.first[node], layer.shape[node] = least, begin, came[begin]
                 layer.slot[node] = np.full(size, number)
                 continue
-            better = value < layer.best[node]
-            layer.best[node] = np.where(better, value, layer.best[node])
-            layer.first[node] = np.where(better, first, layer.first[node])
-            layer.shape[node] = np.where(better, came[first], layer.shape[node])
+            better = least < layer.best[node]
+            layer.best[node] = np.where(better, least, layer.best[node])
+            layer.first[node] = np.where(better, begin, layer.first[node])
+            layer.shape[node] = np.where(better, came[begin], layer.shape[node])
             layer.slot[node] = np.where(better, number, layer.slot[node])
         layers.append(layer)
     final = [(float(value[-1]), node) for node, value in layers[-1].best.items() if node[0] in problem.ends]

@@ -1,4 +1,4 @@
-"""The runs of blocks that stages may have, as lists: what lies between two positions, of which one is part of the other.
+"""The runs of blocks that stages may have, as lists: what lies between two positions, one a part of the other.
 
 A run has a number; what stages cost is kept in arrays [..., run], and dynamic programs take the least of all runs that
 end, or begin, at a position. Of n positions there are fewer than n (n - 1) / 2 runs, and where it is known how long a
@@ -8,6 +8,7 @@ stage may take at most, about one in p of these for p stages.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +61,7 @@ class Runs:
         assert found < end and self.first[found] == first, "a run that no stage may have"
         return found
 
-    def between(self, values: NDArray[np.generic]) -> Array:
+    def between(self, values: NDArray[Any]) -> Array:
         """Of what grows with positions, [..., position], the part of each run."""
         found: Array = values[..., self.last] - values[..., self.first]
         return found

@@ -112,6 +112,9 @@ def _edge(problem: TensorProblem, live: Live, edge: Edge) -> EdgeArrays:
 
 
 def _restricted(edge: EdgeArrays, kept: Sequence[Mask]) -> EdgeArrays:
+    """The edge over the choices that stay; itself, where all of its ops' do."""
+    if kept[edge.source].all() and all(kept[use.op].all() for use in edge.uses):
+        return edge
     rows, produced = np.unique(edge.produced[kept[edge.source]], return_inverse=True)
     wants = [use.wanted[kept[use.op]] for use in edge.uses]
     columns = np.unique(np.concatenate(wants))

@@ -13,6 +13,8 @@ others unreachable or dominated, so this repeats until nothing changes.
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 
 from autopart.solver.tensor_arrays import (
@@ -41,12 +43,14 @@ def live_choices(problem: TensorProblem) -> Live | None:
 def presolved(arrays: ProblemArrays) -> ProblemArrays | None:
     """The problem over the choices that remain; None when an op has none left."""
     arrays = arrays.of([_cheapest_of_equals(arrays, op) for op in range(len(arrays.cost))])
+    rises: dict[tuple[int, int], tuple[EdgeArrays, Floats]] = {}
+    looked: list[tuple[EdgeArrays, ...]] = [()] * len(arrays.cost)  # at which edges an op's choices were last compared
     while True:
         reached = _reachable(arrays)
         if reached is None:
             return None
         arrays, before = reached, reached
-        arrays = arrays.of(_undominated(arrays))
+        arrays = arrays.of(_undominated(arrays, rises, looked))
         if sum(map(len, arrays.live)) == sum(map(len, before.live)):
             return arrays
 
@@ -82,25 +86,44 @@ def _reachable(arrays: ProblemArrays) -> ProblemArrays | None:
         arrays = arrays.of(kept)
 
 
-def _undominated(arrays: ProblemArrays) -> list[Mask]:
+def _undominated(
+    arrays: ProblemArrays,
+    rises: dict[tuple[int, int], tuple[EdgeArrays, Floats]],
+    looked: list[tuple[EdgeArrays, ...]],
+) -> list[Mask]:
+    """Per op which of its choices stay. rises, looked: kept from round to round; what they say of edges that are no
+    longer there is not read, and ops whose edges are all as they were are left as they are.
+    """
     sources, readers = outgoing(arrays), incoming(arrays)
     found = []
+
+    def rise_of(edge: EdgeArrays, number: int) -> Floats:
+        known = rises.get((id(edge), number))
+        if known is None or known[0] is not edge:
+            made = _rise_of_source(edge) if number < 0 else _rise_of_use(edge, number)
+            known = rises[id(edge), number] = edge, made
+        return known[1]
+
     for op, (cost, memory) in enumerate(zip(arrays.cost, arrays.memory, strict=True)):
-        if len(cost) == 1:
-            found.append(np.ones(1, dtype=bool))
+        around = (*sources[op], *(edge for edge, _ in readers[op]))
+        same = len(around) == len(looked[op]) and all(map(operator.is_, around, looked[op]))
+        if len(cost) == 1 or (around and same):
+            found.append(np.ones(len(cost), dtype=bool))
             continue
+        looked[op] = around
         rise = cost[:, None] - cost[None, :]  # [instead, now]
         with np.errstate(invalid="ignore"):  # impossible before and after an intermediate change: not comparable
             for edge in sources[op]:
-                rise = rise + _rise_of_source(edge)[np.ix_(edge.produced, edge.produced)]
+                rise = rise + rise_of(edge, -1)[np.ix_(edge.produced, edge.produced)]
             for edge, number in readers[op]:
                 wanted = edge.uses[number].wanted
-                rise = rise + _rise_of_use(edge, number)[np.ix_(wanted, wanted)]
+                rise = rise + rise_of(edge, number)[np.ix_(wanted, wanted)]
         better = (rise <= 0) & (memory[:, None] <= memory[None, :])
         np.fill_diagonal(better, False)
         mask = np.ones(len(cost), dtype=bool)
-        for choice in range(len(cost) - 1, -1, -1):  # the dearest first, so that the cheaper of two equals stays
-            mask[choice] = not (better[:, choice] & mask).any()
+        if better.any():
+            for choice in range(len(cost) - 1, -1, -1):  # the dearest first, so that the cheaper of two equals stays
+                mask[choice] = not (better[:, choice] & mask).any()
         found.append(mask)
     return found
 
