@@ -1,16 +1,19 @@
 """How long planning takes, everything included, from an empty process to the printed plan.
 
-    python benchmarks/planning_time.py [--repeat 3] [--only TEXT] [--large]
+    python benchmarks/planning_time.py [--repeat 3] [--only TEXT] [--large | --growth]
 
 Each line runs the command line as a user would, several times, and prints the fastest: in all, and what of it was
 spent inside ``make_plan`` and in its solvers; CPU seconds are means, the peak of memory is that of all
 runs so far.
-Solved strategies of earlier runs are not used. --large: models of 70 B parameters and more, minutes each.
+Solved strategies of earlier runs are not used. --large: models of 70 B parameters and more, a minute each.
+--growth: one process, without imports; seconds of the processor by phase for models of more and more layers, ops in a
+layer, and devices.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
 import subprocess
@@ -46,6 +49,56 @@ LARGE = {
 }
 
 
+_GPT = "hf:gpt2?n_layer={layers}&n_embd=4096&n_head=32&n_positions=1024&seq=1024"
+_LLAMA = (
+    "hf:llama?num_hidden_layers={layers}&hidden_size=4096&intermediate_size=11008&num_attention_heads=32"
+    "&max_position_embeddings=1024&seq=1024"
+)
+_EXPERTS = (
+    "hf:mixtral?num_hidden_layers={layers}&hidden_size=4096&intermediate_size=8192&num_attention_heads=32"
+    "&num_key_value_heads=8&num_local_experts=8&experts_implementation=grouped_mm&seq=1024"
+)
+GROWTH = [
+    *(("layers", _GPT.format(layers=layers), 64) for layers in (12, 24, 48, 96)),
+    *(("devices", _GPT.format(layers=48), devices) for devices in (8, 64, 512, 3072)),
+    *(("ops in a layer", spec.format(layers=24), 64) for spec in (_GPT, _LLAMA, _EXPERTS)),
+]
+
+
+def grow(only: str) -> None:
+    """Prints what planning takes as one thing grows."""
+    import torch
+
+    from autopart.analysis import analyze
+    from autopart.cluster import Cluster
+    from autopart.models import load_model
+    from autopart.planner import make_plan
+    from autopart.solver import cache
+    from autopart.tracing import capture
+
+    for what, spec, devices in GROWTH:
+        if only not in what:
+            continue
+        clock = [time.process_time()]
+        loaded = load_model(spec, meta=True, dtype=torch.bfloat16)
+        program = capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False, copy_layers=True)
+        clock.append(time.process_time())
+        analysis = analyze(program)
+        clock.append(time.process_time())
+        with cache.used(False):
+            plan = make_plan(program, Cluster.parse(f"{devices // 8}x8xH100"), batch=4 * devices, analysis=analysis)
+        clock.append(time.process_time())
+        captured, analyzed, planned = (after - before for before, after in itertools.pairwise(clock))
+        layers = len({layer for layer in analysis.layers if layer})
+        tried = sum(row["status"] in ("chosen", "slower") for row in plan.considered)
+        print(
+            f"{what:14} {spec[3:].partition('?')[0]:8} {layers:3} layers {len(analysis.block_of):5} ops "
+            f"{devices:4} devices: {captured:5.1f} s to build and capture, {analyzed:4.1f} s analysis, "
+            f"{planned:5.1f} s planning; {len(plan.considered)} configurations, {tried} timed",
+            flush=True,
+        )
+
+
 def run(arguments: list[str]) -> tuple[float, dict[str, float]]:
     """Seconds of the whole command, and the plan it printed."""
     start = time.perf_counter()
@@ -63,7 +116,11 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains it")
     parser.add_argument("--large", action="store_true")
+    parser.add_argument("--growth", action="store_true")
     options = parser.parse_args()
+    if options.growth:
+        grow(options.only)
+        return
     repeat = options.repeat
     for name, arguments in (LARGE if options.large else CASES).items():
         if options.only not in name:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from autopart.runtime.mesh import Axis
 
@@ -27,6 +26,8 @@ def query_sharded_attention(
     Keys behind the rank's last row are cut off, which leaves a causal mask aligned to the lower right corner: flash
     kernels know it, and where there is none it costs ``q / n`` by that many keys, one byte each.
     """
+    from torch.nn.attention.bias import causal_lower_right  # loads torch's compiler, which takes seconds
+
     assert is_causal and query.size(-2) * axis.size <= key.size(-2)
     rows = query.size(-2)
     last = (axis.index + 1) * rows
