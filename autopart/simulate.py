@@ -17,6 +17,7 @@ from autopart.runtime.errors import ScheduleError
 from autopart.runtime.schedule import Action, Schedule, Work
 from autopart.runtime.schedule.actions import SEND_OF
 from autopart.runtime.schedule.double_buffered import unrolled
+from autopart.runtime.schedule.exchanges import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +232,54 @@ def makespan(schedule: Schedule, times: Sequence[StageTimes], transfer: Transfer
     if any(position < len(actions) for position, actions in zip(at, schedule.ranks, strict=True)):
         simulate(schedule, times, transfer)  # says what waits for ever
     return max(end, *now)
+
+
+def row_makespan(
+    order: Sequence[Sequence[Step]], times: Sequence[StageTimes], there: Sequence[float], back: Sequence[float]
+) -> float:
+    """:func:`makespan` of stages in a row, one on each rank, from their computations alone, which are no W.
+
+    order: by stage. there, back: seconds of sending a microbatch from stage s to s + 1, and its gradient back.
+    """
+    last = len(order) - 1
+    values: list[dict[int, float]] = [{} for _ in order]  # by stage, when what microbatches need has arrived
+    gradients: list[dict[int, float]] = [{} for _ in order]
+    now, at, end = [0.0] * len(order), [0] * len(order), 0.0
+    free_there, free_back = [0.0] * len(order), [0.0] * len(order)
+    moved = True
+    while moved:
+        moved = False
+        for stage, steps in enumerate(order):
+            clock, position, count = now[stage], at[stage], len(steps)
+            forward_s, backward_s = times[stage].forward_s, times[stage].backward_s
+            while position < count:
+                work, _, k = steps[position]
+                if work == "F":
+                    if stage:
+                        arrival = values[stage].pop(k, None)
+                        if arrival is None:
+                            break
+                        clock = max(clock, arrival)
+                    clock += forward_s
+                    if stage < last:
+                        ends = free_there[stage] = max(clock, free_there[stage]) + there[stage]
+                        values[stage + 1][k] = ends
+                        end = max(end, ends)
+                else:
+                    if stage < last:
+                        arrival = gradients[stage].pop(k, None)
+                        if arrival is None:
+                            break
+                        clock = max(clock, arrival)
+                    clock += backward_s
+                    if stage:
+                        ends = free_back[stage] = max(clock, free_back[stage]) + back[stage - 1]
+                        gradients[stage - 1][k] = ends
+                        end = max(end, ends)
+                position += 1
+            moved, now[stage], at[stage] = moved or position > at[stage], clock, position
+    assert all(position == len(steps) for position, steps in zip(at, order, strict=True)), "a row's orders do not wait"
+    return max(end, *(clock + own.reduce_s for clock, own in zip(now, times, strict=True)))
 
 
 def simulate(

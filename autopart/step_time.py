@@ -9,10 +9,12 @@ where nothing can overlap with it.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 from autopart.runtime.schedule import Action, Schedule, in_flight, make_schedule
-from autopart.simulate import Durations, StageTimes, steady_seconds
+from autopart.runtime.schedule.flushing import one_f_one_b_order
+from autopart.simulate import Durations, StageTimes, row_makespan, steady_seconds
 from autopart.solver.search import Degrees
 from autopart.solver.stages_floor import least_step
 from autopart.solver.stages_problem import StageProblem, Step, Way
@@ -45,12 +47,17 @@ def simulated_seconds(
         forward = sum(choice.forward_s for choice in chosen)
         end = step_end_seconds(problem, step, schedule)
         times.append(StageTimes(forward, backward, weight_s=backward * share, reduce_s=end))
+    crossed = [problem.crossings(before, after) for before, after in itertools.pairwise(way)]
+    there = [max(cut.forward_s for cut in cuts) for cuts in crossed]
+    back = [max(cut.backward_s for cut in cuts) for cuts in crossed]
+    if schedule in ("1f1b", "2bw-flush") and len(set(places)) == len(way) and durations is None:
+        # this search's own schedule; in many microbatches its actions take longer to write down than to time
+        order = one_f_one_b_order(len(way), problem.microbatches, warmup or None)
+        return row_makespan(order, times, there, back) + problem.tied_seconds(way)
     made = _schedule(schedule, len(way), problem.microbatches, warmup, tuple(places))
 
     def transfer(action: Action) -> float:
-        first, second = sorted((action.stage, action.peer or 0))
-        crossed = problem.crossings(way[first], way[second])
-        return max(cut.forward_s if action.stage == first else cut.backward_s for cut in crossed)
+        return there[action.stage] if action.stage < (action.peer or 0) else back[action.stage - 1]
 
     makespan = steady_seconds(made, schedule, problem.microbatches, times, transfer, durations)
     return makespan + problem.tied_seconds(way)

@@ -10,7 +10,8 @@ import pytest
 
 from autopart.runtime.errors import ScheduleError
 from autopart.runtime.schedule import Action, Schedule, Work, gpipe, make_schedule, one_f_one_b, places_of
-from autopart.simulate import Event, Simulation, StageTimes, makespan, simulate
+from autopart.runtime.schedule.flushing import one_f_one_b_order
+from autopart.simulate import Event, Simulation, StageTimes, makespan, row_makespan, simulate
 
 
 def chain(stages: int) -> list[tuple[int, int]]:
@@ -221,3 +222,20 @@ def check_timeline(found: Simulation, schedule: Schedule) -> None:
         own = [event for event in found.events if event.action.stage == stage and event.action.work.is_compute]
         for first, second in itertools.pairwise(own):
             assert first.end_s <= second.start_s + 1e-12
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_row_of_stages_is_timed_without_its_actions(seed: int) -> None:
+    """To the last bit, whatever waits for what."""
+    rng = random.Random(seed)
+    stages, microbatches = rng.randint(1, 6), rng.randint(1, 20)
+    times = [StageTimes(rng.random(), rng.random(), reduce_s=rng.random()) for _ in range(stages)]
+    there, back = ([rng.choice([0.0, 0.1, 3.0]) * rng.random() for _ in range(stages - 1)] for _ in range(2))
+    warmup = None if seed % 2 else [2 * (stages - stage - 1) for stage in range(stages)]
+    found = row_makespan(one_f_one_b_order(stages, microbatches, warmup), times, there, back)
+
+    def transfer(action: Action) -> float:
+        assert action.peer is not None
+        return there[action.stage] if action.peer > action.stage else back[action.peer]
+
+    assert found == makespan(one_f_one_b(stages, microbatches, chain(stages), warmup), times, transfer)

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from autopart.runtime.errors import InfeasibleError
-from autopart.solver import brute, tensor
+from autopart.solver import brute, tensor, tensor_presolve
 from autopart.solver.linear import LinearModel
 from autopart.solver.tensor_presolve import live_choices
 from autopart.solver.tensor_problem import Choice, Edge, Op, TensorProblem
@@ -177,6 +177,26 @@ def test_presolve_drops_dominated_and_unreachable() -> None:
     source = Op("source", (Choice("a", 2.0, (0,)), Choice("b", 1.0, (0,)), Choice("c", 0.0, (7,))))
     sink = Op("sink", (Choice("x", 1.0, (), (0,)), Choice("y", 1.0, (), (8,))))
     assert live_choices(TensorProblem((source, sink), (Edge(0, 0, ((1, 0),), {}),))) == [[1], [0]]
+
+
+def test_presolve_looks_again_at_what_changed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a long chain of ops one of which has a choice that goes: what is far from it is compared once."""
+    looked: list[int] = []
+    rise = tensor_presolve._rise_of_source
+
+    def counted(edge: tensor_presolve.EdgeArrays) -> tensor_presolve.Floats:
+        looked.append(edge.source)
+        return rise(edge)
+
+    monkeypatch.setattr(tensor_presolve, "_rise_of_source", counted)
+    count = 20
+    ops = [Op(f"op{n}", tuple(Choice(f"c{p}", 1.0, (p,), (p,) if n else ()) for p in range(2))) for n in range(count)]
+    ops[3] = Op("op3", (*ops[3].choices, Choice("dear", 9.0, (0,), (1,))))
+    pairs = {(0, 1): 1.0, (1, 0): 1.0}
+    edges = [Edge(n, 0, ((n + 1, 0),), pairs) for n in range(count - 1)]
+    live = live_choices(TensorProblem(tuple(ops), tuple(edges)))
+    assert live is not None and all(len(choices) == 2 for choices in live)
+    assert all(looked.count(n) == (2 if n in (2, 3) else 1) for n in range(count - 1)), looked
 
 
 def test_presolve_keeps_what_needs_less_memory() -> None:

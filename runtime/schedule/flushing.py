@@ -30,6 +30,23 @@ def gpipe(
     return with_exchanges(order, edges, gradient_edges, reduce=True)
 
 
+def one_f_one_b_order(stages: int, microbatches: int, warmup: Sequence[int] | None = None) -> list[list[Step]]:
+    """The computations of :func:`one_f_one_b`, by stage. Raises ScheduleError as that does."""
+    if warmup is None:
+        warmup = [stages - s - 1 for s in range(stages)]
+    if len(warmup) != stages or any(count < 0 for count in warmup):
+        raise ScheduleError(f"warmup needs one number of forwards for each of {stages} stages, found {list(warmup)}")
+    order: list[list[Step]] = []
+    for stage, count in enumerate(warmup):
+        first = min(count, microbatches)
+        steps: list[Step] = [("F", stage, k) for k in range(first)]
+        for k in range(microbatches - first):
+            steps += [("F", stage, first + k), ("B", stage, k)]
+        steps += [("B", stage, k) for k in range(microbatches - first, microbatches)]
+        order.append(steps)
+    return order
+
+
 def one_f_one_b(
     stages: int,
     microbatches: int,
@@ -43,18 +60,7 @@ def one_f_one_b(
     ``min(microbatches, stages - s)`` microbatches in flight. More of them hide slow transfers for more memory, see
     :func:`deeper_warmup`. Raises ScheduleError when the warm-up has the wrong length or is negative.
     """
-    if warmup is None:
-        warmup = [stages - s - 1 for s in range(stages)]
-    if len(warmup) != stages or any(count < 0 for count in warmup):
-        raise ScheduleError(f"warmup needs one number of forwards for each of {stages} stages, found {list(warmup)}")
-    order = []
-    for stage, count in enumerate(warmup):
-        first = min(count, microbatches)
-        steps: list[Step] = [("F", stage, k) for k in range(first)]
-        for k in range(microbatches - first):
-            steps += [("F", stage, first + k), ("B", stage, k)]
-        steps += [("B", stage, k) for k in range(microbatches - first, microbatches)]
-        order.append(steps)
+    order = one_f_one_b_order(stages, microbatches, warmup)
     return with_exchanges(order, edges, gradient_edges, reduce=True)
 
 
