@@ -10,6 +10,7 @@ import pytest
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver import brute, tensor, tensor_presolve
 from autopart.solver.linear import LinearModel
+from autopart.solver.tensor_arrays import EdgeArrays, Floats
 from autopart.solver.tensor_presolve import live_choices
 from autopart.solver.tensor_problem import Choice, Edge, Op, TensorProblem
 
@@ -184,7 +185,7 @@ def test_presolve_looks_again_at_what_changed_alone(monkeypatch: pytest.MonkeyPa
     looked: list[int] = []
     rise = tensor_presolve._rise_of_source
 
-    def counted(edge: tensor_presolve.EdgeArrays) -> tensor_presolve.Floats:
+    def counted(edge: EdgeArrays) -> Floats:
         looked.append(edge.source)
         return rise(edge)
 
