@@ -212,6 +212,21 @@ class Candidates:
         asked = self._floor(work + self._memory_seconds(config, work), config, summed)
         return max(self.known_floor(config), asked)
 
+    def strategy_floor(self, config: Degrees) -> float:
+        """The same from the best strategies whose parameters fit, which takes a solver for every candidate."""
+        if not config.axes:
+            return self.work_floor(config)
+        room = sum(self._rooms(config))
+        try:
+            work = work_bound(
+                *(self.analysis, self._folded, self.setting(config), self._block_costs, self.time_limit_s),
+                *(self.optimizer, room, self._levels(config)),
+            )
+        except InfeasibleError:
+            return self.work_floor(config)
+        summed = not self._divides(config) and not self.zero
+        return max(self.work_floor(config), self._floor(work + self.free_seconds(config), config, summed))
+
     def known_floor(self, config: Degrees) -> float:
         """The best lower bound that is known already, memory left aside."""
         setting = self.setting(config)
@@ -238,15 +253,23 @@ class Candidates:
     def _memory_seconds(self, config: Degrees, work: float) -> float:
         """Seconds that memory adds to ``work`` of a microbatch, at least."""
         if (config, work) not in self._added:
-            levels = LEVELS if self._divides(config) else tuple({0, self.zero or 0})
             data, whole = self.setting(config).data, config.schedule in WHOLE_SCHEDULES
-            blocks = self._memory.blocks(self.prices(config), 1 / config.tp, data, levels, config.recompute)
-            overhead = CUDA_OVERHEAD_BYTES / config.virtual if self.device.kind == "cuda" else 0.0
-            rooms = [self.layout.capacity(config, stage) - overhead for stage in range(config.stages)]
+            prices, levels, rooms = self.prices(config), self._levels(config), self._rooms(config)
+            blocks = self._memory.blocks(prices, 1 / config.tp, data, levels, config.recompute)
             m, places = config.microbatches, self.layout.places(config)
             flying = in_flight(config.schedule, config.stages, m, self.warmup_of(config), places)
-            self._added[config, work] = least_added(blocks, rooms, flying, m if whole else 1, work)
+            timed = whole and self.faster(config) == 1.0
+            self._added[config, work] = least_added(blocks, rooms, flying, m if timed else 1, work)
         return self._added[config, work]
+
+    def _levels(self, config: Degrees) -> tuple[int, ...]:
+        """Of ZeRO, those that a parameter may have."""
+        return LEVELS if self._divides(config) else tuple({0, self.zero or 0})
+
+    def _rooms(self, config: Degrees) -> list[float]:
+        """Bytes of each stage for what it holds."""
+        overhead = CUDA_OVERHEAD_BYTES / config.virtual if self.device.kind == "cuda" else 0.0
+        return [self.layout.capacity(config, stage) - overhead for stage in range(config.stages)]
 
     def step_floor(self, work: float, config: Degrees) -> float:
         """Least seconds of a step whose microbatches take ``work`` seconds each through all stages."""

@@ -52,6 +52,8 @@ MOST_UNLIKE = 16
 """Alike devices up to which unlike meshes are searched, where equal ones can be."""
 MOST_OPS, LEAST_TRIED = 60_000, 24
 """Ops of all configurations that are tried unasked, and how many of these at least."""
+MOST_TIGHTENED = 8
+"""Configurations, of those whose bounds are the smallest, that are bounded by a solver of their own in the end."""
 UNBALANCED = 1.2
 """Seconds of the slowest stage over the mean of all, from which unlike meshes are searched."""
 MESHES = ("auto", "equal", "unlike")
@@ -207,13 +209,24 @@ def make_plan(
     def refine(config: Degrees | UnlikeMeshes) -> float:
         return candidates.work_floor(config) if isinstance(config, Degrees) else lower_bound(config)
 
+    def tighten(config: Degrees | UnlikeMeshes) -> float:
+        return candidates.strategy_floor(config) if isinstance(config, Degrees) else lower_bound(config)
+
     estimates = Estimates(candidates)
 
     def order(config: Degrees | UnlikeMeshes) -> float:
         return estimates.seconds(config) if isinstance(config, Degrees) else lower_bound(config)
 
     most = None if thorough else max(LEAST_TRIED, MOST_OPS // len(analysis.block_of))
-    result = search(configs, evaluate, lower_bound, refine=refine, order=order, most=most, more=more)
+    result = search(
+        *(configs, evaluate, lower_bound),
+        refine=refine,
+        order=order,
+        most=most,
+        more=more,
+        tighten=tighten,
+        most_tightened=MOST_TIGHTENED,
+    )
     solved = time.perf_counter()
     answer = result.answer
     if isinstance(answer, Answer):

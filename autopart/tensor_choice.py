@@ -149,10 +149,21 @@ def choose(
 
 
 def work_bound(
-    analysis: Analysis, folded: FoldedGraph, setting: Setting, block_costs: BlockCosts, time_limit_s: float = 60.0
+    analysis: Analysis,
+    folded: FoldedGraph,
+    setting: Setting,
+    block_costs: BlockCosts,
+    time_limit_s: float = 60.0,
+    optimizer: str = "adamw",
+    memory_limit: float | None = None,
+    levels: Sequence[int] = (0,),
 ) -> float:
-    """Seconds that the ops of one microbatch, with what they exchange over tensor axes, take under any strategies."""
-    return _Builder(analysis, folded, setting, block_costs, "adamw", (0,)).work_bound(time_limit_s)
+    """Seconds that the ops of one microbatch, with what they exchange over tensor axes, take under any strategies.
+
+    memory_limit: bytes of all parameters of a rank in each stage, together; with one, what divided ones exchange in a
+    microbatch counts as well. Raises InfeasibleError where no strategies hold that little.
+    """
+    return _Builder(analysis, folded, setting, block_costs, optimizer, levels).work_bound(memory_limit, time_limit_s)
 
 
 @dataclass(slots=True)
@@ -186,13 +197,16 @@ class _Builder:
             for level in offered_levels(info, stored_as(chosen), self.setting.named_sizes, self.setting.dp, self.levels)
         ]
 
-    def stored(self, node: fx.Node, chosen: Chosen, level: int, count: int) -> Choice:
-        """A way to store a parameter: its step end per microbatch, what it exchanges in each, and what it holds."""
+    def stored(self, node: fx.Node, chosen: Chosen, level: int, count: int, ends: bool = True) -> Choice:
+        """A way to store a parameter: its step end per microbatch, what it exchanges in each, and what it holds.
+
+        ends: whether the step end counts.
+        """
         placements, setting = stored_as(chosen), self.setting
         info = self.analysis.program.tensors[node.meta["name"]]
         held = held_bytes(parameter_bytes(info.shape, info.dtype, self.optimizer, info.trainable), level, setting.dp)
         whole = self.block_costs.size(Value(node)).at(1)
-        seconds = setting.step_end_seconds(whole, placements, level) if info.trainable else 0.0
+        seconds = setting.step_end_seconds(whole, placements, level) if ends and info.trainable else 0.0
         gathered = self.block_costs.gathering(node)
         exchanged = setting.data.microbatch_seconds(
             whole * share_of(placements, setting.sizes), level, info.trainable, *gathered
@@ -318,23 +332,25 @@ class _Builder:
                     strategies[node] = chosen
         return TensorChoice(strategies, storage, solution, problem.memory(solution.choices), levels)
 
-    def work_bound(self, time_limit_s: float) -> float:
-        """No strategies make the ops and conversions of one microbatch take less, parameters left aside."""
-        return self.solution(None, time_limit_s, free=True)[1].bound
+    def work_bound(self, memory_limit: float | None, time_limit_s: float) -> float:
+        """No strategies make the ops and conversions of one microbatch take less, ends of a step left aside."""
+        return self.solution(memory_limit, time_limit_s, free=True)[1].bound
+
+    def free(self, op: Op, nodes: Sequence[fx.Node]) -> Op:
+        """An op that holds nothing, or a parameter without its step end."""
+        if not is_stored(nodes[0]):
+            return replace(op, choices=tuple(replace(choice, memory=0.0, transient=0.0) for choice in op.choices))
+        ways = self.ways(nodes[0])
+        return Op(op.name, tuple(self.stored(nodes[0], *way, len(nodes), ends=False) for way in ways))
 
     def solution(
         self, memory_limit: float | None, time_limit_s: float, free: bool = False
     ) -> tuple[TensorProblem, TensorSolution]:
-        """The problem of all classes, and its solution. free: parameters cost nothing."""
+        """The problem of all classes, and its solution. free: parameters cost what they exchange, and alone hold."""
         classes = self.folded.classes
         ops = [self.op(nodes) for nodes in classes]
         if free:
-            ops = [
-                replace(op, choices=tuple(replace(choice, cost=0.0) for choice in op.choices))
-                if is_stored(nodes[0])
-                else op
-                for op, nodes in zip(ops, classes, strict=True)
-            ]
+            ops = [self.free(op, nodes) for op, nodes in zip(ops, classes, strict=True)]
         ops.append(Op("output", (Choice("R", 0.0, (), (self.id_of((REPLICATE,) * len(self.setting.axes)),)),)))
         placements = list(self.setting.shared.ids)
         edges = tuple(self.edge(value, ops, placements) for value in self.folded.values)

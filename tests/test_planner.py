@@ -128,14 +128,15 @@ def test_no_candidate_that_fits_takes_less_than_memory_asks_for() -> None:
         cluster = ideal(4, bandwidth=1e9, memory_bytes=CUDA_OVERHEAD_BYTES + room)
         candidates = Candidates(program, cluster, 8, "adamw", zero=None)
         for config in configs:
-            floor = candidates.work_floor(config)
+            floor = candidates.strategy_floor(config)
             higher += floor > free.work_floor(config) * 1.001
             try:
                 seconds = candidates.evaluate(config).objective
             except InfeasibleError:
                 continue
             fitting += 1
-            assert candidates.lower_bound(config) <= floor <= seconds * (1 + 1e-9), config
+            floors = candidates.lower_bound(config), candidates.work_floor(config), floor
+            assert list(floors) == sorted(floors) and floor <= seconds * (1 + 1e-9), config
     assert higher > 5 and fitting > 5, (higher, fitting)
 
 

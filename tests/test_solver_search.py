@@ -193,3 +193,31 @@ def test_values_check_themselves() -> None:
     assert str(Degrees(1, 1, (2, 4), 1, "1f1b")) == "pp=1 dp=1 tp=2x4 microbatches=1 1f1b"
     assert str(Degrees(2, 3, (4,), 5, "gpipe", "full")) == "pp=2 dp=3 tp=4 microbatches=5 gpipe recompute"
     assert str(Degrees(1, 1, (), 1, "1f1b", "none")) == "pp=1 dp=1 tp=1 microbatches=1 1f1b no-recompute"
+
+
+def test_the_smallest_bounds_are_tightened() -> None:
+    """One after the other, until one stays the smallest or there have been enough."""
+    configs = [Degrees(1, 1, (), count, "1f1b") for count in (1, 2, 3)]
+    taken = dict(zip(configs, (10.0, 12.0, 14.0), strict=True))
+    better = dict(zip(configs, (8.0, 9.0, 7.5), strict=True))
+
+    def found(most: int) -> tuple[float, list[Degrees]]:
+        asked: list[Degrees] = []
+
+        def tighten(config: Degrees) -> float:
+            asked.append(config)
+            return better[config]
+
+        result = search(
+            configs,
+            lambda config, below: Evaluation("answer", taken[config], 5.0 + config.microbatches),
+            lambda config: 5.0,
+            tighten=tighten,
+            most_tightened=most,
+        )
+        return result.bound, asked
+
+    assert found(0) == (6.0, [])
+    assert found(1) == (7.0, configs[:1])
+    assert found(2) == (8.0, configs[:2])
+    assert found(3) == (8.0, configs[:2])

@@ -206,6 +206,8 @@ def search(
     order: Callable[[Candidate], float] | None = None,
     most: int | None = None,
     more: Callable[[Evaluation[Answer] | None], Iterable[Candidate]] | None = None,
+    tighten: Callable[[Candidate], float] | None = None,
+    most_tightened: int = 0,
 ) -> SearchResult[Answer]:
     """Evaluates candidates until no other can be faster.
 
@@ -213,8 +215,9 @@ def search(
     takes as long as the seconds that are given. lower_bound: cheap seconds that a candidate takes at least, infinite
     when it cannot run at all. refine: a better bound, for those that it may rule out. order: what comes first is
     smallest in it; the lower bound by default. most: evaluations, after which the rest is left untried once something
-    fits. more: further candidates, asked for with the best evaluation of the first. Raises InfeasibleError, with what
-    the closest candidates lack, when none has a solution.
+    fits. more: further candidates, asked for with the best evaluation of the first. tighten: a bound that takes
+    longer, for up to ``most_tightened`` of those whose bound is the smallest in the end. Raises InfeasibleError, with
+    what the closest candidates lack, when none has a solution.
     """
     best: tuple[Candidate, Evaluation[Answer]] | None = None
     found: list[tuple[Candidate, float, _Outcome[Answer]]] = []
@@ -252,12 +255,19 @@ def search(
             [(config, outcome) for config, _, outcome in found if isinstance(outcome, InfeasibleError)]
         )
     config, chosen = best
-    bounds = [
-        floor if outcome is None else max(floor, outcome.bound)
-        for _, floor, outcome in found
+    bounds = {
+        at: floor if outcome is None else max(floor, outcome.bound)
+        for at, (_, floor, outcome) in enumerate(found)
         if not isinstance(outcome, InfeasibleError)
-    ]
-    bound = min(*bounds, chosen.objective)
+    }
+    tightened: set[int] = set()
+    while tighten is not None and len(tightened) < most_tightened:
+        lowest = min(bounds, key=lambda at: bounds[at])
+        if lowest in tightened or bounds[lowest] >= chosen.objective:
+            break
+        tightened.add(lowest)
+        bounds[lowest] = max(bounds[lowest], tighten(found[lowest][0]))
+    bound = min(*bounds.values(), chosen.objective)
     return SearchResult(
         config=config,
         answer=chosen.answer,
