@@ -33,7 +33,8 @@ _MOST_SHARE = 1 / 12
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A run of the chain. nodes: its ops in order. signature: equal for blocks that compute the same."""
+    """A run of the chain. nodes: its ops in order. signature: equal for blocks that compute the same, with gradients
+    of the same."""
 
     index: int
     nodes: tuple[fx.Node, ...]
@@ -248,7 +249,9 @@ def _signature(nodes: Sequence[fx.Node], shared: set[fx.Node]) -> str:
 
     def describe(value: Value) -> str:
         shape = [str(extent(size) or size) for size in value.fake.shape]
-        return f"{value.fake.dtype}{shape}"
+        # Layers that are run without gradient too are other blocks there: their gradients are not summed.
+        constant = "" if value.node.meta.get("differentiable", True) else " constant"
+        return f"{value.fake.dtype}{shape}{constant}"
 
     def name(node: fx.Node) -> str:
         if not graphs.is_tensor(node):

@@ -41,3 +41,26 @@ def test_without_a_loss_all_outputs_are() -> None:
     graph = capture(Scores(), (torch.randn(4, 6, 8),)).graph
     trained = {n.meta["name"] for n in graph.nodes if n.op == "placeholder" and n.meta.get("differentiable")}
     assert trained == {"scores.weight", "scores.bias"}
+
+
+class FirstWithout(nn.Module):
+    """Equal layers, the first of which are run without gradient (as recurrent models run all cycles but the last)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for layer in self.layers[:2]:
+                x = layer(x)
+        for layer in self.layers[2:]:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_layers_without_gradient_are_no_copies_of_others() -> None:
+    analysis = analyze(capture(FirstWithout(), (torch.randn(4, 8),)))
+    linear = [node for node in analysis.block_of if node.target == torch.ops.aten.linear.default]
+    assert [bool(node.meta["differentiable"]) for node in linear] == [False, False, True, True]
+    assert not {analysis.classes[node] for node in linear[:2]} & {analysis.classes[node] for node in linear[2:]}
