@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -18,10 +18,12 @@ from autopart.cost.communication import bucketed_all_reduce_seconds, send_second
 from autopart.cost.devices import Device
 from autopart.data_prices import TRANSIENT_COPIES
 from autopart.device_layout import DeviceLayout, slowest
-from autopart.folding import FoldedGraph, fold_graph
+from autopart.folding import FoldedGraph, FoldedPart, fold_graph, fold_part
 from autopart.layer_frontier import Frontiers
 from autopart.layer_frontier import paths as modules_again
+from autopart.layer_strategies import LayerStrategies
 from autopart.memory_bound import MemoryBound, least_added
+from autopart.mixed_strategies import applied, chosen_ways, merged
 from autopart.offers import Offers
 from autopart.parameter_prices import priced_parameters
 from autopart.passes import graph as graphs
@@ -33,7 +35,7 @@ from autopart.passes.program import Role
 from autopart.pins import Pins
 from autopart.positions import Positions
 from autopart.prices import Prices, share_of
-from autopart.recomputation import WHOLE, Activations, activations, layers
+from autopart.recomputation import KEPT, WHOLE, Activations, activations, layers
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.links import dtype_of
 from autopart.runtime.placement import REPLICATE
@@ -44,7 +46,7 @@ from autopart.solver.search import Config, Degrees, Evaluation, NotBetter
 from autopart.solver.stages_parts import Block, Cut, Family
 from autopart.solver.stages_problem import StageProblem, StageSolution, Step
 from autopart.step_time import SPLIT_SCHEDULES, WHOLE_SCHEDULES, one_stage_floor, pipeline_floor, simulated_seconds
-from autopart.tensor_choice import Setting, Shared, TensorChoice, choose, work_bound
+from autopart.tensor_choice import Builder, Setting, Shared, TensorChoice, choose, work_bound
 from autopart.tensor_scheme import TensorScheme
 
 # What a CUDA process needs besides its tensors: context, libraries' workspaces, communication buffers.
@@ -96,6 +98,7 @@ class Candidates:
     _folded: FoldedGraph = field(init=False)
     _memory: MemoryBound = field(init=False)
     _added: dict[tuple[Degrees, float], float] = field(default_factory=dict)
+    _parts: dict[str, FoldedPart] = field(default_factory=dict)  # by layer
 
     def __post_init__(self) -> None:
         self.layout, self.shared = DeviceLayout(self.cluster), SharedHosts.of(self.cluster)
@@ -308,14 +311,43 @@ class Candidates:
         """Strategies and stages of a candidate. Raises InfeasibleError when it does not fit in memory.
 
         below: seconds that it has to stay below to be of interest; raises NotBetter where it surely does not.
-        Where layers are computed again for the fastest strategies to fit, those are tried too that fit without.
+        Where layers are computed again for the fastest strategies to fit, those are tried too that fit without; where
+        memory binds, mixtures around both answers as well.
         """
         fastest = self.choose(config)
         plain = replace(config, recompute="none")
+        promising = False  # memory surely binds, and the fastest strategies alone take less than ``below``
         if config.recompute == "auto" and config.stages == 1:
             problem = self.problem(plain, fastest)
             if problem.excess_bytes([Step(0, 0, len(problem.positions) - 1)]) <= 0:
                 return self._evaluate(plain, fastest, below, problem)
+            promising = self._least_seconds(config, fastest) < below
+        found: Evaluation[Answer] | None = None
+        stopped: NotBetter | None = None
+        try:
+            found = self._evaluate_alike(config, fastest, below)
+        except NotBetter as error:
+            if not promising:
+                raise
+            stopped = error
+        answers = [fastest]
+        if found is not None and found.answer.choice is not fastest:
+            answers.append(found.answer.choice)
+        bound = any(step.choices for step in found.answer.cut.way) if found is not None else promising
+        evaluated = [found] if found is not None else []
+        if fastest.solution is not None and (bound or len(answers) > 1):
+            for answer in answers:
+                evaluated += self._mixtures(config, answer)
+        least = min([item.bound for item in evaluated] + ([stopped.bound] if stopped is not None else []))
+        best = min(evaluated, key=lambda item: item.objective, default=None)
+        if stopped is not None and (best is None or best.objective >= below):
+            raise NotBetter(stopped.seconds, least)
+        assert best is not None
+        return replace(best, bound=least)
+
+    def _evaluate_alike(self, config: Degrees, fastest: TensorChoice, below: float) -> Evaluation[Answer]:
+        """The same, with equal strategies for equal layers."""
+        plain = replace(config, recompute="none")
         other = config.recompute == "auto" and not (fastest.solution is None and not self._divides(config))
         found: Evaluation[Answer] | None = None
         stopped: NotBetter | None = None
@@ -339,6 +371,50 @@ class Candidates:
             return replace(kept, bound=min(kept.bound, stopped.bound))
         assert found is not None
         return replace(min(found, kept, key=lambda item: item.objective), bound=min(found.bound, kept.bound))
+
+    def _mixtures(self, config: Degrees, answer: TensorChoice) -> Iterator[Evaluation[Answer]]:
+        """The best mixture of layers' strategies around an answer, where one is found that fits."""
+        parts, found = self.layer_parts(), self.layer_strategies(config, answer)
+        ways = {layer: found.ways(part) for layer, part in parts.items()}
+        count = max(map(len, ways.values()), default=0)
+        if count < 2:
+            return
+        units = replace(config, recompute=KEPT) if config.recompute == "none" else config
+        uniform = [
+            applied(answer, {layer: own[min(number, len(own) - 1)] for layer, own in ways.items()}, parts)
+            for number in range(count)
+        ]
+        problem = merged([self.problem(units, choice) for choice in uniform])
+        try:
+            cut = stage_solver.solve(problem, self.time_limit_s)
+            mixture = applied(answer, chosen_ways(problem, cut, ways, self.analysis), parts)
+            problem = self.problem(config, mixture)
+            cut = stage_solver.solve(problem, self.time_limit_s)
+        except InfeasibleError:
+            return
+        floor = self._mixture_floor(config, *found.least_seconds(parts.values()))
+        seconds = self._step_seconds(problem, cut, config)
+        yield Evaluation(Answer(config, mixture, problem, cut), seconds, min(floor, seconds))
+
+    def layer_strategies(self, config: Degrees, answer: TensorChoice) -> LayerStrategies:
+        """The ways of layers around an answer on tensor axes."""
+        places, warmup = self.layout.places(config), self.warmup_of(config)
+        flying = in_flight(config.schedule, config.stages, config.microbatches, warmup, places)
+        levels = LEVELS if self._divides(config) else (self.zero or 0,)
+        builder = Builder(
+            *(self.analysis, self._folded, self.setting(config), self._block_costs, self.optimizer, levels, config.pp)
+        )
+        return LayerStrategies(builder, answer, sorted({max(flying), min(flying), 0}, reverse=True), self.time_limit_s)
+
+    def layer_parts(self) -> dict[str, FoldedPart]:
+        """By layer, its ops and tensors folded."""
+        if not self._parts:
+            nodes: dict[str, list[fx.Node]] = {}
+            for block, layer in zip(self.analysis.blocks, self.analysis.layers, strict=True):
+                if layer:
+                    nodes.setdefault(layer, []).extend(block.nodes)
+            self._parts.update({layer: fold_part(self.analysis, self._folded, own) for layer, own in nodes.items()})
+        return self._parts
 
     def _evaluate(
         self, config: Degrees, choice: TensorChoice, below: float, problem: StageProblem | None = None
@@ -406,6 +482,16 @@ class Candidates:
         costs = self._costs(config, choice, self.setting(config))
         self._add_exchanges(costs, config, choice)
         return self.step_floor(math.fsum(cost.forward_s + cost.backward_s for cost in costs), config)
+
+    def _mixture_floor(self, config: Degrees, seconds: float, work: float) -> float:
+        """Under a step whose microbatches take at least so many seconds, all in all and without parameters."""
+        free = self.free_seconds(config)
+        work, summed = work + free, not self._divides(config) and not self.zero
+        asked = self._floor(work + self._memory_seconds(config, work), config, summed)
+        floor = max(self.lower_bound(config), self._floor(work, config), asked)
+        if config.pp > 1:
+            return floor
+        return max(floor, one_stage_floor(seconds + free, self._sum_seconds(config), config))
 
     def _sum_seconds(self, config: Degrees) -> float:
         """Of gradients' sums those over replicas, which start during the last backward, at most: of whole weights."""

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopart.analysis import fold
 from autopart.candidates import Answer, Candidates
 from autopart.cost.communication import send_seconds
 from autopart.device_layout import TENSOR_AXIS
@@ -26,7 +25,7 @@ from autopart.passes.shard import value_placements
 from autopart.plan import Plan, StagePlan, Transfers
 from autopart.predict import simulate_plan
 from autopart.prices import Chosen, share_of
-from autopart.realize import Realization, build, storage_names, strategy_names
+from autopart.realize import Realization, build, level_names, storage_names, strategy_names
 from autopart.runtime.manifest import MIXED
 from autopart.shared_hosts import SharedHosts
 from autopart.solver.search import Config, Degrees
@@ -79,7 +78,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
         strategies=strategy_names(analysis, choice.strategies),
         storage=storage_names(choice.storage),
         recompute=recompute,
-        zero=fold(choice.levels),
+        zero=level_names(analysis, choice.levels),
         warmup=candidates.warmup_of(config),
         order=order if order != tuple(range(len(order))) else (),
     )
@@ -136,12 +135,13 @@ def recomputed(
     layers = tuple(recomputable_layers(graph) for graph in found.local)
     if config.recompute == "full":
         return layers, "full"
-    chosen = [candidates.computed_again(config, step, problem) for step in way]
-    again = tuple(
-        tuple(path for path in recomputable(graph) if path in own)
-        for graph, own in zip(found.local, chosen, strict=True)
-    )
-    return again, "none" if not any(again) else "full" if again == layers else "some"
+    again = []
+    for graph, step in zip(found.local, way, strict=True):
+        chosen = candidates.computed_again(config, step, problem)
+        again.append(tuple(path for path in recomputable(graph) if path in chosen))
+        left = chosen.difference(again[-1])
+        assert not left, f"the stage's memory is that of {sorted(left)} computed again, which its code cannot"
+    return tuple(again), "none" if not any(again) else "full" if tuple(again) == layers else "some"
 
 
 def _transfers(

@@ -1,11 +1,13 @@
 """A program's graph with equal ops folded: classes of ops and tensors, and the values between them.
 
 Blocks that repeat are one block here: a class stands for the ops at the same place of all equal blocks. Values of one
-class may have unlike readers (the last layer's output is not read by another layer); those are told apart.
+class may have unlike readers (the last layer's output is not read by another layer); those are told apart. A part of
+the graph, such as one layer, is folded by itself with :func:`fold_part`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -14,6 +16,7 @@ from autopart.analysis import Analysis
 from autopart.passes import graph as graphs
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
+from autopart.passes.rules import is_differentiable
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +38,35 @@ class FoldedValue:
 
 @dataclass(frozen=True, slots=True)
 class FoldedGraph:
-    """classes: the equal ops, or parameters and buffers, of each class, in the order of the graph."""
+    """classes: the equal ops, or parameters and buffers, of each class, in the order of the graph.
+
+    readers: of every value that is made by an op of a block or stored: ops with the operand, None for the outputs.
+    """
 
     classes: tuple[tuple[fx.Node, ...], ...]
     values: tuple[FoldedValue, ...]
+    readers: Mapping[Value, Sequence[tuple[fx.Node | None, int]]]
 
     @property
     def output(self) -> int:
         """The index that stands for the model's outputs as a reader."""
         return len(self.classes)
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedPart:
+    """Some ops of a graph and the tensors that they alone read, folded; equal parts have equal ``signature``.
+
+    classes: as those of FoldedGraph, of this part. outside: what makes, or stores, the values that enter. values: those
+    that the part reads; their sources are classes, and past these ``outside``. leaving: (class, slot) of values that
+    others read.
+    """
+
+    classes: tuple[tuple[fx.Node, ...], ...]
+    outside: tuple[fx.Node, ...]
+    values: tuple[FoldedValue, ...]
+    leaving: frozenset[tuple[int, int]]
+    signature: object
 
 
 def is_stored(node: fx.Node) -> bool:
@@ -85,4 +108,35 @@ def fold_graph(analysis: Analysis) -> FoldedGraph:
             FoldedValue(source, slot, uses, values[0], len(values), as_stored)
             for (source, slot, uses, as_stored), values in groups.items()
         ),
+        readers,
+    )
+
+
+def fold_part(analysis: Analysis, folded: FoldedGraph, nodes: Sequence[fx.Node]) -> FoldedPart:
+    """Folds some ops, none of which updates statistics. folded: the whole graph."""
+    inside = set(nodes)
+    read = {value: None for node in nodes for value in graphs.inputs(node) if value in folded.readers}
+    own = [*dict.fromkeys(v.node for v in read if is_stored(v.node) and inside.issuperset(v.node.users)), *nodes]
+    members: dict[tuple[str, ...], list[fx.Node]] = {}
+    for node in own:
+        members.setdefault(analysis.classes[node], []).append(node)
+    number = {node: index for index, alike in enumerate(members.values()) for node in alike}
+    outside = list(dict.fromkeys(value.node for value in read if value.node not in number))
+    number |= {node: len(members) + index for index, node in enumerate(outside)}
+    groups: dict[tuple[int, int, tuple[tuple[int, int], ...]], list[Value]] = {}
+    for value in read:
+        uses = {(number[node], slot) for node, slot in folded.readers[value] if node is not None and node in inside}
+        groups.setdefault((number[value.node], value.index, tuple(sorted(uses))), []).append(value)
+    made = (Value(node, slot) for node in nodes for slot in range(len(graphs.outputs(node))))
+    leaving = frozenset(
+        (number[value.node], value.index)
+        for value in made
+        if any(node not in inside for node, _ in folded.readers.get(value, ()))
+    )
+    values = tuple(FoldedValue(*key, found[0], len(found), False) for key, found in groups.items())
+    alike = tuple((key, len(nodes)) for key, nodes in members.items())
+    # what enters may be of unlike kinds: what is converted back is its gradient
+    enters = tuple((*key, len(found), is_differentiable(found[0])) for key, found in groups.items())
+    return FoldedPart(
+        tuple(map(tuple, members.values())), tuple(outside), values, leaving, (alike, enters, tuple(sorted(leaving)))
     )

@@ -110,6 +110,12 @@ def storage_names(storage: Mapping[str, Placements]) -> dict[str, str]:
     return {name: text for name, text in fold(named).items() if set(text.split(",")) != {"R"}}
 
 
+def level_names(analysis: Analysis, levels: Mapping[str, int]) -> dict[str, int]:
+    """Levels of ZeRO as a plan writes them: by folded parameter name, those at 0 left out."""
+    named = {info.name: levels.get(info.name, 0) for info in analysis.program.parameters}
+    return {name: level for name, level in fold(named).items() if level}
+
+
 def read_strategies(
     analysis: Analysis, plan: Plan, axes: Axes
 ) -> tuple[dict[fx.Node, tuple[Strategy, ...]], dict[str, Placements]]:

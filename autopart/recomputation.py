@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopart.block_costs import BlockCost, Kept
+from autopart.passes.emit.layers import MOST_INLINE
 from autopart.solver.stages_parts import Block, Choice, Family, KeptGroup, Layer
 
 
@@ -38,6 +39,8 @@ class Activations:
 
 RECOMPUTE = ("none", "full", "auto")
 """What is computed again: nothing, every layer, or what the solver chooses."""
+KEPT = "kept"
+"""Nothing is computed again, and the blocks of a layer are run in one way."""
 WHOLE = "*"
 """The name of the choice in which a part of a layer is computed again as a whole."""
 
@@ -55,7 +58,7 @@ def activations(
             made = block_of.get(item[0].node)
             if recompute != "full" or not again or made is None or units[made] != units[index]:
                 holders[item][index] = size
-        for item, size in cost.entering.items() if again else ():
+        for item, size in cost.entering.items() if again and recompute != KEPT else ():
             made = block_of.get(item[0].node)
             if made is None or units[made] != units[index]:
                 holders[item][index] = size
@@ -82,10 +85,10 @@ def layers(
     """The layers with the ways to run each part of them that a stage can have, found once for layers that are alike.
 
     again_s: seconds of running a block's forward again. recompute: "none", "full" (every layer is computed again) or
-    "auto": each part of a layer is kept, which is choice 0, or computed again, whole or in modules. positions: sets of
-    blocks between two of which a stage lies; beginnings of the row of blocks are taken to be among them. modules:
-    further choices of a layer's blocks, beside the one in which all is kept. signatures: equal for blocks that compute
-    the same.
+    "auto": each part of a layer is kept, which is choice 0, or computed again, whole or in modules; or KEPT.
+    positions: sets of blocks between two of which a stage lies; beginnings of the row of blocks are taken to be among
+    them. modules: further choices of a layer's blocks, beside the one in which all is kept. signatures: equal for
+    blocks that compute the same.
     """
     if recompute == "none":
         return ()
@@ -145,6 +148,8 @@ def _ways(
         keep.transient_bytes + keep.activation_bytes,
         WHOLE,
     )
+    if recompute == KEPT or sum(op.node in block_of for index in part for op in costs[index].ops) <= MOST_INLINE:
+        return (keep,)
     if recompute == "full":
         return (again,)
     others = (keep, *modules(layer, part, keep))

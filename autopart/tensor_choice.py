@@ -142,7 +142,7 @@ def choose(
     divided stay at 0). stages: each has the largest transient. Raises InfeasibleError when no strategies hold that
     little.
     """
-    builder = _Builder(analysis, folded, setting, block_costs, optimizer, levels, stages)
+    builder = Builder(analysis, folded, setting, block_costs, optimizer, levels, stages)
     if not setting.axes and len(levels) == 1:
         return builder.unsharded(levels[0])
     return builder.solve(memory_limit, time_limit_s)
@@ -163,11 +163,13 @@ def work_bound(
     memory_limit: bytes of all parameters of a rank in each stage, together; with one, what divided ones exchange in a
     microbatch counts as well. Raises InfeasibleError where no strategies hold that little.
     """
-    return _Builder(analysis, folded, setting, block_costs, optimizer, levels).work_bound(memory_limit, time_limit_s)
+    return Builder(analysis, folded, setting, block_costs, optimizer, levels).work_bound(memory_limit, time_limit_s)
 
 
 @dataclass(slots=True)
-class _Builder:
+class Builder:
+    """Makes the problem of a setting. levels: of ZeRO, among which parameters choose."""
+
     analysis: Analysis
     folded: FoldedGraph
     setting: Setting
@@ -176,6 +178,11 @@ class _Builder:
     levels: Sequence[int]
     stages: int = 1
     _least: dict[fx.Node, dict[int, float]] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """How near to its bound an answer is proved."""
+        return _GAPS[len(self.setting.axes)]
 
     def offered(self, node: fx.Node) -> Sequence[Chosen]:
         """The strategies of an op, or ways to store a parameter, one per axis."""
@@ -355,7 +362,7 @@ class _Builder:
         placements = list(self.setting.shared.ids)
         edges = tuple(self.edge(value, ops, placements) for value in self.folded.values)
         problem = TensorProblem(tuple(ops), edges, memory_limit, self.stages)
-        return problem, cache.solve(problem, time_limit_s, _GAPS[len(self.setting.axes)])
+        return problem, cache.solve(problem, time_limit_s, self.gap)
 
     def solve_levels(
         self, classes: Sequence[Sequence[fx.Node]], memory_limit: float | None, time_limit_s: float

@@ -22,7 +22,7 @@ from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.runtime.placement import BROADCAST, REPLICATE, shard
 from autopart.solver.search import Degrees
-from autopart.tensor_choice import _Builder, stored_as
+from autopart.tensor_choice import Builder, stored_as
 from autopart.tensor_scheme import TensorScheme
 from autopart.tracing import capture
 from clusters import ideal
@@ -124,7 +124,7 @@ def test_problems_never_charge_more_than_strategies_take(double: Analysis, bandw
     """Random strategies take what the problem says or longer, so that its bound is one; the chosen take just that."""
     candidates = Candidates(double, ideal(2, bandwidth=bandwidth), SAMPLES, "adamw")
     setting, classes = candidates.setting(config()), candidates._folded.classes
-    builder = _Builder(double, candidates._folded, setting, candidates._block_costs, "adamw", (0,))
+    builder = Builder(double, candidates._folded, setting, candidates._block_costs, "adamw", (0,))
     problem, solution = builder.solution(None, 60.0, free=True)
     returned = [edge for edge in problem.edges if any(op == len(classes) for op, _ in edge.uses)]
 

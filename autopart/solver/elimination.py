@@ -54,10 +54,10 @@ class _Table:
     sums: dict[tuple[int, ...], _Set]
 
 
-def frontier(problem: TensorProblem, epsilon: float = 0.0) -> tuple[Point, ...]:
+def frontier(problem: TensorProblem, epsilon: float = 0.0, most_settings: int = MOST_SETTINGS) -> tuple[Point, ...]:
     """All undominated assignments within the memory limit, the fastest first; of equal ones one.
 
-    Raises PlanError where the graph is too wide: where a table would have more than MOST_SETTINGS settings.
+    Raises PlanError where the graph is too wide: where a table would have more than ``most_settings`` settings.
     """
     if epsilon < 0:
         raise ValueError(f"epsilon is not negative: {epsilon}")
@@ -67,13 +67,14 @@ def frontier(problem: TensorProblem, epsilon: float = 0.0) -> tuple[Point, ...]:
     if domains is None:
         return ()
     step = math.log1p(epsilon) / len(problem.ops) if epsilon else 0.0
-    tables = [*_op_tables(problem, domains), *_edge_tables(problem, domains)]
+    tables = [*_op_tables(problem, domains), *_edge_tables(problem, domains, most_settings)]
     left = set(range(len(problem.ops)))
     while left:
         op = min(left, key=lambda item: _settings(_neighbours(tables, item), domains))
         left.remove(op)
         joined = [table for table in tables if op in table.ops]
         tables = [table for table in tables if op not in table.ops]
+        _check_size(_settings(_neighbours(joined, op), domains) * len(domains[op]), most_settings)
         tables.append(_eliminated(op, joined, domains, step, problem.memory_limit))
     sums: _Set = ((0.0, 0.0, None),)
     for table in tables:
@@ -94,11 +95,11 @@ def _op_tables(problem: TensorProblem, domains: Sequence[Sequence[int]]) -> Iter
         yield _Table((index,), {(c,): ((op.choices[c].cost, op.choices[c].memory, None),) for c in domain})
 
 
-def _edge_tables(problem: TensorProblem, domains: Sequence[Sequence[int]]) -> Iterator[_Table]:
+def _edge_tables(problem: TensorProblem, domains: Sequence[Sequence[int]], most_settings: int) -> Iterator[_Table]:
     """A value is converted once per placement that is wanted: its table spans all that read it."""
     for edge in problem.edges:
         ops = tuple(dict.fromkeys((edge.source, *(op for op, _ in edge.uses))))
-        _check_size(math.prod(len(domains[op]) for op in ops))
+        _check_size(math.prod(len(domains[op]) for op in ops), most_settings)
         sums: dict[tuple[int, ...], _Set] = {}
         for setting in itertools.product(*(domains[op] for op in ops)):
             chosen = {op: problem.ops[op].choices[c] for op, c in zip(ops, setting, strict=True)}
@@ -118,8 +119,8 @@ def _settings(ops: Sequence[int], domains: Sequence[Sequence[int]]) -> int:
     return math.prod(len(domains[op]) for op in ops)
 
 
-def _check_size(settings: int) -> None:
-    if settings > MOST_SETTINGS:
+def _check_size(settings: int, most: int) -> None:
+    if settings > most:
         raise PlanError(
             f"the graph is too wide for elimination: a table of {settings} settings; use the frontier by memory limits"
         )
@@ -129,7 +130,6 @@ def _eliminated(
     op: int, tables: Sequence[_Table], domains: Sequence[Sequence[int]], step: float, limit: float | None
 ) -> _Table:
     rest = _neighbours(tables, op)
-    _check_size(_settings(rest, domains) * len(domains[op]))
     sums: dict[tuple[int, ...], _Set] = {}
     for setting in itertools.product(*(domains[other] for other in rest)):
         at = dict(zip(rest, setting, strict=True))

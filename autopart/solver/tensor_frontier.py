@@ -9,21 +9,28 @@ method besides :mod:`autopart.solver.elimination`; this one needs no narrow grap
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver import tensor_transient
 from autopart.solver.elimination import Point
-from autopart.solver.tensor_problem import TensorProblem
+from autopart.solver.tensor_problem import TensorProblem, TensorSolution
 
 _NEAR = 1e-7
 """Seconds within that share of each other count as equal, as they do for the solver."""
 
 
-def frontier(problem: TensorProblem, step: float = 0.0, time_limit_s: float = 60.0) -> tuple[Point, ...]:
+def frontier(
+    problem: TensorProblem,
+    step: float = 0.0,
+    time_limit_s: float = 60.0,
+    solver: Callable[[TensorProblem, float], TensorSolution] = tensor_transient.solve,
+) -> tuple[Point, ...]:
     """The fastest first. step: each limit lies below the last answer's bytes by at least that share of them.
 
-    With a step, for every undominated (s, b) there is an answer with at most (s, b / (1 - step)).
+    With a step, for every undominated (s, b) there is an answer with at most (s, b / (1 - step)); with a ``solver``
+    whose answers are within a gap g of their bounds with at most (s / (1 - g), b / (1 - step)).
     """
     if not 0 <= step < 1:
         raise ValueError(f"a step is at least 0 and below 1: {step}")
@@ -31,7 +38,7 @@ def frontier(problem: TensorProblem, step: float = 0.0, time_limit_s: float = 60
     limit = problem.memory_limit
     while True:
         try:
-            solution = tensor_transient.solve(replace(problem, memory_limit=limit), time_limit_s)
+            solution = solver(replace(problem, memory_limit=limit), time_limit_s)
         except InfeasibleError:
             return tuple(found)
         memory = problem.memory(solution.choices)

@@ -13,6 +13,9 @@ from torch import fx
 
 from autopart.passes import graph as graphs
 
+MOST_INLINE = 2
+"""Statements of a layer, or of what a stage has of it, that are written in place, and never run again by themselves."""
+
 
 @dataclass(slots=True)
 class Run:
@@ -66,7 +69,7 @@ def runs_of(graph: fx.Graph) -> list[tuple[Run, bool]]:
     """The runs of a stage's graph, and whether each is written as a layer of its own."""
     statements = [node for node in graph.nodes if node.op == "call_function"]
     tensors = _with_items_behind(node for node in statements if graphs.is_tensor(node) or graphs.is_op(node))
-    return [(run, bool(run.path) and len(run.nodes) > 2) for run in find_runs(tensors)]
+    return [(run, bool(run.path) and len(run.nodes) > MOST_INLINE) for run in find_runs(tensors)]
 
 
 def is_recomputable(run: Run) -> bool:

@@ -1,0 +1,270 @@
+"""The undominated strategies of one layer, seconds against bytes, with everything around it as a solved answer has it.
+
+The placements of what enters and of what leaves the layer are those of the answer, so that any layers may take any of
+their ways together: seconds and bytes of a mixture are sums. With S what parameters hold, A what ops keep for their
+backward, and f microbatches in flight, over the layer's own choices x:
+
+    undominated (seconds(x), S(x) + f A(x))       for the most and the fewest in flight of a stage,
+                                                   and f = 0: of a layer that is computed again as a whole
+
+each exactly by elimination (:mod:`autopart.solver.elimination`); where the layer's graph is too wide for that, as on
+several axes, by memory limits one below the other (:mod:`autopart.solver.tensor_frontier`), the next STEP below the
+last, and for every choice of strategies with (s, b) there is a way with at most (s / (1 - g), b / (1 - STEP)), g being
+the solver's gap. By this measure each op's kept tensors count by themselves and the largest transient does not. Of more
+than MOST_WAYS those stay that free the most bytes for their seconds (hulls), then evenly by bytes.
+
+:class:`Slack` says by how much any ways of the layers are faster than the answer's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from autopart.folding import FoldedPart, is_stored
+from autopart.prices import Chosen
+from autopart.runtime.errors import PlanError
+from autopart.runtime.placement import Placements
+from autopart.solver import cache, elimination, tensor_frontier
+from autopart.solver.tensor_problem import Choice, Op, TensorProblem, TensorSolution
+from autopart.tensor_choice import Builder, TensorChoice, stored_as
+
+STEP = 0.1
+MOST_WAYS = 8
+MOST_SETTINGS = 20_000
+"""Of a table of elimination; with more, memory limits are faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a layer is run. taken: of each class of the layer its strategies, or its storage with a level of ZeRO.
+
+    seconds: per microbatch, the step's end divided among them. state_bytes: of parameters. kept_bytes: of one
+    microbatch for its backward.
+    """
+
+    seconds: float
+    state_bytes: float
+    kept_bytes: float
+    taken: tuple[tuple[Chosen, int], ...]
+
+    def held(self, in_flight: int) -> float:
+        return self.state_bytes + in_flight * self.kept_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Slack:
+    """Seconds of a microbatch that no ways of a layer save beyond these, against the answer's own.
+
+    all: with the step's end. work: of ops and conversions alone.
+    """
+
+    all: float = 0.0
+    work: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Local:
+    """A layer's problem. Memory of choices: of parameters, or of what one microbatch keeps.
+
+    ways: of each class what its choices are. own: the answer's choices. elsewhere: edges of values that come in, and
+    that others read too.
+    """
+
+    problem: TensorProblem
+    ways: tuple[tuple[tuple[Chosen, int], ...], ...]
+    stored: tuple[bool, ...]
+    own: tuple[int, ...]
+    elsewhere: frozenset[int]
+
+    def weighted(self, in_flight: int) -> TensorProblem:
+        """With so many microbatches kept."""
+        ops = [
+            op if stored else _with(op, lambda choice: replace(choice, memory=choice.memory * in_flight))
+            for op, stored in zip(self.problem.ops, self.stored, strict=True)
+        ]
+        return replace(self.problem, ops=tuple(ops))
+
+    def floor(self, free: bool) -> TensorProblem:
+        """What the layer costs at least in any mixture. free: parameters cost nothing."""
+        ops = [
+            _with(op, lambda choice: replace(choice, cost=0.0)) if free and stored else op
+            for op, stored in zip(self.problem.ops, self.stored, strict=True)
+        ]
+        edges = [edge for index, edge in enumerate(self.problem.edges) if index not in self.elsewhere]
+        return replace(self.problem, ops=tuple(ops), edges=tuple(edges))
+
+    def way(self, choices: Sequence[int]) -> Way:
+        chosen = [op.choices[index] for op, index in zip(self.problem.ops, choices, strict=True)]
+        pairs = list(zip(chosen, self.stored, strict=True))
+        state, kept = (math.fsum(choice.memory for choice, own in pairs if own is stored) for stored in (True, False))
+        taken = tuple(own[index] for own, index in zip(self.ways, choices, strict=False))
+        return Way(self.problem.objective(choices), state, kept, taken)
+
+
+@dataclass(slots=True)
+class LayerStrategies:
+    """Finds the ways of layers around one answer; equal layers with equal surroundings share them.
+
+    builder: of the answer's problem. in_flight: the measures of memory.
+    """
+
+    builder: Builder
+    answer: TensorChoice
+    in_flight: Sequence[int]
+    time_limit_s: float = 60.0
+    _numbers: dict[tuple[str, ...], int] = field(default_factory=dict)  # of folded classes
+    _ways: dict[object, tuple[Way, ...]] = field(default_factory=dict)
+    _slack: dict[object, Slack] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        classes = self.builder.analysis.classes
+        self._numbers = {classes[nodes[0]]: index for index, nodes in enumerate(self.builder.folded.classes)}
+
+    def ways(self, part: FoldedPart) -> tuple[Way, ...]:
+        """The fastest first."""
+        key = self._alike(part)
+        if key not in self._ways:
+            local = self._local(part)
+            found = {way: None for flying in self.in_flight for way in self._frontier(local, flying)}
+            self._ways[key] = tuple(_few(list(found), self.in_flight))
+        return self._ways[key]
+
+    def slack(self, part: FoldedPart) -> Slack:
+        key = self._alike(part)
+        if key not in self._slack:
+            local = self._local(part)
+            saved = []
+            for free in (False, True):
+                floor = local.floor(free)
+                mine = replace(floor, edges=local.problem.edges).objective(local.own)
+                saved.append(mine - cache.solve(floor, self.time_limit_s, self.builder.gap).bound)
+            self._slack[key] = Slack(*saved)
+        return self._slack[key]
+
+    def own(self, part: FoldedPart) -> Way:
+        """The answer's own."""
+        local = self._local(part)
+        return local.way(local.own)
+
+    def least_seconds(self, parts: Iterable[FoldedPart]) -> tuple[float, float]:
+        """What a microbatch takes at least in any mixture around the answer: in all, and without its parameters."""
+        builder, solution = self.builder, self.answer.solution
+        assert solution is not None, "there are tensor axes"
+        parameters = 0.0
+        for nodes in builder.folded.classes:
+            if is_stored(nodes[0]):
+                parameters += builder.op(nodes).choices[self._taken(nodes[0], builder.ways(nodes[0]))].cost
+        slack = [self.slack(part) for part in parts]
+        work = solution.objective - parameters
+        return solution.objective - math.fsum(item.all for item in slack), work - math.fsum(item.work for item in slack)
+
+    def _frontier(self, local: _Local, in_flight: int) -> Iterator[Way]:
+        def solve(problem: TensorProblem, time_limit_s: float) -> TensorSolution:
+            return cache.solve(problem, time_limit_s, self.builder.gap)
+
+        problem = local.weighted(in_flight)
+        try:
+            points = elimination.frontier(problem, most_settings=MOST_SETTINGS)
+        except PlanError:
+            points = tensor_frontier.frontier(problem, STEP, self.time_limit_s, solve)
+        for point in points:
+            yield local.way(point.choices)
+
+    def _alike(self, part: FoldedPart) -> object:
+        # strategies by identity, as hashing them costs more; the answer keeps them alive
+        answer = self.answer
+        around = tuple(self.builder.id_of(item) for node in part.outside for item in self._lies(node))
+        names = [node.meta.get("name", "") for node, *_ in part.classes]
+        taken = tuple(
+            (answer.storage[name], answer.levels.get(name, 0)) if is_stored(node) else id(answer.strategies[node])
+            for name, (node, *_) in zip(names, part.classes, strict=True)
+        )
+        return part.signature, around, taken
+
+    def _taken(self, node: fx.Node, ways: Sequence[tuple[Chosen, int]]) -> int:
+        """Which of the ways of an op, or of what is stored, the answer takes."""
+        if not is_stored(node):
+            return ways.index((self.answer.strategies[node], 0))
+        name = node.meta["name"]
+        made = [(stored_as(chosen), level) for chosen, level in ways]
+        return made.index((self.answer.storage[name], self.answer.levels.get(name, 0)))
+
+    def _lies(self, node: fx.Node) -> tuple[Placements, ...]:
+        """How the answer has an op's results, or what is stored."""
+        if is_stored(node):
+            return (self.answer.storage[node.meta["name"]],)
+        return tuple(zip(*(strategy.outputs for strategy in self.answer.strategies[node]), strict=True))
+
+    def _local(self, part: FoldedPart) -> _Local:
+        builder, classes = self.builder, self.builder.analysis.classes
+        ops: list[Op] = []
+        ways: list[tuple[tuple[Chosen, int], ...]] = []
+        own: list[int] = []
+        for index, nodes in enumerate(part.classes):
+            folded = builder.folded.classes[self._numbers[classes[nodes[0]]]]
+            share, lies = len(nodes) / len(folded), tuple(map(builder.id_of, self._lies(nodes[0])))
+            slots = [slot for number, slot in part.leaving if number == index]
+            found = [
+                (choice, way)
+                for choice, way in zip(builder.op(folded).choices, builder.ways(folded[0]), strict=True)
+                if all(choice.outputs[slot] == lies[slot] for slot in slots)
+            ]
+            choices = [replace(c, cost=c.cost * share, memory=c.memory * share) for c, _ in found]
+            ops.append(Op(nodes[0].name, tuple(choices)))
+            ways.append(tuple(way for _, way in found))
+            own.append(self._taken(nodes[0], ways[-1]))
+        ops += [
+            Op(node.name, (Choice("as it lies", 0.0, tuple(map(builder.id_of, self._lies(node)))),))
+            for node in part.outside
+        ]
+        placements = list(builder.setting.shared.ids)
+        edges = tuple(builder.edge(value, ops, placements) for value in part.values)
+        inner = {node for nodes in part.classes for node in nodes}
+        elsewhere = frozenset(
+            index
+            for index, value in enumerate(part.values)
+            if value.source >= len(part.classes)
+            and any(node not in inner for node, _ in builder.folded.readers[value.example])
+        )
+        stored = (*(is_stored(nodes[0]) for nodes in part.classes), *(True for _ in part.outside))
+        return _Local(
+            TensorProblem(tuple(ops), edges), tuple(ways), stored, (*own, *(0 for _ in part.outside)), elsewhere
+        )
+
+
+def _few(ways: Sequence[Way], in_flight: Sequence[int]) -> list[Way]:
+    """At most MOST_WAYS of the undominated ways, the fastest first."""
+    hulls = [_hull(ways, flying) for flying in in_flight]
+    hull = dict.fromkeys(way for column in itertools.zip_longest(*hulls) for way in column if way is not None)
+    most = max(in_flight)
+    chosen, rest = list(hull)[:MOST_WAYS], sorted((way for way in ways if way not in hull), key=lambda w: w.held(most))
+    missing = MOST_WAYS - len(chosen)
+    if missing and rest:
+        chosen += rest[:: math.ceil(len(rest) / missing)]
+    return sorted(chosen, key=lambda way: (way.seconds, way.held(most)))
+
+
+def _hull(ways: Sequence[Way], in_flight: int) -> list[Way]:
+    """The lower convex hull of seconds and bytes, the fastest first."""
+    found: list[Way] = []
+    for way in sorted(ways, key=lambda item: (item.seconds, item.held(in_flight))):
+        if found and way.held(in_flight) >= found[-1].held(in_flight):
+            continue
+        while len(found) > 1 and _price(found[-2], way, in_flight) <= _price(found[-2], found[-1], in_flight):
+            found.pop()
+        found.append(way)
+    return found
+
+
+def _price(one: Way, other: Way, in_flight: int) -> float:
+    """Seconds per byte that the other holds less."""
+    return (other.seconds - one.seconds) / (one.held(in_flight) - other.held(in_flight))
+
+
+def _with(op: Op, change: Callable[[Choice], Choice]) -> Op:
+    return Op(op.name, tuple(map(change, op.choices)))

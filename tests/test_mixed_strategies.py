@@ -1,0 +1,142 @@
+"""Layers of one stage under several strategies: frontiers of a layer, mixtures of their points, plans, training."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chains import subject_of
+from test_solver_tensor import random_problem
+
+import autopart.verify
+from autopart.candidates import Candidates
+from autopart.cluster import Cluster
+from autopart.layer_strategies import LayerStrategies, Way
+from autopart.mixed_strategies import applied
+from autopart.passes.kept import kept_bytes
+from autopart.plan import Plan
+from autopart.planner import make_plan
+from autopart.realize import build, realize
+from autopart.recomputation import KEPT
+from autopart.solver import elimination
+from autopart.solver.search import Degrees
+from autopart.solver.stages_choices import least_seconds
+from autopart.solver.stages_parts import Choice
+from autopart.tensor_choice import TensorChoice
+from autopart.verify import compare_emitted
+from clusters import ideal
+from launch import run_kept_job
+
+CONFIG = Degrees(1, 1, (2,), 4, "1f1b", "auto")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_blocks_of_one_frontier_against_all_assignments(seed: int) -> None:
+    """Equal blocks with fixed surroundings under one limit: the fastest of all assignments of all their ops."""
+    rng = random.Random(seed)
+    block = replace(random_problem(rng, ops=3, choices=3, placements=2, inputs=2, memory=True), memory_limit=None)
+    count = rng.randint(2, 3)
+    family = tuple(Choice(point.seconds, 0.0, point.memory) for point in elimination.frontier(block))
+    every = [
+        (block.objective(choices), block.memory(choices))
+        for choices in itertools.product(*(range(len(op.choices)) for op in block.ops))
+    ]
+    possible = [item for item in every if item[0] < math.inf]
+    if not possible:
+        assert not family
+        return
+    sizes = [memory for _, memory in possible]
+    room = count * rng.uniform(min(sizes), max(sizes))
+    best = math.inf
+    for chosen in itertools.combinations_with_replacement(possible, count):
+        if sum(memory for _, memory in chosen) <= room:
+            best = min(best, sum(seconds for seconds, _ in chosen))
+    found = least_seconds([family] * count, room, 1)
+    assert found.seconds == pytest.approx(best) and found.bound == pytest.approx(best)
+
+
+@functools.lru_cache(maxsize=1)
+def around_the_fastest() -> tuple[Candidates, TensorChoice, LayerStrategies]:
+    _, analysis = subject_of("gpt2")
+    candidates = Candidates(analysis, slow_links(2**40), 8, "adamw")
+    answer = candidates.choose(CONFIG)
+    return candidates, answer, candidates.layer_strategies(CONFIG, answer)
+
+
+def slow_links(memory_bytes: int) -> Cluster:
+    return ideal(2, bandwidth=2e8, memory_bandwidth=1e15, memory_bytes=memory_bytes)
+
+
+def test_points_of_layers_add_up() -> None:
+    """Any layers under any of their ways: seconds and bytes are those of the answer and the ways' differences."""
+    candidates, answer, strategies = around_the_fastest()
+    parts, rng = candidates.layer_parts(), random.Random(0)
+    units = replace(CONFIG, recompute=KEPT)
+
+    def measured(choice: TensorChoice) -> tuple[float, float]:
+        blocks = candidates.problem(units, choice).blocks
+        seconds = math.fsum(block.seconds + block.step_end_s / CONFIG.microbatches for block in blocks)
+        return seconds, math.fsum(block.state_bytes for block in blocks)
+
+    def kept(ways: dict[str, Way]) -> float:
+        (shape,) = candidates.problem(units, applied(answer, ways, parts)).shapes
+        return math.fsum(item.activation_bytes for _, (item, *_) in shape.units(range(len(shape.blocks)))) + math.fsum(
+            group.bytes for group in shape.kept
+        )
+
+    def graph_keeps(ways: dict[str, Way]) -> float:
+        """What the graph keeps that is emitted for one microbatch."""
+        choice, axes = applied(answer, ways, parts), candidates.setting(CONFIG).named_sizes
+        blocks = (0, len(candidates.analysis.blocks))
+        (graph,) = build(candidates.analysis, blocks, axes, choice.strategies, choice.storage).local
+        return kept_bytes(graph, axes, candidates.samples(CONFIG))
+
+    own = {layer: strategies.own(part) for layer, part in parts.items()}
+    assert applied(answer, own, parts).strategies == answer.strategies
+    first = measured(answer)
+    for _ in range(5):
+        ways: dict[str, Way] = {layer: rng.choice(strategies.ways(part)) for layer, part in parts.items()}
+        assert len(set(ways.values())) > 1
+        seconds, state = measured(applied(answer, ways, parts))
+        assert seconds - first[0] == pytest.approx(math.fsum(ways[k].seconds - own[k].seconds for k in parts), abs=1e-9)
+        more = math.fsum(ways[layer].state_bytes - own[layer].state_bytes for layer in parts)
+        assert state - first[1] == pytest.approx(more, abs=64)
+        fastest = math.fsum(strategies.slack(part).all for part in parts.values())
+        assert seconds >= first[0] - fastest - 1e-12
+        assert kept(ways) == pytest.approx(graph_keeps(ways), rel=0.05)
+
+
+@functools.lru_cache(maxsize=4)
+def planned(memory_bytes: int, mixed: bool = True, recompute: str = "none") -> Plan:
+    subject, analysis = subject_of("gpt2")
+    limits: dict[str, Any] = {"batch": 8, "pp": 1, "dp": 1, "tp": 2, "microbatches": 4, "recompute": recompute}
+    with pytest.MonkeyPatch.context() as patch:
+        if not mixed:
+            patch.setattr(Candidates, "_mixtures", lambda *_: ())
+        return make_plan(subject.program, slow_links(memory_bytes), analysis=analysis, **limits)
+
+
+def test_a_mixture_is_faster_and_trains_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two limits of equal layers: some layers take other strategies, and training is equal."""
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
+    subject, analysis = subject_of("gpt2")
+    free = planned(2**40)
+    limit = free.stages[0].memory_bytes - 20_000
+    equal, plan = planned(limit, mixed=False), planned(limit)
+    assert free.step_time_s < plan.step_time_s < equal.step_time_s
+    assert plan.bound_s <= plan.step_time_s and plan.stages[0].memory_bytes <= limit
+    layers = [{key: text for key, text in plan.storage.items() if f".{index}." in key} for index in range(4)]
+    assert any(layers) and Plan.from_json(plan.to_json()) == plan
+    emitted = realize(subject.program, plan, analysis)
+    assert emitted.files["stage_0.py"].count("class TransformerH") > 1
+    emitted.save(tmp_path / "program")
+    result = compare_emitted(tmp_path / "program", subject, plan=plan)
+    assert result.equal
+    for stage in result.traffic:
+        assert stage.counted == stage.planned
