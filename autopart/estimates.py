@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autopart.candidates import CUDA_OVERHEAD_BYTES, Candidates
+from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
+from autopart.candidates import Candidates
 from autopart.conversion_prices import ConversionPrices
 from autopart.cost.communication import ALL_GATHER, bucketed_all_reduce_seconds, collective_seconds
 from autopart.passes.annotate import parameter_bytes

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from autopart.candidates import CUDA_OVERHEAD_BYTES, Candidates
+from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
+from autopart.candidates import Candidates
 from autopart.cost.communication import bucketed_all_reduce_seconds, send_seconds
 from autopart.cost.devices import Link
 from autopart.device_row import DeviceRow, Pieces

@@ -13,7 +13,7 @@ from test_recompute import recomputing
 from test_schedules_equal_serial import placed
 
 from autopart.api import load
-from autopart.candidates import CUDA_OVERHEAD_BYTES
+from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
 from autopart.planner import make_plan
 from autopart.realize import realize, realized, recomputed
 from autopart.stage_memory import stage_peaks

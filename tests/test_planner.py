@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import autopart.planner
 from autopart.analysis import Analysis, analyze, fold, look_up, pattern_of
-from autopart.candidates import CUDA_OVERHEAD_BYTES, Candidates
+from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
+from autopart.candidates import Candidates
 from autopart.cluster import Cluster
 from autopart.estimates import Estimates
 from autopart.models import load_model

@@ -1,0 +1,324 @@
+"""Prices of a configuration (pp, dp, tp, microbatches, schedule, recomputation), block by block."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from torch import fx
+
+from autopart.analysis import Analysis
+from autopart.block_costs import BlockCost, BlockCosts
+from autopart.cluster import Cluster
+from autopart.conversion_prices import ConversionPrices, TensorAxis
+from autopart.cost.communication import send_seconds
+from autopart.cost.devices import Device
+from autopart.data_prices import TRANSIENT_COPIES
+from autopart.device_layout import DeviceLayout, slowest
+from autopart.folding import FoldedGraph, fold_graph
+from autopart.layer_frontier import Frontiers
+from autopart.layer_frontier import paths as modules_again
+from autopart.offers import Offers
+from autopart.parameter_prices import priced_parameters
+from autopart.passes import graph as graphs
+from autopart.passes.amounts import value_bytes
+from autopart.passes.emit.segments import around
+from autopart.passes.graph import Value
+from autopart.passes.program import Role
+from autopart.pins import Pins
+from autopart.positions import Positions
+from autopart.prices import Prices, share_of
+from autopart.recomputation import WHOLE, Activations, activations, layers
+from autopart.runtime.links import dtype_of
+from autopart.runtime.placement import REPLICATE
+from autopart.runtime.schedule import deeper_warmup, in_flight
+from autopart.shared_hosts import SharedHosts
+from autopart.solver.search import Config, Degrees
+from autopart.solver.stages_parts import Block, Cut, Family
+from autopart.solver.stages_problem import StageProblem, Step
+from autopart.step_time import SPLIT_SCHEDULES
+from autopart.tensor_choice import Setting, Shared, TensorChoice
+from autopart.tensor_scheme import TensorScheme
+
+# What a CUDA process needs besides its tensors: context, libraries' workspaces, communication buffers.
+CUDA_OVERHEAD_BYTES = 2 * 2**30
+
+
+@dataclass(slots=True)
+class CandidatePrices:
+    """Prices candidates of one program on one cluster for a global batch, and makes their stage problems."""
+
+    analysis: Analysis
+    cluster: Cluster
+    batch: int
+    optimizer: str
+    time_limit_s: float = 60.0
+    warmup: int | tuple[int, ...] | None = None  # of 1F1B: for all stages, or the depth of deeper_warmup
+    pins: Pins | None = None
+    zero: int | None = 0  # the level of all parameters; None: 0 where that fits, else chosen for each
+    scheme: TensorScheme = TensorScheme.AUTO
+    whole: frozenset[str] = frozenset()  # parameters that no tensor axis divides
+    device: Device = field(init=False)
+    layout: DeviceLayout = field(init=False)
+    shared: SharedHosts | None = field(init=False)
+    positions: Positions = field(init=False)
+    readers: dict[fx.Node, tuple[int, ...]] = field(init=False)  # blocks that read a parameter or buffer
+    _prices: dict[int, Prices] = field(default_factory=dict)
+    _conversions: dict[tuple[TensorAxis, ...], ConversionPrices] = field(default_factory=dict)
+    _offers: dict[tuple[int, ...], Offers] = field(default_factory=dict)
+    _shared: dict[tuple[int, tuple[TensorAxis, ...], bool], Shared] = field(default_factory=dict)
+    _priced: dict[object, tuple[TensorChoice, list[BlockCost], dict[object, Family]]] = field(default_factory=dict)
+    _block_costs: BlockCosts = field(init=False)
+    _folded: FoldedGraph = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.layout, self.shared = DeviceLayout(self.cluster), SharedHosts.of(self.cluster)
+        # Stages are alike, so the slowest device sets the pace of all.
+        self.device = min(self.cluster.devices, key=lambda device: (device.peak("float32"), device.memory_bandwidth))
+        self.positions = Positions.of(self.analysis, self.pins.together if self.pins else ())
+        self._block_costs = BlockCosts(self.analysis, self.device.kind)
+        self._folded = fold_graph(self.analysis)
+        readers: dict[fx.Node, set[int]] = {}
+        for node, index in self.analysis.block_of.items():
+            for value in graphs.inputs(node):
+                if value.node.op == "placeholder" and value.node.meta["role"] in (Role.PARAMETER, Role.BUFFER):
+                    readers.setdefault(value.node, set()).add(index)
+        self.readers = {node: tuple(sorted(found)) for node, found in readers.items()}
+
+    def on(self, cluster: Cluster, device: Device, batch: int, whole: frozenset[str] = frozenset()) -> Self:
+        """One stage of the same program on other devices, priced on ``device``; facts about the program are shared.
+
+        Parameters are whole on every replica, those of ``whole`` on every tensor rank too. No pins, no warm-up.
+        """
+        found = copy.copy(self)
+        found.cluster, found.device, found.batch, found.whole = cluster, device, batch, whole
+        found.zero, found.warmup, found.pins = 0, None, None
+        found.layout = DeviceLayout(cluster)
+        if device != self.device or whole != self.whole:  # else by axes with their links
+            found._conversions, found._shared, found._priced = {}, {}, {}
+        if device != self.device:
+            found._prices = {}
+        if device.kind != self.device.kind:
+            found._block_costs = BlockCosts(self.analysis, device.kind)
+        if whole != self.whole:
+            found._offers = {}
+        return found
+
+    def prices(self, config: Degrees) -> Prices:
+        samples = self.samples(config)
+        if samples not in self._prices:
+            self._prices[samples] = Prices(
+                self.device, self.analysis.costs(self.device.kind), samples, self.analysis.first
+            )
+        return self._prices[samples]
+
+    def samples(self, config: Degrees) -> int:
+        """Samples in one microbatch on one replica."""
+        return self.batch // (config.dp * config.microbatches)
+
+    def warmup_of(self, config: Degrees) -> tuple[int, ...]:
+        """Forwards of each stage before its first pair; empty: the least."""
+        if self.warmup is None or config.schedule != "1f1b":
+            return ()
+        return deeper_warmup(config.pp, self.warmup) if isinstance(self.warmup, int) else self.warmup
+
+    @property
+    def summed(self) -> float:
+        """Bytes in the type that ranks add gradients up in, for each byte of a gradient."""
+        dtype = self.analysis.program.reduce_dtype
+        return dtype_of(dtype).itemsize / self.analysis.dtype.itemsize if dtype else 1.0
+
+    def setting(self, config: Degrees) -> Setting:
+        axes = self.layout.tensor_axes(config)
+        conversions = self._conversions.setdefault(axes, ConversionPrices(axes, self.device))
+        offers = self._offers.setdefault(config.axes, Offers(self.analysis, config.axes, self.scheme, self.whole))
+        beside = config.schedule not in SPLIT_SCHEDULES
+        shared = self._shared.setdefault((self.samples(config), axes, beside), Shared())
+        data = self.layout.data_link(config)
+        prices, dp, microbatches = self.prices(config), config.dp, config.microbatches
+        return Setting(prices, conversions, offers, dp, data, microbatches, shared, self.summed, beside)
+
+    def _divides(self, config: Degrees) -> bool:
+        """Whether parameters may be divided over replicas where they do not fit; 2BW keeps versions of whole ones."""
+        return self.zero is None and config.dp > 1 and config.schedule != "2bw"
+
+    def _rooms(self, config: Degrees) -> list[float]:
+        """Bytes of each stage for what it holds."""
+        overhead = CUDA_OVERHEAD_BYTES / config.virtual if self.device.kind == "cuda" else 0.0
+        return [self.layout.capacity(config, stage) - overhead for stage in range(config.stages)]
+
+    def computed_again(self, config: Config, step: Step, problem: StageProblem) -> set[str]:
+        """The layers of a stage, and modules in layers, that run again in the backward."""
+        found: set[str] = set()
+        for (part, _), choice in zip(problem.units(step), problem.chosen(step), strict=True):
+            layer = self.analysis.layers[part[0]]
+            found.update([layer] if choice.name == WHOLE else modules_again(layer, choice.name))
+        return found
+
+    def weight_share(self, config: Degrees, step: Step, problem: StageProblem) -> float:
+        """Which part of a stage's backward a schedule can leave for W: half of that of ops with trained weights.
+
+        Their other half is the inputs' gradients. What is computed again leaves none, as B does all of it.
+        """
+        if config.schedule not in SPLIT_SCHEDULES:
+            return 0.0
+        prices, inside = self.prices(config), set(problem.blocks_between(step.first, step.last))
+        again = self.computed_again(config, step, problem)
+        later = whole = 0.0
+        for node, block in self.analysis.block_of.items():
+            if block in inside:
+                forward, seconds = prices.op_seconds(node)
+                repeated = self.analysis.layers[block] in again or not again.isdisjoint(
+                    around(graphs.module_path(node))
+                )
+                whole += seconds + (forward if repeated else 0.0)
+                if not repeated and any(value.node.meta.get("trainable") for value in graphs.inputs(node)):
+                    later += seconds / 2
+        return later / whole if whole else 0.0
+
+    def problem(self, config: Degrees, choice: TensorChoice) -> StageProblem:
+        """How to cut the blocks into stages, for a candidate and its strategies."""
+        setting = self.setting(config)
+        costs = self._costs(config, choice, setting)
+        again_s = [cost.forward_s for cost in costs]
+        self._add_exchanges(costs, config, choice)
+        layer_of, block_of = self.analysis.layers, self.analysis.block_of
+        held = activations(costs, layer_of, block_of, config.recompute)
+        # tied gradients are summed between the first and the last stage that may hold them
+        ends = self.layout.stage_link(config, 0, config.pp - 1) if config.pp > 1 else None
+        priced = priced_parameters(
+            self.analysis, self.readers, choice, setting, self.optimizer, ends, versions=1 + (config.schedule == "2bw")
+        )
+        own = zip(costs, held.blocks, priced.private, strict=True)
+        blocks = [
+            Block(
+                f"block {index}, {self.analysis.keys[self.analysis.blocks[index].nodes[0]]}",
+                cost.forward_s,
+                cost.backward_s,
+                state,
+                kept,
+                cost.transient_bytes,
+                step_end,
+            )
+            for index, (cost, kept, (state, step_end)) in enumerate(own)
+        ]
+        places = self.layout.places(config)
+        flying = in_flight(config.schedule, config.stages, config.microbatches, self.warmup_of(config), places)
+        problem = StageProblem.row(
+            blocks,
+            self.positions.sets,
+            self._cuts(config, choice),
+            config.microbatches,
+            flying,
+            tuple(float(self.layout.capacity(config, stage)) for stage in range(config.stages)),
+            float(CUDA_OVERHEAD_BYTES if self.device.kind == "cuda" else 0) / config.virtual,
+            priced.tied,
+            self.pins.stages if self.pins else (),
+            held.groups,
+            layers(
+                *(blocks, held, costs, again_s, layer_of, block_of),
+                [block.signature for block in self.analysis.blocks],
+                config.recompute,
+                self.positions.sets,
+                self._frontiers(config, choice, costs, held),
+            ),
+        )
+        return replace(problem, shapes=tuple(replace(shape, sums=priced.sums) for shape in problem.shapes))
+
+    def _frontiers(
+        self, config: Degrees, choice: TensorChoice, costs: Sequence[BlockCost], held: Activations
+    ) -> Frontiers:
+        """Which modules of layers may run again: none where weights are gathered at use, which a module would keep."""
+        axes, samples = self.setting(config).axes, self.samples(config)
+        return Frontiers(
+            self.analysis,
+            costs,
+            held,
+            lambda op: self._block_costs.read(op, samples, axes),
+            self._priced[self._priced_by(config, choice)][2],
+            offered=3 not in choice.levels.values(),
+        )
+
+    def _costs(self, config: Degrees, choice: TensorChoice, setting: Setting) -> list[BlockCost]:
+        """A copy of the block costs, which candidates of equal prices and strategies share."""
+        key = self._priced_by(config, choice)
+        if key not in self._priced:
+            costs = self._block_costs.costs(
+                setting.prices, choice.strategies, choice.storage, setting.conversions, setting.beside
+            )
+            self._priced[key] = choice, costs, {}
+        return [replace(cost) for cost in self._priced[key][1]]
+
+    def _priced_by(self, config: Degrees, choice: TensorChoice) -> object:
+        # Strategies by identity, as hashing them costs more than pricing; the entry keeps them alive.
+        setting = self.setting(config)
+        used = (*map(id, choice.strategies.values()), *choice.storage.values())
+        return (self.samples(config), setting.axes, setting.beside, *used)
+
+    def data_seconds(self, config: Degrees, choice: TensorChoice, node: fx.Node) -> tuple[float, float]:
+        """Forward and backward seconds of one microbatch in which replicas exchange a divided parameter."""
+        if not choice.levels:
+            return 0.0, 0.0
+        setting, info = self.setting(config), self.analysis.program.tensors[node.meta["name"]]
+        placements = choice.storage.get(info.name, (REPLICATE,) * len(setting.axes))
+        size = value_bytes(Value(node)).at(1) * share_of(placements, setting.sizes)
+        gathered = self._block_costs.gathering(node)
+        return setting.data.microbatch_seconds(size, choice.levels.get(info.name, 0), info.trainable, *gathered)
+
+    def _add_exchanges(self, costs: Sequence[BlockCost], config: Degrees, choice: TensorChoice) -> None:
+        """What divided parameters add to the blocks that read them: exchanges, and whole weights for a while."""
+        if not choice.levels:
+            return
+        sizes = self.setting(config).sizes
+        layers = self.analysis.layers
+        whole: dict[str, float] = {}  # by layer, or by block outside of layers
+        owners = [layer or f"block {index}" for index, layer in enumerate(layers)]
+        for node, found in self.readers.items():
+            level = choice.levels.get(node.meta["name"], 0)
+            there, back = self.data_seconds(config, choice, node)
+            for index in found:
+                costs[index].forward_s += there
+                costs[index].backward_s += back
+            if level == 3:
+                placements = choice.storage.get(node.meta["name"], (REPLICATE,) * len(sizes))
+                size = value_bytes(Value(node)).at(1) * share_of(placements, sizes)
+                for owner in {owners[index] for index in found}:
+                    whole[owner] = whole.get(owner, 0.0) + size
+        for owner, cost in zip(owners, costs, strict=True):
+            cost.transient_bytes += TRANSIENT_COPIES * whole.get(owner, 0.0)
+
+    def _cuts(self, config: Degrees, choice: TensorChoice) -> tuple[Cut, ...]:
+        """What a rank sends and receives at each position."""
+        crossings = self.positions.crossings
+        if config.pp == 1:
+            return (Cut(),) * len(crossings)
+        places = self.layout.places(config)
+        apart = [stage for stage in range(config.stages - 1) if places[stage] != places[stage + 1]]
+        link = slowest([self.layout.stage_link(config, stage, stage + 1) for stage in apart])
+        sizes = {v: self.local_bytes(v, config, choice) for v in dict.fromkeys(v for row in crossings for v in row)}
+        cuts = []
+        for values in crossings:
+            total = sum(sizes[value] for value in values)
+            back = sum(sizes[value] for value in values if value.node.meta.get("differentiable"))
+            there = send_seconds(total, link) if values else 0.0
+            cuts.append(Cut(there, send_seconds(back, link) if back else 0.0, total + back))
+        return tuple(cuts)
+
+    def kept_bytes(self, alone: ConversionPrices) -> float:
+        """Bytes of a sample's activations that one device would keep for the backward. alone: without tensor axes."""
+        prices = Prices(self.device, self.analysis.costs(self.device.kind), 1, self.analysis.first)
+        costs = self._block_costs.costs(prices, {}, {}, alone)
+        kept = {owner: size for cost in costs for owner, size in cost.kept.items()}
+        return sum(kept.values()) + sum(cost.inside_bytes for cost in costs)
+
+    def whole_bytes(self, value: Value, samples: int) -> float:
+        return self._block_costs.size(value).at(samples)
+
+    def local_bytes(self, value: Value, config: Degrees, choice: TensorChoice) -> float:
+        chosen = choice.strategies.get(value.node)
+        size = value_bytes(value).at(self.samples(config))
+        if not chosen:
+            return size
+        return size * share_of([item.outputs[value.index] for item in chosen], config.axes)
