@@ -6,7 +6,7 @@ which all layers have their first way, their second, and so on; the merged probl
 for each layer that lies in a stage as a whole, and its stages choose among them what is fastest and fits. What a way
 changes at the step's end counts per microbatch. A layer that a stage's end parts has its fastest way.
 
-The choices are then priced as one answer (:func:`mixed`), so that nothing behind knows of ways.
+The choices are then priced as one answer (:func:`applied`), so that nothing behind knows of ways.
 """
 
 from __future__ import annotations
