@@ -258,7 +258,7 @@ def _causal(batch: int) -> dict[str, Tensor]:
 def _masked(batch: int) -> dict[str, Tensor]:
     def make(random: torch.Generator) -> dict[str, Tensor]:
         ids, valid = _text(random)
-        asked = valid & (torch.rand(SEQ, generator=random) < 0.4)
+        asked = valid & (torch.rand(SEQ, generator=random, dtype=torch.float64) < 0.4)
         asked[0] = True
         return {"input_ids": ids, "attention_mask": valid.long(), "labels": ids.masked_fill(~asked, -100)}
 
@@ -276,7 +276,7 @@ def _seq2seq(batch: int) -> dict[str, Tensor]:
 
 def _images(batch: int, size: int, dtype: torch.dtype) -> dict[str, Tensor]:
     def make(random: torch.Generator) -> dict[str, Tensor]:
-        pixels = torch.randn((3, size, size), generator=random).to(dtype)
+        pixels = torch.randn((3, size, size), generator=random, dtype=torch.float64).to(dtype)
         return {"pixel_values": pixels, "labels": torch.randint(LABELS, (), generator=random)}
 
     return _per_sample(batch, make)

@@ -118,27 +118,28 @@ def test_no_candidate_takes_less_than_its_bounds() -> None:
     assert better
 
 
-def test_no_candidate_that_fits_takes_less_than_memory_asks_for() -> None:
-    """Under falling limits: parameters divided over replicas, recomputation, and pipelines of both."""
+@pytest.mark.parametrize("room", [2**25, *(pytest.param(room, marks=pytest.mark.slow) for room in (2**24, 3 * 2**24))])
+def test_no_candidate_that_fits_takes_less_than_memory_asks_for(room: int) -> None:
+    """Under a limit: parameters divided over replicas, recomputation, and pipelines of both."""
     program = analysis_of(GPT2)
     configs = [Degrees(1, 4, (), 1, "1f1b"), Degrees(1, 2, (2,), 2, "1f1b"), Degrees(2, 2, (), 4, "1f1b")]
     configs += [replace(configs[0], recompute="none"), Degrees(4, 1, (), 8, "1f1b"), Degrees(4, 1, (), 8, "gpipe")]
     free = Candidates(program, ideal(4, bandwidth=1e9), 8, "adamw", zero=None)
+    cluster = ideal(4, bandwidth=1e9, memory_bytes=CUDA_OVERHEAD_BYTES + room)
+    candidates = Candidates(program, cluster, 8, "adamw", zero=None)
     higher = fitting = 0
-    for room in (2**24, 2**25, 3 * 2**24):
-        cluster = ideal(4, bandwidth=1e9, memory_bytes=CUDA_OVERHEAD_BYTES + room)
-        candidates = Candidates(program, cluster, 8, "adamw", zero=None)
-        for config in configs:
-            floor = candidates.strategy_floor(config)
-            higher += floor > free.work_floor(config) * 1.001
-            try:
-                seconds = candidates.evaluate(config).objective
-            except InfeasibleError:
-                continue
-            fitting += 1
-            floors = candidates.lower_bound(config), candidates.work_floor(config), floor
-            assert list(floors) == sorted(floors) and floor <= seconds * (1 + 1e-9), config
-    assert higher > 5 and fitting > 5, (higher, fitting)
+    for config in configs:
+        floor = candidates.strategy_floor(config)
+        higher += floor > free.work_floor(config) * 1.001
+        try:
+            seconds = candidates.evaluate(config).objective
+        except InfeasibleError:
+            continue
+        fitting += 1
+        floors = candidates.lower_bound(config), candidates.work_floor(config), floor
+        assert list(floors) == sorted(floors) and floor <= seconds * (1 + 1e-9), config
+    assert higher, room
+    assert fitting or room == 2**24
 
 
 def test_estimates_know_memory() -> None:

@@ -95,7 +95,7 @@ def test_plans_know_it() -> None:
     program = captured("gpt2")
     analysis = analyze(program)
     best = make_plan(program, host(2.0), analysis=analysis)
-    for pp, dp, tp in ((4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 4, 1), (1, 1, 4)):
+    for pp, dp, tp in ((4, 1, 1), (2, 2, 1), (1, 4, 1)):
         shared = make_plan(program, host(2.0), analysis=analysis, pp=pp, dp=dp, tp=tp)
         own = make_plan(program, host(1.0), analysis=analysis, pp=pp, dp=dp, tp=tp)
         assert best.bound_s <= best.step_time_s <= shared.step_time_s

@@ -28,7 +28,8 @@ class Rows(Dataset[dict[str, Tensor]]):
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randint(32, (22, 8), generator=generator)
-        self.labels = self.ids.masked_fill(torch.rand(self.ids.shape, generator=generator) < 0.3, -100)
+        ignored = torch.rand(self.ids.shape, generator=generator, dtype=torch.float64) < 0.3
+        self.labels = self.ids.masked_fill(ignored, -100)
 
     def __len__(self) -> int:
         return len(self.ids)
