@@ -48,9 +48,10 @@ def in_parallel(limits: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", LOCAL_WORLD_SIZE="2")
     accelerator = Accelerator(gradient_accumulation_steps=2)
     assert accelerator.num_processes == 2
+    model = model_of()
     with float64_throughout():
         example = {"input_ids": Rows().ids[:4], "labels": Rows().labels[:4]}
-        model = autopart.parallelize(model_of(), verbose=False, example=example, **limits)
+        model = autopart.parallelize(model, verbose=False, example=example, **limits)
     found = trained(accelerator, model)
     with pytest.raises(InputError, match="each rank holds a part"):
         accelerator.save_state("nowhere")
