@@ -150,6 +150,7 @@ def make_plan(
     candidates = Candidates(analysis, cluster, batch, optimizer, time_limit_s, warmup, pinned, zero, scheme)
     axes = None if tp is None else read_axes(tp)
     unlike: UnlikeCandidates | None = None
+    most_samples = program.most_samples
 
     @functools.cache
     def others() -> tuple[UnlikeMeshes, ...]:
@@ -159,7 +160,12 @@ def make_plan(
             return ()
         unlike = UnlikeCandidates(MeshPrices(candidates, dp, axes))
         found = unlike.configs(pp, microbatches, [name for name, _ in schedules], recompute)
-        return tuple(config for config in found if config.stages >= pinned.least_stages)
+        return tuple(
+            config
+            for config in found
+            if config.stages >= pinned.least_stages
+            and (not most_samples or batch <= config.microbatches * most_samples)
+        )
 
     if meshes == "unlike" and not others():
         raise PlanError(

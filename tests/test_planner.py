@@ -118,8 +118,12 @@ def test_no_candidate_takes_less_than_its_bounds() -> None:
     assert better
 
 
-@pytest.mark.parametrize("room", [2**25, *(pytest.param(room, marks=pytest.mark.slow) for room in (2**24, 3 * 2**24))])
-def test_no_candidate_that_fits_takes_less_than_memory_asks_for(room: int) -> None:
+@pytest.mark.parametrize(
+    ("room", "least_higher", "least_fitting"), [(2**25, 3, 4), pytest.param(3 * 2**24, 1, 5, marks=pytest.mark.slow)]
+)
+def test_no_candidate_that_fits_takes_less_than_memory_asks_for(
+    room: int, least_higher: int, least_fitting: int
+) -> None:
     """Under a limit: parameters divided over replicas, recomputation, and pipelines of both."""
     program = analysis_of(GPT2)
     configs = [Degrees(1, 4, (), 1, "1f1b"), Degrees(1, 2, (2,), 2, "1f1b"), Degrees(2, 2, (), 4, "1f1b")]
@@ -138,8 +142,7 @@ def test_no_candidate_that_fits_takes_less_than_memory_asks_for(room: int) -> No
         fitting += 1
         floors = candidates.lower_bound(config), candidates.work_floor(config), floor
         assert list(floors) == sorted(floors) and floor <= seconds * (1 + 1e-9), config
-    assert higher, room
-    assert fitting or room == 2**24
+    assert higher >= least_higher and fitting >= least_fitting, (higher, fitting)
 
 
 def test_estimates_know_memory() -> None:

@@ -80,6 +80,15 @@ def test_a_batch_that_does_not_divide_is_shared_in_whole_rows() -> None:
     assert "dp 3 (3:3:2)" in plan_text(plan)
 
 
+def test_microbatches_have_no_more_samples_than_the_graph_holds_for() -> None:
+    subject, analysis = subject_of("gpt2")
+    fewer = replace(subject.program, most_samples=2)
+    plan = make_plan(fewer, ideal(3, bandwidth=1e9), batch=8, analysis=analysis, meshes="unlike")
+    assert plan.microbatches >= 4
+    with pytest.raises(PlanError):
+        make_plan(fewer, ideal(3, bandwidth=1e9), batch=8, analysis=analysis, meshes="unlike", microbatches=2)
+
+
 def test_unlike_devices_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slow pair's replicas have fewer rows than the fast device, and the fast device comes first."""
     cluster = unlike((2, 1.0, ROOMY), (1, 3.0, ROOMY))
