@@ -81,11 +81,7 @@ def _audio_inputs(
     shape: Mapping[str, int],
     random: torch.Generator,
 ) -> dict[str, Tensor]:
-    """Sound of one length, and a transcript of one length or a class.
-
-    No transcript for CTC, whose loss torch.export cannot trace (it allocates by the longest target): such a model
-    returns logits, and its loss is taken outside.
-    """
+    """Sound of one length, and a transcript of one length or a class; of several lengths, and short, for CTC."""
     if "input_ids" in takes or not {"input_features", "input_values"}.intersection(takes):
         raise ModelError(f"{spec}: it takes {', '.join(takes)}, not sound alone; build it in a file.py:function")
     name, size, frames = _sound(spec, config, takes, shape.get("audio"))
@@ -94,6 +90,12 @@ def _audio_inputs(
         inputs["attention_mask"] = torch.ones(batch, frames, dtype=torch.long)
     if task == "audio-classification":
         inputs["labels"] = torch.randint(config.num_labels, (batch,), generator=random)
+    elif task == "ctc":
+        # Frames are often merged by eight, and equal neighbours in a transcript need one between them.
+        length = shape.get("seq", max(1, (shape.get("audio") or DEFAULT_AUDIO_FRAMES) // 16))
+        classes = torch.randint(_vocab_size(spec, config) - 1, (batch, length), generator=random)
+        classes += classes >= (getattr(config, "pad_token_id", None) or 0)  # which stands for the blank
+        inputs["labels"] = classes.masked_fill(~_ragged(batch, length, random), IGNORED_LABEL)
     elif task == "speech-seq2seq":
         seq = shape.get("seq", DEFAULT_TRANSCRIPT)
         inputs["labels"] = torch.randint(_vocab_size(spec, config), (batch, seq), generator=random)

@@ -20,7 +20,7 @@ from autopart.passes.emit.segments import is_inside, recomputable, segments_of
 from autopart.passes.partition import Crossing, StageGraph, partition
 from autopart.passes.program import Program, Role
 from autopart.passes.rules import RULES, RuleBook, Strategy, compatible
-from autopart.passes.rules.strategies import JOINT
+from autopart.passes.rules.strategies import JOINT, strategy_named
 from autopart.passes.shard import shard_stage
 from autopart.passes.unlike_meshes import StageSetting, crossing_placements
 from autopart.plan import Plan, StagePlan
@@ -145,11 +145,13 @@ def read_strategy(analysis: Analysis, node: fx.Node, text: str | None, axes: Axe
     for index, (name, (axis, parts)) in enumerate(zip(names, axes, strict=True)):
         others = [*sizes[:index], *sizes[index + 1 :]]
         offered = {item.name: item for item in analysis.strategies(parts, others)[node]}
-        if name not in offered:
+        # ops that repeat take one strategy, of which each may be offered others: what is around it differs
+        found = offered.get(name) or strategy_named(node, name, parts, analysis.rules)
+        if found is None:
             raise PlanError(
                 f"strategies[{key!r}]: {name!r} is not offered on axis {axis} of {parts}; one of {', '.join(offered)}"
             )
-        chosen.append(offered[name])
+        chosen.append(found)
     if not compatible(node, chosen, sizes, analysis.rules):
         raise PlanError(
             f"strategies[{key!r}]: {text} do not hold together on axes of {sizes}; a factor sharded on two axes "

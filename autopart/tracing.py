@@ -20,9 +20,11 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
+from autopart import ctc_capture
 from autopart.assumed_branches import Decisions, conditions_graph, settle
 from autopart.capture_errors import Where, batch_reason, capture_error, fixes_batch, largest_batch
 from autopart.example_inputs import batch_dims_of, bind, examples, input_spec, plain
+from autopart.kept_buffers import kept_buffers
 from autopart.meta_capture import all_on_meta
 from autopart.mixed_precision import autocast_of, check_sums, current_precision
 from autopart.other_draws import note_on_draws, other_draws
@@ -34,6 +36,7 @@ from autopart.passes.program import OutputInfo, Program, Role, TensorInfo, mark_
 from autopart.repeated_layers import export_with_copies
 from autopart.runtime.errors import CaptureError
 from autopart.runtime.structure import flatten, rebuild
+from autopart.symbolic_lengths import symbolic_lengths
 
 TARGETS = "targets"
 
@@ -77,7 +80,7 @@ class _Flat(nn.Module):
         decisions = self.decisions
         if decisions is not None:
             decisions.begin()
-        with nullcontext() if decisions is None else decisions:
+        with ctc_capture.RowsOfTargets(), nullcontext() if decisions is None else decisions:
             if self.loss_function is None:
                 result = self.model(**kwargs)
             else:
@@ -140,6 +143,8 @@ def capture(
         with (
             _training(model),
             entered(autocast),
+            kept_buffers(model),
+            symbolic_lengths(flat),
             all_on_meta(flat, named) as leaves,
             own_backwards() as own,
             other_draws() as drawn,
@@ -419,7 +424,8 @@ def _imports(graph: fx.Graph) -> tuple[str, ...]:
     found: set[str] = set()
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims", "prim"):
-            module = files.get(node.meta.get("source", "").rpartition(":")[0])
+            file = node.meta.get("source", "").rpartition(":")[0]
+            module = ctc_capture.MODULE if node.target is ctc_capture.OP else files.get(file)
             if module is not None and module != "__main__":
                 found.add(module)
     return tuple(sorted(found))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import functools
 import importlib.util
 import inspect
 import json
@@ -74,7 +75,7 @@ class Worker:
     def run(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
         """The row of one model; ``ended`` says that this worker is of no more use."""
         row: dict[str, Any] = {"family": request["family"], "task": request["task"], "stages": {}, "plans": {}}
-        row |= {"date": date.today().isoformat(), "times": {}}
+        row |= {"date": date.today().isoformat(), "state": state(), "times": {}}
         start = time.monotonic()
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request) + "\n")
@@ -108,6 +109,15 @@ class Worker:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+@functools.cache
+def state() -> str:
+    """The commit of the code that is run, with a ``+`` where files but the page differ from it; '' outside git."""
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    changed = subprocess.run([*git, "diff", "--name-only", "HEAD"], capture_output=True, text=True).stdout.split()
+    return head.stdout.strip() + "+" * any(file != "docs/coverage.md" for file in changed)
 
 
 def _stopped(row: dict[str, Any], request: dict[str, Any], reason: str) -> None:
@@ -218,15 +228,18 @@ def main() -> None:
         write(options.output, list(_rows(options.results).values()), PLANS)
 
 
-def _need(row: dict[str, Any] | None, plans: list[str], verified: bool) -> tuple[str, str]:
-    """How a model is sorted: "0" did not come to the last stage under all plans, "1" failed, "2" did; then its date."""
+def _need(row: dict[str, Any] | None, plans: list[str], verified: bool) -> tuple[str, bool, str]:
+    """How a model is sorted: "0" did not come to the last stage under all plans, "1" failed, "2" did; then those of
+    another state of the code, and by date.
+    """
     if row is None:
-        return "0", ""
+        return "0", False, ""
+    age = row.get("state", "") == state(), row["date"]
     if failed_stage(row) not in ("", "batch"):
-        return "1", row["date"]
+        return "1", *age
     found = [row["plans"].get(plan) for plan in plans]
     settled = all(item and (item["result"] != "pass" or not verified or item["stage"] == "verify") for item in found)
-    return "2" if settled else "0", row["date"]
+    return "2" if settled else "0", *age
 
 
 def _rows(path: Path) -> dict[tuple[str, str], dict[str, Any]]:

@@ -25,7 +25,8 @@ torch (`benchmarks/coverage_models.py`), of diffusers and of x-transformers (`be
 - a plan's column: `equal` is two AdamW steps in local processes against the plain model in one, float64: losses,
   gradients, parameters within 1e-9, and collectives as planned. `planned` is a plan found, and not run.
 
-A row is the newest result of its model; the column *run* has its date, and it may be older than the newest fix.
+A row is the newest result of its model; the column *run* has its date and the commit of the code (with
+a ``+``: and changes to it), and it may be older than the newest fix.
 `--families NAME` runs it again. A failure is named by its stage. Tensor-parallel plans are for devices on which
 splitting pays, so that ops are sharded: the column *sharded* counts the names of ops that tp2 shards.
 """
@@ -54,7 +55,8 @@ def read(path: Path, plans: Sequence[str]) -> list[dict[str, Any]]:
             "task": task,
             "stages": {},
             "plans": {},
-            "date": "".join(dates).strip("–"),
+            "date": "".join(dates).strip("–").partition(" ")[0],
+            "state": "".join(dates).partition(" ")[2],
         }
         if size != "–":
             row["parameters"] = int(size.replace(",", ""))
@@ -90,6 +92,11 @@ def failed_stage(row: dict[str, Any]) -> str:
     return min(found, key=STAGES.index) if found else ""
 
 
+def run_of(row: dict[str, Any]) -> str:
+    """When a row was run, and of which state of the code."""
+    return f"{row['date']} {row.get('state', '')}".strip()
+
+
 def _summary(rows: Sequence[dict[str, Any]], plans: Sequence[str]) -> list[str]:
     captured = [row for row in rows if row["stages"].get("capture") == PASS]
     built = [row for row in rows if row["stages"].get("build") == PASS]
@@ -117,14 +124,14 @@ def _summary(rows: Sequence[dict[str, Any]], plans: Sequence[str]) -> list[str]:
 def _runs(rows: Sequence[dict[str, Any]], plans: Sequence[str]) -> list[str]:
     """How many models were run when, how long they took, and which were not run under all plans."""
     lines = []
-    dates = Counter(row["date"] for row in rows)
+    dates = Counter(run_of(row) for row in rows)
     for date in sorted(dates, reverse=True):
-        seconds = sorted(row["seconds"] for row in rows if row["date"] == date and "seconds" in row)
+        seconds = sorted(row["seconds"] for row in rows if run_of(row) == date and "seconds" in row)
         took = (
             f"; half of them in at most {seconds[len(seconds) // 2]:.0f} s each" if len(seconds) == dates[date] else ""
         )
-        names = [row["family"] for row in rows if row["date"] == date]
-        which = "" if date == max(dates) else f": {', '.join(names)}"
+        names = [row["family"] for row in rows if run_of(row) == date]
+        which = "" if dates[date] == max(dates.values()) else f": {', '.join(names)}"
         lines.append(f"- {date or 'Before dates were kept'}: {len(names)} models{took}{which}.")
     for plan in plans:
         names = [row["family"] for row in rows if row["plans"].get(plan, {}).get("stage") == "plan"]
@@ -160,7 +167,7 @@ def _row(row: dict[str, Any], plans: Sequence[str]) -> str:
     count = row.get("parameters")
     size = "–" if count is None else f"{count:,}"
     sharded = "–" if "sharded" not in tp2 else str(tp2["sharded"])
-    return _line([row["family"], row["task"], size, *cells, sharded, row["date"] or "–", "; ".join(reasons)])
+    return _line([row["family"], row["task"], size, *cells, sharded, run_of(row) or "–", "; ".join(reasons)])
 
 
 def _reason(text: str) -> str:

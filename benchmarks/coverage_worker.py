@@ -5,6 +5,7 @@ Requests and answers are lines of JSON. Ranks are kept from plan to plan and fro
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
@@ -24,7 +25,9 @@ from autopart.analysis import Analysis, analyze
 from autopart.models import load_model
 from autopart.planner import make_plan
 from autopart.realize import realize
-from autopart.verify import Subject, compare_emitted, prepare
+from autopart.runtime.manifest import Manifest
+from autopart.verify import LEARNING_RATE, Subject, compare_emitted, prepare
+from autopart.verify.reference import divide, train_reference
 from clusters import ideal
 from launch import ChildFailure, run_kept_job
 
@@ -96,8 +99,10 @@ def _under(name: str, subject: Subject, analysis: Analysis, verified: bool, limi
             return {"stage": "plan", "plan": name, "result": PASS, "sharded": sharded}
         stage = "verify"
         with tempfile.TemporaryDirectory(prefix="autopart-coverage-") as folder:
-            realize(subject.program, plan, analysis).save(Path(folder) / "program")
-            found = compare_emitted(Path(folder) / "program", subject, plan=plan, steps=STEPS, timeout_s=limit_s)
+            program = Path(folder) / "program"
+            realize(subject.program, plan, analysis).save(program)
+            found = compare_emitted(program, subject, plan=plan, steps=STEPS, timeout_s=limit_s)
+            moved = 0.0 if found.equal else _own_spread(program, subject)
     except Exception as error:
         return {**_said(stage, error), "plan": name}
     result = PASS
@@ -105,11 +110,31 @@ def _under(name: str, subject: Subject, analysis: Analysis, verified: bool, limi
         worst = max(found.groups, key=lambda group: max(group.gradient or 0.0, group.parameter))
         result = (
             f"differs: loss {found.loss_difference:.0e}, gradients {found.gradient_difference:.0e}, "
-            f"parameters {found.parameter_difference:.0e} (most in {worst.group})"
+            f"parameters {found.parameter_difference:.0e} (most in {worst.group}); the plain model's own parameters by "
+            f"{moved:.0e} where its weights change in the last digit"
         )
     elif not all(stage.as_planned for stage in found.traffic):
         result = "equal, but the collectives are not those of the plan"
     return {"stage": "verify", "plan": name, "result": result, "sharded": sharded}
+
+
+def _own_spread(program: Path, subject: Subject) -> float:
+    """How far the plain model's parameters end from themselves, as ``verify`` measures, if their last digit changes."""
+    manifest = Manifest.load(program)
+    division = divide(manifest, subject)
+    before = copy.deepcopy(subject.model.state_dict())
+    expected = train_reference(subject, manifest, division, STEPS, LEARNING_RATE).state
+    with torch.no_grad():
+        for parameter in subject.model.parameters():
+            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * torch.randint_like(parameter, -1, 2))
+    found = train_reference(subject, manifest, division, STEPS, LEARNING_RATE).state
+    subject.model.load_state_dict(before)
+    floating = {name: tensor for name, tensor in expected.items() if tensor.is_floating_point() and tensor.numel()}
+    largest = max(float(tensor.abs().max()) for tensor in floating.values())
+    return max(
+        float((found[name] - tensor).abs().max()) / max(float(tensor.abs().max()), 1e-3 * largest)
+        for name, tensor in floating.items()
+    )
 
 
 def _said(stage: str, error: Exception) -> dict[str, Any]:

@@ -399,3 +399,25 @@ def test_a_graph_for_so_many_samples_at_most(times: int, most: int) -> None:
     with pytest.raises(PlanError, match="at most"):
         make_plan(program, ideal(1), batch=72, microbatches=1)
     assert make_plan(program, ideal(1), batch=72).microbatches >= 72 / most
+
+
+class MadeWhenUsed(nn.Module):
+    """A bias by position that is a buffer once it is needed, as ALiBi's in x-transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("bias", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            self.register_buffer("bias", torch.arange(4.0), persistent=False)
+        return (self.layer(x) + self.bias).square().mean()
+
+
+def test_a_buffer_that_a_forward_makes_is_not_left_behind() -> None:
+    model, x = MadeWhenUsed(), torch.randn(2, 4)
+    program = capture(model, (x,))
+    assert not dict(model.named_buffers()) and not program.eval_flaw
+    (found, *_) = run_graph(program, program.graph, model, {"x": x}, 2)
+    assert torch.equal(found, model(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
@@ -27,7 +28,7 @@ from emitted import WIDTH, data, plain
 from families import family
 from launch import launch
 
-GPT2 = family("gpt2")
+SMALL, WHOLE = "gpt2-1", "gpt2"  # of one layer and of four
 STEPS, HALF = 10, 5
 
 
@@ -42,7 +43,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
 
 
 def batch_of(step: int) -> dict[str, Tensor]:
-    batch = GPT2.inputs(4)
+    batch = family(SMALL).inputs(4)
     ids = (batch["input_ids"] * 7 + step) % 96
     return {**batch, "input_ids": ids, "labels": ids}
 
@@ -55,9 +56,9 @@ def steps(model: nn.Module, optimizer: Any, scheduler: Any, start: int, end: int
         optimizer.zero_grad()
 
 
-def made(limits: dict[str, Any] | None) -> tuple[nn.Module, Any, Any]:
+def made(name: str, limits: dict[str, Any] | None) -> tuple[nn.Module, Any, Any]:
     """A model (parallel under these limits, or plain), its optimizer and scheduler."""
-    model = GPT2.build()
+    model = family(name).build()
     if limits is not None:
         model = autopart.parallelize(model, verbose=False, **limits)
     optimizer = optimizer_of(model)
@@ -79,10 +80,10 @@ def found_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def run(
-    folder: str, limits: dict[str, Any] | None, start: int, end: int, save: bool, asynchronous: bool = False
+    name: str, folder: str, limits: dict[str, Any] | None, start: int, end: int, save: bool, asynchronous: bool = False
 ) -> dict[str, Any]:
     """From the start, or from the latest checkpoint, to ``end``; saves there."""
-    model, optimizer, scheduler = made(limits)
+    model, optimizer, scheduler = made(name, limits)
     with eager_in_float64(model) if limits is None else float64_throughout():
         if start:
             loaded = checkpoint.load(folder, model, optimizer, scheduler)
@@ -101,10 +102,10 @@ def run(
         return found_state(model, optimizer)
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[int, dict[str, Tensor]]:
-    """The plain model, uninterrupted."""
-    model, optimizer, scheduler = made(None)
+@functools.cache
+def uninterrupted(name: str) -> dict[int, dict[str, Tensor]]:
+    """The plain model's state."""
+    model, optimizer, scheduler = made(name, None)
     states = {}
     with eager_in_float64(model):
         for end in (HALF, STEPS):
@@ -126,16 +127,18 @@ def compare(found: dict[str, Any], expected: dict[str, Tensor], whole: bool = Fa
 
 PP2_TP2 = {"pp": 2, "tp": 2, "dp": 1, "microbatches": 2}
 DP2_PP2 = {"pp": 2, "tp": 1, "dp": 2, "microbatches": 2}
+DP2 = {"dp": 2, "tp": 1, "pp": 1, "microbatches": 1}
 CASES = [
-    (4, PP2_TP2, 2, {"dp": 2, "tp": 1, "pp": 1, "microbatches": 1}),
-    pytest.param(4, DP2_PP2, 2, {"tp": 2, "dp": 1, "pp": 1, "microbatches": 1}, marks=pytest.mark.slow),
+    (SMALL, 4, PP2_TP2, 2, DP2),
+    pytest.param(WHOLE, 4, PP2_TP2, 2, DP2, marks=pytest.mark.slow),
+    pytest.param(WHOLE, 4, DP2_PP2, 2, {"tp": 2, "dp": 1, "pp": 1, "microbatches": 1}, marks=pytest.mark.slow),
     pytest.param(
-        *(2, {"tp": 2, "dp": 1, "pp": 1, "microbatches": 1}),
+        *(WHOLE, 2, {"tp": 2, "dp": 1, "pp": 1, "microbatches": 1}),
         *(2, {"pp": 2, "tp": 1, "dp": 1, "microbatches": 2}),
         marks=pytest.mark.slow,
     ),
     *(
-        pytest.param(4, first, 2, then, marks=pytest.mark.slow)
+        pytest.param(WHOLE, 4, first, 2, then, marks=pytest.mark.slow)
         for first, then in (
             ({"dp": 4, "zero": 3, "microbatches": 1}, {"tp": 2, "microbatches": 1}),
             ({"dp": 2, "tp": 2, "zero": 1, "microbatches": 1}, {"pp": 2, "microbatches": 2}),
@@ -147,23 +150,23 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "first", "then_ranks", "then"), CASES)
+@pytest.mark.parametrize(("name", "ranks", "first", "then_ranks", "then"), CASES)
 def test_moves_between_plans(
     tmp_path: Path,
-    expected: dict[int, dict[str, Tensor]],
+    name: str,
     ranks: int,
     first: dict[str, Any],
     then_ranks: int,
     then: dict[str, Any],
 ) -> None:
-    folder = str(tmp_path)
-    for found in launch(run, ranks, folder, first, 0, HALF, True, timeout=300):
+    folder, expected = str(tmp_path), uninterrupted(name)
+    for found in launch(run, ranks, name, folder, first, 0, HALF, True, timeout=300):
         compare(found, expected[HALF])
     # The plain model takes over from the first plan as well as from the second.
-    compare(run(folder, None, HALF, STEPS, False), expected[STEPS], whole=True)
-    for found in launch(run, then_ranks, folder, then, HALF, STEPS, True, timeout=300):
+    compare(run(name, folder, None, HALF, STEPS, False), expected[STEPS], whole=True)
+    for found in launch(run, then_ranks, name, folder, then, HALF, STEPS, True, timeout=300):
         compare(found, expected[STEPS])
-    compare(run(folder, None, STEPS, STEPS, False), expected[STEPS], whole=True)
+    compare(run(name, folder, None, STEPS, STEPS, False), expected[STEPS], whole=True)
 
 
 # --- With small programs written by hand: two stages and a weight tied between them ---

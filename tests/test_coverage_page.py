@@ -16,7 +16,14 @@ PASSED = {"build": "pass", "capture": "pass", "batch": "pass"}
 
 def row(family: str, stages: dict[str, str], **plans: tuple[str, str]) -> dict[str, Any]:
     found = {name: {"stage": stage, "plan": name, "result": result} for name, (stage, result) in plans.items()}
-    return {"family": family, "task": "causal-lm", "stages": stages, "plans": found, "date": "2026-01-02"}
+    return {
+        "family": family,
+        "task": "causal-lm",
+        "stages": stages,
+        "plans": found,
+        "date": "2026-01-02",
+        "state": "12ab",
+    }
 
 
 def test_a_page_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from autopart.passes import graph as graphs
 from autopart.passes.rules import RULES, Strategy, factor_of, flops, follow, localized, name_of, strategies
 from autopart.passes.rules.check import check
 from autopart.passes.rules.examples import call, f, i
+from autopart.passes.rules.strategies import strategy_named
 from autopart.passes.sizes import Extent
 from autopart.runtime.placement import Placement
 
@@ -85,6 +86,14 @@ def test_linear_has_megatrons_two_splits() -> None:
 def test_only_what_divides_is_offered() -> None:
     node, _ = call(aten.linear.default, f(2, 8), f(6, 8))
     assert {strategy.name for strategy in strategies(node.graph, 4)[node]} == {"R", "B", "P0", "P1", "k"}
+
+
+def test_what_nothing_around_asks_for_has_a_name_all_the_same() -> None:
+    node, _ = call(aten.linear.default, f(2, 8), f(12, 8), f(12))
+    assert "n/3" not in {strategy.name for strategy in strategies(node.graph, 2)[node]}
+    assert str(strategy_named(node, "n/3", 2)) == "n/3: B, S0/3, S0/3 -> S1/3"
+    assert str(strategy_named(node, "k", 2)) == "k: S1, S1, P -> P"
+    assert [strategy_named(node, name, 2) for name in ("n/5", "n/12", "x", "n/", "n/b")] == [None] * 5
 
 
 def test_values_without_a_gradient_are_replicated() -> None:

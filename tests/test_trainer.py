@@ -40,7 +40,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 def model_of() -> nn.Module:
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=8, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32, n_positions=8, bos_token_id=0, eos_token_id=0)
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     return GPT2LMHeadModel(config).double()
 

@@ -360,6 +360,11 @@ def _normalisations_and_losses() -> list[Case]:
             for weight, given in ((None, ()), (f(6), (2,)))
             for reduction in (0, 1, 2)
         ],
+        Case(
+            "autopart.ctc_losses.default",
+            (-f(7, 4, 5), i(4, 4, 3) + 1, torch.ones(4, 3, dtype=torch.bool), i(1, 4) + 7, i(1, 4) + 3, 0, False),
+            minimum=2,
+        ),
         Case("aten.cross_entropy_loss.default", (f(6), torch.tensor(3))),
         Case("aten.cross_entropy_loss.default", (f(4, 6), f(4, 6), None, 2, -100, 0.1), minimum=3),
         *[

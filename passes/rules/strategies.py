@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -247,6 +248,21 @@ def op_strategies(
     """The strategies of one op for shardings chosen by the caller."""
     rule = rules.rule(node)
     return _distinct(node, rule, parts, _op_strategies(node, rule, shardings), rules)
+
+
+def strategy_named(node: fx.Node, name: str, parts: int, rules: RuleBook = RULES) -> Strategy | None:
+    """The strategy that shards a factor, by its name, such as ``n/3``; None if the op has none.
+
+    Also one that :func:`strategies` leaves out, because nothing around this op asks for so many blocks.
+    """
+    factor, _, blocks = name.partition("/")
+    rule, number = rules.rule(node), re.fullmatch(r"(?!$)(\d*)(b?)", blocks or "1")
+    if rule is None or factor not in rule.sizes or number is None:
+        return None
+    sharding = factor, Extent(int(number[1] or 1), bool(number[2]))
+    if not divides(rule, sharding, parts, batch=False):
+        return None
+    return next((item for item in op_strategies(node, parts, [sharding], rules) if item.name == name), None)
 
 
 def one_form(forms: Sequence[LocalForm]) -> bool:

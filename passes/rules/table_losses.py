@@ -7,6 +7,7 @@ from torch import fx
 from autopart.passes.rules.arguments import argument, operands, rank_of, wide_bytes
 from autopart.passes.rules.book import Entry
 from autopart.passes.rules.notation import Annotation, LocalForm, Message
+from autopart.runtime import ctc
 
 _NONE, _MEAN = 0, 1
 
@@ -56,6 +57,11 @@ def _elementwise_loss(position: int) -> Entry:
     return build
 
 
+def _ctc(node: fx.Node) -> str:
+    """One loss per sample; times, classes and a target's places are whole."""
+    return "^t n ^c, n ^u, n ^u, n, n -> n"
+
+
 def table() -> dict[str, Entry]:
     """The rules of this file by op name."""
     return {
@@ -70,4 +76,5 @@ def table() -> dict[str, Entry]:
         "aten.soft_margin_loss.default": _elementwise_loss(2),
         "aten.binary_cross_entropy.default": _elementwise_loss(3),
         "aten.binary_cross_entropy_with_logits.default": _elementwise_loss(4),
+        f"{ctc.NAME.replace('::', '.')}.default": _ctc,
     }
