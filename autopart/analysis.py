@@ -145,8 +145,9 @@ def analyze(program: Program, rules: RuleBook = RULES) -> Analysis:
         cost = costs[node]
         return float(cost.flops_forward.at(batch) + FLOPS_PER_BYTE * cost.bytes_forward.at(batch))
 
-    routings = find_routings(graph, rules)
-    uncut = [[op.node for op in routing.ops if op.node not in free] for routing in routings]
+    # free values are whole everywhere: rows that are routed by them (by a table of tokens, say) cannot be a rank's own
+    routings = tuple(item for item in find_routings(graph, rules) if not any(op.node in free for op in item.ops))
+    uncut = [[op.node for op in routing.ops] for routing in routings]
     blocks = find_blocks(graph, free, weight, batch, uncut)
     mark_layers(graph, [node for block in blocks for node in block.nodes])
     block_of = {node: block.index for block in blocks for node in block.nodes}

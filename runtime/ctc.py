@@ -42,7 +42,6 @@ def _losses(
     )
 
 
-@library.impl(NAME, "CompositeExplicitAutograd")  # type: ignore[untyped-decorator]
 def ctc_losses(
     log_probs: Tensor,
     targets: Tensor,
@@ -64,6 +63,9 @@ def ctc_losses(
             "classes each; make them agree, sample by sample"
         )
     return _losses(log_probs, targets, valid, input_lengths, target_lengths, blank, zero_infinity)
+
+
+library.impl(NAME, "CompositeExplicitAutograd", ctc_losses)
 
 
 @library.register_fake(NAME)  # type: ignore[untyped-decorator]

@@ -36,7 +36,7 @@ def loss_of(log_probs: Tensor, labels: Tensor, form: str, **more: Any) -> Tensor
     times = torch.full((log_probs.shape[1],), TIMES)
     lengths = valid.sum(-1)
     if form == "padded":
-        targets = labels.gather(1, (~valid).int().argsort(1, stable=True)).clamp_min(0)
+        targets = labels.gather(1, (~valid).int().argsort(dim=1, stable=True)).clamp_min(0)
     elif form == "index":
         targets = labels[valid]
     else:

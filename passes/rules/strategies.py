@@ -1,10 +1,11 @@
 """All ways to run each op of a graph on one mesh axis.
 
 Every op can be replicated (R), or replicated with its gradients partial sums (B: a gradient is linear in what comes in,
-so this holds for every op). An op with a rule can also take partial sums in each group of operands it is linear in (P),
-and can shard each factor that is not frozen. A factor may be sharded inside several outer blocks; which numbers of
-blocks are worth offering follows from the ops around: a fused projection is sharded inside three blocks because the
-split that reads it is. Candidate placements of every value are therefore propagated along the graph to a fixpoint.
+so this holds for every op). Ops on tensors with a size that is data, or no multiple of the batch size, can only be R.
+An op with a rule can also take partial sums in each group of operands it is linear in (P), and can shard each factor
+that is not frozen. A factor may be sharded inside several outer blocks; which numbers of blocks are worth offering
+follows from the ops around: a fused projection is sharded inside three blocks because the split that reads it is.
+Candidate placements of every value are therefore propagated along the graph to a fixpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from autopart.passes.rules.book import Arguments, Local, RuleBook, name_of
 from autopart.passes.rules.matching import Sharding, is_differentiable
 from autopart.passes.rules.notation import Dims, Extents, LocalForm, Message, Rule, RuleError
 from autopart.passes.rules.table import RULES
-from autopart.passes.sizes import ONE, Extent
+from autopart.passes.sizes import ONE, Extent, extents
 from autopart.runtime import local_forms as functions
 from autopart.runtime.placement import BROADCAST, REPLICATE, Kind, Placement, nested
 
@@ -162,6 +163,8 @@ def _source_strategies(node: fx.Node, placements: Iterable[Placement]) -> tuple[
 def _op_strategies(node: fx.Node, rule: Rule | None, shardings: Iterable[Sharding]) -> Iterable[Strategy]:
     inputs, outputs = graphs.inputs(node), graphs.outputs(node)
     yield Strategy("R", (REPLICATE,) * len(inputs), (REPLICATE,) * len(outputs))
+    if any(extents(value.fake) is None for value in [*inputs, *outputs]):
+        return  # what would be sent of such a tensor cannot be counted
     if any(is_differentiable(value) for value in [*inputs, *outputs]):
         settle = matching.settle
         yield Strategy(
