@@ -58,16 +58,18 @@ def test_it_is_torch_s_loss(form: str, reduction: str) -> None:
             with mode:
                 loss = loss_of(log_probs, transcripts(), form, reduction=reduction, zero_infinity=True)
         loss.sum().backward()
-        found.append((loss, log_probs.grad))
+        assert log_probs.grad is not None
+        found.append((loss.detach(), log_probs.grad))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 
 
 def test_what_cannot_be_told_apart_is_refused() -> None:
     log_probs, ones = scores(), torch.ones(SAMPLES, dtype=torch.long)
+    numbers: Any = (9,) * SAMPLES, (1,) * SAMPLES
     with RowsOfTargets(), pytest.raises(CaptureError, match="give them padded"):
         functional.ctc_loss(log_probs, ones, 9 * ones, ones)
     with RowsOfTargets(), pytest.raises(CaptureError, match="lengths that are tensors"):
-        functional.ctc_loss(log_probs, ones, (9,) * SAMPLES, (1,) * SAMPLES)
+        functional.ctc_loss(log_probs, ones, *numbers)
     with pytest.raises(InputError, match="make them agree"):
         ctc.ctc_losses(log_probs, transcripts(), transcripts() >= 0, 9 * ones, ones, 0, False)
 
