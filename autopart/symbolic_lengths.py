@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autopart.passes.sizes import extent
+
 
 @contextmanager
 def symbolic_lengths(model: nn.Module) -> Iterator[None]:
@@ -31,6 +33,6 @@ _NOT_MODELS = ("torch", "builtins", "autopart")
 
 
 def _length(counted: Any) -> Any:
-    if isinstance(counted, Tensor) and counted.dim():
+    if isinstance(counted, Tensor) and counted.dim() and extent(counted.shape[0]) is not None:
         return counted.shape[0]
-    return builtins.len(counted)
+    return builtins.len(counted)  # also of rows whose number is data

@@ -211,7 +211,7 @@ def test_torchrun(tmp_path: Path) -> None:
 def test_one_rank_that_fails_ends_the_job(tmp_path: Path) -> None:
     emit(tmp_path, 2, microbatches=4)
     file = tmp_path / "stage_1.py"
-    file.write_text(file.read_text().replace("        v =", "        1 / 0  # boom\n        v ="))
+    file.write_text(file.read_text().replace("        logits =", "        1 / 0  # boom\n        logits ="))
     code, output = torchrun(tmp_path, 2)
     assert code != 0
     assert "rank 1 (stage 1) failed: Traceback" in output and "1 / 0  # boom" in output and "stage_1.py" in output
