@@ -8,27 +8,25 @@ A collective belongs to the first block that needs it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from autopart.analysis import Analysis
 from autopart.conversion_prices import ConversionPrices, TensorAxis
 from autopart.passes import graph as graphs
-from autopart.passes.amounts import Amount, stored_bytes, value_bytes
+from autopart.passes.amounts import Amount, value_bytes
 from autopart.passes.beside import is_cast, operand_of
 from autopart.passes.emit.layers import runs_of
 from autopart.passes.graph import Value
 from autopart.passes.peak import backward_copies, passes_memory
 from autopart.passes.program import Role
 from autopart.passes.rules import is_differentiable
-from autopart.passes.saved import saved_inside, saved_tensors
+from autopart.passes.saved import WHOLE_INSIDE, saved_inside, saved_tensors
 from autopart.passes.storage import storage_of
-from autopart.prices import Chosen, Prices, share_of, value_shares
-from autopart.runtime.placement import REPLICATE, Placements
-
-Kept = tuple[Value, Placements]
-"""A tensor in memory: its owner, and the placements in which a rank has it."""
+from autopart.prices import Chosen, Prices, value_shares
+from autopart.rank_memory import Kept, RankMemory, Views
+from autopart.runtime.placement import Placements
 
 
 @dataclass(slots=True)
@@ -52,7 +50,7 @@ class BlockCost:
 
 @dataclass(slots=True)
 class PricedOp:
-    """An op of a block. used: the placements in which it has its operands and results; () without tensor axes.
+    """An op of a block. memory: of the rank.
 
     converting_s: seconds of the forward conversions that belong to it, with the values converted.
     """
@@ -60,14 +58,17 @@ class PricedOp:
     node: fx.Node
     forward_s: float
     inside_bytes: float
-    used: tuple[Placements, ...]
+    memory: RankMemory
     kept: dict[Kept, float] = field(default_factory=dict)
     converting_s: list[tuple[Value, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A tensor that an op keeps for its backward: who owns the memory, and as which operand or result it is read."""
+    """A tensor that an op keeps for its backward: who owns the memory, and as which operand or result it is read.
+
+    Owners are those of the whole graph, where every view is one.
+    """
 
     owner: Value
     size: Amount
@@ -83,7 +84,7 @@ class _OpFacts:
     owners: tuple[Value, ...]  # of the memory of the inputs
     sizes: tuple[Amount, ...]  # of inputs then outputs; parameters count nothing
     kept: tuple[_Kept, ...]
-    inside: Amount
+    inside: Amount  # what the op keeps besides
     learned: tuple[tuple[int, Amount], ...]  # parameters with a gradient: which input, and bytes
     multiplied: int  # which input is multiplied with a trained weight; -1: none
 
@@ -111,8 +112,9 @@ class BlockCosts:
     analysis: Analysis
     kind: str
     _facts: dict[fx.Node, _OpFacts] = field(default_factory=dict)
+    _formed: dict[tuple[fx.Node, str], _OpFacts] = field(default_factory=dict)  # of ops run by a local form
     _bytes: dict[Value, Amount] = field(default_factory=dict)
-    _stored: dict[Value, Amount] = field(default_factory=dict)
+    _views: Views = field(default_factory=Views)
     _order: list[tuple[fx.Node, int]] = field(init=False)  # ops with their blocks, free ones first
     _entering: dict[fx.Node, tuple[Value, ...]] = field(default_factory=dict)  # what an op reads from outside its block
     _saved: set[fx.Node] = field(init=False)  # owners of memory that some op keeps for its backward
@@ -142,26 +144,17 @@ class BlockCosts:
 
     def stored(self, owner: Value) -> Amount:
         """Bytes of a value's memory, which views of it share."""
-        if owner not in self._stored:
-            self._stored[owner] = stored_bytes(owner.fake)
-        return self._stored[owner]
+        return self._views.stored(owner)
 
     def _gather(self, node: fx.Node) -> _OpFacts:
         inputs, outputs = tuple(graphs.inputs(node)), tuple(graphs.outputs(node))
         held = [*inputs, *outputs]
-        kept = []
-        for value in saved_tensors(node, self.kind):
-            owner = storage_of(value)
-            if owner.node.op == "placeholder" and owner.node.meta["role"] is not Role.PARAMETER:
-                continue
-            operand = inputs.index(value) if value in inputs else -1 - outputs.index(value)
-            kept.append(_Kept(owner, self.stored(owner), operand))
         return _OpFacts(
             inputs,
             outputs,
             tuple(map(storage_of, inputs)),
             tuple(Amount() if value.node.op == "placeholder" else self.size(value) for value in held),
-            tuple(kept),
+            self._keeping(node, inputs, outputs, ""),
             saved_inside(node, self.kind),
             tuple(
                 (position, self.size(value))
@@ -170,6 +163,27 @@ class BlockCosts:
             ),
             -1 if (multiplied := operand_of(node)) is None else inputs.index(graphs.value_of(multiplied)),
         )
+
+    def _keeping(
+        self, node: fx.Node, inputs: Sequence[Value], outputs: Sequence[Value], form: str
+    ) -> tuple[_Kept, ...]:
+        kept = []
+        for value in saved_tensors(node, self.kind, form):
+            owner = storage_of(value)
+            operand = inputs.index(value) if value in inputs else -1 - outputs.index(value)
+            kept.append(_Kept(owner, self.stored(owner), operand))
+        return tuple(kept)
+
+    def _facts_of(self, node: fx.Node, chosen: Chosen) -> _OpFacts:
+        """With what is kept under a choice: a local form may keep something else than the op."""
+        form = next((strategy.form.function for strategy in chosen if strategy.form is not None), "")
+        if not form:
+            return self._facts[node]
+        if (node, form) not in self._formed:
+            facts = self._facts[node]
+            kept = self._keeping(node, facts.inputs, facts.outputs, form)
+            self._formed[node, form] = replace(facts, kept=kept, inside=saved_inside(node, self.kind, form))
+        return self._formed[node, form]
 
     def gathering(self, node: fx.Node) -> tuple[bool, float]:
         """Of a parameter that is gathered at use: whether the backward needs it again, and its part of a message.
@@ -196,7 +210,7 @@ class BlockCosts:
 
     def held_bytes(self, node: fx.Node, chosen: Chosen, sizes: Sequence[int], batch: int) -> tuple[float, float]:
         """Bytes that one op by itself keeps for its backward on one rank, and those that it takes while it runs."""
-        facts, shares = self._facts[node], value_shares(node, chosen, sizes)
+        facts, shares = self._facts_of(node, chosen), value_shares(node, chosen, sizes)
         total = 0.0
         for item in facts.kept:
             if item.owner.node.op != "placeholder":
@@ -220,21 +234,15 @@ class BlockCosts:
         blocks = [BlockCost() for _ in self.analysis.blocks]
         batch, axes, first = prices.batch, conversions.axes, self.analysis.first
         sizes = [axis.parts for axis in axes]
-        replicated: Placements = (REPLICATE,) * len(axes)
-        lies: dict[Value, Placements] = {}
-
-        def lie(value: Value) -> Placements:
-            if value not in lies:
-                lies[value] = self._placements(value, strategies, storage, replicated)
-            return lies[value]
-
+        memory = RankMemory(self._views, strategies, storage, sizes, batch)
+        replicated, lie = memory.replicated, memory.lies
         # Equal ops under one choice; choices by identity, as hashing them costs more than pricing.
         runs: dict[tuple[fx.Node, int], _Run] = {}
         converted: dict[tuple[Value, Placements], tuple[BlockCost, fx.Node]] = {}  # the first reader and its block
         hiding: dict[tuple[Value, Placements], float] = {}
         for node, index in self._order:
-            block, facts = blocks[index], self._facts[node]
             chosen = strategies.get(node, ())
+            block, facts = blocks[index], self._facts_of(node, chosen)
             alike = (first.get(node, node), id(chosen))
             if alike not in runs:
                 runs[alike] = self._run(node, facts, chosen, prices, axes)
@@ -242,22 +250,18 @@ class BlockCosts:
             block.forward_s += run.forward_s
             block.backward_s += run.backward_s
             block.transient_bytes = max(block.transient_bytes, run.transient_bytes)
-            op = PricedOp(node, run.forward_s, run.inside_bytes, run.used)
+            op = PricedOp(node, run.forward_s, run.inside_bytes, memory)
             block.ops.append(op)
             for item in facts.kept:
                 position = facts.position(item)
-                placements = run.used[position] if chosen else replicated
-                if item.owner.node.op == "placeholder" and lie(item.owner) == placements:
-                    continue  # the parameter itself, in memory anyway; else a copy made for this use
-                key = item.owner, placements
-                if key not in block.kept:
-                    block.kept[key] = item.size.at(batch) * run.shares[position]
-                op.kept[key] = block.kept[key]
+                value = facts.inputs[item.operand] if item.operand >= 0 else facts.outputs[-1 - item.operand]
+                key = memory.owner(value, run.used[position] if chosen else replicated)
+                if not memory.is_stored(key):
+                    op.kept[key] = block.kept[key] = memory.bytes(key)
             block.inside_bytes += run.inside_bytes
             for owner in self._entering[node]:
-                placements = lie(owner)
-                if (owner, placements) not in block.entering:
-                    block.entering[owner, placements] = self.stored(owner).at(batch) * share_of(placements, sizes)
+                key = owner, lie(owner)
+                block.entering[key] = memory.bytes(key)
             if not chosen:
                 continue
             for value, wanted in zip(facts.inputs, run.used, strict=False):
@@ -284,13 +288,13 @@ class BlockCosts:
             converted[value, wanted][0].backward_s -= min(exchanged, seconds)
         return blocks
 
-    def read(self, op: PricedOp, batch: int, axes: Sequence[TensorAxis]) -> Iterator[tuple[Value, Kept, float]]:
+    def read(self, op: PricedOp) -> Iterator[tuple[Value, Kept, float]]:
         """What an op reads besides inputs, parameters and buffers: the value, as what it is in memory, and bytes."""
-        facts, sizes = self._facts[op.node], [axis.parts for axis in axes]
+        facts = self._facts[op.node]
         for number, (value, owner) in enumerate(zip(facts.inputs, facts.owners, strict=True)):
             if owner.node.op != "placeholder":
-                placements = op.used[number] if op.used else (REPLICATE,) * len(axes)
-                yield value, (owner, placements), self.stored(owner).at(batch) * share_of(placements, sizes)
+                key = op.memory.owner(value, op.memory.used(op.node, number))
+                yield value, key, op.memory.bytes(key)
 
     def _run(self, node: fx.Node, facts: _OpFacts, chosen: Chosen, prices: Prices, axes: Sequence[TensorAxis]) -> _Run:
         used = axes if chosen else ()
@@ -323,20 +327,6 @@ class BlockCosts:
             elif made is None:
                 yield from self._from_outside([storage_of(value) for value in graphs.inputs(node)], index)
 
-    def _placements(
-        self,
-        value: Value,
-        strategies: Mapping[fx.Node, Chosen],
-        storage: Mapping[str, Placements],
-        replicated: Placements,
-    ) -> Placements:
-        if value.node.op == "placeholder":
-            if value.node.meta["role"] in (Role.PARAMETER, Role.BUFFER):
-                return storage.get(value.node.meta["name"], replicated)
-            return replicated
-        chosen = strategies.get(value.node)
-        return tuple(strategy.outputs[value.index] for strategy in chosen) if chosen else replicated
-
 
 def _transient_bytes(node: fx.Node, facts: _OpFacts, shares: Sequence[float], batch: int) -> float:
     """Operands and results, or their gradients, with those of parameters and what the backward makes on its way."""
@@ -359,6 +349,7 @@ def _inside_share(chosen: Chosen, sizes: Sequence[int]) -> float:
     """Each rank's part of what an op keeps inside: shards of the result, or a shard run by a local form."""
     share = 1.0
     for strategy, parts in zip(chosen, sizes, strict=True):
-        if strategy.outputs[0].divides or strategy.form is not None:
+        formed = strategy.form is not None and strategy.form.function not in WHOLE_INSIDE
+        if formed or (strategy.form is None and strategy.outputs[0].divides):
             share /= parts
     return share

@@ -231,12 +231,11 @@ class CandidatePrices:
         self, config: Degrees, choice: TensorChoice, costs: Sequence[BlockCost], held: Activations
     ) -> Frontiers:
         """Which modules of layers may run again: none where weights are gathered at use, which a module would keep."""
-        axes, samples = self.setting(config).axes, self.samples(config)
         return Frontiers(
             self.analysis,
             costs,
             held,
-            lambda op: self._block_costs.read(op, samples, axes),
+            self._block_costs.read,
             self._priced[self._priced_by(config, choice)][2],
             offered=3 not in choice.levels.values(),
         )

@@ -19,10 +19,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 
 from autopart.analysis import Analysis
-from autopart.block_costs import BlockCost, Kept, PricedOp
+from autopart.block_costs import BlockCost, PricedOp
 from autopart.passes.emit.layers import Run
 from autopart.passes.emit.segments import spans_of
 from autopart.passes.graph import Value
+from autopart.rank_memory import Kept
 from autopart.recomputation import Activations
 from autopart.solver.stages_parts import Choice, Family
 

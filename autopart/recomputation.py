@@ -21,8 +21,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopart.block_costs import BlockCost, Kept
+from autopart.block_costs import BlockCost
 from autopart.passes.emit.layers import MOST_INLINE
+from autopart.rank_memory import Kept
 from autopart.solver.stages_parts import Block, Choice, Family, KeptGroup, Layer
 
 

@@ -17,7 +17,7 @@ from autopart.passes.conversion import Axes
 from autopart.passes.emit.segments import Segment, segments_of
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
-from autopart.passes.saved import saved_inside, saved_tensors
+from autopart.passes.saved import WHOLE_INSIDE, saved_inside, saved_tensors
 from autopart.passes.storage import storage_of
 from autopart.runtime.placement import Placements
 
@@ -108,15 +108,18 @@ def _segments(graph: fx.Graph, recompute: Collection[str]) -> Iterator[Segment]:
 
 
 def inside_bytes(node: fx.Node, axes: Axes, batch: int, kind: str) -> float:
-    """Bytes that an op keeps besides its operands and results: sharded as its result is, or by a local form."""
+    """Bytes that an op keeps besides its operands and results: sharded as its result is, or as a local form has it."""
     size = saved_inside(node, kind).at(batch) if "transition" not in node.meta else 0
     if not size:
         return 0.0
     share = share_of_rank(node, axes)
-    for axis, _ in node.meta.get("forms", ()):
+    for axis, form in node.meta.get("forms", ()):
         first = node.meta["placements"][0]
         own = first if isinstance(first, tuple) else node.meta["placements"]
         index = [name for name, _ in axes].index(axis)
-        if not own[index].divides:
+        whole = form.function in WHOLE_INSIDE
+        if own[index].divides and whole:
+            share *= axes[index][1]
+        elif not own[index].divides and not whole:
             share /= axes[index][1]
     return size * share

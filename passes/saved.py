@@ -10,6 +10,7 @@ Ops without a rule are taken to keep every input and output, which errs towards 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import fx
@@ -29,6 +30,7 @@ _NOTHING = {
     *("select_scatter", "lerp", "where_self", "reshape_as", "hstack", "vstack", "repeat_interleave", "complex"),
     *("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft", "fft_fftshift", "fft_ifftshift"),
     *("fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2", "fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn"),
+    "partial_mean",
 }
 _INPUT = {
     *("gelu", "silu", "mish", "hardswish", "hardtanh", "hardsigmoid", "leaky_relu", "elu", "selu", "celu", "softplus"),
@@ -38,9 +40,12 @@ _INPUT = {
 }
 _OUTPUT = {
     *("relu", "tanh", "sigmoid", "exp", "exp2", "expm1", "sqrt", "rsqrt", "reciprocal", "softmax", "log_softmax"),
-    *("_softmax", "_log_softmax", "tan", "special_softmax"),
+    *("_softmax", "_log_softmax", "tan", "special_softmax", "sharded_softmax", "sharded_log_softmax"),
 }
-_BOTH = {"amax", "amin", "logsumexp", "norm", "linalg_vector_norm", "std", "prod", "cumprod", "max_full", "min_full"}
+_BOTH = {
+    *("amax", "amin", "logsumexp", "norm", "linalg_vector_norm", "std", "prod", "cumprod", "max_full", "min_full"),
+    "sharded_logsumexp",
+}
 _PRODUCTS = {"mul", "mm", "bmm", "matmul", "dot", "mv", "outer", "einsum", "linear", "addmm", "baddbmm", "addbmm"}
 _CONVOLUTIONS = {
     *("conv1d", "conv2d", "conv3d", "convolution", "_convolution"),
@@ -64,6 +69,8 @@ _INDEXED = {
     "masked_scatter": (1,),
     "take_along_dim": (1,),
 }
+WHOLE_INSIDE = {"sharded_layer_norm", "sharded_rms_norm", "sharded_group_norm", "vocab_cross_entropy"}
+"""Local forms that keep numbers of each row beside their operands, which every rank of their axis has."""
 _POOLS = {"max_pool1d": 8, "max_pool2d": 8, "max_pool3d": 8, "adaptive_max_pool2d": 8}
 
 
@@ -217,23 +224,25 @@ def has_rule(node: fx.Node) -> bool:
     return is_view(node) or _rule_name(node) in _RULES
 
 
-def saved_tensors(node: fx.Node, kind: str = "cuda") -> list[Value]:
+def saved_tensors(node: fx.Node, kind: str = "cuda", form: str = "") -> list[Value]:
     """The inputs and outputs that an op keeps for its backward on devices of a kind ("cuda" or "cpu").
 
-    Nothing for views and for ops without a backward.
+    form: the local form that it is to run by, if any. Nothing for views and for ops without a backward.
     """
-    if not is_op(node) or is_view(node) or not is_differentiated(node) or _is_unfused_attention(node, kind):
+    if not is_op(node) or is_view(node) or not is_differentiated(node):
         return []
-    rule = _RULES.get(_rule_name(node))
+    if not form and _is_unfused_attention(node, kind):
+        return []
+    rule = _RULES.get(form or _rule_name(node))
     kept = rule(node) if rule is not None else [*inputs(node), *outputs(node)]
     return list(dict.fromkeys(kept))
 
 
-def saved_inside(node: fx.Node, kind: str = "cuda") -> Amount:
-    """Bytes that an op keeps besides its inputs and outputs, on devices of a kind ("cuda" or "cpu")."""
+def saved_inside(node: fx.Node, kind: str = "cuda", form: str = "") -> Amount:
+    """Bytes that an op keeps besides its inputs and outputs; kind, form: as in :func:`saved_tensors`."""
     if not is_op(node) or is_view(node) or not is_differentiated(node):
         return ZERO
-    name = _rule_name(node)
+    name = form or _rule_name(node)
     if name in ("dropout", "native_dropout"):
         # CUDA keeps one byte per element, the CPU multiplies by scaled noise of the input's type.
         return numel(node.meta["val"]) if kind == "cuda" else tensor_bytes(node.meta["val"])
@@ -243,17 +252,24 @@ def saved_inside(node: fx.Node, kind: str = "cuda") -> Amount:
         return tensor_bytes(inputs(node)[0].fake)
     if name == "matmul":
         return total(tensor_bytes(value.fake) for value in _copied(node))
-    if name in ("layer_norm", "rms_norm"):
-        normalized = argument(node, 1, "normalized_shape", [])
+    if name in ("layer_norm", "rms_norm", "sharded_layer_norm", "sharded_rms_norm"):
+        normalized = _number(node, 1, "normalized_shape")
         rows = product(node.meta["val"].shape[: node.meta["val"].dim() - len(normalized)])
-        return rows * (8 if name == "layer_norm" else 4)
-    if name == "group_norm":
-        return product(node.meta["val"].shape[:1]) * int(argument(node, 1, "num_groups")) * 8
+        return rows * (8 if name.endswith("layer_norm") else 4)
+    if name in ("group_norm", "sharded_group_norm"):
+        return product(node.meta["val"].shape[:1]) * int(_number(node, 1, "num_groups")) * 8
+    if name == "vocab_cross_entropy":  # a normaliser, where the label is, and whether it is here or counts
+        return numel(inputs(node)[1].fake) * 14
     if name == "batch_norm":
         return product(node.meta["val"].shape[1:2]) * 8
     if name == "scaled_dot_product_attention":
         return _attention_inside(node, kind)
     return ZERO
+
+
+def _number(node: fx.Node, position: int, name: str) -> Any:
+    """An argument that is no tensor, which local forms are given by name."""
+    return node.kwargs[name] if name in node.kwargs else argument(node, position, name)
 
 
 def _is_unfused_attention(node: fx.Node, kind: str) -> bool:

@@ -59,7 +59,8 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
 
 def is_view(node: fx.Node) -> bool:
     """Whether the op's outputs are memory of its tensor arguments, reshaped or unchanged."""
-    if node.op != "call_function":
+    # transitions of a rank's graph, of which some are called like views, make tensors
+    if node.op != "call_function" or "transition" in node.meta:
         return False
     name = op_name(node)
     if name in _ALWAYS or name in _PAIRWISE:
@@ -122,15 +123,17 @@ def _concrete(sizes: Sequence[int | torch.SymInt]) -> list[int] | None:
     return None if None in found else [item.at(_SAMPLE_BATCH) for item in found if item is not None]
 
 
+def viewed(value: Value) -> Value | None:
+    """The value that a value is a view of, one op back; None for one with memory of its own."""
+    node = value.node
+    if not is_view(node):
+        return None
+    return value_of(input_nodes(node)[value.index if op_name(node) in _PAIRWISE else 0])
+
+
 def storage_of(value: Value) -> Value:
     """The value whose memory a value is, seen through views and ``getitem``."""
-    node = value.node
-    while True:
-        if is_getitem(node):
-            value = value_of(node)
-            node = value.node
-            continue
-        if not is_view(node):
-            return value
-        value = value_of(input_nodes(node)[value.index if op_name(node) in _PAIRWISE else 0])
-        node = value.node
+    value = value_of(value.node) if is_getitem(value.node) else value
+    while (source := viewed(value)) is not None:
+        value = source
+    return value

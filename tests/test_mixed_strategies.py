@@ -109,7 +109,7 @@ def test_points_of_layers_add_up() -> None:
         assert state - first[1] == pytest.approx(more, abs=64)
         fastest = math.fsum(strategies.slack(part).all for part in parts.values())
         assert seconds >= first[0] - fastest - 1e-12
-        assert kept(ways) == pytest.approx(graph_keeps(ways), rel=0.05)
+        assert kept(ways) == pytest.approx(graph_keeps(ways), rel=1e-9)
 
 
 @functools.lru_cache(maxsize=4)
