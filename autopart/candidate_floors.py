@@ -21,6 +21,7 @@ from autopart.passes.graph import Value
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import in_flight
 from autopart.solver.search import Config, Degrees
+from autopart.solver.stages_least import least_share
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, pipeline_floor
 from autopart.tensor_choice import TensorChoice, work_bound
 
@@ -70,7 +71,17 @@ class CandidateFloors(CandidatePrices):
         # what divided parameters exchange in each microbatch, they do not at the end
         summed = not self._divides(config) and not self.zero
         asked = self._floor(work + self._memory_seconds(config, work), config, summed)
-        return max(self.known_floor(config), asked)
+        return max(self.known_floor(config), asked, self._order_floor(config, work))
+
+    def _order_floor(self, config: Degrees, work: float) -> float:
+        """What the order of a schedule with W apart, or several stages on a rank, makes of so many seconds at least."""
+        if config.pp == 1 or config.schedule in (*WHOLE_SCHEDULES, "2bw"):
+            return 0.0
+        prices, share = self.prices(config), 1 / config.tp
+        shared = (count * prices.shared_seconds(node, share, share)[0] for (node, _), count in self.alike)
+        places = self.layout.places(config)
+        least = least_share(config.schedule, places, config.microbatches, math.fsum(shared) / work if work else 0.0)
+        return work * least / self.faster(config)
 
     def strategy_floor(self, config: Degrees) -> float:
         """The same from the best strategies whose parameters fit, which takes a solver for every candidate."""

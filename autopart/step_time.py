@@ -79,8 +79,9 @@ def step_end_seconds(problem: StageProblem, step: Step, schedule: str) -> float:
 def pipeline_floor(work: float, config: Degrees, warmup: tuple[int, ...] = ()) -> float:
     """Least seconds of a step whose microbatches take ``work`` seconds each through all stages; see the module.
 
-    Where the last backward need not go back whole (W split off, several stages on a rank, no end of the batch), only
-    that a rank does its share of the work is sure. warmup: of 1F1B, where it is not the least.
+    Where the last backward need not go back whole (W split off, several stages on a rank, no end of the batch), this
+    has that a rank does its share of the work alone, and :mod:`autopart.solver.stages_least` more. warmup: of 1F1B,
+    where it is not the least.
     """
     if config.schedule not in WHOLE_SCHEDULES:
         return config.microbatches * work / config.pp

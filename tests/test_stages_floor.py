@@ -11,10 +11,12 @@ import pytest
 from test_solver_stages import Random, chain_edges, random_chain, steps
 
 from autopart.runtime.errors import InfeasibleError
-from autopart.runtime.schedule import deeper_warmup, in_flight, make_schedule
+from autopart.runtime.schedule import deeper_warmup, in_flight, make_schedule, places_of
 from autopart.simulate import StageTimes, makespan
 from autopart.solver import brute, stages
+from autopart.solver.schedule_search import find_schedule
 from autopart.solver.stages_floor import least_step, way_floor
+from autopart.solver.stages_least import least_share
 from autopart.solver.stages_parts import Block, Choice, Cut
 from autopart.solver.stages_problem import StageProblem, Way
 from autopart.step_time import simulated_seconds
@@ -107,3 +109,70 @@ def test_layers_that_run_again_are_in_the_floor() -> None:
     # 3 layers: 30 + 4 (3 - k) 10 + 4 k + 9 <= 52 has no k but 3, and 30 + 2 (3 - k) 10 + 2 k + 9 needs k = 3 as well
     assert [len(step.choices) for step in found.way] == [3, 3, 3, 2]
     assert plain.objective(found.way) * 0.97 <= found.lower_bound_s <= seconds
+
+
+# --- Orders with W apart, or several stages on a rank ---
+
+ORDERS = [("interleaved", 2, 2), ("interleaved", 3, 2), ("interleaved", 2, 3), ("zb-h1", 3, 1), ("zb-v", 2, 2)]
+
+
+@pytest.mark.parametrize(("name", "ranks", "virtual"), ORDERS)
+def test_no_way_to_share_the_work_is_faster_in_these_orders(name: str, ranks: int, virtual: int) -> None:
+    """Any seconds forward and backward, up to half of the backward left for W."""
+    rng, count = random.Random(ranks), ranks * virtual
+    places = places_of(name, count, virtual)
+    for microbatches in (ranks, 2 * ranks, 4 * ranks):
+        schedule = make_schedule(name, count, microbatches, set(itertools.pairwise(range(count))), places=places)
+        for spread in (0.01, 0.3, 1.0) * 12:
+            times = []
+            for _ in range(count):
+                backward = 2 * rng.uniform(1 - spread, 1)
+                weight = backward * rng.uniform(0.5 - spread / 2, 0.5) if name.startswith("zb") else 0.0
+                times.append(StageTimes(rng.uniform(1 - spread, 1), backward, weight))
+            forward = sum(own.forward_s for own in times)
+            work = forward + sum(own.backward_s for own in times)
+            seconds = makespan(schedule, times)
+            assert seconds >= work * least_share(name, places, microbatches, forward / work) >= 0
+            assert seconds >= work * microbatches / ranks * (1 - 1e-9)
+
+
+def test_zero_bubble_is_at_its_floor_with_equal_stages_and_interleaving_is_not() -> None:
+    """With equal stages the first is within 1 % of the best; uneven ones beat the second's closed form."""
+    edges = set(itertools.pairwise(range(4)))
+    equal = makespan(make_schedule("zb-h1", 4, 8, edges), [StageTimes(1.0, 2.0, 1.0)] * 4) / 12
+    assert equal * 0.99 <= least_share("zb-h1", range(4), 8, 1 / 3) <= equal == pytest.approx((8 + 3 / 3) / 4)
+    places = places_of("interleaved", 4, 2)
+    looped = make_schedule("interleaved", 4, 4, edges, places=places)
+    equal = makespan(looped, [StageTimes(1.0, 2.0)] * 4) / 12
+    assert equal == pytest.approx((4 + 1 / 2) / 2)
+    assert 2 < least_share("interleaved", places, 4, 1 / 3) < 0.96 * equal
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_order_within_the_room_of_1f1b_is_faster(seed: int) -> None:
+    """The floor of a division with its transfers, against the order that CP-SAT proves to be the best."""
+    rng = Random(200 + seed)
+    count, microbatches = rng.randint(2, 3), rng.randint(2, 4)
+    blocks = [Block(f"block{i}", rng.randint(1, 6), rng.randint(1, 9)) for i in range(count)]
+    cuts = [Cut(rng.randint(0, 9), rng.randint(0, 9)) for _ in range(count - 1)]
+    held = in_flight("1f1b", count, microbatches)
+    problem = StageProblem.chain(blocks, cuts, microbatches, held, (math.inf,) * count)
+    way = tuple(steps(*range(count + 1)))
+    transfers = {(index, index + 1): (cut.forward_s, cut.backward_s) for index, cut in enumerate(cuts)}
+    times = [StageTimes(block.forward_s, block.backward_s) for block in blocks]
+    found = find_schedule(times, microbatches, transfers, held)
+    assert found.optimal and way_floor(problem, way) <= found.makespan_s * (1 + 1e-9)
+    named = simulated_seconds(problem, way, "1f1b", [0.0] * count, (), range(count))
+    assert way_floor(problem, way) <= named * (1 + 1e-9)
+
+
+def test_transfers_that_take_the_longest_are_the_floor() -> None:
+    """Two stages with one microbatch on its way there and back at a time; and a cut that all have to pass."""
+    blocks = [Block("first", 1.0, 1.0), Block("last", 1.0, 1.0)]
+    alternating = StageProblem.chain(blocks, [Cut(10.0, 10.0)], 4, (2, 1), (math.inf,) * 2)
+    way = tuple(steps(0, 1, 2))
+    seconds = simulated_seconds(alternating, way, "1f1b", [0.0] * 2, (), range(2))
+    assert 0.9 * seconds <= way_floor(alternating, way) <= seconds
+    poured = dataclasses.replace(alternating, in_flight=(4, 4))
+    seconds = simulated_seconds(poured, way, "gpipe", [0.0] * 2, (), range(2))
+    assert 0.6 * seconds <= way_floor(poured, way) <= seconds

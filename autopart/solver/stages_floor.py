@@ -2,7 +2,8 @@ r"""Seconds that a step takes at least under 1F1B and GPipe, whatever waiting th
 
 Stage k runs a microbatch in F_k seconds forward and B_k backward, t_k = F_k + B_k, and holds w_k of the m microbatches
 at once: it begins with w_k forwards, goes on with a backward and a forward in turn, and ends with w_k backwards. With
-t_{<k} the seconds of all stages before and t_{>k} of those behind, a step of T seconds has, for every k:
+t_{<k} the seconds of all stages before and t_{>k} of those behind, each with one microbatch's transfers there and back
+on the cuts before k or behind it, a step of T seconds has, for every k:
 
 (1) The first forward waits for F_{<k}; m microbatches follow, and the last one goes back through B_{<k}:
 
@@ -14,18 +15,24 @@ t_{<k} the seconds of all stages before and t_{>k} of those behind, a step of T 
 
         T >= t_{<k} + t_k + 2 t_{>k} + (m - w_k) t_k
 
-(3) Where w_k = m, all forwards come before all backwards; the first backward and the last forward wait as above:
+(3) The forward of microbatch j + w_k waits for the backward of j, which has been through all stages behind. So do
+    n = ceil(m / w_k) microbatches one after the other, and r - 1 = m - 1 - (n - 1) w_k others follow the last of them:
 
-        T >= t_{<k} + t_{>k} + t_k + (m - 1) max(F_k, B_k)
+        T >= t_{<k} + n (t_k + t_{>k}) + (r - 1) max(F_k, B_k)
 
 (4) Where the last stage holds all m (GPipe), no backward begins anywhere before all forwards are through all stages,
     F_{<=k} + (m - 1) F_k + F_{>k}; the first needs B_{>k} to come back and m - 1 others follow:
 
         T >= t_{<k} + m t_k + t_{>k}
 
+(5) Transfers of one cut follow each other. With x the longer one of there and back on the cut behind k:
+
+        T >= t_{<k} + t_k + t_{>k} + (m - 1) x
+
 What follows T's part up to the last backward's end on stage k is its own step end, if that is longer than the way back.
 
-:func:`least_step` takes these over all divisions of W = sum of t_k: with X = T - W and R_k = t_{>k} they say
+:func:`least_step` takes (1), (2), (4) and of (3) the case w_k = m, without transfers, over all divisions of W = sum of
+t_k: with X = T - W and R_k = t_{>k} they say
 
     (1) t_k <= (X + R_k) / (m - 1)    (2) t_k <= (X - R_k) / (m - w_k)
     (3) t_k <= 2 X / (m - 1)          (4) t_k <= X / (m - 1)
@@ -38,6 +45,7 @@ that the most work that X allows is found from the last stage on, and is r X for
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -84,16 +92,22 @@ def body_seconds(
     forward: Array | float,
     backward: Array | float,
     behind: Array | float,
+    sent: Array | float,
 ) -> Array:
     """From the start of a stage's first forward to the end of its last backward, at least; see the module.
 
     held: microbatches in flight. drained: the last stage holds all. seconds, forward, backward: of the stage, the two
-    at least; behind: of the stages behind.
+    at least; behind: of the stages behind, with all transfers there and back. sent: of the longer of the two on the cut
+    behind the stage.
     """
     found = np.asarray(microbatches * seconds + (behind if drained else 0.0))
     if held < microbatches:
-        return np.maximum(found, (1 + microbatches - held) * seconds + 2 * behind)
-    return np.maximum(found, seconds + behind + (microbatches - 1) * np.maximum(forward, backward))
+        found = np.maximum(found, (1 + microbatches - held) * seconds + 2 * behind)
+    held = min(max(held, 1), microbatches)
+    rounds = -(-microbatches // held)
+    others = microbatches - 1 - (rounds - 1) * held
+    found = np.maximum(found, rounds * (seconds + behind) + others * np.maximum(forward, backward))
+    return np.maximum(found, seconds + behind + (microbatches - 1) * sent)
 
 
 def way_floor(problem: StageProblem, way: Way) -> float:
@@ -102,19 +116,23 @@ def way_floor(problem: StageProblem, way: Way) -> float:
     forward = [math.fsum(choice.forward_s for choice in own) for own in chosen]
     backward = [math.fsum(choice.backward_s for choice in own) for own in chosen]
     total = [math.fsum(pair) for pair in zip(forward, backward, strict=True)]
+    crossed = [problem.crossings(before, after) for before, after in itertools.pairwise(way)]
+    there = [*(max(cut.forward_s for cut in cuts) for cuts in crossed), 0.0]
+    back = [*(max(cut.backward_s for cut in cuts) for cuts in crossed), 0.0]
     drained = problem.in_flight[-1] >= problem.microbatches
     floor = 0.0
     for stage, step in enumerate(way):
-        behind = math.fsum(total[stage + 1 :])
+        behind = math.fsum((*total[stage + 1 :], *there[stage:], *back[stage:]))
         body = float(
             body_seconds(
                 *(problem.microbatches, problem.in_flight[stage], drained),
-                *(total[stage], forward[stage], backward[stage], behind),
+                *(total[stage], forward[stage], backward[stage], behind, max(there[stage], back[stage])),
             )
         )
-        own = math.fsum(forward[:stage]) + body + problem.exposed_step_end_seconds(step)
-        back = math.fsum(total[:stage]) + body + problem.exposed_step_end_seconds(way[0])
-        floor = max(floor, own, back)
+        came = math.fsum((*forward[:stage], *there[:stage]))
+        gone = math.fsum((*backward[:stage], *back[:stage]))
+        end = max(problem.exposed_step_end_seconds(step), gone + problem.exposed_step_end_seconds(way[0]))
+        floor = max(floor, came + body + end)
     return floor
 
 
@@ -127,12 +145,15 @@ def arc_floors(
     fits: NDArray[np.bool_],
     fastest: Sequence[Array],
     exposed: Sequence[Array],
+    there: Array,
+    back: Array,
 ) -> Array:
     """The same of every arc [table, run], over all ways that go through it.
 
     member: [position, block]. stage_of: by table. seconds: of an arc's blocks, at least; fits: where it can be used.
     fastest, exposed: by table, seconds of the blocks of a run at their fastest, and of its step end without what these
-    may hide of sums of gradients. Slower choices hide no more than they take longer.
+    may hide of sums of gradients. Slower choices hide no more than they take longer. there, back: [table, position]
+    seconds of a microbatch's transfers, as the stage that ends there has them, which are no more than both sides'.
     """
     blocks = range(member.shape[1])
     forward = member @ np.array([problem.least(block, "forward_s") for block in blocks])
@@ -140,17 +161,19 @@ def arc_floors(
     # after its last backward a stage waits for that of the first one, which has some source of the graph
     ends = {block: problem.least_step_end(block) for block in blocks if 1 << block in problem.positions}
     source = np.array([min((s for b, s in ends.items() if row[b]), default=0.0) for row in member])
-    before, behind = _least_through(runs, problem.stages, stage_of, np.where(fits, seconds, np.inf))
+    crossed = (there + back)[:, runs.last]
+    before, behind = _least_through(runs, problem.stages, stage_of, np.where(fits, seconds + crossed, np.inf))
     drained = problem.in_flight[-1] >= problem.microbatches
     found = np.empty(seconds.shape)
     for table, stage in enumerate(stage_of):
         body = body_seconds(
             *(problem.microbatches, problem.in_flight[stage], drained, seconds[table]),
-            *(runs.between(forward), runs.between(backward), behind[stage + 1][runs.last]),
+            *(runs.between(forward), runs.between(backward), behind[stage + 1][runs.last] + crossed[table]),
+            np.maximum(there, back)[table, runs.last],
         )
         own = forward[runs.first] + body - (seconds[table] - fastest[table]) + exposed[table]
-        back = np.maximum(before[stage], forward + backward) + source
-        found[table] = np.maximum(own, back[runs.first] + body)
+        to_source = np.maximum(before[stage], forward + backward) + source
+        found[table] = np.maximum(own, to_source[runs.first] + body)
     return found
 
 

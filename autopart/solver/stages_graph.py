@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -101,6 +101,7 @@ class StageGraph:
             *(problem, member, runs, [key[0] for key in keys], made["seconds"], made["excess"] <= 0),
             [shapes[key[1]].fastest for key in keys],
             [shapes[key[1]].exposed for key in keys],
+            *(_cut_seconds(problem, keys, name) for name in ("forward_s", "backward_s")),
         )
         pairs = {
             pair: np.array([[cut.seconds for cut in cuts] for cuts in links]) for pair, links in problem.pairs.items()
@@ -178,6 +179,12 @@ class StageGraph:
             (block, choice) for (part, _), choice in zip(units, found.choices, strict=True) for block in part if choice
         )
         return found.bound
+
+
+def _cut_seconds(problem: StageProblem, keys: Iterable[_Key], name: str) -> Array:
+    """[table, position]: what a stage sends, or receives of gradients, where it ends."""
+    found = [getattr(cut, name) for key in keys for cut in problem.shapes[key[1]].cuts[key[4]]]
+    return np.array(found).reshape(-1, len(problem.positions))
 
 
 @functools.lru_cache(maxsize=4)
