@@ -238,6 +238,11 @@ class Parallelized(nn.Module):
         """How many parts the data has."""
         return self._planned("data_world_size").data_world_size
 
+    @property
+    def data_shares(self) -> tuple[int, ...]:
+        """How large these are; see :attr:`autopart.runtime.ParallelModule.data_shares`."""
+        return self._planned("data_shares").data_shares
+
     def _planned(self, name: str) -> ParallelModule:
         """Raises PlanError before the model is planned."""
         if self.parallel is None:

@@ -59,7 +59,7 @@ class CandidatePrices:
     pins: Pins | None = None
     zero: int | None = 0  # the level of all parameters; None: 0 where that fits, else chosen for each
     scheme: TensorScheme = TensorScheme.AUTO
-    whole: frozenset[str] = frozenset()  # parameters that no tensor axis divides
+    whole: frozenset[str] = frozenset()  # parameters that neither tensor axes nor replicas divide
     device: Device = field(init=False)
     layout: DeviceLayout = field(init=False)
     shared: SharedHosts | None = field(init=False)
@@ -90,7 +90,7 @@ class CandidatePrices:
     def on(self, cluster: Cluster, device: Device, batch: int, whole: frozenset[str] = frozenset()) -> Self:
         """One stage of the same program on other devices, priced on ``device``; facts about the program are shared.
 
-        Parameters are whole on every replica, those of ``whole`` on every tensor rank too. No pins, no warm-up.
+        Parameters are whole on every replica (``zero`` is 0), those of ``whole`` on every rank. No pins, no warm-up.
         """
         found = copy.copy(self)
         found.cluster, found.device, found.batch, found.whole = cluster, device, batch, whole

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
 from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.describe import held_numbers, recomputed, timed_plan
 from autopart.device_layout import TENSOR_AXIS
 from autopart.exchanges import exchanges_unlike
+from autopart.passes.data_axis import DataCut, cut_parameters
 from autopart.passes.unlike_meshes import plain
 from autopart.piece_prices import End, Traffic, add_traffic, crossing_seconds
 from autopart.plan import Plan, StagePlan, Transfers
-from autopart.realize import Realization, build_unlike, storage_names, strategy_names
+from autopart.realize import Realization, build_unlike, level_names, storage_names, strategy_names
 from autopart.stage_clock import StageClock
 from autopart.step_time import step_end_seconds
-from autopart.unlike import UnlikeAnswer, UnlikeCandidates
+from autopart.unlike import UnlikeCandidates
+from autopart.unlike_answer import UnlikeAnswer
 
 
 def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
@@ -21,10 +26,11 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
     analysis, priced = candidates.analysis, answer.stages
     boundaries, order = problem.boundaries(answer.cut.way), problem.order(answer.cut.way)
     settings = [item.setting for item in priced]
-    found = build_unlike(analysis, boundaries, settings, order)
+    held = [answer.held(stage) for stage in range(config.stages)]
+    found = replace(build_unlike(analysis, boundaries, settings, order), cuts=_cuts(answer, held))
     rows = [max(item.mesh.rows) for item in priced]
     again, recompute = recomputed(candidates, config, answer.cut.way, problem, found)
-    exchanged = exchanges_unlike(analysis, found, settings, rows, again)
+    exchanged = exchanges_unlike(analysis, found, settings, rows, again, answer.places)
     named = [
         (strategy_names(analysis, own.strategies), storage_names(own.storage)) if own.axes else ({}, {})
         for own in settings
@@ -55,7 +61,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
                 weight_s=slowest.backward_s * weight,
                 memory_bytes=round(problem.stage_bytes(index, step)),
                 capacity_bytes=int(slot.capacity_bytes),
-                parameters=held_numbers(graph, own.axes, {}, own.dp),
+                parameters=held_numbers(graph, own.axes, found.cuts, own.dp),
                 collectives=exchanged[index].microbatch,
                 step_end_s=step_end_seconds(problem, step, config.schedule),
                 step_collectives=exchanged[index].step,
@@ -75,10 +81,19 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
         strategies=shared[0],
         storage=shared[1],
         recompute=recompute,
-        zero={},
+        zero=level_names(analysis, {name: level for own in held for name, level in own.items()}),
         warmup=candidates.warmup_of(config.equal),
         order=order if order != tuple(range(len(order))) else (),
     )
+
+
+def _cuts(answer: UnlikeAnswer, held: Sequence[Mapping[str, int]]) -> dict[str, DataCut]:
+    """What the replicas of a stage divide between them. held: levels of ZeRO of each stage's parameters."""
+    found: dict[str, DataCut] = {}
+    for item, own in zip(answer.stages, held, strict=True):
+        tensors = item.parts[0].candidates.analysis.program.tensors
+        found |= cut_parameters(tensors, item.choice.storage, item.axes, item.mesh.dp, own)
+    return found
 
 
 def _transfers(unlike: UnlikeCandidates, answer: UnlikeAnswer, found: Realization) -> Transfers:
@@ -98,6 +113,7 @@ def _transfers(unlike: UnlikeCandidates, answer: UnlikeAnswer, found: Realizatio
             )
             add_traffic(there, more[0])
             add_traffic(back, more[1])
+    # between stages of one rank crossing_seconds finds nothing to send
     link = unlike.candidates.cluster.link
     return tuple(
         (*edge, crossing_seconds(there, link), crossing_seconds(back, link) if back else None)
@@ -111,7 +127,7 @@ def _tied_seconds(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> float:
     inside = [set(answer.problem.blocks_between(step.first, step.last)) for step in answer.cut.way]
     total = 0.0
     for node, blocks in candidates.readers.items():
-        homes = [index for index, own in enumerate(inside) if own & set(blocks)]
+        homes = list({answer.places[index]: index for index, own in enumerate(inside) if own & set(blocks)}.values())
         if len(homes) < 2:
             continue
         stages = [answer.stages[index] for index in homes]

@@ -58,10 +58,12 @@ def exchanges_unlike(
     settings: Sequence[StageSetting],
     rows: Sequence[int],
     recompute: Sequence[Collection[str]],
+    places: Sequence[int],
 ) -> list[Exchanges]:
     """For every stage by its own setting. rows: samples of a microbatch on the largest replica of each stage."""
     meshes = tuple(StageMesh(own.dp, own.axes, own.storage, own.shares) for own in settings)
-    in_order = _specs(analysis, found, Layout((), settings[0].dp, found.axes, "", 1, (), (), unlike=meshes))
+    layout = Layout((), settings[0].dp, found.axes, "", 1, (), (), cuts=found.cuts, unlike=meshes)
+    in_order = _specs(analysis, found, layout)
     result = []
     for index, own in enumerate(settings):
         seen = [
@@ -69,9 +71,7 @@ def exchanges_unlike(
             for spec in in_order
         ]
         mesh = (("dp", own.dp), *own.axes)
-        result.append(
-            _of_stage(analysis, found, index, seen, mesh, rows[index], recompute[index], range(len(settings)))
-        )
+        result.append(_of_stage(analysis, found, index, seen, mesh, rows[index], recompute[index], places))
     return result
 
 

@@ -30,11 +30,14 @@ ALONE = Degrees(1, 1, (), 1, "1f1b")
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A stage's mesh on some devices. rows: samples of a microbatch on each replica."""
+    """A stage's mesh on some devices. rows: samples of a microbatch on each replica. zero: the level of ZeRO of all
+    parameters that its replicas can divide.
+    """
 
     axes: tuple[int, ...]
     pieces: Pieces
     rows: tuple[int, ...]
+    zero: int = 0
 
     @property
     def dp(self) -> int:
@@ -116,6 +119,7 @@ class MeshPrices:
     _parts: dict[tuple[Mesh, int, str, str], tuple[Part, ...]] = field(default_factory=dict)
     _choices: dict[tuple[Mesh, int, float | None], TensorChoice] = field(default_factory=dict)
     _divisible: dict[int, bool] = field(default_factory=dict)
+    _pairs: dict[tuple[Mesh, Mesh], tuple[tuple[Cut, ...], ...]] = field(default_factory=dict)  # without tensor axes
     positions: tuple[int, ...] = field(init=False)  # numbers of those between which stages lie
     _tied: frozenset[str] = field(init=False)
 
@@ -126,8 +130,12 @@ class MeshPrices:
         self.positions = tuple(number for number, values in enumerate(crossings) if all(map(crosses_unlike, values)))
         self._tied = frozenset(node.meta["name"] for node, found in candidates.readers.items() if len(found) > 1)
 
-    def meshes(self, pieces: Pieces, rows: int) -> tuple[Mesh, ...]:
-        """Every mesh on these devices for microbatches of so many samples."""
+    def meshes(self, pieces: Pieces, rows: int, levels: Sequence[int] = (0,)) -> tuple[Mesh, ...]:
+        """Every mesh on these devices for microbatches of so many samples. levels: of ZeRO where there are replicas."""
+        found = self._whole_meshes(pieces, rows)
+        return tuple(replace(mesh, zero=level) for mesh in found for level in (levels if mesh.dp > 1 else (0,)))
+
+    def _whole_meshes(self, pieces: Pieces, rows: int) -> tuple[Mesh, ...]:
         key = pieces, rows
         if key not in self._meshes:
             count = sum(size for _, size in pieces)
@@ -182,13 +190,15 @@ class MeshPrices:
     def parts(self, mesh: Mesh, config: UnlikeMeshes) -> tuple[Part, ...]:
         key = mesh, config.microbatches, config.schedule, config.recompute
         if key not in self._parts:
-            degrees = Degrees(1, mesh.dp, mesh.axes, config.microbatches, config.schedule, config.recompute)
+            rest = config.microbatches, config.schedule, config.recompute, config.virtual
+            degrees = Degrees(1, mesh.dp, mesh.axes, *rest)
             cluster = self.row.part(mesh.pieces)
             found = []
             for kind in dict.fromkeys(mesh.kinds):
                 most = max(rows for rows, own in zip(mesh.rows, mesh.kinds, strict=True) if own == kind)
                 base = self._base(kind)
                 view = base.on(cluster, base.device, most * mesh.dp * config.microbatches, self._tied)
+                view.zero = mesh.zero
                 found.append((self._kind_work(kind, most), Part(view, degrees)))
             found.sort(key=lambda item: -item[0])
             self._parts[key] = tuple(part for _, part in found)
@@ -226,7 +236,8 @@ class MeshPrices:
         for kind, count in mesh.pieces:
             name = self.row.kinds[kind].device.name
             counts[name] = counts.get(name, 0) + count
-        return f"dp={mesh.dp} tp={mesh.tp} on {' + '.join(f'{count}x{name}' for name, count in counts.items())}"
+        zero = f" zero={mesh.zero}" if mesh.zero else ""
+        return f"dp={mesh.dp} tp={mesh.tp}{zero} on {' + '.join(f'{count}x{name}' for name, count in counts.items())}"
 
     def _cut(self, mesh: Mesh, parts: Sequence[Part], choice: TensorChoice, position: int, link: Link) -> Cut:
         values = self.candidates.positions.crossings[position]
@@ -250,6 +261,14 @@ class MeshPrices:
 
     def pair(self, before: Priced, after: Priced) -> tuple[tuple[Cut, ...], ...]:
         """What crosses between two unlike meshes: partial sums are added up, then the pieces are sent."""
+        if before.axes or after.axes:
+            return self._pair(before, after)
+        key = replace(before.mesh, zero=0), replace(after.mesh, zero=0)
+        if key not in self._pairs:
+            self._pairs[key] = self._pair(before, after)
+        return self._pairs[key]
+
+    def _pair(self, before: Priced, after: Priced) -> tuple[tuple[Cut, ...], ...]:
         ends = _end(before.mesh, 0), _end(after.mesh, before.mesh.dp * before.mesh.tp)
         setting = before.parts[0].candidates.setting(before.parts[0].config)
         samples = setting.prices.batch

@@ -30,7 +30,7 @@ _ALL_TUPLES = 2
 class Offers:
     """The choices on tensor axes of ``sizes`` ranks, outermost first, that fit a scheme.
 
-    whole: names of parameters that are stored whole.
+    whole: names of parameters that are stored whole, on replicas too.
     """
 
     analysis: Analysis

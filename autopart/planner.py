@@ -10,13 +10,12 @@ the graphs that will be emitted (:mod:`autopart.describe`).
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from autopart.analysis import Analysis, analyze, pattern_of
+from autopart.analysis import Analysis, analyze
 from autopart.candidates import Answer, Candidates
 from autopart.cluster import Cluster
 from autopart.describe import describe
@@ -28,8 +27,8 @@ from autopart.passes.program import Program
 from autopart.passes.rules import RULES, RuleBook
 from autopart.pins import read_pins
 from autopart.plan import DROPOUT, Plan, check_warmup
+from autopart.plan_notes import notes, untried
 from autopart.recomputation import RECOMPUTE
-from autopart.report.units import format_bytes, format_seconds
 from autopart.runtime.errors import BatchError, ClusterError, PlanError
 from autopart.runtime.schedule import NAMES
 from autopart.several_axes import several_axes
@@ -38,7 +37,6 @@ from autopart.solver.search import (
     Degrees,
     Evaluation,
     NotBetter,
-    Status,
     UnlikeMeshes,
     degrees,
     read_axes,
@@ -46,7 +44,8 @@ from autopart.solver.search import (
 )
 from autopart.solver.tensor_problem import relative_gap
 from autopart.tensor_scheme import TensorScheme
-from autopart.unlike import UnlikeAnswer, UnlikeCandidates
+from autopart.unlike import UnlikeCandidates
+from autopart.unlike_answer import UnlikeAnswer
 
 MOST_UNLIKE = 16
 """Alike devices up to which unlike meshes are searched, where equal ones can be."""
@@ -156,10 +155,10 @@ def make_plan(
     def others() -> tuple[UnlikeMeshes, ...]:
         """Made when they are asked for: the runs of many devices are many."""
         nonlocal unlike
-        if meshes == "equal" or zero or isinstance(axes, tuple) or scheme is not TensorScheme.AUTO:
+        if meshes == "equal" or isinstance(axes, tuple) or scheme is not TensorScheme.AUTO:
             return ()
         unlike = UnlikeCandidates(MeshPrices(candidates, dp, axes))
-        found = unlike.configs(pp, microbatches, [name for name, _ in schedules], recompute)
+        found = unlike.configs(pp, microbatches, schedules, recompute)
         return tuple(
             config
             for config in found
@@ -169,8 +168,8 @@ def make_plan(
 
     if meshes == "unlike" and not others():
         raise PlanError(
-            "meshes=unlike: stages of unlike meshes need several devices, one tensor axis at most, whole parameters "
-            "(zero=0) and a schedule of one stage on each rank; leave out what is forced, or meshes"
+            "meshes=unlike: stages of unlike meshes need several devices and one tensor axis at most; leave out what "
+            "is forced, or meshes"
         )
     configs: tuple[Degrees | UnlikeMeshes, ...] = ()
     if meshes != "unlike":
@@ -252,8 +251,8 @@ def make_plan(
         together=tuple(map(tuple, together or ())),
         notes=(
             *plan.notes,
-            *(_notes(candidates, answer) if isinstance(answer, Answer) else ()),
-            *_untried(result.considered),
+            *notes(candidates, answer),
+            *untried(result.considered),
         ),
         considered=tuple(_row(item) for item in result.considered),
     )
@@ -337,51 +336,6 @@ def _scheme(wanted: TensorScheme | str) -> TensorScheme:
     except ValueError:
         names = ", ".join(scheme.value for scheme in TensorScheme)
         raise PlanError(f"tensor_scheme is one of {names}, not {wanted!r}") from None
-
-
-def _notes(candidates: Candidates, answer: Answer) -> list[str]:
-    """Of what was forced and could not be done."""
-    return [*_unfit(candidates, answer.config), *_undivided(candidates, answer)]
-
-
-def _untried(considered: Sequence[Considered]) -> list[str]:
-    """A note of the configurations that were left out to save time."""
-    left = [item.seconds or 0.0 for item in considered if item.status is Status.UNTRIED]
-    if not left:
-        return []
-    return [
-        f"{len(left)} of {len(considered)} configurations were not tried, which take at least "
-        f"{format_seconds(min(left))}; thorough (--thorough) tries them"
-    ]
-
-
-def _unfit(candidates: Candidates, config: Degrees) -> list[str]:
-    """Notes of the products that could not be run as the tensor scheme asks."""
-    keys = candidates.analysis.keys
-    found = dict.fromkeys(pattern_of(keys[node]) for node in candidates.setting(config).offers.unfit)
-    axes = "x".join(map(str, config.axes))
-    return [f"the tensor scheme {candidates.scheme.value} has no way to run {key} on {axes} ranks" for key in found]
-
-
-def _undivided(candidates: Candidates, answer: Answer) -> list[str]:
-    """A note of the parameters that the wanted level of ZeRO leaves whole."""
-    level, replicas = candidates.zero, answer.config.dp
-    if not level or replicas == 1:
-        return []
-    left: dict[str, list[int]] = {}
-    for info in candidates.analysis.program.parameters:
-        if info.name not in answer.choice.levels:
-            left.setdefault(pattern_of(info.name), []).append(math.prod(info.shape) * info.dtype.itemsize)
-    if not left:
-        return []
-    named = [
-        f"{name} ({f'{len(sizes)} tensors, ' if len(sizes) > 1 else ''}{format_bytes(sum(sizes))})"
-        for name, sizes in left.items()
-    ]
-    return [
-        f"zero={level} leaves these whole on all {replicas} replicas, as none of their sizes on a rank divides by "
-        f"{replicas}: {', '.join(named)}"
-    ]
 
 
 def _schedules(program: Program, wanted: str | None, virtual: int | None) -> tuple[tuple[str, int], ...]:

@@ -198,10 +198,11 @@ class Builder:
         if not is_stored(node):
             return [(chosen, 0) for chosen in self.offered(node)]
         info = self.analysis.program.tensors[node.meta["name"]]
+        levels = (0,) if info.name in self.setting.offers.whole else self.levels
         return [
             (chosen, level)
             for chosen in self.offered(node)
-            for level in offered_levels(info, stored_as(chosen), self.setting.named_sizes, self.setting.dp, self.levels)
+            for level in offered_levels(info, stored_as(chosen), self.setting.named_sizes, self.setting.dp, levels)
         ]
 
     def stored(self, node: fx.Node, chosen: Chosen, level: int, count: int, ends: bool = True) -> Choice:

@@ -7,8 +7,12 @@ samples, the same on all stages; where replicas do not share it evenly, as devic
 each has whole rows, as many as its speed is worth.
 
 Each shape has the strategies that are fastest for the whole model on it, and the prices of its slowest replica. A
-tensor group lies within a node. Parameters are whole on every replica (no ZeRO), tied ones on every tensor rank, and
-values that are sums over samples are not cut off.
+tensor group lies within a node. Tied parameters are whole on every rank, and values that are sums over samples are not
+cut off. The replicas of a shape divide all other parameters at one level of ZeRO, so that each level is a shape of its
+own: level 0 alone at first, and where that does not fit, or layers run again for it to fit, all of them.
+
+Where a schedule runs several stages on a rank (interleaved, ZB-V), :mod:`autopart.unlike_virtual` goes over the ways to
+lay meshes on the row, and the stage solver cuts for each.
 
 Lower bound of a configuration. With R the least seconds of the ops' arithmetic and traffic for one microbatch on any
 one device, L those of their launches, which devices cannot share, and v_d <= 1 the most of R that device d does per
@@ -30,31 +34,16 @@ from dataclasses import dataclass, field, replace
 from autopart.candidates import TIGHTENINGS, Candidates
 from autopart.device_row import DeviceRow, Run
 from autopart.mesh_prices import ALONE, INSIDE, NETWORK, Mesh, MeshPrices, Part, Priced
+from autopart.passes.data_axis import LEVELS
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import in_flight
 from autopart.solver import stages as stage_solver
 from autopart.solver.search import Evaluation, UnlikeMeshes
-from autopart.solver.stages_parts import Block, Shape
-from autopart.solver.stages_problem import Slot, StageProblem, StageSolution
+from autopart.solver.stages_parts import Block, Cut, Shape
+from autopart.solver.stages_problem import Slot, StageProblem
 from autopart.step_time import WHOLE_SCHEDULES, simulated_seconds
-
-SCHEDULES = ("1f1b", "gpipe", "2bw-flush", "zb-h1")
-"""Those that are tried on unlike meshes: one stage on each rank, and nothing between batches."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnlikeAnswer:
-    """A solved configuration. priced: one for each shape of the problem. devices: of each stage, in the cluster."""
-
-    config: UnlikeMeshes
-    priced: tuple[Priced, ...]
-    problem: StageProblem
-    cut: StageSolution
-    devices: tuple[tuple[int, ...], ...]
-
-    @property
-    def stages(self) -> list[Priced]:
-        return [self.priced[self.problem.slots[step.slot].shape] for step in self.cut.way]
+from autopart.unlike_answer import UnlikeAnswer
+from autopart.unlike_virtual import VirtualMeshes
 
 
 @dataclass(slots=True)
@@ -75,9 +64,12 @@ class UnlikeCandidates:
     # -- configurations -------------------------------------------------------------------------------------------
 
     def configs(
-        self, pp: int | None, microbatches: int | None, schedules: Sequence[str], recompute: str
+        self, pp: int | None, microbatches: int | None, schedules: Sequence[tuple[str, int]], recompute: str
     ) -> list[UnlikeMeshes]:
-        """Those that can be better than equal meshes, which are searched on their own."""
+        """Those that can be better than equal meshes, which are searched on their own.
+
+        schedules: names with the stages on each rank.
+        """
         devices, batch = self.row.cluster.device_count, self.candidates.batch
         pins = self.candidates.pins
         most = min(len(self.prices.positions) - 1, pins.most_stages if pins else len(self.candidates.analysis.blocks))
@@ -92,21 +84,31 @@ class UnlikeCandidates:
                 rows = batch // pieces
                 if alike and stages == 1 and (rows % devices == 0 or rows < devices):
                     continue
-                if not self._slots(stages, rows)[0]:
+                if not self.slots(stages, rows)[0]:
                     continue
-                found += [
-                    UnlikeMeshes(stages, pieces, schedule, recompute) for schedule in schedules if schedule in SCHEDULES
-                ]
+                for schedule, virtual in schedules:
+                    config = UnlikeMeshes(stages, pieces, schedule, recompute, virtual)
+                    alone = stages == 1 and len(schedules) > 1 and schedule != "1f1b"  # on one rank all are one
+                    if config.equal.runs and config.stages <= most and not alone:
+                        found.append(config)
         return found
+
+    def levels(self, config: UnlikeMeshes) -> tuple[tuple[int, ...], ...]:
+        """Of ZeRO: those that are offered first, and where memory binds. 2BW keeps versions of whole parameters."""
+        zero = self.candidates.zero
+        return ((0,), LEVELS) if zero is None and config.schedule != "2bw" else ((zero or 0,),)
 
     # -- one configuration ----------------------------------------------------------------------------------------
 
-    def problem(self, config: UnlikeMeshes, limit_bytes: float = 0.0) -> tuple[StageProblem, tuple[Priced, ...]]:
-        """limit_bytes: by how much less the strategies of each shape shall hold over all stages than the fastest do.
+    def problem(
+        self, config: UnlikeMeshes, levels: Sequence[int] = (0,), limit_bytes: float = 0.0
+    ) -> tuple[StageProblem, tuple[Priced, ...]]:
+        """Of one stage on each rank.
 
+        limit_bytes: by how much less the strategies of each shape shall hold over all stages than the fastest do.
         Where no strategies hold so little, these stay.
         """
-        slots, meshes = self._slots(config.pp, self.candidates.batch // config.microbatches)
+        slots, meshes = self.slots(config.pp, self.candidates.batch // config.microbatches, levels)
         priced = tuple(self.prices.limited(mesh, config, limit_bytes) for mesh in meshes)
         warmup = self.candidates.warmup_of(config.equal)
         held = in_flight(config.schedule, config.pp, config.microbatches, warmup)
@@ -128,10 +130,10 @@ class UnlikeCandidates:
             pairs,
         ), priced
 
-    def _slots(self, stages: int, rows: int) -> tuple[list[Slot], list[Mesh]]:
+    def slots(self, stages: int, rows: int, levels: Sequence[int] = (0,)) -> tuple[list[Slot], list[Mesh]]:
         """Those on a way from the first place to the end in so many stages, and the mesh of each shape.
 
-        rows: samples of a microbatch.
+        rows: samples of a microbatch. levels: of ZeRO that are offered.
         """
         row = self.row
         most = row.cluster.device_count - stages + 1
@@ -142,7 +144,7 @@ class UnlikeCandidates:
             )
             for run in row.runs
             if run.count <= most
-            for mesh in self.prices.meshes(run.pieces, rows)
+            for mesh in self.prices.meshes(run.pieces, rows, levels)
         ]
         after: list[set[int]] = [{0}]
         for _ in range(stages):
@@ -161,8 +163,41 @@ class UnlikeCandidates:
 
     def evaluate(self, config: UnlikeMeshes) -> Evaluation[UnlikeAnswer]:
         """Meshes, order and cut of a configuration. Raises InfeasibleError when nothing fits in memory."""
+        found: list[Evaluation[UnlikeAnswer]] = []
+        failure: InfeasibleError | None = None
+        rows, meshes = self.candidates.batch // config.microbatches, 0
+        for levels in self.levels(config):
+            known, meshes = meshes, len(self.slots(config.pp, rows, levels)[1])
+            if known == meshes:
+                break  # no stage has replicas
+            try:
+                found.append(self._evaluate(config, levels))
+            except InfeasibleError as error:
+                failure = error
+            else:
+                if not found[-1].answer.is_tight:
+                    break
+        if not found:
+            assert failure is not None
+            raise failure
+        best = min(found, key=lambda item: item.objective)
+        # with all levels offered no more than before are ruled out
+        return replace(best, bound=min(found[-1].bound, best.objective))
+
+    def _evaluate(self, config: UnlikeMeshes, levels: Sequence[int]) -> Evaluation[UnlikeAnswer]:
+        several = config.virtual > 1
+        answer = VirtualMeshes(self, config, levels).solve() if several else self._solve(config, levels)
+        seconds, floor = self.step_seconds(answer), self.lower_bound(config)
+        # of positions that are left out the solver's bound says nothing
+        every = self.candidates.positions
+        if config.schedule in WHOLE_SCHEDULES and every.complete and len(self.prices.positions) == len(every.sets):
+            least = stage_solver.least_seconds(self._relaxed(answer.problem, answer.priced))
+            floor = max(floor, least / self.candidates.faster(config))
+        return Evaluation(answer, seconds, min(floor, seconds))
+
+    def _solve(self, config: UnlikeMeshes, levels: Sequence[int]) -> UnlikeAnswer:
         missing = 0.0
-        problem, priced = self.problem(config)
+        problem, priced = self.problem(config, levels)
         for attempt in range(TIGHTENINGS + 1):
             try:
                 cut = stage_solver.solve(problem, self.candidates.time_limit_s)
@@ -172,28 +207,21 @@ class UnlikeCandidates:
                 if error.excess_bytes is None or not sharded or attempt == TIGHTENINGS:
                     raise
                 missing += config.pp * error.excess_bytes
-                problem, priced = self.problem(config, missing)
-        runs = [self._run(problem, step.slot, priced) for step in cut.way]
-        answer = UnlikeAnswer(config, priced, problem, cut, tuple(self.row.devices(runs)))
+                problem, priced = self.problem(config, levels, missing)
+        slots = [problem.slots[step.slot] for step in cut.way]
+        runs = [Run(slot.start, slot.stop, priced[slot.shape].mesh.pieces) for slot in slots]
+        return UnlikeAnswer(config, priced, problem, cut, tuple(self.row.devices(runs)))
+
+    def step_seconds(self, answer: UnlikeAnswer) -> float:
+        """The simulated step."""
+        config, problem, way = answer.config, answer.problem, answer.cut.way
         shares = [
             item.parts[0].candidates.weight_share(item.parts[0].config, step, problem)
-            for item, step in zip(answer.stages, cut.way, strict=True)
+            for item, step in zip(answer.stages, way, strict=True)
         ]
-        warmup = self.candidates.warmup_of(config.equal)
-        shared = self.candidates.shared
-        durations = shared.durations(answer.devices) if shared is not None else None
-        seconds = simulated_seconds(problem, cut.way, config.schedule, shares, warmup, range(config.pp), durations)
-        floor = self.lower_bound(config)
-        # of positions that are left out the solver's bound says nothing
-        every = self.candidates.positions
-        if config.schedule in WHOLE_SCHEDULES and every.complete and len(self.prices.positions) == len(every.sets):
-            least = stage_solver.least_seconds(self._relaxed(problem, priced))
-            floor = max(floor, least / self.candidates.faster(config))
-        return Evaluation(answer, seconds, min(floor, seconds))
-
-    def _run(self, problem: StageProblem, number: int, priced: Sequence[Priced]) -> Run:
-        slot = problem.slots[number]
-        return Run(slot.start, slot.stop, priced[slot.shape].mesh.pieces)
+        warmup, shared = self.candidates.warmup_of(config.equal), self.candidates.shared
+        durations = shared.durations(tuple(dict.fromkeys(answer.devices))) if shared is not None else None
+        return simulated_seconds(problem, way, config.schedule, shares, warmup, answer.places, durations)
 
     # -- bounds ---------------------------------------------------------------------------------------------------
 
@@ -247,13 +275,14 @@ class UnlikeCandidates:
             if not item.mesh.axes and len(item.parts) == 1:
                 shapes.append(shape)
                 continue
+            cuts = tuple(tuple(replace(cut, buffer_bytes=0.0) for cut in cuts) for cuts in shape.cuts)
             if item.mesh.axes:
                 blocks = self._shared_blocks(part, shape.blocks)
+                cuts = tuple((Cut(),) * len(own) for own in shape.cuts)  # other strategies may send less
             else:
                 own = part.candidates.problem(part.config, item.choice).shapes[0].blocks
                 blocks = tuple(_weightless(block, block.forward_s, block.backward_s) for block in own)
             free = tuple(replace(group, bytes=0.0, seconds=0.0, step_end_s=0.0) for group in shape.tied)
-            cuts = tuple(tuple(replace(cut, buffer_bytes=0.0) for cut in cuts) for cuts in shape.cuts)
             shapes.append(Shape(blocks, cuts, 0.0, free, shape.name))
         return replace(problem, shapes=tuple(shapes))
 

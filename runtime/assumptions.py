@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autopart.runtime.errors import InputError
-from autopart.runtime.inputs import BatchMode
+from autopart.runtime.inputs import Division
 from autopart.runtime.loading import import_file
 from autopart.runtime.manifest import Manifest
 from autopart.runtime.mesh import Mesh
@@ -25,17 +25,17 @@ class Assumptions:
         file = directory / "assumptions.py"
         self._function = import_file(file, manifest.imports).conditions if manifest.assumptions else None
 
-    def check(self, leaves: Mapping[str, Any], samples: int, mode: BatchMode) -> None:
-        """Raises InputError, on all ranks, when the whole batch of so many samples would take another branch.
+    def check(self, leaves: Mapping[str, Any], division: Division) -> None:
+        """Raises InputError, on all ranks, when the whole batch would take another branch.
 
         leaves: the call's inputs by path; with local batches those that matter are gathered from all replicas.
         """
         if self._function is None:
             return
         manifest = self._manifest
-        whole = whole_inputs(manifest, manifest.assumption_inputs, leaves, mode, self._mesh)
+        whole = whole_inputs(manifest, manifest.assumption_inputs, leaves, division, self._mesh)
         with torch.no_grad():
-            found = [bool(value) for value in self._function(b=samples, B=samples, **whole)]
+            found = [bool(value) for value in self._function(b=division.batch, B=division.batch, **whole)]
         for value, spec in zip(found, manifest.assumptions, strict=True):
             if value != spec.value:
                 raise InputError(

@@ -29,7 +29,7 @@ Those that send anything can be begun and waited for later: :func:`begin`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,17 @@ _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def gather_shards(x: Tensor, axis: Axis, dim: int, outer: int, phase: Phase) -> Tensor:
     """The whole tensor from every rank's share."""
     return _joined(gather_in_front(x, axis, phase), dim, outer)
+
+
+def gather_parts(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], phase: Phase) -> Tensor:
+    """The whole tensor from the ranks' runs of a dim, of sizes in the proportion of ``sizes``."""
+    if len(set(sizes)) == 1:
+        return gather_shards(x, axis, dim, 1, phase)
+    lengths = [x.size(dim) * size // sizes[axis.index] for size in sizes]
+    padded = x.new_zeros([*x.shape[:dim], max(lengths), *x.shape[dim + 1 :]])
+    padded.narrow(dim, 0, x.size(dim)).copy_(x.detach())
+    pieces = gather_in_front(padded, axis, phase).unbind()
+    return torch.cat([piece.narrow(dim, 0, length) for piece, length in zip(pieces, lengths, strict=True)], dim)
 
 
 def gather_in_front(x: Tensor, axis: Axis, phase: Phase) -> Tensor:

@@ -27,17 +27,18 @@ Sizes = tuple[tuple[Size, ...], ...]
 class Division:
     """How a batch is divided: ``batch`` samples over ``replicas`` (this rank's is ``replica``) and ``microbatches``.
 
-    offset: the samples before those that this rank was given (0 when it was given the whole batch). shares: parts of
-    the replicas in each microbatch where stages have unlike meshes or replicas unlike parts; a microbatch then is a run
-    of the batch, the same on all stages. Empty: equal parts, each a run of the batch with the replica's microbatches.
+    shares: parts of the replicas in each microbatch where stages have unlike meshes or replicas unlike parts; a
+    microbatch then is a run of the batch, the same on all stages. Empty: equal parts, each a run of the batch with the
+    replica's microbatches. is_local: this rank was given its replica's samples alone; the batch then is what replicas
+    were given one after the other.
     """
 
     batch: int
     replicas: int
     replica: int
     microbatches: int
-    offset: int = 0
     shares: tuple[int, ...] = ()
+    is_local: bool = False
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -58,9 +59,24 @@ class Division:
 
     def start(self, microbatch: int) -> int:
         """The first sample of this rank's microbatch, counted in the whole batch."""
-        if self.shares:
+        if self.shares and not self.is_local:
             return microbatch * self.whole + sum(self.rows[: self.replica])
-        return (self.replica * self.microbatches + microbatch) * self.samples
+        return self._before + microbatch * self.samples
+
+    def given_start(self, microbatch: int) -> int:
+        """The same, counted in what this rank was given."""
+        return self.start(microbatch) - (self._before if self.is_local else 0)
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The samples that each replica was given, where ``is_local``."""
+        rows = self.rows if self.shares else (self.samples,) * self.replicas
+        return tuple(self.microbatches * own for own in rows)
+
+    @property
+    def _before(self) -> int:
+        """Samples of the replicas before this one, where each has a run of the batch."""
+        return sum(self.given[: self.replica])
 
 
 def check_modes(batch: str, outputs: str) -> None:
@@ -182,41 +198,47 @@ def _check_tensor(spec: InputSpec, leaf: Tensor, batch: int | None) -> int | Non
     return batch
 
 
-def check_equal(samples: int, mesh: Mesh) -> None:
-    """Raises BatchError, on every replica, when replicas were given parts of unlike size."""
-    sizes = torch.tensor([samples, -samples], device=mesh.device)
+def given_samples(samples: int, mesh: Mesh) -> tuple[int, ...]:
+    """How many samples each replica was given, this one ``samples``."""
+    sizes = torch.zeros(mesh.data.size, dtype=torch.int64, device=mesh.device)
+    sizes[mesh.data.index] = samples
     if mesh.data.size > 1:
-        dist.all_reduce(sizes, dist.ReduceOp.MAX, group=mesh.data.group)
-    largest, smallest = int(sizes[0]), -int(sizes[1])
-    if largest != smallest:
-        raise BatchError(
-            f'with batch="local" every replica passes as many samples; found {smallest} to {largest} (here {samples}); '
-            "drop the last partial batch, or pass whole batches"
-        )
+        dist.all_reduce(sizes, group=mesh.data.group)
+    return tuple(sizes.tolist())
 
 
 def divide(
-    manifest: Manifest, found: int, replicas: int, replica: int, mode: BatchMode, shares: tuple[int, ...] = ()
+    manifest: Manifest,
+    found: int,
+    replicas: int,
+    replica: int,
+    shares: tuple[int, ...] = (),
+    given: tuple[int, ...] | None = None,
 ) -> Division:
     """How a batch of ``found`` samples is divided.
 
     A batch that does not divide by replicas times microbatches, such as the last of an epoch, is run in fewer
     microbatches, or if it does not divide by the replicas whole on every one of them. Nothing is padded.
 
-    shares: parts of the replicas of this rank's stage, see :class:`Division`. Where stages have unlike meshes, raises
-    BatchError for a batch that has fewer samples than a stage has replicas, and for more samples in a microbatch than
-    the program holds for.
+    shares: parts of the replicas of this rank's stage, see :class:`Division`. given: with local batches what each
+    replica was given; ``found`` is this one's. Where stages have unlike meshes, raises BatchError for a batch that has
+    fewer samples than a stage has replicas, and for more samples in a microbatch than the program holds for; with local
+    batches, for parts that are not the replicas' shares.
     """
     if not manifest.is_uniform:
-        return _divide_unlike(manifest, found, replica, mode, shares)
-    local = mode == "local"
-    batch = found * replicas if local else found
+        return _divide_unlike(manifest, found, replica, shares, given)
+    if given is not None and len(set(given)) > 1:
+        raise BatchError(
+            f'with batch="local" every replica passes as many samples; found {min(given)} to {max(given)} (here '
+            f"{found}); drop the last partial batch, or pass whole batches"
+        )
+    batch = found if given is None else sum(given)
     if batch % replicas:
         replicas, replica = 1, 0
     share = batch // replicas
     count = max(k for k in range(1, manifest.microbatches + 1) if share % k == 0)
     _check_most(manifest, share // count)
-    return Division(batch, replicas, replica, count, replica * found if local else 0)
+    return Division(batch, replicas, replica, count, is_local=given is not None)
 
 
 def _check_most(manifest: Manifest, samples: int) -> None:
@@ -227,20 +249,42 @@ def _check_most(manifest: Manifest, samples: int) -> None:
         )
 
 
-def _divide_unlike(manifest: Manifest, found: int, replica: int, mode: BatchMode, shares: tuple[int, ...]) -> Division:
+def _divide_unlike(
+    manifest: Manifest, found: int, replica: int, shares: tuple[int, ...], given: tuple[int, ...] | None
+) -> Division:
     """Where meshes or parts differ, every replica of every stage gets whole rows of each microbatch."""
-    if mode == "local":
-        raise BatchError(
-            'batch="local" gives each replica its own part, but stages of this plan have unlike replicas; '
-            'pass every rank the whole batch (batch="global")'
-        )
+    if given is not None:
+        return _divide_given(manifest, given, replica, shares)
     least = max(len(stage.replica_shares) for stage in manifest.stages)
     for count in range(manifest.microbatches, 0, -1):
         if found % count == 0 and found // count >= least:
             _check_most(manifest, found // count)
-            return Division(found, len(shares), replica, count, 0, shares)
+            return Division(found, len(shares), replica, count, shares)
     raise BatchError(
         f"a batch of {found} samples leaves some of the {least} replicas of a stage without any; pass at least {least}"
+    )
+
+
+def _divide_given(manifest: Manifest, given: tuple[int, ...], replica: int, shares: tuple[int, ...]) -> Division:
+    """Where replicas have unlike parts of the batch, the same on all stages, and each was given its own."""
+    if len({stage.replica_shares for stage in manifest.stages}) > 1:
+        raise BatchError(
+            'batch="local" gives each replica its own part, but stages of this plan have unlike replicas; '
+            'pass every rank the whole batch (batch="global")'
+        )
+    batch = sum(given)
+    for count in range(manifest.microbatches, 0, -1):
+        if batch % count or batch // count < len(shares):
+            continue
+        division = Division(batch, len(shares), replica, count, shares, is_local=True)
+        if division.given == given:
+            _check_most(manifest, division.whole)
+            return division
+    parts, found = ":".join(map(str, shares)), ", ".join(map(str, given))
+    would = ", ".join(str(manifest.microbatches * share) for share in shares)
+    raise BatchError(
+        f'with batch="local" the replicas of this plan pass {parts} of each batch (model.data_shares), such as {would} '
+        f"samples; found {found}"
     )
 
 
@@ -253,7 +297,7 @@ def microbatch_of(
         tensor: Tensor = leaves[spec.name]
         if spec.batch_dim is not None:
             rows = size_of(spec.shape[spec.batch_dim], 1) if isinstance(spec.shape[spec.batch_dim], str) else 1
-            start = division.start(microbatch) - division.offset
+            start = division.given_start(microbatch)
             tensor = tensor.narrow(spec.batch_dim, start * rows, division.samples * rows)
         share[spec.name] = tensor.to(device, non_blocking=True)
     return share

@@ -33,9 +33,9 @@ from autopart.runtime.inputs import (
     Division,
     Returned,
     bind,
-    check_equal,
     check_modes,
     divide,
+    given_samples,
     microbatch_of,
 )
 from autopart.runtime.links import dtype_of
@@ -152,6 +152,11 @@ class ParallelModule(HeldStages):
         """How many parts the data has: the replicas."""
         return self.mesh.data.size
 
+    @property
+    def data_shares(self) -> tuple[int, ...]:
+        """How large the parts are beside each other: (1, 1), or (3, 1) where the first has three of four samples."""
+        return self.manifest.stages[self.mesh.stages[0]].replica_shares
+
     # --- Calls ---
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,11 +189,9 @@ class ParallelModule(HeldStages):
         variant, found = self.variants.find(leaves, args, kwargs, self.batch)
         variant.train(self.training)
         data = self.mesh.data
-        if self.batch == "local":
-            check_equal(found, self.mesh)
-        shares = self.manifest.stages[self.mesh.stages[0]].replica_shares
-        division = divide(self.manifest, found, data.size, data.index, self.batch, shares)
-        variant.assumptions.check(leaves, division.batch, self.batch)
+        given = given_samples(found, self.mesh) if self.batch == "local" else None
+        division = divide(self.manifest, found, data.size, data.index, self.data_shares, given)
+        variant.assumptions.check(leaves, division)
         feed = self._feed(variant, leaves, division)
         if self.training:
             self.steps += 1
@@ -215,7 +218,7 @@ class ParallelModule(HeldStages):
         return train(variant, feed, division)
 
     def _feed(self, variant: Variant, leaves: Mapping[str, Any], division: Division) -> Feed:
-        totals = variant.totals.compute(leaves, division, self.batch, variant.tensors)
+        totals = variant.totals.compute(leaves, division, variant.tensors)
         device = self.mesh.device
         return Feed(
             lambda k: microbatch_of(variant.inputs, leaves, division, k, device),

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopart.runtime.collectives import gather_shards
-from autopart.runtime.inputs import BatchMode, Division
+from autopart.runtime.collectives import gather_parts
+from autopart.runtime.inputs import Division
 from autopart.runtime.loading import import_file
 from autopart.runtime.manifest import Manifest, argument_name
 from autopart.runtime.mesh import Mesh
@@ -30,7 +30,6 @@ class Totals:
         self,
         leaves: Mapping[str, Any],
         division: Division,
-        mode: BatchMode,
         tensors: Callable[[], Mapping[str, Tensor]],
     ) -> dict[str, Tensor]:
         """The totals by name. With local batches the inputs that they need are gathered from all replicas.
@@ -40,7 +39,7 @@ class Totals:
         manifest, mesh = self._manifest, self._mesh
         if self._function is None or not self._needed:
             return {}
-        whole = whole_inputs(manifest, manifest.totals_inputs, leaves, mode, mesh)
+        whole = whole_inputs(manifest, manifest.totals_inputs, leaves, division, mesh)
         buffers = tensors() if manifest.totals_buffers else {}
         for parameter in manifest.parameters:
             if parameter.name in manifest.totals_buffers:
@@ -51,14 +50,14 @@ class Totals:
 
 
 def whole_inputs(
-    manifest: Manifest, names: Collection[str], leaves: Mapping[str, Any], mode: BatchMode, mesh: Mesh
+    manifest: Manifest, names: Collection[str], leaves: Mapping[str, Any], division: Division, mesh: Mesh
 ) -> dict[str, Tensor]:
     """These inputs of the whole batch, by argument; with local batches they are gathered from all replicas."""
     whole: dict[str, Tensor] = {}
     for spec in manifest.inputs:
         if spec.name in names:
             tensor = leaves[spec.name].to(mesh.device)
-            if mode == "local" and spec.batch_dim is not None and mesh.data.size > 1:
-                tensor = gather_shards(tensor, mesh.data, spec.batch_dim, 1, "step")
+            if division.is_local and spec.batch_dim is not None and mesh.data.size > 1:
+                tensor = gather_parts(tensor, mesh.data, spec.batch_dim, division.given, "step")
             whole[argument_name(spec.name)] = tensor
     return whole

@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -391,6 +392,98 @@ def test_what_users_call(level: int, tmp_path: Path) -> None:
     checkpoint.load(tmp_path / "saved", again, strict=False)
     for name, tensor in again.state_dict().items():
         torch.testing.assert_close(tensor, plain["state"][name], rtol=1e-8, atol=1e-8, msg=name)
+
+
+def fed_by_their_parts(directory: str, folder: str, batch: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Each replica passes its own run of the batch; then a smaller one, then parts that are not the shares."""
+    model = autopart.load(directory, torch.load(Path(folder) / "weights.pt"), batch="local", outputs="all").train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = []
+    assert model.data_shares == (3, 1) and model.data_world_size == 2
+    for total in (BATCH, BATCH // 2):
+        ends = [0, total * 3 // 4, total]
+        first, last = ends[model.data_rank], ends[model.data_rank + 1]
+        outputs = model(**{name: tensor[first:last] for name, tensor in batch.items()})
+        outputs["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [outputs["loss"].detach(), outputs["logits"].detach()]
+    with pytest.raises(BatchError, match=r"pass 3:1 of each batch .*such as 6, 2 samples; found 4, 4"):
+        model(**{name: tensor[:4] for name, tensor in batch.items()})
+    return found, model.state_dict()
+
+
+@pytest.mark.parametrize("meshes", [((2, 1),), pytest.param(((2, 1), (2, 1)), marks=pytest.mark.slow)])
+def test_replicas_of_unlike_shares_are_fed_their_parts(meshes: tuple[Mesh, ...], tmp_path: Path) -> None:
+    subject, analysis = subject_of("gpt2")
+    plan = with_meshes("gpt2", meshes)
+    plan = replace(plan, stages=tuple(replace(stage, shares=(3, 1)) for stage in plan.stages))
+    realize(subject.program, plan, analysis).save(tmp_path / "program")
+    members = [*subject.model.named_parameters(), *subject.model.named_buffers()]
+    torch.save({name: tensor.detach() for name, tensor in members}, tmp_path / "weights.pt")
+    model, batch = copy.deepcopy(subject.model).train(), dict(subject.tensors)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    expected = []
+    with eager_in_float64(model):
+        for total in (BATCH, BATCH // 2):
+            outputs = model(**{name: tensor[:total] for name, tensor in batch.items()})
+            outputs["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            expected += [outputs["loss"].detach(), outputs["logits"].detach()]
+    for found, state in launch(fed_by_their_parts, 2 * len(meshes), str(tmp_path / "program"), str(tmp_path), batch):
+        for own, plain in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, plain, rtol=1e-9, atol=1e-9)
+        for name, tensor in state.items():
+            torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-8, atol=1e-8, msg=name)
+
+
+def train_late(directory: str, folder: str, batch: dict[str, Tensor]) -> tuple[list[float], dict[str, Tensor], int]:
+    model = autopart.load(directory, torch.load(Path(folder) / "weights.pt")).train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.3)
+    losses = []
+    for turn in range(3):
+        loss = model(**{name: tensor.roll(turn, 1) for name, tensor in batch.items()})["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    loss = model.finish()["loss"]
+    loss.backward()
+    optimizer.step()
+    assert model._buffer is not None
+    return [*losses[1:], loss.item()], model.state_dict(), model._buffer.most_versions
+
+
+@pytest.mark.parametrize("case", [pytest.param("dp2-1", marks=pytest.mark.slow), "1-dp2", "shares 3:1"])
+def test_2bw_equals_gradients_applied_one_step_late(case: str, tmp_path: Path) -> None:
+    """W(t+1) = W(t) - lr grad(W(t-1)) in one process."""
+    subject, analysis = subject_of("gpt2")
+    realize(subject.program, with_meshes("gpt2", *CASES[case], schedule="2bw"), analysis).save(tmp_path / "program")
+    members = [*subject.model.named_parameters(), *subject.model.named_buffers()]
+    torch.save({name: tensor.detach() for name, tensor in members}, tmp_path / "weights.pt")
+    model, batch = copy.deepcopy(subject.model).train(), dict(subject.tensors)
+    parameters, waiting, losses = list(model.parameters()), None, []
+
+    def apply(gradients: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.sub_(gradient, alpha=0.3)
+
+    with eager_in_float64(model):
+        for turn in range(3):
+            loss = model(**{name: tensor.roll(turn, 1) for name, tensor in batch.items()})["loss"]
+            made = torch.autograd.grad(loss, parameters)
+            losses.append(loss.item())
+            if waiting is not None:
+                apply(waiting)
+            waiting = made
+    assert waiting is not None
+    apply(waiting)
+    for found, state, versions in launch(train_late, 3, str(tmp_path / "program"), str(tmp_path), batch):
+        assert found == pytest.approx(losses, rel=1e-9) and versions <= 2
+        for name, tensor in state.items():
+            torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-8, atol=1e-8, msg=name)
 
 
 def sent_bytes(emitted: Emitted, rank: int, phase: str) -> int:

@@ -65,6 +65,7 @@ def check_equal(name: str, plan: Plan, folder: Path, monkeypatch: pytest.MonkeyP
     assert all(stage.as_planned for stage in result.traffic), result.traffic
 
 
+@pytest.mark.slow
 def test_three_devices_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of("gpt2", ideal(3, bandwidth=1e9), pp=2)
     assert sorted(len(stage.devices) for stage in plan.stages) == [1, 2]
@@ -106,18 +107,18 @@ def test_unlike_devices_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_memory_limits_each_device_by_its_own() -> None:
     """With less memory on the fast device, blocks move to the slow one; then more on every device would do."""
-    roomy = plan_of("gpt2", unlike((1, 3.0, ROOMY), (1, 1.0, ROOMY)), tp=1)
+    roomy = plan_of("gpt2", unlike((1, 3.0, ROOMY), (1, 1.0, ROOMY)), pp=2)
     fast = next(stage for stage in roomy.stages if 0 in stage.devices)
     held = fast.memory_bytes - 2 * 2**30
-    tight = plan_of("gpt2", unlike((1, 3.0, 2 * 2**30 + held // 3), (1, 1.0, ROOMY)), tp=1)
+    tight = plan_of("gpt2", unlike((1, 3.0, 2 * 2**30 + held // 3), (1, 1.0, ROOMY)), pp=2)
     assert all(stage.memory_bytes <= stage.capacity_bytes for stage in tight.stages)
     assert {stage.capacity_bytes for stage in tight.stages} == {2 * 2**30 + held // 3, ROOMY}
     assert tight.step_time_s > roomy.step_time_s
     small = 2 * 2**30 + held // 8, 2 * 2**30 + held // 4
     with pytest.raises(InfeasibleError, match="more on every device would do") as caught:
-        plan_of("gpt2", unlike((1, 3.0, small[0]), (1, 1.0, small[1])), tp=1)
+        plan_of("gpt2", unlike((1, 3.0, small[0]), (1, 1.0, small[1])), pp=2)
     missing = math.ceil(caught.value.excess_bytes or 0)
-    enough = plan_of("gpt2", unlike((1, 3.0, small[0] + missing), (1, 1.0, small[1] + missing)), tp=1)
+    enough = plan_of("gpt2", unlike((1, 3.0, small[0] + missing), (1, 1.0, small[1] + missing)), pp=2)
     assert all(stage.memory_bytes <= stage.capacity_bytes for stage in enough.stages)
 
 
@@ -158,6 +159,6 @@ def test_meshes_are_equal_where_that_is_asked() -> None:
     with pytest.raises(PlanError, match=r"pp=2.* does not divide 3 devices"):
         plan_of("gpt2", ideal(3), pp=2, meshes="equal")
     with pytest.raises(PlanError, match="meshes=unlike"):
-        plan_of("gpt2", ideal(3), zero=1, meshes="unlike")
+        plan_of("gpt2", ideal(3), tp=(2, 2), meshes="unlike")
     with pytest.raises(PlanError, match="meshes is one of"):
         plan_of("gpt2", ideal(3), meshes="some")

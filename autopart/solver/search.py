@@ -79,29 +79,34 @@ class Degrees:
 
 @dataclass(frozen=True, slots=True)
 class UnlikeMeshes:
-    """A configuration whose ``pp`` stages have meshes of their own, which the stage solver chooses; see Degrees."""
+    """A configuration whose ``pp`` ranks of the pipeline have meshes of their own, which are chosen; see Degrees."""
 
     pp: int
     microbatches: int
     schedule: str
     recompute: str = "auto"
+    virtual: int = 1
 
     def __post_init__(self) -> None:
-        if self.pp < 1 or self.microbatches < 1:
-            raise ValueError(f"stages and microbatches are at least 1: {self.pp}, {self.microbatches}")
+        if min(self.pp, self.microbatches, self.virtual) < 1:
+            raise ValueError(
+                f"ranks, microbatches and stages on a rank are at least 1: {self.pp}, {self.microbatches}, "
+                f"{self.virtual}"
+            )
 
     @property
     def stages(self) -> int:
-        return self.pp
+        return self.pp * self.virtual
 
     @property
     def equal(self) -> Degrees:
-        """The same on one device a stage."""
-        return Degrees(self.pp, 1, (), self.microbatches, self.schedule, self.recompute)
+        """The same with one device for each rank of the pipeline."""
+        return Degrees(self.pp, 1, (), self.microbatches, self.schedule, self.recompute, self.virtual)
 
     def __str__(self) -> str:
         recompute = _RECOMPUTE[self.recompute]
-        return f"pp={self.pp} meshes=unlike microbatches={self.microbatches} {self.schedule}{recompute}"
+        virtual = f" x{self.virtual}" if self.virtual > 1 else ""
+        return f"pp={self.pp} meshes=unlike microbatches={self.microbatches} {self.schedule}{virtual}{recompute}"
 
 
 Config = Degrees | UnlikeMeshes

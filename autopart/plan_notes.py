@@ -1,0 +1,74 @@
+"""What a plan tells its readers: what was forced and could not be done, and what was not tried."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from autopart.analysis import pattern_of
+from autopart.candidates import Answer, Candidates
+from autopart.passes.program import TensorInfo
+from autopart.report.units import format_bytes, format_seconds
+from autopart.solver.search import Considered, Degrees, Status
+from autopart.unlike_answer import UnlikeAnswer
+
+
+def notes(candidates: Candidates, answer: Answer | UnlikeAnswer) -> list[str]:
+    """Of what was forced and could not be done."""
+    if isinstance(answer, Answer):
+        return [*_unfit(candidates, answer.config), *_undivided(candidates, answer)]
+    found = [answer.held(stage) for stage, item in enumerate(answer.stages) if item.mesh.dp > 1]
+    whole = [name for own in found for name, level in own.items() if not level]
+    tensors = candidates.analysis.program.tensors
+    left = _sizes(tensors[name] for name in dict.fromkeys(whole) if not tensors[name].buffer)
+    if not candidates.zero or not left:
+        return []
+    return [
+        f"zero={candidates.zero} leaves these whole on all replicas of a stage, as several blocks read them or none of "
+        f"their sizes on a rank divides by its replicas: {left}"
+    ]
+
+
+def untried(considered: Sequence[Considered]) -> list[str]:
+    """A note of the configurations that were left out to save time."""
+    left = [item.seconds or 0.0 for item in considered if item.status is Status.UNTRIED]
+    if not left:
+        return []
+    return [
+        f"{len(left)} of {len(considered)} configurations were not tried, which take at least "
+        f"{format_seconds(min(left))}; thorough (--thorough) tries them"
+    ]
+
+
+def _unfit(candidates: Candidates, config: Degrees) -> list[str]:
+    """Notes of the products that could not be run as the tensor scheme asks."""
+    keys = candidates.analysis.keys
+    found = dict.fromkeys(pattern_of(keys[node]) for node in candidates.setting(config).offers.unfit)
+    axes = "x".join(map(str, config.axes))
+    return [f"the tensor scheme {candidates.scheme.value} has no way to run {key} on {axes} ranks" for key in found]
+
+
+def _undivided(candidates: Candidates, answer: Answer) -> list[str]:
+    """A note of the parameters that the wanted level of ZeRO leaves whole."""
+    level, replicas = candidates.zero, answer.config.dp
+    if not level or replicas == 1:
+        return []
+    parameters = candidates.analysis.program.parameters
+    left = _sizes(info for info in parameters if info.name not in answer.choice.levels)
+    if not left:
+        return []
+    return [
+        f"zero={level} leaves these whole on all {replicas} replicas, as none of their sizes on a rank divides by "
+        f"{replicas}: {left}"
+    ]
+
+
+def _sizes(tensors: Iterable[TensorInfo]) -> str:
+    """Tensors by the pattern of their names, with their bytes."""
+    found: dict[str, list[int]] = {}
+    for info in tensors:
+        found.setdefault(pattern_of(info.name), []).append(math.prod(info.shape) * info.dtype.itemsize)
+    return ", ".join(
+        f"{name} ({f'{len(sizes)} tensors, ' if len(sizes) > 1 else ''}{format_bytes(sum(sizes))})"
+        for name, sizes in found.items()
+    )
