@@ -76,7 +76,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
         transfers=_transfers(candidates, config, found, choice.strategies),
         tied_s=problem.tied_seconds(answer.cut.way),
         strategies=strategy_names(analysis, choice.strategies),
-        storage=storage_names(choice.storage),
+        storage=storage_names(analysis, choice.storage),
         recompute=recompute,
         zero=level_names(analysis, choice.levels),
         warmup=candidates.warmup_of(config),

@@ -32,7 +32,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
     again, recompute = recomputed(candidates, config, answer.cut.way, problem, found)
     exchanged = exchanges_unlike(analysis, found, settings, rows, again, answer.places)
     named = [
-        (strategy_names(analysis, own.strategies), storage_names(own.storage)) if own.axes else ({}, {})
+        (strategy_names(analysis, own.strategies), storage_names(analysis, own.storage)) if own.axes else ({}, {})
         for own in settings
     ]
     # one table for all where those with tensor axes agree

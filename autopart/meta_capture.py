@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_MOST_NUMBERS = 64
 
 
 @contextmanager
@@ -26,7 +30,45 @@ def all_on_meta(model: nn.Module, leaves: Mapping[str, Any]) -> Iterator[dict[st
                 kept.append((module, name, buffer))
                 module._buffers[name] = moved.setdefault(id(buffer), buffer.to("meta"))
     try:
-        yield {path: leaf.to("meta") if isinstance(leaf, Tensor) else leaf for path, leaf in leaves.items()}
+        with _Numbers():
+            yield {path: leaf.to("meta") if isinstance(leaf, Tensor) else leaf for path, leaf in leaves.items()}
     finally:
         for module, name, buffer in kept:
             module._buffers[name] = buffer
+
+
+class _Numbers(TorchFunctionMode):
+    """``torch.tensor(numbers, device="meta")`` is made by ops that keep the numbers, which a constant on meta loses."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        asked = function is torch.tensor and device is not None and torch.device(device).type == "meta"
+        if not asked or len(args) != 1 or not kwargs.keys() <= {"dtype", "device"}:
+            return function(*args, **kwargs)
+        shape, numbers = _flat(args[0])
+        if any(not isinstance(number, bool | int | float) for number in numbers) or len(numbers) > _MOST_NUMBERS:
+            return function(*args, **kwargs)
+        dtype = kwargs.get("dtype") or _type_of(numbers)
+        if not numbers:
+            return torch.empty(shape, dtype=dtype, device=device)
+        single = [torch.full((), number, dtype=dtype, device=device) for number in numbers]
+        return torch.stack(single).reshape(shape) if shape else single[0]
+
+
+def _flat(data: Any) -> tuple[tuple[int, ...], list[Any]]:
+    """The shape of nested lists, and what is in them, in order."""
+    if not isinstance(data, list | tuple):
+        return (), [data]
+    parts = [_flat(item) for item in data]
+    inner = parts[0][0] if parts else ()
+    return (len(data), *inner), [number for _, numbers in parts for number in numbers]
+
+
+def _type_of(numbers: Sequence[bool | int | float]) -> torch.dtype:
+    """As ``torch.tensor`` chooses."""
+    if not numbers or any(isinstance(number, float) for number in numbers):
+        return torch.get_default_dtype()
+    return torch.bool if all(isinstance(number, bool) for number in numbers) else torch.int64

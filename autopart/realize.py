@@ -104,9 +104,9 @@ def strategy_names(analysis: Analysis, strategies: Mapping[fx.Node, tuple[Strate
     return {name: text for name, text in fold(named).items() if set(text.split(",")) != {"R"}}
 
 
-def storage_names(storage: Mapping[str, Placements]) -> dict[str, str]:
-    """Storage as a plan writes it: by folded parameter name, replicated ones left out."""
-    named = {name: ",".join(map(str, placements)) for name, placements in storage.items()}
+def storage_names(analysis: Analysis, storage: Mapping[str, Placements]) -> dict[str, str]:
+    """Storage as a plan writes it: by folded name, replicated ones left out; what no op reads is not in it."""
+    named = {name: ",".join(map(str, storage.get(name, ["R"]))) for name in analysis.program.tensors}
     return {name: text for name, text in fold(named).items() if set(text.split(",")) != {"R"}}
 
 

@@ -421,3 +421,26 @@ def test_a_buffer_that_a_forward_makes_is_not_left_behind() -> None:
     assert not dict(model.named_buffers()) and not program.eval_flaw
     (found, *_) = run_graph(program, program.graph, model, {"x": x}, 2)
     assert torch.equal(found, model(x))
+
+
+class Numbered(nn.Module):
+    """Numbers on the parameters' device, and an empty tensor, as a cache of keys starts with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        device = self.layer.weight.device
+        hidden = torch.cat([torch.tensor([], dtype=x.dtype, device=device), self.layer(x)], -1)
+        kept = torch.tensor([[True, False, True, True]], device=device)
+        return (hidden * torch.tensor(2.5, device=device) + torch.tensor([1, 2, 3, 4], device=device) * kept).sum()
+
+
+def test_numbers_in_the_code_of_a_model_on_meta_are_kept() -> None:
+    x, model = torch.randn(2, 4), Numbered()
+    program = capture(copy.deepcopy(model).to("meta"), (x,), check_eval=False)
+    graph = program.graph
+    for node in graph.nodes:
+        node.kwargs = {**node.kwargs, **({"device": "cpu"} if "device" in node.kwargs else {})}
+    assert not program.constants and torch.equal(run_graph(program, graph, model, {"x": x}, 2)[0], model(x))

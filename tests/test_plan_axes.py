@@ -52,8 +52,16 @@ def plan_of(analysis: Analysis, axes: tuple[tuple[str, int], ...], choose: Choos
         microbatches=1,
         stages=(stage,),
         strategies=strategy_names(analysis, named),
-        storage=storage_names(storage),
+        storage=storage_names(analysis, storage),
     )
+
+
+def test_what_no_op_reads_is_stored_whole_whatever_its_like_is() -> None:
+    analysis = analyze(captured("gpt2"))
+    cut = (Placement.parse("S1"),)
+    layers = [f"transformer.h.{number}.mlp.c_fc.weight" for number in range(4)]
+    assert storage_names(analysis, dict.fromkeys(layers, cut)) == {"transformer.h.*.mlp.c_fc.weight": "S1"}
+    assert storage_names(analysis, dict.fromkeys(layers[1:], cut)) == dict.fromkeys(layers[1:], "S1")
 
 
 def train(model: nn.Module, folder: str, start: int, end: int) -> tuple[list[float], dict[str, Tensor]]:
