@@ -20,6 +20,7 @@ from autopart.precision import eager_in_float64
 from autopart.realize import read_strategies, realize, storage_names, strategy_names
 from autopart.runtime import ParallelModule, checkpoint
 from autopart.runtime.errors import PlanError
+from autopart.runtime.placement import Placement
 from families import captured, family
 from launch import launch
 from programs import Choose, randomly, tensors_of
