@@ -65,7 +65,7 @@ class Candidates(CandidateFloors):
 
         below: seconds that it has to stay below to be of interest; raises NotBetter where it surely does not.
         Where layers are computed again for the fastest strategies to fit, those are tried too that fit without; where
-        memory binds and no levels of ZeRO are chosen, mixtures around both answers as well.
+        memory binds, mixtures around both answers as well.
         """
         fastest = self.choose(config)
         plain = replace(config, recompute="none")
@@ -88,9 +88,7 @@ class Candidates(CandidateFloors):
             answers.append(found.answer.choice)
         bound = any(step.choices for step in found.answer.cut.way) if found is not None else promising
         evaluated = [found] if found is not None else []
-        # with levels of ZeRO among its choices a layer has too many points to be found in seconds
-        mixes = fastest.solution is not None and not self._divides(config)
-        if mixes and (bound or len(answers) > 1):
+        if fastest.solution is not None and (bound or len(answers) > 1):
             for answer in answers:
                 evaluated += self._mixtures(config, answer)
         least = min([item.bound for item in evaluated] + ([stopped.bound] if stopped is not None else []))
@@ -155,7 +153,7 @@ class Candidates(CandidateFloors):
         """The ways of layers around an answer on tensor axes."""
         places, warmup = self.layout.places(config), self.warmup_of(config)
         flying = in_flight(config.schedule, config.stages, config.microbatches, warmup, places)
-        levels = (self.zero or 0,)
+        levels = LEVELS if self._divides(config) else (self.zero or 0,)
         builder = Builder(
             *(self.analysis, self._folded, self.setting(config), self._block_costs, self.optimizer, levels, config.pp)
         )

@@ -13,6 +13,9 @@ last, and for every choice of strategies with (s, b) there is a way with at most
 the solver's gap. By this measure each op's kept tensors count by themselves and the largest transient does not. Of more
 than MOST_WAYS those stay that free the most bytes for their seconds (hulls), then evenly by bytes.
 
+Where parameters choose levels of ZeRO, a layer has hundreds of undominated ways, one near the other. Then it is the
+corners of their lower convex hull (:mod:`autopart.solver.tensor_hull`).
+
 :class:`Slack` says by how much any ways of the layers are faster than the answer's own.
 """
 
@@ -29,7 +32,8 @@ from autopart.folding import FoldedPart, is_stored
 from autopart.prices import Chosen
 from autopart.runtime.errors import PlanError
 from autopart.runtime.placement import Placements
-from autopart.solver import cache, elimination, tensor_frontier
+from autopart.solver import cache, elimination, tensor_frontier, tensor_hull
+from autopart.solver.tensor_hull import Weights
 from autopart.solver.tensor_problem import Choice, Op, TensorProblem, TensorSolution
 from autopart.tensor_choice import Builder, TensorChoice, stored_as
 
@@ -168,12 +172,26 @@ class LayerStrategies:
             return cache.solve(problem, time_limit_s, self.builder.gap)
 
         problem = local.weighted(in_flight)
+        if len(self.builder.levels) > 1:
+            for point in tensor_hull.hull(problem, self._least(problem), MOST_WAYS):
+                yield local.way(point.choices)
+            return
         try:
             points = elimination.frontier(problem, most_settings=MOST_SETTINGS)
         except PlanError:
             points = tensor_frontier.frontier(problem, STEP, self.time_limit_s, solve)
         for point in points:
             yield local.way(point.choices)
+
+    def _least(self, problem: TensorProblem) -> Callable[[Sequence[Weights]], Sequence[Sequence[int] | None]]:
+        """What answers for the hull."""
+        try:
+            return tensor_hull.eliminator(problem)
+        except PlanError:
+            return lambda weights: [
+                cache.solve(tensor_hull.weighed(problem, pair), self.time_limit_s, self.builder.gap).choices
+                for pair in weights
+            ]
 
     def _alike(self, part: FoldedPart) -> object:
         # strategies by identity, as hashing them costs more; the answer keeps them alive
@@ -239,7 +257,13 @@ class LayerStrategies:
 
 def _few(ways: Sequence[Way], in_flight: Sequence[int]) -> list[Way]:
     """At most MOST_WAYS of the undominated ways, the fastest first."""
-    hulls = [_hull(ways, flying) for flying in in_flight]
+    hulls = []
+    for flying in in_flight:
+
+        def at(way: Way, flying: int = flying) -> Weights:
+            return way.seconds, way.held(flying)
+
+        hulls.append(tensor_hull.farthest_first(tensor_hull.corners(ways, at), at))
     hull = dict.fromkeys(way for column in itertools.zip_longest(*hulls) for way in column if way is not None)
     most = max(in_flight)
     chosen, rest = list(hull)[:MOST_WAYS], sorted((way for way in ways if way not in hull), key=lambda w: w.held(most))
@@ -247,23 +271,6 @@ def _few(ways: Sequence[Way], in_flight: Sequence[int]) -> list[Way]:
     if missing and rest:
         chosen += rest[:: math.ceil(len(rest) / missing)]
     return sorted(chosen, key=lambda way: (way.seconds, way.held(most)))
-
-
-def _hull(ways: Sequence[Way], in_flight: int) -> list[Way]:
-    """The lower convex hull of seconds and bytes, the fastest first."""
-    found: list[Way] = []
-    for way in sorted(ways, key=lambda item: (item.seconds, item.held(in_flight))):
-        if found and way.held(in_flight) >= found[-1].held(in_flight):
-            continue
-        while len(found) > 1 and _price(found[-2], way, in_flight) <= _price(found[-2], found[-1], in_flight):
-            found.pop()
-        found.append(way)
-    return found
-
-
-def _price(one: Way, other: Way, in_flight: int) -> float:
-    """Seconds per byte that the other holds less."""
-    return (other.seconds - one.seconds) / (one.held(in_flight) - other.held(in_flight))
 
 
 def _with(op: Op, change: Callable[[Choice], Choice]) -> Op:

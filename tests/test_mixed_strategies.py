@@ -112,6 +112,39 @@ def test_points_of_layers_add_up() -> None:
         assert kept(ways) == pytest.approx(graph_keeps(ways), rel=1e-9)
 
 
+DIVIDED = Degrees(1, 2, (2,), 2, "1f1b", KEPT)
+
+
+def with_levels() -> tuple[Candidates, TensorChoice, LayerStrategies]:
+    """Parameters choose levels of ZeRO too, on two replicas."""
+    _, analysis = subject_of("gpt2")
+    cluster = ideal(4, bandwidth=2e8, memory_bandwidth=1e15, memory_bytes=2**40)
+    candidates = Candidates(analysis, cluster, 8, "adamw", zero=None)
+    answer = candidates.choose(DIVIDED)
+    return candidates, answer, candidates.layer_strategies(DIVIDED, answer)
+
+
+def test_points_with_levels_add_up() -> None:
+    candidates, answer, strategies = with_levels()
+    parts, rng = candidates.layer_parts(), random.Random(0)
+
+    def measured(ways: dict[str, Way]) -> tuple[float, float]:
+        blocks = candidates.problem(DIVIDED, applied(answer, ways, parts)).blocks
+        seconds = math.fsum(block.seconds + block.step_end_s / DIVIDED.microbatches for block in blocks)
+        return seconds, math.fsum(block.state_bytes for block in blocks)
+
+    own = {layer: strategies.own(part) for layer, part in parts.items()}
+    first, taken = measured(own), set[int]()
+    for _ in range(3):
+        ways = {layer: rng.choice(strategies.ways(part)) for layer, part in parts.items()}
+        taken.update(level for way in ways.values() for _, level in way.taken)
+        seconds, state = measured(ways)
+        assert seconds - first[0] == pytest.approx(math.fsum(ways[k].seconds - own[k].seconds for k in parts), abs=1e-9)
+        more = math.fsum(ways[layer].state_bytes - own[layer].state_bytes for layer in parts)
+        assert state - first[1] == pytest.approx(more, abs=64)
+    assert len(taken) > 1
+
+
 @functools.lru_cache(maxsize=4)
 def planned(memory_bytes: int, mixed: bool = True, recompute: str = "none") -> Plan:
     subject, analysis = subject_of("gpt2")
