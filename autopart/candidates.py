@@ -18,6 +18,7 @@ from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import in_flight
 from autopart.solver import stages as stage_solver
 from autopart.solver.search import Degrees, Evaluation, NotBetter
+from autopart.solver.stages_floor import blocks_floor
 from autopart.solver.stages_problem import StageProblem, StageSolution, Step
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, simulated_seconds
 from autopart.tensor_choice import Builder, TensorChoice, choose
@@ -197,7 +198,8 @@ class Candidates(CandidateFloors):
                 break
             except NotBetter as error:
                 seconds = error.seconds / self.faster(config)
-                raise NotBetter(seconds, seconds if alone and complete else self.work_floor(config)) from None
+                least = seconds if complete else max(self.work_floor(config), self._uncut(config, problem))
+                raise NotBetter(seconds, least if alone else self.work_floor(config)) from None
             except InfeasibleError as error:
                 if alone or error.excess_bytes is None or attempt == TIGHTENINGS:
                     if below < math.inf:  # what fits may take longer
@@ -222,13 +224,19 @@ class Candidates(CandidateFloors):
                 else self.step_floor(free, config)
             )
             # of what was not among the choices this bound says nothing
-            if (choice.levels and self.zero is None) or not complete:
+            if choice.levels and self.zero is None:
                 floor = self.work_floor(config)
+            elif not complete:
+                floor = max(self.work_floor(config), self._uncut(config, problem))
         seconds = self._step_seconds(problem, cut, config)
         only = choice.solution is None and config.stages == 1 and not cut.way[0].choices
         if only and not (choice.levels and self.zero is None):
             floor = seconds  # the only division; slower ways to run its blocks hide no more than they take longer
         return Evaluation(Answer(config, choice, problem, cut), seconds, min(floor, seconds))
+
+    def _uncut(self, config: Degrees, problem: StageProblem) -> float:
+        """Seconds of a step at least as blocks cannot be cut, with these choices, at whatever positions."""
+        return blocks_floor(problem) / self.faster(config) if config.schedule in WHOLE_SCHEDULES else 0.0
 
     def _step_seconds(self, problem: StageProblem, cut: StageSolution, config: Degrees) -> float:
         places = self.layout.places(config)

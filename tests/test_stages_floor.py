@@ -15,7 +15,7 @@ from autopart.runtime.schedule import deeper_warmup, in_flight, make_schedule, p
 from autopart.simulate import StageTimes, makespan
 from autopart.solver import brute, stages
 from autopart.solver.schedule_search import find_schedule
-from autopart.solver.stages_floor import least_step, way_floor
+from autopart.solver.stages_floor import blocks_floor, least_step, way_floor
 from autopart.solver.stages_least import least_share
 from autopart.solver.stages_parts import Block, Choice, Cut
 from autopart.solver.stages_problem import StageProblem, Way
@@ -109,6 +109,28 @@ def test_layers_that_run_again_are_in_the_floor() -> None:
     # 3 layers: 30 + 4 (3 - k) 10 + 4 k + 9 <= 52 has no k but 3, and 30 + 2 (3 - k) 10 + 2 k + 9 needs k = 3 as well
     assert [len(step.choices) for step in found.way] == [3, 3, 3, 2]
     assert plain.objective(found.way) * 0.97 <= found.lower_bound_s <= seconds
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_blocks_that_cannot_be_cut_are_a_floor(seed: int) -> None:
+    """Under every division and choice, whatever the order of the blocks."""
+    rng = Random(300 + seed)
+    n = rng.randint(2, 5)
+    p = rng.randint(2, n)
+    problem = random_chain(rng, n, p, rng.choice([1, 2, 4, 9]))
+    for name in ("1f1b", "gpipe"):
+        own = scheduled(problem, name, ())
+        for boundaries in brute.divisions(own, chain_edges(n)):
+            seconds = simulated_seconds(own, tuple(steps(*boundaries)), name, [0.0] * p, (), range(p))
+            assert blocks_floor(own) <= seconds * (1 + 1e-9)
+
+
+def test_one_block_that_is_slow_sets_the_pace() -> None:
+    blocks = [Block(f"block{i}", 1.0, 2.0) for i in range(3)] + [Block("slow", 3.0, 6.0)]
+    problem = StageProblem.chain(blocks, [Cut()] * 3, 40, (3, 2, 1), (math.inf,) * 3)
+    found = stages.solve(problem)
+    assert found.objective == 18 + 39 * 9
+    assert 0.97 * found.objective <= blocks_floor(problem) <= found.objective
 
 
 # --- Orders with W apart, or several stages on a rank ---

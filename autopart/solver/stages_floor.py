@@ -110,6 +110,33 @@ def body_seconds(
     return np.maximum(found, seconds + behind + (microbatches - 1) * sent)
 
 
+def blocks_floor(problem: StageProblem) -> float:
+    """Seconds that every division takes at least, whatever its positions: blocks cannot be cut.
+
+    Of the j p + 1 slowest blocks some stage has j + 1, so its seconds t are at least those of the j + 1 fastest among
+    them. With W the seconds of all blocks and R = t_{>k}, (1) and (2) say T >= W - R + (m - 1) t and T >= W + R +
+    (m - w_k) t: for any R no less than W + (m - (w_k + 1) / 2) t.
+    """
+    choices = [
+        [choice.seconds for shape in problem.shapes for choice in shape.blocks[i].choices]
+        for i in range(len(problem.blocks))
+    ]
+    slowest, p, m = sorted((min(own) for own in choices), reverse=True), problem.stages, problem.microbatches
+    work = math.fsum(slowest)
+    most = max(math.fsum(slowest[j * p - j : j * p + 1]) for j in range((len(slowest) - 1) // p + 1))
+    if problem.in_flight[-1] >= m:
+        return work + (m - 1) * most
+    found = math.inf
+    for in_flight in problem.in_flight:
+        held = min(max(in_flight, 1), m)
+        behind = min((held - 1) * most / 2, work - most)
+        own = work - behind + (m - 1) * most
+        if held == m:
+            own = max(m * most, work + (m - 1) * most / 2)
+        found = min(found, own)
+    return found
+
+
 def way_floor(problem: StageProblem, way: Way) -> float:
     """Seconds that a division takes at least with the choices that its stages have made."""
     chosen = [problem.chosen(step) for step in way]
