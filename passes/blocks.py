@@ -58,7 +58,9 @@ def free_nodes(graph: fx.Graph, updated_buffers: Sequence[str] = ()) -> set[fx.N
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the op draws random numbers in training."""
+    """Whether the op draws random numbers in training; of a local form, whether the op in whose place it runs does."""
+    if "forms" in node.meta:
+        node = node.meta["origin"]
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     name = str(node.target)

@@ -116,8 +116,13 @@ def attention(
 ) -> Tensor:
     """``F.scaled_dot_product_attention``; in training its weights ``[*b, h, q, k]`` are whole, for a mask of their own.
 
-    Fused kernels draw their own numbers, so this one computes softmax and products one after the other.
+    Fused kernels draw their own numbers, so this one computes softmax and products one after the other. Where queries
+    are sharded, a causal mask counts this rank's rows as the whole tensor's; keys are whole.
     """
+    rows, keys = query.size(-2), key.size(-2)
+    numbers, whole = draw.positions(query.dim() - 2, rows)
+    if is_causal and (training or whole > rows):
+        attn_mask, is_causal = numbers.to(query.device)[:, None] >= torch.arange(keys, device=query.device), False
     if not training:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
@@ -125,8 +130,6 @@ def attention(
     if enable_gqa:
         key, value = (item.repeat_interleave(query.size(-3) // item.size(-3), -3) for item in (key, value))
     scores = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attn_mask, -torch.inf)
     elif attn_mask is not None:

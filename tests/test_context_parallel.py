@@ -27,11 +27,11 @@ VOCABULARY = 64
 class Causal(nn.Module):
     """Two layers of attention, causal by the op's own flag, four query heads on two pairs of key and value heads."""
 
-    def __init__(self, width: int = 32, sequence: int = 12, hidden: int = 32) -> None:
+    def __init__(self, width: int = 32, sequence: int = 12, hidden: int = 32, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.words, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(sequence, width)
-        self.layers = nn.ModuleList(CausalLayer(width, hidden) for _ in range(2))
+        self.layers = nn.ModuleList(CausalLayer(width, hidden, dropout) for _ in range(2))
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -42,8 +42,9 @@ class Causal(nn.Module):
 
 
 class CausalLayer(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         self.norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query, self.pair = nn.Linear(width, width), nn.Linear(width, width)
         self.out = nn.Linear(width, width)
@@ -53,8 +54,10 @@ class CausalLayer(nn.Module):
         normal = self.norm(x)
         query = self.query(normal).unflatten(2, (4, -1)).transpose(1, 2)
         key, value = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in self.pair(normal).chunk(2, 2))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=True, dropout_p=self.dropout if self.training else 0.0
+        )
+        x = x + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), self.dropout, self.training)
         return x + self.down(F.gelu(self.up(self.second_norm(x))))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_context_parallel import Causal, causal_inputs
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,8 +24,9 @@ from autopart.runtime import invariant
 from autopart.runtime.errors import PlanError
 from autopart.runtime.invariant import Draw, Share
 from autopart.runtime.placement import Placement, take_share
+from autopart.runtime.structure import flatten
 from autopart.tracing import capture
-from autopart.verify.rank import INPUTS, REFERENCE, WEIGHTS, adamw, train_and_compare
+from autopart.verify.rank import INPUTS, REFERENCE, WEIGHTS, adamw, loss_of, train_and_compare
 from clusters import ideal
 from families import family
 from forcing import is_parameter, op
@@ -61,16 +63,16 @@ def seeded_training(*arguments: Any) -> dict[str, Any]:
     return train_and_compare(*arguments)
 
 
-def train_alone(program: Path, job: Path) -> list[float]:
+def train_alone(program: Path, job: Path, inputs: dict[str, Tensor]) -> list[float]:
     """The one-process program: its losses; gradients and parameters are left as the reference."""
     torch.manual_seed(11)
-    model, inputs = load(program, torch.load(job / WEIGHTS), device=torch.device("cpu")).train(), captured()[2]
+    model = load(program, torch.load(job / WEIGHTS), device=torch.device("cpu")).train()
     optimizer = adamw(list(model.parameters()), 1e-3)
     assert optimizer is not None
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for step in range(STEPS):
-        loss = model(**inputs).loss
+        loss = loss_of(flatten(model(**inputs))[0], model.manifest.loss)
         loss.backward()
         losses.append(loss.item())
         if step == 0:
@@ -83,15 +85,18 @@ def train_alone(program: Path, job: Path) -> list[float]:
     return losses
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
-    job = tmp_path_factory.mktemp("job")
-    model, program, inputs = captured()
+def job_of(job: Path, model: nn.Module, program: Program, inputs: dict[str, Tensor]) -> tuple[Path, list[float]]:
+    """The folder of a comparison, and the losses of the program for one process."""
     torch.save(dict(model.state_dict()), job / WEIGHTS)
     torch.save(inputs, job / INPUTS)
     analysis = analyze(program)
     realize(program, planned(analysis, "invariant", {}), analysis).save(job / "alone")
-    return job, train_alone(job / "alone", job)
+    return job, train_alone(job / "alone", job, inputs)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    return job_of(tmp_path_factory.mktemp("job"), *captured())
 
 
 @pytest.mark.parametrize(
@@ -102,11 +107,7 @@ def test_every_plan_drops_the_same(name: str, alone: tuple[Path, list[float]], t
     _, program, _ = captured()
     analysis = analyze(program)
     if name == "sequence":
-        for node, offered in analysis.strategies(2).items():
-            if is_parameter(node):
-                analysis._strategies[(2,)][node] = tuple(item for item in offered if item.name == "B")
-            elif op(node) == "scaled_dot_product_attention":
-                analysis._strategies[(2,)][node] = tuple(item for item in offered if item.name == "q")
+        by_sequence(analysis)
     plan = planned(analysis, "invariant", PLANS[name])
     realize(program, plan, analysis).save(tmp_path / "program")
     text = (tmp_path / "program" / "stage_0.py").read_text()
@@ -118,6 +119,44 @@ def test_every_plan_drops_the_same(name: str, alone: tuple[Path, list[float]], t
         assert found["losses"] == pytest.approx(losses, rel=1e-12)
         assert max(found["gradients"].values()) < 1e-12
         assert max(found["state"].values()) < 1e-9
+
+
+def by_sequence(analysis: Analysis) -> None:
+    """On two ranks: parameters are whole, attention has half of the queries."""
+    for node, offered in analysis.strategies(2).items():
+        if is_parameter(node):
+            analysis._strategies[(2,)][node] = tuple(item for item in offered if item.name == "B")
+        elif op(node) == "scaled_dot_product_attention":
+            analysis._strategies[(2,)][node] = tuple(item for item in offered if item.name == "q")
+
+
+@pytest.fixture(scope="module")
+def causal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Program, Path, list[float]]:
+    """Attention that is causal by the op's own flag, so that a shard of queries has to know its rows."""
+    model, inputs = Causal(width=16, hidden=16, dropout=0.2).double(), causal_inputs()
+    program = capture(model, (), inputs, check_eval=False)
+    return program, *job_of(tmp_path_factory.mktemp("job"), model, program, inputs)
+
+
+@pytest.mark.parametrize("dropout", ["invariant", "torch"])
+def test_causal_queries_are_sharded(dropout: str, causal: tuple[Program, Path, list[float]], tmp_path: Path) -> None:
+    program, job, losses = causal
+    analysis = analyze(program)
+    by_sequence(analysis)
+    realize(program, planned(analysis, dropout, {"tp": 2}), analysis).save(tmp_path / "program")
+    text = (tmp_path / "program" / "stage_0.py").read_text()
+    found = launch(seeded_training, 2, str(tmp_path / "program"), str(job), STEPS, 1e-3, "")
+    if dropout == "torch":
+        assert text.count("dropout_p=0.2 if self.training else 0.0") == 2
+        assert "local_forms.query_sharded_attention(" in text
+        assert found[0]["losses"] == found[1]["losses"]
+        assert 1e-6 < abs(found[0]["losses"][0] - losses[0]) < 0.5
+        return
+    assert "invariant.attention(" in text and "local_forms" not in text
+    for rank in found:
+        assert rank["losses"] == pytest.approx(losses, rel=1e-12)
+        assert max(rank["gradients"].values()) < 1e-12
+        assert max(rank["state"].values()) < 1e-9
 
 
 def test_torchs_own_dropout_depends_on_the_plan(alone: tuple[Path, list[float]], tmp_path: Path) -> None:
@@ -185,6 +224,17 @@ def test_attention_is_torchs_own_without_dropout(mask: str) -> None:
     torch.testing.assert_close(found, expected)
     wanted = torch.autograd.grad(expected.square().sum(), (query, key, value))
     torch.testing.assert_close(torch.autograd.grad(found.square().sum(), (query, key, value)), wanted)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_shard_of_causal_queries_has_its_rows(training: bool) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 2, 6, 4, dtype=torch.float64) for _ in range(3))
+    whole = invariant.attention(query, key, value, None, 0.5, True, training=training, draw=WHOLE)
+    for index, rows in enumerate(query.chunk(3, 2)):
+        draw = Draw(5, (Placement.parse("S2"),), (3,), (index,), None, Share())
+        found = invariant.attention(rows, key, value, None, 0.5, True, training=training, draw=draw)
+        torch.testing.assert_close(found, whole.chunk(3, 2)[index])
 
 
 def test_other_random_numbers_are_refused() -> None:

@@ -18,6 +18,7 @@ from torch import fx
 from autopart.passes import graph as graphs
 from autopart.passes.rules.arguments import words
 from autopart.passes.storage import op_name
+from autopart.runtime import local_forms
 from autopart.runtime.errors import PlanError
 
 aten = torch.ops.aten
@@ -152,7 +153,10 @@ class Printer:
         """The call of an op's local form; ``axes``: by role the variable that holds the axis."""
         (_, form), *_ = node.meta["forms"]
         roles = ", ".join(f"{role}={axis}" for role, axis in sorted(axes.items(), reverse=True))
-        return f"local_forms.{form.function}({_Arguments(node, names, self.device).all()}, {roles})"
+        arguments = _Arguments(node, names, self.device)
+        attends = node.target is local_forms.query_sharded_attention
+        text = _attention_arguments(arguments, f" if {self.training} else 0.0") if attends else arguments.all()
+        return f"local_forms.{form.function}({text}, {roles})"
 
     def invariant(self, node: fx.Node, names: Callable[[fx.Node], Text], draw: str) -> str:
         """An op that draws random numbers, by the function of :mod:`autopart.runtime.invariant` that draws ``draw``.
@@ -162,7 +166,7 @@ class Printer:
         a, end = _Arguments(node, names, self.device), f"draw={draw}"
         if node.target is aten.dropout.default:
             return f"invariant.dropout({a.code(0)}, {a.code(1)}, {self.training}, {end})"
-        if node.target is aten.scaled_dot_product_attention.default:
+        if node.target in (aten.scaled_dot_product_attention.default, local_forms.query_sharded_attention):
             return f"invariant.attention({_attention_arguments(a)}, training={self.training}, {end})"
         raise PlanError(
             f"{node.target} in {graphs.module_path(node) or 'the model'} ({graphs.source_line(node)}) draws random "

@@ -114,14 +114,14 @@ class Function:
             else:
                 self.assign(node, f"{function}({call})")
             return
-        if "forms" in node.meta:
-            axes = {form.role: self._axis(axis) for axis, form in node.meta["forms"]}
-            self.assign(node, self.printer.form(node, self.name, axes))
-            return
-        text = self.printer.text(node, self.name, self.laters.get(node, ""))
         if is_random(node) and self.invariant:
             self.assign(node, self.printer.invariant(node, self.name, self._draw(node)))
             return
+        if "forms" in node.meta:
+            axes = {form.role: self._axis(axis) for axis, form in node.meta["forms"]}
+            text = Text(self.printer.form(node, self.name, axes))
+        else:
+            text = self.printer.text(node, self.name, self.laters.get(node, ""))
         if is_random(node):
             self.random_calls += 1
             over = [*self._sample_axes(node), *self._sharded_axes(node)]
@@ -131,7 +131,7 @@ class Function:
             )
             self.assign(node, text.code, "    ")
             return
-        if self._inline(node, text):
+        if "forms" not in node.meta and self._inline(node, text):
             self.texts[node] = text
             self.inlined.add(node)
         else:

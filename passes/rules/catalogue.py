@@ -189,6 +189,7 @@ def _attention() -> list[Case]:
         Case(name, (q, k, v, m(2, 1, 6, 3) | True), {"scale": 0.25}, minimum=6),
         Case(name, (q, k, v, f(6, 3)), minimum=6),
         Case(name, (q, k, v, None, 0.5)),
+        Case(name, (q, q, q, None, 0.5, True), minimum=5),
         Case(name, (q[0], k[0], v[0])),
         Case(name, (q, k[:, :2], v[:, :2], f(2, 4, 6, 3)), {"enable_gqa": True}, minimum=6),
     ]

@@ -122,8 +122,8 @@ def _attention(node: fx.Node) -> Annotation | None:
     random = bool(argument(node, 4, "dropout_p", 0.0))
     mask = operands(node) == 4
     lead = "b " * (rank > 3) + " ".join(names(rank - 4, "e"))
-    # The form is for as many keys as queries: with more queries some rows would have no end. It draws no dropout.
-    fits = not random and shape_of(query.fake)[-2] == shape_of(key.fake)[-2]
+    # The form is for as many keys as queries: with more queries some rows would have no end.
+    fits = shape_of(query.fake)[-2] == shape_of(key.fake)[-2]
     q = "^q" if causal and not fits else "q"
     heads, shared = "h", "h"
     if argument(node, 7, "enable_gqa", False) and query.fake.shape[-3] != key.fake.shape[-3]:
