@@ -49,8 +49,9 @@ from autopart.unlike_answer import UnlikeAnswer
 
 MOST_UNLIKE = 16
 """Alike devices up to which unlike meshes are searched, where equal ones can be."""
-MOST_OPS, LEAST_TRIED = 60_000, 24
-"""Ops of all configurations that are tried unasked, and how many of these at least."""
+MOST_OPS, LEAST_TRIED, LAST_TRIED = 60_000, 16, 8
+"""Ops of all configurations that are tried unasked in the order of estimates, and how many of these at least; and how
+many of those left in the order of bounds."""
 MOST_TIGHTENED = 8
 """Configurations, of those whose bounds are the smallest, that are bounded by a solver of their own in the end."""
 UNBALANCED = 1.2
@@ -231,6 +232,7 @@ def make_plan(
         more=more,
         tighten=tighten,
         most_tightened=MOST_TIGHTENED,
+        most_last=LAST_TRIED,
     )
     solved = time.perf_counter()
     answer = result.answer

@@ -97,6 +97,7 @@ def test_of_a_large_model_some_configurations_are_tried(monkeypatch: pytest.Monk
     whole = plan_of(GPT2, cluster, batch=4)
     monkeypatch.setattr(autopart.planner, "MOST_OPS", 0)
     monkeypatch.setattr(autopart.planner, "LEAST_TRIED", 1)
+    monkeypatch.setattr(autopart.planner, "LAST_TRIED", 1)
     some = plan_of(GPT2, cluster, batch=4)
     untried = [row["seconds"] for row in some.considered if row["status"] == "untried"]
     assert untried and f"{len(untried)} of {len(some.considered)} configurations were not tried" in some.notes[-1]

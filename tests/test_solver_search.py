@@ -221,3 +221,33 @@ def test_the_smallest_bounds_are_tightened() -> None:
     assert found(1) == (7.0, configs[:1])
     assert found(2) == (8.0, configs[:2])
     assert found(3) == (8.0, configs[:2])
+
+
+def test_the_last_to_be_tried_are_those_of_the_smallest_bounds() -> None:
+    """The estimates put the best one last; what is tightened beyond the best is not tried any more."""
+    taken = {1: 10.0, 2: 9.0, 3: 6.0, 4: 8.0}
+    asked: list[int] = []
+
+    def evaluate(config: Degrees, below: float) -> Evaluation[None]:
+        asked.append(config.microbatches)
+        return Evaluation(None, taken[config.microbatches], taken[config.microbatches])
+
+    def found(most_last: int, most_tightened: int = 0) -> tuple[float, float]:
+        asked.clear()
+        result = search(
+            [Degrees(1, 1, (), count, "1f1b") for count in taken],
+            evaluate,
+            lambda config: 5.0 - 0.5 * config.microbatches,
+            order=lambda config: float(config.microbatches),
+            most=1,
+            tighten=lambda config: 20.0 if config.microbatches == 4 else 0.0,
+            most_tightened=most_tightened,
+            most_last=most_last,
+        )
+        return result.objective, result.bound
+
+    assert (found(0), asked) == ((10.0, 3.0), [1])
+    assert (found(1), asked) == ((8.0, 3.5), [1, 4])
+    assert (found(2), asked) == ((6.0, 4.0), [1, 4, 3])
+    assert (found(1, 1), asked) == ((6.0, 4.0), [1, 3])
+    assert (found(9, 9), asked) == ((6.0, 6.0), [1, 3, 2])

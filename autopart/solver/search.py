@@ -213,6 +213,7 @@ def search(
     more: Callable[[Evaluation[Answer] | None], Iterable[Candidate]] | None = None,
     tighten: Callable[[Candidate], float] | None = None,
     most_tightened: int = 0,
+    most_last: int = 0,
 ) -> SearchResult[Answer]:
     """Evaluates candidates until no other can be faster.
 
@@ -221,14 +222,24 @@ def search(
     when it cannot run at all. refine: a better bound, for those that it may rule out. order: what comes first is
     smallest in it; the lower bound by default. most: evaluations, after which the rest is left untried once something
     fits. more: further candidates, asked for with the best evaluation of the first. tighten: a bound that takes
-    longer, for up to ``most_tightened`` of those whose bound is the smallest in the end. Raises InfeasibleError, with
-    what the closest candidates lack, when none has a solution.
+    longer, for up to ``most_tightened`` of those whose bound is the smallest in the end. most_last: further evaluations
+    then, of those left untried whose bound is the smallest. Raises InfeasibleError, with what the closest candidates
+    lack, when none has a solution.
     """
     best: tuple[Candidate, Evaluation[Answer]] | None = None
     found: list[tuple[Candidate, float, _Outcome[Answer]]] = []
 
-    def go_over(configs: Iterable[Candidate]) -> None:
+    def outcome_of(config: Candidate) -> _Outcome[Answer]:
         nonlocal best
+        try:
+            evaluation = evaluate(config, best[1].objective if best is not None else math.inf)
+        except (InfeasibleError, NotBetter) as error:
+            return error
+        if best is None or evaluation.objective < best[1].objective:
+            best = config, evaluation
+        return evaluation
+
+    def go_over(configs: Iterable[Candidate]) -> None:
         ranked = []
         for at, config in enumerate(configs):
             floor = lower_bound(config)
@@ -241,14 +252,7 @@ def search(
                 found.append((config, floor, None))
                 continue
             tried += 1
-            try:
-                evaluation = evaluate(config, best[1].objective if best is not None else math.inf)
-            except (InfeasibleError, NotBetter) as error:
-                found.append((config, floor, error))
-                continue
-            found.append((config, floor, evaluation))
-            if best is None or evaluation.objective < best[1].objective:
-                best = config, evaluation
+            found.append((config, floor, outcome_of(config)))
 
     go_over(candidates)
     if more is not None:
@@ -259,20 +263,37 @@ def search(
         raise _none_feasible(
             [(config, outcome) for config, _, outcome in found if isinstance(outcome, InfeasibleError)]
         )
-    config, chosen = best
     bounds = {
         at: floor if outcome is None else max(floor, outcome.bound)
         for at, (_, floor, outcome) in enumerate(found)
         if not isinstance(outcome, InfeasibleError)
     }
     tightened: set[int] = set()
-    while tighten is not None and len(tightened) < most_tightened:
+    last: set[int] = set()
+    while bounds:
         lowest = min(bounds, key=lambda at: bounds[at])
-        if lowest in tightened or bounds[lowest] >= chosen.objective:
+        config, floor, outcome = found[lowest]
+        if bounds[lowest] >= best[1].objective:
             break
-        tightened.add(lowest)
-        bounds[lowest] = max(bounds[lowest], tighten(found[lowest][0]))
-    bound = min(*bounds.values(), chosen.objective)
+        if tighten is not None and lowest not in tightened and len(tightened) < most_tightened:
+            tightened.add(lowest)
+            bounds[lowest] = max(bounds[lowest], tighten(config))
+            continue
+        untried = [at for at in bounds if found[at][2] is None and bounds[at] < best[1].objective]
+        if not untried or len(last) == most_last:
+            break
+        lowest = min(untried, key=lambda at: bounds[at])
+        last.add(lowest)
+        config, floor, _ = found[lowest]
+        outcome = outcome_of(config)
+        found[lowest] = config, max(floor, bounds[lowest]), outcome
+        if isinstance(outcome, InfeasibleError):
+            del bounds[lowest]
+        else:
+            assert outcome is not None
+            bounds[lowest] = max(bounds[lowest], outcome.bound)
+    config, chosen = best
+    bound = min([*bounds.values(), chosen.objective])
     return SearchResult(
         config=config,
         answer=chosen.answer,
