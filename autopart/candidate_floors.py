@@ -98,6 +98,12 @@ class CandidateFloors(CandidatePrices):
         summed = not self._divides(config) and not self.zero
         return max(self.work_floor(config), self._floor(work + self.free_seconds(config), config, summed))
 
+    def shared_floor(self, config: Degrees) -> float:
+        """The same under any factoring of the tensor ranks into axes: work shared perfectly, and memory; no solver."""
+        work = self.work_seconds(config) + self.free_seconds(config)
+        summed = not self._divides(config) and not self.zero
+        return max(self.lower_bound(config), self._floor(work + self._memory_seconds(config, work), config, summed))
+
     def known_floor(self, config: Degrees) -> float:
         """The best lower bound that is known already, memory left aside."""
         setting = self.setting(config)

@@ -9,7 +9,8 @@ from autopart.analysis import pattern_of
 from autopart.candidates import Answer, Candidates
 from autopart.passes.program import TensorInfo
 from autopart.report.units import format_bytes, format_seconds
-from autopart.solver.search import Considered, Degrees, Status
+from autopart.several_axes import uncovered
+from autopart.solver.search import Config, Considered, Degrees, Status, axes_text
 from autopart.unlike_answer import UnlikeAnswer
 
 
@@ -37,6 +38,21 @@ def untried(considered: Sequence[Considered]) -> list[str]:
     return [
         f"{len(left)} of {len(considered)} configurations were not tried, which take at least "
         f"{format_seconds(min(left))}; thorough (--thorough) tries them"
+    ]
+
+
+def unfactored(
+    candidates: Candidates, configs: Sequence[Config], considered: Sequence[Considered], bound: float
+) -> list[str]:
+    """A note of the factorings into several tensor axes that the bound says nothing of."""
+    tried = {item.config for item in considered if isinstance(item.config, Degrees)}
+    left, least = uncovered(candidates, [item for item in configs if isinstance(item, Degrees)], tried, bound)
+    if not left:
+        return []
+    return [
+        f"the lower bound is of the tensor axes that were searched; {', '.join(map(axes_text, left))} were not, or not "
+        f"with all other degrees, and take at least {format_seconds(least)} (as if ranks exchanged nothing); "
+        f"--tp {axes_text(left[0])} plans on such axes"
     ]
 
 

@@ -27,7 +27,7 @@ from autopart.passes.program import Program
 from autopart.passes.rules import RULES, RuleBook
 from autopart.pins import read_pins
 from autopart.plan import DROPOUT, Plan, check_warmup
-from autopart.plan_notes import notes, untried
+from autopart.plan_notes import notes, unfactored, untried
 from autopart.recomputation import RECOMPUTE
 from autopart.runtime.errors import BatchError, ClusterError, PlanError
 from autopart.runtime.schedule import NAMES
@@ -172,6 +172,7 @@ def make_plan(
             "meshes=unlike: stages of unlike meshes need several devices and one tensor axis at most; leave out what "
             "is forced, or meshes"
         )
+    free_axes = scheme is TensorScheme.AUTO and tp is None
     configs: tuple[Degrees | UnlikeMeshes, ...] = ()
     if meshes != "unlike":
         try:
@@ -204,7 +205,7 @@ def make_plan(
 
     def more(best: Any) -> list[Degrees | UnlikeMeshes]:
         found: list[Degrees | UnlikeMeshes] = []
-        if scheme is TensorScheme.AUTO and tp is None:
+        if free_axes:
             found += several_axes(
                 candidates, [config for config in configs if isinstance(config, Degrees)], best, taken
             )
@@ -254,6 +255,7 @@ def make_plan(
         notes=(
             *plan.notes,
             *notes(candidates, answer),
+            *(unfactored(candidates, configs, result.considered, bound) if free_axes else ()),
             *untried(result.considered),
         ),
         considered=tuple(_row(item) for item in result.considered),

@@ -9,11 +9,16 @@ Several axes are planned only where one is seen to be short of something, as the
   difference, taken off what one axis takes, makes a configuration the fastest.
 
 Each factoring is tried in both orders: the inner axis joins neighbours, the outer one lies on the slower links.
+
+What is not tried is not in a plan's bound. :func:`uncovered` says what that is, and bounds it as if all ranks shared
+all work and exchanged nothing; no more is known of what any strategies on any axes have to exchange, since products may
+share operands, add up partial results before they are summed, and repeat what is cheap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopart.axes_volume import least_exchange_seconds
@@ -47,6 +52,25 @@ def several_axes(
     holding_least = sorted(configs, key=lambda item: (-item.tp, -item.microbatches, item.recompute == "none", item.dp))
     factored = [found for item in holding_least if (found := tuple(_factored(item)))]
     return tuple(item for items in factored[:_MOST_UNFIT] for item in items)
+
+
+def uncovered(
+    candidates: Candidates, configs: Iterable[Degrees], tried: Collection[Degrees], bound: float
+) -> tuple[tuple[tuple[int, ...], ...], float]:
+    """Factorings that were not searched and may be faster than ``bound``, with the seconds that they take at least.
+
+    configs: on one axis. tried: those that the bound covers.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    least = math.inf
+    for config in configs:
+        if len(config.axes) != 1 or candidates.lower_bound(config) >= bound:
+            continue
+        left = [axes for axes in factorizations(config.tp, MOST_AXES)[1:] if replace(config, axes=axes) not in tried]
+        if left and (floor := candidates.shared_floor(config)) < bound:
+            found.update(dict.fromkeys(left))
+            least = min(least, floor)
+    return tuple(sorted(found, key=lambda axes: (math.prod(axes), len(axes), axes))), least
 
 
 def _faster(

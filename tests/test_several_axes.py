@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from autopart.candidates import Candidates
 from autopart.cluster import Cluster
 from autopart.plan import Plan
 from autopart.planner import make_plan
+from autopart.several_axes import uncovered
 from autopart.solver.search import Degrees
 from autopart.tracing import capture
 from clusters import ideal
@@ -108,3 +111,20 @@ def test_the_least_exchange_of_a_product() -> None:
     assert exchanged(16) == pytest.approx(2 * 15 / 16 / efficiency, rel=1e-6)
     assert exchanged(4, 4) == pytest.approx(2 * 2 * (3 / 4) / 4 / efficiency, rel=1e-6)
     assert exchanged(4, 2, 2) == pytest.approx(2 * ((3 / 4) / 4 + 2 * (1 / 2) / 8) / efficiency, rel=1e-6)
+
+
+def test_factorings_that_were_not_searched_are_said_and_bounded() -> None:
+    analysis = square(64)
+    plan = make_plan(analysis.program, ideal(4, bandwidth=1e6), analysis=analysis, **LIMITS)
+    candidates = Candidates(analysis, ideal(4, bandwidth=1e6), 1, "adamw")
+    config = Degrees(1, 1, (4,), 1, "1f1b", "none")
+    left, least = uncovered(candidates, [config], {config}, plan.bound_s)
+    assert left == ((2, 2),) and 0 < least < plan.bound_s
+    two = make_plan(analysis.program, ideal(4, bandwidth=1e6), analysis=analysis, **LIMITS, tp="2x2")
+    assert least <= two.bound_s
+    assert uncovered(candidates, [config], {config, replace(config, axes=(2, 2))}, plan.bound_s) == ((), math.inf)
+    assert uncovered(candidates, [config], {config}, least) == ((), math.inf)
+    said = [note for note in plan.notes if note.startswith("the lower bound is of the tensor axes")]
+    searched = [row for row in plan.considered if "tp=2x2" in str(row["config"])]
+    assert bool(said) == (not searched)
+    assert not [note for note in two.notes if note.startswith("the lower bound")]
