@@ -23,7 +23,7 @@ from autopart.passes.peak import backward_copies, passes_memory
 from autopart.passes.program import Role
 from autopart.passes.rules import is_differentiable
 from autopart.passes.saved import WHOLE_INSIDE, saved_inside, saved_tensors
-from autopart.passes.storage import storage_of
+from autopart.passes.storage import is_view, storage_of
 from autopart.prices import Chosen, Prices, value_shares
 from autopart.rank_memory import Kept, RankMemory, Views
 from autopart.runtime.placement import Placements
@@ -113,6 +113,7 @@ class BlockCosts:
     kind: str
     _facts: dict[fx.Node, _OpFacts] = field(default_factory=dict)
     _formed: dict[tuple[fx.Node, str], _OpFacts] = field(default_factory=dict)  # of ops run by a local form
+    _alike: dict[object, _OpFacts] = field(default_factory=dict)  # the first of ops that differ in their values alone
     _bytes: dict[Value, Amount] = field(default_factory=dict)
     _views: Views = field(default_factory=Views)
     _order: list[tuple[fx.Node, int]] = field(init=False)  # ops with their blocks, free ones first
@@ -148,11 +149,20 @@ class BlockCosts:
 
     def _gather(self, node: fx.Node) -> _OpFacts:
         inputs, outputs = tuple(graphs.inputs(node)), tuple(graphs.outputs(node))
-        held = [*inputs, *outputs]
-        return _OpFacts(
+        held, owners = [*inputs, *outputs], tuple(map(storage_of, inputs))
+        # what an op reads from outside of its block may be made otherwise than for its first alike
+        given = (
+            value.node.meta.get("trainable", False) if value.node.op == "placeholder" else None for value in inputs
+        )
+        alike = self.analysis.first.get(node, node), is_view(node), tuple(given)
+        known = self._alike.get(alike)
+        if known is not None:  # the same but for which values these are
+            kept = tuple(self._kept(held[known.position(item)], item.operand) for item in known.kept)
+            return replace(known, inputs=inputs, outputs=outputs, owners=owners, kept=kept)
+        found = self._alike[alike] = _OpFacts(
             inputs,
             outputs,
-            tuple(map(storage_of, inputs)),
+            owners,
             tuple(Amount() if value.node.op == "placeholder" else self.size(value) for value in held),
             self._keeping(node, inputs, outputs, ""),
             saved_inside(node, self.kind),
@@ -163,16 +173,19 @@ class BlockCosts:
             ),
             -1 if (multiplied := operand_of(node)) is None else inputs.index(graphs.value_of(multiplied)),
         )
+        return found
 
     def _keeping(
         self, node: fx.Node, inputs: Sequence[Value], outputs: Sequence[Value], form: str
     ) -> tuple[_Kept, ...]:
-        kept = []
-        for value in saved_tensors(node, self.kind, form):
-            owner = storage_of(value)
-            operand = inputs.index(value) if value in inputs else -1 - outputs.index(value)
-            kept.append(_Kept(owner, self.stored(owner), operand))
-        return tuple(kept)
+        return tuple(
+            self._kept(value, inputs.index(value) if value in inputs else -1 - outputs.index(value))
+            for value in saved_tensors(node, self.kind, form)
+        )
+
+    def _kept(self, value: Value, operand: int) -> _Kept:
+        owner = storage_of(value)
+        return _Kept(owner, self.stored(owner), operand)
 
     def _facts_of(self, node: fx.Node, chosen: Chosen) -> _OpFacts:
         """With what is kept under a choice: a local form may keep something else than the op."""
@@ -244,9 +257,9 @@ class BlockCosts:
             chosen = strategies.get(node, ())
             block, facts = blocks[index], self._facts_of(node, chosen)
             alike = (first.get(node, node), id(chosen))
-            if alike not in runs:
-                runs[alike] = self._run(node, facts, chosen, prices, axes)
-            run = runs[alike]
+            run = runs.get(alike)
+            if run is None:
+                run = runs[alike] = self._run(node, facts, chosen, prices, axes)
             block.forward_s += run.forward_s
             block.backward_s += run.backward_s
             block.transient_bytes = max(block.transient_bytes, run.transient_bytes)

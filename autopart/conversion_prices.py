@@ -78,6 +78,7 @@ class ConversionPrices:
     _pairs: dict[tuple[Placements, Placements, bool], Affine] = field(default_factory=dict)
     _beside: dict[tuple[Placements, Placements], Affine] = field(default_factory=dict)
     _steps: dict[tuple[int, Placement, Placement, bool], Affine] = field(default_factory=dict)
+    _legs: dict[tuple[int, tuple[Placement, ...], bool], tuple[Floats, ...]] = field(default_factory=dict)
 
     @property
     def mesh(self) -> Axes:
@@ -153,6 +154,29 @@ class ConversionPrices:
             fixed = tuple(max(0.0, 2 * a - b) for a, b in zip(first, second, strict=True))
             self._steps[key] = Affine((fixed[0], fixed[1]), (rate[0], rate[1]))
         return self._steps[key]
+
+    def legs(self, index: int, known: tuple[Placement, ...], differentiable: bool) -> tuple[Floats, ...]:
+        """Between all of these placements on one axis: bytes moved, in the units of ``moved``, seconds fixed and per
+        byte, and those of the backward beside which weights' gradients are computed. Arrays [from, to].
+        """
+        key = index, known, differentiable
+        if key in self._legs:
+            return self._legs[key]
+        sizes = tuple(axis.parts for axis in self.axes)
+        found = tuple(np.zeros((len(known), len(known))) for _ in range(5))
+        moves, fixed, rate, beside_fixed, beside_rate = found
+        for i, source in enumerate(known):
+            for j, target in enumerate(known):
+                if not transitions.exists(source, target):
+                    moves[i, j] = np.inf
+                elif sizes[index] > 1 and (call := transitions.transition(source, target)) is not None:
+                    moves[i, j] = moved(call, sizes, index)
+                    step = self.step(index, source, target, differentiable)
+                    fixed[i, j], rate[i, j] = sum(step.fixed), sum(step.rate)
+                    if call.name in WITH_LATER:
+                        beside_fixed[i, j], beside_rate[i, j] = step.fixed[1], step.rate[1]
+        self._legs[key] = found
+        return found
 
 
 class _Place(enum.IntEnum):
@@ -294,18 +318,8 @@ class _AxisTable:
         self._whole = known.setdefault(REPLICATE, len(known))
         self.known = tuple(known)
         self._sharded = np.array([placement.divides for placement in self.known])
-        self._moved, self._fixed, self._rate = (np.zeros((len(known), len(known))) for _ in range(3))
-        self._beside_fixed, self._beside_rate = np.zeros_like(self._fixed), np.zeros_like(self._rate)
-        for i, source in enumerate(self.known):
-            for j, target in enumerate(self.known):
-                if not transitions.exists(source, target):
-                    self._moved[i, j] = np.inf
-                elif sizes[index] > 1 and (call := transitions.transition(source, target)) is not None:
-                    self._moved[i, j] = moved(call, sizes, index)
-                    step = prices.step(index, source, target, differentiable)
-                    self._fixed[i, j], self._rate[i, j] = sum(step.fixed), sum(step.rate)
-                    if call.name in WITH_LATER:
-                        self._beside_fixed[i, j], self._beside_rate[i, j] = step.fixed[1], step.rate[1]
+        legs = prices.legs(index, self.known, differentiable)
+        self._moved, self._fixed, self._rate, self._beside_fixed, self._beside_rate = legs
         self._alone = sizes[index] == 1
 
     def of(self, rows: slice) -> _AxisTable:

@@ -74,9 +74,10 @@ class RankMemory:
 
     def lies(self, value: Value) -> Placements:
         """How a value is made, or stored."""
-        if value not in self._lies:
-            self._lies[value] = self._made(value)
-        return self._lies[value]
+        found = self._lies.get(value)
+        if found is None:
+            found = self._lies[value] = self._made(value)
+        return found
 
     def used(self, node: fx.Node, position: int) -> Placements:
         """How an op has its input of that position."""
@@ -86,15 +87,17 @@ class RankMemory:
     def owner(self, value: Value, placements: Placements) -> Kept:
         """The tensor in memory by which a rank has a value in some placements."""
         key = value, placements
-        if key not in self._owners:
-            self._owners[key] = self._owner(value, placements)
-        return self._owners[key]
+        found = self._owners.get(key)
+        if found is None:
+            found = self._owners[key] = self._owner(value, placements)
+        return found
 
     def bytes(self, tensor: Kept) -> float:
-        if tensor not in self._held:
+        found = self._held.get(tensor)
+        if found is None:
             value, placements = tensor
-            self._held[tensor] = self.views.stored(value).at(self.batch) * share_of(placements, self.sizes)
-        return self._held[tensor]
+            found = self._held[tensor] = self.views.stored(value).at(self.batch) * share_of(placements, self.sizes)
+        return found
 
     def is_stored(self, tensor: Kept) -> bool:
         """Whether a tensor is a parameter, a buffer or an input as it lies, which is in memory anyway."""
@@ -112,7 +115,7 @@ class RankMemory:
     def _owner(self, value: Value, placements: Placements) -> Kept:
         while True:
             made = self.lies(value)
-            if not all(map(_same_memory, made, placements)):
+            if made is not placements and not all(map(_same_memory, made, placements)):
                 return value, placements
             source = self.views.source(value)
             if source is None:
@@ -123,4 +126,4 @@ class RankMemory:
 
 
 def _same_memory(made: Placement, wanted: Placement) -> bool:
-    return made == wanted or {made, wanted} == _AS_IS
+    return made == wanted or (made in _AS_IS and wanted in _AS_IS)

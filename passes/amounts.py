@@ -24,9 +24,18 @@ class Amount:
 
     def at(self, batch: int) -> int:
         """The amount for ``batch`` samples."""
+        match self.coefficients:
+            case ():
+                return 0
+            case (fixed,):
+                return fixed
+            case (fixed, each):
+                return fixed + each * batch
         return sum(coefficient * batch**power for power, coefficient in enumerate(self.coefficients))
 
     def __add__(self, other: Amount) -> Amount:
+        if not self.coefficients or not other.coefficients:
+            return self if self.coefficients else other
         pairs = zip_longest(self.coefficients, other.coefficients, fillvalue=0)
         return _trimmed(first + second for first, second in pairs)
 

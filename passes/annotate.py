@@ -16,7 +16,7 @@ from torch import fx
 from autopart.passes.amounts import ONE, ZERO, Amount, constant, numel, product, size, stored_bytes, total
 from autopart.passes.graph import Value, inputs, is_op, outputs
 from autopart.passes.saved import is_differentiated, needs_gradient, saved_inside, saved_values
-from autopart.passes.storage import argument, is_view, op_name
+from autopart.passes.storage import argument, is_view, op_name, storage_of
 from autopart.runtime.errors import PlanError
 
 
@@ -215,7 +215,39 @@ def op_cost(node: fx.Node, kind: str = "cuda") -> OpCost:
 
 def annotate(nodes: Iterable[fx.Node], kind: str = "cuda") -> dict[fx.Node, OpCost]:
     """The cost of every op among ``nodes`` (a graph's, say)."""
-    return {node: op_cost(node, kind) for node in nodes if is_op(node)}
+    known: dict[object, OpCost] = {}
+    found: dict[fx.Node, OpCost] = {}
+    for node in nodes:
+        if is_op(node):
+            alike = _alike(node)
+            if alike not in known:
+                known[alike] = op_cost(node, kind)
+            found[node] = known[alike]
+    return found
+
+
+def _alike(node: fx.Node) -> object:
+    """All that an op's cost follows from: equal for the ops of copied layers, which share their fake values."""
+    constants = fx.node.map_aggregate(
+        (node.args, node.kwargs), lambda item: None if isinstance(item, fx.Node) else item
+    )
+    values: dict[Value, int] = {}
+    owners: dict[Value, int] = {}
+    read = []
+    for value in inputs(node):
+        owner = storage_of(value)
+        numbers = values.setdefault(value, len(values)), owners.setdefault(owner, len(owners))
+        read.append((numbers, *_memory(value), *_memory(owner), op_name(owner.node)))
+    made = [(id(value.fake), needs_gradient(value)) for value in outputs(node)]
+    return node.target, str(constants), tuple(read), tuple(made)
+
+
+def _memory(value: Value) -> tuple[object, ...]:
+    """What a tensor is in memory, by its sizes where these are numbers, as of parameters, else by its fake value."""
+    fake, node = value.fake, value.node
+    sizes = (*fake.shape, *fake.stride(), fake.dtype) if node.op == "placeholder" else (id(fake),)
+    numbers = all(isinstance(size, int | torch.dtype) for size in sizes)
+    return node.op, node.meta.get("role"), needs_gradient(value), *(sizes if numbers else (id(fake),))
 
 
 _OPTIMIZER_TENSORS = {"none": 0, "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2}

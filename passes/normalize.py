@@ -74,6 +74,8 @@ class _Normalizer:
         self.env: dict[fx.Node, Any] = {}
         self.aliases = Aliases()
         self.sizes: dict[int, fx.Node] = {}
+        # By op and operands, of which nodes keep the fake values alive that they are told apart by.
+        self.values: dict[str, Any] = {}
         self.fake_mode = next(
             node.meta["val"].fake_mode for node in root.graph.nodes if hasattr(node.meta.get("val"), "fake_mode")
         )
@@ -124,23 +126,37 @@ class _Normalizer:
             return self.size(argument)
         return argument
 
-    def emit(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node) -> fx.Node:
-        """Adds an op; its fake value is computed unless it is the exported node's own."""
+    def emit(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        like: fx.Node,
+        known: bool = False,
+    ) -> fx.Node:
+        """Adds an op; its fake value is computed unless it is ``known`` to be the exported node's own."""
         node = self.graph.call_function(target, args, kwargs)
         self.describe(node, like)
-        if target is like.target:
-            node.meta["val"] = like.meta.get("val")
-        else:
-            with self.fake_mode, torch.no_grad():
-                node.meta["val"] = target(*fakes(args), **fakes(kwargs))
+        known = known or target is like.target
+        node.meta["val"] = like.meta.get("val") if known else self.value(target, args, kwargs)
         return node
+
+    def value(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An op's fake value; computed once for operands with the same ones, as copied layers have."""
+        named = fx.node.map_aggregate(
+            (args, kwargs), lambda item: f"value {id(item.meta['val'])}" if isinstance(item, fx.Node) else item
+        )
+        key = f"{target}{named}"
+        if key not in self.values:
+            with self.fake_mode, torch.no_grad():
+                self.values[key] = target(*fakes(args), **fakes(kwargs))
+        return self.values[key]
 
     def replay(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         """Adds an op that the model does not have: a view taken again, a piece put back into its whole."""
         args = fx.node.map_aggregate(args, lambda item: self.size(item) if isinstance(item, torch.SymInt) else item)
         node = self.graph.call_function(target, args, kwargs)
-        with self.fake_mode, torch.no_grad():
-            node.meta["val"] = target(*fakes(args), **fakes(kwargs))
+        node.meta["val"] = self.value(target, args, kwargs)
         source = next(argument for argument in args if isinstance(argument, fx.Node))
         node.meta["path"] = source.meta.get("path", "")
         node.meta["source"] = source.meta.get("source", "")
@@ -369,7 +385,7 @@ class _Normalizer:
         if target is aten.as_strided.default:
             source = args[0]
             for step, more in memory_views(node):
-                source = self.view(node, step, (source, *self.look(more)), {})
+                source = self.view(node, step, (source, *self.look(more)), {}, whole=False)
             return source
         if target._schema.returns and may_be_view(target):
             return self.view(node, target, args, kwargs)
@@ -401,8 +417,12 @@ class _Normalizer:
             return list(args[1])
         return sizes
 
-    def view(self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        node = self.emit(target, args, kwargs, like)
+    def view(
+        self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: bool = True
+    ) -> fx.Node:
+        """Adds a view: an exported op under another name, or if not ``whole`` a step of one."""
+        known = fakes(args[0]) is fakes(graphs.arguments(like)[0]) if whole else False
+        node = self.emit(target, args, kwargs, like, known)
         self.aliases.view(node, args[0], target, args, kwargs)
         return node
 
@@ -447,7 +467,8 @@ class _Normalizer:
     def expanded(self, like: fx.Node, source: fx.Node, value: torch.Tensor) -> fx.Node:
         if source.meta["val"].shape == value.shape:
             return source
-        return self.view(like, aten.expand.default, (source, [self.size(size) for size in value.shape]), {})
+        sizes = [self.size(size) for size in value.shape]
+        return self.view(like, aten.expand.default, (source, sizes), {}, whole=False)
 
     def copied(self, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
         target_fake, source = args[0].meta["val"], args[1]

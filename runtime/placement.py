@@ -41,7 +41,7 @@ import enum
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -60,6 +60,7 @@ class Kind(enum.Enum):
 
 _ROUTED = (Kind.OWN_ROWS, Kind.OWN_COUNTS, Kind.GROUP_ROWS)
 _WITH_DIM = (Kind.SHARD, *_ROUTED)
+_KINDS = tuple(Kind)
 _SHARD_TEXT = re.compile(r"([SOCE])(\d+)(?:/(\d*)(b?))?")
 
 
@@ -77,12 +78,18 @@ class Placement:
     dim: int = 0
     outer: int = 1
     batched: bool = False
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # made once, as placements are looked up by the million; of numbers, so that all processes have the same
+        object.__setattr__(self, "_hash", hash((_KINDS.index(self.kind), self.dim, self.outer, self.batched)))
         if self.kind not in _WITH_DIM and (self.dim, self.outer, self.batched) != (0, 1, False):
             raise ValueError(f"only a sharded placement has a dim: {self.kind}")
         if self.dim < 0 or self.outer < 1:
             raise ValueError(f"a sharded dim is counted from the left and has at least one block: {self}")
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __str__(self) -> str:
         if self.kind not in _WITH_DIM:

@@ -110,6 +110,7 @@ class _Candidates:
         self.pending: deque[tuple[Value, Placement]] = deque()
         # by rule, which equal ops share, and by identity, as hashing one costs more than placing
         self._placed: dict[tuple[int, Sharding], tuple[Placement | None, ...] | None] = {}
+        self._matched: dict[tuple[int, int, Placement], Sharding | None] = {}
 
     def placed(self, rule: Rule, sharding: Sharding) -> tuple[Placement | None, ...] | None:
         """Where a sharding puts the inputs and outputs of an op; None where it does not divide."""
@@ -119,6 +120,13 @@ class _Candidates:
             every = (*rule.inputs, *rule.outputs)
             self._placed[key] = tuple(matching.placed(rule, dims, sharding) for dims in every) if divided else None
         return self._placed[key]
+
+    def matched(self, rule: Rule, dims: Dims, placement: Placement) -> Sharding | None:
+        """The sharding that a placement of a tensor with these dims means; None if it is not one."""
+        key = id(rule), id(dims), placement
+        if key not in self._matched:
+            self._matched[key] = matching.match(rule, dims, placement)
+        return self._matched[key]
 
     def offer(self, node: fx.Node, rule: Rule, sharding: Sharding) -> None:
         found = self.shardings[node]
@@ -148,8 +156,8 @@ class _Candidates:
             for node, dims in self.readers.get(value, ()):
                 rule = self.rules[node]
                 assert rule is not None
-                sharding = matching.match(rule, dims, placement)
-                if sharding is not None:
+                sharding = self.matched(rule, dims, placement)
+                if sharding is not None and sharding not in self.shardings[node]:
                     self.offer(node, rule, sharding)
 
 
@@ -353,6 +361,8 @@ def localized(
     applied: the strategy and the number of ranks of every mesh axis. The strategies that :func:`strategies` returns
     can always be written down.
     """
+    if name_of(node) not in rules.local:
+        return tuple(node.args), dict(node.kwargs)
     found = _localized(node, applied, rules, rules.rule(node))
     assert found is not None, f"{node.name}: no local sizes for {[str(item) for item, _ in applied]}"
     return found
