@@ -9,7 +9,7 @@ from typing import Self
 
 from torch import fx
 
-from autopart.candidate_prices import CandidatePrices
+from autopart.candidate_prices import CandidatePrices, alike
 from autopart.cluster import Cluster
 from autopart.conversion_prices import TensorAxis
 from autopart.cost.communication import bucketed_all_reduce_seconds
@@ -36,6 +36,7 @@ class CandidateFloors(CandidatePrices):
     _work: dict[tuple[int, int, str], float] = field(default_factory=dict)
     _free: dict[int, float] = field(default_factory=dict)
     _work_bounds: dict[tuple[int, tuple[TensorAxis, ...], bool], float] = field(default_factory=dict)
+    _enough: dict[object, float] = field(default_factory=dict)  # from where such a bound was not raised further
     _added: dict[tuple[Degrees, float], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -46,11 +47,11 @@ class CandidateFloors(CandidatePrices):
         self._memory = MemoryBound(self.analysis, self._block_costs, self.readers, self.optimizer)
         self._trained = sum(value_bytes(Value(node)).at(1) for node in self.readers if node.meta.get("trainable"))
 
-    def on(self, cluster: Cluster, device: Device, batch: int, whole: frozenset[str] = frozenset()) -> Self:
-        found = CandidatePrices.on(self, cluster, device, batch, whole)
+    def _with(self, cluster: Cluster, device: Device, whole: frozenset[str]) -> Self:
+        found = CandidatePrices._with(self, cluster, device, whole)
         found._added = {}
-        if device != self.device:
-            found._work, found._free, found._work_bounds = {}, {}, {}
+        if not alike(device, self.device):
+            found._work, found._free, found._work_bounds, found._enough = {}, {}, {}, {}
         if device.kind != self.device.kind:
             found._memory = MemoryBound(self.analysis, found._block_costs, self.readers, self.optimizer)
         return found
@@ -59,14 +60,23 @@ class CandidateFloors(CandidatePrices):
         """Seconds that a step takes at least: the work alone, shared perfectly where it is shared."""
         return self._floor(self.free_seconds(config) + self.work_seconds(config), config)
 
-    def work_floor(self, config: Degrees) -> float:
-        """The same, from the best strategies for the work alone, which takes a solver, and what memory adds to it."""
+    def work_floor(self, config: Degrees, below: float = math.inf) -> float:
+        """The same, from the best strategies for the work alone, which takes a solver, and what memory adds to it.
+
+        below: seconds from which a higher bound is of no interest.
+        """
         setting = self.setting(config)
         key = self.samples(config), setting.axes, setting.beside
-        if config.axes and key not in self._work_bounds:
-            self._work_bounds[key] = work_bound(
-                self.analysis, self._folded, setting, self._block_costs, self.time_limit_s
-            )
+        if config.axes:
+            enough = below / self.step_floor(1.0, config) - self.free_seconds(config)
+            bounded, known = self._enough.get(key), self._work_bounds.get(key, 0.0)
+            if bounded is None or (known >= bounded and enough > known):
+                # the second time as far as it goes
+                wanted = enough if bounded is None else math.inf
+                found = work_bound(
+                    *(self.analysis, self._folded, setting, self._block_costs, self.time_limit_s), enough=wanted
+                )
+                self._work_bounds[key], self._enough[key] = max(known, found), wanted
         work = max(self._work_bounds.get(key, 0.0), self.work_seconds(config)) + self.free_seconds(config)
         # what divided parameters exchange in each microbatch, they do not at the end
         summed = not self._divides(config) and not self.zero

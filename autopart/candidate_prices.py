@@ -46,6 +46,16 @@ from autopart.tensor_scheme import TensorScheme
 CUDA_OVERHEAD_BYTES = 2 * 2**30
 
 
+def alike(one: Device, other: Device) -> bool:
+    """Whether devices differ in their memory's size alone."""
+    return replace(one, memory_bytes=other.memory_bytes) == other
+
+
+def _slowest_device(cluster: Cluster) -> Device:
+    """Stages are alike, so the slowest device sets the pace of all."""
+    return min(cluster.devices, key=lambda device: (device.peak("float32"), device.memory_bandwidth))
+
+
 @dataclass(slots=True)
 class CandidatePrices:
     """Prices candidates of one program on one cluster for a global batch, and makes their stage problems."""
@@ -75,8 +85,7 @@ class CandidatePrices:
 
     def __post_init__(self) -> None:
         self.layout, self.shared = DeviceLayout(self.cluster), SharedHosts.of(self.cluster)
-        # Stages are alike, so the slowest device sets the pace of all.
-        self.device = min(self.cluster.devices, key=lambda device: (device.peak("float32"), device.memory_bandwidth))
+        self.device = _slowest_device(self.cluster)
         self.positions = Positions.of(self.analysis, self.pins.together if self.pins else ())
         self._block_costs = BlockCosts(self.analysis, self.device.kind)
         self._folded = fold_graph(self.analysis)
@@ -92,13 +101,25 @@ class CandidatePrices:
 
         Parameters are whole on every replica (``zero`` is 0), those of ``whole`` on every rank. No pins, no warm-up.
         """
+        found = self._with(cluster, device, whole)
+        found.batch, found.zero, found.warmup, found.pins = batch, 0, None, None
+        return found
+
+    def elsewhere(self, cluster: Cluster) -> Self:
+        """The same candidates on another cluster."""
+        found = self._with(cluster, _slowest_device(cluster), self.whole)
+        found.shared = SharedHosts.of(cluster)
+        return found
+
+    def _with(self, cluster: Cluster, device: Device, whole: frozenset[str]) -> Self:
+        """A copy that shares what does not depend on where it differs; a device's memory is in no price."""
         found = copy.copy(self)
-        found.cluster, found.device, found.batch, found.whole = cluster, device, batch, whole
-        found.zero, found.warmup, found.pins = 0, None, None
+        found.cluster, found.device, found.whole = cluster, device, whole
         found.layout = DeviceLayout(cluster)
-        if device != self.device or whole != self.whole:  # else by axes with their links
+        other = not alike(device, self.device)
+        if other or whole != self.whole:  # else by axes with their links
             found._conversions, found._shared, found._priced = {}, {}, {}
-        if device != self.device:
+        if other:
             found._prices = {}
         if device.kind != self.device.kind:
             found._block_costs = BlockCosts(self.analysis, device.kind)

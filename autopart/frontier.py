@@ -16,6 +16,7 @@ from typing import Any
 
 from autopart.analysis import Analysis, analyze
 from autopart.cluster import Cluster, Node
+from autopart.earlier_plans import EarlierPlans
 from autopart.passes.program import Program
 from autopart.plan import Plan
 from autopart.planner import make_plan
@@ -76,12 +77,12 @@ def memory_frontier(
     """
     if not 0 <= step < 1:
         raise PlanError(f"a step is a share, at least 0 and below 1, not {step}")
-    analysis = analysis or analyze(program)
+    analysis, earlier = analysis or analyze(program), EarlierPlans()
     points: list[PlanPoint] = []
     capacity = max(device.memory_bytes for device in cluster.devices)
     for _ in range(most):
         try:
-            plan = make_plan(program, capped(cluster, capacity), analysis=analysis, **limits)
+            plan = make_plan(program, capped(cluster, capacity), analysis=analysis, earlier=earlier, **limits)
         except InfeasibleError:
             if not points:
                 raise
@@ -108,12 +109,12 @@ def count_frontier(
 
     Raises InfeasibleError where nothing fits on any, ClusterError for more devices than the cluster has.
     """
-    analysis = analysis or analyze(program)
+    analysis, earlier = analysis or analyze(program), EarlierPlans()
     points: list[PlanPoint] = []
     failure: Exception | None = None
     for count in sorted(set(counts)):
         try:
-            plan = make_plan(program, first_devices(cluster, count), analysis=analysis, **limits)
+            plan = make_plan(program, first_devices(cluster, count), analysis=analysis, earlier=earlier, **limits)
         except InfeasibleError as error:
             failure = error
             continue

@@ -20,6 +20,7 @@ from autopart.candidates import Answer, Candidates
 from autopart.cluster import Cluster
 from autopart.describe import describe
 from autopart.describe_unlike import describe_unlike
+from autopart.earlier_plans import EarlierPlans
 from autopart.estimates import Estimates
 from autopart.mesh_prices import MeshPrices
 from autopart.passes.data_axis import LEVELS
@@ -83,6 +84,7 @@ def make_plan(
     thorough: bool = False,
     analysis: Analysis | None = None,
     rules: RuleBook = RULES,
+    earlier: EarlierPlans | None = None,
 ) -> Plan:
     """The fastest plan found, with its lower bound; what is given is forced.
 
@@ -107,6 +109,7 @@ def make_plan(
     time_limit_s: for each solver call. thorough: of a large model too, try all configurations that may be faster than
     the best; else some (:data:`MOST_OPS`), and the gap says what those that are left may gain.
     rules: what ops allow (``RULES.extended({...})`` adds a user's own); an ``analysis`` that is given has its own.
+    earlier: of plans with this analysis and these limits on other clusters, whose work is not repeated.
     Raises InfeasibleError when nothing fits in memory, BatchError when the model's batch may not be split that way,
     PlanError for contradicting limits.
     """
@@ -147,7 +150,10 @@ def make_plan(
     pinned = read_pins(analysis, together or (), pins)
     if pp is not None and pp > len(analysis.blocks):
         raise PlanError(f"pp={pp} stages need as many blocks, {program.name} has {len(analysis.blocks)}; lower pp")
-    candidates = Candidates(analysis, cluster, batch, optimizer, time_limit_s, warmup, pinned, zero, scheme)
+    samples, known = batch, earlier or EarlierPlans()
+    candidates = known.take(
+        cluster, lambda: Candidates(analysis, cluster, samples, optimizer, time_limit_s, warmup, pinned, zero, scheme)
+    )
     axes = None if tp is None else read_axes(tp)
     unlike: UnlikeCandidates | None = None
     most_samples = program.most_samples
@@ -188,7 +194,7 @@ def make_plan(
     def evaluate(config: Degrees | UnlikeMeshes, below: float) -> Evaluation[Answer | UnlikeAnswer]:
         if isinstance(config, Degrees):
             try:
-                evaluation = candidates.evaluate(config, below)
+                evaluation = known.evaluate(config, below)
             except NotBetter as error:
                 taken[config] = error.seconds
                 raise
@@ -213,8 +219,8 @@ def make_plan(
             found += others()
         return found
 
-    def refine(config: Degrees | UnlikeMeshes) -> float:
-        return candidates.work_floor(config) if isinstance(config, Degrees) else lower_bound(config)
+    def refine(config: Degrees | UnlikeMeshes, below: float) -> float:
+        return candidates.work_floor(config, below) if isinstance(config, Degrees) else lower_bound(config)
 
     def tighten(config: Degrees | UnlikeMeshes) -> float:
         return candidates.strategy_floor(config) if isinstance(config, Degrees) else lower_bound(config)

@@ -21,8 +21,10 @@ they take, and that is what sharding them does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import fx
 
@@ -42,7 +44,7 @@ from autopart.passes.graph import Value
 from autopart.passes.rules import is_differentiable
 from autopart.prices import Chosen, Prices, share_of
 from autopart.runtime.placement import BROADCAST, REPLICATE, Placements
-from autopart.solver import cache
+from autopart.solver import cache, tensor_transient
 from autopart.solver.tensor_problem import Choice, CostTable, Edge, Op, TensorProblem, TensorSolution
 
 # How near to its bound an answer is proved, by the number of axes: the optimum on one, half a percent on two.
@@ -157,13 +159,17 @@ def work_bound(
     optimizer: str = "adamw",
     memory_limit: float | None = None,
     levels: Sequence[int] = (0,),
+    enough: float = math.inf,
 ) -> float:
     """Seconds that the ops of one microbatch, with what they exchange over tensor axes, take under any strategies.
 
     memory_limit: bytes of all parameters of a rank in each stage, together; with one, what divided ones exchange in a
-    microbatch counts as well. Raises InfeasibleError where no strategies hold that little.
+    microbatch counts as well. enough: seconds from which more are of no interest. Raises
+    InfeasibleError where no strategies hold that little.
     """
-    return Builder(analysis, folded, setting, block_costs, optimizer, levels).work_bound(memory_limit, time_limit_s)
+    return Builder(analysis, folded, setting, block_costs, optimizer, levels).work_bound(
+        memory_limit, time_limit_s, enough
+    )
 
 
 @dataclass(slots=True)
@@ -340,9 +346,9 @@ class Builder:
                     strategies[node] = chosen
         return TensorChoice(strategies, storage, solution, problem.memory(solution.choices), levels)
 
-    def work_bound(self, memory_limit: float | None, time_limit_s: float) -> float:
+    def work_bound(self, memory_limit: float | None, time_limit_s: float, enough: float = math.inf) -> float:
         """No strategies make the ops and conversions of one microbatch take less, ends of a step left aside."""
-        return self.solution(memory_limit, time_limit_s, free=True)[1].bound
+        return self.solution(memory_limit, time_limit_s, free=True, enough=enough)[1].bound
 
     def free(self, op: Op, nodes: Sequence[fx.Node]) -> Op:
         """An op that holds nothing, or a parameter without its step end."""
@@ -352,9 +358,12 @@ class Builder:
         return Op(op.name, tuple(self.stored(nodes[0], *way, len(nodes), ends=False) for way in ways))
 
     def solution(
-        self, memory_limit: float | None, time_limit_s: float, free: bool = False
+        self, memory_limit: float | None, time_limit_s: float, free: bool = False, enough: float = math.inf
     ) -> tuple[TensorProblem, TensorSolution]:
-        """The problem of all classes, and its solution. free: parameters cost what they exchange, and alone hold."""
+        """The problem of all classes, and its solution. free: parameters cost what they exchange, and alone hold.
+
+        enough: as in :func:`work_bound`.
+        """
         classes = self.folded.classes
         ops = [self.op(nodes) for nodes in classes]
         if free:
@@ -363,7 +372,8 @@ class Builder:
         placements = list(self.setting.shared.ids)
         edges = tuple(self.edge(value, ops, placements) for value in self.folded.values)
         problem = TensorProblem(tuple(ops), edges, memory_limit, self.stages)
-        return problem, cache.solve(problem, time_limit_s, self.gap)
+        solver = tensor_transient.solve if enough == math.inf else partial(tensor_transient.solve, enough=enough)
+        return problem, cache.solve(problem, time_limit_s, self.gap, solver)
 
     def solve_levels(
         self, classes: Sequence[Sequence[fx.Node]], memory_limit: float | None, time_limit_s: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from autopart.analysis import Analysis, analyze
+from autopart.candidates import Candidates
 from autopart.cli import main
 from autopart.cluster import Cluster
 from autopart.frontier import PlanPoint, capped, count_frontier, first_devices, memory_frontier, undominated
@@ -20,6 +22,9 @@ from autopart.plan import Plan, StagePlan
 from autopart.planner import make_plan
 from autopart.report.picture import Curve, svg, ticks
 from autopart.runtime.errors import ClusterError, InfeasibleError, PlanError
+from autopart.solver import cache
+from autopart.solver import tensor as tensor_solver
+from autopart.solver.search import Degrees
 from autopart.tracing import capture
 from clusters import ideal
 
@@ -88,6 +93,42 @@ def test_every_forced_plan_is_covered(program: Any, analysis: Analysis) -> None:
             other.seconds * (1 - other.gap) <= point.seconds and other.memory_bytes <= point.memory_bytes / 0.7 + 1
             for other in coarse
         )
+
+
+def test_later_plans_repeat_no_work(program: Any, analysis: Analysis, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate, solve = Candidates.evaluate, tensor_solver.solve
+    evaluated: list[Degrees] = []
+    solved: list[object] = []
+
+    def counted_evaluate(self: Candidates, config: Degrees, below: float = math.inf) -> Any:
+        evaluated.append(config)
+        return evaluate(self, config, below)
+
+    def counted_solve(*arguments: Any) -> Any:
+        solved.append(arguments)
+        return solve(*arguments)
+
+    monkeypatch.setattr(Candidates, "evaluate", counted_evaluate)
+    monkeypatch.setattr(tensor_solver, "solve", counted_solve)
+    plans: list[PlanPoint] = []
+    together = once = 0
+
+    def report(point: PlanPoint) -> None:
+        nonlocal together, once
+        plans.append(point)
+        together, once = len(evaluated), len(solved)
+
+    with cache.used(False):
+        memory_frontier(program, overhead_free(), step=0.1, analysis=analysis, report=report)
+        evaluated.clear()
+        solved.clear()
+        for before, point in itertools.pairwise([None, *plans]):
+            cluster = overhead_free() if before is None else capped(overhead_free(), int(before.memory_bytes * 0.9))
+            assert point is not None
+            alone = make_plan(program, cluster, analysis=analysis)
+            assert alone.step_time_s == pytest.approx(point.seconds) and alone.bound_s <= point.seconds * (1 + 1e-9)
+            assert max(stage.memory_bytes for stage in alone.stages) == point.memory_bytes
+    assert len(plans) > 2 and together < len(evaluated) and once < len(solved)
 
 
 def test_nothing_fits(program: Any, analysis: Analysis) -> None:

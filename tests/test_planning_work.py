@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 
 import pytest
+from torch import fx
 
 import autopart.recomputation
 from autopart.analysis import Analysis, analyze
 from autopart.candidates import Candidates
 from autopart.models import load_model
+from autopart.passes import annotate
+from autopart.solver import cache, tensor
 from autopart.solver.search import Degrees
 from autopart.tracing import capture
 from clusters import ideal
@@ -43,3 +46,43 @@ def test_ways_to_run_a_layer_are_found_once_for_layers_that_are_alike(monkeypatc
         counts.append(len(calls))
         calls.clear()
     assert counts[0] == counts[1] and counts[0] < len(problem.blocks) ** 2
+
+
+def test_costs_of_copied_layers_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = annotate.op_cost
+    calls: list[fx.Node] = []
+
+    def counted(node: fx.Node, kind: str = "cuda") -> annotate.OpCost:
+        calls.append(node)
+        return found(node, kind)
+
+    monkeypatch.setattr(annotate, "op_cost", counted)
+    counts = []
+    for layers in (SHALLOW, DEEP):
+        costs = annotate.annotate(analysis_of(layers).graph.nodes)
+        assert costs == {node: found(node) for node in costs}
+        counts.append(len(calls))
+        calls.clear()
+    operations = len(costs) / DEEP
+    assert counts[1] - counts[0] < (DEEP - SHALLOW) * operations / 4 and counts[1] < len(costs) / 2
+
+
+def test_a_bound_is_raised_no_further_than_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    relaxed: list[object] = []
+    relax = tensor._Search._relax
+
+    def counted(search: tensor._Search) -> str:
+        relaxed.append(search)
+        return relax(search)
+
+    monkeypatch.setattr(tensor._Search, "_relax", counted)
+    config = Degrees(1, 1, (4,), 2, "1f1b")
+    with cache.used(False):
+        candidates, other = (Candidates(analysis_of(SHALLOW), ideal(4), 4, "adamw", zero=None) for _ in range(2))
+        floor = candidates.work_floor(config, below=0.0)
+        assert not relaxed
+        full = other.work_floor(config)
+        assert relaxed and floor <= full
+        count = len(relaxed)
+        assert candidates.work_floor(config) == pytest.approx(full) and len(relaxed) == 2 * count
+        assert candidates.work_floor(config) == candidates.work_floor(config, below=0.0) and len(relaxed) == 2 * count

@@ -207,7 +207,7 @@ def search(
     evaluate: Callable[[Candidate, float], Evaluation[Answer]],
     lower_bound: Callable[[Candidate], float],
     *,
-    refine: Callable[[Candidate], float] | None = None,
+    refine: Callable[[Candidate, float], float] | None = None,
     order: Callable[[Candidate], float] | None = None,
     most: int | None = None,
     more: Callable[[Evaluation[Answer] | None], Iterable[Candidate]] | None = None,
@@ -219,7 +219,8 @@ def search(
 
     evaluate: solves one candidate; raises InfeasibleError when it has no solution, and may raise NotBetter where it
     takes as long as the seconds that are given. lower_bound: cheap seconds that a candidate takes at least, infinite
-    when it cannot run at all. refine: a better bound, for those that it may rule out. order: what comes first is
+    when it cannot run at all. refine: a better bound, for those that it may rule out; of no
+    interest beyond the seconds that are given. order: what comes first is
     smallest in it; the lower bound by default. most: evaluations, after which the rest is left untried once something
     fits. more: further candidates, asked for with the best evaluation of the first. tighten: a bound that takes
     longer, for up to ``most_tightened`` of those whose bound is the smallest in the end. most_last: further evaluations
@@ -247,7 +248,7 @@ def search(
         tried = 0
         for _, floor, _, config in sorted(ranked, key=lambda item: item[:3]):
             if best is not None and floor < best[1].objective and refine is not None:
-                floor = max(floor, refine(config))
+                floor = max(floor, refine(config, best[1].objective))
             if best is not None and (floor >= best[1].objective or (most is not None and tried >= most)):
                 found.append((config, floor, None))
                 continue

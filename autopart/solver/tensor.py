@@ -63,23 +63,26 @@ _FEW_PASSES = 3
 _WORTHWHILE = 0.8
 
 
-def solve(problem: TensorProblem, time_limit_s: float = 60.0, gap: float = 0.0) -> TensorSolution:
+def solve(
+    problem: TensorProblem, time_limit_s: float = 60.0, gap: float = 0.0, enough: float = math.inf
+) -> TensorSolution:
     """The strategies that take the fewest seconds within the memory limit, or the best found in ``time_limit_s``.
 
-    gap: a share of the objective by which it may exceed its bound; 0 for the optimum. Raises InfeasibleError, naming
+    gap: a share of the objective by which it may exceed its bound; 0 for the optimum. enough: seconds from which a
+    higher bound is of no interest, nor then a better answer. Raises InfeasibleError, naming
     what binds, when there are none; PlanError when none were found in time.
     """
     assert not (problem.transients and problem.memory_limit is not None), "tensor_transient solves these"
     start = time.perf_counter()
     arrays = presolved(compiled(problem))
     if arrays is None:
-        raise _infeasible(problem, time_limit_s)
-    search = _Search(arrays, start + time_limit_s, max(gap, TOLERANCE))
+        raise _Unsolvable(problem, time_limit_s)
+    search = _Search(arrays, start + time_limit_s, max(gap, TOLERANCE), enough)
     method = search.run()
     best = search.best
     if best.choices is None:
         if search.bound == math.inf:
-            raise _infeasible(problem, time_limit_s)
+            raise _Unsolvable(problem, time_limit_s)
         raise PlanError(f"no assignment of strategies was found in {time_limit_s:g} s; raise the time limit")
     near = best.objective - search.bound <= TOLERANCE * best.objective
     bound = best.objective if near else search.bound
@@ -101,6 +104,7 @@ class _Search:
     arrays: ProblemArrays
     until: float
     gap: float
+    enough: float
     best: Incumbent = field(init=False)
     bound: float = 0.0
     _proof: Bound | None = None  # of the prices that gave the highest bound
@@ -114,15 +118,22 @@ class _Search:
         best.offer([live[0] for live in arrays.live])
         best.offer([live[int(memory.argmin())] for live, memory in zip(arrays.live, arrays.memory, strict=True)])
         self.bound = math.fsum(float(cost.min()) for cost in arrays.cost)
-        if best.meets(self.bound):
+        if best.meets(self.bound) or self._suffices:
             return "presolve"
         while self.arrays.pairs > _FEW_PAIRS and self._climb():
             pass
+        if self._suffices:
+            return "ascent"
         method = self._relax()
-        if self.best.meets(self.bound) or (self.best.choices is None and self.bound == math.inf):
+        if self._suffices or self.best.meets(self.bound) or (self.best.choices is None and self.bound == math.inf):
             return method
         self._finish()
         return "mip"
+
+    @property
+    def _suffices(self) -> bool:
+        """Whether the bound is as high as anyone wants to know, and there is an assignment at all."""
+        return self.bound >= self.enough and self.best.choices is not None
 
     @property
     def _left(self) -> float:
@@ -277,8 +288,21 @@ def _add_pairs(
         mask[np.ix_(rows, columns)] |= chosen
 
 
-def _infeasible(problem: TensorProblem, time_limit_s: float) -> InfeasibleError:
-    """Why there is no assignment: the conversions that nothing can avoid, or else by how many bytes it does not fit."""
+class _Unsolvable(InfeasibleError):
+    """There is no assignment. Why is found when it is asked for, which takes further solutions."""
+
+    def __init__(self, problem: TensorProblem, time_limit_s: float) -> None:
+        super().__init__("")
+        self._problem, self._time_limit_s = problem, time_limit_s
+
+    def __str__(self) -> str:
+        if self.args == ("",):
+            self.args = (_why_infeasible(self._problem, self._time_limit_s),)
+        return str(self.args[0])
+
+
+def _why_infeasible(problem: TensorProblem, time_limit_s: float) -> str:
+    """The conversions that nothing can avoid, or else by how many bytes it does not fit."""
     counted = TensorProblem(
         ops=tuple(_with_costs(op, [0.0] * len(op.choices)) for op in problem.ops),
         edges=tuple(_with_impossible_counted(problem, edge) for edge in problem.edges),
@@ -294,7 +318,7 @@ def _infeasible(problem: TensorProblem, time_limit_s: float) -> InfeasibleError:
             for op, slot in edge.uses
             if edge.seconds(chosen[edge.source].outputs[edge.output], chosen[op].inputs[slot]) == IMPOSSIBLE
         ]
-        return InfeasibleError(
+        return (
             "every choice of strategies needs a conversion that does not exist; the fewest are "
             + "; ".join(blocked)
             + ". Offer one of these conversions, or further strategies for these ops"
@@ -311,7 +335,7 @@ def _infeasible(problem: TensorProblem, time_limit_s: float) -> InfeasibleError:
     )
     chosen = [op.choices[c] for op, c in zip(problem.ops, smallest.choices, strict=True)]
     largest = max(range(len(chosen)), key=lambda o: chosen[o].memory)
-    return InfeasibleError(
+    return (
         f"the strategies that need least memory hold {smallest.objective:.0f} bytes per device, "
         f"{smallest.objective - problem.memory_limit:.0f} bytes over the limit of {problem.memory_limit:.0f}; the "
         f"largest part is {problem.ops[largest].name!r} ({chosen[largest].name}), {chosen[largest].memory:.0f} bytes. "

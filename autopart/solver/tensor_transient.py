@@ -24,10 +24,15 @@ from autopart.solver import tensor
 from autopart.solver.tensor_problem import Op, TensorProblem, TensorSolution, relative_gap
 
 
-def solve(problem: TensorProblem, time_limit_s: float = 60.0, gap: float = 0.0) -> TensorSolution:
-    """As :func:`autopart.solver.tensor.solve`, transients included. Raises what that raises."""
+def solve(
+    problem: TensorProblem, time_limit_s: float = 60.0, gap: float = 0.0, enough: float = math.inf
+) -> TensorSolution:
+    """As :func:`autopart.solver.tensor.solve`, transients included. Raises what that raises.
+
+    enough: where transients count it is of no use.
+    """
     if not problem.transients or problem.memory_limit is None:
-        return tensor.solve(replace(problem, transients=0), time_limit_s, gap)
+        return tensor.solve(replace(problem, transients=0), time_limit_s, gap, enough)
     start = time.perf_counter()
     least = max(min(choice.transient for choice in op.choices) for op in problem.ops)
     most = max(choice.transient for op in problem.ops for choice in op.choices)
