@@ -19,7 +19,7 @@ from autopart.passes.amounts import Amount, value_bytes
 from autopart.passes.beside import is_cast, operand_of
 from autopart.passes.emit.layers import runs_of
 from autopart.passes.graph import Value
-from autopart.passes.peak import backward_copies, passes_memory
+from autopart.passes.peak_walk import backward_copies, passes_memory
 from autopart.passes.program import Role
 from autopart.passes.rules import is_differentiable
 from autopart.passes.saved import WHOLE_INSIDE, saved_inside, saved_tensors

@@ -1,78 +1,124 @@
 """The most bytes of tensors that each rank holds in a step: its list of actions gone through as the executor does.
 
-A stage's microbatch takes what :mod:`autopart.passes.peak` says of its code. Between computations a rank holds what
-each microbatch keeps, buffers of what it receives from when the receive is posted, one computation early, and what it
-sent until an arrival proves that it was received (:mod:`autopart.runtime.schedule.receipts`).
+A stage's microbatch takes what :mod:`autopart.passes.peak` says of its code, between B and W what W needs. Between
+computations a rank holds what each microbatch keeps, buffers of what it receives from when the receive is posted, one
+computation early (twice where pieces from unlike meshes are put together), and what it sent until an arrival proves
+that it was received (:mod:`autopart.runtime.schedule.receipts`). Replicas copy gradients into messages in the last
+microbatch. Under 2BW steps follow without a gap: a rank may hold gradients of two batches, and a copy of its weights.
 
-Counted beside parameters: activations, buffers, gradients. Not counted: optimizer state, buckets in which replicas sum
-gradients, and what the weights' share of a split backward ("zb-h1", "zb-v") keeps until its W.
+Counted beside parameters: activations, buffers, gradients. Not counted: optimizer state, and what replicas that divide
+parameters (ZeRO) gather and scatter. Of replicas with unlike parts the largest counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from torch import fx
 
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import stored_bytes
+from autopart.passes.conversion import Axes
 from autopart.passes.kept import share_of_rank
 from autopart.passes.peak import Peak
 from autopart.passes.program import Program, Role
 from autopart.plan import Plan
-from autopart.realize import Realization, recomputed
+from autopart.realize import Realization, axes_of, recomputed
+from autopart.runtime.resharding import rows_of
 from autopart.runtime.schedule import Action, Work, make_schedule, post_receives_early
+from autopart.runtime.schedule.double_buffered import carried
 from autopart.runtime.schedule.receipts import Receipts, receipts
 from autopart.stage_memory import stage_peaks
 
 _Edge = tuple[int, int]
+_STEADY = 4
+"""Batches of 2BW after which a rank holds what it will hold."""
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanged:
-    """Bytes of one microbatch on one rank by (source stage, target stage): of values, and of those with a gradient."""
+class Crossing:
+    """Bytes of one microbatch of a value between two stages, as ranks of either have it. pieces: meshes are unlike."""
 
-    values: dict[_Edge, float]
-    gradients: dict[_Edge, float]
+    at_source: float
+    at_target: float
+    differentiable: bool
+    pieces: bool
 
 
-def exchanged_bytes(found: Realization, samples: int) -> Exchanged:
-    """What crosses between stages with equal meshes, ``samples`` to a microbatch of a replica."""
+Exchanged = Mapping[_Edge, Sequence[Crossing]]
+"""What crosses, by (source stage, target stage)."""
+
+
+def exchanged_bytes(found: Realization, samples: Sequence[int], axes: Sequence[Axes], unlike: bool) -> Exchanged:
+    """samples, axes: of a microbatch on each stage's largest replica, and of the stage."""
     sources = {crossing.name: crossing.source for crossing in found.crossings}
-    values: dict[_Edge, float] = {}
-    gradients: dict[_Edge, float] = {}
+    results = [
+        dict(zip(s.sends, graphs.results(g), strict=False)) for s, g in zip(found.stages, found.local, strict=True)
+    ]
+    made: dict[_Edge, list[Crossing]] = {}
     for target, graph in enumerate(found.local):
         for node in graph.nodes:
             if node.op == "placeholder" and node.meta.get("role") is Role.RECEIVED:
-                edge, fake = (sources[node.meta["name"]], target), node.meta["val"]
-                size = stored_bytes(fake).at(samples) * share_of_rank(node, found.axes)
-                values[edge] = values.get(edge, 0.0) + size
-                if node.meta.get("differentiable") and graphs.may_have_gradient(fake.dtype):
-                    gradients[edge] = gradients.get(edge, 0.0) + size
-    return Exchanged(values, gradients)
+                name = node.meta["name"]
+                source, fake = sources[name], node.meta["val"]
+                here = _bytes(results[source][name], axes[source], samples[source])
+                there = _bytes(node, axes[target], samples[target])
+                back = bool(node.meta.get("differentiable")) and graphs.may_have_gradient(fake.dtype)
+                pieces = unlike and (axes[source], samples[source]) != (axes[target], samples[target])
+                made.setdefault((source, target), []).append(Crossing(here, there, back, pieces))
+    return made
+
+
+def _bytes(node: fx.Node, axes: Axes, samples: int) -> float:
+    value = graphs.value_of(node)
+    return stored_bytes(value.fake).at(samples) * share_of_rank(value.node, axes, value.index)
 
 
 def step_peaks(program: Program, plan: Plan, found: Realization, kind: str) -> list[float]:
-    """Bytes on a rank of each rank of the pipeline. kind: of devices, "cuda" or "cpu". For plans with equal meshes."""
-    samples = plan.batch // plan.microbatches // plan.stages[0].dp
-    peaks = stage_peaks(program, found, samples, recomputed(plan, found.local), kind)
-    crossing = exchanged_bytes(found, samples)
+    """Bytes on a rank of each rank of the pipeline. kind: of devices, "cuda" or "cpu"."""
+    whole = plan.batch // plan.microbatches
+    samples = [max(rows_of(whole, stage.shares or (1,) * stage.dp)) for stage in plan.stages]
+    axes = [axes_of(stage) for stage in plan.stages]
+    crossing = exchanged_bytes(found, samples, axes, not plan.is_uniform)
+    back = [edge for edge, values in crossing.items() if any(value.differentiable for value in values)]
     schedule = make_schedule(
-        *(plan.schedule, len(plan.stages), plan.microbatches, sorted(crossing.values), sorted(crossing.gradients)),
-        plan.warmup,
-        plan.places,
+        *(plan.schedule, len(plan.stages), plan.microbatches, sorted(crossing), sorted(back)), plan.warmup, plan.places
     )
-    repeats = plan.microbatches if plan.schedule == "2bw" else None
+    splits = any(action.work is Work.WEIGHT for actions in schedule.ranks for action in actions)
+    replicas = [stage.dp for stage in plan.stages]
+    again = recomputed(plan, found.local)
+    peaks = stage_peaks(program, found, samples, again, kind, axes, replicas, splits)
+    endless = plan.schedule == "2bw"
+    repeats = plan.microbatches if endless else None
     return [
-        step_peak(post_receives_early(actions), receipts(schedule, rank, repeats), peaks, crossing)
+        step_peak(post_receives_early(actions), receipts(schedule, rank, repeats), peaks, crossing, endless)
         for rank, actions in enumerate(schedule.ranks)
     ]
 
 
-def step_peak(actions: Sequence[Action], proofs: Receipts, peaks: Sequence[Peak], crossing: Exchanged) -> float:
-    """The most bytes of one rank. proofs: what its arrivals prove. peaks: of all stages."""
+def step_peak(
+    actions: Sequence[Action], proofs: Receipts, peaks: Sequence[Peak], crossing: Exchanged, endless: bool = False
+) -> float:
+    """The most bytes of one rank. proofs: what its arrivals prove. peaks: of all stages. endless: steps have no gap."""
     walk = _Walk(proofs, peaks, crossing, {action.stage for action in actions})
-    for action in actions:
-        walk.do(action)
+    if not endless:
+        for index, action in enumerate(actions):
+            to_come = {(other.work, other.stage) for other in actions[index + 1 :]}
+            walk.do(action, 0, last=(action.work, action.stage) not in to_come)
+        return walk.most
+    marks = carried(tuple(actions))
+    retains = any(before and action.work is not Work.REDUCE for action, before in zip(actions, marks, strict=True))
+    for turn in range(_STEADY):
+        for index, (action, before) in enumerate(zip(actions, marks, strict=True)):
+            if before and not turn:
+                continue
+            later = [*zip(actions[index + 1 :], marks[index + 1 :], strict=True)]
+            if not before:
+                later += [(other, False) for other, mark in zip(actions, marks, strict=True) if mark]
+            own = any(mark == before and (o.work, o.stage) == (action.work, action.stage) for o, mark in later)
+            walk.do(action, turn - before, last=not own)
+        walk.end_of_call(turn, retains)
     return walk.most
 
 
@@ -84,58 +130,111 @@ class _Walk:
     own: Collection[int]
     now: float = 0.0
     most: float = 0.0
-    sent: dict[Action, float] = field(default_factory=dict)  # what nothing but the send holds
-    posted: dict[tuple[Work, int, int | None], list[Action]] = field(default_factory=dict)
-    summed: set[int] = field(default_factory=set)  # stages whose parameters have gradients
+    sent: dict[tuple[Action, int], float] = field(default_factory=dict)  # by batch: what nothing but the send holds
+    posted: dict[tuple[Work, int, int | None, int], list[Action]] = field(default_factory=dict)
+    summed: dict[tuple[Work, int, int], float] = field(default_factory=dict)  # by batch: gradients of a stage
+    shared: dict[tuple[int, int | None, int], float] = field(default_factory=dict)  # received, and kept for W
 
-    def do(self, action: Action) -> None:
+    def do(self, action: Action, batch: int, last: bool) -> None:
+        """last: no such action of the stage is to come in this batch."""
         work, stage = action.work, action.stage
         if work.is_receive:
-            self.posted.setdefault((work, stage, action.microbatch), []).append(action)
-            self.add(0.0 if action.peer in self.own else self.size(action))
+            self.posted.setdefault((work, stage, action.microbatch, batch), []).append(action)
+            self.add(0.0 if action.peer in self.own else self.size(action) + self.pieces(action))
         elif work is Work.FORWARD:
-            self.arrive(Work.RECV_ACTIVATION, action)
-            peak, there = self.peaks[stage], self.received(stage, self.crossing.values)
+            self.arrive(Work.RECV_ACTIVATION, action, batch)
+            peak, there = self.peaks[stage], self.received(stage)
             self.add(peak.retained - there, peak.forward - peak.retained)
         elif work is Work.SEND_ACTIVATION and action.peer not in self.own:
-            self.sent[action] = 0.0  # a result, which is kept until the backward
+            self.sent[action, batch] = 0.0  # a result, which is kept until the backward
         elif work is Work.BACKWARD:
-            self.arrive(Work.RECV_GRADIENT, action)
-            self.backward(action)
+            self.arrive(Work.RECV_GRADIENT, action, batch)
+            self.backward(action, batch, last)
+        elif work is Work.WEIGHT:
+            self.weight(action, batch, last)
         elif work is Work.SEND_GRADIENT and action.peer not in self.own:
             self.now -= self.size(action)  # the value; the gradient stays
-            self.sent[action] = self.size(action)
+            self.now += self.shared.get((stage, action.microbatch, batch), 0.0)
+            self.sent[action, batch] = self.size(action)
 
-    def backward(self, action: Action) -> None:
+    def backward(self, action: Action, batch: int, last: bool) -> None:
         stage, peak = action.stage, self.peaks[action.stage]
-        for send in self.sent:
-            if send.work is Work.SEND_ACTIVATION and (send.stage, send.microbatch) == (stage, action.microbatch):
-                self.sent[send] = self.size(send)
-                self.now += self.sent[send]
-        coming = sum(size for (source, _), size in self.crossing.gradients.items() if source == stage)
-        top = peak.backward if stage in self.summed else peak.first_backward
-        self.add(0.0, top - peak.retained - coming)
-        if stage not in self.summed:
-            self.summed.add(stage)
-            self.now += peak.gradients
-        there = self.received(stage, self.crossing.values)
-        self.now += self.received(stage, self.crossing.gradients) - (peak.retained - there) - coming
-        for (source, target), size in self.crossing.values.items():
+        for send, number in self.sent:
+            same = (send.stage, send.microbatch, number) == (stage, action.microbatch, batch)
+            if same and send.work is Work.SEND_ACTIVATION:
+                self.sent[send, number] = self.size(send)
+                self.now += self.size(send)
+        coming = sum(value.at_source for value in self.between(stage, None) if value.differentiable)
+        adding = (Work.BACKWARD, stage, batch) in self.summed
+        self.add(0.0, peak.back(adding, last).backward - peak.retained - coming)
+        self.grow(Work.BACKWARD, stage, batch, peak.gradients - peak.later)
+        there = self.received(stage)
+        back = sum(value.at_target for value in self.between(None, stage) if value.differentiable)
+        self.now += back - (peak.retained - there) - coming + peak.left
+        if peak.left_received and not any(source in self.own for source, target in self.crossing if target == stage):
+            self.shared[stage, action.microbatch, batch] = peak.left_received
+        for (source, target), values in self.crossing.items():
             if target == stage and source not in self.own:  # those with a gradient are held until that is sent
-                self.now -= size - self.crossing.gradients.get((source, target), 0.0)
+                self.now -= sum(value.at_target for value in values if not value.differentiable)
 
-    def arrive(self, work: Work, action: Action) -> None:
+    def weight(self, action: Action, batch: int, last: bool) -> None:
+        stage, peak = action.stage, self.peaks[action.stage]
+        if not peak.left:
+            return
+        adding = (Work.WEIGHT, stage, batch) in self.summed
+        received = self.shared.pop((stage, action.microbatch, batch), 0.0)
+        self.add(0.0, peak.back(adding, last).weight - peak.left - peak.left_received)
+        self.grow(Work.WEIGHT, stage, batch, peak.later)
+        self.now -= peak.left + received
+
+    def grow(self, work: Work, stage: int, batch: int, size: float) -> None:
+        """The gradients of a stage's parameters, at their first."""
+        if (work, stage, batch) not in self.summed:
+            self.summed[work, stage, batch] = size
+            self.now += size
+
+    def end_of_call(self, batch: int, retains: bool) -> None:
+        """Gradients of the batch before are handed out and let go; what backwards need moves out of the parameters."""
+        for key in [key for key in self.summed if key[2] < batch]:
+            self.now -= self.summed.pop(key)
+        if retains and not batch:
+            self.add(sum(self.peaks[stage].gradients for stage in self.own))
+
+    def arrive(self, work: Work, action: Action, batch: int) -> None:
         """The computation waits for what was posted for it."""
-        for receive in self.posted.pop((work, action.stage, action.microbatch), ()):
-            for send, _ in self.proofs.get(receive, ()):
-                self.now -= self.sent.pop(send, 0.0)
+        for receive in self.posted.pop((work, action.stage, action.microbatch, batch), ()):
+            self.now -= 0.0 if receive.peer in self.own else self.pieces(receive)
+            for send, later in self.proofs.get(receive, ()):
+                self.now -= self.sent.pop((send, batch + later), 0.0)
 
     def size(self, action: Action) -> float:
-        back = action.work in (Work.SEND_GRADIENT, Work.RECV_GRADIENT)
-        return (self.crossing.gradients if back else self.crossing.values)[action.edge]
+        """Of what an action sends or receives, as this rank has it."""
+        values = self.crossing.get(action.edge, ())
+        if action.work is Work.SEND_ACTIVATION:
+            return sum(value.at_source for value in values)
+        if action.work is Work.RECV_ACTIVATION:
+            return sum(value.at_target for value in values)
+        own = [value.at_source if action.work is Work.RECV_GRADIENT else value.at_target for value in values]
+        return sum(size for size, value in zip(own, values, strict=True) if value.differentiable)
 
-    def received(self, stage: int, sizes: dict[_Edge, float]) -> float:
-        return sum(size for (_, target), size in sizes.items() if target == stage)
+    def pieces(self, action: Action) -> float:
+        """Of what a receive puts together."""
+        values = [value for value in self.crossing.get(action.edge, ()) if value.pieces]
+        if action.work is Work.RECV_ACTIVATION:
+            return sum(value.at_target for value in values)
+        return sum(value.at_source for value in values if value.differentiable)
+
+    def between(self, source: int | None, target: int | None) -> list[Crossing]:
+        """What leaves a stage, or comes to one."""
+        return [
+            value
+            for edge, values in self.crossing.items()
+            if source in (None, edge[0]) and target in (None, edge[1])
+            for value in values
+        ]
+
+    def received(self, stage: int) -> float:
+        return sum(value.at_target for value in self.between(None, stage))
 
     def add(self, size: float, passing: float = 0.0) -> None:
         self.now += size

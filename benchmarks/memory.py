@@ -41,7 +41,10 @@ MODELS = {
 
 # One process, or ranks: (ranks, microbatches, schedule, recompute).
 ALONE = ((1, 1, "1f1b", "none"), (1, 2, "1f1b", "none"), (1, 2, "1f1b", "full"))
-PIPELINES = ((2, 4, "1f1b", "none"), (2, 4, "gpipe", "none"), (2, 4, "interleaved", "none"), (4, 4, "1f1b", "none"))
+PIPELINES = (
+    *((2, 4, schedule, "none") for schedule in ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")),
+    *((4, 4, schedule, "none") for schedule in ("1f1b", "zb-h1")),
+)
 
 
 def count(spec: str, directory: str) -> int:
