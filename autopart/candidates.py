@@ -19,7 +19,7 @@ from autopart.runtime.schedule import in_flight
 from autopart.solver import stages as stage_solver
 from autopart.solver.search import Degrees, Evaluation, NotBetter
 from autopart.solver.stages_floor import blocks_floor
-from autopart.solver.stages_problem import StageProblem, StageSolution, Step, Way
+from autopart.solver.stages_problem import StageProblem, StageSolution, Step
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, simulated_seconds
 from autopart.tensor_choice import Builder, TensorChoice, choose
 
@@ -147,7 +147,7 @@ class Candidates(CandidateFloors):
         except InfeasibleError:
             return
         floor = self._mixture_floor(config, *found.least_seconds(parts.values()))
-        cut, seconds = self._timed(problem, cut, config)
+        seconds = self._step_seconds(problem, cut, config)
         yield Evaluation(Answer(config, mixture, problem, cut), seconds, min(floor, seconds))
 
     def layer_strategies(self, config: Degrees, answer: TensorChoice) -> LayerStrategies:
@@ -228,7 +228,7 @@ class Candidates(CandidateFloors):
                 floor = self.work_floor(config)
             elif not complete:
                 floor = max(self.work_floor(config), self._uncut(config, problem))
-        cut, seconds = self._timed(problem, cut, config)
+        seconds = self._step_seconds(problem, cut, config)
         only = choice.solution is None and config.stages == 1 and not cut.way[0].choices
         if only and not (choice.levels and self.zero is None):
             floor = seconds  # the only division; slower ways to run its blocks hide no more than they take longer
@@ -238,21 +238,14 @@ class Candidates(CandidateFloors):
         """Seconds of a step at least as blocks cannot be cut, with these choices, at whatever positions."""
         return blocks_floor(problem) / self.faster(config) if config.schedule in WHOLE_SCHEDULES else 0.0
 
-    def _timed(self, problem: StageProblem, cut: StageSolution, config: Degrees) -> tuple[StageSolution, float]:
-        """The division that is the fastest on the clock, with its seconds."""
-        ways = (cut.way, *(cut.others if config.schedule in WHOLE_SCHEDULES else ()))
-        seconds = [self._step_seconds(problem, way, config) for way in ways]
-        best = seconds.index(min(seconds))
-        return replace(cut, way=ways[best]), seconds[best]
-
-    def _step_seconds(self, problem: StageProblem, way: Way, config: Degrees) -> float:
+    def _step_seconds(self, problem: StageProblem, cut: StageSolution, config: Degrees) -> float:
         places = self.layout.places(config)
         devices = [self.layout.ranks(config, places.index(place)) for place in range(config.pp)]
         return simulated_seconds(
             problem,
-            way,
+            cut.way,
             config.schedule,
-            [self.weight_share(config, step, problem) for step in way],
+            [self.weight_share(config, step, problem) for step in cut.way],
             self.warmup_of(config),
             places,
             self.shared.durations(devices) if self.shared is not None else None,

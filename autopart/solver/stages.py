@@ -68,8 +68,6 @@ MAX_PROGRAMS = 300
 _TICKS = 2**40
 # A division at some of the positions is sought first, where there are at least twice as many.
 _FEW, _FEW_A_STAGE, _FEW_PROGRAMS = 64, 3, 20
-# By how much stages of further divisions may exceed the least that a step takes.
-_ABOVE_FLOOR = (TOLERANCE, 1e-3, 1e-2)
 
 
 def solve(
@@ -94,8 +92,7 @@ def solve(
         known = _few_positions(problem, until)
         most = most_seconds(problem, known)
     graph = _graph(problem, most)
-    shortest = _floor(graph)[0]
-    floor = min(shortest, problem.microbatches * most)
+    floor = min(_floor(graph)[0], problem.microbatches * most)
     if floor >= below:
         raise NotBetter(floor, floor)
     search = _BoxSearch(problem, graph, until)
@@ -117,28 +114,7 @@ def solve(
         seconds=time.perf_counter() - start,
         programs=search.programs,
         method=method,
-        others=_others(graph, shortest, search.way),
     )
-
-
-def _others(graph: StageGraph, least: float, known: Way) -> tuple[Way, ...]:
-    """Further divisions of whose stages none keeps the step up for long, the shortest under each limit.
-
-    Unlike the objective, :mod:`stages_floor` knows that a stage's end passes beside the last backwards of the stages
-    before, so that stages further on may have more to do.
-    """
-    if len(known) == 1:
-        return ()
-    found: dict[Way, None] = {}
-    for above in _ABOVE_FLOOR:
-        allowed = graph.fits & (graph.floor <= least * (1 + above))
-        way = cheapest(graph, np.where(allowed, graph.once, np.inf))
-        if way is None:
-            continue
-        made = [graph.with_choices(stage, step) for stage, step in enumerate(way[1])]
-        if all(step is not None for step in made):
-            found[tuple(step for step in made if step is not None)] = None
-    return tuple(way for way in found if way != known)
 
 
 def least_seconds(problem: StageProblem) -> float:

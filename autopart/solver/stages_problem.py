@@ -307,8 +307,7 @@ class StageSolution:
     way: the stages. objective, bound: seconds of a step by the formula. gap: (objective - bound) / objective.
     lower_bound_s: no division that fits takes fewer seconds under 1F1B or GPipe, whichever has as many microbatches in
     flight (:mod:`autopart.solver.stages_floor`), formula or not. seconds: spent solving. programs: dynamic programs
-    run. method: "dynamic program" when these alone proved the optimum, else "cp-sat". others: further divisions, which
-    may be faster under 1F1B or GPipe than the formula says.
+    run. method: "dynamic program" when these alone proved the optimum, else "cp-sat".
     """
 
     way: Way
@@ -319,4 +318,3 @@ class StageSolution:
     seconds: float
     programs: int
     method: str
-    others: tuple[Way, ...] = ()
