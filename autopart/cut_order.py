@@ -15,8 +15,8 @@ from torch import fx
 
 from autopart.analysis import Analysis
 from autopart.passes.rules import Strategy
+from autopart.passes.rules.applied import sharding_of
 from autopart.passes.rules.matching import Sharding
-from autopart.passes.rules.strategies import sharding_of
 from autopart.passes.sizes import Extent
 from autopart.prices import Chosen
 

@@ -20,7 +20,8 @@ from autopart.passes.emit.segments import is_inside, recomputable, segments_of
 from autopart.passes.partition import Crossing, StageGraph, partition
 from autopart.passes.program import Program, Role
 from autopart.passes.rules import RULES, RuleBook, Strategy, compatible
-from autopart.passes.rules.strategies import JOINT, strategy_named
+from autopart.passes.rules.applied import JOINT
+from autopart.passes.rules.strategies import strategy_named
 from autopart.passes.shard import shard_stage
 from autopart.passes.unlike_meshes import StageSetting, crossing_placements
 from autopart.plan import Plan, StagePlan

@@ -69,7 +69,8 @@ def shard_stage(
     storage: placements of parameters and buffers by name, replicated where absent.
     Nodes of the result have ``meta["placements"]`` (a tuple of them for ops with several outputs, by index);
     inserted collectives have ``meta["transition"]`` = (axis name, :class:`Transition`), ops that run by a local form
-    ``meta["forms"]`` = pairs of axis name and :class:`LocalForm`, one for each axis that it spans.
+    ``meta["forms"]`` = pairs of axis name and :class:`LocalForm`, one for each axis that it spans; the names are in its
+    call too, by role, a tuple where it takes several axes as one.
     """
     return _Sharder(stage, axes, strategies, storage, rules, whole_outputs, crossing or {}).run()
 

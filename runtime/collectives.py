@@ -87,18 +87,19 @@ def sum_over(x: Tensor, axis: Axis, phase: Phase) -> Tensor:
 
 def sum_in_place(x: Tensor, axis: Axis, phase: Phase) -> None:
     """Replaces a contiguous tensor by the sum over the axis."""
-    if axis.size == 1:
-        return
-    axis.traffic.add("all_reduce", axis.name, phase, payload(x))
-    axis.all_reduce(x)
+    _reduce_in_place(x, axis, phase, False)
 
 
 def max_in_place(x: Tensor, axis: Axis, phase: Phase) -> None:
     """Replaces a contiguous tensor by the maximum over the axis, element by element."""
-    if axis.size == 1:
-        return
-    axis.traffic.add("all_reduce", axis.name, phase, payload(x))
-    axis.all_reduce(x, maximum=True)
+    _reduce_in_place(x, axis, phase, True)
+
+
+def _reduce_in_place(x: Tensor, axis: Axis, phase: Phase, maximum: bool) -> None:
+    for part in axis.parts:
+        if part.size > 1:
+            part.traffic.add("all_reduce", part.name, phase, payload(x))
+            part.all_reduce(x, maximum)
 
 
 def start_broadcast(x: Tensor, axis: Axis, source: int, phase: Phase) -> Pending | None:

@@ -56,6 +56,11 @@ class Axis:
     def __post_init__(self) -> None:
         assert 0 <= self.index < self.size, f"index {self.index} on an axis of {self.size}"
 
+    @property
+    def parts(self) -> tuple[Axis, ...]:
+        """The axes along which a sum goes, one after the other."""
+        return (self,)
+
     def all_reduce(self, x: torch.Tensor, maximum: bool = False) -> None:
         """Replaces a contiguous tensor by the sum (or the maximum) over the axis; not counted."""
         dist.all_reduce(x, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self.group)
@@ -77,6 +82,29 @@ class Axis:
         work = dist.reduce(x, group=self.group, group_dst=target, async_op=True)
         assert work is not None
         return work
+
+
+@dataclass(frozen=True)
+class JoinedAxis(Axis):
+    """Several axes as one, for sums alone: each of ``joined`` cuts the shards of the axis before it.
+
+    It has no group of its own: what goes over it goes along each of them.
+    """
+
+    joined: tuple[Axis, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Axis, ...]:
+        return self.joined
+
+
+def joined(*axes: Axis) -> JoinedAxis:
+    """The axes as one, the first the outermost."""
+    index = 0
+    for axis in axes:
+        index = index * axis.size + axis.index
+    name = "x".join(axis.name for axis in axes)
+    return JoinedAxis(name, math.prod(axis.size for axis in axes), index, joined=axes)
 
 
 def job_size() -> int:

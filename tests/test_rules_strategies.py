@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ from torch.export import Dim, export
 from torch.nn import functional
 
 from autopart.passes import graph as graphs
-from autopart.passes.rules import RULES, Strategy, factor_of, flops, follow, localized, name_of, strategies
+from autopart.passes.rules import RULES, Strategy, compatible, factor_of, flops, follow, localized, name_of, strategies
 from autopart.passes.rules.check import check
 from autopart.passes.rules.examples import call, f, i
-from autopart.passes.rules.strategies import strategy_named
-from autopart.passes.sizes import Extent
+from autopart.passes.rules.strategies import op_strategies, strategy_named
+from autopart.passes.sizes import ONE, Extent
 from autopart.runtime.placement import Placement
 
 aten = torch.ops.aten
@@ -274,3 +275,17 @@ def test_flops_are_two_per_multiply_and_add(op: Any, args: tuple[Any, ...], expe
 def test_flops_grow_with_the_batch() -> None:
     node = find(exported(FusedAttention(), torch.rand(3, 6, 8)), "aten.linear.default")
     assert flops(node, 5, RULES) == 2 * 5 * 6 * 8 * 24
+
+
+def test_a_form_that_takes_several_axes_has_rows_in_a_row() -> None:
+    """Each axis cuts what those before it leave; pieces that another axis would make are none where it does not."""
+    node, _ = call(aten.embedding.default, f(8, 4), i(8, 6))
+    by_name = {item.name: item for item in op_strategies(node, 2, [("v", ONE), ("v", Extent(2)), ("t0", ONE)])}
+    allowed = {
+        (first, second)
+        for first, second in itertools.product(by_name, repeat=2)
+        if "v" in first + second and compatible(node, (by_name[first], by_name[second]), (2, 2))
+    }
+    alone = {"R", "B", "P", "t0"}
+    assert {pair for pair in allowed if not alone.intersection(pair)} == {("v", "v/2"), ("v/2", "v")}
+    assert ("v", "t0") in allowed and not any("v/2" in pair and alone.intersection(pair) for pair in allowed)

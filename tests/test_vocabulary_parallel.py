@@ -189,16 +189,19 @@ def test_models(name: str, limits: dict[str, int], tmp_path: Path, monkeypatch: 
     assert all(stage.counted for stage in result.traffic)
 
 
-def test_tokens_on_the_other_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two axes one has rows of the vocabulary and the other tokens, whichever: each rank a quarter of the logits."""
+@pytest.mark.parametrize("other", ["tokens", "vocabulary"])
+def test_two_axes(other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two axes one has rows of the vocabulary and the other tokens, whichever, or both have rows of the vocabulary:
+    each rank a quarter of the logits, which are not gathered.
+    """
     monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
     subject, analysis = subject_of("gpt2-1")
     offered = Offers.of
 
     def of(self: Offers, node: fx.Node) -> tuple[Chosen, ...]:
-        """Of the vocabulary's ops what shards it on one axis and something else on the other."""
-        found = offered(self, node)
-        return tuple(item for item in found if _crossed(node, item)) if node in vocabulary else found
+        """Of the vocabulary's ops what shards it on one axis and what is asked for on the other."""
+        found, fits = offered(self, node), _crossed if other == "tokens" else _nested
+        return tuple(item for item in found if fits(item)) if node in vocabulary else found
 
     vocabulary = {
         node
@@ -211,17 +214,24 @@ def test_tokens_on_the_other_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     limits = {"pp": 1, "dp": 1, "tp": "2x2", "microbatches": 1, "recompute": "none", "time_limit_s": 3.0}
     plan = make_plan(subject.program, ideal(4), batch=8, analysis=analysis, **limits)  # type: ignore[arg-type]
     loss = next(name for key, name in plan.strategies.items() if key.endswith("cross_entropy_loss"))
-    assert sorted(name.split("/")[0] for name in loss.split(",")) == ["c", "t"]
+    assert sorted(name.split("/")[0] for name in loss.split(",")) == ["c", "t" if other == "tokens" else "c"]
     realize(subject.program, plan, analysis).save(tmp_path / "program")
     (source,) = [path.read_text() for path in (tmp_path / "program").glob("stage_*.py")]
-    assert re.search(rf"wte.weight = parameter\({VOCAB // 2}, 32", source)
-    assert f"vocab_cross_entropy(lm_head.reshape(-1, {VOCAB // 2})" in source, "logits are not gathered"
+    part = VOCAB // (2 if other == "tokens" else 4)
+    assert re.search(rf"wte.weight = parameter\({part}, 32", source)
+    logits = rf"vocab_cross_entropy\(\s*lm_head.reshape\(\S+( \* b)?, {part}\)"
+    assert re.search(logits, source), "logits are not gathered"
+    assert source.count("axis=local_forms.joined(") == (0 if other == "tokens" else 2)
     result = compare_emitted(tmp_path / "program", subject, plan=plan)
     assert result.equal, (result.loss_difference, result.gradient_difference, result.parameter_difference)
     assert all(stage.as_planned and stage.counted for stage in result.traffic), result.traffic
 
 
-def _crossed(node: fx.Node, chosen: Chosen) -> bool:
+def _nested(chosen: Chosen) -> bool:
+    return all(strategy.form is not None for strategy in chosen)
+
+
+def _crossed(chosen: Chosen) -> bool:
     forms = [strategy.form is not None for strategy in chosen]
     other = chosen[forms.index(False)] if sum(forms) == 1 else None
     return other is not None and other.inputs[1].is_shard

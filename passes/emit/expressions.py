@@ -216,7 +216,7 @@ class _Arguments:
         parts = [self.code(index) for index in range(start, len(self.node.args))]
         keywords = {key: value for key, value in self.node.kwargs.items() if key not in _SKIPPED_KEYWORDS}
         for _, form in self.node.meta.get("forms", ()):
-            keywords.pop(form.role)  # written by who knows the axis' variable
+            keywords.pop(form.role, None)  # written by who knows the axis' variable
         makes = "transition" not in self.node.meta and not any(
             isinstance(item.meta.get("val"), torch.Tensor) for item in self.node.all_input_nodes
         )

@@ -118,7 +118,7 @@ class Function:
             self.assign(node, self.printer.invariant(node, self.name, self._draw(node)))
             return
         if "forms" in node.meta:
-            axes = {form.role: self._axis(axis) for axis, form in node.meta["forms"]}
+            axes = {form.role: self._axes(node.kwargs[form.role]) for _, form in node.meta["forms"]}
             text = Text(self.printer.form(node, self.name, axes))
         else:
             text = self.printer.text(node, self.name, self.laters.get(node, ""))
@@ -163,6 +163,13 @@ class Function:
         if "samples" in node.meta:
             arguments.append(f'samples="{node.meta["samples"]}"')
         return f"self._mesh.draw({', '.join(arguments)})"
+
+    def _axes(self, names: object) -> str:
+        """What a local form gets: an axis, or several as one."""
+        if isinstance(names, str):
+            return self._axis(names)
+        assert isinstance(names, tuple)
+        return f"local_forms.joined({', '.join(map(self._axis, names))})"
 
     def _axis(self, name: str) -> str:
         """The variable that holds a mesh axis."""

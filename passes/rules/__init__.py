@@ -1,20 +1,13 @@
 """What each op allows: one line of factors per op, and the sharding strategies that follow from it."""
 
+from autopart.passes.rules.applied import Strategy, called, compatible, local_forms, localized
 from autopart.passes.rules.book import RuleBook, flops, name_of
 from autopart.passes.rules.joint import joint_strategies
 from autopart.passes.rules.matching import factor_of, follow, is_differentiable
 from autopart.passes.rules.notation import Annotation, LocalForm, Message, Panels, Rule, RuleError
 from autopart.passes.rules.routed import with_routings
 from autopart.passes.rules.routing import Routing, find_routings
-from autopart.passes.rules.strategies import (
-    Strategy,
-    bound_rules,
-    called,
-    compatible,
-    local_forms,
-    localized,
-    strategies,
-)
+from autopart.passes.rules.strategies import bound_rules, strategies
 from autopart.passes.rules.table import RULES, default_rules
 
 __all__ = [

@@ -28,14 +28,15 @@ from torch import Tensor, fx
 
 from autopart.passes import graph as graphs
 from autopart.passes.graph import may_have_gradient
+from autopart.passes.rules.applied import Strategy, called, compatible
 from autopart.passes.rules.book import RuleBook
 from autopart.passes.rules.joint import joint_strategies
 from autopart.passes.rules.matching import Sharding, is_differentiable
 from autopart.passes.rules.notation import Rule
-from autopart.passes.rules.strategies import Strategy, called, divides, op_strategies
+from autopart.passes.rules.strategies import divides, op_strategies
 from autopart.passes.rules.table import RULES
 from autopart.passes.sizes import ONE, Extent, extent
-from autopart.runtime.mesh import Axis, Pending
+from autopart.runtime.mesh import Axis, Pending, joined
 from autopart.runtime.placement import Kind, Placements, take_share
 
 T = TypeVar("T")
@@ -286,6 +287,9 @@ def _check_strategies(
     def one(axes: tuple[Axis, ...]) -> tuple[list[Tensor], list[Tensor], list[Tensor], str]:
         place = tuple(axis.index for axis in axes)
         target, args, kwargs = called(node, list(zip(chosen, sizes, strict=True)), axes, rules)
+        for name, value in kwargs.items():
+            if isinstance(value, tuple) and value and isinstance(value[0], Axis):
+                kwargs[name] = joined(*value)
         inputs = _leaves([shares[place] for shares in spread], tracked)
         outputs = _run(target, (args, kwargs), inputs, local_batch)
         own_seeds = [shares[place] for shares in spread_seeds]
@@ -349,7 +353,7 @@ def check(
     make: Callable[[Tensor, int], Tensor] = random_operand,
 ) -> list[CheckResult]:
     """Checks every strategy of an op: R, B, each P, and each factor in one block and in some; and those in which two
-    axes of ``parts`` ranks act together.
+    axes of ``parts`` ranks act together, or shard one factor by a local form, in both orders.
 
     operands: data to run on, aligned with ``passes.graph.inputs``; by default ``make(fake, batch)`` of each.
     batch: the size of the whole batch, ``2 * parts`` by default. batched: check the factors that hold the batch size.
@@ -365,5 +369,22 @@ def check(
         split = batched and any(p.is_shard for p in (*strategy.inputs, *strategy.outputs))
         results.append(_check_strategies(node, (strategy,), (parts,), rules, tensors, batch, split))
     square = (parts, parts)
-    together = () if batched else joint_strategies(node, [offered] * 2, [offered] * 2, square, rules)
+    together = list(() if batched else joint_strategies(node, [offered] * 2, [offered] * 2, square, rules))
+    if rule is not None and not batched:
+        together += _by_one_form(node, rule, parts, rules)
     return results + [_check_strategies(node, chosen, square, rules, tensors, batch, False) for chosen in together]
+
+
+def _by_one_form(node: fx.Node, rule: Rule, parts: int, rules: RuleBook) -> list[tuple[Strategy, ...]]:
+    """Pairs of strategies in which two axes of ``parts`` ranks shard one factor by its local form."""
+    factors = [name for name, form in rule.forms.items() if form.several]
+    pieces = [(ONE, Extent(parts)), (Extent(parts), ONE)]
+    found = [
+        tuple(item for item in op_strategies(node, parts, [(factor, outer)], rules) if item.form is not None)
+        for factor in factors
+        for order in pieces
+        for outer in order
+        if rule.size(factor).coefficient % parts**2 == 0
+    ]
+    pairs = [(*first, *second) for first, second in zip(found[::2], found[1::2], strict=True)]
+    return [pair for pair in pairs if compatible(node, pair, (parts, parts), rules, rule)]

@@ -23,10 +23,11 @@ from torch import fx
 
 from autopart.passes import graph as graphs
 from autopart.passes.rules import matching
+from autopart.passes.rules.applied import JOINT, Strategy, compatible, sharding_name, sharding_of
 from autopart.passes.rules.book import RuleBook
 from autopart.passes.rules.matching import Sharding, is_differentiable, settle
 from autopart.passes.rules.notation import LocalForm, Message, Panels, Rule
-from autopart.passes.rules.strategies import JOINT, Strategy, compatible, divides, sharding_name, sharding_of
+from autopart.passes.rules.strategies import divides
 from autopart.passes.rules.table import RULES
 from autopart.passes.sizes import ONE, Extent
 from autopart.runtime.placement import BROADCAST, Placement

@@ -45,7 +45,8 @@ def match(rule: Rule, dims: Dims, placement: Placement) -> Sharding | None:
             return None
         rest = size.over(outer)
         if rest is not None and rest != ONE:
-            fits = name not in rule.frozen and (name not in rule.forms or outer == ONE)
+            form = rule.forms.get(name)
+            fits = name not in rule.frozen and (form is None or form.several or outer == ONE)
             return (name, outer) if fits else None
         total = outside.times(size)
         if total is None:

@@ -71,12 +71,15 @@ class LocalForm:
     function: of :mod:`autopart.runtime.local_forms`; takes the op's own arguments (those that are no tensors by name)
         and the axis, by the name ``role``. whole: it returns the whole result (R), having exchanged what that needs;
         else what lacks the factor is a partial sum. messages: what it exchanges on this axis.
+    several: it takes several axes as one (:class:`autopart.runtime.mesh.JoinedAxis`), each sharding what the others
+        leave of the factor; it then exchanges its messages along one after the other.
     role: ``axis``, or in a form that spans two axes ``rows`` and ``columns`` (:mod:`autopart.passes.rules.joint`).
     """
 
     function: str
     whole: bool = False
     messages: tuple[Message, ...] = ()
+    several: bool = False
     role: str = "axis"
 
 
@@ -104,7 +107,8 @@ class Annotation:
     products: the factors of each multiplication of arrays, for counting FLOPs: ``("*b n k",)`` for linear.
     sizes: factors whose size does not follow from the shapes.
     random: two runs differ (random numbers, uninitialised memory), and a sharded run from the whole.
-    forms: local forms by factor. Such a factor is sharded in one block, never over the batch, and only by its form.
+    forms: local forms by factor. Such a factor is sharded in one block, never over the batch, and only by its form; by
+        one that takes several axes, in as many blocks as the other axes make of it.
     panels: its form on two axes together, if it has one.
     """
 

@@ -24,11 +24,11 @@ from dataclasses import replace
 from torch import fx
 
 from autopart.passes import graph as graphs
+from autopart.passes.rules.applied import Strategy, localized
 from autopart.passes.rules.book import RuleBook
 from autopart.passes.rules.matching import is_differentiable, settle, sharded
 from autopart.passes.rules.notation import LocalForm, Message
 from autopart.passes.rules.routing import RoutedOp, Routing, Step
-from autopart.passes.rules.strategies import Strategy, localized
 from autopart.passes.sizes import Extent
 from autopart.runtime.placement import BROADCAST, REPLICATE, Kind, Placement, shard
 

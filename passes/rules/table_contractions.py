@@ -138,7 +138,7 @@ def _attention(node: fx.Node) -> Annotation | None:
         linear=((2,),) if not random else (),
         products=(f"{batch} q k d", f"{batch} q k v"),
         random=random,
-        forms={"q": LocalForm("query_sharded_attention")} if causal and fits else {},
+        forms={"q": LocalForm("query_sharded_attention", several=True)} if causal and fits else {},
     )
 
 
@@ -153,7 +153,7 @@ def _grouped_product(node: fx.Node) -> Annotation | None:
     # Of torch's op; the form computes in the operands' type.
     same_type = argument(node, 4, "out_dtype") is None
     return (
-        replace(found, forms={"e": LocalForm("own_experts_product")})
+        replace(found, forms={"e": LocalForm("own_experts_product", several=True)})
         if same_type
         else replace(found, text="^t k, ^e k n, ^ends -> ^t n")
     )

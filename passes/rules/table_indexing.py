@@ -17,7 +17,7 @@ def _embedding(node: fx.Node) -> Annotation:
         return Annotation("^v n, ^*t -> ^*t n", linear=((0,),))
     if argument(node, 4, "sparse", False):
         return Annotation("^v n, *t -> *t n", linear=((0,),))
-    return Annotation("v n, *t -> *t n", linear=((0,),), forms={"v": LocalForm("vocab_embedding")})
+    return Annotation("v n, *t -> *t n", linear=((0,),), forms={"v": LocalForm("vocab_embedding", several=True)})
 
 
 def _indexed(node: fx.Node) -> tuple[list[str], list[str], int] | None:

@@ -24,7 +24,7 @@ def _cross_entropy(node: fx.Node) -> Annotation:
     sums = 3 if argument(node, 5, "label_smoothing", 0.0) else 2
     samples = tuple(f"s{index}" for index in range(rank - 2))
     messages = tuple(Message("all_reduce", "forward", ("t", *samples), count * size) for count in (1, sums))
-    form = LocalForm("vocab_cross_entropy", whole=True, messages=messages)
+    form = LocalForm("vocab_cross_entropy", whole=True, messages=messages, several=True)
     return Annotation(text.replace("^c", "c"), forms={"c": form})
 
 

@@ -13,7 +13,8 @@ from autopart.passes.sizes import Extent
 def _normalised(function: str, rows: tuple[str, ...], bytes_per_row: int, gathers: bool = True) -> LocalForm:
     """A local form that sends some bytes per row each way, forward by an all-gather or an all-reduce."""
     forward = Message("all_gather" if gathers else "all_reduce", "forward", rows, bytes_per_row)
-    return LocalForm(function, messages=(forward, Message("all_reduce", "backward", rows, bytes_per_row)))
+    backward = Message("all_reduce", "backward", rows, bytes_per_row)
+    return LocalForm(function, messages=(forward, backward), several=not gathers)
 
 
 def _softmax(node: fx.Node) -> Annotation:

@@ -36,13 +36,13 @@ def _sum(node: fx.Node) -> Annotation:
 
 def _mean(node: fx.Node) -> Annotation:
     dims = dims_of(node, 1, "dim")
-    forms = {f"d{dim}": LocalForm("partial_mean") for dim in dims}
+    forms = {f"d{dim}": LocalForm("partial_mean", several=True) for dim in dims}
     return Annotation(_reduction(node, dims, _keepdim(node), freeze=False), linear=((0,),), forms=forms)
 
 
 def _mean_of_all(node: fx.Node) -> Annotation:
     dims = list(range(rank_of(node)))
-    forms = {f"d{dim}": LocalForm("partial_mean") for dim in dims}
+    forms = {f"d{dim}": LocalForm("partial_mean", several=True) for dim in dims}
     return Annotation(_reduction(node, dims, False, freeze=False), linear=((0,),), forms=forms)
 
 
