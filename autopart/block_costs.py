@@ -259,7 +259,7 @@ class BlockCosts:
             alike = (first.get(node, node), id(chosen))
             run = runs.get(alike)
             if run is None:
-                run = runs[alike] = self._run(node, facts, chosen, prices, axes)
+                run = runs[alike] = self._run(node, facts, chosen, prices, axes, beside)
             block.forward_s += run.forward_s
             block.backward_s += run.backward_s
             block.transient_bytes = max(block.transient_bytes, run.transient_bytes)
@@ -309,16 +309,18 @@ class BlockCosts:
                 key = op.memory.owner(value, op.memory.used(op.node, number))
                 yield value, key, op.memory.bytes(key)
 
-    def _run(self, node: fx.Node, facts: _OpFacts, chosen: Chosen, prices: Prices, axes: Sequence[TensorAxis]) -> _Run:
+    def _run(
+        self, node: fx.Node, facts: _OpFacts, chosen: Chosen, prices: Prices, axes: Sequence[TensorAxis], beside: bool
+    ) -> _Run:
         used = axes if chosen else ()
         sizes = [axis.parts for axis in used]
         forward, backward = prices.op_seconds(node, chosen, sizes)
-        sent, returned = prices.form_seconds(node, chosen, used)
+        exchanged = prices.form_seconds(node, chosen, used, beside)
         shares = value_shares(node, chosen, sizes)
         positions = range(len(facts.sizes)) if chosen else ()
         return _Run(
-            forward + sent,
-            backward + returned,
+            forward + exchanged.forward_s,
+            backward + exchanged.backward_s,
             _transient_bytes(node, facts, shares, prices.batch),
             facts.inside.at(prices.batch) * _inside_share(chosen, sizes) if facts.inside else 0.0,
             tuple(shares),

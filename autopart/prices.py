@@ -25,6 +25,15 @@ Chosen = tuple[Strategy, ...]
 _OPTIMIZER_PASSES = 8
 
 
+@dataclass(frozen=True, slots=True)
+class FormSeconds:
+    """Of what an op's local forms exchange. hidden_s: what passes unseen in the backward, by kind; not counted."""
+
+    forward_s: float
+    backward_s: float
+    hidden_s: Mapping[str, float]
+
+
 @dataclass(slots=True)
 class Prices:
     """Prices on a device for microbatches of ``batch`` samples; ``costs`` are those of whole ops.
@@ -120,9 +129,13 @@ class Prices:
             )
         return forward, backward
 
-    def form_seconds(self, node: fx.Node, chosen: Chosen, axes: Sequence[TensorAxis]) -> tuple[float, float]:
-        """Forward and backward seconds of what an op's local forms exchange, each along its axis."""
+    def form_seconds(self, node: fx.Node, chosen: Chosen, axes: Sequence[TensorAxis], beside: bool) -> FormSeconds:
+        """What an op's local forms exchange, each along its axis.
+
+        beside: the backward is in one piece, so that what may go on beside the weight's gradient does.
+        """
         forward = backward = 0.0
+        unseen: dict[str, float] = {}
         applied = [(strategy, axis.parts) for strategy, axis in zip(chosen, axes, strict=True)]
         for axis, form in zip(axes, local_forms(applied), strict=True):
             for message in form.messages if form is not None else ():
@@ -132,7 +145,10 @@ class Prices:
                     forward += seconds
                 elif node.meta.get("differentiable"):
                     backward += seconds
-        return forward, backward
+                    if beside and message.beside:
+                        weight = self.weight_seconds(node, chosen, [axis.parts for axis in axes])
+                        unseen[message.operation] = min(seconds, weight)
+        return FormSeconds(forward, backward - sum(unseen.values()), unseen)
 
     def optimizer_seconds(self, weight_bytes: float) -> float:
         """Seconds of one AdamW step over parameters of that many bytes."""

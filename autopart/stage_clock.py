@@ -73,7 +73,7 @@ class StageClock:
 
     def seconds(self) -> StageSeconds:
         setting, hidden = self.candidates.setting(self.config), dict[str, float]()
-        priced = self._priced(setting)
+        priced = self._priced(setting, hidden)
         started = begun(self.graph, self.recompute) if setting.beside else {}
         behind: dict[fx.Node, list[fx.Node]] = {}  # by op what is waited for behind it
         for node, meanwhile in started.items():
@@ -143,7 +143,7 @@ class StageClock:
             line.wait(end, kind, seconds)
         return line.now
 
-    def _priced(self, setting: Setting) -> dict[fx.Node, tuple[float, float]]:
+    def _priced(self, setting: Setting, hidden: dict[str, float]) -> dict[fx.Node, tuple[float, float]]:
         """Seconds of each op and transition forward and back, in the order of the graph."""
         sizes = dict(self.candidates.layout.axes(self.config))
         numbers = {name: index for index, name in enumerate(sizes)}
@@ -158,20 +158,22 @@ class StageClock:
                 others = [1 if name == axis else parts for name, parts in sizes.items()]
                 found[node] = price.seconds(size * share_of(node.args[0].meta["placements"], others))
             elif graphs.is_op(node):
-                found[node] = self._op(node, setting)
+                found[node] = self._op(node, setting, hidden)
         return found
 
     def _chosen(self, origin: fx.Node) -> Chosen:
         return self.choice.strategies.get(origin, ())
 
-    def _op(self, node: fx.Node, setting: Setting) -> tuple[float, float]:
+    def _op(self, node: fx.Node, setting: Setting, hidden: dict[str, float]) -> tuple[float, float]:
         origin = node.meta["origin"]
         chosen = self._chosen(origin) if node.meta.get("strategies") else ()
         if not chosen:
             return setting.prices.op_seconds(origin)
         forward, backward = setting.prices.op_seconds(origin, chosen, setting.sizes)
-        sent, returned = setting.prices.form_seconds(origin, chosen, setting.axes)
-        return forward + sent, backward + returned
+        exchanged = setting.prices.form_seconds(origin, chosen, setting.axes, setting.beside)
+        for kind, seconds in exchanged.hidden_s.items():
+            hidden[kind] = hidden.get(kind, 0.0) + seconds
+        return forward + exchanged.forward_s, backward + exchanged.backward_s
 
 
 def _collective(node: fx.Node, forward: bool) -> tuple[str, str]:

@@ -236,11 +236,11 @@ class Builder:
         """A way to run an op: its share of the work, and what it keeps for the backward."""
         prices, sizes = self.setting.prices, self.setting.sizes
         computed = prices.op_seconds(node, chosen, sizes)
-        exchanged = prices.form_seconds(node, chosen, self.setting.axes)
+        exchanged = prices.form_seconds(node, chosen, self.setting.axes, self.setting.beside)
         kept, transient = self.block_costs.held_bytes(node, chosen, sizes, prices.batch)
         return Choice(
             name_of(chosen),
-            (sum(computed) + sum(exchanged) - self.longer_seconds(node, chosen)) * count,
+            (sum(computed) + exchanged.forward_s + exchanged.backward_s - self.longer_seconds(node, chosen)) * count,
             tuple(map(self.id_of, zip(*(strategy.outputs for strategy in chosen), strict=True))),
             tuple(map(self.id_of, zip(*(strategy.inputs for strategy in chosen), strict=True))),
             kept * count,

@@ -5,12 +5,18 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopart.verify
 from autopart.analysis import analyze
@@ -19,6 +25,7 @@ from autopart.passes.rules import RULES, Strategy, find_routings
 from autopart.planner import make_plan
 from autopart.realize import realize
 from autopart.reshardings import reshardings
+from autopart.runtime import Axis, local_forms
 from autopart.runtime.errors import PlanError
 from autopart.runtime.placement import shard
 from autopart.tracing import capture
@@ -26,7 +33,7 @@ from autopart.verify import Subject, compare_emitted, prepare
 from clusters import ideal
 from families import BATCH, SEQ, family
 from forcing import forced, op, run
-from launch import run_kept_job
+from launch import launch, run_kept_job
 
 INNER, WIDTH, CHOSEN = 2 * 64, 32, 2
 """Of Mixtral: outputs of the first grouped product, model width, experts per token."""
@@ -106,6 +113,67 @@ def test_rows_are_sent_to_their_experts(
     assert found == ((5, 2 * rows * moved + counts) if once else (10, 2 * rows * moved + 2 * counts))
 
 
+class _Seen(TorchFunctionMode):
+    """As under a split backward, functions are seen one by one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _Products(TorchDispatchMode):
+    """Notes matrix products in the order of their calls."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.events.append("mm")
+        return func(*args, **(kwargs or {}))
+
+
+def _dispatched(apart: bool) -> tuple[list[Tensor], list[str]]:
+    """The product of rows on their ways and its gradients; products and the exchange of the backward."""
+    events: list[str] = []
+    exchange = dist.all_to_all_single
+
+    def noted(*args: Any, **keywords: Any) -> Any:
+        work = exchange(*args, **keywords)
+        events.append("send")
+
+        def wait() -> None:
+            events.append("wait")
+            work.wait()
+
+        return SimpleNamespace(wait=wait)
+
+    axis = Axis("tp", 2, dist.get_rank(), dist.group.WORLD)
+    generator = torch.Generator().manual_seed(axis.index)
+    x, weight = (torch.randn(*shape, generator=generator).requires_grad_() for shape in ((6, 4), (2, 4, 3)))
+    offs = torch.tensor([[1, 3, 3, 6], [2, 4, 5, 6]][axis.index])
+    with _Seen() if apart else nullcontext():
+        found = local_forms.dispatch_experts_product(x, weight, offs, axis=axis)
+    dist.all_to_all_single = noted
+    with _Products(events):
+        found.square().sum().backward()
+    dist.all_to_all_single = exchange
+    assert x.grad is not None and weight.grad is not None
+    return [found.detach(), x.grad, weight.grad], events
+
+
+def _both() -> list[str]:
+    (apart, _), (together, events) = _dispatched(True), _dispatched(False)
+    for one, other in zip(apart, together, strict=True):
+        torch.testing.assert_close(one, other)
+    return events
+
+
+def test_gradients_of_experts_are_computed_while_rows_go_back() -> None:
+    """Of two experts on each rank: the rows' gradients, which are sent; the weights'; then the rows' are waited for."""
+    assert launch(_both, 2) == [["mm", "mm", "send", "mm", "mm", "wait"]] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "limits",
@@ -142,7 +210,8 @@ def test_experts_on_one_axis_and_their_matrices_on_another(tmp_path: Path, monke
     analysis._strategies[2, 2] = offered
     plan = make_plan(subject.program, ideal(4), batch=8, analysis=analysis, pp=1, dp=1, tp=(2, 2), microbatches=1)
     products = {key: text for key, text in plan.strategies.items() if "grouped_mm" in key}
-    assert sorted(products.values()) == ["k,combine/b", "n/2,dispatch/b"]
+    # the axes are alike, so either may have the rows
+    assert sorted(sorted(text.split(",")) for text in products.values()) == [["combine/b", "k"], ["dispatch/b", "n/2"]]
     run(subject, plan, tmp_path, monkeypatch)
 
 
@@ -160,6 +229,7 @@ def test_rows_are_sent_where_that_is_cheaper() -> None:
         plan = make_plan(program, ideal(8), batch=batch, analysis=analysis, pp=1, dp=1, tp=8, microbatches=1)
         found[batch] = [text for key, text in plan.strategies.items() if "grouped_mm" in key]
         assert plan.gap < 1e-6
+        assert plan.stages[0].hidden_s["all_to_all"] > 0
     assert found == {8: ["dispatch/b", "combine/b"], 4096: ["own/b", "own/b"]}
 
 
@@ -179,8 +249,9 @@ _SMALL = "hidden_size=32&num_attention_heads=4&num_key_value_heads=2&vocab_size=
 @pytest.mark.parametrize(
     ("spec", "steps"),
     [
-        # each expert has biases, looked up for the own rows
+        # each expert has biases, looked up for the rows where they are
         ("gpt_oss?head_dim=8&intermediate_size=64&num_local_experts=4&num_experts_per_tok=2", "exchange exchange"),
+        ("gpt_oss?head_dim=8&intermediate_size=64&num_local_experts=4&num_experts_per_tok=2", "dispatch combine"),
         # and one expert for all tokens beside those that are chosen
         (
             "qwen2_moe?moe_intermediate_size=32&shared_expert_intermediate_size=32&intermediate_size=64"
@@ -188,7 +259,7 @@ _SMALL = "hidden_size=32&num_attention_heads=4&num_key_value_heads=2&vocab_size=
             "dispatch combine",
         ),
     ],
-    ids=["biases", "shared expert"],
+    ids=["biases of own rows", "biases of experts' rows", "shared expert"],
 )
 def test_other_mixtures(spec: str, steps: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(f"hf:{spec}&{_SMALL}", dtype=torch.float64)
@@ -221,6 +292,11 @@ def test_routings_are_found_by_their_data_flow(leaks: bool) -> None:
     found = [[item.step.name for item in routing.ops] for routing in find_routings(program.graph, RULES)]
     steps = "SORT COUNT COUNTED PICK PRODUCT LOOK_UP ROWS ROWS ROWS RETURN"
     assert found == ([] if leaks else [steps.split()])
+    offered = analyze(program).strategies(2)
+    for routing in find_routings(program.graph, RULES):
+        for item in routing.ops:
+            if item.step.name == "LOOK_UP":
+                assert {"own/b", "group/b"} <= {strategy.name for strategy in offered[item.node]}
 
 
 def by_query_head(node: fx.Node, strategy: Strategy) -> bool:

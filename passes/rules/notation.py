@@ -50,6 +50,7 @@ class Message:
     for every index of ``factors``, which lack the form's own: ``("*b",)`` for a number per row. Of an all_to_all it has
     its share of them.
     elements: how many that are in the whole tensor; of a bound rule.
+    beside: it goes on while the gradient of the op's weight is computed.
     """
 
     operation: Operation
@@ -57,6 +58,7 @@ class Message:
     factors: tuple[str, ...]
     element_bytes: int
     elements: Extent = ONE
+    beside: bool = False
 
     def payload(self, parts: int, batch: int) -> int:
         """Bytes of the call as :class:`autopart.runtime.traffic.Traffic` counts them, on an axis of ``parts`` ranks."""

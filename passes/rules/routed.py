@@ -29,7 +29,7 @@ from autopart.passes.rules.book import RuleBook
 from autopart.passes.rules.matching import is_differentiable, settle, sharded
 from autopart.passes.rules.notation import LocalForm, Message
 from autopart.passes.rules.routing import RoutedOp, Routing, Step
-from autopart.passes.sizes import Extent
+from autopart.passes.sizes import Extent, extent
 from autopart.runtime.placement import BROADCAST, REPLICATE, Kind, Placement, shard
 
 _COUNT_BYTES = 8
@@ -71,11 +71,18 @@ def _strategies(op: RoutedOp, routing: Routing, rows: Placement, parts: int, rul
         yield from _products(op, routing, (own, counts, groups), parts, suffix)
     elif op.step is Step.ROWS and op.rule is not None:
         yield from _by_row(op, (own, groups), parts, suffix, rules)
+    elif op.step is Step.LOOK_UP:
+        source = graphs.inputs(node)[0]
+        yield Strategy(f"own{suffix}", (settle(BROADCAST, source), own), (own,))
+        size, products = extent(source.fake.shape[0]), [item.rule for item in routing.products]
+        alike = all(rule is not None and rule.forms and rule.size("e") == size for rule in products)
+        if size is not None and alike and size.coefficient % parts == 0 and _together(routing):
+            counted = LocalForm("group_look_up", messages=(_counted(size.coefficient, parts),))
+            yield Strategy(f"group{suffix}", (shard(0), own), (groups,), counted)
     else:
         wanted: dict[Step, tuple[Placement, ...]] = {
             Step.SORT: (rows,),
             Step.PICK: (rows, own),
-            Step.LOOK_UP: (settle(BROADCAST, graphs.inputs(node)[0]), own),
             Step.COUNT: (own,),
             Step.COUNTED: (counts,),
             Step.ROWS: (own,) * many,
@@ -117,20 +124,17 @@ def _products(
     t, k, n = rule.inputs[0][0][0], rule.inputs[0][1][0], rule.outputs[0][1][0]
     size = x.fake.element_size()
 
-    def moved(factors: tuple[str, str], back: bool) -> tuple[Message, ...]:
+    def moved(factors: tuple[str, str], back: bool, beside: bool = False) -> tuple[Message, ...]:
         elements = rule.size(factors[0]).times(rule.size(factors[1]))
         assert elements is not None
         there = Message("all_to_all", "forward", factors, size, elements)
-        return (there, replace(there, phase="backward")) if back else (there,)
+        return (there, replace(there, phase="backward", beside=beside)) if back else (there,)
 
-    # every rank tells every other how many rows of each of its groups will come
-    counted = Message("all_to_all", "forward", (), _COUNT_BYTES, Extent(rule.size("e").coefficient * parts))
-    there, back = moved((t, k), is_differentiable(x)), moved((t, n), True)
+    counted = _counted(rule.size("e").coefficient, parts)
+    there, back = moved((t, k), is_differentiable(x), beside=is_differentiable(weight)), moved((t, n), True)
     shares = shard(0)
-    # rows that stay with their groups are told apart by the counts that the dispatch exchanged
-    together = len({graphs.inputs(item.node)[2] for item in routing.products}) == 1
     offered = [("exchange", own, own, (counted, *there, *back))]
-    if together:
+    if _together(routing):
         offered += [
             ("dispatch", own, groups, (counted, *there)),
             ("group", groups, groups, ()),
@@ -139,3 +143,13 @@ def _products(
     for name, given, made, messages in offered:
         form = LocalForm(f"{name}_experts_product", messages=messages)
         yield Strategy(f"{name}{suffix}", (given, shares, counts), (made,), form)
+
+
+def _together(routing: Routing) -> bool:
+    """Whether all products count rows alike: those that stay with their groups lie as the dispatch counted them."""
+    return len({graphs.inputs(item.node)[2] for item in routing.products}) == 1
+
+
+def _counted(groups: int, parts: int) -> Message:
+    """Every rank tells every other how many rows of each of its groups will come."""
+    return Message("all_to_all", "forward", (), _COUNT_BYTES, Extent(groups * parts))

@@ -48,7 +48,9 @@ def _index(node: fx.Node) -> Annotation | None:
 
 
 def _index_put(node: fx.Node) -> Annotation | None:
-    """Accumulated values are summed over the positions: a shard of them gives a partial sum."""
+    """Accumulated values are summed over the positions: a shard of them gives a partial sum. Values that lack leading
+    dims are for all positions.
+    """
     found = _indexed(node)
     if found is None:
         return None
@@ -57,11 +59,12 @@ def _index_put(node: fx.Node) -> Annotation | None:
     values = rank_of(node, count + 1)
     shapes = [shape_of(value.fake) for value in graph.inputs(node)[1 : count + 1]]
     width = max(len(shape) for shape in shapes)
-    if values == 0:
-        after = []
-    elif values != width + len(after) - 1:
-        return None
-    run = "*i" if accumulate and values else "^*i"
+    if values != width + len(after) - 1:
+        behind = after[after.index("*i") + 1 :]
+        if values > len(behind):
+            return None
+        after = behind[len(behind) - values :]
+    run = "*i" if accumulate and "*i" in after else "^*i"
     picked = " ".join(after).replace("*i", run)
     text = ", ".join([" ".join(before), *[run] * count, picked])
     # A single value for all positions, or one that replaces, keeps the positions together.

@@ -11,6 +11,7 @@ from autopart.runtime.local_forms.experts import (
     dispatch_experts_product,
     exchange_experts_product,
     group_experts_product,
+    group_look_up,
     own_experts_product,
     own_places,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "dispatch_experts_product",
     "exchange_experts_product",
     "group_experts_product",
+    "group_look_up",
     "joined",
     "own_experts_product",
     "own_places",

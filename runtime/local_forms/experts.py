@@ -7,13 +7,15 @@ MegaBlocks, arXiv 2211.15841, drops no row either). A rank's groups are ``[e / r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -41,11 +43,12 @@ def dispatch_experts_product(x: Tensor, weight: Tensor, offs: Tensor, *, axis: A
     x: ``[t, k]``, the own rows, sorted by expert. weight: ``[experts / ranks, k, n]``. offs: ``[experts]``, where the
     own rows of each expert end; it keeps the way of the rows for the products that follow. Returns ``[r, n]``, the
     ``r`` rows of the rank's experts, from all ranks, sorted by expert and rank.
-    Forward two all-to-all, of counts and of rows; backward the rows' gradients come back. One read from the device.
+    Forward two all-to-all, of counts and of rows; backward the rows' gradients come back, while the weights' are
+    computed. One read from the device.
     """
-    route = _Route.exchanged(offs, weight.size(0), axis)
+    route = _Route.exchanged(_counts(offs), weight.size(0), axis)
     setattr(offs, _ROUTE, route)
-    return _product(_sent(x, route), weight, route.ends)
+    return _product_there(x, weight, route)
 
 
 def group_experts_product(x: Tensor, weight: Tensor, offs: Tensor, *, axis: Axis) -> Tensor:
@@ -65,8 +68,21 @@ def combine_experts_product(x: Tensor, weight: Tensor, offs: Tensor, *, axis: Ax
 
 def exchange_experts_product(x: Tensor, weight: Tensor, offs: Tensor, *, axis: Axis) -> Tensor:
     """Sends the own rows to their experts and the products back: O of O. Both exchanges, forward and backward."""
-    route = _Route.exchanged(offs, weight.size(0), axis)
-    return _returned(_product(_sent(x, route), weight, route.ends), route)
+    route = _Route.exchanged(_counts(offs), weight.size(0), axis)
+    return _returned(_product_there(x, weight, route), route)
+
+
+def group_look_up(source: Tensor, indices: Sequence[Tensor], *, axis: Axis) -> Tensor:
+    """What a tensor has for the group of each row, such as a bias, for the rows of this rank's groups: E of O.
+
+    source: ``[experts / ranks, *n]``. indices: one tensor ``[t]``, the groups of the own rows, sorted. Returns
+    ``[r, *n]``, as :func:`dispatch_experts_product` leaves the rows. Forward one all-to-all, of counts; one read from
+    the device.
+    """
+    (keys,) = indices
+    route = _Route.exchanged(torch.bincount(keys, minlength=source.size(0) * axis.size), source.size(0), axis)
+    many = [last - first for first, last in itertools.pairwise(route.ends)]
+    return torch.cat([row.expand(count, *row.shape) for row, count in zip(source, many, strict=True)])
 
 
 def own_places(base: Tensor, indices: Sequence[Tensor], values: Tensor, *, axis: Axis) -> Tensor:
@@ -76,6 +92,11 @@ def own_places(base: Tensor, indices: Sequence[Tensor], values: Tensor, *, axis:
     numbers from 0 on of the whole's places, of which the first ``t`` are written. Nothing is exchanged.
     """
     return torch.index_put(base, tuple(indices), values[: base.size(0)])
+
+
+def _counts(offs: Tensor) -> Tensor:
+    """Rows of each group, of where they end."""
+    return offs.detach().to(torch.int64).diff(prepend=offs.new_zeros(1, dtype=torch.int64))
 
 
 def _product(x: Tensor, weight: Tensor, ends: Sequence[int]) -> Tensor:
@@ -92,8 +113,8 @@ class _Route:
     arriving: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def exchanged(offs: Tensor, groups: int, axis: Axis) -> _Route:
-        counts = offs.detach().to(torch.int64).diff(prepend=offs.new_zeros(1, dtype=torch.int64))
+    def exchanged(counts: Tensor, groups: int, axis: Axis) -> _Route:
+        """counts: of the own rows of each of all groups. groups: how many a rank has."""
         arriving = counts
         if axis.size > 1:
             axis.traffic.add("all_to_all", axis.name, "forward", payload(counts))
@@ -123,23 +144,35 @@ class _Route:
 
     def send(self, rows: Tensor, phase: Phase) -> Tensor:
         """Own rows to their groups."""
-        return self.by_group(self.exchange(rows.contiguous(), self.received, self.sent, rows, phase))
+        return self.by_group(self.begin(rows.contiguous(), self.received, self.sent, rows, phase)())
 
     def bring_back(self, rows: Tensor, phase: Phase) -> Tensor:
         """The groups' rows to where they came from."""
-        own = rows.new_empty((sum(self.sent), *rows.shape[1:]))
-        return self.exchange(self.by_rank(rows), self.sent, self.received, own, phase)
+        return self.begin_bringing_back(rows, phase)()
 
-    def exchange(
+    def begin_bringing_back(self, rows: Tensor, phase: Phase) -> Callable[[], Tensor]:
+        """As :meth:`bring_back`, when the result is called."""
+        own = rows.new_empty((sum(self.sent), *rows.shape[1:]))
+        return self.begin(self.by_rank(rows), self.sent, self.received, own, phase)
+
+    def begin(
         self, rows: Tensor, arriving: Sequence[int], leaving: Sequence[int], own: Tensor, phase: Phase
-    ) -> Tensor:
-        """Counted by the own rows, those that are sent or come back: their number does not depend on the data."""
+    ) -> Callable[[], Tensor]:
+        """Begins an exchange; what is returned waits for it. Counted by the own rows, those that are sent or come back:
+        their number does not depend on the data.
+        """
         if self.axis.size == 1:
-            return rows
+            return lambda: rows
         self.axis.traffic.add("all_to_all", self.axis.name, phase, payload(own))
         result = rows.new_empty((sum(arriving), *rows.shape[1:]))
-        dist.all_to_all_single(result, rows, list(arriving), list(leaving), group=self.axis.group)
-        return result
+        work = dist.all_to_all_single(result, rows, list(arriving), list(leaving), group=self.axis.group, async_op=True)
+        assert work is not None
+
+        def end(sent: Tensor = rows) -> Tensor:  # what is sent is kept until then
+            work.wait()
+            return result
+
+        return end
 
 
 def _reordered(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
@@ -166,6 +199,37 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return (ctx.route.bring_back if ctx.there else ctx.route.send)(gradient, "backward"), None, None
+
+
+class _ProductThere(torch.autograd.Function):
+    """Rows are sent to their groups and multiplied; their gradients go back while the weights' are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, route: _Route) -> Tensor:
+        rows = route.send(x.detach(), "forward")
+        ctx.save_for_backward(rows, weight)
+        ctx.route = route
+        return _product(rows, weight, route.ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weight = ctx.saved_tensors
+        ends, needed = ctx.route.ends, ctx.needs_input_grad
+        back = None
+        if needed[0]:
+            back = ctx.route.begin_bringing_back(_product(gradient, weight.transpose(1, 2), ends), "backward")
+        pieces = itertools.pairwise(ends) if needed[1] else ()
+        sums = [rows[first:last].t() @ gradient[first:last] for first, last in pieces]
+        return None if back is None else back(), torch.stack(sums) if sums else None, None
+
+
+def _product_there(x: Tensor, weight: Tensor, route: _Route) -> Tensor:
+    """The product of rows that are sent to their groups."""
+    if has_torch_function((x, weight)):  # a split backward cuts the product out, whose weights' gradients are later yet
+        return _product(_sent(x, route), weight, route.ends)
+    result: Tensor = _ProductThere.apply(x, weight, route)
+    return result
 
 
 def _moved(x: Tensor, route: _Route, there: bool) -> Tensor:
