@@ -292,8 +292,9 @@ def test_routings_are_found_by_their_data_flow(leaks: bool) -> None:
     found = [[item.step.name for item in routing.ops] for routing in find_routings(program.graph, RULES)]
     steps = "SORT COUNT COUNTED PICK PRODUCT LOOK_UP ROWS ROWS ROWS RETURN"
     assert found == ([] if leaks else [steps.split()])
-    offered = analyze(program).strategies(2)
-    for routing in find_routings(program.graph, RULES):
+    analysis = analyze(program)
+    offered = analysis.strategies(2)
+    for routing in find_routings(analysis.graph, RULES):
         for item in routing.ops:
             if item.step.name == "LOOK_UP":
                 assert {"own/b", "group/b"} <= {strategy.name for strategy in offered[item.node]}
