@@ -9,7 +9,7 @@ from typing import Self
 
 from torch import fx
 
-from autopart.candidate_prices import CandidatePrices, alike
+from autopart.candidate_prices import CandidatePrices, same_but_for_memory
 from autopart.cluster import Cluster
 from autopart.conversion_prices import TensorAxis
 from autopart.cost.communication import bucketed_all_reduce_seconds
@@ -50,7 +50,7 @@ class CandidateFloors(CandidatePrices):
     def _with(self, cluster: Cluster, device: Device, whole: frozenset[str]) -> Self:
         found = CandidatePrices._with(self, cluster, device, whole)
         found._added = {}
-        if not alike(device, self.device):
+        if not same_but_for_memory(device, self.device):
             found._work, found._free, found._work_bounds, found._enough = {}, {}, {}, {}
         if device.kind != self.device.kind:
             found._memory = MemoryBound(self.analysis, found._block_costs, self.readers, self.optimizer)

@@ -33,12 +33,11 @@ from autopart.prices import Prices, share_of
 from autopart.recomputation import WHOLE, Activations, activations, layers
 from autopart.runtime.links import dtype_of
 from autopart.runtime.placement import REPLICATE
-from autopart.runtime.schedule import deeper_warmup, in_flight
+from autopart.runtime.schedule import SPLIT_SCHEDULES, deeper_warmup, in_flight
 from autopart.shared_hosts import SharedHosts
 from autopart.solver.search import Config, Degrees
 from autopart.solver.stages_parts import Block, Cut, Family
 from autopart.solver.stages_problem import StageProblem, Step
-from autopart.step_time import SPLIT_SCHEDULES
 from autopart.tensor_choice import Setting, Shared, TensorChoice
 from autopart.tensor_scheme import TensorScheme
 
@@ -46,7 +45,7 @@ from autopart.tensor_scheme import TensorScheme
 CUDA_OVERHEAD_BYTES = 2 * 2**30
 
 
-def alike(one: Device, other: Device) -> bool:
+def same_but_for_memory(one: Device, other: Device) -> bool:
     """Whether devices differ in their memory's size alone."""
     return replace(one, memory_bytes=other.memory_bytes) == other
 
@@ -116,7 +115,7 @@ class CandidatePrices:
         found = copy.copy(self)
         found.cluster, found.device, found.whole = cluster, device, whole
         found.layout = DeviceLayout(cluster)
-        other = not alike(device, self.device)
+        other = not same_but_for_memory(device, self.device)
         if other or whole != self.whole:  # else by axes with their links
             found._conversions, found._shared, found._priced = {}, {}, {}
         if other:

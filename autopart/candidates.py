@@ -198,8 +198,10 @@ class Candidates(CandidateFloors):
                 break
             except NotBetter as error:
                 seconds = error.seconds / self.faster(config)
-                least = seconds if complete else max(self.work_floor(config), self._uncut(config, problem))
-                raise NotBetter(seconds, least if alone else self.work_floor(config)) from None
+                if alone and complete:
+                    raise NotBetter(seconds, seconds) from None
+                uncut = self._uncut(config, problem) if alone else 0.0
+                raise NotBetter(seconds, max(self.work_floor(config), uncut)) from None
             except InfeasibleError as error:
                 if alone or error.excess_bytes is None or attempt == TIGHTENINGS:
                     if below < math.inf:  # what fits may take longer

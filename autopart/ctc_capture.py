@@ -8,6 +8,7 @@ be computed alone. Here the rows and the mask that such a list was made of are r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,12 +25,31 @@ _SELECTIONS = {Tensor.masked_select, torch.masked_select, Tensor.__getitem__}
 _REDUCTIONS = ("none", "mean", "sum")
 
 
+@dataclass(frozen=True, slots=True)
+class _Selected:
+    """A list of all targets, and the rows and mask that it was made of, as they were then."""
+
+    targets: Tensor
+    rows: Tensor
+    mask: Tensor
+    versions: tuple[int, ...]
+
+    @staticmethod
+    def of(targets: Tensor, rows: Tensor, mask: Tensor) -> _Selected:
+        return _Selected(targets, rows, mask, tuple(tensor._version for tensor in (targets, rows, mask)))
+
+    @property
+    def holds(self) -> bool:
+        """Whether none of the three was written to since."""
+        return self.versions == tuple(tensor._version for tensor in (self.targets, self.rows, self.mask))
+
+
 class RowsOfTargets(TorchFunctionMode):
     """Inside, ``F.ctc_loss`` of a trace is an op for each sample's loss, and their mean or sum."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._selected: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by id of the list: itself, rows, mask
+        self._selected: dict[int, _Selected] = {}  # by id of the list
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -41,7 +61,7 @@ class RowsOfTargets(TorchFunctionMode):
         if function in _SELECTIONS and isinstance(result, Tensor) and result.dim() == 1:
             rows, mask, *_ = (*args, *kwargs.values())
             if isinstance(mask, Tensor) and mask.dtype is torch.bool and mask.shape == rows.shape and rows.dim() == 2:
-                self._selected[id(result)] = result, rows, mask
+                self._selected[id(result)] = _Selected.of(result, rows, mask)
         return result
 
     def _loss(
@@ -59,15 +79,16 @@ class RowsOfTargets(TorchFunctionMode):
             raise CaptureError(
                 "F.ctc_loss is captured with log-probabilities (time, sample, class) and with lengths that are tensors"
             )
-        if id(targets) in self._selected:
-            _, rows, valid = self._selected[id(targets)]
+        selected = self._selected.get(id(targets))
+        if selected is not None and selected.holds:
+            rows, valid = selected.rows, selected.mask
         elif targets.dim() == 2:
             rows = targets
             valid = torch.arange(rows.shape[1], device=rows.device) < target_lengths.to(rows.device).unsqueeze(-1)
         else:
             raise CaptureError(
                 "F.ctc_loss is given the targets of all samples in one list; give them padded, (sample, place), or as "
-                "rows.masked_select(mask)"
+                "rows.masked_select(mask), with nothing written to these in place afterwards"
             )
         if log_probs.dtype in (torch.float16, torch.bfloat16):  # as autocast does
             log_probs = log_probs.float()

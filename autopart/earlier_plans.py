@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from autopart.candidate_prices import alike
+from autopart.candidate_prices import same_but_for_memory
 from autopart.candidates import Answer, Candidates
 from autopart.cluster import Cluster
 from autopart.runtime.errors import InfeasibleError
@@ -32,17 +32,17 @@ class EarlierPlans:
         if self.candidates is None:
             self.candidates = make()
             return self.candidates
-        if not has_less_memory(cluster, self.candidates.cluster):
+        if not has_no_more_memory(cluster, self.candidates.cluster):
             self._came = {}
         self.candidates = self.candidates.elsewhere(cluster)
         return self.candidates
 
     def evaluate(self, config: Degrees, below: float) -> Evaluation[Answer]:
-        """As :meth:`Candidates.evaluate`."""
+        """As :meth:`Candidates.evaluate`; what did not fit on more memory is short of as much at least."""
         assert self.candidates is not None
         came = self._came.get(config)
         if isinstance(came, InfeasibleError):
-            raise InfeasibleError(f"with more memory: {came}", came.excess_bytes)
+            raise came
         if isinstance(came, NotBetter) and came.seconds >= below:
             raise came
         if isinstance(came, Evaluation) and (held := self._held(came)) is not None:
@@ -75,14 +75,14 @@ class EarlierPlans:
         return replace(came, answer=replace(answer, problem=problem), bound=min(bound, came.objective))
 
 
-def has_less_memory(cluster: Cluster, before: Cluster) -> bool:
+def has_no_more_memory(cluster: Cluster, before: Cluster) -> bool:
     """Whether clusters differ in their devices' memory alone, and no device has more than before."""
     if len(cluster.nodes) != len(before.nodes):
         return False
     return all(
         node == other
         or (
-            alike(node.device, other.device)
+            same_but_for_memory(node.device, other.device)
             and node.device.memory_bytes <= other.device.memory_bytes
             and replace(node, device=other.device) == other
         )

@@ -21,8 +21,6 @@ from autopart.solver.stages_problem import StageProblem, Step, Way
 
 WHOLE_SCHEDULES = ("gpipe", "1f1b", "2bw-flush")
 """Schedules of whole backwards, one stage on each rank, that end with each batch."""
-SPLIT_SCHEDULES = ("zb-h1", "zb-v")
-"""Schedules that put weights' gradients off to fill bubbles."""
 # How many schedules are kept for further candidates; one of 64 stages and 512 microbatches takes some 30 MB.
 _SCHEDULES = 8
 

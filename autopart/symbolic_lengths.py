@@ -15,8 +15,11 @@ from autopart.passes.sizes import extent
 
 @contextmanager
 def symbolic_lengths(model: nn.Module) -> Iterator[None]:
-    """Inside, ``len`` of a tensor is its first size, symbol or not, in the files that define the model's modules."""
-    own = {type(module).__module__ for module in model.modules()}
+    """Inside, ``len`` of a tensor is its first size, symbol or not, in the files that define the model's modules.
+
+    For all threads: the files' own names are changed, and put back.
+    """
+    own = {base.__module__ for module in model.modules() for base in type(module).__mro__}
     own.add(getattr(getattr(model, "loss_function", None), "__module__", None) or "")
     files = [sys.modules[name] for name in own if name in sys.modules and name.partition(".")[0] not in _NOT_MODELS]
     changed = [file for file in files if "len" not in vars(file)]

@@ -143,7 +143,7 @@ def capture(
         with (
             _training(model),
             entered(autocast),
-            kept_buffers(model),
+            kept_buffers(flat),
             symbolic_lengths(flat),
             all_on_meta(flat, named) as leaves,
             own_backwards() as own,

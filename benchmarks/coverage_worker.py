@@ -124,11 +124,13 @@ def _own_spread(program: Path, subject: Subject) -> float:
     division = divide(manifest, subject)
     before = copy.deepcopy(subject.model.state_dict())
     expected = train_reference(subject, manifest, division, STEPS, LEARNING_RATE).state
-    with torch.no_grad():
-        for parameter in subject.model.parameters():
-            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * torch.randint_like(parameter, -1, 2))
-    found = train_reference(subject, manifest, division, STEPS, LEARNING_RATE).state
-    subject.model.load_state_dict(before)
+    try:
+        with torch.no_grad():
+            for parameter in subject.model.parameters():
+                parameter.mul_(1 + torch.finfo(parameter.dtype).eps * torch.randint_like(parameter, -1, 2))
+        found = train_reference(subject, manifest, division, STEPS, LEARNING_RATE).state
+    finally:  # the plans that follow start from it
+        subject.model.load_state_dict(before)
     floating = {name: tensor for name, tensor in expected.items() if tensor.is_floating_point() and tensor.numel()}
     largest = max(float(tensor.abs().max()) for tensor in floating.values())
     return max(

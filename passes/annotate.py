@@ -229,7 +229,7 @@ def annotate(nodes: Iterable[fx.Node], kind: str = "cuda") -> dict[fx.Node, OpCo
 def _alike(node: fx.Node) -> object:
     """All that an op's cost follows from: equal for the ops of copied layers, which share their fake values."""
     constants = fx.node.map_aggregate(
-        (node.args, node.kwargs), lambda item: None if isinstance(item, fx.Node) else item
+        (node.args, node.kwargs), lambda item: "tensor" if isinstance(item, fx.Node) else item
     )
     values: dict[Value, int] = {}
     owners: dict[Value, int] = {}

@@ -53,8 +53,10 @@ def ctc_losses(
 ) -> Tensor:
     """The loss ``(n,)`` of each of n samples.
 
-    log_probs: ``(t, n, c)``. targets, valid: ``(n, u)``; a sample's target are the classes in its row that are valid.
-    input_lengths, target_lengths: ``(n,)``; the latter has to be ``valid.sum(-1)``, or InputError is raised.
+    log_probs: ``(t, n, c)``, float32 or float64, the blank among the c classes. targets, valid: ``(n, u)``; a sample's
+    target are the classes in its row that are valid. input_lengths, target_lengths: ``(n,)``; the latter has to be
+    ``valid.sum(-1)``. blank, zero_infinity: as ``F.ctc_loss`` has them. Raises InputError, on the ranks that have a
+    sample whose lengths disagree.
     """
     counted = valid.sum(-1)
     if not torch.equal(counted, target_lengths.to(counted)):

@@ -97,6 +97,24 @@ class JoinedAxis(Axis):
     def parts(self) -> tuple[Axis, ...]:
         return self.joined
 
+    def all_reduce(self, x: torch.Tensor, maximum: bool = False) -> None:
+        for axis in self.joined:
+            if axis.size > 1:
+                axis.all_reduce(x, maximum)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        raise self._only_sums()
+
+    def broadcast(self, x: torch.Tensor, source: int) -> Pending:
+        raise self._only_sums()
+
+    def reduce(self, x: torch.Tensor, target: int) -> Pending:
+        raise self._only_sums()
+
+    def _only_sums(self) -> TypeError:
+        # its group is none of theirs: torch.distributed would take all ranks of the job for it
+        return TypeError(f"{self.name} is several axes as one, which only sums go along")
+
 
 def joined(*axes: Axis) -> JoinedAxis:
     """The axes as one, the first the outermost."""

@@ -13,6 +13,7 @@ import autopart.verify
 from autopart.ctc_capture import RowsOfTargets
 from autopart.runtime import ctc
 from autopart.runtime.errors import CaptureError, InputError
+from autopart.tracing import capture
 from clusters import ideal
 from launch import run_kept_job
 
@@ -72,6 +73,29 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
         functional.ctc_loss(log_probs, ones, *numbers)
     with pytest.raises(InputError, match="make them agree"):
         ctc.ctc_losses(log_probs, transcripts(), transcripts() >= 0, 9 * ones, ones, 0, False)
+
+
+class Shifted(nn.Module):
+    """Writes to what the list of targets was made of, or to the list, before the loss."""
+
+    def __init__(self, written: str) -> None:
+        super().__init__()
+        self.head, self.written = nn.Linear(6, CLASSES), written
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        labels = labels.clone()
+        valid = labels >= 0
+        lengths = valid.sum(-1)
+        targets = labels.masked_select(valid)
+        {"targets": targets, "labels": labels}[self.written].clamp_(max=2)
+        times = torch.full((x.shape[0],), TIMES)
+        return functional.ctc_loss(self.head(x).log_softmax(-1).transpose(0, 1), targets, times, lengths)
+
+
+@pytest.mark.parametrize("written", ["targets", "labels"])
+def test_what_is_written_to_in_place_is_refused(written: str) -> None:
+    with pytest.raises(CaptureError, match="in place"):
+        capture(Shifted(written), (torch.randn(SAMPLES, TIMES, 6), transcripts()))
 
 
 class Speech(nn.Module):

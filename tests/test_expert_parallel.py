@@ -210,8 +210,9 @@ def test_experts_on_one_axis_and_their_matrices_on_another(tmp_path: Path, monke
     analysis._strategies[2, 2] = offered
     plan = make_plan(subject.program, ideal(4), batch=8, analysis=analysis, pp=1, dp=1, tp=(2, 2), microbatches=1)
     products = {key: text for key, text in plan.strategies.items() if "grouped_mm" in key}
-    # the axes are alike, so either may have the rows
+    # the axes are alike, so either may have the rows, but of both products the same
     assert sorted(sorted(text.split(",")) for text in products.values()) == [["combine/b", "k"], ["dispatch/b", "n/2"]]
+    assert len({[name.endswith("/b") for name in text.split(",")].index(True) for text in products.values()}) == 1
     run(subject, plan, tmp_path, monkeypatch)
 
 

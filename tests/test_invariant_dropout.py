@@ -110,8 +110,10 @@ def test_every_plan_drops_the_same(name: str, alone: tuple[Path, list[float]], t
         by_sequence(analysis)
     plan = planned(analysis, "invariant", PLANS[name])
     realize(program, plan, analysis).save(tmp_path / "program")
-    text = "".join(path.read_text() for path in sorted((tmp_path / "program").glob("stage_*.py")))
-    assert "invariant.dropout(" in text and "invariant.attention(" in text and "F.dropout" not in text
+    texts = [path.read_text() for path in sorted((tmp_path / "program").glob("stage_*.py"))]
+    text = "".join(texts)
+    assert all("invariant.dropout(" in one for one in texts), "each stage draws"
+    assert "invariant.attention(" in text and "F.dropout" not in text
     if name == "sequence":
         assert '"S1", samples="S0"' in text
     arguments = (str(tmp_path / "program"), str(job), STEPS, 1e-3, "")

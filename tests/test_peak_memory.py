@@ -13,7 +13,7 @@ import torch
 from chains import chain_of, subject_of
 from test_recompute import recomputing
 from test_schedules_equal_serial import placed
-from test_unlike_meshes import with_meshes
+from unlike_cases import with_meshes
 
 from autopart.api import load
 from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
@@ -92,8 +92,7 @@ def test_peak_of_a_pipeline(case: str, tmp_path: Path) -> None:
     ends = list(itertools.accumulate(sizes, initial=0))
     largest = [max(counted[first:last]) for first, last in itertools.pairwise(ends)]
     predicted = step_peaks(subject.program, plan, realized(analysis, plan), "cpu")
-    print(case, [round(ours / theirs, 4) for ours, theirs in zip(predicted, largest, strict=True)])
-    assert predicted == pytest.approx(largest, rel=0.05)
+    assert predicted == pytest.approx(largest, rel=0.02 if meshes else 0.05)
 
 
 @pytest.mark.parametrize(("name", "stages"), [("gpt2", 2), ("t5", 3), ("unet", 2)])

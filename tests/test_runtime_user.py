@@ -208,11 +208,14 @@ def test_torchrun(tmp_path: Path) -> None:
     assert code == 0 and output.count("done True") == 2, output
 
 
-def test_one_rank_that_fails_ends_the_job(tmp_path: Path) -> None:
-    emit(tmp_path, 2, microbatches=4)
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_one_rank_that_fails_ends_the_job(ranks: int, tmp_path: Path) -> None:
+    """The second of them: the last, or one that others wait for on both sides."""
+    emit(tmp_path, ranks, microbatches=4)
     file = tmp_path / "stage_1.py"
-    file.write_text(file.read_text().replace("        logits =", "        1 / 0  # boom\n        logits ="))
-    code, output = torchrun(tmp_path, 2)
+    head, made, body = file.read_text().rpartition("        return ")
+    file.write_text(f"{head}        1 / 0  # boom\n{made}{body}")
+    code, output = torchrun(tmp_path, ranks)
     assert code != 0
     assert "rank 1 (stage 1) failed: Traceback" in output and "1 / 0  # boom" in output and "stage_1.py" in output
 

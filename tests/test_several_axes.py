@@ -16,9 +16,11 @@ from autopart.axes_volume import least_exchange_seconds
 from autopart.candidates import Candidates
 from autopart.cluster import Cluster
 from autopart.plan import Plan
+from autopart.plan_notes import unfactored
 from autopart.planner import make_plan
+from autopart.report.units import format_seconds
 from autopart.several_axes import uncovered
-from autopart.solver.search import Degrees
+from autopart.solver.search import Considered, Degrees, Status
 from autopart.tracing import capture
 from clusters import ideal
 
@@ -124,7 +126,9 @@ def test_factorings_that_were_not_searched_are_said_and_bounded() -> None:
     assert least <= two.bound_s
     assert uncovered(candidates, [config], {config, replace(config, axes=(2, 2))}, plan.bound_s) == ((), math.inf)
     assert uncovered(candidates, [config], {config}, least) == ((), math.inf)
-    said = [note for note in plan.notes if note.startswith("the lower bound is of the tensor axes")]
-    searched = [row for row in plan.considered if "tp=2x2" in str(row["config"])]
-    assert bool(said) == (not searched)
+    one = Considered(config, Status.CHOSEN, plan.step_time_s, "")
+    (note,) = unfactored(candidates, [config], [one], plan.bound_s)
+    assert "2x2 were not" in note and format_seconds(least) in note and "--tp 2x2 plans" in note
+    assert [row for row in plan.considered if "tp=2x2" in str(row["config"])], "the search takes it up here"
+    assert not [note for note in plan.notes if note.startswith("the lower bound")]
     assert not [note for note in two.notes if note.startswith("the lower bound")]

@@ -26,7 +26,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from autopart.runtime.schedule import Work, make_schedule
+from autopart.runtime.schedule import SPLIT_SCHEDULES, Work, make_schedule
 from autopart.solver.linear import LinearModel
 
 MOST_STEPS = 1500
@@ -53,7 +53,7 @@ def least_share(schedule: str, places: Sequence[int], microbatches: int, forward
 @functools.lru_cache(maxsize=4096)
 def _least(schedule: str, places: tuple[int, ...], microbatches: int, forward: int) -> float:
     stages = len(places)
-    splits = schedule in ("zb-h1", "zb-v")
+    splits = schedule in SPLIT_SCHEDULES
     model = LinearModel()
     step = model.add_variable(1.0, upper=math.inf)
     for _ in range(stages):

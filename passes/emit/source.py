@@ -331,7 +331,7 @@ class StageSource:
 
     def _header(self) -> list[str]:
         kinds = {"buffer" if info.buffer else "parameter" for info in self.tensors.values()}
-        random = [node for node in self.graph.nodes if self.invariant and is_random(node)]
+        random = {node for node in self.graph.nodes if self.invariant and is_random(node)}
         drawn = ["invariant"] if random else []
         forms = ["local_forms"] if any("forms" in node.meta and node not in random for node in self.graph.nodes) else []
         imports = ["Mesh", "Namespace", "collectives", *drawn, *forms, *kinds]

@@ -377,14 +377,11 @@ def check(
 
 def _by_one_form(node: fx.Node, rule: Rule, parts: int, rules: RuleBook) -> list[tuple[Strategy, ...]]:
     """Pairs of strategies in which two axes of ``parts`` ranks shard one factor by its local form."""
-    factors = [name for name, form in rule.forms.items() if form.several]
-    pieces = [(ONE, Extent(parts)), (Extent(parts), ONE)]
-    found = [
-        tuple(item for item in op_strategies(node, parts, [(factor, outer)], rules) if item.form is not None)
-        for factor in factors
-        for order in pieces
-        for outer in order
-        if rule.size(factor).coefficient % parts**2 == 0
-    ]
-    pairs = [(*first, *second) for first, second in zip(found[::2], found[1::2], strict=True)]
+    pairs: list[tuple[Strategy, ...]] = []
+    for factor, form in rule.forms.items():
+        if not form.several or rule.size(factor).coefficient % parts**2:
+            continue
+        for order in ((ONE, Extent(parts)), (Extent(parts), ONE)):
+            ways = [op_strategies(node, parts, [(factor, outer)], rules) for outer in order]
+            pairs += itertools.product(*([item for item in way if item.form is not None] for way in ways))
     return [pair for pair in pairs if compatible(node, pair, (parts, parts), rules, rule)]

@@ -80,7 +80,10 @@ def group_look_up(source: Tensor, indices: Sequence[Tensor], *, axis: Axis) -> T
     the device.
     """
     (keys,) = indices
-    route = _Route.exchanged(torch.bincount(keys, minlength=source.size(0) * axis.size), source.size(0), axis)
+    # not by bincount, which reads from the device, and is as long as the largest key asks for
+    groups = torch.arange(source.size(0) * axis.size + 1, dtype=keys.dtype, device=keys.device)
+    counts = torch.searchsorted(keys.contiguous(), groups).diff()
+    route = _Route.exchanged(counts, source.size(0), axis)
     many = [last - first for first, last in itertools.pairwise(route.ends)]
     return torch.cat([row.expand(count, *row.shape) for row, count in zip(source, many, strict=True)])
 
@@ -207,7 +210,8 @@ class _ProductThere(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, route: _Route) -> Tensor:
         rows = route.send(x.detach(), "forward")
-        ctx.save_for_backward(rows, weight)
+        of_x, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(rows if of_weight else None, weight if of_x else None)
         ctx.route = route
         return _product(rows, weight, route.ends)
 

@@ -10,11 +10,12 @@ from autopart.runtime.schedule.exchanges import (
 )
 from autopart.runtime.schedule.flushing import deeper_warmup, forward_only, gpipe, one_f_one_b
 from autopart.runtime.schedule.interleaving import interleaved, looped
-from autopart.runtime.schedule.named import NAMES, VIRTUAL, in_flight, make_schedule, places_of
+from autopart.runtime.schedule.named import NAMES, SPLIT_SCHEDULES, VIRTUAL, in_flight, make_schedule, places_of
 from autopart.runtime.schedule.zero_bubble import v_shaped, zb_h1, zb_v
 
 __all__ = [
     "NAMES",
+    "SPLIT_SCHEDULES",
     "VIRTUAL",
     "Action",
     "Edges",

@@ -13,6 +13,8 @@ from autopart.runtime.schedule.flushing import deeper_warmup, forward_only, gpip
 from autopart.runtime.schedule.zero_bubble import v_shaped, zb_h1, zb_v
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "2bw", "2bw-flush")
+SPLIT_SCHEDULES = ("zb-h1", "zb-v")
+"""Those that put weights' gradients off to fill bubbles."""
 # Those that run several stages on each rank.
 VIRTUAL = ("interleaved", "zb-v")
 
