@@ -73,10 +73,12 @@ class Style:
     """How a layer is run. sequence_parallel: norms, residuals and dropouts on a share of the sequence each, between a
     reduce-scatter and an all-gather in place of every all-reduce (Korthikanti et al., arXiv 2205.05198).
     fused_attention: scores stay on the chip, and its backward repeats them (Dao et al., arXiv 2205.14135).
+    beside: an input's gradient is summed over the tensor axis beside the gradient of the weight that it was read with.
     """
 
     sequence_parallel: bool = False
     fused_attention: bool = False
+    beside: bool = False
 
 
 MEGATRON = Style()
@@ -87,7 +89,8 @@ class Part:
     """A piece of the model that a stage boundary may follow: seconds of one microbatch, without collectives.
 
     core_s: of the forward, scores to weighted values: what selective recomputation repeats. parameters: numbers that
-    one rank holds. reduces: all-reduces over the tensor axis of a forward; a backward has as many.
+    one rank holds. reduces: all-reduces over the tensor axis of a forward; a backward has as many. weight_s: of the
+    backward, the gradient of the weight that reads what these bring.
     """
 
     forward_s: float
@@ -95,6 +98,7 @@ class Part:
     core_s: float = 0.0
     parameters: float = 0.0
     reduces: int = 0
+    weight_s: float = 0.0
 
     def __add__(self, other: Part) -> Part:
         return Part(
@@ -103,6 +107,7 @@ class Part:
             self.core_s + other.core_s,
             self.parameters + other.parameters,
             self.reduces + other.reduces,
+            self.weight_s + other.weight_s,
         )
 
 
@@ -115,13 +120,17 @@ def _part(
     parameters: float = 0.0,
     reduces: int = 0,
 ) -> Part:
-    """Prices with fp16 products; a kernel that only moves memory is launched once, backward twice."""
+    """Prices with fp16 products; a kernel that only moves memory is launched once, backward twice.
+
+    products: the first reads what the tensor axis brings.
+    """
     forward = copy_seconds(device, bytes_forward) + kernels * device.launch_s
     backward = copy_seconds(device, bytes_backward) + 2 * kernels * device.launch_s
     for product in products:
         forward += _seconds(device, product)
         backward += sum(_seconds(device, gradient) for gradient in product.backward)
-    return Part(forward, backward, 0.0, parameters, reduces)
+    weight = _seconds(device, products[0].backward[1]) if products and reduces else 0.0
+    return Part(forward, backward, 0.0, parameters, reduces, weight)
 
 
 def _seconds(device: Device, product: Product) -> float:

@@ -52,10 +52,14 @@ class Measurement:
         return self.model.flops(self.batch) / self.cluster.device_count
 
 
+def published_text(name: str) -> str:
+    """``published/NAME.csv``."""
+    return resources.files("autopart.cost").joinpath("published", f"{name}.csv").read_text()
+
+
 def read_table(name: str) -> list[dict[str, str]]:
     """Rows of ``published/NAME.csv``, comments left out."""
-    text = resources.files("autopart.cost").joinpath("published", f"{name}.csv").read_text()
-    return list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
+    return list(csv.DictReader(line for line in published_text(name).splitlines() if not line.startswith("#")))
 
 
 def _half(index: int) -> str:
@@ -159,3 +163,6 @@ def _fitting(model: Gpt, cluster: Cluster, batch: int) -> list[Layout]:
 
 
 TABLES = {"megatron_sc21_table1": sc21, "megatron_tp_only": tensor_only, "alpa_gpt": alpa}
+"""Tables of which halves are fitted to."""
+KEPT_ASIDE = ("megatron_sc21_table2", "megatron_recomputation")
+"""Tables that nothing was fitted to, in the form of :mod:`autopart.cost.measured`."""

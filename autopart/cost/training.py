@@ -173,8 +173,12 @@ def _stages(model: Gpt, cluster: Cluster, layout: Layout, device: Device) -> lis
 
     passes = 3 if layout.recompute == "full" else 2
 
+    def exchanged(part: Part, times: int) -> float:
+        hidden = min(part.reduces * reduce_s, part.weight_s) if layout.style.beside else 0.0
+        return times * part.reduces * reduce_s - hidden
+
     def seconds(part: Part) -> float:
-        return part.forward_s + part.backward_s + again(part) + passes * part.reduces * reduce_s
+        return part.forward_s + part.backward_s + again(part) + exchanged(part, passes)
 
     groups = _cut(halves, layout, seconds, first, last)
     edges = _edge_seconds(model, cluster, layout)
@@ -185,13 +189,13 @@ def _stages(model: Gpt, cluster: Cluster, layout: Layout, device: Device) -> lis
         ends += [last] if index == layout.pp - 1 else []
         copy = first.parameters if 0 < index == layout.pp - 1 else 0.0
         held = [*parts, *ends]
-        reduces = passes * sum(part.reduces for part in parts) + sum(part.reduces for part in ends)
+        collectives = sum(exchanged(part, passes) for part in parts) + sum(exchanged(part, 1) for part in ends)
         stages.append(
             _Stage(
                 sum(part.forward_s for part in held),
                 sum(part.backward_s for part in held),
                 sum(map(again, parts)),
-                reduces * reduce_s,
+                collectives,
                 _edge_uses(index, layout, edges),
                 sum(part.parameters for part in held) + copy,
             )
@@ -293,9 +297,13 @@ def memory_bytes(model: Gpt, layout: Layout, batch: int) -> float:
     if layout.sharded:
         state = (STATE_BYTES - _SHARED_STATE_BYTES + _SHARED_STATE_BYTES / layout.dp) * parameters
     tokens = layout.samples * model.sequence
-    inside = tokens * (model.width * (10 + 24 / layout.tp) + 5 * model.heads * model.sequence / layout.tp)
+    scores = tokens * 5 * model.heads * model.sequence / layout.tp
+    inside = tokens * model.width * (10 + 24 / layout.tp) + scores
     in_flight = min(layout.microbatches(batch), layout.pp)
-    kept = _HALF * tokens * model.width * per_stage if layout.recompute else inside * per_stage
+    kept = (
+        per_stage
+        * {"full": _HALF * tokens * model.width, "selective": inside - scores, "none": inside}[layout.recompute]
+    )
     logits = 10 * tokens * model.vocabulary / layout.tp if layout.pp == 1 else 0.0
     return state + in_flight * kept + max(inside, logits) + _OVERHEAD_BYTES
 

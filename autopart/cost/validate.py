@@ -1,6 +1,7 @@
 """The cost model against published step times: error by row, by half, rank correlation, and a naive model beside it.
 
-The naive model is one constant: the median of the fit rows' FLOP/s per device, by table and kind of device.
+The naive model is one constant: the median of the fit rows' FLOP/s per device, by table and kind of device; of a table
+that nothing was fitted to, of all its rows.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from autopart.cost.published import TABLES, Measurement
+from autopart.cost.measured import read_measurements
+from autopart.cost.published import KEPT_ASIDE, TABLES, Measurement, published_text
 from autopart.cost.training import Layout, StepSeconds, step_seconds
 
 _PERCENT = 100
@@ -39,23 +41,33 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Mean absolute errors of step time, over all rows and by half, and Spearman's rank correlation."""
+    """Mean absolute errors of step time, over all rows and by half, and Spearman's rank correlation.
+
+    fit_error: None where nothing was fitted to the table.
+    """
 
     name: str
     rows: int
     error: float
-    fit_error: float
+    fit_error: float | None
     test_error: float
     naive_error: float
     rank_correlation: float
 
 
-def validate(table: str) -> list[Row]:
-    """Every row of a published table. Raises KeyError for a table that there is not."""
-    measurements = list(TABLES[table]())
+def published() -> dict[str, list[Measurement]]:
+    """All published tables by name, first those of which halves are fitted to."""
+    return {name: list(table()) for name, table in TABLES.items()} | {
+        name: read_measurements(published_text(name).splitlines(), name, f"{name}.csv") for name in KEPT_ASIDE
+    }
+
+
+def validate(measurements: Sequence[Measurement]) -> list[Row]:
+    """Every row of a table with its prediction. Raises PlanError where a layout does not fit its model or cluster."""
+    fitted = any(item.half == "fit" for item in measurements)
     reached: dict[str, list[float]] = {}
     for item in measurements:
-        if item.half == "fit":
+        if item.half == "fit" or not fitted:
             reached.setdefault(_device(item), []).append(item.flops_per_device / item.seconds)
     rates = {device: median(found) for device, found in reached.items()}
     rows = []
@@ -74,11 +86,12 @@ def summarize(name: str, rows: Sequence[Row]) -> Summary:
     """Raises ValueError when there are no rows."""
     if not rows:
         raise ValueError(f"{name}: there are no rows to summarize")
+    fitted = [abs(row.error) for row in rows if row.measurement.half == "fit"]
     return Summary(
         name,
         len(rows),
         _mean(abs(row.error) for row in rows),
-        _mean(abs(row.error) for row in rows if row.measurement.half == "fit"),
+        _mean(fitted) if fitted else None,
         _mean(abs(row.error) for row in rows if row.measurement.half == "test"),
         _mean(abs(row.naive_error) for row in rows),
         rank_correlation([row.predicted.total for row in rows], [row.measurement.seconds for row in rows]),
@@ -142,7 +155,7 @@ def summary_text(found: Sequence[Summary]) -> str:
         (
             item.name,
             item.rows,
-            *(f"{_PERCENT * error:.1f} %" for error in (item.error, item.fit_error, item.test_error, item.naive_error)),
+            *map(_percent, (item.error, item.fit_error, item.test_error, item.naive_error)),
             f"{item.rank_correlation:.3f}",
         )
         for item in found
@@ -175,6 +188,10 @@ def to_json_object(rows: Sequence[Row]) -> list[dict[str, Any]]:
         }
         for row in rows
     ]
+
+
+def _percent(error: float | None) -> str:
+    return "" if error is None else f"{_PERCENT * error:.1f} %"
 
 
 def _signed(error: float) -> str:

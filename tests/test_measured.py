@@ -1,0 +1,111 @@
+"""Tables of measured steps that users write, and published ones that nothing was fitted to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autopart.cli import main
+from autopart.cost.gpt import Style
+from autopart.cost.measured import read_file, read_measurements
+from autopart.cost.published import KEPT_ASIDE
+from autopart.cost.training import memory_bytes, step_seconds
+from autopart.cost.validate import published, summarize, validate
+from autopart.runtime.errors import InputError
+
+HEAD = "layers,hidden,heads,cluster,batch,tp,pp,seconds"
+ROW = "24,1024,16,8xA100-80GB,64,2,2,1.5"
+LIMITS = {"megatron_sc21_table2": 0.06, "megatron_recomputation": 0.10}
+
+
+@pytest.mark.parametrize("name", KEPT_ASIDE)
+def test_tables_that_nothing_was_fitted_to(name: str) -> None:
+    rows = published()[name]
+    assert {item.half for item in rows} == {"test"}
+    found = summarize(name, validate(rows))
+    assert found.fit_error is None and found.error == found.test_error <= LIMITS[name]
+    assert found.error < found.naive_error and found.rank_correlation >= 0.95
+
+
+def test_a_file_of_one_s_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "runs.csv"
+    columns, values = ",name,samples,recompute,beside", ",mine,4,none,yes"
+    file.write_text(f"# on Tuesday\n{HEAD}{columns}\n{ROW}{values}\n\n{ROW}{values}\n")
+    one, two = read_file(file)
+    assert one == two and one.table == "runs" and one.name == "mine" and one.seconds == 1.5
+    (layout,) = one.layouts
+    assert (layout.tp, layout.pp, layout.dp, layout.samples) == (2, 2, 2, 4)
+    assert layout.recompute == "none" and layout.style == Style(beside=True)
+    assert (one.model.sequence, one.model.vocabulary, one.model.mlp) == (2048, 51200, 4096)
+    assert main(["validate", str(file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [item["predicted_s"] for item in found] == [step_seconds(one.model, one.cluster, layout, 64).total] * 2
+    assert main(["validate", str(file)]) == 0
+    assert "mine" in capsys.readouterr().out
+    assert main(["validate", str(file), "--fit"]) != 0
+    assert "leave out the file" in capsys.readouterr().err
+
+
+def test_flops_instead_of_seconds() -> None:
+    """As table 1 of SC'21 gives both: 163 TFLOP/s, and 102.63 s by its own equation."""
+    head = HEAD.replace("seconds", "tflops")
+    (row,) = read_measurements([head, "128,25600,160,384x8xA100-80GB,3072,8,64,163"], "sc21", "sc21.csv")
+    assert row.seconds == pytest.approx(102.63, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "missing columns: layers"),
+        (f"{HEAD},speed\n{ROW},1", "unknown columns: 'speed'; the columns are name, cluster"),
+        (f"{HEAD.removesuffix(',seconds')}\n{ROW}", "neither seconds nor tflops"),
+        (HEAD, "has no rows"),
+        (f"{HEAD}\n{ROW},1", "line 2: has more values"),
+        (f"{HEAD}\n{ROW.replace('24,', 'x,')}", "line 2: layers is a whole number from 1 on, not 'x'"),
+        (f"{HEAD}\n{ROW.removesuffix('1.5')}", "line 2: one of seconds and tflops"),
+        (f"{HEAD}\n{ROW.removesuffix('1.5')}-1", "line 2: seconds is a number above 0, not '-1'"),
+        (f"{HEAD}\n{ROW.replace('8xA100-80GB', '8xA1')}", "line 2: .*A1"),
+        (f"{HEAD}\n{ROW.replace('8x', '9x')}", "line 2: 9 devices do not divide by tp x pp"),
+        (f"{HEAD}\n{ROW.replace('64', '63')}", "line 2: a batch of 63 does not divide"),
+        (f"{HEAD}\n{ROW.replace('16', '15')}", "line 2: .*heads divide the width"),
+        (f"{HEAD},recompute\n{ROW},most", "line 2: .*recompute is one of full"),
+        (f"{HEAD},overlap\n{ROW},true", "line 2: overlap is yes or no, not 'true'"),
+    ],
+)
+def test_what_is_wrong_with_a_file(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "runs.csv"
+    file.write_text(text)
+    with pytest.raises(InputError, match=f"runs.csv.*{said}"):
+        read_file(file)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"missing\.csv: cannot be read"):
+        read_file(tmp_path / "missing.csv")
+
+
+def test_sums_beside_weights_gradients_hide_no_more_than_these_take() -> None:
+    full = published()["megatron_recomputation"][0]
+    (layout,) = full.layouts
+    alone = replace(layout, style=replace(layout.style, beside=False))
+    waits, hides = (step_seconds(full.model, full.cluster, item, full.batch) for item in (alone, layout))
+    assert hides.backward == waits.backward and hides.forward == waits.forward
+    # of three passes one hides, in the head as well
+    assert hides.tensor_collectives == pytest.approx(waits.tensor_collectives * 2 / 3, rel=0.01)
+    one = replace(alone, tp=1, dp=8, samples=1), replace(layout, tp=1, dp=8, samples=1)
+    seconds = [step_seconds(full.model, full.cluster, item, 8).total for item in one]
+    assert seconds[0] == seconds[1]
+
+
+def test_what_runs_again_is_not_kept() -> None:
+    model, (layout,) = published()["megatron_recomputation"][0].model, published()["megatron_recomputation"][0].layouts
+    full, selective, none = (
+        memory_bytes(model, replace(layout, recompute=name), 4) for name in ("full", "selective", "none")
+    )
+    tokens, layers, t = 4 * 2048, 48, 8
+    # equations 2 and 4 of arXiv 2205.05198, and a layer's input
+    assert none - selective == pytest.approx(layers * 5 * 64 * 2048 * tokens / t)
+    assert selective - full == pytest.approx(layers * tokens * 6144 * (10 + 24 / t - 2))
