@@ -58,7 +58,7 @@ class CandidateFloors(CandidatePrices):
 
     def lower_bound(self, config: Degrees) -> float:
         """Seconds that a step takes at least: the work alone, shared perfectly where it is shared."""
-        return self._floor(self.free_seconds(config) + self.work_seconds(config), config)
+        return self._floor(self.besides_seconds(config) + self.work_seconds(config), config)
 
     def work_floor(self, config: Degrees, below: float = math.inf) -> float:
         """The same, from the best strategies for the work alone, which takes a solver, and what memory adds to it.
@@ -68,7 +68,7 @@ class CandidateFloors(CandidatePrices):
         setting = self.setting(config)
         key = self.samples(config), setting.axes, setting.beside
         if config.axes:
-            enough = below / self.step_floor(1.0, config) - self.free_seconds(config)
+            enough = below / self.step_floor(1.0, config) - self.besides_seconds(config)
             bounded, known = self._enough.get(key), self._work_bounds.get(key, 0.0)
             if bounded is None or (known >= bounded and enough > known):
                 # the second time as far as it goes
@@ -77,7 +77,7 @@ class CandidateFloors(CandidatePrices):
                     *(self.analysis, self._folded, setting, self._block_costs, self.time_limit_s), enough=wanted
                 )
                 self._work_bounds[key], self._enough[key] = max(known, found), wanted
-        work = max(self._work_bounds.get(key, 0.0), self.work_seconds(config)) + self.free_seconds(config)
+        work = max(self._work_bounds.get(key, 0.0), self.work_seconds(config)) + self.besides_seconds(config)
         # what divided parameters exchange in each microbatch, they do not at the end
         summed = not self._divides(config) and not self.zero
         asked = self._floor(work + self._memory_seconds(config, work), config, summed)
@@ -106,11 +106,11 @@ class CandidateFloors(CandidatePrices):
         except InfeasibleError:
             return self.work_floor(config)
         summed = not self._divides(config) and not self.zero
-        return max(self.work_floor(config), self._floor(work + self.free_seconds(config), config, summed))
+        return max(self.work_floor(config), self._floor(work + self.besides_seconds(config), config, summed))
 
     def shared_floor(self, config: Degrees) -> float:
         """The same under any factoring of the tensor ranks into axes: work shared perfectly, and memory; no solver."""
-        work = self.work_seconds(config) + self.free_seconds(config)
+        work = self.work_seconds(config) + self.besides_seconds(config)
         summed = not self._divides(config) and not self.zero
         return max(self.lower_bound(config), self._floor(work + self._memory_seconds(config, work), config, summed))
 
@@ -119,7 +119,7 @@ class CandidateFloors(CandidatePrices):
         setting = self.setting(config)
         key = self.samples(config), setting.axes, setting.beside
         work = max(self._work_bounds.get(key, 0.0), self.work_seconds(config))
-        return self._floor(work + self.free_seconds(config), config)
+        return self._floor(work + self.besides_seconds(config), config)
 
     def _floor(self, work: float, config: Degrees, summed: bool = True) -> float:
         """Least seconds of a step whose microbatches take ``work``, in one stage with the end of the step.
@@ -140,7 +140,7 @@ class CandidateFloors(CandidatePrices):
     def _mixture_floor(self, config: Degrees, seconds: float, work: float) -> float:
         """Under a step whose microbatches take at least so many seconds, all in all and without parameters."""
         free = self.free_seconds(config)
-        work, summed = work + free, not self._divides(config) and not self.zero
+        work, summed = work + self.besides_seconds(config), not self._divides(config) and not self.zero
         asked = self._floor(work + self._memory_seconds(config, work), config, summed)
         floor = max(self.lower_bound(config), self._floor(work, config), asked)
         if config.pp > 1:
@@ -150,7 +150,7 @@ class CandidateFloors(CandidatePrices):
     def _least_seconds(self, config: Degrees, choice: TensorChoice) -> float:
         """Of a step with these strategies, however its blocks are divided."""
         costs = self._costs(config, choice, self.setting(config))
-        self._add_exchanges(costs, config, choice)
+        self._add_parameters(costs, config, choice)
         return self.step_floor(math.fsum(cost.forward_s + cost.backward_s for cost in costs), config)
 
     def _memory_seconds(self, config: Degrees, work: float) -> float:
@@ -198,6 +198,11 @@ class CandidateFloors(CandidatePrices):
                 work += count * (forward + backward + (forward if config.recompute == "full" and in_layer else 0.0))
             self._work[key] = work
         return self._work[key]
+
+    def besides_seconds(self, config: Degrees) -> float:
+        """Seconds of one microbatch beside its ops, at least: free ops, and adding its gradients to those before."""
+        added = self.setting(config).data.least_seconds(self._trained / config.tp, self._levels(config))
+        return self.free_seconds(config) + added
 
     def free_seconds(self, config: Degrees) -> float:
         """Seconds of one microbatch's free ops, which some stage has to compute at least once."""

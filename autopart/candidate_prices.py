@@ -79,6 +79,7 @@ class CandidatePrices:
     _offers: dict[tuple[int, ...], Offers] = field(default_factory=dict)
     _shared: dict[tuple[int, tuple[TensorAxis, ...], bool], Shared] = field(default_factory=dict)
     _priced: dict[object, tuple[TensorChoice, list[BlockCost], dict[object, Family]]] = field(default_factory=dict)
+    _gradients: dict[object, list[float]] = field(default_factory=dict)  # by strategies, bytes of each block on a rank
     _block_costs: BlockCosts = field(init=False)
     _folded: FoldedGraph = field(init=False)
 
@@ -117,7 +118,7 @@ class CandidatePrices:
         found.layout = DeviceLayout(cluster)
         other = not same_but_for_memory(device, self.device)
         if other or whole != self.whole:  # else by axes with their links
-            found._conversions, found._shared, found._priced = {}, {}, {}
+            found._conversions, found._shared, found._priced, found._gradients = {}, {}, {}, {}
         if other:
             found._prices = {}
         if device.kind != self.device.kind:
@@ -203,7 +204,7 @@ class CandidatePrices:
         setting = self.setting(config)
         costs = self._costs(config, choice, setting)
         again_s = [cost.forward_s for cost in costs]
-        self._add_exchanges(costs, config, choice)
+        self._add_parameters(costs, config, choice)
         layer_of, block_of = self.analysis.layers, self.analysis.block_of
         held = activations(costs, layer_of, block_of, config.recompute)
         # tied gradients are summed between the first and the last stage that may hold them
@@ -277,36 +278,51 @@ class CandidatePrices:
         return (self.samples(config), setting.axes, setting.beside, *used)
 
     def data_seconds(self, config: Degrees, choice: TensorChoice, node: fx.Node) -> tuple[float, float]:
-        """Forward and backward seconds of one microbatch in which replicas exchange a divided parameter."""
-        if not choice.levels:
-            return 0.0, 0.0
+        """Forward and backward seconds of one microbatch that a parameter takes: replicas exchange what is divided, and
+        gradients are added up.
+        """
         setting, info = self.setting(config), self.analysis.program.tensors[node.meta["name"]]
-        placements = choice.storage.get(info.name, (REPLICATE,) * len(setting.axes))
-        size = value_bytes(Value(node)).at(1) * share_of(placements, setting.sizes)
-        gathered = self._block_costs.gathering(node)
-        return setting.data.microbatch_seconds(size, choice.levels.get(info.name, 0), info.trainable, *gathered)
+        size, level = self._held(node, choice, setting), choice.levels.get(info.name, 0)
+        there, back = setting.data.microbatch_seconds(size, level, info.trainable, *self._block_costs.gathering(node))
+        return there, back + (setting.data.adding_seconds(size, level) if info.trainable else 0.0)
 
-    def _add_exchanges(self, costs: Sequence[BlockCost], config: Degrees, choice: TensorChoice) -> None:
-        """What divided parameters add to the blocks that read them: exchanges, and whole weights for a while."""
+    def _held(self, node: fx.Node, choice: TensorChoice, setting: Setting) -> float:
+        """Bytes of a parameter on one rank, before replicas divide it."""
+        placements = choice.storage.get(node.meta["name"], (REPLICATE,) * len(setting.axes))
+        return value_bytes(Value(node)).at(1) * share_of(placements, setting.sizes)
+
+    def _add_parameters(self, costs: Sequence[BlockCost], config: Degrees, choice: TensorChoice) -> None:
+        """What parameters add to a microbatch in the blocks that read them, and divided ones for a while in whole."""
+        setting, layers = self.setting(config), self.analysis.layers
         if not choice.levels:
+            for cost, size in zip(costs, self._gradient_bytes(config, choice), strict=True):
+                cost.backward_s += setting.data.adding_seconds(size, 0)
             return
-        sizes = self.setting(config).sizes
-        layers = self.analysis.layers
         whole: dict[str, float] = {}  # by layer, or by block outside of layers
         owners = [layer or f"block {index}" for index, layer in enumerate(layers)]
         for node, found in self.readers.items():
-            level = choice.levels.get(node.meta["name"], 0)
             there, back = self.data_seconds(config, choice, node)
             for index in found:
                 costs[index].forward_s += there
                 costs[index].backward_s += back
-            if level == 3:
-                placements = choice.storage.get(node.meta["name"], (REPLICATE,) * len(sizes))
-                size = value_bytes(Value(node)).at(1) * share_of(placements, sizes)
+            if choice.levels.get(node.meta["name"], 0) == 3:
+                size = self._held(node, choice, setting)
                 for owner in {owners[index] for index in found}:
                     whole[owner] = whole.get(owner, 0.0) + size
         for owner, cost in zip(owners, costs, strict=True):
             cost.transient_bytes += TRANSIENT_COPIES * whole.get(owner, 0.0)
+
+    def _gradient_bytes(self, config: Degrees, choice: TensorChoice) -> list[float]:
+        """Of each block's trained parameters on one rank, where no replicas divide them; candidates share it."""
+        key = self._priced_by(config, choice)
+        if key not in self._gradients:
+            setting, found = self.setting(config), [0.0] * len(self.analysis.blocks)
+            for node, blocks in self.readers.items():
+                if node.meta.get("trainable"):
+                    for index in blocks:
+                        found[index] += self._held(node, choice, setting)
+            self._gradients[key] = found
+        return self._gradients[key]
 
     def _cuts(self, config: Degrees, choice: TensorChoice) -> tuple[Cut, ...]:
         """What a rank sends and receives at each position."""

@@ -12,6 +12,7 @@ level  bytes held          exchanged over the data axis
 3      (W + G + O)/r       m reduce-scatters of G, m or 2m all-gathers of W
 =====  ==================  ============================================================
 
+A microbatch's gradients, or from level 2 on the shares of their sums, are added to those of the microbatches before.
 The second gather of level 3 is the backward's. Whole weights that level 3 has for a while are transient: those of the
 layer that runs and of the next, their gradients and the message of these, so four times the layer's bytes.
 
@@ -58,12 +59,16 @@ def held_bytes(whole: ParameterBytes, level: int, replicas: int) -> ParameterByt
 
 @dataclass(frozen=True, slots=True)
 class DataPrices:
-    """Seconds of parameters over ``replicas`` on ``link``. summed: bytes sent of a gradient for each of its own."""
+    """Seconds of parameters over ``replicas`` on ``link``.
+
+    summed: bytes sent of a gradient for each of its own. microbatches: of each replica, in one step.
+    """
 
     prices: Prices
     link: Link
     replicas: int
     summed: float = 1.0
+    microbatches: int = 1
 
     def step_end_seconds(self, weight: float, level: int) -> float:
         """Once a step, for a trained parameter of ``weight`` bytes: sums and gathers in large buckets, optimizer."""
@@ -79,7 +84,7 @@ class DataPrices:
     def microbatch_seconds(
         self, weight: float, level: int, trained: bool, again: bool, messages: float
     ) -> tuple[float, float]:
-        """Forward and backward of one microbatch.
+        """What a parameter's replicas exchange in the forward and backward of one microbatch.
 
         again: the backward gathers as well. messages: the part of a message that is this parameter's, as several share
         one call's latency.
@@ -92,6 +97,17 @@ class DataPrices:
         gather = latency + self._bytes_seconds(ALL_GATHER, weight)
         scatter = latency + self._bytes_seconds(REDUCE_SCATTER, weight * self.summed)
         return gather, (gather if again else 0.0) + (scatter if trained else 0.0)
+
+    def adding_seconds(self, weight: float, level: int) -> float:
+        """Of one microbatch's backward: adding the gradient of so many bytes to those before."""
+        return self.prices.adding_seconds(weight / self.replicas if level >= 2 else weight, self.microbatches)
+
+    def least_seconds(self, weight: float, levels: Sequence[int]) -> float:
+        """Of one microbatch, what trained parameters of so many bytes take at one of these levels at least."""
+        return min(
+            sum(self.microbatch_seconds(weight, level, True, False, 0.0)) + self.adding_seconds(weight, level)
+            for level in levels
+        )
 
     def _sent(self, kind: str, weight: float) -> float:
         return weight if kind == ALL_GATHER else weight * self.summed

@@ -48,7 +48,7 @@ class Estimates:
         kept = self._kept * candidates.samples(config) * flying / config.stages / config.tp
         overhead = CUDA_OVERHEAD_BYTES if candidates.device.kind == "cuda" else 0
         room = candidates.layout.capacity(config, 0) * config.virtual - overhead
-        work = candidates.free_seconds(config) + candidates.work_seconds(config)
+        work = candidates.besides_seconds(config) + candidates.work_seconds(config)
         if config.recompute == "full":
             kept *= _INPUTS
         elif config.recompute == "auto" and state + kept > room:

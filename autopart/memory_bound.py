@@ -115,7 +115,10 @@ class MemoryBound:
         for own in facts.parameters:
             ways = []
             for level in levels if own.divides else (0,):
-                seconds = sum(data.microbatch_seconds(own.weight * share, level, own.trained, own.again, 0.0))
+                size = own.weight * share
+                seconds = sum(data.microbatch_seconds(size, level, own.trained, own.again, 0.0))
+                if own.trained:  # beyond what CandidateFloors.besides_seconds has of it
+                    seconds = max(0.0, seconds + data.adding_seconds(size, level) - data.least_seconds(size, levels))
                 weight, gradient, state = (
                     size / data.replicas if level >= least else float(size)
                     for size, least in ((own.weight, 3), (own.gradient, 2), (own.optimizer, 1))

@@ -23,6 +23,8 @@ Chosen = tuple[Strategy, ...]
 
 # AdamW reads weight, gradient and two moments and writes weight and moments; zeroing writes the gradient.
 _OPTIMIZER_PASSES = 8
+# Autograd reads a microbatch's gradient and the sum of those before, and writes the sum.
+_ADDING_PASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,10 @@ class Prices:
     def optimizer_seconds(self, weight_bytes: float) -> float:
         """Seconds of one AdamW step over parameters of that many bytes."""
         return copy_seconds(self.device, _OPTIMIZER_PASSES * weight_bytes)
+
+    def adding_seconds(self, gradient_bytes: float, microbatches: int) -> float:
+        """Seconds of one of the microbatches in which its gradients are added to those before; the first's are kept."""
+        return copy_seconds(self.device, _ADDING_PASSES * gradient_bytes) * (microbatches - 1) / microbatches
 
 
 def share_of(placements: Sequence[Placement], sizes: Sequence[int]) -> float:

@@ -114,7 +114,7 @@ class Setting:
 
     @property
     def data(self) -> DataPrices:
-        return DataPrices(self.prices, self.data_link, self.dp, self.summed)
+        return DataPrices(self.prices, self.data_link, self.dp, self.summed, self.microbatches)
 
     def step_end_seconds(self, whole_bytes: float, placements: Placements, level: int = 0) -> float:
         """Seconds of a trained parameter's step end: sums of its gradient over replicas and axes, the optimizer."""
@@ -214,20 +214,21 @@ class Builder:
     def stored(self, node: fx.Node, chosen: Chosen, level: int, count: int, ends: bool = True) -> Choice:
         """A way to store a parameter: its step end per microbatch, what it exchanges in each, and what it holds.
 
-        ends: whether the step end counts.
+        ends: whether the step end counts, and adding up the microbatches' gradients.
         """
         placements, setting = stored_as(chosen), self.setting
         info = self.analysis.program.tensors[node.meta["name"]]
         held = held_bytes(parameter_bytes(info.shape, info.dtype, self.optimizer, info.trainable), level, setting.dp)
         whole = self.block_costs.size(Value(node)).at(1)
-        seconds = setting.step_end_seconds(whole, placements, level) if ends and info.trainable else 0.0
+        own = whole * share_of(placements, setting.sizes)
         gathered = self.block_costs.gathering(node)
-        exchanged = setting.data.microbatch_seconds(
-            whole * share_of(placements, setting.sizes), level, info.trainable, *gathered
-        )
+        seconds = sum(setting.data.microbatch_seconds(own, level, info.trainable, *gathered))
+        if ends and info.trainable:
+            seconds += setting.step_end_seconds(whole, placements, level) / setting.microbatches
+            seconds += setting.data.adding_seconds(own, level)
         return Choice(
             name_of(chosen) + (f" zero{level}" if level else ""),
-            (seconds / setting.microbatches + sum(exchanged)) * count,
+            seconds * count,
             (self.id_of(placements),),
             memory=held.total * share_of(placements, setting.sizes) * count,
         )
