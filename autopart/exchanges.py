@@ -61,18 +61,29 @@ def exchanges_unlike(
     places: Sequence[int],
 ) -> list[Exchanges]:
     """For every stage by its own setting. rows: samples of a microbatch on the largest replica of each stage."""
+    seen = specs_by_stage(analysis, found, settings)
+    meshes = [(("dp", own.dp), *own.axes) for own in settings]
+    return [
+        _of_stage(analysis, found, index, seen[index], mesh, rows[index], recompute[index], places)
+        for index, mesh in enumerate(meshes)
+    ]
+
+
+def specs_by_stage(
+    analysis: Analysis, found: Realization, settings: Sequence[StageSetting]
+) -> list[list[ParameterSpec]]:
+    """All parameters and buffers in the model's order, as each stage stores them."""
     meshes = tuple(StageMesh(own.dp, own.axes, own.storage, own.shares) for own in settings)
     layout = Layout((), settings[0].dp, found.axes, "", 1, (), (), cuts=found.cuts, unlike=meshes)
     in_order = _specs(analysis, found, layout)
-    result = []
-    for index, own in enumerate(settings):
-        seen = [
-            replace(spec, placements=dict(zip(spec.stages, spec.by_stage, strict=True)).get(index, spec.placements))
-            for spec in in_order
+    placed = [dict(zip(spec.stages, spec.by_stage, strict=True)) for spec in in_order]
+    return [
+        [
+            replace(spec, placements=by_stage.get(index, spec.placements))
+            for spec, by_stage in zip(in_order, placed, strict=True)
         ]
-        mesh = (("dp", own.dp), *own.axes)
-        result.append(_of_stage(analysis, found, index, seen, mesh, rows[index], recompute[index], places))
-    return result
+        for index in range(len(settings))
+    ]
 
 
 def _specs(analysis: Analysis, found: Realization, layout: Layout) -> list[ParameterSpec]:

@@ -17,19 +17,21 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from autopart.analysis import Analysis
+from autopart.exchanges import specs_by_stage
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import stored_bytes
 from autopart.passes.conversion import Axes
 from autopart.passes.kept import share_of_rank
 from autopart.passes.peak import Peak
-from autopart.passes.program import Program, Role
+from autopart.passes.program import Role
 from autopart.plan import Plan
-from autopart.realize import Realization, axes_of, recomputed
+from autopart.realize import Realization, axes_of, recomputed, settings_of
 from autopart.runtime.resharding import rows_of
 from autopart.runtime.schedule import Action, Work, make_schedule, post_receives_early
 from autopart.runtime.schedule.double_buffered import carried
 from autopart.runtime.schedule.receipts import Receipts, receipts
-from autopart.stage_memory import stage_peaks
+from autopart.stage_memory import gradient_messages, stage_peaks
 
 _Edge = tuple[int, int]
 _STEADY = 4
@@ -75,7 +77,7 @@ def _bytes(node: fx.Node, axes: Axes, samples: int) -> float:
     return stored_bytes(value.fake).at(samples) * share_of_rank(value.node, axes, value.index)
 
 
-def step_peaks(program: Program, plan: Plan, found: Realization, kind: str) -> list[float]:
+def step_peaks(analysis: Analysis, plan: Plan, found: Realization, kind: str) -> list[float]:
     """Bytes on a rank of each rank of the pipeline. kind: of devices, "cuda" or "cpu"."""
     whole = plan.batch // plan.microbatches
     samples = [max(rows_of(whole, stage.shares or (1,) * stage.dp)) for stage in plan.stages]
@@ -86,9 +88,14 @@ def step_peaks(program: Program, plan: Plan, found: Realization, kind: str) -> l
         *(plan.schedule, len(plan.stages), plan.microbatches, sorted(crossing), sorted(back)), plan.warmup, plan.places
     )
     splits = any(action.work is Work.WEIGHT for actions in schedule.ranks for action in actions)
-    replicas = [stage.dp for stage in plan.stages]
+    specs = specs_by_stage(analysis, found, settings_of(analysis, plan))
+    together = [[other for other, there in enumerate(plan.places) if there == place] for place in plan.places]
+    messages = [
+        gradient_messages(specs[index], index, together[index], stage.dp, axes[index])
+        for index, stage in enumerate(plan.stages)
+    ]
     again = recomputed(plan, found.local)
-    peaks = stage_peaks(program, found, samples, again, kind, axes, replicas, splits)
+    peaks = stage_peaks(analysis.program, found, samples, again, kind, axes, messages, splits)
     endless = plan.schedule == "2bw"
     repeats = plan.microbatches if endless else None
     return [
@@ -168,6 +175,7 @@ class _Walk:
         adding = (Work.BACKWARD, stage, batch) in self.summed
         self.add(0.0, peak.back(adding, last).backward - peak.retained - coming)
         self.grow(Work.BACKWARD, stage, batch, peak.gradients - peak.later)
+        self.now += peak.messages if last and not peak.later else 0.0
         there = self.received(stage)
         back = sum(value.at_target for value in self.between(None, stage) if value.differentiable)
         self.now += back - (peak.retained - there) - coming + peak.left
@@ -185,6 +193,7 @@ class _Walk:
         received = self.shared.pop((stage, action.microbatch, batch), 0.0)
         self.add(0.0, peak.back(adding, last).weight - peak.left - peak.left_received)
         self.grow(Work.WEIGHT, stage, batch, peak.later)
+        self.now += peak.messages if last else 0.0
         self.now -= peak.left + received
 
     def grow(self, work: Work, stage: int, batch: int, size: float) -> None:

@@ -71,7 +71,7 @@ def measure(
         arguments = {"spec": spec, "directory": str(directory)}
         job.mkdir()
         counted = [count(**arguments)] if ranks == 1 else run_local_job("memory:count", ranks, arguments, job)
-    predicted = step_peaks(program, plan, realized(analysis, plan), "cpu")
+    predicted = step_peaks(analysis, plan, realized(analysis, plan), "cpu")
     return {
         "counted_bytes": counted,
         "predicted_bytes": [round(item) for item in predicted],

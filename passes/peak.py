@@ -7,7 +7,7 @@ opposite order: the gradients of an op's operands are allocated while those of i
 which are freed behind it; the caller holds the gradients of the stage's results until the end. The gradient of a
 parameter that several ops read waits for the last of them. A layer, or a module in one, that is computed again first
 runs forward once more, with everything that it keeps. Where the weights' gradients are left for later
-(:mod:`autopart.passes.peak_split`), what they need stays. Gradients that replicas sum are copied into messages as the
+(:mod:`autopart.passes.peak_split`), what they need stays. Gradients that ranks sum are copied into messages as the
 last of each becomes final, in the last microbatch.
 
 Not seen: what a kernel allocates for itself, buffers of collectives, and what is being sent or received
@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopart.passes.conversion import Axes
-from autopart.passes.peak_split import SplitWalk
+from autopart.passes.peak_code import Message, StageCode
+from autopart.passes.peak_split import SplitWalk, sides
 from autopart.passes.peak_walk import Walk
 from autopart.passes.program import reached_by_gradients
 
@@ -42,7 +43,8 @@ class Peak:
     forward: the most while it goes forward. retained: between forward and backward. first, other: back, where gradients
     of parameters are new; and where they are added to those of other microbatches, which are not counted. only, last:
     the same of the last microbatch, in which replicas begin to sum. gradients: of the stage's parameters; later: those
-    of them that are made in W. left: between B and W, what is received aside, of which left_received.
+    of them that are made in W. left: between B and W, what is received aside, of which left_received. messages: what
+    these take beyond the gradients, from the last microbatch on.
     """
 
     forward: float
@@ -55,21 +57,11 @@ class Peak:
     later: float = 0.0
     left: float = 0.0
     left_received: float = 0.0
+    messages: float = 0.0
 
     def back(self, adding: bool, summing: bool) -> Back:
         """adding: to gradients that are there already. summing: in the last microbatch."""
         return (self.last if adding else self.only) if summing else (self.other if adding else self.first)
-
-    def of_stage(self, in_flight: int, microbatches: int) -> float:
-        """The most bytes of a step on a rank that holds ``in_flight`` microbatches of the stage at once."""
-        others = (in_flight - 1) * self.retained
-        found = [others + self.forward, others + self.back(False, microbatches == 1).backward]
-        if microbatches > 1:
-            full = microbatches > in_flight
-            later = others if full else others - self.retained
-            found += [self.gradients + later + self.other.backward, self.gradients + self.last.backward]
-            found += [self.gradients + others + self.forward] if full else []
-        return max(found)
 
 
 def peak(
@@ -81,34 +73,36 @@ def peak(
     inlined: Collection[fx.Node] = (),
     kind: str = "cuda",
     sends: int = 0,
-    summed: Sequence[str] = (),
+    messages: Sequence[Message] = (),
     splits: bool = False,
 ) -> Peak:
     """The peak of a rank's graph of a stage for a microbatch of ``batch`` samples.
 
     roots: where gradients enter. recompute: paths of what is computed again. inlined: values without a name.
     sends: how many of the results, the first, go to other stages; the others are let go when the forward returns.
-    summed: parameters whose gradients replicas sum, in the order of their messages. splits: whether the weights'
-    gradients are left for W.
+    messages: of gradients that ranks sum. splits: whether the weights' gradients are left for W.
     """
-    kinds = SplitWalk if splits else Walk
-    walk = kinds(graph, axes, batch, set(recompute), set(inlined), kind, tuple(summed))
+    code = StageCode(graph, axes, batch, set(recompute), set(inlined), kind, messages)
+    walk = SplitWalk(code, sides=sides(code)) if splits else Walk(code)
     walk.forward()
+    forward = walk.most
     walk.let_go(sends)
-    forward, retained = walk.most, walk.now
-    walk.most = walk.now
     reached = reached_by_gradients(roots)
-    found: dict[tuple[bool, bool], Back] = {}
-    for adding in (False, True):
-        for summing in (False, True):
-            if summing and not summed:
-                found[adding, summing] = found[adding, False]
-                continue
-            one = walk.copy()
-            one.summing = summing
-            backward = one.backward(reached, roots, adding)
-            made = one.gradients
-            found[adding, summing] = Back(backward, one.weights(adding))
-    first, only, other, last = (found[key] for key in ((False, False), (False, True), (True, False), (True, True)))
-    later = one.gradients - made
-    return Peak(forward, retained, first, other, only, last, one.gradients, later, one.left, one.left_received)
+
+    def back(adding: bool, summing: bool) -> tuple[Back, Walk]:
+        one = walk.back(adding, summing)
+        backward = one.backward(reached, roots)
+        one.in_backward = one.gradients
+        return Back(backward, one.weights()), one
+
+    (first, one), (other, _) = back(False, False), back(True, False)
+    only, last = (back(False, True)[0], back(True, True)[0]) if messages else (first, other)
+    return Peak(
+        forward,
+        walk.now,
+        *(first, other, only, last),
+        one.gradients,
+        one.gradients - one.in_backward,
+        *(one.left, one.left_received),
+        sum(message.size - message.replaces for message in messages),
+    )

@@ -13,17 +13,12 @@ from typing import Self
 from torch import fx
 
 from autopart.passes import graph as graphs
-from autopart.passes.amounts import stored_bytes, value_bytes
-from autopart.passes.conversion import Axes
-from autopart.passes.emit.layers import Run
-from autopart.passes.emit.segments import Segment, segments_of
+from autopart.passes.emit.segments import Segment
 from autopart.passes.graph import Value
-from autopart.passes.kept import entering, inside_bytes, kept_values, owner_of, share_of_rank, shares_memory
-from autopart.passes.program import Role
+from autopart.passes.kept import entering, owner_of, shares_memory
+from autopart.passes.peak_code import StageCode, is_parameter
 from autopart.passes.rules import is_differentiable
-from autopart.passes.saved import saved_tensors
 from autopart.passes.storage import is_view, op_name
-from autopart.runtime.buckets import messages_of
 
 # Tensors of an operand's size that the backward of an op makes on its way.
 _BACKWARD_COPIES = {"cross_entropy_loss": 1, "pow": 2}
@@ -58,45 +53,40 @@ class _Viewed:
 
 @dataclass(slots=True)
 class Walk:
-    graph: fx.Graph
-    axes: Axes
-    batch: int
-    recompute: set[str]
-    inlined: set[fx.Node]
-    kind: str
-    summed: tuple[str, ...] = ()
+    """adding: parameters have gradients already, which are not counted. summing: in messages, the last microbatch's.
+
+    pending: gradients of values that wait for their op, by owner. held: of parameters, that wait for further readers.
+    readers, keepers: how many ops are still to come that read a parameter, or keep a value.
+    """
+
+    code: StageCode
     now: float = 0.0
     most: float = 0.0
-    gradients: float = 0.0
-    live: dict[Value, float] = field(default_factory=dict)
-    runs: list[tuple[Run, bool, list[Segment]]] = field(init=False)
-    stays: set[Value] = field(init=False)
-    given: dict[Value, float] = field(init=False)  # gradients of results, by the value whose gradient each is now
-    views: dict[Value, _Viewed] = field(default_factory=dict)  # gradients that are parts of a larger tensor
+    adding: bool = False
     summing: bool = False
+    live: dict[Value, float] = field(default_factory=dict)
+    stays: set[Value] = field(init=False)
+    gradients: float = 0.0
+    in_backward: float = 0.0  # of these, before W
+    pending: dict[Value, float] = field(default_factory=dict)
+    held: dict[fx.Node, float] = field(default_factory=dict)
+    readers: Counter[fx.Node] = field(default_factory=Counter)
+    keepers: Counter[Value] = field(default_factory=Counter)
+    given: dict[Value, float] = field(default_factory=dict)  # gradients of results, by the value whose each is now
+    views: dict[Value, _Viewed] = field(default_factory=dict)  # gradients that are parts of a larger tensor
     final: set[str] = field(default_factory=set)  # parameters whose gradients are
     started: int = 0  # messages of summed gradients
-    state: tuple[dict[Value, float], dict[fx.Node, float], Counter[fx.Node], Counter[Value]] = field(init=False)
     left: float = 0.0
     left_received: float = 0.0
 
     def __post_init__(self) -> None:
-        self.runs = segments_of(self.graph, self.recompute)
-        results = {owner_of(graphs.value_of(node)) for node in graphs.results(self.graph)}
-        self.stays = {*kept_values(self.graph, self.recompute, self.kind), *results}
-        self.given = {}
+        self.stays = {*self.code.kept, *self.code.results}
 
-    def copy(self) -> Self:
-        own = self.graph, self.axes, self.batch, self.recompute, self.inlined, self.kind, self.summed
-        other = type(self)(*own, self.now, self.most)
+    def back(self, adding: bool, summing: bool) -> Self:
+        """A walk that goes back from here."""
+        other = type(self)(self.code, self.now, self.now, adding, summing)
         other.live = dict(self.live)
         return other
-
-    def size(self, value: Value) -> float:
-        return stored_bytes(value.fake).at(self.batch) * share_of_rank(value.node, self.axes, value.index)
-
-    def gradient_size(self, value: Value) -> float:
-        return value_bytes(value).at(self.batch) * share_of_rank(value.node, self.axes, value.index)
 
     def add(self, size: float, passing: float = 0.0) -> None:
         """Allocates; passing: what is freed again at once."""
@@ -105,7 +95,7 @@ class Walk:
 
     def allocate(self, value: Value) -> None:
         if value not in self.live:
-            self.live[value] = self.size(value)
+            self.live[value] = self.code.size(value)
             self.add(self.live[value])
 
     def free(self, value: Value) -> None:
@@ -114,15 +104,14 @@ class Walk:
     # -- forward --------------------------------------------------------------------------------------------------
 
     def forward(self) -> None:
-        for node in self.graph.nodes:
-            if node.op == "placeholder" and node.meta.get("role") is Role.RECEIVED:
-                self.allocate(Value(node))
-                self.stays.add(Value(node))
+        for value in self.code.received:
+            self.allocate(value)
+            self.stays.add(value)
         outside: list[fx.Node] = []
-        for run, is_layer, own in self.runs:
+        for run, is_layer, own in self.code.runs:
             for segment in own:
                 again = bool(segment.path)
-                stays = {*self.stays, *entering(segment)} if again else {*self.stays}
+                stays = {*self.stays, *entering(segment)} if again else self.stays
                 self.run_forward(segment.nodes, stays, again)
                 if again and len(own) > 1:
                     self.leave(segment.nodes)
@@ -134,9 +123,8 @@ class Walk:
 
     def let_go(self, sends: int) -> None:
         """Frees the results after the first ``sends``, where the backward does not need them."""
-        results = [owner_of(graphs.value_of(node)) for node in graphs.results(self.graph)]
-        kept = {*kept_values(self.graph, self.recompute, self.kind), *results[:sends]}
-        for value in results[sends:]:
+        kept = {*self.code.kept, *self.code.results[:sends]}
+        for value in self.code.results[sends:]:
             if value not in kept and value.node.op == "call_function":
                 self.free(value)
 
@@ -149,16 +137,16 @@ class Walk:
                 for value in graphs.outputs(node):
                     self.allocate(value)
                 if not again:
-                    self.add(inside_bytes(node, self.axes, self.batch, self.kind))
+                    self.add(self.code.inside(node))
             for value in graphs.inputs(node):
                 owner = owner_of(value)
-                if owner.node in self.inlined and owner not in stays and self.done(owner, node):
+                if owner.node in self.code.inlined and owner not in stays and self.done(owner, node):
                     self.free(owner)
 
     def done(self, owner: Value, node: fx.Node) -> bool:
         """Whether all readers of an unnamed value, which are nested in one statement, are at or before ``node``."""
         waiting = [user for user in owner.node.users if user is not node]
-        return all(is_view(user) and user in self.inlined for user in waiting)
+        return all(is_view(user) and user in self.code.inlined for user in waiting)
 
     def leave(self, nodes: Sequence[fx.Node], last: bool = False) -> None:
         """The function with these ops returns: what is neither kept nor read elsewhere is freed."""
@@ -178,98 +166,76 @@ class Walk:
 
     # -- backward -------------------------------------------------------------------------------------------------
 
-    def backward(self, reached: set[fx.Node], roots: Sequence[fx.Node], adding: bool) -> float:
-        """The most bytes. adding: the parameters' gradients are there already, and not counted."""
-        pending: dict[Value, float] = {}  # gradients of values, by owner, that wait for their op
-        readers: Counter[fx.Node] = Counter()
+    def backward(self, reached: set[fx.Node], roots: Sequence[fx.Node]) -> float:
+        """The most bytes. reached: by gradients, which enter at the roots."""
+        code = self.code
         for node in reached:
-            for source in set(node.all_input_nodes):
-                if source.op == "placeholder" and source.meta.get("role") is Role.PARAMETER:
-                    readers[source] += 1
-        keepers: Counter[Value] = Counter()
-        segments = [segment for _, _, own in self.runs for segment in own]
-        for segment in segments:
+            self.readers.update(source for source in set(node.all_input_nodes) if is_parameter(source))
+        for segment in code.segments:
             if segment.path:
-                keepers.update(entering(segment))
+                self.keepers.update(entering(segment))
             else:
-                for node in segment.nodes:
-                    keepers.update(set(map(owner_of, saved_tensors(node, self.kind))))
-        held: dict[fx.Node, float] = {}  # gradients of parameters that wait for further readers
-        self.state = pending, held, readers, keepers
-        self.given = {}
+                self.keep(segment)
         for root in roots:
             value = _carrier(graphs.value_of(root))
-            pending[value] = self.given[value] = self.gradient_size(value)
-            self.add(pending[value])
-        for node in graphs.results(self.graph):  # nothing else holds the ends
-            value = owner_of(graphs.value_of(node))
-            if not keepers[value]:
+            self.pending[value] = self.given[value] = code.gradient_size(value)
+            self.add(self.pending[value])
+        for value in code.results:  # nothing else holds the ends
+            if not self.keepers[value]:
                 self.free(value)
         self.most = self.now
-        for segment in reversed(segments):
+        for segment in reversed(code.segments):
             made: list[Value] = []
             if segment.path:
                 made = self.run_again(segment)
-                for node in segment.nodes:
-                    keepers.update(set(map(owner_of, saved_tensors(node, self.kind))))
+                self.keep(segment)
             for node in reversed(segment.nodes):
                 if graphs.is_op(node) and not graphs.is_getitem(node):
-                    self.step_back(node, reached, pending, held, readers, keepers, adding)
+                    self.step_back(node, reached)
             if segment.path:
                 for value in made:
                     self.free(value)
                 for value in entering(segment):
-                    keepers[value] -= 1
-                    if keepers[value] <= 0 and value.node.op != "placeholder":
-                        self.free(value)
+                    self.drop(value)
         return self.most
 
-    def weights(self, adding: bool) -> float:
+    def keep(self, segment: Segment) -> None:
+        for node in segment.nodes:
+            self.keepers.update(self.code.saved(node))
+
+    def drop(self, value: Value) -> None:
+        """One that kept a value is done with it."""
+        self.keepers[value] -= 1
+        if self.keepers[value] <= 0 and value.node.op != "placeholder":
+            self.free(value)
+
+    def weights(self) -> float:
         """The most bytes in W, which has nothing to do here."""
         return 0.0
 
     def run_again(self, segment: Segment) -> list[Value]:
         before = set(self.live)
-        kept = {owner_of(value) for node in segment.nodes for value in saved_tensors(node, self.kind)}
+        kept = {value for node in segment.nodes for value in self.code.saved(node)}
         self.run_forward(segment.nodes, kept, again=False)
         for value in set(self.live) - before - kept:
             self.free(value)
         return [value for value in self.live if value not in before]
 
-    def step_back(
-        self,
-        node: fx.Node,
-        reached: set[fx.Node],
-        pending: dict[Value, float],
-        held: dict[fx.Node, float],
-        readers: Counter[fx.Node],
-        keepers: Counter[Value],
-        adding: bool,
-    ) -> None:
-        coming = [value for value in graphs.outputs(node) if value in pending]
+    def step_back(self, node: fx.Node, reached: set[fx.Node]) -> None:
+        coming = [value for value in graphs.outputs(node) if value in self.pending]
         if node in reached and coming:
-            self.pass_back(node, coming, pending, held, readers, adding)
+            self.pass_back(node, coming)
             for value in coming:
-                self.now -= pending.pop(value) - self.given.pop(value, 0.0)
+                self.now -= self.pending.pop(value) - self.given.pop(value, 0.0)
                 self.release(value)
-        saved = set(map(owner_of, saved_tensors(node, self.kind)))
-        for value in saved:
-            keepers[value] -= 1
-            if keepers[value] <= 0 and value.node.op != "placeholder":
-                self.free(value)
-        inside = inside_bytes(node, self.axes, self.batch, self.kind)
-        self.now -= inside if inside and "transition" not in node.meta else 0.0
+        for value in self.code.saved(node):
+            self.drop(value)
+        self.now -= self.code.inside(node) if "transition" not in node.meta else 0.0
+        self.start_messages()
 
-    def pass_back(
-        self,
-        node: fx.Node,
-        coming: Sequence[Value],
-        pending: dict[Value, float],
-        held: dict[fx.Node, float],
-        readers: Counter[fx.Node],
-        adding: bool,
-    ) -> None:
+    def pass_back(self, node: fx.Node, coming: Sequence[Value]) -> None:
         """Allocates the gradients of a node's operands."""
+        pending = self.pending
         given = sum(pending[value] for value in coming)
         passed = False
         name = op_name(node)
@@ -277,10 +243,10 @@ class Walk:
         for value in dict.fromkeys(graphs.inputs(node)):
             if not is_differentiable(value) or self.skips(value):
                 continue
-            if value.node.op == "placeholder" and value.node.meta.get("role") is Role.PARAMETER:
-                self.weight_gradient(value.node, held, readers, adding)
+            if is_parameter(value.node):
+                self.weight_gradient(value.node)
                 continue
-            owner, size = _carrier(value), self.gradient_size(value)
+            owner, size = _carrier(value), self.code.gradient_size(value)
             if name in _PASSING and not passed and abs(size - given) < 0.5 and owner not in pending:
                 passed = True  # the same tensor goes on
                 pending[owner], pending[coming[0]] = size, 0.0
@@ -289,7 +255,7 @@ class Walk:
                 continue
             more.append((owner, size))
         if name in _CONCATENATING and coming[0] not in self.given:
-            self.share(coming[0], [owner for owner, _ in more if owner not in pending], pending)
+            self.share(coming[0], [owner for owner, _ in more if owner not in pending])
             return
         copies = backward_copies(node)
         largest = max((size for _, size in more), default=0.0)
@@ -306,13 +272,13 @@ class Walk:
             else:
                 pending[owner] = size
 
-    def share(self, whole: Value, owners: Sequence[Value], pending: dict[Value, float]) -> None:
+    def share(self, whole: Value, owners: Sequence[Value]) -> None:
         """The gradients of what is concatenated are views of one tensor, which stays until the last has been used."""
         self.release(whole)
-        group = _Viewed(pending[whole], set(owners))
-        pending.update(dict.fromkeys(owners, 0.0))
+        group = _Viewed(self.pending[whole], set(owners))
+        self.pending.update(dict.fromkeys(owners, 0.0))
         self.views.update(dict.fromkeys(owners, group))
-        pending[whole] = 0.0 if owners else pending[whole]
+        self.pending[whole] = 0.0 if owners else self.pending[whole]
 
     def release(self, value: Value) -> None:
         """The gradient of a value is used: if it is the last view of a tensor, that is freed."""
@@ -325,37 +291,30 @@ class Walk:
         """Whether an operand's gradient is not made now."""
         return False
 
-    def weight_gradient(
-        self, node: fx.Node, held: dict[fx.Node, float], readers: Counter[fx.Node], adding: bool
-    ) -> None:
-        size = self.size(Value(node))
-        readers[node] -= 1
+    def weight_gradient(self, node: fx.Node) -> None:
+        size = self.code.size(Value(node))
+        self.readers[node] -= 1
         self.add(size)
-        if node in held:
+        if node in self.held:
             self.now -= size
         else:
-            held[node] = size
+            self.held[node] = size
             self.gradients += size
-        if readers[node] > 0:
+        if self.readers[node] > 0:
             return
-        if adding:
-            self.now -= held[node]
+        if self.adding:
+            self.now -= self.held[node]
         self.final.add(node.meta["name"])
-        while self.summing and self.started < len(self.messages):
-            names, size = self.messages[self.started]
-            if not names <= self.final:
+
+    def start_messages(self) -> None:
+        """Of gradients that are final; what the op that made the last of them had is freed by then."""
+        while self.summing and self.started < len(self.code.messages):
+            message = self.code.messages[self.started]
+            if not message.names <= self.final:
                 return
             self.started += 1
-            self.add(0.0, size)  # the message, before the gradients that it takes the place of are freed
-
-    @property
-    def messages(self) -> list[tuple[set[str], float]]:
-        """The names of each message's gradients, and its bytes where they are copied."""
-        there = [node for node in self.graph.nodes if node.op == "placeholder" and node.meta.get("trainable")]
-        sizes = {node.meta["name"]: self.size(Value(node)) for node in there}
-        types = {node.meta["name"]: node.meta["val"].dtype for node in there}
-        runs = messages_of([(name, types[name], sizes[name]) for name in self.summed if name in sizes])
-        return [(set(names), sum(sizes[name] for name in names) if len(names) > 1 else 0.0) for names, _ in runs]
+            self.add(message.size, message.passing)  # before the gradients that it takes the place of are freed
+            self.now -= message.replaces
 
 
 def _carrier(value: Value) -> Value:

@@ -231,9 +231,8 @@ class GradientSums:
                 if found.axes:
                     found.work.wait()
                     found.work = sum_message(found.message, found.axes.pop(0), "update")
-        for found in self._sums:
-            self._finish(found)
-        self._sums = []
+        while self._sums:  # a message is freed before the next is taken apart
+            self._finish(self._sums.pop(0))
         self._arrange()
         for stages, axis in self._ties:
             tied = [spec for spec in self._trained or () if spec.stages == stages]

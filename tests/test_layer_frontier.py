@@ -30,7 +30,7 @@ from autopart.solver.search import Degrees
 from autopart.solver.stages_choices import least_seconds
 from autopart.solver.stages_parts import Choice, Family
 from autopart.solver.stages_problem import StageProblem
-from autopart.stage_memory import stage_peaks
+from autopart.step_memory import step_peaks
 from autopart.tensor_scheme import TensorScheme
 from autopart.verify import compare_emitted
 from autopart.verify.live_bytes import LiveBytes
@@ -105,8 +105,7 @@ def test_what_a_real_run_holds(case: str, tmp_path: Path) -> None:
     kept: dict[int, int] = {}
     watch((), model.stages[0], 0, kept)
     model(**subject.leaves)
-    (peak,) = stage_peaks(subject.program, found, 4, [again], "cpu")
-    assert peak.of_stage(1, 2) == pytest.approx(live.most, rel=0.01)
+    assert step_peaks(analysis, plan, found, "cpu") == [pytest.approx(live.most, rel=0.01)]
     assert kept_bytes(found.local[0], (), 4, again, "cpu") == pytest.approx(kept[0], rel=0.02)
 
 

@@ -15,14 +15,17 @@ from test_recompute import recomputing
 from test_schedules_equal_serial import placed
 from unlike_cases import with_meshes
 
+from autopart.analysis import analyze
 from autopart.api import load
 from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
 from autopart.planner import make_plan
 from autopart.realize import realize, realized, recomputed
 from autopart.stage_memory import stage_peaks
 from autopart.step_memory import step_peaks
+from autopart.tracing import capture
 from autopart.verify.live_bytes import LiveBytes
 from clusters import ideal
+from families import family
 from launch import launch
 
 
@@ -42,8 +45,8 @@ def test_peak_of_a_step(name: str, microbatches: int, again: tuple[int, ...], tm
     with LiveBytes([*model.parameters(), *model.buffers(), *subject.leaves.values()]) as live:
         model(**subject.leaves)
     found = realized(analysis, plan)
+    assert step_peaks(analysis, plan, found, "cpu") == [pytest.approx(live.most, rel=0.02)]
     (peak,) = stage_peaks(subject.program, found, 8 // microbatches, recomputed(plan, found.local), "cpu")
-    assert peak.of_stage(1, microbatches) == pytest.approx(live.most, rel=0.02)
     assert peak.gradients == sum(p.numel() * p.element_size() for p in model.parameters())
 
 
@@ -91,8 +94,8 @@ def test_peak_of_a_pipeline(case: str, tmp_path: Path) -> None:
     counted = launch(_most, sum(sizes), str(tmp_path / "program"), weights, subject.leaves, calls)
     ends = list(itertools.accumulate(sizes, initial=0))
     largest = [max(counted[first:last]) for first, last in itertools.pairwise(ends)]
-    predicted = step_peaks(subject.program, plan, realized(analysis, plan), "cpu")
-    assert predicted == pytest.approx(largest, rel=0.02 if meshes else 0.05)
+    predicted = step_peaks(analysis, plan, realized(analysis, plan), "cpu")
+    assert predicted == pytest.approx(largest, rel=0.03 if meshes else 0.05)
 
 
 @pytest.mark.parametrize(("name", "stages"), [("gpt2", 2), ("t5", 3), ("unet", 2)])
@@ -102,7 +105,21 @@ def test_plans_count_what_the_code_of_a_stage_holds(name: str, stages: int) -> N
     plan = chain_of(name, stages)
     found = realized(analysis, plan)
     peaks = stage_peaks(subject.program, found, plan.batch // plan.microbatches, [()] * stages, "cuda")
-    for stage, peak, most in zip(plan.stages, peaks, step_peaks(subject.program, plan, found, "cuda"), strict=True):
+    for stage, peak, most in zip(plan.stages, peaks, step_peaks(analysis, plan, found, "cuda"), strict=True):
         # AdamW's state is twice the weights, of which there are as many bytes as of gradients
         held = 3 * peak.gradients + most
         assert 0.95 * held <= stage.memory_bytes - CUDA_OVERHEAD_BYTES <= 1.25 * held
+
+
+@pytest.mark.parametrize("summed", ["", "bfloat16", "float64"])
+def test_peak_where_replicas_sum_in_another_type(summed: str, tmp_path: Path) -> None:
+    """Of float32 weights: messages stand beside the gradients until the end of the step, half or twice as large."""
+    item = family("gpt2")
+    model, leaves = item.build(), item.inputs(8)
+    analysis = analyze(capture(model, (), leaves, reduce_dtype=summed))
+    limits: dict[str, Any] = {"pp": 1, "dp": 2, "tp": 1, "microbatches": 2, "recompute": "none", "zero": 0}
+    plan = make_plan(analysis.program, ideal(2), batch=8, analysis=analysis, **limits)
+    realize(analysis.program, plan, analysis).save(tmp_path / "program")
+    counted = launch(_most, 2, str(tmp_path / "program"), model.state_dict(), leaves, 1)
+    (predicted,) = step_peaks(analysis, plan, realized(analysis, plan), "cpu")
+    assert predicted == pytest.approx(max(counted), rel=0.02)

@@ -1,0 +1,97 @@
+"""A rank's code of a stage as :mod:`autopart.passes.peak_walk` goes through it, several times: what never changes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopart.passes import graph as graphs
+from autopart.passes.amounts import stored_bytes, value_bytes
+from autopart.passes.conversion import Axes
+from autopart.passes.emit.layers import Run
+from autopart.passes.emit.segments import Segment, segments_of
+from autopart.passes.graph import Value
+from autopart.passes.kept import inside_bytes, kept_values, owner_of, share_of_rank
+from autopart.passes.program import Role
+from autopart.passes.saved import saved_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Gradients that are summed together, in the order in which messages start.
+
+    names: of their parameters. size: bytes that the message takes besides them, 0 where it is the only gradient itself.
+    replaces: bytes of gradients that are freed when it has been made. passing: bytes that making it takes besides.
+    """
+
+    names: frozenset[str]
+    size: float
+    replaces: float
+    passing: float = 0.0
+
+
+@dataclass(slots=True)
+class StageCode:
+    """graph: of one rank, for microbatches of ``batch`` samples; see :func:`autopart.passes.peak.peak` for the rest."""
+
+    graph: fx.Graph
+    axes: Axes
+    batch: int
+    recompute: Collection[str]
+    inlined: Collection[fx.Node]
+    kind: str
+    messages: Sequence[Message] = ()
+    runs: list[tuple[Run, bool, list[Segment]]] = field(init=False)
+    results: list[Value] = field(init=False)  # owners
+    kept: set[Value] = field(init=False)
+    received: list[Value] = field(init=False)
+    _saved: dict[fx.Node, tuple[Value, ...]] = field(default_factory=dict)
+    _sizes: dict[Value, float] = field(default_factory=dict)
+    _gradients: dict[Value, float] = field(default_factory=dict)
+    _inside: dict[fx.Node, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.runs = segments_of(self.graph, self.recompute)
+        self.results = [owner_of(graphs.value_of(node)) for node in graphs.results(self.graph)]
+        self.kept = set(kept_values(self.graph, self.recompute, self.kind))
+        self.received = [
+            Value(node)
+            for node in self.graph.nodes
+            if node.op == "placeholder" and node.meta.get("role") is Role.RECEIVED
+        ]
+
+    @property
+    def segments(self) -> list[Segment]:
+        return [segment for _, _, own in self.runs for segment in own]
+
+    def size(self, value: Value) -> float:
+        """Bytes of a value on the rank."""
+        if value not in self._sizes:
+            share = share_of_rank(value.node, self.axes, value.index)
+            self._sizes[value] = stored_bytes(value.fake).at(self.batch) * share
+        return self._sizes[value]
+
+    def gradient_size(self, value: Value) -> float:
+        """Bytes of a value's gradient on the rank."""
+        if value not in self._gradients:
+            share = share_of_rank(value.node, self.axes, value.index)
+            self._gradients[value] = value_bytes(value).at(self.batch) * share
+        return self._gradients[value]
+
+    def inside(self, node: fx.Node) -> float:
+        """Bytes that an op keeps besides its operands and results."""
+        if node not in self._inside:
+            self._inside[node] = inside_bytes(node, self.axes, self.batch, self.kind)
+        return self._inside[node]
+
+    def saved(self, node: fx.Node) -> tuple[Value, ...]:
+        """The owners of what an op keeps for its backward, once each."""
+        if node not in self._saved:
+            self._saved[node] = tuple(dict.fromkeys(map(owner_of, saved_tensors(node, self.kind))))
+        return self._saved[node]
+
+
+def is_parameter(node: fx.Node) -> bool:
+    return node.op == "placeholder" and node.meta.get("role") is Role.PARAMETER
