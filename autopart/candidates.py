@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -11,7 +10,7 @@ from torch import fx
 from autopart.candidate_floors import CandidateFloors
 from autopart.folding import FoldedPart, fold_part
 from autopart.layer_strategies import LayerStrategies
-from autopart.mixed_strategies import applied, chosen_ways, merged
+from autopart.mixed_strategies import Samples, applied, chosen_ways, merged
 from autopart.passes.data_axis import LEVELS
 from autopart.recomputation import KEPT
 from autopart.runtime.errors import InfeasibleError
@@ -43,10 +42,11 @@ class Candidates(CandidateFloors):
 
     _parts: dict[str, FoldedPart] = field(default_factory=dict)  # by layer
 
-    def choose(self, config: Degrees, memory_limit: float | None = None) -> TensorChoice:
+    def choose(self, config: Degrees, memory_limit: float | None = None, below: float = math.inf) -> TensorChoice:
         """The fastest strategies; under a limit, those whose bytes over all stages stay below it.
 
-        Parameters are divided over replicas only under a limit, unless a level is given.
+        Parameters are divided over replicas only under a limit, unless a level is given. below: seconds of a step that
+        are of interest; raises NotBetter where it is found that strategies take longer.
         """
         levels = LEVELS if self._divides(config) and memory_limit is not None else (self.zero or 0,)
         return choose(
@@ -59,7 +59,21 @@ class Candidates(CandidateFloors):
             self.time_limit_s,
             levels,
             config.pp,
+            self._most_seconds(config, below),
         )
+
+    def _most_seconds(self, config: Degrees, below: float) -> float:
+        """Of a microbatch, its part of the step's end included: what takes as long takes ``below`` a step or more.
+
+        That is known of one stage, with m microbatches of s seconds. Its last backward hides no more than the sums of
+        gradients, nor than itself, which is what the forward F leaves of s: the step takes m s - min(sums, s - F).
+        """
+        if config.stages > 1 or below == math.inf:
+            return math.inf
+        m, prices, share = config.microbatches, self.prices(config), 1 / config.tp
+        forward = math.fsum(count * prices.shared_seconds(node, share, share)[0] for (node, _), count in self.alike)
+        most = (below + self._sum_seconds(config)) / m
+        return (min(most, (below - forward) / (m - 1)) if m > 1 else most) - self.free_seconds(config)
 
     def evaluate(self, config: Degrees, below: float = math.inf) -> Evaluation[Answer]:
         """Strategies and stages of a candidate. Raises InfeasibleError when it does not fit in memory.
@@ -88,15 +102,17 @@ class Candidates(CandidateFloors):
         if found is not None and found.answer.choice is not fastest:
             answers.append(found.answer.choice)
         bound = any(step.choices for step in found.answer.cut.way) if found is not None else promising
-        evaluated = [found] if found is not None else []
+        best = found
+        least = found.bound if found is not None else stopped.bound if stopped is not None else math.inf
         if fastest.solution is not None and (bound or len(answers) > 1):
             for answer in answers:
-                evaluated += self._mixtures(config, answer)
-        least = min([item.bound for item in evaluated] + ([stopped.bound] if stopped is not None else []))
-        best = min(evaluated, key=lambda item: item.objective, default=None)
-        if stopped is not None and (best is None or best.objective >= below):
+                mixture, floor = self._mixture(config, answer, below if best is None else min(below, best.objective))
+                least = min(least, floor)
+                if mixture is not None and (best is None or mixture.objective < best.objective):
+                    best = mixture
+        if best is None or (stopped is not None and best.objective >= below):
+            assert stopped is not None
             raise NotBetter(stopped.seconds, least)
-        assert best is not None
         return replace(best, bound=least)
 
     def _evaluate_alike(self, config: Degrees, fastest: TensorChoice, below: float) -> Evaluation[Answer]:
@@ -126,29 +142,36 @@ class Candidates(CandidateFloors):
         assert found is not None
         return replace(min(found, kept, key=lambda item: item.objective), bound=min(found.bound, kept.bound))
 
-    def _mixtures(self, config: Degrees, answer: TensorChoice) -> Iterator[Evaluation[Answer]]:
-        """The best mixture of layers' strategies around an answer, where one is found that fits."""
+    def _mixture(self, config: Degrees, answer: TensorChoice, below: float) -> tuple[Evaluation[Answer] | None, float]:
+        """The best mixture of layers' strategies around an answer, where one is found that fits and is likely to take
+        less than ``below``; and seconds that every mixture around it takes at least, where any was looked for.
+        """
         parts, found = self.layer_parts(), self.layer_strategies(config, answer)
         ways = {layer: found.ways(part) for layer, part in parts.items()}
-        count = max(map(len, ways.values()), default=0)
-        if count < 2:
-            return
+        if max(map(len, ways.values()), default=0) < 2:
+            return None, math.inf
+        floor = self._mixture_floor(config, *found.least_seconds(parts.values()))
+        if floor >= below:
+            return None, floor
         units = replace(config, recompute=KEPT) if config.recompute == "none" else config
-        uniform = [
-            applied(answer, {layer: own[min(number, len(own) - 1)] for layer, own in ways.items()}, parts)
-            for number in range(count)
+        samples = Samples.of([(found.alike(part), layer) for layer, part in parts.items()], ways)
+        priced = [
+            self.problem(units, applied(answer, {layer: ways[layer][way] for layer, way in taken.items()}, parts))
+            for taken in samples.taken
         ]
-        problem = merged([self.problem(units, choice) for choice in uniform])
+        problem = merged(priced, samples, self.analysis)
+        most = below * self.faster(config) if config.schedule in WHOLE_SCHEDULES else math.inf
         try:
-            cut = stage_solver.solve(problem, self.time_limit_s)
+            cut = stage_solver.solve(problem, self.time_limit_s, below=most)
             mixture = applied(answer, chosen_ways(problem, cut, ways, self.analysis), parts)
             problem = self.problem(config, mixture)
-            cut = stage_solver.solve(problem, self.time_limit_s)
+            cut = stage_solver.solve(problem, self.time_limit_s, below=most)
+        except NotBetter:
+            return None, floor
         except InfeasibleError:
-            return
-        floor = self._mixture_floor(config, *found.least_seconds(parts.values()))
+            return None, math.inf
         seconds = self._step_seconds(problem, cut, config)
-        yield Evaluation(Answer(config, mixture, problem, cut), seconds, min(floor, seconds))
+        return Evaluation(Answer(config, mixture, problem, cut), seconds, min(floor, seconds)), min(floor, seconds)
 
     def layer_strategies(self, config: Degrees, answer: TensorChoice) -> LayerStrategies:
         """The ways of layers around an answer on tensor axes."""
@@ -210,8 +233,8 @@ class Candidates(CandidateFloors):
                     raise
                 # Other strategies may hold less: take the missing bytes off what these hold together.
                 try:
-                    choice = self.choose(config, choice.memory_bytes - config.pp * error.excess_bytes)
-                except InfeasibleError:
+                    choice = self.choose(config, choice.memory_bytes - config.pp * error.excess_bytes, below)
+                except (InfeasibleError, NotBetter):
                     if below < math.inf:
                         raise NotBetter(below, self.work_floor(config)) from None
                     raise error from None

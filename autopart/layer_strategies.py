@@ -131,7 +131,7 @@ class LayerStrategies:
 
     def ways(self, part: FoldedPart) -> tuple[Way, ...]:
         """The fastest first."""
-        key = self._alike(part)
+        key = self.alike(part)
         if key not in self._ways:
             local = self._local(part)
             found = {way: None for flying in self.in_flight for way in self._frontier(local, flying)}
@@ -139,7 +139,7 @@ class LayerStrategies:
         return self._ways[key]
 
     def slack(self, part: FoldedPart) -> Slack:
-        key = self._alike(part)
+        key = self.alike(part)
         if key not in self._slack:
             local = self._local(part)
             saved = []
@@ -193,7 +193,8 @@ class LayerStrategies:
                 for pair in weights
             ]
 
-    def _alike(self, part: FoldedPart) -> object:
+    def alike(self, part: FoldedPart) -> object:
+        """Equal for layers that have the same ways."""
         # strategies by identity, as hashing them costs more; the answer keeps them alive
         answer = self.answer
         around = tuple(self.builder.id_of(item) for node in part.outside for item in self._lies(node))

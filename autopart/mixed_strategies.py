@@ -1,8 +1,9 @@
 """One stage, layers of several strategies: the ways of layers as choices of the stage problem.
 
 Around an answer of the tensor solver every layer has its ways (:mod:`autopart.layer_strategies`), and each of these the
-ways to compute modules of it again (:mod:`autopart.layer_frontier`). What costs what is taken from stage problems in
-which all layers have their first way, their second, and so on; the merged problem offers the undominated points of all
+ways to compute modules of it again (:mod:`autopart.layer_frontier`). What costs what is taken from stage problems: one
+in which all layers have their first way, and others in which runs of layers that are alike have one way after the other
+(:class:`Samples`). The merged problem offers the undominated points of all ways
 for each layer that lies in a stage as a whole, and its stages choose among them what is fastest and fits. What a way
 changes at the step's end counts per microbatch. A layer that a stage's end parts has its fastest way.
 
@@ -11,9 +12,10 @@ The choices are then priced as one answer (:func:`applied`), so that nothing beh
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopart.analysis import Analysis
 from autopart.folding import FoldedPart, is_stored
@@ -24,6 +26,8 @@ from autopart.solver.stages_problem import StageProblem, StageSolution
 from autopart.tensor_choice import TensorChoice, stored_as
 
 MOST_POINTS = 16
+MOST = 0.75
+"""Share of the layers whose ways are all priced."""
 
 
 def applied(answer: TensorChoice, ways: Mapping[str, Way], parts: Mapping[str, FoldedPart]) -> TensorChoice:
@@ -42,21 +46,75 @@ def applied(answer: TensorChoice, ways: Mapping[str, Way], parts: Mapping[str, F
     return replace(answer, strategies=strategies, storage=storage, levels=levels)
 
 
-def merged(problems: Sequence[StageProblem]) -> StageProblem:
-    """The first problem, each of its layers with the points of all. problems: of one shape, alike but for choices.
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Which ways layers have in the problems by which ways are priced, few where many layers are alike.
 
-    The choices of whole layers are named by the number of their problem, a colon, and their own name.
+    taken: by problem, of each layer the number of its way; 0 in the first. read: by layer, its further ways with the
+    problem and the layer in it that has this way between neighbours that have it too, where these are alike.
+    """
+
+    taken: tuple[Mapping[str, int], ...]
+    read: Mapping[str, Sequence[tuple[int, int, str]]]
+
+    @staticmethod
+    def of(layers: Sequence[tuple[object, str]], ways: Mapping[str, Sequence[Way]]) -> Samples:
+        """layers: in the order of the model, each after what is equal for those that are alike.
+
+        There are as many problems as MOST of the layers need; others, such as the first and the last, have fewer ways.
+        """
+        groups: dict[object, list[str]] = {}
+        for alike, layer in layers:
+            groups.setdefault(alike, []).append(layer)
+        # neighbours that are alike take the same way: three layers or more for each
+        at_once = {alike: max(1, len(own) // 3) for alike, own in groups.items()}
+        needed = sorted(
+            (math.ceil((len(ways[own[0]]) - 1) / at_once[alike]), len(own)) for alike, own in groups.items()
+        )
+        done = itertools.accumulate(count for _, count in needed)
+        rounds = next(number for (number, _), sum_ in zip(needed, done, strict=True) if sum_ >= MOST * len(layers))
+        taken = [{layer: min(number, len(ways[layer]) - 1) for _, layer in layers} for number in range(rounds + 1)]
+        read: dict[str, list[tuple[int, int, str]]] = {}
+        for alike, own in groups.items():
+            last = len(ways[own[0]]) - 1
+            count = min(last, rounds * at_once[alike])
+            numbers = [last - last * place // count for place in reversed(range(count))] if count else []
+            found: list[tuple[int, int, str]] = []
+            for number in range(1, rounds + 1):
+                these = numbers[number - 1 :: rounds]
+                ends = [len(own) * place // max(1, len(these)) for place in range(len(these) + 1)]
+                for way, start, end in zip(these, ends, ends[1:], strict=False):
+                    taken[number].update(dict.fromkeys(own[start:end], way))
+                    found.append((way, number, own[(start + end) // 2]))
+            read.update(dict.fromkeys(own, sorted(found)))
+        return Samples(tuple(taken), read)
+
+
+def merged(problems: Sequence[StageProblem], samples: Samples, analysis: Analysis) -> StageProblem:
+    """The first problem, each of its layers with the points of all its ways. problems: those of ``samples``.
+
+    The choices of whole layers are named by the number of their way, a colon, and their own name.
     """
     shapes = [problem.shapes[0] for problem in problems]
     flying = max(problems[0].in_flight), min(problems[0].in_flight)
+    numbers = {analysis.layers[layer.blocks[0]]: number for number, layer in enumerate(shapes[0].layers)}
+    counted: dict[tuple[int, int], Family] = {}
+
+    def family(problem: int, number: int) -> Family:
+        if (problem, number) not in counted:
+            shape = shapes[problem]
+            layer = shape.layers[number]
+            counted[problem, number] = tuple(
+                _counted(shapes[0], shape, layer, choice, problems[0].microbatches)
+                for choice in layer.parts[layer.blocks]
+            )
+        return counted[problem, number]
+
     known: dict[object, Family] = {}
     layers = []
     for number, layer in enumerate(shapes[0].layers):
-        families = tuple(
-            tuple(_counted(shapes[0], shape, layer, choice, problems[0].microbatches) for choice in own)
-            for shape in shapes
-            for own in (shape.layers[number].parts[layer.blocks],)
-        )
+        others = samples.read[analysis.layers[layer.blocks[0]]]
+        families = ((0, family(0, number)), *((way, family(problem, numbers[read])) for way, problem, read in others))
         if families not in known:
             known[families] = _undominated(families, flying)
         layers.append(replace(layer, parts={**layer.parts, layer.blocks: known[families]}))
@@ -64,7 +122,7 @@ def merged(problems: Sequence[StageProblem]) -> StageProblem:
 
 
 def way_of(choice: Choice) -> int:
-    """The number of the problem that a whole layer's choice is of."""
+    """The number of the way that a whole layer's choice is of."""
     return int(choice.name.split(":")[0])
 
 
@@ -96,11 +154,12 @@ def _counted(first: Shape, shape: Shape, layer: Layer, choice: Choice, microbatc
     )
 
 
-def _undominated(families: Sequence[Family], flying: tuple[int, int]) -> Family:
+def _undominated(families: Sequence[tuple[int, Family]], flying: tuple[int, int]) -> Family:
     """The points of all families that none undercuts, the first family's first at their head."""
-    first = replace(families[0][0], name=f"0:{families[0][0].name}")
+    number, (fastest, *_) = families[0]
+    first = replace(fastest, name=f"{number}:{fastest.name}")
     points = []
-    for number, family in enumerate(families):
+    for number, family in families:
         for choice in family:
             # a stage problem's first choice is the fastest, forward and backward; only their sum is weighed
             backward = max(first.backward_s, choice.seconds - first.forward_s)

@@ -45,6 +45,7 @@ from autopart.passes.rules import is_differentiable
 from autopart.prices import Chosen, Prices, share_of
 from autopart.runtime.placement import BROADCAST, REPLICATE, Placements
 from autopart.solver import cache, tensor_transient
+from autopart.solver.search import NotBetter
 from autopart.solver.tensor_problem import Choice, CostTable, Edge, Op, TensorProblem, TensorSolution
 
 # How near to its bound an answer is proved, by the number of axes: the optimum on one, half a percent on two.
@@ -137,17 +138,19 @@ def choose(
     time_limit_s: float = 60.0,
     levels: Sequence[int] = (0,),
     stages: int = 1,
+    below: float = math.inf,
 ) -> TensorChoice:
     """The strategies with the least time per microbatch.
 
     memory_limit: for TensorChoice.memory_bytes. levels: of ZeRO, among which parameters choose (those that cannot be
-    divided stay at 0). stages: each has the largest transient. Raises InfeasibleError when no strategies hold that
+    divided stay at 0). stages: each has the largest transient. below: of interest are only strategies that take fewer
+    seconds of a microbatch; NotBetter may be raised where none do. Raises InfeasibleError when no strategies hold that
     little.
     """
     builder = Builder(analysis, folded, setting, block_costs, optimizer, levels, stages)
     if not setting.axes and len(levels) == 1:
         return builder.unsharded(levels[0])
-    return builder.solve(memory_limit, time_limit_s)
+    return builder.solve(memory_limit, time_limit_s, below)
 
 
 def work_bound(
@@ -329,11 +332,11 @@ class Builder:
                 levels.update({node.meta["name"]: found for node in nodes if found})
         return TensorChoice({}, {}, None, memory_bytes=memory, levels=levels)
 
-    def solve(self, memory_limit: float | None, time_limit_s: float) -> TensorChoice:
+    def solve(self, memory_limit: float | None, time_limit_s: float, below: float = math.inf) -> TensorChoice:
         classes: Sequence[tuple[fx.Node, ...]] = self.folded.classes
         if not self.setting.axes:
             return self.solve_levels([nodes for nodes in classes if is_stored(nodes[0])], memory_limit, time_limit_s)
-        problem, solution = self.solution(memory_limit, time_limit_s)
+        problem, solution = self.solution(memory_limit, time_limit_s, below=below)
         strategies: dict[fx.Node, Chosen] = {}
         storage: dict[str, Placements] = {}
         levels: dict[str, int] = {}
@@ -349,7 +352,10 @@ class Builder:
 
     def work_bound(self, memory_limit: float | None, time_limit_s: float, enough: float = math.inf) -> float:
         """No strategies make the ops and conversions of one microbatch take less, ends of a step left aside."""
-        return self.solution(memory_limit, time_limit_s, free=True, enough=enough)[1].bound
+        try:
+            return self.solution(memory_limit, time_limit_s, free=True, below=enough)[1].bound
+        except NotBetter as error:
+            return error.bound
 
     def free(self, op: Op, nodes: Sequence[fx.Node]) -> Op:
         """An op that holds nothing, or a parameter without its step end."""
@@ -359,11 +365,11 @@ class Builder:
         return Op(op.name, tuple(self.stored(nodes[0], *way, len(nodes), ends=False) for way in ways))
 
     def solution(
-        self, memory_limit: float | None, time_limit_s: float, free: bool = False, enough: float = math.inf
+        self, memory_limit: float | None, time_limit_s: float, free: bool = False, below: float = math.inf
     ) -> tuple[TensorProblem, TensorSolution]:
         """The problem of all classes, and its solution. free: parameters cost what they exchange, and alone hold.
 
-        enough: as in :func:`work_bound`.
+        below: as in :func:`choose`.
         """
         classes = self.folded.classes
         ops = [self.op(nodes) for nodes in classes]
@@ -373,7 +379,7 @@ class Builder:
         placements = list(self.setting.shared.ids)
         edges = tuple(self.edge(value, ops, placements) for value in self.folded.values)
         problem = TensorProblem(tuple(ops), edges, memory_limit, self.stages)
-        solver = tensor_transient.solve if enough == math.inf else partial(tensor_transient.solve, enough=enough)
+        solver = tensor_transient.solve if below == math.inf else partial(tensor_transient.solve, below=below)
         return problem, cache.solve(problem, time_limit_s, self.gap, solver)
 
     def solve_levels(

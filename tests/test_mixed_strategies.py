@@ -18,7 +18,7 @@ import autopart.verify
 from autopart.candidates import Candidates
 from autopart.cluster import Cluster
 from autopart.layer_strategies import LayerStrategies, Way
-from autopart.mixed_strategies import applied
+from autopart.mixed_strategies import Samples, applied
 from autopart.passes.kept import kept_bytes
 from autopart.plan import Plan
 from autopart.planner import make_plan
@@ -112,6 +112,24 @@ def test_points_of_layers_add_up() -> None:
         assert kept(ways) == pytest.approx(graph_keeps(ways), rel=1e-9)
 
 
+@pytest.mark.parametrize(("alike", "ways", "problems"), [(80, 8, 2), (10, 8, 4), (4, 3, 3), (1, 8, 8), (24, 1, 1)])
+def test_few_problems_price_the_ways_of_layers_that_are_alike(alike: int, ways: int, problems: int) -> None:
+    way = Way(1.0, 0.0, 0.0, ())
+    names = ["first", *(f"h.{number}" for number in range(alike)), "last"]
+    layers = [(name.partition(".")[0] if alike > 1 else "all", name) for name in names]
+    samples = Samples.of(layers, {name: [way] * ways for name in names})
+    assert len(samples.taken) == (problems if alike > 1 else ways)
+    assert set(samples.taken[0].values()) == {0}
+    for name in names:
+        own = [number for number, _, _ in samples.read[name]]
+        assert own == sorted(set(own)) and (ways == 1 or own[-1] == ways - 1)
+        for number, problem, read in samples.read[name]:
+            place = names.index(read)
+            around = [names[at] for at in (place - 1, place, place + 1) if alike > 2 and 1 < at < alike]
+            assert {samples.taken[problem][layer] for layer in (read, *around)} == {number}
+    assert [number for number, _, _ in samples.read["h.0"]] == list(range(1, ways))
+
+
 DIVIDED = Degrees(1, 2, (2,), 2, "1f1b", KEPT)
 
 
@@ -151,7 +169,7 @@ def planned(memory_bytes: int, mixed: bool = True, recompute: str = "none") -> P
     limits: dict[str, Any] = {"batch": 8, "pp": 1, "dp": 1, "tp": 2, "microbatches": 4, "recompute": recompute}
     with pytest.MonkeyPatch.context() as patch:
         if not mixed:
-            patch.setattr(Candidates, "_mixtures", lambda *_: ())
+            patch.setattr(Candidates, "_mixture", lambda *_: (None, math.inf))
         return make_plan(subject.program, slow_links(memory_bytes), analysis=analysis, **limits)
 
 

@@ -15,6 +15,7 @@ from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver import brute, elimination, tensor_frontier, tensor_transient
+from autopart.solver.search import NotBetter
 from autopart.solver.tensor_problem import Choice, Op, TensorProblem
 from clusters import ideal
 
@@ -44,6 +45,19 @@ def test_equals_brute_force(seed: int) -> None:
     assert found.objective == pytest.approx(best[1], rel=1e-6, abs=1e-15) and problem.fits(found.choices)
     assert found.objective == pytest.approx(problem.objective(found.choices), abs=1e-12)
     assert found.bound <= best[1] * (1 + 1e-6) + 1e-15 and found.gap <= 1e-6
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_takes_too_long_is_not_sought(seed: int) -> None:
+    problem = draw(2000 + seed)
+    for item in (problem, replace(problem, transients=0)):
+        best = brute.best_choices(item)
+        if best is None or not best[1]:
+            continue
+        with pytest.raises(NotBetter) as caught:
+            tensor_transient.solve(item, below=0.9 * best[1])
+        assert 0.9 * best[1] <= caught.value.bound <= best[1] * (1 + 1e-6)
+        assert tensor_transient.solve(item, below=1.1 * best[1]).objective == pytest.approx(best[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -86,6 +86,10 @@ def solve(
     """
     start = time.perf_counter()
     until = start + time_limit_s
+    last = len(problem.positions) - 1
+    if problem.stages == 1 and last > 1:  # there is one division
+        found = solve(problem.at((0, last)), time_limit_s, max_programs=max_programs, below=below)
+        return replace(found, way=tuple(replace(step, last=last) for step in found.way))
     known: Way = ()
     most = below / problem.microbatches
     if most == math.inf:

@@ -42,6 +42,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autopart.runtime.errors import InfeasibleError, PlanError
+from autopart.solver.search import NotBetter
 from autopart.solver.tensor_arrays import EdgeArrays, Mask, ProblemArrays, compiled
 from autopart.solver.tensor_ascent import Ascent
 from autopart.solver.tensor_bound import Bound, Prices, completed, free
@@ -64,12 +65,12 @@ _WORTHWHILE = 0.8
 
 
 def solve(
-    problem: TensorProblem, time_limit_s: float = 60.0, gap: float = 0.0, enough: float = math.inf
+    problem: TensorProblem, time_limit_s: float = 60.0, gap: float = 0.0, below: float = math.inf
 ) -> TensorSolution:
     """The strategies that take the fewest seconds within the memory limit, or the best found in ``time_limit_s``.
 
-    gap: a share of the objective by which it may exceed its bound; 0 for the optimum. enough: seconds from which a
-    higher bound is of no interest, nor then a better answer. Raises InfeasibleError, naming
+    gap: a share of the objective by which it may exceed its bound; 0 for the optimum. below: of interest are only
+    strategies that take fewer seconds; NotBetter is raised where surely none do. Raises InfeasibleError, naming
     what binds, when there are none; PlanError when none were found in time.
     """
     assert not (problem.transients and problem.memory_limit is not None), "tensor_transient solves these"
@@ -77,8 +78,10 @@ def solve(
     arrays = presolved(compiled(problem))
     if arrays is None:
         raise _Unsolvable(problem, time_limit_s)
-    search = _Search(arrays, start + time_limit_s, max(gap, TOLERANCE), enough)
+    search = _Search(arrays, start + time_limit_s, max(gap, TOLERANCE), below)
     method = search.run()
+    if below <= search.bound < math.inf:
+        raise NotBetter(search.bound, search.bound)
     best = search.best
     if best.choices is None:
         if search.bound == math.inf:
@@ -104,7 +107,7 @@ class _Search:
     arrays: ProblemArrays
     until: float
     gap: float
-    enough: float
+    below: float
     best: Incumbent = field(init=False)
     bound: float = 0.0
     _proof: Bound | None = None  # of the prices that gave the highest bound
@@ -118,22 +121,22 @@ class _Search:
         best.offer([live[0] for live in arrays.live])
         best.offer([live[int(memory.argmin())] for live, memory in zip(arrays.live, arrays.memory, strict=True)])
         self.bound = math.fsum(float(cost.min()) for cost in arrays.cost)
-        if best.meets(self.bound) or self._suffices:
+        if best.meets(self.bound) or self._surpassed:
             return "presolve"
         while self.arrays.pairs > _FEW_PAIRS and self._climb():
             pass
-        if self._suffices:
+        if self._surpassed:
             return "ascent"
         method = self._relax()
-        if self._suffices or self.best.meets(self.bound) or (self.best.choices is None and self.bound == math.inf):
+        if self._surpassed or self.best.meets(self.bound) or (self.best.choices is None and self.bound == math.inf):
             return method
         self._finish()
         return "mip"
 
     @property
-    def _suffices(self) -> bool:
-        """Whether the bound is as high as anyone wants to know, and there is an assignment at all."""
-        return self.bound >= self.enough and self.best.choices is not None
+    def _surpassed(self) -> bool:
+        """Whether no assignment is of interest any more."""
+        return self.bound >= self.below
 
     @property
     def _left(self) -> float:

@@ -21,18 +21,16 @@ from dataclasses import replace
 
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver import tensor
+from autopart.solver.search import NotBetter
 from autopart.solver.tensor_problem import Op, TensorProblem, TensorSolution, relative_gap
 
 
 def solve(
-    problem: TensorProblem, time_limit_s: float = 60.0, gap: float = 0.0, enough: float = math.inf
+    problem: TensorProblem, time_limit_s: float = 60.0, gap: float = 0.0, below: float = math.inf
 ) -> TensorSolution:
-    """As :func:`autopart.solver.tensor.solve`, transients included. Raises what that raises.
-
-    enough: where transients count it is of no use.
-    """
+    """As :func:`autopart.solver.tensor.solve`, transients included. Raises what that raises."""
     if not problem.transients or problem.memory_limit is None:
-        return tensor.solve(replace(problem, transients=0), time_limit_s, gap, enough)
+        return tensor.solve(replace(problem, transients=0), time_limit_s, gap, below)
     start = time.perf_counter()
     least = max(min(choice.transient for choice in op.choices) for op in problem.ops)
     most = max(choice.transient for op in problem.ops for choice in op.choices)
@@ -48,9 +46,12 @@ def solve(
         _, _, low, high = heapq.heappop(ranges)
         part, numbers = _between(problem, low, high)
         try:
-            found = tensor.solve(part, max(left, 0.1), gap)
+            found = tensor.solve(part, max(left, 0.1), gap, below)
         except InfeasibleError as error:
             first = first or error
+            continue
+        except NotBetter as error:
+            floor = min(floor, error.bound)
             continue
         choices = tuple(own[index] for own, index in zip(numbers, found.choices, strict=True))
         if problem.fits(choices):
@@ -59,10 +60,12 @@ def solve(
                 best = replace(found, choices=choices, conversions=problem.conversions(choices))
             continue
         largest = problem.transient(choices)
-        below = [choice.transient for op in part.ops for choice in op.choices if low <= choice.transient < largest]
-        if below:
-            heapq.heappush(ranges, (found.bound, next(count), low, max(below)))
+        smaller = [choice.transient for op in part.ops for choice in op.choices if low <= choice.transient < largest]
+        if smaller:
+            heapq.heappush(ranges, (found.bound, next(count), low, max(smaller)))
         heapq.heappush(ranges, (found.bound, next(count), largest, high))
+    if best is None and floor < math.inf:
+        raise NotBetter(floor, floor)
     if best is None:
         assert first is not None, "a range is left while nothing was found"
         raise first
