@@ -109,22 +109,19 @@ def step_peak(
 ) -> float:
     """The most bytes of one rank. proofs: what its arrivals prove. peaks: of all stages. endless: steps have no gap."""
     walk = _Walk(proofs, peaks, crossing, {action.stage for action in actions})
+    marks = carried(tuple(actions)) if endless else [False] * len(actions)
+    kinds = [(action.work, action.stage, before) for action, before in zip(actions, marks, strict=True)]
+    ends = {kind: index for index, kind in enumerate(kinds)}  # what is carried over ends in the next step
+    last = [ends[kind] == index and (kind[2] or (*kind[:2], True) not in ends) for index, kind in enumerate(kinds)]
     if not endless:
-        for index, action in enumerate(actions):
-            to_come = {(other.work, other.stage) for other in actions[index + 1 :]}
-            walk.do(action, 0, last=(action.work, action.stage) not in to_come)
+        for action, ending in zip(actions, last, strict=True):
+            walk.do(action, 0, ending)
         return walk.most
-    marks = carried(tuple(actions))
     retains = any(before and action.work is not Work.REDUCE for action, before in zip(actions, marks, strict=True))
     for turn in range(_STEADY):
-        for index, (action, before) in enumerate(zip(actions, marks, strict=True)):
-            if before and not turn:
-                continue
-            later = [*zip(actions[index + 1 :], marks[index + 1 :], strict=True)]
-            if not before:
-                later += [(other, False) for other, mark in zip(actions, marks, strict=True) if mark]
-            own = any(mark == before and (o.work, o.stage) == (action.work, action.stage) for o, mark in later)
-            walk.do(action, turn - before, last=not own)
+        for action, before, ending in zip(actions, marks, last, strict=True):
+            if turn or not before:
+                walk.do(action, turn - before, ending)
         walk.end_of_call(turn, retains)
     return walk.most
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import random
 
 import pytest
@@ -139,8 +140,12 @@ def test_memory_says_what_would_fit() -> None:
     ops = tuple(Op(name, (small, large)) for name in ("one", "two"))
     assert tensor.solve(TensorProblem(ops, (), 80.0)).objective == 3.0
     assert tensor.solve(TensorProblem(ops, (), 60.0)).objective == 4.0
-    with pytest.raises(InfeasibleError, match=r"hold 60 bytes .* 1 bytes over the limit of 59.*limit of 60 bytes"):
+    with pytest.raises(
+        InfeasibleError, match=r"hold 60 bytes .* 1 bytes over the limit of 59.*limit of 60 bytes"
+    ) as found:
         tensor.solve(TensorProblem(ops, (), 59.0))
+    copy = pickle.loads(pickle.dumps(found.value))  # as another process gets it
+    assert type(copy) is InfeasibleError and str(copy) == str(found.value)
 
 
 def test_memory_is_exact_to_the_byte() -> None:

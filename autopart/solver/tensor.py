@@ -303,6 +303,9 @@ class _Unsolvable(InfeasibleError):
             self.args = (_why_infeasible(self._problem, self._time_limit_s),)
         return str(self.args[0])
 
+    def __reduce__(self) -> tuple[type[InfeasibleError], tuple[str]]:
+        return InfeasibleError, (str(self),)  # for another process, which need not have the problem
+
 
 def _why_infeasible(problem: TensorProblem, time_limit_s: float) -> str:
     """The conversions that nothing can avoid, or else by how many bytes it does not fit."""
