@@ -7,7 +7,7 @@ A collective belongs to the first block that needs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -217,6 +217,17 @@ class BlockCosts:
             if item.owner.node.op != "placeholder":
                 yield item.owner, item.size
 
+    def reads(self, node: fx.Node) -> Iterator[tuple[Value, Value]]:
+        """What an op reads besides inputs, parameters and buffers, and who owns the memory of each."""
+        facts = self._facts[node]
+        yield from (
+            (v, owner) for v, owner in zip(facts.inputs, facts.owners, strict=True) if owner.node.op != "placeholder"
+        )
+
+    def keeps(self, node: fx.Node) -> bool:
+        """Whether an op keeps anything for its backward."""
+        return bool(self._facts[node].kept) or bool(self._facts[node].inside)
+
     def inside(self, node: fx.Node) -> Amount:
         """Bytes that an op keeps besides."""
         return self._facts[node].inside
@@ -230,6 +241,26 @@ class BlockCosts:
                 total += item.size.at(batch) * shares[facts.position(item)]
         total += facts.inside.at(batch) * _inside_share(chosen, sizes) if facts.inside else 0.0
         return total, _transient_bytes(node, facts, shares, batch)
+
+    def least_kept(
+        self, node: fx.Node, chosen: Chosen, sizes: Sequence[int], batch: int, owners: Collection[Value]
+    ) -> float:
+        """Bytes that one op keeps on one rank at least: of the tensors of these owners, and besides.
+
+        Of several values of one owner the largest, unless they make it up.
+        """
+        facts, shares = self._facts_of(node, chosen), value_shares(node, chosen, sizes)
+        parts: dict[Value, list[tuple[float, float]]] = {}
+        for item in facts.kept:
+            if item.owner in owners:
+                value = facts.inputs[item.operand] if item.operand >= 0 else facts.outputs[-1 - item.operand]
+                size = min(self.size(value).at(batch), item.size.at(batch))
+                parts.setdefault(item.owner, []).append((size, size * shares[facts.position(item)]))
+        total = facts.inside.at(batch) * _inside_share(chosen, sizes) if facts.inside else 0.0
+        for owner, own in parts.items():
+            apart = sum(size for size, _ in own) == self.stored(owner).at(batch)
+            total += (sum if apart else max)(size for _, size in own)
+        return total
 
     def costs(
         self,

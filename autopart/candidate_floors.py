@@ -9,21 +9,30 @@ from typing import Self
 
 from torch import fx
 
+from autopart.alike_work import AlikeLayers, alike_layers, strategy_prices
 from autopart.candidate_prices import CandidatePrices, same_but_for_memory
 from autopart.cluster import Cluster
 from autopart.conversion_prices import TensorAxis
 from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.cost.devices import Device
+from autopart.folding import FoldedPart, fold_part
+from autopart.layer_pieces import LayerPieces, Setting
 from autopart.memory_bound import MemoryBound, least_added
 from autopart.passes.amounts import value_bytes
 from autopart.passes.data_axis import LEVELS
 from autopart.passes.graph import Value
-from autopart.runtime.errors import InfeasibleError
+from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.runtime.schedule import in_flight
+from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price, least_step_seconds
 from autopart.solver.search import Config, Degrees
 from autopart.solver.stages_least import least_share
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, pipeline_floor
-from autopart.tensor_choice import TensorChoice, work_bound
+from autopart.tensor_choice import Builder, TensorChoice, work_bound
+
+MOST_APART = 24
+"""Blocks outside of layers that are alike, up to which a pipeline is bounded piece by piece."""
+_MOST_LONGER = 3.0
+"""How many times as long as without memory: more is not told apart."""
 
 
 @dataclass(slots=True)
@@ -38,6 +47,11 @@ class CandidateFloors(CandidatePrices):
     _work_bounds: dict[tuple[int, tuple[TensorAxis, ...], bool], float] = field(default_factory=dict)
     _enough: dict[object, float] = field(default_factory=dict)  # from where such a bound was not raised further
     _added: dict[tuple[Degrees, float], float] = field(default_factory=dict)
+    _floors: dict[tuple[Degrees, float], float] = field(default_factory=dict)  # of pipelines that end whole
+    _priced_layers: dict[object, tuple[Price, ...]] = field(default_factory=dict)
+    _alike_layers: list[AlikeLayers] | None = None
+    _parts: dict[str, FoldedPart] = field(default_factory=dict)  # by layer
+    _pieces: LayerPieces = field(init=False)
 
     def __post_init__(self) -> None:
         CandidatePrices.__post_init__(self)
@@ -45,15 +59,20 @@ class CandidateFloors(CandidatePrices):
         alike = Counter((first.get(node, node), bool(layers[at])) for node, at in self.analysis.block_of.items())
         self.alike = list(alike.items())
         self._memory = MemoryBound(self.analysis, self._block_costs, self.readers, self.optimizer)
+        self._pieces = LayerPieces(self._memory)
         self._trained = sum(value_bytes(Value(node)).at(1) for node in self.readers if node.meta.get("trainable"))
 
     def _with(self, cluster: Cluster, device: Device, whole: frozenset[str]) -> Self:
         found = CandidatePrices._with(self, cluster, device, whole)
-        found._added = {}
+        found._added, found._floors = {}, {}
         if not same_but_for_memory(device, self.device):
             found._work, found._free, found._work_bounds, found._enough = {}, {}, {}, {}
+            found._priced_layers = {}
+        if whole != self.whole:
+            found._priced_layers = {}
         if device.kind != self.device.kind:
             found._memory = MemoryBound(self.analysis, found._block_costs, self.readers, self.optimizer)
+            found._pieces, found._alike_layers = LayerPieces(found._memory), None
         return found
 
     def lower_bound(self, config: Degrees) -> float:
@@ -78,10 +97,83 @@ class CandidateFloors(CandidatePrices):
                 )
                 self._work_bounds[key], self._enough[key] = max(known, found), wanted
         work = max(self._work_bounds.get(key, 0.0), self.work_seconds(config)) + self.besides_seconds(config)
+        known = max(self.known_floor(config), self._order_floor(config, work))
+        if known >= below:
+            return known
         # what divided parameters exchange in each microbatch, they do not at the end
         summed = not self._divides(config) and not self.zero
-        asked = self._floor(work + self._memory_seconds(config, work), config, summed)
-        return max(self.known_floor(config), asked, self._order_floor(config, work))
+        known = max(known, self._floor(work + self._memory_seconds(config, work), config, summed))
+        if known >= below:
+            return known
+        return max(known, self._pipeline_floor(config, self._work_bounds.get(key, 0.0), below))
+
+    def _pipeline_floor(self, config: Degrees, work: float, below: float = math.inf) -> float:
+        """Of a step with its end and each stage's memory, where most of a program are layers that are alike.
+
+        work: of a microbatch's ops in blocks, with nothing computed again.
+        """
+        if (config, work) in self._floors:
+            return self._floors[config, work]
+        if config.schedule not in WHOLE_SCHEDULES or self.faster(config) != 1.0 or not self.positions.in_row:
+            return 0.0
+        alike = self.alike_layers()
+        apart = set(range(len(self.analysis.blocks))) - {at for item in alike for own in item.blocks for at in own}
+        if not alike or len(apart) > MOST_APART:
+            return 0.0
+        data, levels = self.setting(config).data, self._levels(config)
+        setting = Setting(self.prices(config), data, 1 / config.tp, levels, config.recompute)
+        families = [self._family(config, number, setting) for number in range(len(alike))]
+        layers, row = self.analysis.layers, self._memory.row
+        rest = [self._pieces.block(row[number], bool(layers[number]), setting) for number in sorted(apart)]
+        rest.append(Piece(self.free_seconds(config), 0.0))
+        flying = in_flight(
+            *(config.schedule, config.stages, config.microbatches, self.warmup_of(config), self.layout.places(config))
+        )
+        pipeline = Pipeline(
+            config.microbatches, tuple(flying), tuple(self._rooms(config)), work + self.free_seconds(config)
+        )
+        found = min(least_step_seconds(families, rest, pipeline, below), _MOST_LONGER * self.known_floor(config))
+        if found < below:
+            self._floors[config, work] = found
+        return found
+
+    def _family(self, config: Degrees, number: int, setting: Setting) -> Family:
+        alike = self.alike_layers()[number]
+        whole = self._pieces.layer(alike.facts, alike.blocks[0], setting, alike.priced)
+        pieces = tuple(self._pieces.block(facts, True, setting, alike.priced) for facts in alike.facts)
+        return Family(len(alike.blocks), whole, pieces, self._layer_prices(config, number, whole))
+
+    def _layer_prices(self, config: Degrees, number: int, whole: Piece) -> tuple[Price, ...]:
+        """Of the strategies of alike layers; none without tensor axes, and where a layer's graph is too wide."""
+        if not config.axes:
+            return ()
+        tensor = self.setting(config)
+        key = number, self.samples(config), tensor.axes, tensor.beside
+        if key not in self._priced_layers:
+            builder = Builder(self.analysis, self._folded, tensor, self._block_costs, self.optimizer, (0,))
+            weights = math.fsum(own.bytes for own in whole.weights if own.priced)
+            kept, seconds = whole.runs[0].kept_bytes, whole.forward_s + whole.backward_s
+            try:
+                found = strategy_prices(builder, self.alike_layers()[number], weights, kept, seconds)
+            except PlanError:
+                found = ()
+            self._priced_layers[key] = found
+        return self._priced_layers[key]
+
+    def alike_layers(self) -> list[AlikeLayers]:
+        if self._alike_layers is None:
+            self._alike_layers = list(alike_layers(self._folded, self.layer_parts(), self._memory))
+        return self._alike_layers
+
+    def layer_parts(self) -> dict[str, FoldedPart]:
+        """By layer, its ops and tensors folded."""
+        if not self._parts:
+            nodes: dict[str, list[fx.Node]] = {}
+            for block, layer in zip(self.analysis.blocks, self.analysis.layers, strict=True):
+                if layer:
+                    nodes.setdefault(layer, []).extend(block.nodes)
+            self._parts.update({layer: fold_part(self.analysis, self._folded, own) for layer, own in nodes.items()})
+        return self._parts
 
     def _order_floor(self, config: Degrees, work: float) -> float:
         """What the order of a schedule with W apart, or several stages on a rank, makes of so many seconds at least."""

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
-
-from torch import fx
+from dataclasses import dataclass, replace
 
 from autopart.candidate_floors import CandidateFloors
-from autopart.folding import FoldedPart, fold_part
 from autopart.layer_strategies import LayerStrategies
 from autopart.mixed_strategies import Samples, applied, chosen_ways, merged
 from autopart.passes.data_axis import LEVELS
@@ -39,8 +36,6 @@ class Answer:
 @dataclass(slots=True)
 class Candidates(CandidateFloors):
     """Solves candidates of one program on one cluster for a global batch."""
-
-    _parts: dict[str, FoldedPart] = field(default_factory=dict)  # by layer
 
     def choose(self, config: Degrees, memory_limit: float | None = None, below: float = math.inf) -> TensorChoice:
         """The fastest strategies; under a limit, those whose bytes over all stages stay below it.
@@ -182,16 +177,6 @@ class Candidates(CandidateFloors):
             *(self.analysis, self._folded, self.setting(config), self._block_costs, self.optimizer, levels, config.pp)
         )
         return LayerStrategies(builder, answer, sorted({max(flying), min(flying), 0}, reverse=True), self.time_limit_s)
-
-    def layer_parts(self) -> dict[str, FoldedPart]:
-        """By layer, its ops and tensors folded."""
-        if not self._parts:
-            nodes: dict[str, list[fx.Node]] = {}
-            for block, layer in zip(self.analysis.blocks, self.analysis.layers, strict=True):
-                if layer:
-                    nodes.setdefault(layer, []).extend(block.nodes)
-            self._parts.update({layer: fold_part(self.analysis, self._folded, own) for layer, own in nodes.items()})
-        return self._parts
 
     def _evaluate(
         self, config: Degrees, choice: TensorChoice, below: float, problem: StageProblem | None = None

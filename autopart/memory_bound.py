@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from autopart.analysis import Analysis
@@ -61,9 +62,15 @@ def least_added(
     return max(least / even - work, asked(most))
 
 
+Kind = tuple[bool, bool, bool, torch.dtype]
+"""Of parameters: trained, divided over replicas, gathered again, and their type."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Parameters:
-    """Of one block, summed: those that are trained or not, are divided over replicas or never, and gathered again."""
+class Parameters:
+    """Of one block, summed: those of a type that are trained or not, are divided over replicas or never, and gathered
+    again.
+    """
 
     weight: int
     gradient: int
@@ -71,14 +78,26 @@ class _Parameters:
     trained: bool
     divides: bool
     again: bool
+    dtype: torch.dtype
+
+    @property
+    def kind(self) -> Kind:
+        return self.trained, self.divides, self.again, self.dtype
+
+    def held(self, level: int, replicas: int) -> float:
+        """Bytes on one of the replicas, at a level of ZeRO."""
+        return math.fsum(
+            size / replicas if level >= least else size
+            for size, least in ((self.weight, 3), (self.gradient, 2), (self.optimizer, 1))
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class _Facts:
+class BlockFacts:
     """Of a block. ops: an equal one for each. kept: always. made: the op that has to run again, and what that frees."""
 
     ops: tuple[fx.Node, ...]
-    parameters: tuple[_Parameters, ...]
+    parameters: tuple[Parameters, ...]
     kept: tuple[Amount, ...]
     made: tuple[tuple[fx.Node, tuple[Amount, ...]], ...]
 
@@ -91,25 +110,32 @@ class MemoryBound:
     block_costs: BlockCosts
     readers: Mapping[fx.Node, tuple[int, ...]]
     optimizer: str
-    _facts: dict[_Facts, int] = field(default_factory=dict)
+    made_in: list[dict[Value, Amount]] = field(default_factory=list)
+    """By block, what is kept that its layer alone makes and keeps, once the facts are gathered."""
+    _row: list[BlockFacts] = field(default_factory=list)
+
+    @property
+    def row(self) -> Sequence[BlockFacts]:
+        """By block."""
+        if not self._row:
+            self._row = self._gather()
+        return self._row
 
     def blocks(
         self, prices: Prices, share: float, data: DataPrices, levels: Sequence[int], recompute: str
     ) -> list[Held]:
         """The blocks as each of ``1 / share`` ranks holds them at least."""
-        if not self._facts:
-            self._facts = self._gather()
         return [
             Held(
                 count,
                 sum(sum(prices.shared_seconds(node, share, share)) for node in facts.ops),
                 tuple(self._parts(facts, prices, share, data, levels, recompute)),
             )
-            for facts, count in self._facts.items()
+            for facts, count in Counter(self.row).items()
         ]
 
     def _parts(
-        self, facts: _Facts, prices: Prices, share: float, data: DataPrices, levels: Sequence[int], recompute: str
+        self, facts: BlockFacts, prices: Prices, share: float, data: DataPrices, levels: Sequence[int], recompute: str
     ) -> list[tuple[Way, ...]]:
         batch, parts = prices.batch, []
         for own in facts.parameters:
@@ -119,11 +145,7 @@ class MemoryBound:
                 seconds = sum(data.microbatch_seconds(size, level, own.trained, own.again, 0.0))
                 if own.trained:  # beyond what CandidateFloors.besides_seconds has of it
                     seconds = max(0.0, seconds + data.adding_seconds(size, level) - data.least_seconds(size, levels))
-                weight, gradient, state = (
-                    size / data.replicas if level >= least else float(size)
-                    for size, least in ((own.weight, 3), (own.gradient, 2), (own.optimizer, 1))
-                )
-                ways.append(Way(seconds, (weight + gradient + state) * share))
+                ways.append(Way(seconds, own.held(level, data.replicas) * share))
             parts.append(tuple(ways))
         fixed = float(sum(amount.at(batch) for amount in facts.kept))
         for node, amounts in facts.made:
@@ -135,7 +157,7 @@ class MemoryBound:
                 parts.append((Way(0.0, 0.0, size * share), Way(again, 0.0)))
         return [*parts, (Way(0.0, 0.0, fixed * share),)]
 
-    def _gather(self) -> dict[_Facts, int]:
+    def _gather(self) -> list[BlockFacts]:
         analysis, layers = self.analysis, self.analysis.layers
         keepers: dict[Value, dict[int, Amount]] = defaultdict(dict)
         for node, index in analysis.block_of.items():
@@ -143,12 +165,14 @@ class MemoryBound:
                 keepers[owner][index] = amount
         kept: list[list[Amount]] = [[] for _ in layers]
         made: list[dict[fx.Node, list[Amount]]] = [defaultdict(list) for _ in layers]
+        self.made_in = [{} for _ in layers]
         for owner, held in keepers.items():
             index, amount = next(iter(held.items()))
             at = analysis.block_of.get(owner.node)
             inside = {layers[block] for block in (*held, *(() if at is None else (at,)))}
             if len(inside) == 1 and inside != {""}:
                 made[index][owner.node].append(amount)
+                self.made_in[index][owner] = amount
             else:
                 kept[index].append(amount)
         for node, index in analysis.block_of.items():
@@ -156,25 +180,22 @@ class MemoryBound:
                 made[index][node].append(amount)
             elif amount:
                 kept[index].append(amount)
-        parameters: list[Counter[tuple[bool, bool, bool, str]]] = [Counter() for _ in layers]
+        parameters: list[Counter[tuple[bool, bool, bool, torch.dtype, str]]] = [Counter() for _ in layers]
         for node, blocks in self.readers.items():
             info = analysis.program.tensors[node.meta["name"]]
             own: ParameterBytes = parameter_bytes(info.shape, info.dtype, self.optimizer, info.trainable)
-            kind = bool(info.trainable), not info.buffer, self.block_costs.gathering(node)[0]
+            kind = bool(info.trainable), not info.buffer, self.block_costs.gathering(node)[0], info.dtype
             for name in ("weight", "gradient", "optimizer"):
                 parameters[blocks[0]][*kind, name] += getattr(own, name)
-        found: Counter[_Facts] = Counter()
-        for index, block in enumerate(analysis.blocks):
-            sizes = parameters[index]
-            found[
-                _Facts(
-                    tuple(analysis.first.get(node, node) for node in block.nodes),
-                    tuple(
-                        _Parameters(sizes[*kind, "weight"], sizes[*kind, "gradient"], sizes[*kind, "optimizer"], *kind)
-                        for kind in dict.fromkeys(key[:3] for key in sizes)
-                    ),
-                    tuple(kept[index]),
-                    tuple((analysis.first.get(node, node), tuple(amounts)) for node, amounts in made[index].items()),
-                )
-            ] += 1
-        return dict(found)
+        return [
+            BlockFacts(
+                tuple(analysis.first.get(node, node) for node in block.nodes),
+                tuple(
+                    Parameters(sizes[*kind, "weight"], sizes[*kind, "gradient"], sizes[*kind, "optimizer"], *kind)
+                    for kind in dict.fromkeys(key[:-1] for key in sizes)
+                ),
+                tuple(kept[index]),
+                tuple((analysis.first.get(node, node), tuple(amounts)) for node, amounts in made[index].items()),
+            )
+            for index, (block, sizes) in enumerate(zip(analysis.blocks, parameters, strict=True))
+        ]

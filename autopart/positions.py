@@ -30,6 +30,11 @@ class Positions:
     crossings: tuple[tuple[Value, ...], ...]
     complete: bool
 
+    @property
+    def in_row(self) -> bool:
+        """Whether stages are runs of block numbers."""
+        return all(mask & (mask + 1) == 0 for mask in self.sets)
+
     @staticmethod
     def of(analysis: Analysis, together: Sequence[Sequence[int]] = ()) -> Positions:
         """The positions of a program's blocks. together: groups of blocks that no position parts."""

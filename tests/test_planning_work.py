@@ -85,4 +85,4 @@ def test_a_bound_is_raised_no_further_than_is_asked_for(monkeypatch: pytest.Monk
         assert relaxed and floor <= full
         count = len(relaxed)
         assert candidates.work_floor(config) == pytest.approx(full) and len(relaxed) == 2 * count
-        assert candidates.work_floor(config) == candidates.work_floor(config, below=0.0) and len(relaxed) == 2 * count
+        assert candidates.work_floor(config, below=0.0) <= full and len(relaxed) == 2 * count

@@ -81,6 +81,20 @@ def eliminator(
     return _Eliminator(problem, most_settings).least
 
 
+def least_sums(
+    problem: TensorProblem,
+    amounts: Sequence[NDArray[np.float64]],
+    weights: NDArray[np.float64],
+    most_settings: int = MOST_SETTINGS,
+) -> NDArray[np.float64]:
+    """For each row of weights the least weighted sum of seconds and further amounts, exactly.
+
+    amounts: of each op [choice, amount], its seconds first. weights: [any, amount]; conversions are seconds. Infinite
+    where nothing is possible. Raises PlanError as :func:`eliminator` does.
+    """
+    return _Eliminator(problem, most_settings, amounts).eliminated(weights)[0]
+
+
 def weighed(problem: TensorProblem, weights: Weights) -> TensorProblem:
     """Seconds are the weighted sum, and bytes nothing."""
     seconds, memory = weights
@@ -155,9 +169,18 @@ class _Table:
     sums: NDArray[np.float64]
 
 
+_Steps = list[tuple[int, tuple[int, ...], NDArray[np.int64]]]
+_Picked = list[list[NDArray[np.int64]]]
+
+
 class _Eliminator:
-    def __init__(self, problem: TensorProblem, most_settings: int) -> None:
+    def __init__(
+        self, problem: TensorProblem, most_settings: int, amounts: Sequence[NDArray[np.float64]] | None = None
+    ) -> None:
         self.problem = problem
+        self.amounts = amounts or [
+            np.array([[choice.cost, choice.memory] for choice in own.choices]) for own in problem.ops
+        ]
         slots: list[set[tuple[bool, int]]] = [set() for _ in problem.ops]  # of inputs (true) and outputs with an edge
         for edge in problem.edges:
             slots[edge.source].add((False, edge.output))
@@ -174,16 +197,20 @@ class _Eliminator:
         self.edges = [self._edge(edge) for edge in problem.edges]
 
     def least(self, weights: Sequence[Weights]) -> list[tuple[int, ...] | None]:
-        counts = np.array(weights, dtype=np.float64)
+        final, steps, picked = self.eliminated(np.array(weights, dtype=np.float64))
+        return [self._choices(steps, picked, at) if math.isfinite(final[at]) else None for at in range(len(weights))]
+
+    def eliminated(self, counts: NDArray[np.float64]) -> tuple[NDArray[np.float64], _Steps, _Picked]:
+        """The least sums by weights, and how they come about."""
         seconds = counts[:, 0]
-        tables, picked = [], list[list[NDArray[np.int64]]]()
-        for number, (own, groups) in enumerate(zip(self.problem.ops, self.groups, strict=True)):
-            sums = np.array([[choice.cost, choice.memory] for choice in own.choices]) @ counts.T
+        tables, picked = [], _Picked()
+        for number, (own, groups) in enumerate(zip(self.amounts, self.groups, strict=True)):
+            sums = own @ counts.T
             best = [np.argmin(sums[group], axis=0) for group in groups]
             picked.append([np.array(group)[at] for group, at in zip(groups, best, strict=True)])
             tables.append(_Table((number,), np.array([sums[group].min(axis=0) for group in groups])))
         tables += [_Table(table.ops, _weighted(table.sums, seconds)) for table in self.edges]
-        steps: list[tuple[int, tuple[int, ...], NDArray[np.int64]]] = []
+        steps = _Steps()
         for op in self.order:
             joined = [table for table in tables if op in table.ops]
             tables = [table for table in tables if op not in table.ops]
@@ -194,12 +221,12 @@ class _Eliminator:
             tables.append(_Table(rest, total.min(axis=-2)))
         final = sum(table.sums for table in tables)
         assert isinstance(final, np.ndarray)
-        return [self._choices(steps, picked, at) if math.isfinite(final[at]) else None for at in range(len(weights))]
+        return final, steps, picked
 
     def _choices(
         self,
-        steps: Sequence[tuple[int, tuple[int, ...], NDArray[np.int64]]],
-        picked: Sequence[Sequence[NDArray[np.int64]]],
+        steps: _Steps,
+        picked: _Picked,
         at: int,
     ) -> tuple[int, ...]:
         found: dict[int, int] = {}

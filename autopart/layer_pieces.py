@@ -1,0 +1,211 @@
+"""Blocks and layers as :mod:`autopart.solver.pipeline_floor` takes them: what each of tp ranks has of them at least.
+
+Seconds, parameters and what is kept for the backward are shared perfectly, as in :mod:`autopart.memory_bound`. Of a
+layer that lies in one stage as a whole the sets of modules that may run again are known
+(:mod:`autopart.layer_frontier`): what each frees, and which ops run again for it. Of a block alone a tensor that its
+layer makes and keeps need not be kept, but then at least the op that makes it runs again.
+
+Transients, send buffers, and copies of tensors in several placements are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx
+
+from autopart.cost.devices import Device
+from autopart.data_prices import DataPrices
+from autopart.memory_bound import BlockFacts, Kind, MemoryBound, Parameters
+from autopart.passes.amounts import Amount
+from autopart.passes.emit.layers import Run
+from autopart.passes.emit.segments import spans_of
+from autopart.passes.graph import Value
+from autopart.prices import Prices
+from autopart.solver.pipeline_floor import Piece, Way, Weights
+from autopart.solver.tensor_hull import corners
+
+# Sets of modules of a layer beyond which only those of whole layers are known.
+_MOST_SETS = 4096
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where pieces are priced. levels: of ZeRO. recompute: "none", "full" or "auto"."""
+
+    prices: Prices
+    data: DataPrices
+    share: float
+    levels: tuple[int, ...]
+    recompute: str
+
+    def seconds(self, node: fx.Node) -> tuple[float, float]:
+        return self.prices.shared_seconds(node, self.share, self.share)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sets:
+    """The sets of modules of a layer that may run again.
+
+    ops: equal ones, in order. sizes: of tensors that the layer keeps. again: [set, op] whether it runs again. freed:
+    [set, tensor] whether it is not kept then.
+    """
+
+    ops: tuple[fx.Node, ...]
+    sizes: tuple[Amount, ...]
+    again: Array
+    freed: Array
+
+
+_Module = tuple[set[int], set[int], set[Value]]
+"""Its ops, those of them that run again, and what enters."""
+
+
+@dataclass(slots=True)
+class LayerPieces:
+    """Of one program. memory: what blocks hold."""
+
+    memory: MemoryBound
+    _sets: dict[tuple[BlockFacts, ...], _Sets | None] = field(default_factory=dict)
+    _runs: dict[tuple[tuple[BlockFacts, ...], Device, int, float], tuple[Way, ...]] = field(default_factory=dict)
+
+    def block(self, facts: BlockFacts, in_layer: bool, setting: Setting, priced: Kind | None = None) -> Piece:
+        """One block by itself, or of a layer that is cut."""
+        forward, backward = self._seconds([facts], setting)
+        again_s = forward if setting.recompute == "full" and in_layer else 0.0
+        return Piece(forward, backward, self._weights([facts], setting, priced), self._alone([facts], setting, again_s))
+
+    def _alone(self, own: Sequence[BlockFacts], setting: Setting, again_s: float = 0.0) -> tuple[Way, ...]:
+        """The ways to run blocks, where only the op that makes a tensor runs again. again_s: what runs again anyway."""
+        batch, share = setting.prices.batch, setting.share
+        kept = sum(amount.at(batch) for facts in own for amount in facts.kept) * share
+        made = [
+            (setting.seconds(node)[0], sum(amount.at(batch) for amount in amounts) * share)
+            for facts in own
+            for node, amounts in facts.made
+        ]
+        runs = [Way(again_s, 0.0, kept + (0.0 if again_s else math.fsum(size for _, size in made)))]
+        if setting.recompute == "auto":
+            for seconds, size in sorted(made, key=lambda item: item[0] / max(item[1], 1e-9)):
+                last = runs[-1]
+                runs.append(Way(last.seconds + seconds, 0.0, max(kept, last.kept_bytes - size)))
+        return tuple(runs)
+
+    def layer(
+        self, own: tuple[BlockFacts, ...], blocks: Sequence[int], setting: Setting, priced: Kind | None = None
+    ) -> Piece:
+        """A layer that lies in one stage."""
+        forward, backward = self._seconds(own, setting)
+        kept = sum(amount.at(setting.prices.batch) for facts in own for amount in facts.kept) * setting.share
+        if setting.recompute == "auto":
+            runs = self._again(own, blocks, setting)
+        elif setting.recompute == "full":
+            runs = (Way(forward, 0.0, kept),)
+        else:
+            made = sum(a.at(setting.prices.batch) for facts in own for _, amounts in facts.made for a in amounts)
+            runs = (Way(0.0, 0.0, kept + made * setting.share),)
+        return Piece(forward, backward, self._weights(own, setting, priced), runs)
+
+    def _seconds(self, own: Sequence[BlockFacts], setting: Setting) -> tuple[float, float]:
+        seconds = [setting.seconds(node) for facts in own for node in facts.ops]
+        return math.fsum(forward for forward, _ in seconds), math.fsum(backward for _, backward in seconds)
+
+    def _weights(self, own: Sequence[BlockFacts], setting: Setting, priced: Kind | None) -> tuple[Weights, ...]:
+        found: dict[object, list[Parameters]] = defaultdict(list)
+        for facts in own:
+            for item in facts.parameters:
+                if item.weight:
+                    found[item.kind].append(item)
+        return tuple(
+            Weights(sum(item.weight for item in items) * setting.share, levels_of(items[0], setting), kind == priced)
+            for kind, items in found.items()
+        )
+
+    def _again(self, own: tuple[BlockFacts, ...], blocks: Sequence[int], setting: Setting) -> tuple[Way, ...]:
+        """The ways to run a layer, of which none lies above a mix of others; the first computes nothing again."""
+        if own not in self._sets:
+            self._sets[own] = self._modules(blocks)
+        sets = self._sets[own]
+        if sets is None:
+            return self._alone(own, setting)
+        key = own, setting.prices.device, setting.prices.batch, setting.share
+        if key not in self._runs:
+            seconds = sets.again @ np.array([setting.seconds(node)[0] for node in sets.ops])
+            sizes = np.array([amount.at(setting.prices.batch) for amount in sets.sizes]) * setting.share
+            always = sum(amount.at(setting.prices.batch) for facts in own for amount in facts.kept) * setting.share
+            kept = always + np.maximum(sizes.sum() - sets.freed @ sizes, 0.0)
+            points = corners(list(zip(seconds.tolist(), kept.tolist(), strict=True)), lambda point: point)
+            self._runs[key] = tuple(Way(more, 0.0, size) for more, size in points)
+        return self._runs[key]
+
+    def _modules(self, numbers: Sequence[int]) -> _Sets | None:
+        """Of the layer with these blocks; None where they are too many."""
+        analysis, costs = self.memory.analysis, self.memory.block_costs
+        ops = [node for number in numbers for node in analysis.blocks[number].nodes if node in analysis.block_of]
+        place = {node: index for index, node in enumerate(ops)}
+        made = {owner: size for number in numbers for owner, size in self.memory.made_in[number].items()}
+        keepers: dict[Value, set[int]] = defaultdict(set)
+        for node in ops:
+            for owner, _ in costs.kept_by(node):
+                if owner in made:
+                    keepers[owner].add(place[node])
+        inside = [node for node in ops if costs.inside(node)]
+        modules: list[_Module] = []
+        for nodes in spans_of(Run(analysis.layers[numbers[0]], ops)).values():
+            own = [node for node in nodes if node in place]
+            last = max((at for at, node in enumerate(own) if costs.keeps(node)), default=-1)
+            if last < 0:
+                continue
+            among = set(nodes)
+            entering = {owner for node in own for value, owner in costs.reads(node) if value.node not in among}
+            modules.append(({place[node] for node in own}, {place[node] for node in own[: last + 1]}, entering))
+        again, freed = [], []
+        for chosen in _apart(modules):
+            covered = set[int]().union(*(module[0] for module in chosen))
+            run = set[int]().union(*(module[1] for module in chosen))
+            entering = set[Value]().union(*(module[2] for module in chosen))
+            again.append([at in run for at in range(len(ops))])
+            free = [own <= covered and owner not in entering for owner, own in keepers.items()]
+            freed.append([*free, *(place[node] in covered for node in inside)])
+            if len(again) > _MOST_SETS:
+                return None
+        again.append([True] * len(ops))  # as a whole
+        freed.append([True] * (len(keepers) + len(inside)))
+        return _Sets(
+            tuple(analysis.first.get(node, node) for node in ops),
+            (*(made[owner] for owner in keepers), *map(costs.inside, inside)),
+            np.array(again, dtype=float).reshape(-1, len(ops)),
+            np.array(freed, dtype=float).reshape(len(again), -1),
+        )
+
+
+def levels_of(own: Parameters, setting: Setting) -> tuple[Way, ...]:
+    """The ways to hold one byte of such weights."""
+    data, size = setting.data, own.weight * setting.share
+    found = []
+    for level in setting.levels if own.divides else (0,):
+        seconds = sum(data.microbatch_seconds(size, level, own.trained, own.again, 0.0))
+        end = sums = 0.0
+        if own.trained:
+            seconds += data.adding_seconds(size, level)
+            end = data.step_end_seconds(size, level)
+            sums = data.sum_seconds(size, level) if data.replicas > 1 else 0.0
+        found.append(Way(seconds / size, own.held(level, data.replicas) / own.weight, 0.0, end / size, sums / size))
+    return tuple(found)
+
+
+def _apart(modules: Sequence[_Module]) -> Iterator[tuple[_Module, ...]]:
+    """All sets of modules whose ops lie one behind the other, the empty one first."""
+    yield ()
+    for index, module in enumerate(modules):
+        low, high = min(module[0]), max(module[0])
+        others = [other for other in modules[index + 1 :] if high < min(other[0]) or max(other[0]) < low]
+        for rest in _apart(others):
+            yield (module, *rest)

@@ -1,0 +1,380 @@
+r"""Least seconds of a step of whole backwards, its end and the stages' memory included: a linear program.
+
+Stage k of p runs a microbatch in F_k + B_k seconds, holds w_k of m microbatches in flight and has C_k bytes. E_k are
+the seconds of its step's end, of which its last backward hides H_k <= B_k, and no more than the sums c_k in it. As
+:mod:`autopart.solver.stages_floor` says, for every stage k and each of the bodies body_k there,
+
+    T >= F_{<k} + body_k + E_k - H_k        T >= F_{<k} + B_{<k} + body_k + E_0 - H_0
+
+What a stage has are pieces, of each the shares y_k over all stages add up to 1. With it come, at least:
+
+- a piece's seconds, forward and backward, and its parameters: bytes of weights on a rank, at levels of ZeRO, each with
+  seconds that it adds to a microbatch, bytes held, seconds of the step's end and of sums in it;
+- the ways to run it, mixed as one likes: seconds more in the backward for bytes less that a microbatch keeps.
+
+How fast strategies are depends on what they hold. Of a *family*, such as equal layers, it is known that whatever their
+strategies are, their seconds t, bytes of weights v and bytes a that a microbatch keeps obey, for a few prices,
+
+    t + mu v + nu a >= D(mu, nu)
+
+for each layer that lies in one stage; where it computes modules again, what it keeps is only known to be shared
+perfectly, so nu = 0. A stage's layers obey it together. p - 1 layers may be cut: their pieces lie in any stages, and
+obey it over all stages. Stages are runs of a row of pieces, so that no more are.
+
+Prices are used as far as an answer violates them. Of a family whose prices are unknown all is shared perfectly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from autopart.solver.linear import LinearModel
+
+_ROUNDING = 1e-6
+_ROUNDS = 6
+_VIOLATED = 1e-4
+"""Of a family's seconds: prices that an answer violates by less are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to hold or to run something: seconds more per microbatch, bytes for good and per microbatch in flight, and
+    seconds at the end of the step. sum_s: of these what is summed beside the last backward.
+    """
+
+    seconds: float = 0.0
+    state_bytes: float = 0.0
+    kept_bytes: float = 0.0
+    end_s: float = 0.0
+    sum_s: float = 0.0
+
+    def times(self, count: float) -> Way:
+        return Way(
+            self.seconds * count,
+            self.state_bytes * count,
+            self.kept_bytes * count,
+            self.end_s * count,
+            self.sum_s * count,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Bytes on a rank, at least. levels: the ways to hold one byte. priced: whether a family's prices are for them."""
+
+    bytes: float
+    levels: tuple[Way, ...]
+    priced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Seconds forward and backward, weights, and the ways to run it: nothing computed again is the first."""
+
+    forward_s: float
+    backward_s: float
+    weights: tuple[Weights, ...] = ()
+    runs: tuple[Way, ...] = (Way(),)
+
+    def times(self, count: float) -> Piece:
+        weights = tuple(replace(own, bytes=own.bytes * count) for own in self.weights)
+        return Piece(
+            self.forward_s * count, self.backward_s * count, weights, tuple(way.times(count) for way in self.runs)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Strategies of a layer take no fewer ``seconds`` than these, each byte of weights and of what is kept counted as
+    so many seconds.
+    """
+
+    weights: float
+    kept: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """``count`` equal layers. whole: one that lies in one stage. pieces: of one that is cut. prices: of strategies."""
+
+    count: int
+    whole: Piece
+    pieces: tuple[Piece, ...]
+    prices: tuple[Price, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """in_flight, capacity_bytes: by stage, w_k and C_k. work: seconds of a microbatch in all stages together, at least,
+    nothing computed again or exchanged for parameters.
+    """
+
+    microbatches: int
+    in_flight: tuple[int, ...]
+    capacity_bytes: tuple[float, ...]
+    work: float = 0.0
+
+    @property
+    def stages(self) -> int:
+        return len(self.in_flight)
+
+
+_Terms = dict[int, float]
+
+
+def least_step_seconds(
+    families: Sequence[Family], rest: Sequence[Piece], pipeline: Pipeline, below: float = math.inf
+) -> float:
+    """Seconds of a step at least; infinite where nothing fits. below: seconds from which more are of no interest."""
+    return _Program(families, rest, pipeline).solve(below)
+
+
+@dataclass(slots=True)
+class _Stage:
+    """What a stage's amounts are made of. extra: work that is computed again, or exchanges weights."""
+
+    forward: _Terms = field(default_factory=dict)
+    backward: _Terms = field(default_factory=dict)
+    work: _Terms = field(default_factory=dict)
+    extra: _Terms = field(default_factory=dict)
+    memory: _Terms = field(default_factory=dict)
+    end: _Terms = field(default_factory=dict)
+    sums: _Terms = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Layers:
+    """Variables of layers that obey prices together: seconds, bytes of weights and kept ones, and how many they are."""
+
+    seconds: list[int] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    shares: list[int] = field(default_factory=list)
+    count: float = 0.0  # layers of a share
+    keeps: bool = False  # whether what they keep is known
+
+
+class _Program:
+    def __init__(self, families: Sequence[Family], rest: Sequence[Piece], pipeline: Pipeline) -> None:
+        self.pipeline, self.model = pipeline, LinearModel()
+        alone = [_seconds(item.whole) * item.count for item in families]
+        self.unit_s = max(pipeline.work, math.fsum(alone), math.fsum(map(_seconds, rest))) or 1.0
+        self.unit_bytes = max(*pipeline.capacity_bytes, 1.0)
+        self.step = self.model.add_variable(1.0, upper=math.inf)
+        self.stages = [_Stage() for _ in range(pipeline.stages)]
+        for piece in rest:
+            self._add(piece, self._shares(piece))
+        self.layers: list[tuple[Family, list[_Layers]]] = []
+        for item in families:
+            cut = min(item.count, pipeline.stages - 1)
+            found = [*self._whole(item, item.count - cut), *self._cut(item, cut)]
+            self.layers.append((item, found))
+        self._time()
+
+    def solve(self, below: float) -> float:
+        found, used = 0.0, set[tuple[int, Price]]()
+        new = {
+            (number, price)
+            for number, (item, _) in enumerate(self.layers)
+            for price in item.prices
+            if not price.weights and not price.kept
+        }
+        for _ in range(_ROUNDS):
+            for number, price in new:
+                for own in self.layers[number][1]:
+                    self._charge(own, price)
+            used |= new
+            try:
+                answer = self.model.relax()
+            except TimeoutError:
+                break
+            if answer is None:
+                return math.inf
+            found = max(found, answer.objective)
+            new = self._violated(answer.values) - used
+            if not new or found * self.unit_s >= below:
+                break
+        return found * self.unit_s * (1 - _ROUNDING)
+
+    def _row(self, terms: _Terms, lower: float = -math.inf, upper: float = math.inf) -> None:
+        self.model.add_row(list(terms), list(terms.values()), lower=lower, upper=upper)
+
+    def _amount(self) -> int:
+        return self.model.add_variable(upper=math.inf)
+
+    # -- what stages have -----------------------------------------------------------------------------------------
+
+    def _shares(self, piece: Piece) -> list[int]:
+        """By stage the share of a piece, with its seconds."""
+        shares = [self.model.add_variable() for _ in self.stages]
+        self._row(dict.fromkeys(shares, 1.0), lower=1.0, upper=1.0)
+        for stage, share in zip(self.stages, shares, strict=True):
+            stage.forward[share] = piece.forward_s / self.unit_s
+            stage.backward[share] = piece.backward_s / self.unit_s
+        return shares
+
+    def _add(self, piece: Piece, shares: Sequence[int], family: bool = False) -> list[list[int]]:
+        """A piece that stages share as they like. family: whose work is counted elsewhere; its weights by stage."""
+        found = []
+        for number, share in enumerate(shares):
+            if not family:
+                self.stages[number].work[share] = _seconds(piece) / self.unit_s
+            if len(piece.runs) == 1:
+                self._run(number, share, piece.runs[0])
+            else:
+                ways = [self.model.add_variable() for _ in piece.runs]
+                self._row({share: -1.0, **dict.fromkeys(ways, 1.0)}, lower=0.0, upper=0.0)
+                for way, run in zip(ways, piece.runs, strict=True):
+                    self._run(number, way, run)
+            found.append(self._weights(number, piece, [share]))
+        return found
+
+    def _run(self, number: int, variable: int, run: Way) -> None:
+        stage = self.stages[number]
+        stage.memory[variable] = self._bytes(number, run) / self.unit_bytes
+        if run.seconds:
+            stage.backward[variable] = stage.backward.get(variable, 0.0) + run.seconds / self.unit_s
+            stage.extra[variable] = run.seconds / self.unit_s
+
+    def _bytes(self, number: int, way: Way) -> float:
+        return way.state_bytes + self.pipeline.in_flight[number] * way.kept_bytes
+
+    def _weights(self, number: int, piece: Piece, shares: Sequence[int]) -> list[int]:
+        """Variables for the bytes of the weights that are priced, by level."""
+        stage, priced = self.stages[number], list[int]()
+        per_byte = self.unit_bytes / self.unit_s
+        for own in piece.weights:
+            levels = [self._amount() for _ in own.levels]
+            self._row({**dict.fromkeys(levels, 1.0), **dict.fromkeys(shares, -own.bytes / self.unit_bytes)}, lower=0.0)
+            for level, way in zip(levels, own.levels, strict=True):
+                stage.memory[level] = self._bytes(number, way)
+                stage.extra[level] = way.seconds * per_byte
+                stage.end[level], stage.sums[level] = way.end_s * per_byte, way.sum_s * per_byte
+            priced += levels if own.priced else []
+        return priced
+
+    def _whole(self, family: Family, count: int) -> list[_Layers]:
+        """Layers that lie in one stage each: those that keep all, and those that compute something again."""
+        if not count:
+            return []
+        piece, found = family.whole.times(count), []
+        for number, share in enumerate(self._shares(piece)):
+            ways = [self.model.add_variable() for _ in piece.runs]
+            self._row({share: -1.0, **dict.fromkeys(ways, 1.0)}, lower=0.0, upper=0.0)
+            for own, runs in ((ways[:1], piece.runs[:1]), (ways[1:], piece.runs[1:])):
+                if not own:
+                    continue
+                mine = _Layers([self._amount()], self._weights(number, piece, own), [], own, count)
+                self.stages[number].work[mine.seconds[0]] = 1.0
+                self._row({mine.seconds[0]: 1.0, **dict.fromkeys(own, -_seconds(piece) / self.unit_s)}, lower=0.0)
+                mine.keeps = own[0] == ways[0] and not runs[0].seconds
+                for way, run in zip(own, runs, strict=True):
+                    self._run(number, way, replace(run, kept_bytes=0.0) if mine.keeps else run)
+                if mine.keeps:
+                    mine.kept = [self._amount()]
+                    self._row({mine.kept[0]: 1.0, own[0]: -runs[0].kept_bytes / self.unit_bytes}, lower=0.0)
+                    self.stages[number].memory[mine.kept[0]] = float(self.pipeline.in_flight[number])
+                found.append(mine)
+        return found
+
+    def _cut(self, family: Family, count: int) -> list[_Layers]:
+        """Layers whose pieces lie in any stages."""
+        if not count:
+            return []
+        mine, least = _Layers(count=count), [_Terms() for _ in self.stages]
+        for piece in (piece.times(count) for piece in family.pieces):
+            shares = self._shares(piece)
+            for terms, share in zip(least, shares, strict=True):
+                terms[share] = -_seconds(piece) / self.unit_s
+            for weights in self._add(piece, shares, family=True):
+                mine.weights += weights
+        for stage, terms in zip(self.stages, least, strict=True):
+            seconds = self._amount()
+            stage.work[seconds] = 1.0
+            self._row({seconds: 1.0, **terms}, lower=0.0)
+            mine.seconds.append(seconds)
+        mine.shares = [self.model.add_variable()]
+        self._row({mine.shares[0]: 1.0}, lower=1.0)
+        return [mine]
+
+    # -- strategies -----------------------------------------------------------------------------------------------
+
+    def _charge(self, layers: _Layers, price: Price) -> None:
+        terms = self._charged(layers, price)
+        if terms:
+            self._row(terms, lower=0.0)
+
+    def _charged(self, layers: _Layers, price: Price) -> _Terms:
+        """What is not below zero; nothing where the price asks for what is not known."""
+        if price.kept and not layers.keeps:
+            return {}
+        per_byte = self.unit_bytes / self.unit_s
+        return {
+            **dict.fromkeys(layers.seconds, 1.0),
+            **dict.fromkeys(layers.weights, price.weights * per_byte),
+            **dict.fromkeys(layers.kept, price.kept * per_byte),
+            **dict.fromkeys(layers.shares, -price.seconds * layers.count / self.unit_s),
+        }
+
+    def _violated(self, values: Sequence[float]) -> set[tuple[int, Price]]:
+        """Of each family's layers the price that they violate most."""
+        found = set()
+        for number, (item, groups) in enumerate(self.layers):
+            for layers in groups:
+                short = [
+                    (-math.fsum(values[at] * by for at, by in self._charged(layers, price).items()), price)
+                    for price in item.prices
+                ]
+                most, price = max(short, key=lambda pair: pair[0], default=(0.0, None))
+                if price is not None and most > _VIOLATED:
+                    found.add((number, price))
+        return found
+
+    # -- time -----------------------------------------------------------------------------------------------------
+
+    def _time(self) -> None:
+        m = self.pipeline.microbatches
+        forward, backward, end, ahead_f, ahead, behind = ([self._amount() for _ in self.stages] for _ in range(6))
+        for number, stage in enumerate(self.stages):
+            f, b, e = forward[number], backward[number], end[number]
+            self._row({f: 1.0, **_minus(stage.forward)}, lower=0.0)
+            self._row({b: 1.0, **_minus(stage.backward)}, lower=0.0)
+            self._row({f: 1.0, b: 1.0, **_minus(stage.work), **_minus(stage.extra)}, lower=0.0)
+            self._row(stage.memory, upper=self.pipeline.capacity_bytes[number] / self.unit_bytes)
+            self._row({e: 1.0, b: 1.0, **_minus(stage.end)}, lower=0.0)
+            hidden = {at: by - stage.sums.get(at, 0.0) for at, by in stage.end.items()}
+            self._row({e: 1.0, **_minus(hidden)}, lower=0.0)
+            if number:
+                self._row({ahead_f[number]: 1.0, ahead_f[number - 1]: -1.0, forward[number - 1]: -1.0}, lower=0.0)
+                before = {ahead[number - 1]: -1.0, forward[number - 1]: -1.0, backward[number - 1]: -1.0}
+                self._row({ahead[number]: 1.0, **before}, lower=0.0)
+                self._row({behind[number - 1]: 1.0, behind[number]: -1.0, f: -1.0, b: -1.0}, lower=0.0)
+        work = {at: by for stage in self.stages for at, by in stage.work.items()}
+        self._row(work, lower=self.pipeline.work / self.unit_s)
+        drained = self.pipeline.in_flight[-1] >= m
+        for number, flying in enumerate(self.pipeline.in_flight):
+            for f_count, b_count, after in _bodies(m, flying, drained):
+                body = {forward[number]: -f_count, backward[number]: -b_count, behind[number]: -after}
+                self._row({self.step: 1.0, ahead_f[number]: -1.0, end[number]: -1.0, **body}, lower=0.0)
+                if number:
+                    self._row({self.step: 1.0, ahead[number]: -1.0, end[0]: -1.0, **body}, lower=0.0)
+
+
+def _seconds(piece: Piece) -> float:
+    return piece.forward_s + piece.backward_s
+
+
+def _minus(terms: _Terms) -> _Terms:
+    return {at: -by for at, by in terms.items()}
+
+
+def _bodies(microbatches: int, flying: int, drained: bool) -> list[tuple[float, float, float]]:
+    """Seconds of a stage's body as counts of its forward, its backward, and the work behind it."""
+    m = float(microbatches)
+    found = [(m, m, 1.0 if drained else 0.0)]
+    if flying < microbatches:
+        return [*found, (1 + m - flying, 1 + m - flying, 2.0)]
+    return [*found, (m, 1.0, 1.0), (1.0, m, 1.0)]

@@ -1,0 +1,157 @@
+"""Of layers that are alike: prices that no strategies undercut, and bounds of whole candidates by them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+from torch import fx
+
+from autopart.analysis import Analysis, analyze
+from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
+from autopart.candidates import Candidates
+from autopart.folding import is_stored
+from autopart.layer_pieces import Setting
+from autopart.models import load_model
+from autopart.prices import Chosen, share_of
+from autopart.runtime.errors import InfeasibleError
+from autopart.runtime.placement import REPLICATE
+from autopart.solver.search import Degrees
+from autopart.tensor_choice import Builder, TensorChoice, stored_as
+from autopart.tracing import capture
+from clusters import ideal
+
+MODELS = (
+    "hf:gpt2?n_layer=7&n_embd=64&n_head=4&n_positions=16&seq=16&vocab_size=128",
+    "hf:llama?num_hidden_layers=7&hidden_size=64&intermediate_size=128&num_attention_heads=4&num_key_value_heads=4"
+    "&seq=16&vocab_size=128",
+)
+BATCH = 16
+
+
+@functools.cache
+def analysis_of(model: str) -> Analysis:
+    loaded = load_model(model, meta=True)
+    return analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False))
+
+
+def take(choice: TensorChoice, nodes: Sequence[fx.Node], chosen: Chosen) -> None:
+    for node in nodes:
+        if is_stored(node):
+            choice.storage[node.meta["name"]] = stored_as(chosen)
+        else:
+            choice.strategies[node] = chosen
+
+
+@pytest.mark.parametrize(
+    ("model", "bandwidth"),
+    [
+        (MODELS[0], 1e9),
+        *(pytest.param(model, speed, marks=pytest.mark.slow) for model in MODELS for speed in (1e7, 1e8)),
+    ],
+)
+def test_no_strategies_undercut_the_prices_of_a_layer(model: str, bandwidth: float) -> None:
+    """Random strategies, and those that the solver takes for their speed or their bytes, as blocks are priced."""
+    candidates = Candidates(analysis_of(model), ideal(4, bandwidth=bandwidth), BATCH, "adamw", zero=None)
+    analysis, config = candidates.analysis, Degrees(1, 1, (4,), 2, "1f1b")
+    setting = candidates.setting(config)
+    (alike,) = candidates.alike_layers()
+    assert len(alike.blocks) >= 5
+    facts = Setting(candidates.prices(config), setting.data, 1 / 4, (0,), "none")
+    family = candidates._family(config, 0, facts)
+    assert len(family.prices) > 20 and family.prices[0].seconds >= family.whole.forward_s + family.whole.backward_s
+    builder = Builder(analysis, candidates._folded, setting, candidates._block_costs, "adamw", (0,))
+    names = [
+        [node.meta["name"] for node, readers in candidates.readers.items() if readers[0] in own and len(readers) == 1]
+        for own in alike.blocks
+    ]
+
+    def amounts(choice: TensorChoice) -> list[tuple[float, float, float]]:
+        """Of each layer: seconds, bytes of weights, bytes kept."""
+        costs = candidates._block_costs.costs(
+            setting.prices, choice.strategies, choice.storage, setting.conversions, setting.beside
+        )
+        found = []
+        for own, mine in zip(alike.blocks, names, strict=True):
+            kept = {item: size for number in own for item, size in costs[number].kept.items()}
+            held = [analysis.program.tensors[name] for name in mine]
+            weights = sum(
+                math.prod(info.shape) * 4 * share_of(choice.storage.get(info.name, (REPLICATE,)), setting.sizes)
+                for info in held
+                if info.trainable
+            )
+            seconds = sum(costs[number].forward_s + costs[number].backward_s for number in own)
+            found.append((seconds, weights, sum(kept.values()) + sum(costs[number].inside_bytes for number in own)))
+        return found
+
+    def random_choice(rng: random.Random, base: TensorChoice, changed: int) -> TensorChoice:
+        found = TensorChoice(dict(base.strategies), dict(base.storage), None)
+        classes = candidates._folded.classes
+        for number in rng.sample(range(len(classes)), min(changed, len(classes))):
+            take(found, classes[number], rng.choice(builder.ways(classes[number][0]))[0])
+        return found
+
+    rng = random.Random(0)
+    fastest = candidates.choose(config)
+    smaller = candidates.choose(config, fastest.memory_bytes * 0.97)
+    _, free = builder.solution(None, 60.0, free=True)  # parameters cost nothing
+    work = random_choice(rng, fastest, 0)
+    for nodes, index in zip(candidates._folded.classes, free.choices, strict=False):
+        take(work, nodes, builder.ways(nodes[0])[index][0])
+    near = math.inf
+    for base in (fastest, smaller, work):
+        for changed in (0, *(rng.choice((1, 3, 200)) for _ in range(6))):
+            try:
+                found = amounts(random_choice(rng, base, changed) if changed else base)
+            except ValueError:  # no conversion between these
+                continue
+            for price in family.prices:
+                for seconds, weights, kept in found:
+                    if not math.isfinite(seconds):
+                        continue
+                    taken = seconds + price.weights * weights + price.kept * kept
+                    assert price.seconds <= taken * (1 + 1e-9)
+                    near = min(near, taken / price.seconds)
+    assert near < 1.001 or bandwidth < 1e8, "links so slow that nothing is shared: weights' gradients count as hidden"
+
+
+ROOMS = (2**22, 2**20, 3 * 2**18)
+
+
+MESHES = ((1, 4, 2), (2, 2, 2), (4, 1, 2), (2, 1, 4), (4, 2, 1), (1, 1, 8))
+
+
+@pytest.mark.parametrize(
+    ("model", "room", "bandwidth", "meshes"),
+    [
+        (MODELS[0], ROOMS[1], 1e8, MESHES[1:2]),
+        *(
+            pytest.param(model, room, speed, MESHES, marks=pytest.mark.slow)
+            for model in MODELS
+            for room in ROOMS
+            for speed in (1e7, 1e9)
+        ),
+    ],
+)
+def test_no_candidate_takes_less_than_its_pipelines_floor(
+    model: str, room: int, bandwidth: float, meshes: Sequence[tuple[int, int, int]]
+) -> None:
+    """With strategies, levels of ZeRO, recomputation and mixtures as memory asks for them."""
+    cluster = ideal(8, bandwidth=bandwidth, memory_bytes=CUDA_OVERHEAD_BYTES + room)
+    candidates = Candidates(analysis_of(model), cluster, BATCH, "adamw", zero=None)
+    raised = fitting = 0
+    for pp, dp, tp in meshes:
+        for microbatches in (4,) if len(meshes) == 1 else (2, 4):
+            config = Degrees(pp, dp, (tp,) if tp > 1 else (), microbatches, "1f1b")
+            floor = candidates.work_floor(config)
+            raised += floor > candidates.known_floor(config) * 1.01
+            try:
+                evaluation = candidates.evaluate(config)
+            except InfeasibleError:
+                continue
+            fitting += 1
+            assert floor <= evaluation.objective * (1 + 1e-9), config
+    assert raised, fitting

@@ -1,0 +1,159 @@
+"""Least seconds of a step with its end and memory: never above what any cut takes, however its layers are run."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from autopart.runtime.schedule import in_flight, make_schedule
+from autopart.simulate import StageTimes, makespan
+from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price, Way, Weights, least_step_seconds
+from autopart.solver.stages_floor import least_step
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """By piece of a layer: seconds, bytes of weights and what is kept, beyond what is shared perfectly."""
+
+    seconds: tuple[float, ...]
+    weights: tuple[float, ...]
+    kept: tuple[float, ...]
+
+
+def random_levels(rng: random.Random) -> tuple[Way, ...]:
+    end = 2 * rng.random()
+    whole = Way(0.0, 1.0, 0.0, end, end * rng.random())
+    divided = Way(rng.random(), rng.random(), 0.0, end * rng.random())
+    return (whole, divided) if rng.random() < 0.5 else (whole,)
+
+
+def random_piece(rng: random.Random, levels: tuple[Way, ...]) -> Piece:
+    weights = (Weights(2 * rng.random(), levels, True),) if rng.random() < 0.8 else (Weights(0.0, levels, True),)
+    runs = Way(0.0, 0.0, rng.random()), Way(rng.random())
+    return Piece(rng.random(), 2 * rng.random(), weights, runs[: rng.randint(1, 2)])
+
+
+def family(rng: random.Random, count: int) -> tuple[Family, list[Strategy]]:
+    """Layers with the prices that their strategies obey. As a whole they free no more than by pieces."""
+    levels = random_levels(rng)
+    pieces = tuple(random_piece(rng, levels) for _ in range(rng.randint(1, 2)))
+    sizes = [piece.weights[0].bytes for piece in pieces]
+    kept = sum(piece.runs[0].kept_bytes for piece in pieces)
+    runs: tuple[Way, ...] = (Way(0.0, 0.0, kept),)
+    if all(len(piece.runs) == 2 for piece in pieces):
+        runs = *runs, Way(sum(piece.runs[1].seconds for piece in pieces))
+    forward, backward = (sum(getattr(piece, name) for piece in pieces) for name in ("forward_s", "backward_s"))
+    whole = Piece(forward, backward, (Weights(sum(sizes), levels, True),), runs)
+
+    def amounts(most: float) -> tuple[float, ...]:
+        return tuple(rng.choice([0.0, most * rng.random()]) for _ in pieces)
+
+    strategies = [Strategy(amounts(1.0), amounts(2.0), amounts(1.0)) for _ in range(3)]
+    prices = []
+    for weights, kept_price in [(0.0, 0.0), *((rng.random(), rng.choice([0.0, rng.random()])) for _ in range(6))]:
+        least = min(sum(s.seconds) + weights * sum(s.weights) + kept_price * sum(s.kept) for s in strategies)
+        prices.append(Price(weights, kept_price, least + forward + backward + weights * sum(sizes) + kept_price * kept))
+    return Family(count, whole, pieces, tuple(prices)), strategies
+
+
+@pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in ("1f1b", "gpipe") for seed in range(40)])
+def test_no_cut_is_simulated_faster(name: str, seed: int) -> None:
+    rng = random.Random(seed)
+    layers, strategies = family(rng, rng.randint(1, 3))
+    levels = layers.whole.weights[0].levels
+    rest = [random_piece(rng, levels) for _ in range(rng.randint(0, 1))]
+    # the row: pieces of layers, then the rest
+    row = [(layer, piece) for layer in range(layers.count) for piece in range(len(layers.pieces))]
+    row += [(-1, 0)] * len(rest)
+    stages, m = rng.randint(1, min(3, len(row))), rng.choice([1, 2, 3, 8])
+    flying, rooms = tuple(in_flight(name, stages, m)), tuple(rng.uniform(3, 12) for _ in range(stages))
+    schedule = make_schedule(name, stages, m, set(itertools.pairwise(range(stages))))
+    taken = [rng.choice(strategies) for _ in range(layers.count)]
+    work = sum(piece.forward_s + piece.backward_s for piece in rest)
+    work += layers.count * (layers.whole.forward_s + layers.whole.backward_s) + sum(sum(s.seconds) for s in taken)
+    floor = least_step_seconds([layers], rest, Pipeline(m, flying, rooms, work))
+    for cuts in itertools.combinations(range(1, len(row)), stages - 1):
+        for _ in range(8):
+            times = []
+            for first, last, flew, room in zip((0, *cuts), (*cuts, len(row)), flying, rooms, strict=True):
+                found = run_stage(rng, row[first:last], layers, rest, taken, flew, room)
+                if found is None:
+                    break
+                times.append(found)
+            if len(times) == stages:
+                assert floor <= makespan(schedule, times) * (1 + 1e-6) + 1e-9
+
+
+def run_stage(
+    rng: random.Random,
+    own: list[tuple[int, int]],
+    layers: Family,
+    rest: list[Piece],
+    taken: list[Strategy],
+    flew: int,
+    room: float,
+) -> StageTimes | None:
+    """A stage with random levels and ways to run its parts; None where it does not fit."""
+    forward = backward = held = end = sums = 0.0
+    for layer, pieces in itertools.groupby(own, lambda item: item[0]):
+        numbers = [piece for _, piece in pieces]
+        mine = [layers.pieces[at] if layer >= 0 else rest[at] for at in numbers]
+        whole = layer >= 0 and len(numbers) == len(layers.pieces)
+        runs = [rng.choice(layers.whole.runs)] if whole else [rng.choice(piece.runs) for piece in mine]
+        backward += sum(run.seconds for run in runs)
+        held += flew * sum(run.kept_bytes for run in runs)
+        for at, piece in zip(numbers, mine, strict=True):
+            forward, backward = forward + piece.forward_s, backward + piece.backward_s
+            size = piece.weights[0].bytes
+            if layer >= 0:
+                more = taken[layer].seconds[at] * rng.random()
+                forward, backward = forward + more, backward + taken[layer].seconds[at] - more
+                size += taken[layer].weights[at]
+                held += flew * (taken[layer].kept[at] if whole and not runs[0].seconds else 0.0)
+            level = rng.choice(piece.weights[0].levels).times(size)
+            backward, held = backward + level.seconds, held + level.state_bytes
+            end, sums = end + level.end_s, sums + level.sum_s
+    if held > room:
+        return None
+    return StageTimes(forward, backward, reduce_s=end - min(backward, sums))
+
+
+def equal_layers(count: int, piece: Piece, prices: tuple[Price, ...] = ()) -> list[Family]:
+    return [Family(count, piece, (piece,), prices)]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_of_many_equal_layers_it_is_the_closed_form(stages: int) -> None:
+    pipeline = Pipeline(16, tuple(in_flight("1f1b", stages, 16)), (1e9,) * stages)
+    found = least_step_seconds(equal_layers(64, Piece(1.0, 2.0)), [], pipeline)
+    assert found == pytest.approx(192 * least_step(16, pipeline.in_flight), rel=1e-5)
+    # the end of the step: stages further on may have more to do, as theirs passes beside the drain
+    ends = Piece(1.0, 2.0, (Weights(1.0, (Way(end_s=3.0),)),))
+    longer = least_step_seconds(equal_layers(64, ends), [], pipeline)
+    assert found + 0.3 * 192 / stages < longer <= (found + 192 / stages) * (1 + 1e-9)
+
+
+def test_memory_that_does_not_hold_all_is_paid_for() -> None:
+    """Half of what 64 layers keep fits on one stage; on two the first holds two microbatches."""
+    piece = Piece(1.0, 2.0, (), (Way(0.0, 0.0, 1.0), Way(1.0)))
+    one = least_step_seconds(equal_layers(64, piece), [], Pipeline(1, (1,), (32.0,)))
+    assert one == pytest.approx(192 + 32, rel=1e-5)
+    two = least_step_seconds(equal_layers(64, piece), [], Pipeline(64, (2, 1), (32.0, 32.0)))
+    # 30 layers with 14 of them run again, and 34 with 2
+    assert two == pytest.approx(65 * 104, rel=1e-5)
+    assert least_step_seconds(
+        equal_layers(64, Piece(1.0, 2.0, (), (Way(0.0, 0.0, 1.0),))), [], Pipeline(1, (1,), (32.0,))
+    ) == float("inf")
+
+
+def test_strategies_that_hold_less_are_slower() -> None:
+    """Whole weights on each rank take 3 s a layer, halves 4 s."""
+    prices = (Price(0.0, 0.0, 3.0), Price(1.0, 0.0, 5.0))
+    piece = Piece(1.0, 2.0, (Weights(1.0, (Way(state_bytes=1.0),), True),))
+    seconds = [
+        least_step_seconds(equal_layers(10, piece, prices), [], Pipeline(4, (1,), (room,))) for room in (20, 15, 10)
+    ]
+    assert seconds == pytest.approx([120, 140, 160], rel=1e-5)
