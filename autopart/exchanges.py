@@ -72,7 +72,7 @@ def exchanges_unlike(
 def specs_by_stage(
     analysis: Analysis, found: Realization, settings: Sequence[StageSetting]
 ) -> list[list[ParameterSpec]]:
-    """All parameters and buffers in the model's order, as each stage stores them."""
+    """All parameters in the model's order, as each stage stores them."""
     meshes = tuple(StageMesh(own.dp, own.axes, own.storage, own.shares) for own in settings)
     layout = Layout((), settings[0].dp, found.axes, "", 1, (), (), cuts=found.cuts, unlike=meshes)
     in_order = _specs(analysis, found, layout)

@@ -11,6 +11,7 @@ import pytest
 
 from autopart.analysis import analyze
 from autopart.breakdown import IDLE, axis_link, break_down
+from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
 from autopart.cli import main
 from autopart.cluster import Cluster
 from autopart.cost.communication import collective_seconds
@@ -19,6 +20,7 @@ from autopart.explain import cluster_of, compare, limits_of, runners_up
 from autopart.models import load_model
 from autopart.plan import Plan, StagePlan
 from autopart.planner import make_plan
+from autopart.rank_peaks import rank_peaks
 from autopart.reshardings import reshardings
 from autopart.runtime.errors import ClusterError
 from autopart.tracing import capture
@@ -206,15 +208,42 @@ def test_explain_command(plan_file: Path, plan: Plan, cluster_file: str, capsys:
     assert main([*command, "--cluster", cluster_file, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["step_time_s"] == plan.step_time_s and len(found["stages"]) == 2 and found["reshardings"]
+    assert [item["planned"] for item in found["rank_peaks"]] == [stage.memory_bytes for stage in plan.stages]
     assert main([*command, "--cluster", cluster_file, "--top", "2"]) == 0
     text = capsys.readouterr().out
-    assert "more," in text and "share of step" in text
+    assert "more," in text and "share of step" in text and "most in a step" in text
     assert main(command) == 2
     assert "give its file with --cluster" in capsys.readouterr().err
     assert main([*command[:2], "--model", MODEL.replace("=32", "=64"), "--cluster", cluster_file]) == 2
     assert "another model" in capsys.readouterr().err
     assert main(["explain", str(plan_file), "--cluster", "2xH100"]) == 2
     assert "4 devices" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("limits", "known"),
+    [
+        ({"pp": 4, "dp": 1, "tp": 1, "schedule": "1f1b"}, True),
+        ({"pp": 2, "dp": 1, "tp": 2, "schedule": "interleaved"}, True),
+        ({"pp": 1, "dp": 4, "tp": 1, "zero": 1}, True),
+        ({"pp": 1, "dp": 4, "tp": 1, "zero": 2}, False),
+    ],
+)
+def test_what_ranks_hold_at_most(program: Any, limits: dict[str, Any], known: bool) -> None:
+    """Parameters and their state are those of the plan's stages; the plan counts on as much at least, or nearly."""
+    analysis = analyze(program)
+    plan = make_plan(program, CLUSTER, analysis=analysis, microbatches=2, recompute="none", **limits)
+    found = rank_peaks(plan, analysis, "cuda")
+    assert (found is not None) == known
+    for peak in found or ():
+        own = [plan.stages[index] for index in peak.stages]
+        assert peak.parameters == 4 * sum(stage.parameters for stage in own)
+        assert peak.optimizer == 2 * peak.parameters // (plan.dp if plan.zero else 1)
+        assert peak.planned == sum(stage.memory_bytes for stage in own)
+        assert peak.step > 0 and peak.total <= 1.05 * (peak.planned - CUDA_OVERHEAD_BYTES)
+    assert [stage for peak in found or () for stage in peak.stages] == (
+        [] if not known else sorted(range(len(plan.stages)), key=lambda stage: plan.places[stage])
+    )
 
 
 def test_compare_command(plan_file: Path, plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,14 +14,16 @@ if TYPE_CHECKING:
     from autopart.cluster import Cluster
     from autopart.explain import Comparison
     from autopart.plan import Plan
+    from autopart.rank_peaks import RankPeak
+    from autopart.reshardings import Resharding
 
 NAME = "explain"
 HELP = "say what binds a plan, and why others lost"
 DESCRIPTION = """Says which stage and which resource set the pace of a plan, where each stage's time and memory go, and
 which candidates came next.
 
-With --model also what each change of placement costs, by op, and the fastest other candidate is planned and laid
-beside the chosen one."""
+With --model also what each change of placement costs, by op, what each rank holds at most by the code that is emitted,
+and the fastest other candidate is planned and laid beside the chosen one."""
 EXAMPLE = "autopart explain plan.json --model hf:gpt2"
 
 
@@ -73,10 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
     found = break_down(plan, cluster)
     rows, unfit = runners_up(plan), infeasible(plan)
     beside: Comparison | None = None
-    sent = None
+    sent = peaks = None
     if arguments.model is not None:
         assert cluster is not None
-        sent, beside = _with_model(arguments, plan, cluster, rows)
+        sent, peaks, beside = _with_model(arguments, plan, cluster, rows)
     if arguments.json:
         printed: dict[str, Any] = {
             "step_time_s": plan.step_time_s,
@@ -88,6 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
         }
         if sent is not None:
             printed["reshardings"] = [item.to_json_object() for item in sent]
+        if peaks is not None:
+            printed["rank_peaks"] = [item.to_json_object() for item in peaks]
         if beside is not None:
             printed["runner_up"] = beside.to_json_object()
         print(json.dumps(printed))
@@ -96,6 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         binding_text,
         breakdown_table,
         comparison_text,
+        peaks_table,
         resharding_table,
         runners_table,
     )
@@ -104,6 +109,8 @@ def run(arguments: argparse.Namespace) -> int:
     print("\n".join([*plan_header(plan), "", binding_text(plan, found, len(unfit)), "", breakdown_table(found)]))
     if sent is not None:
         print("\n" + (resharding_table(sent, plan.step_time_s, arguments.top) if sent else "nothing is resharded"))
+    if peaks is not None:
+        print(f"\n{peaks_table(peaks)}")
     if rows:
         print(f"\n{runners_table(rows[: arguments.top], plan.step_time_s)}")
     if unfit:
@@ -115,11 +122,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _with_model(
     arguments: argparse.Namespace, plan: Plan, cluster: Cluster, rows: list[dict[str, Any]]
-) -> tuple[Any, Comparison | None]:
-    """Reshardings, and the chosen plan beside the fastest other candidate that can be planned."""
+) -> tuple[list[Resharding], list[RankPeak] | None, Comparison | None]:
+    """Reshardings, ranks' peaks, and the chosen plan beside the fastest other candidate that can be planned."""
     from autopart.analysis import analyze
     from autopart.explain import compare, limits_of
     from autopart.planner import make_plan
+    from autopart.rank_peaks import rank_peaks
     from autopart.reshardings import reshardings
     from autopart.runtime.errors import InfeasibleError
 
@@ -127,6 +135,7 @@ def _with_model(
     with working("analysing the model"):
         analysis = analyze(program)
         sent = reshardings(plan, analysis, cluster)
+        peaks = rank_peaks(plan, analysis, cluster.device(0).kind)
     with working("planning the runner-up"):
         for row in rows[:3]:  # a pruned one may turn out not to fit
             try:
@@ -134,5 +143,5 @@ def _with_model(
                 other = make_plan(program, cluster, batch=plan.batch, analysis=analysis, **limits)
             except InfeasibleError:
                 continue
-            return sent, compare((plan, other), (cluster, cluster))
-    return sent, None
+            return sent, peaks, compare((plan, other), (cluster, cluster))
+    return sent, peaks, None

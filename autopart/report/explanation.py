@@ -13,6 +13,7 @@ from autopart.report.units import format_bytes, format_count, format_seconds, fo
 
 if TYPE_CHECKING:
     from autopart.explain import Comparison
+    from autopart.rank_peaks import RankPeak
     from autopart.reshardings import Resharding
 
 _REASON_WIDTH = 90
@@ -86,6 +87,19 @@ def breakdown_table(found: Breakdown) -> str:
     titles = [name.replace("_", "-") for name in names]
     headers = ("stage", *titles, "parameters and optimizer", "activations and rest", "memory used")
     return tabulate(rows, headers=headers, disable_numparse=True)
+
+
+def peaks_table(peaks: Sequence[RankPeak]) -> str:
+    """What each rank of the pipeline holds at most, in the code that is emitted for it."""
+    rows = [
+        (
+            " and ".join(map(str, peak.stages)),
+            *map(format_bytes, (peak.parameters, peak.optimizer, peak.step, peak.total, peak.planned)),
+        )
+        for peak in peaks
+    ]
+    titles = ("stage", "parameters", "AdamW", "most in a step", "in all", "planned with, libraries included")
+    return tabulate(rows, headers=titles, disable_numparse=True)
 
 
 def resharding_table(rows: Sequence[Resharding], step_time_s: float, most: int) -> str:

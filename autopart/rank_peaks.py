@@ -1,0 +1,72 @@
+"""What a rank of a plan holds at most in a step, from the code that is emitted for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopart.analysis import Analysis
+from autopart.exchanges import specs_by_stage
+from autopart.passes.annotate import parameter_bytes
+from autopart.plan import Plan
+from autopart.realize import axes_of, realized, settings_of
+from autopart.runtime.buckets import tensor_bytes
+from autopart.runtime.links import dtype_of
+from autopart.runtime.manifest import ParameterSpec
+from autopart.step_memory import step_peaks
+
+
+@dataclass(frozen=True, slots=True)
+class RankPeak:
+    """Bytes of a rank of the pipeline, the fullest of its stage's.
+
+    stages: that it runs. parameters: buffers left out. optimizer: AdamW's state. step: the most of gradients,
+    activations, temporary tensors and messages at once (:mod:`autopart.step_memory`). planned: what the plan counts on,
+    libraries included.
+    """
+
+    stages: tuple[int, ...]
+    parameters: int
+    optimizer: int
+    step: int
+    planned: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.optimizer + self.step
+
+    def to_json_object(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def rank_peaks(plan: Plan, analysis: Analysis, kind: str) -> list[RankPeak] | None:
+    """kind: of devices, "cuda" or "cpu". None where replicas divide gradients (ZeRO-2, ZeRO-3), whose messages the walk
+    over the code leaves out.
+    """
+    found = realized(analysis, plan)
+    if any(cut.level >= 2 for cut in found.cuts.values()):
+        return None
+    specs = specs_by_stage(analysis, found, settings_of(analysis, plan))
+    peaks = []
+    for place, step in enumerate(step_peaks(analysis, plan, found, kind)):
+        stages = tuple(index for index, there in enumerate(plan.places) if there == place)
+        parameters, optimizer = _held(specs[stages[0]], stages, plan)
+        planned = sum(plan.stages[index].memory_bytes for index in stages)
+        peaks.append(RankPeak(stages, parameters, optimizer, round(step), planned))
+    return peaks
+
+
+def _held(specs: Sequence[ParameterSpec], stages: Sequence[int], plan: Plan) -> tuple[int, int]:
+    """Bytes of the parameters of some stages, once each, and of their optimizer state."""
+    stage, parameters, optimizer = plan.stages[stages[0]], 0, 0
+    sizes = [size for _, size in axes_of(stage)]
+    for spec in specs:
+        if not set(stages).isdisjoint(spec.stages):
+            own = tensor_bytes(spec, sizes)
+            parameters += own
+            if spec.trainable:
+                dtype = dtype_of(spec.dtype)
+                state = parameter_bytes((own // dtype.itemsize,), dtype).optimizer
+                optimizer += state // (stage.dp if spec.zero else 1)
+    return parameters, optimizer
