@@ -146,9 +146,18 @@ class LayerStrategies:
             for free in (False, True):
                 floor = local.floor(free)
                 mine = replace(floor, edges=local.problem.edges).objective(local.own)
-                saved.append(mine - cache.solve(floor, self.time_limit_s, self.builder.gap).bound)
+                saved.append(mine - self._least_seconds(floor))
             self._slack[key] = Slack(*saved)
         return self._slack[key]
+
+    def _least_seconds(self, problem: TensorProblem) -> float:
+        """Of any choices, where nothing is limited."""
+        try:
+            (choices,) = tensor_hull.eliminator(problem, MOST_SETTINGS)([(1.0, 0.0)])
+        except PlanError:
+            return cache.solve(problem, self.time_limit_s, self.builder.gap).bound
+        assert choices is not None, "the answer's own are possible"
+        return problem.objective(choices)
 
     def own(self, part: FoldedPart) -> Way:
         """The answer's own."""
