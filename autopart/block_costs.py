@@ -116,6 +116,7 @@ class BlockCosts:
     _alike: dict[object, _OpFacts] = field(default_factory=dict)  # the first of ops that differ in their values alone
     _bytes: dict[Value, Amount] = field(default_factory=dict)
     _views: Views = field(default_factory=Views)
+    _gathering: dict[fx.Node, tuple[bool, float]] = field(default_factory=dict)
     _order: list[tuple[fx.Node, int]] = field(init=False)  # ops with their blocks, free ones first
     _entering: dict[fx.Node, tuple[Value, ...]] = field(default_factory=dict)  # what an op reads from outside its block
     _saved: set[fx.Node] = field(init=False)  # owners of memory that some op keeps for its backward
@@ -203,13 +204,14 @@ class BlockCosts:
 
         A layer's parameters share one message, which comes again as a whole.
         """
-        layers = {
-            self.analysis.layers[self.analysis.block_of[user]] for user in node.users if user in self.analysis.block_of
-        }
-        layer = next(iter(layers), "") if len(layers) == 1 else ""
-        if not layer:
-            return node in self._saved, 1.0
-        return True, 1.0 / self._read_in[layer]
+        known = self._gathering.get(node)
+        if known is None:
+            block_of, layers = self.analysis.block_of, self.analysis.layers
+            readers = {layers[block_of[user]] for user in node.users if user in block_of}
+            layer = next(iter(readers), "") if len(readers) == 1 else ""
+            known = (True, 1.0 / self._read_in[layer]) if layer else (node in self._saved, 1.0)
+            self._gathering[node] = known
+        return known
 
     def kept_by(self, node: fx.Node) -> Iterator[tuple[Value, Amount]]:
         """The tensors that an op keeps for its backward, by who owns their memory, with bytes; parameters left out."""

@@ -281,7 +281,10 @@ class CandidatePrices:
         """Forward and backward seconds of one microbatch that a parameter takes: replicas exchange what is divided, and
         gradients are added up.
         """
-        setting, info = self.setting(config), self.analysis.program.tensors[node.meta["name"]]
+        return self._parameter_seconds(self.setting(config), choice, node)
+
+    def _parameter_seconds(self, setting: Setting, choice: TensorChoice, node: fx.Node) -> tuple[float, float]:
+        info = self.analysis.program.tensors[node.meta["name"]]
         size, level = self._held(node, choice, setting), choice.levels.get(info.name, 0)
         there, back = setting.data.microbatch_seconds(size, level, info.trainable, *self._block_costs.gathering(node))
         return there, back + (setting.data.adding_seconds(size, level) if info.trainable else 0.0)
@@ -301,7 +304,7 @@ class CandidatePrices:
         whole: dict[str, float] = {}  # by layer, or by block outside of layers
         owners = [layer or f"block {index}" for index, layer in enumerate(layers)]
         for node, found in self.readers.items():
-            there, back = self.data_seconds(config, choice, node)
+            there, back = self._parameter_seconds(setting, choice, node)
             for index in found:
                 costs[index].forward_s += there
                 costs[index].backward_s += back

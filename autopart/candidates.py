@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopart.candidate_floors import CandidateFloors
 from autopart.layer_strategies import LayerStrategies
-from autopart.mixed_strategies import Samples, applied, chosen_ways, merged
+from autopart.mixed_strategies import Samples, applied, chosen_ways, merged, most_layers
 from autopart.passes.data_axis import LEVELS
 from autopart.recomputation import KEPT
 from autopart.runtime.errors import InfeasibleError
@@ -142,14 +142,18 @@ class Candidates(CandidateFloors):
         less than ``below``; and seconds that every mixture around it takes at least, where any was looked for.
         """
         parts, found = self.layer_parts(), self.layer_strategies(config, answer)
-        ways = {layer: found.ways(part) for layer, part in parts.items()}
-        if max(map(len, ways.values()), default=0) < 2:
-            return None, math.inf
         floor = self._mixture_floor(config, *found.least_seconds(parts.values()))
         if floor >= below:
             return None, floor
+        alike: dict[object, list[str]] = {}
+        for layer, part in parts.items():
+            alike.setdefault(found.alike(part), []).append(layer)
+        many = most_layers(alike.values())
+        ways = {layer: found.ways(part) if layer in many else (found.own(part),) for layer, part in parts.items()}
+        if max(map(len, ways.values()), default=0) < 2:
+            return None, math.inf
         units = replace(config, recompute=KEPT) if config.recompute == "none" else config
-        samples = Samples.of([(found.alike(part), layer) for layer, part in parts.items()], ways)
+        samples = Samples.of(alike.values(), ways)
         priced = [
             self.problem(units, applied(answer, {layer: ways[layer][way] for layer, way in taken.items()}, parts))
             for taken in samples.taken

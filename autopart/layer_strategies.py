@@ -153,7 +153,7 @@ class LayerStrategies:
     def _least_seconds(self, problem: TensorProblem) -> float:
         """Of any choices, where nothing is limited."""
         try:
-            (choices,) = tensor_hull.eliminator(problem, MOST_SETTINGS)([(1.0, 0.0)])
+            (choices,) = tensor_hull.eliminator(problem)([(1.0, 0.0)])
         except PlanError:
             return cache.solve(problem, self.time_limit_s, self.builder.gap).bound
         assert choices is not None, "the answer's own are possible"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopart.analysis import Analysis
@@ -26,8 +26,10 @@ from autopart.solver.stages_problem import StageProblem, StageSolution
 from autopart.tensor_choice import TensorChoice, stored_as
 
 MOST_POINTS = 16
-MOST = 0.75
-"""Share of the layers whose ways are all priced."""
+MIXED = 0.9
+"""Share of the layers that are mixed at least; a first or last one of many has the answer's strategies."""
+# Share of the layers whose ways are all priced.
+_SAMPLED = 0.75
 
 
 def applied(answer: TensorChoice, ways: Mapping[str, Way], parts: Mapping[str, FoldedPart]) -> TensorChoice:
@@ -58,27 +60,25 @@ class Samples:
     read: Mapping[str, Sequence[tuple[int, int, str]]]
 
     @staticmethod
-    def of(layers: Sequence[tuple[object, str]], ways: Mapping[str, Sequence[Way]]) -> Samples:
-        """layers: in the order of the model, each after what is equal for those that are alike.
+    def of(groups: Collection[Sequence[str]], ways: Mapping[str, Sequence[Way]]) -> Samples:
+        """groups: of layers that are alike, in the order of the model.
 
-        There are as many problems as MOST of the layers need; others, such as the first and the last, have fewer ways.
+        There are as many problems as the larger groups need; layers of others may have fewer ways.
         """
-        groups: dict[object, list[str]] = {}
-        for alike, layer in layers:
-            groups.setdefault(alike, []).append(layer)
+        count = sum(map(len, groups))
         # neighbours that are alike take the same way: three layers or more for each
-        at_once = {alike: max(1, len(own) // 3) for alike, own in groups.items()}
-        needed = sorted(
-            (math.ceil((len(ways[own[0]]) - 1) / at_once[alike]), len(own)) for alike, own in groups.items()
-        )
-        done = itertools.accumulate(count for _, count in needed)
-        rounds = next(number for (number, _), sum_ in zip(needed, done, strict=True) if sum_ >= MOST * len(layers))
-        taken = [{layer: min(number, len(ways[layer]) - 1) for _, layer in layers} for number in range(rounds + 1)]
+        needed = sorted((math.ceil((len(ways[own[0]]) - 1) / _at_once(own)), len(own)) for own in groups)
+        done = itertools.accumulate(size for _, size in needed)
+        rounds = next(number for (number, _), reached in zip(needed, done, strict=True) if reached >= _SAMPLED * count)
+        taken = [
+            {layer: min(number, len(ways[layer]) - 1) for own in groups for layer in own}
+            for number in range(rounds + 1)
+        ]
         read: dict[str, list[tuple[int, int, str]]] = {}
-        for alike, own in groups.items():
+        for own in groups:
             last = len(ways[own[0]]) - 1
-            count = min(last, rounds * at_once[alike])
-            numbers = [last - last * place // count for place in reversed(range(count))] if count else []
+            offered = min(last, rounds * _at_once(own))
+            numbers = [last - last * place // offered for place in reversed(range(offered))]
             found: list[tuple[int, int, str]] = []
             for number in range(1, rounds + 1):
                 these = numbers[number - 1 :: rounds]
@@ -88,6 +88,19 @@ class Samples:
                     found.append((way, number, own[(start + end) // 2]))
             read.update(dict.fromkeys(own, sorted(found)))
         return Samples(tuple(taken), read)
+
+
+def _at_once(own: Sequence[str]) -> int:
+    """How many ways of layers that are alike one problem prices."""
+    return max(1, len(own) // 3)
+
+
+def most_layers(groups: Collection[Sequence[str]]) -> set[str]:
+    """The layers that are worth mixing: those of the largest groups of layers that are alike, MIXED of all at least."""
+    most = MIXED * sum(map(len, groups))
+    return {
+        layer for own in groups if sum(len(other) for other in groups if len(other) > len(own)) < most for layer in own
+    }
 
 
 def merged(problems: Sequence[StageProblem], samples: Samples, analysis: Analysis) -> StageProblem:

@@ -375,6 +375,9 @@ class Builder:
         ops = [self.op(nodes) for nodes in classes]
         if free:
             ops = [self.free(op, nodes) for op, nodes in zip(ops, classes, strict=True)]
+        least = math.fsum(min(choice.cost for choice in op.choices) for op in ops)
+        if least >= below:
+            raise NotBetter(least, least)
         ops.append(Op("output", (Choice("R", 0.0, (), (self.id_of((REPLICATE,) * len(self.setting.axes)),)),)))
         placements = list(self.setting.shared.ids)
         edges = tuple(self.edge(value, ops, placements) for value in self.folded.values)

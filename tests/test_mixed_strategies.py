@@ -18,7 +18,7 @@ import autopart.verify
 from autopart.candidates import Candidates
 from autopart.cluster import Cluster
 from autopart.layer_strategies import LayerStrategies, Way
-from autopart.mixed_strategies import Samples, applied
+from autopart.mixed_strategies import Samples, applied, most_layers
 from autopart.passes.kept import kept_bytes
 from autopart.plan import Plan
 from autopart.planner import make_plan
@@ -116,9 +116,9 @@ def test_points_of_layers_add_up() -> None:
 def test_few_problems_price_the_ways_of_layers_that_are_alike(alike: int, ways: int, problems: int) -> None:
     way = Way(1.0, 0.0, 0.0, ())
     names = ["first", *(f"h.{number}" for number in range(alike)), "last"]
-    layers = [(name.partition(".")[0] if alike > 1 else "all", name) for name in names]
-    samples = Samples.of(layers, {name: [way] * ways for name in names})
-    assert len(samples.taken) == (problems if alike > 1 else ways)
+    groups = [names[:1], names[1:-1], names[-1:]]
+    samples = Samples.of(groups, {name: [way] * ways for name in names})
+    assert len(samples.taken) == problems and (most_layers(groups) == set(names)) == (alike < 20)
     assert set(samples.taken[0].values()) == {0}
     for name in names:
         own = [number for number, _, _ in samples.read[name]]
