@@ -38,6 +38,7 @@ from autopart.passes.exported import (
     padded,
 )
 from autopart.passes.functional import Aliases, functional_overload
+from autopart.passes.last_states import lstm_values
 from autopart.passes.sizes import extent
 from autopart.passes.strided import memory_views
 from autopart.passes.synonyms import first_name, masked_write, squeezed
@@ -139,6 +140,8 @@ class _Normalizer:
         self.describe(node, like)
         known = known or target is like.target
         node.meta["val"] = like.meta.get("val") if known else self.value(target, args, kwargs)
+        if target is aten.lstm.input:
+            node.meta["val"] = lstm_values(like, fakes(args[1]))
         return node
 
     def value(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import autopart.verify
 from autopart.planner import make_plan
 from autopart.realize import realize
+from autopart.runtime.errors import CaptureError
+from autopart.tracing import capture
 from autopart.verify import compare_emitted, prepare
 from clusters import ideal
 from launch import run_kept_job
@@ -45,3 +47,24 @@ def test_equal(limits: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Monke
     emitted.save(tmp_path / "program")
     result = compare_emitted(tmp_path / "program", subject, plan=plan)
     assert result.equal, result
+
+
+class LastState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, (hidden, _) = self.lstm(x)
+        return hidden[-1].square().mean()
+
+
+def test_last_states_are_captured_or_refused() -> None:
+    """torch 2.11 exports them with a dim too many, which must not be taken for theirs."""
+    try:
+        program = capture(LastState(), (torch.randn(4, 5, 6),))
+    except CaptureError as error:
+        assert torch.__version__.startswith("2.11") and "lstm" in str(error) and "later version" in str(error)
+        return
+    (node,) = [node for node in program.graph.nodes if node.target is torch.ops.aten.lstm.input]
+    assert [value.dim() for value in node.meta["val"]] == [3, 3, 3]
