@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,7 +23,7 @@ from torch import fx
 from autopart.folding import FoldedGraph, FoldedPart, is_stored
 from autopart.memory_bound import BlockFacts, Kind, MemoryBound
 from autopart.passes.graph import Value
-from autopart.prices import share_of
+from autopart.prices import Chosen, share_of
 from autopart.solver.pipeline_floor import Price
 from autopart.solver.tensor_hull import least_sums
 from autopart.solver.tensor_problem import TensorProblem
@@ -33,20 +33,29 @@ LEAST_LAYERS = 4
 """Layers that are alike, from which on they are bounded together."""
 _WEIGHTS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64)
 _KEPT = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
-"""Prices of a layer's bytes, in parts of its least seconds: of all that a rank holds where it is shared perfectly."""
+_FEW_WEIGHTS = (0.0, 0.01, 0.04, 0.16)
+_FEW_KEPT = (0.02, 0.05, 0.1, 0.2, 0.4)
+"""Prices of a layer's bytes, in parts of its least seconds: of all that a rank holds where it is shared perfectly. Few:
+where something runs again.
+"""
+
+Left = Collection[Value | fx.Node]
+"""What is kept: tensors by who owns their memory, and the ops of what these keep besides."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlikeLayers:
     """Layers of the same ops between the same layers. blocks: of each, in order. part: of the first. facts: of each.
 
-    keeps: by op of ``part`` the owners of memory that are counted there. priced: the parameters that prices are for.
+    keeps: by op of ``part`` the owners of memory that are counted there. made: of these what a layer makes and keeps
+    alone, and need not keep. priced: the parameters that prices are for.
     """
 
     blocks: tuple[tuple[int, ...], ...]
     part: FoldedPart
     facts: tuple[BlockFacts, ...]
     keeps: Mapping[fx.Node, frozenset[Value]]
+    made: frozenset[Value]
     priced: Kind
 
 
@@ -81,23 +90,34 @@ def alike_layers(folded: FoldedGraph, parts: Mapping[str, FoldedPart], memory: M
         keeps = {
             node: frozenset(counted.get(node, ())) for nodes in part.classes for node in nodes if not is_stored(node)
         }
+        made = frozenset(owner for number in blocks[layers[0]] for owner in memory.made_in[number])
         priced = max(bytes_, key=lambda kind: bytes_[kind])
-        found.append(AlikeLayers(tuple(tuple(blocks[name]) for name in layers), part, facts, keeps, priced))
+        found.append(AlikeLayers(tuple(tuple(blocks[name]) for name in layers), part, facts, keeps, made, priced))
     return tuple(found)
 
 
 def strategy_prices(
-    builder: Builder, layers: AlikeLayers, weights: float, kept: float, seconds: float
-) -> tuple[Price, ...]:
-    """weights, kept: bytes, and seconds, of one of the layers where all is shared perfectly.
+    builder: Builder, layers: AlikeLayers, left: Sequence[Left | None], weights: float, kept: float, seconds: float
+) -> list[tuple[Price, ...]]:
+    """For each of ``left`` the prices of what is kept when that is all that is; None: when nothing runs again.
 
+    weights, kept: bytes, and seconds, of one of the layers where all is shared perfectly.
     Raises PlanError where a layer's graph is too wide.
     """
-    problem, amounts = _problem(builder, layers)
-    grid = [(mu, nu) for mu in _WEIGHTS for nu in _KEPT]
-    prices = [(mu * seconds / max(weights, 1.0), nu * seconds / max(kept, 1.0)) for mu, nu in grid]
-    sums = least_sums(problem, amounts, np.array([(1.0, *pair) for pair in prices]))
-    return tuple(Price(*pair, least) for pair, least in zip(prices, sums.tolist(), strict=True) if math.isfinite(least))
+    problem, amounts = _problem(builder, layers, left)
+    rows, prices = [], []
+    for number in range(len(left)):
+        for mu in _WEIGHTS if not number else _FEW_WEIGHTS:
+            for nu in _KEPT if not number else _FEW_KEPT:
+                price = mu * seconds / max(weights, 1.0), nu * seconds / max(kept, 1.0)
+                rows.append([1.0, price[0], *(price[1] if at == number else 0.0 for at in range(len(left)))])
+                prices.append((number, *price))
+    sums = least_sums(problem, amounts, np.array(rows)).tolist()
+    found: list[list[Price]] = [[] for _ in left]
+    for (number, mu, nu), least in zip(prices, sums, strict=True):
+        if math.isfinite(least):
+            found[number].append(Price(mu, nu, least))
+    return [tuple(own) for own in found]
 
 
 def _entering(part: FoldedPart, classes: Mapping[fx.Node, tuple[str, ...]]) -> tuple[object, ...]:
@@ -106,8 +126,10 @@ def _entering(part: FoldedPart, classes: Mapping[fx.Node, tuple[str, ...]]) -> t
     return tuple(classes[node] if classes[node] in own else None for node in part.outside)
 
 
-def _problem(builder: Builder, layers: AlikeLayers) -> tuple[TensorProblem, list[np.ndarray]]:
-    """A layer's problem, with seconds, bytes of parameters and bytes kept of each choice."""
+def _problem(
+    builder: Builder, layers: AlikeLayers, left: Sequence[Left | None]
+) -> tuple[TensorProblem, list[np.ndarray]]:
+    """A layer's problem, with seconds, bytes of parameters, and for each of ``left`` bytes kept, of each choice."""
     part, analysis, setting = layers.part, builder.analysis, builder.setting
     numbers = {analysis.classes[nodes[0]]: index for index, nodes in enumerate(builder.folded.classes)}
     ops, amounts = [], []
@@ -119,13 +141,21 @@ def _problem(builder: Builder, layers: AlikeLayers) -> tuple[TensorProblem, list
             size = builder.block_costs.size(Value(nodes[0])).at(1)
             priced = (bool(info.trainable), not info.buffer, info.dtype) == (*layers.priced[:2], layers.priced[3])
             held = [
-                (0.0, len(nodes) * size * share_of(stored_as(chosen), setting.sizes) if priced else 0.0, 0.0)
+                (
+                    0.0,
+                    len(nodes) * size * share_of(stored_as(chosen), setting.sizes) if priced else 0.0,
+                    *(0.0 for _ in left),
+                )
                 for chosen, _ in builder.ways(folded[0])
             ]
         else:
             op, share = builder.op(folded), len(nodes) / len(folded)
             held = [
-                (choice.cost * share, 0.0, sum(_kept(builder, layers, node, chosen) for node in nodes))
+                (
+                    choice.cost * share,
+                    0.0,
+                    *(sum(_kept(builder, layers, node, chosen, own) for node in nodes) for own in left),
+                )
                 for choice, (chosen, _) in zip(op.choices, builder.ways(folded[0]), strict=True)
             ]
         ops.append(op)
@@ -146,6 +176,9 @@ def _problem(builder: Builder, layers: AlikeLayers) -> tuple[TensorProblem, list
     return TensorProblem(tuple(ops), tuple(edges)), amounts
 
 
-def _kept(builder: Builder, layers: AlikeLayers, node: fx.Node, chosen: Sequence[object]) -> float:
+def _kept(builder: Builder, layers: AlikeLayers, node: fx.Node, chosen: Chosen, left: Left | None) -> float:
+    owners = layers.keeps[node]
+    if left is not None:  # and what others keep, too
+        owners = frozenset(owner for owner in owners if owner in left or owner not in layers.made)
     batch, sizes = builder.setting.prices.batch, builder.setting.sizes
-    return builder.block_costs.least_kept(node, chosen, sizes, batch, layers.keeps[node])  # type: ignore[arg-type]
+    return builder.block_costs.least_kept(node, chosen, sizes, batch, owners, left is None or node in left)

@@ -245,9 +245,15 @@ class BlockCosts:
         return total, _transient_bytes(node, facts, shares, batch)
 
     def least_kept(
-        self, node: fx.Node, chosen: Chosen, sizes: Sequence[int], batch: int, owners: Collection[Value]
+        self,
+        node: fx.Node,
+        chosen: Chosen,
+        sizes: Sequence[int],
+        batch: int,
+        owners: Collection[Value],
+        inside: bool = True,
     ) -> float:
-        """Bytes that one op keeps on one rank at least: of the tensors of these owners, and besides.
+        """Bytes that one op keeps on one rank at least: of the tensors of these owners, and, inside, besides.
 
         Of several values of one owner the largest, unless they make it up.
         """
@@ -258,7 +264,7 @@ class BlockCosts:
                 value = facts.inputs[item.operand] if item.operand >= 0 else facts.outputs[-1 - item.operand]
                 size = min(self.size(value).at(batch), item.size.at(batch))
                 parts.setdefault(item.owner, []).append((size, size * shares[facts.position(item)]))
-        total = facts.inside.at(batch) * _inside_share(chosen, sizes) if facts.inside else 0.0
+        total = facts.inside.at(batch) * _inside_share(chosen, sizes) if facts.inside and inside else 0.0
         for owner, own in parts.items():
             apart = sum(size for size, _ in own) == self.stored(owner).at(batch)
             total += (sum if apart else max)(size for _, size in own)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 from torch import fx
 
-from autopart.alike_work import AlikeLayers, alike_layers, strategy_prices
+from autopart.alike_work import AlikeLayers, Left, alike_layers, strategy_prices
 from autopart.candidate_prices import CandidatePrices, same_but_for_memory
 from autopart.cluster import Cluster
 from autopart.conversion_prices import TensorAxis
@@ -23,7 +24,7 @@ from autopart.passes.data_axis import LEVELS
 from autopart.passes.graph import Value
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.runtime.schedule import in_flight
-from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price, least_step_seconds
+from autopart.solver.pipeline_floor import Again, Family, Piece, Pipeline, Price, least_step_seconds
 from autopart.solver.search import Config, Degrees
 from autopart.solver.stages_least import least_share
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, pipeline_floor
@@ -48,7 +49,7 @@ class CandidateFloors(CandidatePrices):
     _enough: dict[object, float] = field(default_factory=dict)  # from where such a bound was not raised further
     _added: dict[tuple[Degrees, float], float] = field(default_factory=dict)
     _floors: dict[tuple[Degrees, float], float] = field(default_factory=dict)  # of pipelines that end whole
-    _priced_layers: dict[object, tuple[Price, ...]] = field(default_factory=dict)
+    _priced_layers: dict[object, Sequence[tuple[Price, ...]]] = field(default_factory=dict)
     _alike_layers: list[AlikeLayers] | None = None
     _parts: dict[str, FoldedPart] = field(default_factory=dict)  # by layer
     _pieces: LayerPieces = field(init=False)
@@ -141,22 +142,30 @@ class CandidateFloors(CandidatePrices):
         alike = self.alike_layers()[number]
         whole = self._pieces.layer(alike.facts, alike.blocks[0], setting, alike.priced)
         pieces = tuple(self._pieces.block(facts, True, setting, alike.priced) for facts in alike.facts)
-        return Family(len(alike.blocks), whole, pieces, self._layer_prices(config, number, whole))
+        parts = self._pieces.parts(alike.facts, alike.blocks[0], setting) if setting.recompute == "auto" else []
+        prices = self._layer_prices(config, number, whole, [left for _, left in parts])
+        again = tuple(Again(seconds, own) for (seconds, _), own in zip(parts, prices[1:], strict=False))
+        return Family(len(alike.blocks), whole, pieces, prices[0], again)
 
-    def _layer_prices(self, config: Degrees, number: int, whole: Piece) -> tuple[Price, ...]:
-        """Of the strategies of alike layers; none without tensor axes, and where a layer's graph is too wide."""
+    def _layer_prices(
+        self, config: Degrees, number: int, whole: Piece, left: Sequence[Left]
+    ) -> Sequence[tuple[Price, ...]]:
+        """Of the strategies of alike layers, where nothing runs again, and where ``left`` is kept.
+
+        None without tensor axes, and where a layer's graph is too wide.
+        """
         if not config.axes:
-            return ()
+            return [()] * (1 + len(left))
         tensor = self.setting(config)
-        key = number, self.samples(config), tensor.axes, tensor.beside
+        key = number, self.samples(config), tensor.axes, tensor.beside, tuple(left)
         if key not in self._priced_layers:
             builder = Builder(self.analysis, self._folded, tensor, self._block_costs, self.optimizer, (0,))
             weights = math.fsum(own.bytes for own in whole.weights if own.priced)
             kept, seconds = whole.runs[0].kept_bytes, whole.forward_s + whole.backward_s
             try:
-                found = strategy_prices(builder, self.alike_layers()[number], weights, kept, seconds)
+                found = strategy_prices(builder, self.alike_layers()[number], [None, *left], weights, kept, seconds)
             except PlanError:
-                found = ()
+                found = [()] * (1 + len(left))
             self._priced_layers[key] = found
         return self._priced_layers[key]
 

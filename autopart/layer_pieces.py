@@ -10,6 +10,7 @@ Transients, send buffers, and copies of tensors in several placements are left o
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,9 @@ from autopart.solver.tensor_hull import corners
 # Sets of modules of a layer beyond which only those of whole layers are known.
 _MOST_SETS = 4096
 
+# Where sets of modules are parted, besides at the corners of their hull: parts of the whole layer's seconds.
+_PARTS = np.array([0.05, 0.15, 0.3, 0.5])
+
 Array = NDArray[np.float64]
 
 
@@ -54,11 +58,12 @@ class Setting:
 class _Sets:
     """The sets of modules of a layer that may run again.
 
-    ops: equal ones, in order. sizes: of tensors that the layer keeps. again: [set, op] whether it runs again. freed:
-    [set, tensor] whether it is not kept then.
+    ops: equal ones, in order. kept: the tensors that the layer keeps, or the ops of what they keep besides; sizes: of
+    these. again: [set, op] whether it runs again. freed: [set, tensor] whether it is not kept then.
     """
 
     ops: tuple[fx.Node, ...]
+    kept: tuple[Value | fx.Node, ...]
     sizes: tuple[Amount, ...]
     again: Array
     freed: Array
@@ -145,6 +150,32 @@ class LayerPieces:
             self._runs[key] = tuple(Way(more, 0.0, size) for more, size in points)
         return self._runs[key]
 
+    def parts(
+        self, own: tuple[BlockFacts, ...], blocks: Sequence[int], setting: Setting
+    ) -> list[tuple[float, frozenset[Value | fx.Node]]]:
+        """All sets of modules of a layer, but the empty one, parted by their seconds.
+
+        Of each part the seconds of its fastest, and what is kept whichever of the sets runs again.
+        """
+        if own not in self._sets:
+            self._sets[own] = self._modules(blocks)
+        sets = self._sets[own]
+        if sets is None:
+            return [(0.0, frozenset())]
+        seconds = sets.again @ np.array([setting.seconds(node)[0] for node in sets.ops])
+        some = sets.again.any(axis=1)
+        limits = sorted({*(way.seconds for way in self._again(own, blocks, setting)[1:-1]), *(seconds.max() * _PARTS)})
+        found: list[tuple[float, frozenset[Value | fx.Node]]] = []
+        for low, high in itertools.pairwise((-1.0, *limits, math.inf)):
+            inside = some & (seconds > low) & (seconds <= high)
+            if inside.any():
+                freed = sets.freed[some & (seconds <= high)].any(axis=0)
+                left = frozenset(item for item, gone in zip(sets.kept, freed, strict=True) if not gone)
+                if found and found[-1][1] == left:
+                    continue
+                found.append((float(seconds[inside].min()), left))
+        return found
+
     def _modules(self, numbers: Sequence[int]) -> _Sets | None:
         """Of the layer with these blocks; None where they are too many."""
         analysis, costs = self.memory.analysis, self.memory.block_costs
@@ -180,6 +211,7 @@ class LayerPieces:
         freed.append([True] * (len(keepers) + len(inside)))
         return _Sets(
             tuple(analysis.first.get(node, node) for node in ops),
+            (*keepers, *inside),
             (*(made[owner] for owner in keepers), *map(costs.inside, inside)),
             np.array(again, dtype=float).reshape(-1, len(ops)),
             np.array(freed, dtype=float).reshape(len(again), -1),

@@ -10,17 +10,20 @@ import pytest
 
 from autopart.runtime.schedule import in_flight, make_schedule
 from autopart.simulate import StageTimes, makespan
-from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price, Way, Weights, least_step_seconds
+from autopart.solver.pipeline_floor import Again, Family, Piece, Pipeline, Price, Way, Weights, least_step_seconds
 from autopart.solver.stages_floor import least_step
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """By piece of a layer: seconds, bytes of weights and what is kept, beyond what is shared perfectly."""
+    """By piece of a layer: seconds, bytes of weights and what is kept, beyond what is shared perfectly. left: of that,
+    and of what is shared, what is kept where the layer runs again.
+    """
 
     seconds: tuple[float, ...]
     weights: tuple[float, ...]
     kept: tuple[float, ...]
+    left: float
 
 
 def random_levels(rng: random.Random) -> tuple[Way, ...]:
@@ -51,12 +54,15 @@ def family(rng: random.Random, count: int) -> tuple[Family, list[Strategy]]:
     def amounts(most: float) -> tuple[float, ...]:
         return tuple(rng.choice([0.0, most * rng.random()]) for _ in pieces)
 
-    strategies = [Strategy(amounts(1.0), amounts(2.0), amounts(1.0)) for _ in range(3)]
-    prices = []
+    strategies = [Strategy(amounts(1.0), amounts(2.0), amounts(1.0), rng.choice([0.0, rng.random()])) for _ in range(3)]
+    prices, again = [], []
     for weights, kept_price in [(0.0, 0.0), *((rng.random(), rng.choice([0.0, rng.random()])) for _ in range(6))]:
         least = min(sum(s.seconds) + weights * sum(s.weights) + kept_price * sum(s.kept) for s in strategies)
         prices.append(Price(weights, kept_price, least + forward + backward + weights * sum(sizes) + kept_price * kept))
-    return Family(count, whole, pieces, tuple(prices)), strategies
+        least = min(sum(s.seconds) + weights * sum(s.weights) + kept_price * s.left for s in strategies)
+        again.append(Price(weights, kept_price, least + forward + backward + weights * sum(sizes)))
+    part = Again(runs[-1].seconds * rng.random(), tuple(again))
+    return Family(count, whole, pieces, tuple(prices), (part,)), strategies
 
 
 @pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in ("1f1b", "gpipe") for seed in range(40)])
@@ -113,6 +119,7 @@ def run_stage(
                 forward, backward = forward + more, backward + taken[layer].seconds[at] - more
                 size += taken[layer].weights[at]
                 held += flew * (taken[layer].kept[at] if whole and not runs[0].seconds else 0.0)
+                held += flew * (taken[layer].left if whole and runs[0].seconds and not at else 0.0)
             level = rng.choice(piece.weights[0].levels).times(size)
             backward, held = backward + level.seconds, held + level.state_bytes
             end, sums = end + level.end_s, sums + level.sum_s
@@ -157,3 +164,13 @@ def test_strategies_that_hold_less_are_slower() -> None:
         least_step_seconds(equal_layers(10, piece, prices), [], Pipeline(4, (1,), (room,))) for room in (20, 15, 10)
     ]
     assert seconds == pytest.approx([120, 140, 160], rel=1e-5)
+
+
+def test_strategies_keep_what_modules_that_run_again_do_not_free() -> None:
+    """A layer keeps 4 bytes, or 2 where modules run again for 1 s; of these strategies that take 1 s more free one."""
+    piece = Piece(1.0, 2.0, (), (Way(0.0, 0.0, 2.0), Way(1.0)))
+    kept = Price(0.0, 0.0, 3.0), Price(0.0, 1.0, 7.0)
+    left = Price(0.0, 0.0, 3.0), Price(0.0, 1.0, 5.0)
+    families = [Family(10, piece, (piece,), kept, (Again(1.0, left),))]
+    seconds = [least_step_seconds(families, [], Pipeline(1, (1,), (room,))) for room in (40, 20, 10)]
+    assert seconds == pytest.approx([30, 40, 50], rel=1e-5)

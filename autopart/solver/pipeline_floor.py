@@ -17,9 +17,11 @@ strategies are, their seconds t, bytes of weights v and bytes a that a microbatc
 
     t + mu v + nu a >= D(mu, nu)
 
-for each layer that lies in one stage; where it computes modules again, what it keeps is only known to be shared
-perfectly, so nu = 0. A stage's layers obey it together. p - 1 layers may be cut: their pieces lie in any stages, and
-obey it over all stages. Stages are runs of a row of pieces, so that no more are.
+for each layer that lies in one stage. Where it computes modules again, prices are those of what no such modules free:
+the sets of modules are parted by their seconds, and of each part, which takes some seconds at least, there may be
+prices; else nu = 0, and what is kept is shared perfectly. A stage's layers of a part obey them together. p - 1 layers
+may be cut: their pieces lie in any stages, and obey prices with nu = 0 over all stages. Stages are runs of a row of
+pieces, so that no more are.
 
 Prices are used as far as an answer violates them. Of a family whose prices are unknown all is shared perfectly.
 """
@@ -97,13 +99,25 @@ class Price:
 
 
 @dataclass(frozen=True, slots=True)
+class Again:
+    """Sets of modules that run again, in ``seconds`` at least. prices: of strategies, for what none of them frees."""
+
+    seconds: float
+    prices: tuple[Price, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
-    """``count`` equal layers. whole: one that lies in one stage. pieces: of one that is cut. prices: of strategies."""
+    """``count`` equal layers. whole: one that lies in one stage. pieces: of one that is cut. prices: of strategies.
+
+    again: the parts of all sets of modules.
+    """
 
     count: int
     whole: Piece
     pieces: tuple[Piece, ...]
     prices: tuple[Price, ...] = ()
+    again: tuple[Again, ...] = (Again(0.0),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +168,7 @@ class _Layers:
     kept: list[int] = field(default_factory=list)
     shares: list[int] = field(default_factory=list)
     count: float = 0.0  # layers of a share
-    keeps: bool = False  # whether what they keep is known
+    prices: frozenset[Price] = frozenset()
 
 
 class _Program:
@@ -257,34 +271,44 @@ class _Program:
         return priced
 
     def _whole(self, family: Family, count: int) -> list[_Layers]:
-        """Layers that lie in one stage each: those that keep all, and those that compute something again."""
+        """Layers that lie in one stage each: those that keep all, and by parts those that compute something again."""
         if not count:
             return []
         piece, found = family.whole.times(count), []
+        bare = frozenset(price for price in family.prices if not price.kept)
+        parts = [(piece.runs[:1], 0.0, frozenset(family.prices))]
+        if piece.runs[0].seconds:
+            parts = [(piece.runs, 0.0, bare)]
+        elif len(piece.runs) > 1:
+            parts += [(piece.runs, own.seconds * count, bare.union(own.prices)) for own in family.again]
         for number, share in enumerate(self._shares(piece)):
-            ways = [self.model.add_variable() for _ in piece.runs]
-            self._row({share: -1.0, **dict.fromkeys(ways, 1.0)}, lower=0.0, upper=0.0)
-            for own, runs in ((ways[:1], piece.runs[:1]), (ways[1:], piece.runs[1:])):
-                if not own:
-                    continue
-                mine = _Layers([self._amount()], self._weights(number, piece, own), [], own, count)
-                self.stages[number].work[mine.seconds[0]] = 1.0
-                self._row({mine.seconds[0]: 1.0, **dict.fromkeys(own, -_seconds(piece) / self.unit_s)}, lower=0.0)
-                mine.keeps = own[0] == ways[0] and not runs[0].seconds
-                for way, run in zip(own, runs, strict=True):
-                    self._run(number, way, replace(run, kept_bytes=0.0) if mine.keeps else run)
-                if mine.keeps:
-                    mine.kept = [self._amount()]
-                    self._row({mine.kept[0]: 1.0, own[0]: -runs[0].kept_bytes / self.unit_bytes}, lower=0.0)
-                    self.stages[number].memory[mine.kept[0]] = float(self.pipeline.in_flight[number])
+            stage, every = self.stages[number], {share: -1.0}
+            for runs, least_s, prices in parts:
+                ways = [self.model.add_variable() for _ in runs]
+                every |= dict.fromkeys(ways, 1.0)
+                mine = _Layers(
+                    [self._amount()], self._weights(number, piece, ways), [self._amount()], ways, count, prices
+                )
+                stage.work[mine.seconds[0]] = 1.0
+                self._row({mine.seconds[0]: 1.0, **dict.fromkeys(ways, -_seconds(piece) / self.unit_s)}, lower=0.0)
+                for way, run in zip(ways, runs, strict=True):
+                    self._run(number, way, replace(run, kept_bytes=0.0))
+                kept = {way: -run.kept_bytes / self.unit_bytes for way, run in zip(ways, runs, strict=True)}
+                self._row({mine.kept[0]: 1.0, **kept}, lower=0.0)
+                stage.memory[mine.kept[0]] = float(self.pipeline.in_flight[number])
+                if least_s:
+                    more = {way: (run.seconds - least_s) / self.unit_s for way, run in zip(ways, runs, strict=True)}
+                    self._row(more, lower=0.0)
                 found.append(mine)
+            self._row(every, lower=0.0, upper=0.0)
         return found
 
     def _cut(self, family: Family, count: int) -> list[_Layers]:
         """Layers whose pieces lie in any stages."""
         if not count:
             return []
-        mine, least = _Layers(count=count), [_Terms() for _ in self.stages]
+        bare = frozenset(price for price in family.prices if not price.kept)
+        mine, least = _Layers(count=count, prices=bare), [_Terms() for _ in self.stages]
         for piece in (piece.times(count) for piece in family.pieces):
             shares = self._shares(piece)
             for terms, share in zip(least, shares, strict=True):
@@ -303,14 +327,11 @@ class _Program:
     # -- strategies -----------------------------------------------------------------------------------------------
 
     def _charge(self, layers: _Layers, price: Price) -> None:
-        terms = self._charged(layers, price)
-        if terms:
-            self._row(terms, lower=0.0)
+        if price in layers.prices:
+            self._row(self._charged(layers, price), lower=0.0)
 
     def _charged(self, layers: _Layers, price: Price) -> _Terms:
-        """What is not below zero; nothing where the price asks for what is not known."""
-        if price.kept and not layers.keeps:
-            return {}
+        """What is not below zero."""
         per_byte = self.unit_bytes / self.unit_s
         return {
             **dict.fromkeys(layers.seconds, 1.0),
@@ -320,17 +341,25 @@ class _Program:
         }
 
     def _violated(self, values: Sequence[float]) -> set[tuple[int, Price]]:
-        """Of each family's layers the price that they violate most."""
+        """The prices that layers violate most."""
         found = set()
-        for number, (item, groups) in enumerate(self.layers):
+        for number, (_, groups) in enumerate(self.layers):
             for layers in groups:
-                short = [
-                    (-math.fsum(values[at] * by for at, by in self._charged(layers, price).items()), price)
-                    for price in item.prices
-                ]
-                most, price = max(short, key=lambda pair: pair[0], default=(0.0, None))
-                if price is not None and most > _VIOLATED:
-                    found.add((number, price))
+                seconds, weights, kept, shares = (
+                    math.fsum(values[at] for at in own)
+                    for own in (layers.seconds, layers.weights, layers.kept, layers.shares)
+                )
+                if shares <= _VIOLATED:
+                    continue
+                weights, kept = (amount * self.unit_bytes / self.unit_s for amount in (weights, kept))
+                shares *= layers.count / self.unit_s
+                least, worst = _VIOLATED, None
+                for price in layers.prices:
+                    short = shares * price.seconds - seconds - price.weights * weights - price.kept * kept
+                    if short > least:
+                        least, worst = short, price
+                if worst is not None:
+                    found.add((number, worst))
         return found
 
     # -- time -----------------------------------------------------------------------------------------------------
