@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -50,6 +50,7 @@ class CandidateFloors(CandidatePrices):
     _added: dict[tuple[Degrees, float], float] = field(default_factory=dict)
     _floors: dict[tuple[Degrees, float], float] = field(default_factory=dict)  # of pipelines that end whole
     _priced_layers: dict[object, Sequence[tuple[Price, ...]]] = field(default_factory=dict)
+    _least_op_seconds: dict[object, dict[fx.Node, tuple[float, float]]] = field(default_factory=dict)
     _alike_layers: list[AlikeLayers] | None = None
     _parts: dict[str, FoldedPart] = field(default_factory=dict)  # by layer
     _pieces: LayerPieces = field(init=False)
@@ -68,9 +69,8 @@ class CandidateFloors(CandidatePrices):
         found._added, found._floors = {}, {}
         if not same_but_for_memory(device, self.device):
             found._work, found._free, found._work_bounds, found._enough = {}, {}, {}, {}
-            found._priced_layers = {}
-        if whole != self.whole:
-            found._priced_layers = {}
+        if not same_but_for_memory(device, self.device) or whole != self.whole:
+            found._priced_layers, found._least_op_seconds = {}, {}
         if device.kind != self.device.kind:
             found._memory = MemoryBound(self.analysis, found._block_costs, self.readers, self.optimizer)
             found._pieces, found._alike_layers = LayerPieces(found._memory), None
@@ -113,37 +113,80 @@ class CandidateFloors(CandidatePrices):
 
         work: of a microbatch's ops in blocks, with nothing computed again.
         """
-        if (config, work) in self._floors:
-            return self._floors[config, work]
+        key = config, work
+        if key in self._floors:
+            return self._floors[key]
         if config.schedule not in WHOLE_SCHEDULES or self.faster(config) != 1.0 or not self.positions.in_row:
             return 0.0
         alike = self.alike_layers()
         apart = set(range(len(self.analysis.blocks))) - {at for item in alike for own in item.blocks for at in own}
         if not alike or len(apart) > MOST_APART:
             return 0.0
-        data, levels = self.setting(config).data, self._levels(config)
-        setting = Setting(self.prices(config), data, 1 / config.tp, levels, config.recompute)
+        setting = self._piece_setting(config)
         families = [self._family(config, number, setting) for number in range(len(alike))]
-        layers, row = self.analysis.layers, self._memory.row
-        rest = [self._pieces.block(row[number], bool(layers[number]), setting) for number in sorted(apart)]
+        rest = [self._pieces.block(number, setting) for number in sorted(apart)]
         rest.append(Piece(self.free_seconds(config), 0.0))
         flying = in_flight(
             *(config.schedule, config.stages, config.microbatches, self.warmup_of(config), self.layout.places(config))
         )
+        work += self.free_seconds(config)
         pipeline = Pipeline(
-            config.microbatches, tuple(flying), tuple(self._rooms(config)), work + self.free_seconds(config)
+            config.microbatches, tuple(flying), tuple(self._rooms(config)), work, *self._least_transfers(config)
         )
         found = min(least_step_seconds(families, rest, pipeline, below), _MOST_LONGER * self.known_floor(config))
+        if config.pp > 1:
+            found = self._tied_floor(config, found)
         if found < below:
-            self._floors[config, work] = found
+            self._floors[key] = found
         return found
 
-    def _family(self, config: Degrees, number: int, setting: Setting) -> Family:
-        alike = self.alike_layers()[number]
+    def _least_transfers(self, config: Degrees) -> tuple[float, float]:
+        """Seconds of a transfer between two stages, there and back, at whatever position and shared perfectly."""
+        cuts = self._cuts(config, None)[1:-1] if config.pp > 1 else ()
+        return min((cut.forward_s for cut in cuts), default=0.0), min((cut.backward_s for cut in cuts), default=0.0)
+
+    def _tied_floor(self, config: Degrees, found: float) -> float:
+        """With sums of gradients of parameters that several stages read, or all in between in one stage."""
+        ends, seconds = self.layout.stage_link(config, 0, config.pp - 1), self._op_seconds(config)
+        ranks = config.tp * (config.dp if max(self._levels(config)) >= 2 else 1)  # that share a gradient at most
+        for node, blocks in self.readers.items():
+            if len(blocks) > 1 and node.meta.get("trainable"):
+                size = value_bytes(Value(node)).at(1) / ranks
+                tied = bucketed_all_reduce_seconds(size * self.summed, 2, ends)
+                between = self.analysis.blocks[blocks[0] : blocks[-1] + 1]
+                alone = math.fsum(sum(seconds(op)) for block in between for op in block.nodes)
+                found = min(found + tied, max(found, config.microbatches * alone))
+        return found
+
+    def _piece_setting(self, config: Degrees) -> Setting:
+        tensor = self.setting(config)
+        alike = self.device, self.samples(config), tensor.axes
+        levels = self._levels(config)
+        return Setting(
+            tensor.prices, self._op_seconds(config), alike, tensor.data, 1 / config.tp, levels, config.recompute
+        )
+
+    def _op_seconds(self, config: Degrees) -> Callable[[fx.Node], tuple[float, float]]:
+        """Of an op that stands for equal ones, the fewest seconds forward and backward on a rank."""
+        prices, setting = self.prices(config), self.setting(config)
+        if not config.axes:
+            return prices.op_seconds
+        known = self._least_op_seconds.setdefault((self.samples(config), setting.axes), {})
+
+        def seconds(node: fx.Node) -> tuple[float, float]:
+            if node not in known:
+                every = [prices.op_seconds(node, chosen, setting.sizes) for chosen in setting.offers.of(node)]
+                known[node] = min(forward for forward, _ in every), min(backward for _, backward in every)
+            return known[node]
+
+        return seconds
+
+    def _family(self, config: Degrees, index: int, setting: Setting) -> Family:
+        alike = self.alike_layers()[index]
         whole = self._pieces.layer(alike.facts, alike.blocks[0], setting, alike.priced)
-        pieces = tuple(self._pieces.block(facts, True, setting, alike.priced) for facts in alike.facts)
+        pieces = tuple(self._pieces.block(number, setting, alike.priced) for number in alike.blocks[0])
         parts = self._pieces.parts(alike.facts, alike.blocks[0], setting) if setting.recompute == "auto" else []
-        prices = self._layer_prices(config, number, whole, [left for _, left in parts])
+        prices = self._layer_prices(config, index, whole, [left for _, left in parts])
         again = tuple(Again(seconds, own) for (seconds, _), own in zip(parts, prices[1:], strict=False))
         return Family(len(alike.blocks), whole, pieces, prices[0], again)
 

@@ -327,8 +327,8 @@ class CandidatePrices:
             self._gradients[key] = found
         return self._gradients[key]
 
-    def _cuts(self, config: Degrees, choice: TensorChoice) -> tuple[Cut, ...]:
-        """What a rank sends and receives at each position."""
+    def _cuts(self, config: Degrees, choice: TensorChoice | None) -> tuple[Cut, ...]:
+        """What a rank sends and receives at each position. choice: None: at least, all values shared perfectly."""
         crossings = self.positions.crossings
         if config.pp == 1:
             return (Cut(),) * len(crossings)
@@ -354,9 +354,11 @@ class CandidatePrices:
     def whole_bytes(self, value: Value, samples: int) -> float:
         return self._block_costs.size(value).at(samples)
 
-    def local_bytes(self, value: Value, config: Degrees, choice: TensorChoice) -> float:
-        chosen = choice.strategies.get(value.node)
+    def local_bytes(self, value: Value, config: Degrees, choice: TensorChoice | None) -> float:
         size = value_bytes(value).at(self.samples(config))
+        if choice is None:
+            return size / config.tp
+        chosen = choice.strategies.get(value.node)
         if not chosen:
             return size
         return size * share_of([item.outputs[value.index] for item in chosen], config.axes)

@@ -2,8 +2,8 @@
 
 Seconds, parameters and what is kept for the backward are shared perfectly, as in :mod:`autopart.memory_bound`. Of a
 layer that lies in one stage as a whole the sets of modules that may run again are known
-(:mod:`autopart.layer_frontier`): what each frees, and which ops run again for it. Of a block alone a tensor that its
-layer makes and keeps need not be kept, but then at least the op that makes it runs again.
+(:mod:`autopart.layer_frontier`): what each frees, and which ops run again for it. Of a block of a layer that is cut
+those of its own ops are; what comes from the layer's other blocks is free where all of the block runs again.
 
 Transients, send buffers, and copies of tensors in several placements are left out.
 """
@@ -13,14 +13,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from autopart.cost.devices import Device
 from autopart.data_prices import DataPrices
 from autopart.memory_bound import BlockFacts, Kind, MemoryBound, Parameters
 from autopart.passes.amounts import Amount
@@ -42,16 +41,17 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where pieces are priced. levels: of ZeRO. recompute: "none", "full" or "auto"."""
+    """Where pieces are priced. seconds: of an op, forward and backward, at least. share: of bytes on a rank. levels: of
+    ZeRO. recompute: "none", "full" or "auto". alike: equal where prices of ops are.
+    """
 
     prices: Prices
+    seconds: Callable[[fx.Node], tuple[float, float]]
+    alike: Hashable
     data: DataPrices
     share: float
     levels: tuple[int, ...]
     recompute: str
-
-    def seconds(self, node: fx.Node) -> tuple[float, float]:
-        return self.prices.shared_seconds(node, self.share, self.share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +79,23 @@ class LayerPieces:
 
     memory: MemoryBound
     _sets: dict[tuple[BlockFacts, ...], _Sets | None] = field(default_factory=dict)
-    _runs: dict[tuple[tuple[BlockFacts, ...], Device, int, float], tuple[Way, ...]] = field(default_factory=dict)
+    _runs: dict[tuple[tuple[BlockFacts, ...], Hashable], tuple[Way, ...]] = field(default_factory=dict)
 
-    def block(self, facts: BlockFacts, in_layer: bool, setting: Setting, priced: Kind | None = None) -> Piece:
+    def block(self, number: int, setting: Setting, priced: Kind | None = None) -> Piece:
         """One block by itself, or of a layer that is cut."""
+        facts, layer = self.memory.row[number], self.memory.analysis.layers[number]
         forward, backward = self._seconds([facts], setting)
-        again_s = forward if setting.recompute == "full" and in_layer else 0.0
-        return Piece(forward, backward, self._weights([facts], setting, priced), self._alone([facts], setting, again_s))
+        runs = self._alone([facts], setting)
+        if setting.recompute == "full" and layer:
+            runs = (Way(forward, 0.0, runs[-1].kept_bytes),)
+        elif setting.recompute == "auto" and layer:
+            runs = self._again((facts,), (number,), setting)
+        else:
+            runs = runs[:1]
+        return Piece(forward, backward, self._weights([facts], setting, priced), runs)
 
-    def _alone(self, own: Sequence[BlockFacts], setting: Setting, again_s: float = 0.0) -> tuple[Way, ...]:
-        """The ways to run blocks, where only the op that makes a tensor runs again. again_s: what runs again anyway."""
+    def _alone(self, own: Sequence[BlockFacts], setting: Setting) -> tuple[Way, ...]:
+        """The ways to run blocks, where only the op that makes a tensor runs again."""
         batch, share = setting.prices.batch, setting.share
         kept = sum(amount.at(batch) for facts in own for amount in facts.kept) * share
         made = [
@@ -96,11 +103,10 @@ class LayerPieces:
             for facts in own
             for node, amounts in facts.made
         ]
-        runs = [Way(again_s, 0.0, kept + (0.0 if again_s else math.fsum(size for _, size in made)))]
-        if setting.recompute == "auto":
-            for seconds, size in sorted(made, key=lambda item: item[0] / max(item[1], 1e-9)):
-                last = runs[-1]
-                runs.append(Way(last.seconds + seconds, 0.0, max(kept, last.kept_bytes - size)))
+        runs = [Way(0.0, 0.0, kept + math.fsum(size for _, size in made))]
+        for seconds, size in sorted(made, key=lambda item: item[0] / max(item[1], 1e-9)):
+            last = runs[-1]
+            runs.append(Way(last.seconds + seconds, 0.0, max(kept, last.kept_bytes - size)))
         return tuple(runs)
 
     def layer(
@@ -108,14 +114,11 @@ class LayerPieces:
     ) -> Piece:
         """A layer that lies in one stage."""
         forward, backward = self._seconds(own, setting)
-        kept = sum(amount.at(setting.prices.batch) for facts in own for amount in facts.kept) * setting.share
+        runs = self._alone(own, setting)
         if setting.recompute == "auto":
             runs = self._again(own, blocks, setting)
-        elif setting.recompute == "full":
-            runs = (Way(forward, 0.0, kept),)
         else:
-            made = sum(a.at(setting.prices.batch) for facts in own for _, amounts in facts.made for a in amounts)
-            runs = (Way(0.0, 0.0, kept + made * setting.share),)
+            runs = (Way(forward, 0.0, runs[-1].kept_bytes),) if setting.recompute == "full" else runs[:1]
         return Piece(forward, backward, self._weights(own, setting, priced), runs)
 
     def _seconds(self, own: Sequence[BlockFacts], setting: Setting) -> tuple[float, float]:
@@ -134,13 +137,13 @@ class LayerPieces:
         )
 
     def _again(self, own: tuple[BlockFacts, ...], blocks: Sequence[int], setting: Setting) -> tuple[Way, ...]:
-        """The ways to run a layer, of which none lies above a mix of others; the first computes nothing again."""
+        """The ways to run a layer, or a part of one, of which none lies above a mix of others; nothing again first."""
         if own not in self._sets:
             self._sets[own] = self._modules(blocks)
         sets = self._sets[own]
         if sets is None:
             return self._alone(own, setting)
-        key = own, setting.prices.device, setting.prices.batch, setting.share
+        key = own, setting.alike
         if key not in self._runs:
             seconds = sets.again @ np.array([setting.seconds(node)[0] for node in sets.ops])
             sizes = np.array([amount.at(setting.prices.batch) for amount in sets.sizes]) * setting.share
@@ -207,7 +210,9 @@ class LayerPieces:
             freed.append([*free, *(place[node] in covered for node in inside)])
             if len(again) > _MOST_SETS:
                 return None
-        again.append([True] * len(ops))  # as a whole
+        # as a whole, up to the last that keeps something: of a block, with others of its layer
+        last = max((at for at, node in enumerate(ops) if costs.keeps(node)), default=-1)
+        again.append([at <= last for at in range(len(ops))])
         freed.append([True] * (len(keepers) + len(inside)))
         return _Sets(
             tuple(analysis.first.get(node, node) for node in ops),

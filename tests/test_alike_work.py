@@ -14,7 +14,6 @@ from autopart.analysis import Analysis, analyze
 from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
 from autopart.candidates import Candidates
 from autopart.folding import is_stored
-from autopart.layer_pieces import Setting
 from autopart.models import load_model
 from autopart.prices import Chosen, share_of
 from autopart.runtime.errors import InfeasibleError
@@ -60,8 +59,7 @@ def test_no_strategies_undercut_the_prices_of_a_layer(model: str, bandwidth: flo
     setting = candidates.setting(config)
     (alike,) = candidates.alike_layers()
     assert len(alike.blocks) >= 5
-    facts = Setting(candidates.prices(config), setting.data, 1 / 4, (0,), "none")
-    family = candidates._family(config, 0, facts)
+    family = candidates._family(config, 0, candidates._piece_setting(config))
     assert len(family.prices) > 20 and family.prices[0].seconds >= family.whole.forward_s + family.whole.backward_s
     builder = Builder(analysis, candidates._folded, setting, candidates._block_costs, "adamw", (0,))
     names = [

@@ -123,13 +123,15 @@ class Family:
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """in_flight, capacity_bytes: by stage, w_k and C_k. work: seconds of a microbatch in all stages together, at least,
-    nothing computed again or exchanged for parameters.
+    nothing computed again or exchanged for parameters. there, back: of a transfer between neighbours.
     """
 
     microbatches: int
     in_flight: tuple[int, ...]
     capacity_bytes: tuple[float, ...]
     work: float = 0.0
+    there: float = 0.0
+    back: float = 0.0
 
     @property
     def stages(self) -> int:
@@ -366,6 +368,7 @@ class _Program:
 
     def _time(self) -> None:
         m = self.pipeline.microbatches
+        there, back = self.pipeline.there / self.unit_s, self.pipeline.back / self.unit_s
         forward, backward, end, ahead_f, ahead, behind = ([self._amount() for _ in self.stages] for _ in range(6))
         for number, stage in enumerate(self.stages):
             f, b, e = forward[number], backward[number], end[number]
@@ -377,19 +380,24 @@ class _Program:
             hidden = {at: by - stage.sums.get(at, 0.0) for at, by in stage.end.items()}
             self._row({e: 1.0, **_minus(hidden)}, lower=0.0)
             if number:
-                self._row({ahead_f[number]: 1.0, ahead_f[number - 1]: -1.0, forward[number - 1]: -1.0}, lower=0.0)
+                before = {ahead_f[number - 1]: -1.0, forward[number - 1]: -1.0}
+                self._row({ahead_f[number]: 1.0, **before}, lower=there)
                 before = {ahead[number - 1]: -1.0, forward[number - 1]: -1.0, backward[number - 1]: -1.0}
-                self._row({ahead[number]: 1.0, **before}, lower=0.0)
-                self._row({behind[number - 1]: 1.0, behind[number]: -1.0, f: -1.0, b: -1.0}, lower=0.0)
+                self._row({ahead[number]: 1.0, **before}, lower=there + back)
+                after = {behind[number]: -1.0, f: -1.0, b: -1.0}
+                self._row({behind[number - 1]: 1.0, **after}, lower=there + back)
         work = {at: by for stage in self.stages for at, by in stage.work.items()}
         self._row(work, lower=self.pipeline.work / self.unit_s)
         drained = self.pipeline.in_flight[-1] >= m
         for number, flying in enumerate(self.pipeline.in_flight):
-            for f_count, b_count, after in _bodies(m, flying, drained):
-                body = {forward[number]: -f_count, backward[number]: -b_count, behind[number]: -after}
-                self._row({self.step: 1.0, ahead_f[number]: -1.0, end[number]: -1.0, **body}, lower=0.0)
+            bodies = [(*counts, 0.0) for counts in _bodies(m, flying, drained)]
+            if number + 1 < len(self.stages):  # transfers of one cut follow each other
+                bodies.append((1.0, 1.0, 1.0, (m - 1) * max(there, back)))
+            for f_count, b_count, later, sent in bodies:
+                body = {forward[number]: -f_count, backward[number]: -b_count, behind[number]: -later}
+                self._row({self.step: 1.0, ahead_f[number]: -1.0, end[number]: -1.0, **body}, lower=sent)
                 if number:
-                    self._row({self.step: 1.0, ahead[number]: -1.0, end[0]: -1.0, **body}, lower=0.0)
+                    self._row({self.step: 1.0, ahead[number]: -1.0, end[0]: -1.0, **body}, lower=sent)
 
 
 def _seconds(piece: Piece) -> float:
@@ -405,5 +413,8 @@ def _bodies(microbatches: int, flying: int, drained: bool) -> list[tuple[float, 
     m = float(microbatches)
     found = [(m, m, 1.0 if drained else 0.0)]
     if flying < microbatches:
-        return [*found, (1 + m - flying, 1 + m - flying, 2.0)]
-    return [*found, (m, 1.0, 1.0), (1.0, m, 1.0)]
+        found.append((1 + m - flying, 1 + m - flying, 2.0))
+    held = min(max(flying, 1), microbatches)
+    rounds = -(-microbatches // held)
+    others = float(microbatches - 1 - (rounds - 1) * held)
+    return [*found, (rounds + others, float(rounds), float(rounds)), (float(rounds), rounds + others, float(rounds))]
