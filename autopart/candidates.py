@@ -37,13 +37,19 @@ class Answer:
 class Candidates(CandidateFloors):
     """Solves candidates of one program on one cluster for a global batch."""
 
-    def choose(self, config: Degrees, memory_limit: float | None = None, below: float = math.inf) -> TensorChoice:
+    def choose(
+        self,
+        config: Degrees,
+        memory_limit: float | None = None,
+        below: float = math.inf,
+        level: int | None = None,
+    ) -> TensorChoice:
         """The fastest strategies; under a limit, those whose bytes over all stages stay below it.
 
         Parameters are divided over replicas only under a limit, unless a level is given. below: seconds of a step that
-        are of interest; raises NotBetter where it is found that strategies take longer.
+        are of interest; raises NotBetter where it is found that strategies take longer. level: of ZeRO, of all.
         """
-        levels = LEVELS if self._divides(config) and memory_limit is not None else (self.zero or 0,)
+        levels = LEVELS if self._divides(config) and memory_limit is not None else (level or self.zero or 0,)
         return choose(
             self.analysis,
             self._folded,
@@ -99,6 +105,10 @@ class Candidates(CandidateFloors):
         bound = any(step.choices for step in found.answer.cut.way) if found is not None else promising
         best = found
         least = found.bound if found is not None else stopped.bound if stopped is not None else math.inf
+        if self._divides(config) and config.recompute == "auto" and (bound or len(answers) > 1):
+            divided = self._divided(config, below if best is None else min(below, best.objective))
+            if divided is not None and (best is None or divided.objective < best.objective):
+                best, least = divided, min(least, divided.bound)
         if fastest.solution is not None and (bound or len(answers) > 1):
             for answer in answers:
                 mixture, floor = self._mixture(config, answer, below if best is None else min(below, best.objective))
@@ -109,6 +119,16 @@ class Candidates(CandidateFloors):
             assert stopped is not None
             raise NotBetter(stopped.seconds, least)
         return replace(best, bound=least)
+
+    def _divided(self, config: Degrees, below: float) -> Evaluation[Answer] | None:
+        """The fastest strategies with optimizer state divided over replicas, where they fit with layers computed again.
+
+        Limits of memory do not lead to these: they count what is kept where nothing runs again.
+        """
+        try:
+            return self._evaluate(config, self.choose(config, level=1), below, tightenings=0)
+        except (InfeasibleError, NotBetter):
+            return None
 
     def _evaluate_alike(self, config: Degrees, fastest: TensorChoice, below: float) -> Evaluation[Answer]:
         """The same, with equal strategies for equal layers."""
@@ -183,7 +203,12 @@ class Candidates(CandidateFloors):
         return LayerStrategies(builder, answer, sorted({max(flying), min(flying), 0}, reverse=True), self.time_limit_s)
 
     def _evaluate(
-        self, config: Degrees, choice: TensorChoice, below: float, problem: StageProblem | None = None
+        self,
+        config: Degrees,
+        choice: TensorChoice,
+        below: float,
+        problem: StageProblem | None = None,
+        tightenings: int = TIGHTENINGS,
     ) -> Evaluation[Answer]:
         """The same, from the strategies that are the fastest without a limit, and their problem."""
         free = self.free_seconds(config)
@@ -198,7 +223,7 @@ class Candidates(CandidateFloors):
         # without other strategies what holds for these choices holds for the candidate
         alone = choice.solution is None and not self._divides(config)
         whole, complete = config.schedule in WHOLE_SCHEDULES, self.positions.complete
-        for attempt in range(TIGHTENINGS + 1):
+        for attempt in range(tightenings + 1):
             least = self._least_seconds(config, choice) if below < math.inf else 0.0
             if least >= below:
                 raise NotBetter(least, least if alone else self.work_floor(config))
@@ -215,7 +240,7 @@ class Candidates(CandidateFloors):
                 uncut = self._uncut(config, problem) if alone else 0.0
                 raise NotBetter(seconds, max(self.work_floor(config), uncut)) from None
             except InfeasibleError as error:
-                if alone or error.excess_bytes is None or attempt == TIGHTENINGS:
+                if alone or error.excess_bytes is None or attempt == tightenings:
                     if below < math.inf:  # what fits may take longer
                         least = below if alone and complete and whole else self.work_floor(config)
                         raise NotBetter(below, least) from None

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field, replace
 from autopart.solver.linear import LinearModel
 
 _ROUNDING = 1e-6
-_ROUNDS = 6
+_ROUNDS = 25
 _VIOLATED = 1e-4
 """Of a family's seconds: prices that an answer violates by less are left out."""
 
@@ -193,10 +193,7 @@ class _Program:
     def solve(self, below: float) -> float:
         found, used = 0.0, set[tuple[int, Price]]()
         new = {
-            (number, price)
-            for number, (item, _) in enumerate(self.layers)
-            for price in item.prices
-            if not price.weights and not price.kept
+            (number, price) for number, (item, _) in enumerate(self.layers) for price in item.prices if not price.kept
         }
         for _ in range(_ROUNDS):
             for number, price in new:
