@@ -35,7 +35,8 @@ from dataclasses import dataclass, field, replace
 from autopart.solver.linear import LinearModel
 
 _ROUNDING = 1e-6
-_ROUNDS = 25
+_ROUNDS, _LEAST_ROUNDS, _STAGE_ROUNDS = 25, 4, 160
+"""In which violated prices join: fewer where stages are many, so that stages times rounds are no more than the last."""
 _VIOLATED = 1e-4
 """Of a family's seconds: prices that an answer violates by less are left out."""
 
@@ -195,7 +196,7 @@ class _Program:
         new = {
             (number, price) for number, (item, _) in enumerate(self.layers) for price in item.prices if not price.kept
         }
-        for _ in range(_ROUNDS):
+        for _ in range(max(_LEAST_ROUNDS, min(_ROUNDS, _STAGE_ROUNDS // len(self.stages)))):
             for number, price in new:
                 for own in self.layers[number][1]:
                     self._charge(own, price)
