@@ -29,13 +29,16 @@ from autopart.solver.search import Degrees
 _ROWS, _COLUMNS, _INNER = 1, 0, 2
 
 
-def least_exchange_seconds(candidates: Candidates, config: Degrees) -> float:
-    """Seconds of one microbatch's exchanges over the tensor axes of a configuration, products with weights alone."""
-    axes = candidates.layout.tensor_axes(config)
+def least_exchange_seconds(candidates: Candidates, config: Degrees, by_rows: bool = True) -> float:
+    """Seconds of one microbatch's exchanges over the tensor axes of a configuration, products with weights alone.
+
+    by_rows: whether products may be shared by rows.
+    """
+    axes, kinds = candidates.layout.tensor_axes(config), (_COLUMNS, _INNER, *((_ROWS,) if by_rows else ()))
     total = 0.0
     for sizes, count in _products(candidates, candidates.samples(config)):
         ways = []
-        for moved in itertools.product((_ROWS, _COLUMNS, _INNER), repeat=len(axes)):
+        for moved in itertools.product(kinds, repeat=len(axes)):
             seconds = 0.0
             for index, axis in enumerate(axes):
                 what = moved[index]

@@ -146,7 +146,8 @@ class Candidates(CandidateFloors):
         if found is not None and not (other and any(step.choices for step in found.answer.cut.way)):
             return found
         try:
-            kept = self._evaluate(plain, fastest, below if found is None else min(below, found.objective))
+            most = below if found is None else min(below, found.objective)
+            kept = self._evaluate(plain, fastest, most, among=config)
         except (InfeasibleError, NotBetter):
             if stopped is not None:
                 raise stopped from None
@@ -209,24 +210,28 @@ class Candidates(CandidateFloors):
         below: float,
         problem: StageProblem | None = None,
         tightenings: int = TIGHTENINGS,
+        among: Degrees | None = None,
     ) -> Evaluation[Answer]:
-        """The same, from the strategies that are the fastest without a limit, and their problem."""
-        free = self.free_seconds(config)
+        """The same, from the strategies that are the fastest without a limit, and their problem.
+
+        among: what this is a part of, whose bound is asked for.
+        """
+        free, whose = self.free_seconds(config), among or config
         if choice.solution is None:
             floor = 0.0
         elif config.pp == 1:
             sums = self._sum_seconds(config)
             floor = one_stage_floor(choice.solution.bound + free, sums, config)
-            floor = max(floor, self.work_floor(config)) if sums else floor
+            floor = max(floor, self.work_floor(whose)) if sums else floor
         else:
-            floor = self.work_floor(config)
+            floor = self.work_floor(whose)
         # without other strategies what holds for these choices holds for the candidate
         alone = choice.solution is None and not self._divides(config)
         whole, complete = config.schedule in WHOLE_SCHEDULES, self.positions.complete
         for attempt in range(tightenings + 1):
             least = self._least_seconds(config, choice) if below < math.inf else 0.0
             if least >= below:
-                raise NotBetter(least, least if alone else self.work_floor(config))
+                raise NotBetter(least, least if alone else self.work_floor(whose))
             problem = problem or self.problem(config, choice)
             try:
                 cut = stage_solver.solve(
@@ -238,11 +243,11 @@ class Candidates(CandidateFloors):
                 if alone and complete:
                     raise NotBetter(seconds, seconds) from None
                 uncut = self._uncut(config, problem) if alone else 0.0
-                raise NotBetter(seconds, max(self.work_floor(config), uncut)) from None
+                raise NotBetter(seconds, max(self.work_floor(whose), uncut)) from None
             except InfeasibleError as error:
                 if alone or error.excess_bytes is None or attempt == tightenings:
                     if below < math.inf:  # what fits may take longer
-                        least = below if alone and complete and whole else self.work_floor(config)
+                        least = below if alone and complete and whole else self.work_floor(whose)
                         raise NotBetter(below, least) from None
                     raise
                 # Other strategies may hold less: take the missing bytes off what these hold together.
@@ -250,12 +255,12 @@ class Candidates(CandidateFloors):
                     choice = self.choose(config, choice.memory_bytes - config.pp * error.excess_bytes, below)
                 except (InfeasibleError, NotBetter):
                     if below < math.inf:
-                        raise NotBetter(below, self.work_floor(config)) from None
+                        raise NotBetter(below, self.work_floor(whose)) from None
                     raise error from None
                 problem = None
         assert problem is not None
         if choice.solution is not None and choice.levels and self.zero is None:
-            floor = self.work_floor(config)  # of all levels
+            floor = self.work_floor(whose)  # of all levels
         elif choice.solution is None:
             floor = (
                 cut.lower_bound_s / self.faster(config)
@@ -264,9 +269,9 @@ class Candidates(CandidateFloors):
             )
             # of what was not among the choices this bound says nothing
             if choice.levels and self.zero is None:
-                floor = self.work_floor(config)
+                floor = self.work_floor(whose)
             elif not complete:
-                floor = max(self.work_floor(config), self._uncut(config, problem))
+                floor = max(self.work_floor(whose), self._uncut(config, problem))
         seconds = self._step_seconds(problem, cut, config)
         only = choice.solution is None and config.stages == 1 and not cut.way[0].choices
         if only and not (choice.levels and self.zero is None):

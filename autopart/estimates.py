@@ -1,18 +1,28 @@
 """In which order candidates are tried: a rough estimate of the step, memory included, which bounds nothing.
 
 A lower bound knows nothing of memory, so that what it puts first often does not fit. Here a candidate that holds too
-much recomputes, then divides its parameters over replicas, and each costs what it roughly costs. A good plan is then
+much recomputes or divides its parameters over replicas, whatever costs less, and products exchange on tensor axes what
+they have to if none is shared by rows; each costs what it roughly costs. A good plan is then
 found early; the bound alone decides what is not worth trying.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from autopart.axes_volume import least_exchange_seconds
 from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
 from autopart.candidates import Candidates
 from autopart.conversion_prices import ConversionPrices
-from autopart.cost.communication import ALL_GATHER, bucketed_all_reduce_seconds, collective_seconds
+from autopart.cost.communication import (
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    bucketed_all_reduce_seconds,
+    collective_seconds,
+    send_seconds,
+)
 from autopart.passes.annotate import parameter_bytes
 from autopart.solver.search import Degrees
 
@@ -28,37 +38,74 @@ class Estimates:
 
     candidates: Candidates
     _weights: float = field(init=False, default=0.0)
-    _state: float = field(init=False, default=0.0)
+    _gradients: float = field(init=False, default=0.0)
+    _optimizer: float = field(init=False, default=0.0)
     _kept: float = field(init=False)
+    _crossing: float = field(init=False)  # bytes of a sample
+    _exchanged: dict[object, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         candidates = self.candidates
         for info in candidates.analysis.program.parameters:
             found = parameter_bytes(info.shape, info.dtype, candidates.optimizer, info.trainable)
             self._weights += found.weight
-            self._state += found.total
+            self._gradients += found.gradient
+            self._optimizer += found.optimizer
         self._kept = candidates.kept_bytes(ConversionPrices((), candidates.device))
+        crossing = [sum(candidates.whole_bytes(value, 1) for value in row) for row in candidates.positions.crossings]
+        self._crossing = min((size for size in crossing if size), default=0.0)
 
     def seconds(self, config: Degrees) -> float:
         """Of a step."""
-        candidates, dp = self.candidates, config.dp
-        data, ranks = candidates.layout.data_link(config), config.pp * config.tp
-        weights, state = self._weights / ranks, self._state / ranks
+        candidates = self.candidates
         flying = min(config.stages, config.microbatches)
         kept = self._kept * candidates.samples(config) * flying / config.stages / config.tp
         overhead = CUDA_OVERHEAD_BYTES if candidates.device.kind == "cuda" else 0
         room = candidates.layout.capacity(config, 0) * config.virtual - overhead
-        work = candidates.besides_seconds(config) + candidates.work_seconds(config)
-        if config.recompute == "full":
-            kept *= _INPUTS
-        elif config.recompute == "auto" and state + kept > room:
-            kept *= _INPUTS
-            work *= 1 + _FORWARD
-        updated, exchanged = weights, bucketed_all_reduce_seconds(weights * candidates.summed, dp, data)
-        if state + kept > room:
-            state, updated = state / dp, weights / dp
-            exchanged = 3 * config.microbatches * collective_seconds(ALL_GATHER, weights, dp, data)
-        share = work / config.pp
-        seconds = (config.microbatches + (config.pp - 1) / config.virtual) * share + exchanged
-        seconds += candidates.prices(config).optimizer_seconds(updated)
-        return seconds * (_HOPELESS if state + kept > room else 1.0)
+        work = candidates.besides_seconds(config) + candidates.work_seconds(config) + self._tensor_seconds(config)
+        runs = {
+            "none": ((work, kept),),
+            "full": ((work, kept * _INPUTS),),
+            "auto": ((work, kept), (work * (1 + _FORWARD), kept * _INPUTS)),
+        }[config.recompute]
+        passes, sent = config.microbatches + (config.pp - 1) / config.virtual, self._sent_seconds(config)
+        possible = [
+            (held + bytes_ > room, (seconds / config.pp + sent) * passes + exchanged)
+            for held, exchanged in self._parameters(config)
+            for seconds, bytes_ in runs
+        ]
+        too_much, seconds = min(possible)
+        return seconds * (_HOPELESS if too_much else 1.0)
+
+    def _tensor_seconds(self, config: Degrees) -> float:
+        """Of a microbatch, for what products exchange on tensor axes."""
+        key = self.candidates.samples(config), config.axes, self.candidates.layout.tensor_axes(config)
+        if key not in self._exchanged:
+            self._exchanged[key] = least_exchange_seconds(self.candidates, config, by_rows=False)
+        return self._exchanged[key]
+
+    def _sent_seconds(self, config: Degrees) -> float:
+        """Of a stage, for what it gets and sends of a microbatch there and back: the least that crosses anywhere."""
+        if config.pp == 1:
+            return 0.0
+        size = self._crossing * self.candidates.samples(config) / config.tp
+        return 4 * send_seconds(size, self.candidates.layout.stage_link(config, 0, 1))
+
+    def _parameters(self, config: Degrees) -> Iterator[tuple[float, float]]:
+        """By level of ZeRO, the bytes that parameters take on a rank and the seconds that they take in a step."""
+        candidates, dp, m = self.candidates, config.dp, config.microbatches
+        data, ranks = candidates.layout.data_link(config), config.pp * config.tp
+        weights, gradients, optimizer = (size / ranks for size in (self._weights, self._gradients, self._optimizer))
+        summed = weights * candidates.summed
+        for level in candidates._levels(config):
+            held = math.fsum(
+                size / dp if level >= least else size for size, least in ((weights, 3), (gradients, 2), (optimizer, 1))
+            )
+            if level < 2:
+                exchanged = bucketed_all_reduce_seconds(summed, dp, data)
+            elif level == 2:
+                exchanged = m * collective_seconds(REDUCE_SCATTER, summed, dp, data)
+                exchanged += collective_seconds(ALL_GATHER, weights, dp, data)
+            else:
+                exchanged = 3 * m * collective_seconds(ALL_GATHER, weights, dp, data)
+            yield held, exchanged + candidates.prices(config).optimizer_seconds(weights / dp if level else weights)

@@ -195,6 +195,25 @@ def test_values_check_themselves() -> None:
     assert str(Degrees(1, 1, (), 1, "1f1b", "none")) == "pp=1 dp=1 tp=1 microbatches=1 1f1b no-recompute"
 
 
+def test_refined_bounds_say_what_is_evaluated_next() -> None:
+    """The first by the estimates; then, of the next ones, that of the smallest bound, which rules out the others."""
+    taken = {1: 10.0, 2: 9.0, 3: 8.0, 4: 6.0, 5: 7.0}
+    asked: list[int] = []
+
+    def evaluate(config: Degrees, below: float) -> Evaluation[None]:
+        asked.append(config.microbatches)
+        return Evaluation(None, taken[config.microbatches], taken[config.microbatches])
+
+    result = search(
+        [Degrees(1, 1, (), count, "1f1b") for count in taken],
+        evaluate,
+        lambda config: 1.0,
+        refine=lambda config, below: taken[config.microbatches] - 0.5,
+        order=lambda config: float(config.microbatches),
+    )
+    assert result.objective == 6.0 and asked == [1, 4]
+
+
 def test_the_smallest_bounds_are_tightened() -> None:
     """One after the other, until one stays the smallest or there have been enough."""
     configs = [Degrees(1, 1, (), count, "1f1b") for count in (1, 2, 3)]

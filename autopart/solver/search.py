@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -21,6 +22,8 @@ Answer = TypeVar("Answer")
 _RECOMPUTE = {"full": " recompute", "none": " no-recompute", "auto": ""}
 MOST_AXES = 3
 """Tensor axes of a mesh: the 3-D scheme needs three."""
+AHEAD = 8
+"""Candidates whose bounds are compared before one of them is evaluated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +223,9 @@ def search(
     evaluate: solves one candidate; raises InfeasibleError when it has no solution, and may raise NotBetter where it
     takes as long as the seconds that are given. lower_bound: cheap seconds that a candidate takes at least, infinite
     when it cannot run at all. refine: a better bound, for those that it may rule out; of no
-    interest beyond the seconds that are given. order: what comes first is
-    smallest in it; the lower bound by default. most: evaluations, after which the rest is left untried once something
+    interest beyond the seconds that are given. order: what comes first is smallest in it, the lower bound by default;
+    of the AHEAD first, once something fits, in the larger of it and the refined bound. most: evaluations, after which
+    the rest is left untried once something
     fits. more: further candidates, asked for with the best evaluation of the first. tighten: a bound that takes
     longer, for up to ``most_tightened`` of those whose bound is the smallest in the end. most_last: further evaluations
     then, of those left untried whose bound is the smallest. Raises InfeasibleError, with what the closest candidates
@@ -245,10 +249,16 @@ def search(
         for at, config in enumerate(configs):
             floor = lower_bound(config)
             ranked.append((floor if order is None else order(config), floor, at, config))
-        tried = 0
-        for _, floor, _, config in sorted(ranked, key=lambda item: item[:3]):
-            if best is not None and floor < best[1].objective and refine is not None:
-                floor = max(floor, refine(config, best[1].objective))
+        left = deque(sorted(ranked, key=lambda item: item[:3]))
+        tried, ahead = 0, list[tuple[float, float, Candidate]]()
+        while left or ahead:
+            while left and len(ahead) < (1 if best is None or refine is None else AHEAD):
+                first, floor, _, config = left.popleft()
+                if best is not None and floor < best[1].objective and refine is not None:
+                    floor = max(floor, refine(config, best[1].objective))
+                ahead.append((max(first, floor), floor, config))
+            place = min(range(len(ahead)), key=lambda index: ahead[index][0])
+            _, floor, config = ahead.pop(place)
             if best is not None and (floor >= best[1].objective or (most is not None and tried >= most)):
                 found.append((config, floor, None))
                 continue
