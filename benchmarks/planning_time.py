@@ -1,24 +1,26 @@
 """How long planning takes, everything included, from an empty process to the printed plan.
 
-    python benchmarks/planning_time.py [--repeat 3] [--only TEXT] [--large | --growth]
+    python benchmarks/planning_time.py [--repeat 3] [--only TEXT] [--large] [--phases | --growth]
 
 Each line runs the command line as a user would, several times, and prints the fastest: in all, and what of it was
 spent inside ``make_plan`` and in its solvers; CPU seconds are means, the peak of memory is that of all
 runs so far.
 Solved strategies of earlier runs are not used. --large: models of 70 B parameters and more, a minute each.
---growth: one process, without imports; seconds of the processor by phase for models of more and more layers, ops in a
-layer, and devices.
+--phases: one process, without imports; seconds of the processor by phase, of the cases that force nothing. --growth:
+the same for models of more and more layers, ops in a layer, and devices.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import resource
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 
 CASES = {
     "GPT-2 124M on 8 H100": ["hf:gpt2?seq=1024", "--cluster", "8xH100", "--batch", "64"],
@@ -65,8 +67,8 @@ GROWTH = [
 ]
 
 
-def grow(only: str) -> None:
-    """Prints what planning takes as one thing grows."""
+def phase_seconds(model: str, cluster: str, batch: int, dtype: str) -> str:
+    """CPU seconds of planning in this process by phase, and how much there was to do."""
     import torch
 
     from autopart.analysis import analyze
@@ -76,27 +78,46 @@ def grow(only: str) -> None:
     from autopart.solver import cache
     from autopart.tracing import capture
 
+    clock = [time.process_time()]
+    loaded = load_model(model, meta=True, dtype=getattr(torch, dtype))
+    clock.append(time.process_time())
+    program = capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False, copy_layers=True)
+    clock.append(time.process_time())
+    analysis = analyze(program)
+    clock.append(time.process_time())
+    with cache.used(False):
+        plan = make_plan(program, Cluster.parse(cluster), batch=batch, analysis=analysis)
+    clock.append(time.process_time())
+    built, captured, analyzed, planned = (after - before for before, after in itertools.pairwise(clock))
+    layers = len({layer for layer in analysis.layers if layer})
+    tried = sum(row["status"] in ("chosen", "slower") for row in plan.considered)
+    return (
+        f"{layers:3} layers {len(analysis.block_of):5} ops {plan.device_count:4} devices: {built:4.1f} s build, "
+        f"{captured:4.1f} s capture, {analyzed:4.1f} s analysis, {planned:5.1f} s planner; "
+        f"step {plan.step_time_s:.4g} s, gap {plan.gap:.1%}, {len(plan.considered)} configurations, {tried} timed"
+    )
+
+
+def grow(only: str) -> None:
+    """Prints what planning takes as one thing grows."""
     for what, spec, devices in GROWTH:
-        if only not in what:
-            continue
-        clock = [time.process_time()]
-        loaded = load_model(spec, meta=True, dtype=torch.bfloat16)
-        program = capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False, copy_layers=True)
-        clock.append(time.process_time())
-        analysis = analyze(program)
-        clock.append(time.process_time())
-        with cache.used(False):
-            plan = make_plan(program, Cluster.parse(f"{devices // 8}x8xH100"), batch=4 * devices, analysis=analysis)
-        clock.append(time.process_time())
-        captured, analyzed, planned = (after - before for before, after in itertools.pairwise(clock))
-        layers = len({layer for layer in analysis.layers if layer})
-        tried = sum(row["status"] in ("chosen", "slower") for row in plan.considered)
-        print(
-            f"{what:14} {spec[3:].partition('?')[0]:8} {layers:3} layers {len(analysis.block_of):5} ops "
-            f"{devices:4} devices: {captured:5.1f} s to build and capture, {analyzed:4.1f} s analysis, "
-            f"{planned:5.1f} s planning; {len(plan.considered)} configurations, {tried} timed",
-            flush=True,
-        )
+        if only in what:
+            found = phase_seconds(spec, f"{devices // 8}x8xH100", 4 * devices, "bfloat16")
+            print(f"{what:14} {spec[3:].partition('?')[0]:8} {found}", flush=True)
+
+
+def phases(only: str, cases: Mapping[str, Sequence[str]]) -> None:
+    """Prints what the phases of planning take, imports left out."""
+    import transformers.models.auto.modeling_auto  # noqa: F401
+
+    import autopart.planner
+    import autopart.tracing  # noqa: F401
+
+    for name, (model, *options) in cases.items():
+        given = dict(zip(options[::2], options[1::2], strict=True))
+        if only in name and given.keys() <= {"--cluster", "--batch", "--dtype"}:
+            dtype = {"bf16": "bfloat16"}.get(given.get("--dtype", ""), "float32")
+            print(f"{name:34} {phase_seconds(model, given['--cluster'], int(given['--batch']), dtype)}", flush=True)
 
 
 def run(arguments: list[str]) -> tuple[float, dict[str, float]]:
@@ -117,7 +138,12 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains it")
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--growth", action="store_true")
+    parser.add_argument("--phases", action="store_true")
     options = parser.parse_args()
+    gc.set_threshold(100_000)  # as the command does
+    if options.phases:
+        phases(options.only, LARGE if options.large else CASES)
+        return
     if options.growth:
         grow(options.only)
         return

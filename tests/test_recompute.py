@@ -114,7 +114,7 @@ def test_as_little_as_memory_asks_for() -> None:
         assert plan.stages[0].memory_bytes <= capacity and plan.gap >= 0
         times.append(plan.step_time_s)
     assert times == sorted(times, reverse=True) and len(set(times)) == len(times)
-    assert times[0] <= again.step_time_s and times[-1] == pytest.approx(kept.step_time_s)
+    assert times[0] <= again.step_time_s * (1 + 1e-12) and times[-1] == pytest.approx(kept.step_time_s)
     assert plan.recompute == "none"
 
 
