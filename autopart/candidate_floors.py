@@ -17,7 +17,7 @@ from autopart.conversion_prices import TensorAxis
 from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.cost.devices import Device
 from autopart.folding import FoldedPart, fold_part
-from autopart.layer_pieces import LayerPieces, Setting
+from autopart.layer_pieces import LayerPieces, PieceSetting
 from autopart.memory_bound import MemoryBound, least_added
 from autopart.passes.amounts import value_bytes
 from autopart.passes.data_axis import LEVELS
@@ -148,7 +148,7 @@ class CandidateFloors(CandidatePrices):
     def _tied_floor(self, config: Degrees, found: float) -> float:
         """With sums of gradients of parameters that several stages read, or all in between in one stage."""
         ends, seconds = self.layout.stage_link(config, 0, config.pp - 1), self._op_seconds(config)
-        ranks = config.tp * (config.dp if max(self._levels(config)) >= 2 else 1)  # that share a gradient at most
+        ranks = config.tp * (config.dp if max(self.levels(config)) >= 2 else 1)  # that share a gradient at most
         for node, blocks in self.readers.items():
             if len(blocks) > 1 and node.meta.get("trainable"):
                 size = value_bytes(Value(node)).at(1) / ranks
@@ -158,11 +158,11 @@ class CandidateFloors(CandidatePrices):
                 found = min(found + tied, max(found, config.microbatches * alone))
         return found
 
-    def _piece_setting(self, config: Degrees) -> Setting:
+    def _piece_setting(self, config: Degrees) -> PieceSetting:
         tensor = self.setting(config)
         alike = self.device, self.samples(config), tensor.axes
-        levels = self._levels(config)
-        return Setting(
+        levels = self.levels(config)
+        return PieceSetting(
             tensor.prices, self._op_seconds(config), alike, tensor.data, 1 / config.tp, levels, config.recompute
         )
 
@@ -181,7 +181,7 @@ class CandidateFloors(CandidatePrices):
 
         return seconds
 
-    def _family(self, config: Degrees, index: int, setting: Setting) -> Family:
+    def _family(self, config: Degrees, index: int, setting: PieceSetting) -> Family:
         alike = self.alike_layers()[index]
         whole = self._pieces.layer(alike.facts, alike.blocks[0], setting, alike.priced)
         pieces = tuple(self._pieces.block(number, setting, alike.priced) for number in alike.blocks[0])
@@ -245,7 +245,7 @@ class CandidateFloors(CandidatePrices):
         try:
             work = work_bound(
                 *(self.analysis, self._folded, self.setting(config), self._block_costs, self.time_limit_s),
-                *(self.optimizer, room, self._levels(config)),
+                *(self.optimizer, room, self.levels(config)),
             )
         except InfeasibleError:
             return self.work_floor(config)
@@ -301,7 +301,7 @@ class CandidateFloors(CandidatePrices):
         """Seconds that memory adds to ``work`` of a microbatch, at least."""
         if (config, work) not in self._added:
             data, whole = self.setting(config).data, config.schedule in WHOLE_SCHEDULES
-            prices, levels, rooms = self.prices(config), self._levels(config), self._rooms(config)
+            prices, levels, rooms = self.prices(config), self.levels(config), self._rooms(config)
             blocks = self._memory.blocks(prices, 1 / config.tp, data, levels, config.recompute)
             m, places = config.microbatches, self.layout.places(config)
             flying = in_flight(config.schedule, config.stages, m, self.warmup_of(config), places)
@@ -309,7 +309,7 @@ class CandidateFloors(CandidatePrices):
             self._added[config, work] = least_added(blocks, rooms, flying, m if timed else 1, work)
         return self._added[config, work]
 
-    def _levels(self, config: Degrees) -> tuple[int, ...]:
+    def levels(self, config: Degrees) -> tuple[int, ...]:
         """Of ZeRO, those that a parameter may have."""
         return LEVELS if self._divides(config) else tuple({0, self.zero or 0})
 
@@ -345,7 +345,7 @@ class CandidateFloors(CandidatePrices):
 
     def besides_seconds(self, config: Degrees) -> float:
         """Seconds of one microbatch beside its ops, at least: free ops, and adding its gradients to those before."""
-        added = self.setting(config).data.least_seconds(self._trained / config.tp, self._levels(config))
+        added = self.setting(config).data.least_seconds(self._trained / config.tp, self.levels(config))
         return self.free_seconds(config) + added
 
     def free_seconds(self, config: Degrees) -> float:

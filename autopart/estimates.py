@@ -97,7 +97,7 @@ class Estimates:
         data, ranks = candidates.layout.data_link(config), config.pp * config.tp
         weights, gradients, optimizer = (size / ranks for size in (self._weights, self._gradients, self._optimizer))
         summed = weights * candidates.summed
-        for level in candidates._levels(config):
+        for level in candidates.levels(config):
             held = math.fsum(
                 size / dp if level >= least else size for size, least in ((weights, 3), (gradients, 2), (optimizer, 1))
             )

@@ -40,7 +40,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class PieceSetting:
     """Where pieces are priced. seconds: of an op, forward and backward, at least. share: of bytes on a rank. levels: of
     ZeRO. recompute: "none", "full" or "auto". alike: equal where prices of ops are.
     """
@@ -81,7 +81,7 @@ class LayerPieces:
     _sets: dict[tuple[BlockFacts, ...], _Sets | None] = field(default_factory=dict)
     _runs: dict[tuple[tuple[BlockFacts, ...], Hashable], tuple[Way, ...]] = field(default_factory=dict)
 
-    def block(self, number: int, setting: Setting, priced: Kind | None = None) -> Piece:
+    def block(self, number: int, setting: PieceSetting, priced: Kind | None = None) -> Piece:
         """One block by itself, or of a layer that is cut."""
         facts, layer = self.memory.row[number], self.memory.analysis.layers[number]
         forward, backward = self._seconds([facts], setting)
@@ -94,7 +94,7 @@ class LayerPieces:
             runs = runs[:1]
         return Piece(forward, backward, self._weights([facts], setting, priced), runs)
 
-    def _alone(self, own: Sequence[BlockFacts], setting: Setting) -> tuple[Way, ...]:
+    def _alone(self, own: Sequence[BlockFacts], setting: PieceSetting) -> tuple[Way, ...]:
         """The ways to run blocks, where only the op that makes a tensor runs again."""
         batch, share = setting.prices.batch, setting.share
         kept = sum(amount.at(batch) for facts in own for amount in facts.kept) * share
@@ -110,7 +110,7 @@ class LayerPieces:
         return tuple(runs)
 
     def layer(
-        self, own: tuple[BlockFacts, ...], blocks: Sequence[int], setting: Setting, priced: Kind | None = None
+        self, own: tuple[BlockFacts, ...], blocks: Sequence[int], setting: PieceSetting, priced: Kind | None = None
     ) -> Piece:
         """A layer that lies in one stage."""
         forward, backward = self._seconds(own, setting)
@@ -121,11 +121,11 @@ class LayerPieces:
             runs = (Way(forward, 0.0, runs[-1].kept_bytes),) if setting.recompute == "full" else runs[:1]
         return Piece(forward, backward, self._weights(own, setting, priced), runs)
 
-    def _seconds(self, own: Sequence[BlockFacts], setting: Setting) -> tuple[float, float]:
+    def _seconds(self, own: Sequence[BlockFacts], setting: PieceSetting) -> tuple[float, float]:
         seconds = [setting.seconds(node) for facts in own for node in facts.ops]
         return math.fsum(forward for forward, _ in seconds), math.fsum(backward for _, backward in seconds)
 
-    def _weights(self, own: Sequence[BlockFacts], setting: Setting, priced: Kind | None) -> tuple[Weights, ...]:
+    def _weights(self, own: Sequence[BlockFacts], setting: PieceSetting, priced: Kind | None) -> tuple[Weights, ...]:
         found: dict[object, list[Parameters]] = defaultdict(list)
         for facts in own:
             for item in facts.parameters:
@@ -136,7 +136,7 @@ class LayerPieces:
             for kind, items in found.items()
         )
 
-    def _again(self, own: tuple[BlockFacts, ...], blocks: Sequence[int], setting: Setting) -> tuple[Way, ...]:
+    def _again(self, own: tuple[BlockFacts, ...], blocks: Sequence[int], setting: PieceSetting) -> tuple[Way, ...]:
         """The ways to run a layer, or a part of one, of which none lies above a mix of others; nothing again first."""
         if own not in self._sets:
             self._sets[own] = self._modules(blocks)
@@ -154,7 +154,7 @@ class LayerPieces:
         return self._runs[key]
 
     def parts(
-        self, own: tuple[BlockFacts, ...], blocks: Sequence[int], setting: Setting
+        self, own: tuple[BlockFacts, ...], blocks: Sequence[int], setting: PieceSetting
     ) -> list[tuple[float, frozenset[Value | fx.Node]]]:
         """All sets of modules of a layer, but the empty one, parted by their seconds.
 
@@ -223,7 +223,7 @@ class LayerPieces:
         )
 
 
-def levels_of(own: Parameters, setting: Setting) -> tuple[Way, ...]:
+def levels_of(own: Parameters, setting: PieceSetting) -> tuple[Way, ...]:
     """The ways to hold one byte of such weights."""
     data, size = setting.data, own.weight * setting.share
     found = []
