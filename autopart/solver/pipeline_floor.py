@@ -33,10 +33,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopart.solver.linear import LinearModel
+from autopart.solver.pipeline_groups import groups
 
 _ROUNDING = 1e-6
 _ROUNDS, _LEAST_ROUNDS, _STAGE_ROUNDS = 25, 4, 160
 """In which violated prices join: fewer where stages are many, so that stages times rounds are no more than the last."""
+_MANY, _GAINED = 20, 1e-5
+"""Of so many stages no further round is worth its time where one gained no more than that share."""
 _VIOLATED = 1e-4
 """Of a family's seconds: prices that an answer violates by less are left out."""
 
@@ -143,10 +146,13 @@ _Terms = dict[int, float]
 
 
 def least_step_seconds(
-    families: Sequence[Family], rest: Sequence[Piece], pipeline: Pipeline, below: float = math.inf
+    families: Sequence[Family], rest: Sequence[Piece], pipeline: Pipeline, below: float = math.inf, each: bool = False
 ) -> float:
-    """Seconds of a step at least; infinite where nothing fits. below: seconds from which more are of no interest."""
-    return _Program(families, rest, pipeline).solve(below)
+    """Seconds of a step at least; infinite where nothing fits. below: seconds from which more are of no interest.
+
+    each: every stage by itself, else alike ones in groups (:mod:`autopart.solver.pipeline_groups`).
+    """
+    return _Program(families, rest, pipeline, each).solve(below)
 
 
 @dataclass(slots=True)
@@ -175,13 +181,15 @@ class _Layers:
 
 
 class _Program:
-    def __init__(self, families: Sequence[Family], rest: Sequence[Piece], pipeline: Pipeline) -> None:
+    def __init__(self, families: Sequence[Family], rest: Sequence[Piece], pipeline: Pipeline, each: bool) -> None:
         self.pipeline, self.model = pipeline, LinearModel()
         alone = [_seconds(item.whole) * item.count for item in families]
         self.unit_s = max(pipeline.work, math.fsum(alone), math.fsum(map(_seconds, rest))) or 1.0
         self.unit_bytes = max(*pipeline.capacity_bytes, 1.0)
         self.step = self.model.add_variable(1.0, upper=math.inf)
-        self.stages = [_Stage() for _ in range(pipeline.stages)]
+        there, back = pipeline.there / self.unit_s, pipeline.back / self.unit_s
+        self.groups = groups(pipeline.microbatches, pipeline.in_flight, pipeline.capacity_bytes, there, back, each)
+        self.stages = [_Stage() for _ in self.groups]
         for piece in rest:
             self._add(piece, self._shares(piece))
         self.layers: list[tuple[Family, list[_Layers]]] = []
@@ -202,14 +210,15 @@ class _Program:
                     self._charge(own, price)
             used |= new
             try:
-                answer = self.model.relax()
+                answer = self.model.relax(primal=True)
             except TimeoutError:
                 break
             if answer is None:
                 return math.inf
+            idle = len(self.stages) >= _MANY and answer.objective <= found * (1 + _GAINED)
             found = max(found, answer.objective)
             new = self._violated(answer.values) - used
-            if not new or found * self.unit_s >= below:
+            if not new or idle or found * self.unit_s >= below:
                 break
         return found * self.unit_s * (1 - _ROUNDING)
 
@@ -254,7 +263,7 @@ class _Program:
             stage.extra[variable] = run.seconds / self.unit_s
 
     def _bytes(self, number: int, way: Way) -> float:
-        return way.state_bytes + self.pipeline.in_flight[number] * way.kept_bytes
+        return way.state_bytes + self.groups[number].in_flight * way.kept_bytes
 
     def _weights(self, number: int, piece: Piece, shares: Sequence[int]) -> list[int]:
         """Variables for the bytes of the weights that are priced, by level."""
@@ -295,7 +304,7 @@ class _Program:
                     self._run(number, way, replace(run, kept_bytes=0.0))
                 kept = {way: -run.kept_bytes / self.unit_bytes for way, run in zip(ways, runs, strict=True)}
                 self._row({mine.kept[0]: 1.0, **kept}, lower=0.0)
-                stage.memory[mine.kept[0]] = float(self.pipeline.in_flight[number])
+                stage.memory[mine.kept[0]] = float(self.groups[number].in_flight)
                 if least_s:
                     more = {way: (run.seconds - least_s) / self.unit_s for way, run in zip(ways, runs, strict=True)}
                     self._row(more, lower=0.0)
@@ -343,8 +352,8 @@ class _Program:
     def _violated(self, values: Sequence[float]) -> set[tuple[int, Price]]:
         """The prices that layers violate most."""
         found = set()
-        for number, (_, groups) in enumerate(self.layers):
-            for layers in groups:
+        for number, (_, parts) in enumerate(self.layers):
+            for layers in parts:
                 seconds, weights, kept, shares = (
                     math.fsum(values[at] for at in own)
                     for own in (layers.seconds, layers.weights, layers.kept, layers.shares)
@@ -365,37 +374,33 @@ class _Program:
     # -- time -----------------------------------------------------------------------------------------------------
 
     def _time(self) -> None:
-        m = self.pipeline.microbatches
         there, back = self.pipeline.there / self.unit_s, self.pipeline.back / self.unit_s
         forward, backward, end, ahead_f, ahead, behind = ([self._amount() for _ in self.stages] for _ in range(6))
-        for number, stage in enumerate(self.stages):
+        for number, (stage, group) in enumerate(zip(self.stages, self.groups, strict=True)):
             f, b, e = forward[number], backward[number], end[number]
             self._row({f: 1.0, **_minus(stage.forward)}, lower=0.0)
             self._row({b: 1.0, **_minus(stage.backward)}, lower=0.0)
             self._row({f: 1.0, b: 1.0, **_minus(stage.work), **_minus(stage.extra)}, lower=0.0)
-            self._row(stage.memory, upper=self.pipeline.capacity_bytes[number] / self.unit_bytes)
+            self._row(stage.memory, upper=group.capacity_bytes / self.unit_bytes)
             self._row({e: 1.0, b: 1.0, **_minus(stage.end)}, lower=0.0)
             hidden = {at: by - stage.sums.get(at, 0.0) for at, by in stage.end.items()}
             self._row({e: 1.0, **_minus(hidden)}, lower=0.0)
             if number:
+                sent = self.groups[number - 1].stages
                 before = {ahead_f[number - 1]: -1.0, forward[number - 1]: -1.0}
-                self._row({ahead_f[number]: 1.0, **before}, lower=there)
+                self._row({ahead_f[number]: 1.0, **before}, lower=sent * there)
                 before = {ahead[number - 1]: -1.0, forward[number - 1]: -1.0, backward[number - 1]: -1.0}
-                self._row({ahead[number]: 1.0, **before}, lower=there + back)
+                self._row({ahead[number]: 1.0, **before}, lower=sent * (there + back))
                 after = {behind[number]: -1.0, f: -1.0, b: -1.0}
-                self._row({behind[number - 1]: 1.0, **after}, lower=there + back)
+                self._row({behind[number - 1]: 1.0, **after}, lower=group.stages * (there + back))
+            for chain in group.own:
+                own = {f: -chain.forward, b: -chain.backward, behind[number]: -chain.behind}
+                self._row({self.step: 1.0, ahead_f[number]: -1.0, e: -chain.end, **own}, lower=chain.sent)
+            for chain in group.first if number else ():
+                own = {f: -chain.forward, b: -chain.backward, behind[number]: -chain.behind}
+                self._row({self.step: 1.0, ahead[number]: -1.0, end[0]: -1.0, **own}, lower=chain.sent)
         work = {at: by for stage in self.stages for at, by in stage.work.items()}
         self._row(work, lower=self.pipeline.work / self.unit_s)
-        drained = self.pipeline.in_flight[-1] >= m
-        for number, flying in enumerate(self.pipeline.in_flight):
-            bodies = [(*counts, 0.0) for counts in _bodies(m, flying, drained)]
-            if number + 1 < len(self.stages):  # transfers of one cut follow each other
-                bodies.append((1.0, 1.0, 1.0, (m - 1) * max(there, back)))
-            for f_count, b_count, later, sent in bodies:
-                body = {forward[number]: -f_count, backward[number]: -b_count, behind[number]: -later}
-                self._row({self.step: 1.0, ahead_f[number]: -1.0, end[number]: -1.0, **body}, lower=sent)
-                if number:
-                    self._row({self.step: 1.0, ahead[number]: -1.0, end[0]: -1.0, **body}, lower=sent)
 
 
 def _seconds(piece: Piece) -> float:
@@ -404,15 +409,3 @@ def _seconds(piece: Piece) -> float:
 
 def _minus(terms: _Terms) -> _Terms:
     return {at: -by for at, by in terms.items()}
-
-
-def _bodies(microbatches: int, flying: int, drained: bool) -> list[tuple[float, float, float]]:
-    """Seconds of a stage's body as counts of its forward, its backward, and the work behind it."""
-    m = float(microbatches)
-    found = [(m, m, 1.0 if drained else 0.0)]
-    if flying < microbatches:
-        found.append((1 + m - flying, 1 + m - flying, 2.0))
-    held = min(max(flying, 1), microbatches)
-    rounds = -(-microbatches // held)
-    others = float(microbatches - 1 - (rounds - 1) * held)
-    return [*found, (rounds + others, float(rounds), float(rounds)), (float(rounds), rounds + others, float(rounds))]
