@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopart.analysis import Analysis
 from autopart.passes.conversion import Axes
-from autopart.passes.data_axis import gathering_counts, gatherings
+from autopart.passes.data_axis import gathering_counts, gatherings, units
 from autopart.passes.emit.layers import runs_of
 from autopart.passes.emit.program import Layout, StageMesh, gradient_roots, parameter_specs
 from autopart.passes.kept import rerun
@@ -108,7 +108,8 @@ def _of_stage(
     reached = reached_by_gradients(gradient_roots(analysis.program, stage, graph))
     reduce_dtype = analysis.program.reduce_dtype
     summed = dtype_of(reduce_dtype) if reduce_dtype else None
-    gathered = gathering_counts(gatherings(runs, found.cuts, recompute), reached, axes, summed)
+    gathers = units(gatherings(runs, found.cuts, recompute), found.cuts)
+    gathered = gathering_counts(gathers, reached, axes, summed)
     microbatch: Collectives = {}
     for part in (collective_counts(graph, axes, samples, rerun(graph, recompute)), gathered):
         for operations in part.values():

@@ -21,9 +21,9 @@ from autopart.step_memory import step_peaks
 class RankPeak:
     """Bytes of a rank of the pipeline, the fullest of its stage's.
 
-    stages: that it runs. parameters: buffers left out. optimizer: AdamW's state. step: the most of gradients,
-    activations, temporary tensors and messages at once (:mod:`autopart.step_memory`). planned: what the plan counts on,
-    libraries included.
+    stages: that it runs. parameters: between steps, buffers left out. optimizer: AdamW's state. step: the most of
+    gradients, activations, temporary tensors, gathered weights and messages at once (:mod:`autopart.step_memory`).
+    planned: what the plan counts on, libraries included.
     """
 
     stages: tuple[int, ...]
@@ -40,13 +40,9 @@ class RankPeak:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def rank_peaks(plan: Plan, analysis: Analysis, kind: str) -> list[RankPeak] | None:
-    """kind: of devices, "cuda" or "cpu". None where replicas divide gradients (ZeRO-2, ZeRO-3), whose messages the walk
-    over the code leaves out.
-    """
+def rank_peaks(plan: Plan, analysis: Analysis, kind: str) -> list[RankPeak]:
+    """kind: of devices, "cuda" or "cpu"."""
     found = realized(analysis, plan)
-    if any(cut.level >= 2 for cut in found.cuts.values()):
-        return None
     specs = specs_by_stage(analysis, found, settings_of(analysis, plan))
     peaks = []
     for place, step in enumerate(step_peaks(analysis, plan, found, kind)):
@@ -63,10 +59,10 @@ def _held(specs: Sequence[ParameterSpec], stages: Sequence[int], plan: Plan) -> 
     sizes = [size for _, size in axes_of(stage)]
     for spec in specs:
         if not set(stages).isdisjoint(spec.stages):
-            own = tensor_bytes(spec, sizes)
-            parameters += own
+            whole = tensor_bytes(spec, sizes)
+            share = whole // (stage.dp if spec.zero else 1)
+            parameters += share if spec.zero == 3 else whole
             if spec.trainable:
                 dtype = dtype_of(spec.dtype)
-                state = parameter_bytes((own // dtype.itemsize,), dtype).optimizer
-                optimizer += state // (stage.dp if spec.zero else 1)
+                optimizer += parameter_bytes((share // dtype.itemsize,), dtype).optimizer
     return parameters, optimizer

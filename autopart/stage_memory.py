@@ -12,6 +12,7 @@ from autopart.passes.emit.source import StageSource
 from autopart.passes.partition import StageGraph
 from autopart.passes.peak import Peak, peak
 from autopart.passes.peak_code import Message
+from autopart.passes.peak_weights import Divided, Scattered, scattered
 from autopart.passes.program import Program
 from autopart.realize import Realization
 from autopart.runtime.buckets import gradient_buckets, learning_at, summed_bytes, tensor_bytes
@@ -27,12 +28,14 @@ def stage_peaks(
     axes: Sequence[Axes] | None = None,
     messages: Sequence[Sequence[Message]] | None = None,
     splits: bool = False,
+    divided: Sequence[Divided | None] | None = None,
 ) -> list[Peak]:
-    """Bytes of one microbatch of ``samples`` samples on a rank of each stage; parameters are whole on each replica.
+    """Bytes of one microbatch of ``samples`` samples on a rank of each stage.
 
     samples: for all stages, or of each. recompute: what each stage computes again in the backward. kind: of devices,
     "cuda" or "cpu". axes: of each stage; None: those of the realization. messages: of each stage, those in which its
-    gradients are summed. splits: weights' gradients are left for W.
+    gradients are summed. splits: weights' gradients are left for W. divided: of each stage, weights
+    of which replicas have shares.
     """
     counts = [samples] * len(found.stages) if isinstance(samples, int) else samples
     axes = axes or [found.axes] * len(found.stages)
@@ -45,32 +48,49 @@ def stage_peaks(
             sends=len(stage.sends),
             messages=sent,
             splits=splits,
+            divided=shares,
         )
-        for stage, graph, own, own_axes, count, sent in zip(
-            found.stages, found.local, recompute, axes, counts, messages or [()] * len(found.stages), strict=True
+        for stage, graph, own, own_axes, count, sent, shares in zip(
+            *(found.stages, found.local, recompute, axes, counts),
+            messages or [()] * len(found.stages),
+            divided or [None] * len(found.stages),
+            strict=True,
         )
     ]
 
 
 def gradient_messages(
-    specs: Sequence[ParameterSpec], stage: int, stages: Sequence[int], replicas: int, axes: Axes
+    specs: Sequence[ParameterSpec], stage: int, stages: Sequence[int], replicas: int, axes: Axes, kind: str
 ) -> list[Message]:
-    """Of the gradients of a stage, one of a rank's ``stages``; those of divided parameters (ZeRO) are left out.
+    """Of the gradients of a stage, one of a rank's ``stages``; those that ZeRO-2 and -3 sum in each backward left out.
 
-    specs: all parameters of the program, as the stage stores them, in the model's order.
+    specs: all parameters of the program, as the stage stores them, in the model's order. kind: of devices, "cuda" or
+    "cpu".
     """
     sizes, found = [size for _, size in axes], []
     for bucket in gradient_buckets(learning_at(specs, stage, stages), replicas, sizes):
-        if bucket.zero:
+        if bucket.zero >= 2:
+            continue
+        if bucket.zero == 1:
+            found.append(_divided_message(scattered(bucket.specs, sizes, replicas), kind == "cpu"))
             continue
         own = sum(tensor_bytes(spec, sizes) for spec in bucket.specs)
         sent = sum(summed_bytes(spec, tensor_bytes(spec, sizes)) for spec in bucket.specs)
         names, several = frozenset(spec.name for spec in bucket.specs), len(bucket.specs) > 1
         if sent == own:
-            found.append(Message(names, own if several else 0, own if several else 0))
+            found.append(Message(names, *[own if several else 0] * 3))
         else:  # put together in their own type, then converted
-            found.append(Message(names, sent, own, passing=own if several else 0))
+            found.append(Message(names, sent, own, sent + (own if several else 0)))
     return found
+
+
+def _divided_message(sent: Scattered, copied: bool) -> Message:
+    """ZeRO-1's, which stays until the end of the step beside what arrives of it. copied: a copy of it does (gloo)."""
+    made = sent.converted + (0.0 if sent.alone else sent.whole)
+    going = sent.own + (sent.sent if copied else 0.0)
+    if sent.alone and not sent.converted:  # the gradient itself
+        return Message(sent.names, sent.own, 0.0, going)
+    return Message(sent.names, sent.sent + sent.own, sent.whole, max(made, sent.sent - sent.whole + sent.last + going))
 
 
 def _inlined(program: Program, stage: StageGraph, graph: fx.Graph, axes: Axes) -> set[fx.Node]:

@@ -6,12 +6,14 @@ computation early (twice where pieces from unlike meshes are put together), and 
 that it was received (:mod:`autopart.runtime.schedule.receipts`). Replicas copy gradients into messages in the last
 microbatch. Under 2BW steps follow without a gap: a rank may hold gradients of two batches, and a copy of its weights.
 
-Counted beside parameters: activations, buffers, gradients. Not counted: optimizer state, and what replicas that divide
-parameters (ZeRO) gather and scatter. Of replicas with unlike parts the largest counts.
+Counted beside parameters: activations, buffers, gradients, and what replicas that divide parameters (ZeRO) gather and
+scatter (:mod:`autopart.passes.peak_weights`). Not counted: optimizer state. Of replicas with unlike parts the largest
+counts.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +26,7 @@ from autopart.passes.amounts import stored_bytes
 from autopart.passes.conversion import Axes
 from autopart.passes.kept import share_of_rank
 from autopart.passes.peak import Peak
+from autopart.passes.peak_weights import divided_weights
 from autopart.passes.program import Role
 from autopart.plan import Plan
 from autopart.realize import Realization, axes_of, recomputed, settings_of
@@ -91,11 +94,15 @@ def step_peaks(analysis: Analysis, plan: Plan, found: Realization, kind: str) ->
     specs = specs_by_stage(analysis, found, settings_of(analysis, plan))
     together = [[other for other, there in enumerate(plan.places) if there == place] for place in plan.places]
     messages = [
-        gradient_messages(specs[index], index, together[index], stage.dp, axes[index])
+        gradient_messages(specs[index], index, together[index], stage.dp, axes[index], kind)
+        for index, stage in enumerate(plan.stages)
+    ]
+    divided = [
+        divided_weights(specs[index], index, together[index], stage.dp, axes[index], found.cuts)
         for index, stage in enumerate(plan.stages)
     ]
     again = recomputed(plan, found.local)
-    peaks = stage_peaks(analysis.program, found, samples, again, kind, axes, messages, splits)
+    peaks = stage_peaks(analysis.program, found, samples, again, kind, axes, messages, splits, divided)
     endless = plan.schedule == "2bw"
     repeats = plan.microbatches if endless else None
     return [
@@ -109,6 +116,7 @@ def step_peak(
 ) -> float:
     """The most bytes of one rank. proofs: what its arrivals prove. peaks: of all stages. endless: steps have no gap."""
     walk = _Walk(proofs, peaks, crossing, {action.stage for action in actions})
+    walk.begin_call()
     marks = carried(tuple(actions)) if endless else [False] * len(actions)
     kinds = [(action.work, action.stage, before) for action, before in zip(actions, marks, strict=True)]
     ends = {kind: index for index, kind in enumerate(kinds)}  # what is carried over ends in the next step
@@ -138,6 +146,13 @@ class _Walk:
     posted: dict[tuple[Work, int, int | None, int], list[Action]] = field(default_factory=dict)
     summed: dict[tuple[Work, int, int], float] = field(default_factory=dict)  # by batch: gradients of a stage
     shared: dict[tuple[int, int | None, int], float] = field(default_factory=dict)  # received, and kept for W
+    passed: Counter[tuple[Work, int, int]] = field(default_factory=Counter)  # microbatches that went back, by batch
+    arriving: dict[int, float] = field(default_factory=dict)  # by stage: divided weights, until they are read
+    tails: dict[int, float] = field(default_factory=dict)  # by stage: divided gradients on their way
+
+    def begin_call(self) -> None:
+        self.arriving = {stage: self.peaks[stage].arriving for stage in self.own if self.peaks[stage].arriving}
+        self.add(sum(self.arriving.values()))
 
     def do(self, action: Action, batch: int, last: bool) -> None:
         """last: no such action of the stage is to come in this batch."""
@@ -148,7 +163,11 @@ class _Walk:
         elif work is Work.FORWARD:
             self.arrive(Work.RECV_ACTIVATION, action, batch)
             peak, there = self.peaks[stage], self.received(stage)
-            self.add(peak.retained - there, peak.forward - peak.retained)
+            most = peak.forward
+            if stage in self.arriving:
+                most = peak.arrival
+                self.now -= self.arriving.pop(stage)
+            self.add(peak.retained - there, most - peak.retained)
         elif work is Work.SEND_ACTIVATION and action.peer not in self.own:
             self.sent[action, batch] = 0.0  # a result, which is kept until the backward
         elif work is Work.BACKWARD:
@@ -169,8 +188,11 @@ class _Walk:
                 self.sent[send, number] = self.size(send)
                 self.now += self.size(send)
         coming = sum(value.at_source for value in self.between(stage, None) if value.differentiable)
-        adding = (Work.BACKWARD, stage, batch) in self.summed
-        self.add(0.0, peak.back(adding, last).backward - peak.retained - coming)
+        going = peak.back(self.passed[Work.BACKWARD, stage, batch], last)
+        self.now -= self.tails.get(stage, 0.0)
+        self.add(0.0, going.backward - peak.retained - coming)
+        self.tails[stage] = going.tail
+        self.now += going.tail
         self.grow(Work.BACKWARD, stage, batch, peak.gradients - peak.later)
         self.now += peak.messages if last and not peak.later else 0.0
         there = self.received(stage)
@@ -186,15 +208,16 @@ class _Walk:
         stage, peak = action.stage, self.peaks[action.stage]
         if not peak.left:
             return
-        adding = (Work.WEIGHT, stage, batch) in self.summed
+        going = peak.back(self.passed[Work.WEIGHT, stage, batch], last)
         received = self.shared.pop((stage, action.microbatch, batch), 0.0)
-        self.add(0.0, peak.back(adding, last).weight - peak.left - peak.left_received)
+        self.add(0.0, going.weight - peak.left - peak.left_received)
         self.grow(Work.WEIGHT, stage, batch, peak.later)
         self.now += peak.messages if last else 0.0
         self.now -= peak.left + received
 
     def grow(self, work: Work, stage: int, batch: int, size: float) -> None:
         """The gradients of a stage's parameters, at their first."""
+        self.passed[work, stage, batch] += 1
         if (work, stage, batch) not in self.summed:
             self.summed[work, stage, batch] = size
             self.now += size

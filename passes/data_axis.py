@@ -80,10 +80,10 @@ class Gathering:
         """Whether some op keeps one of the whole weights for its backward."""
         own = {Value(node) for node in self.parameters}
         nodes = [node for node in _with_views(self.readers) if "transition" not in node.meta]
-        return any(owner_of(value) in own for node in nodes for value in _kept(node))
+        return any(owner_of(value) in own for node in nodes for value in kept_of(node))
 
 
-def _kept(node: fx.Node) -> list[Value]:
+def kept_of(node: fx.Node) -> list[Value]:
     """What an op keeps for its backward: of layer_norm the bias as well, which its formula does not read."""
     return [*saved_tensors(node), *(graphs.inputs(node)[1:] if op_name(node) == "layer_norm" else ())]
 
@@ -108,7 +108,7 @@ def gathered_by_layer(nodes: Sequence[fx.Node], cuts: Mapping[str, DataCut]) -> 
 def gatherings(
     runs: Iterable[tuple[Run, bool]], cuts: Mapping[str, DataCut], recompute: Collection[str]
 ) -> list[Gathering]:
-    """The gathers of level 3 in a stage's forward, in order.
+    """The statements in a stage's forward that gather, in order.
 
     runs: of the stage, with whether each is written as a layer. recompute: paths of layers.
     """
@@ -120,6 +120,11 @@ def gatherings(
         else:
             read = [(source, node) for node in run.nodes for source in dict.fromkeys(node.all_input_nodes)]
             found += [Gathering((source,), (node,)) for source, node in read if cut_of(source, cuts) is not None]
+    return found
+
+
+def units(found: Iterable[Gathering], cuts: Mapping[str, DataCut]) -> list[Gathering]:
+    """Those of level 3, which send a message each."""
     return [item for item in found if cuts[item.parameters[0].meta["name"]].level == 3]
 
 

@@ -10,13 +10,15 @@ runs forward once more, with everything that it keeps. Where the weights' gradie
 (:mod:`autopart.passes.peak_split`), what they need stays. Gradients that ranks sum are copied into messages as the
 last of each becomes final, in the last microbatch.
 
+Weights that replicas divide are in :mod:`autopart.passes.peak_weights`.
+
 Not seen: what a kernel allocates for itself, buffers of collectives, and what is being sent or received
 (:mod:`autopart.step_memory`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -25,43 +27,48 @@ from autopart.passes.conversion import Axes
 from autopart.passes.peak_code import Message, StageCode
 from autopart.passes.peak_split import SplitWalk, sides
 from autopart.passes.peak_walk import Walk
+from autopart.passes.peak_weights import Divided, Scattered, Unit
 from autopart.passes.program import reached_by_gradients
 
 
 @dataclass(frozen=True, slots=True)
 class Back:
-    """The most bytes while a microbatch goes back: in its backward, or its B; and in its W."""
+    """The most bytes while a microbatch goes back: in its backward, or its B; and in its W.
+
+    tail: bytes of divided gradients that are still on their way after it.
+    """
 
     backward: float
     weight: float = 0.0
+    tail: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
     """Bytes of one microbatch on one rank of a stage.
 
-    forward: the most while it goes forward. retained: between forward and backward. first, other: back, where gradients
-    of parameters are new; and where they are added to those of other microbatches, which are not counted. only, last:
-    the same of the last microbatch, in which replicas begin to sum. gradients: of the stage's parameters; later: those
-    of them that are made in W. left: between B and W, what is received aside, of which left_received. messages: what
-    these take beyond the gradients, from the last microbatch on.
+    forward: the most while it goes forward. retained: between forward and backward. backs: of it going back, by how
+    many microbatches of the stage went back before (0, 1, or 2 for more, where that differs), whose gradients are not
+    counted, and by whether it is the last, in which replicas begin to sum. gradients: of the stage's parameters; later:
+    those of them that are made in W. left: between B and W, what is received aside, of which left_received. messages:
+    what these take beyond the gradients, from the last microbatch on. arriving: divided weights on their way at the
+    start of a call; arrival: the most while the first microbatch goes forward, with these.
     """
 
     forward: float
     retained: float
-    first: Back
-    other: Back
-    only: Back
-    last: Back
+    backs: Mapping[tuple[int, bool], Back]
     gradients: float
     later: float = 0.0
     left: float = 0.0
     left_received: float = 0.0
     messages: float = 0.0
+    arriving: float = 0.0
+    arrival: float = 0.0
 
-    def back(self, adding: bool, summing: bool) -> Back:
-        """adding: to gradients that are there already. summing: in the last microbatch."""
-        return (self.last if adding else self.only) if summing else (self.other if adding else self.first)
+    def back(self, before: int, summing: bool) -> Back:
+        """before: microbatches of the stage that went back already. summing: it is the last."""
+        return self.backs[min(before, max(number for number, _ in self.backs)), summing]
 
 
 def peak(
@@ -75,34 +82,54 @@ def peak(
     sends: int = 0,
     messages: Sequence[Message] = (),
     splits: bool = False,
+    divided: Divided | None = None,
 ) -> Peak:
     """The peak of a rank's graph of a stage for a microbatch of ``batch`` samples.
 
     roots: where gradients enter. recompute: paths of what is computed again. inlined: values without a name.
     sends: how many of the results, the first, go to other stages; the others are let go when the forward returns.
-    messages: of gradients that ranks sum. splits: whether the weights' gradients are left for W.
+    messages: of gradients that ranks sum. splits: whether the weights' gradients are left for W. divided: weights of
+    which replicas have shares.
     """
-    code = StageCode(graph, axes, batch, set(recompute), set(inlined), kind, messages)
-    walk = SplitWalk(code, sides=sides(code)) if splits else Walk(code)
-    walk.forward()
+    code = StageCode(graph, axes, batch, set(recompute), set(inlined), kind, messages, divided)
+
+    def ahead(arriving: bool, order: Sequence[Unit]) -> Walk:
+        found = SplitWalk(code, sides=sides(code)) if splits else Walk(code)
+        found.expect(order)
+        found.forward(arriving)
+        return found
+
+    opening = ahead(True, ())
+    walk = ahead(False, opening.gathered) if divided else opening
     forward = walk.most
     walk.let_go(sends)
     reached = reached_by_gradients(roots)
 
-    def back(adding: bool, summing: bool) -> tuple[Back, Walk]:
-        one = walk.back(adding, summing)
+    def back(before: int, summing: bool, order: Sequence[Unit], carried: Scattered | None) -> tuple[Back, Walk]:
+        one = walk.back(before > 0, summing)
+        one.expect(order)
+        if carried is not None:
+            one.carry(carried, before > 1)
         backward = one.backward(reached, roots)
         one.in_backward = one.gradients
-        return Back(backward, one.weights()), one
+        return Back(backward, one.weights(), one.tail), one
 
-    (first, one), (other, _) = back(False, False), back(True, False)
-    only, last = (back(False, True)[0], back(True, True)[0]) if messages else (first, other)
+    order = back(0, False, (), None)[1].gathered if divided else ()
+    first, one = back(0, False, order, None)
+    backs = {(0, False): first}
+    for before in range(1, 2 if one.on_its_way is None else 3):
+        backs[before, False] = back(before, False, order, one.on_its_way)[0]
+    for before in [before for before, _ in backs]:
+        carried = one.on_its_way if before else None
+        backs[before, True] = back(before, True, order, carried)[0] if messages else backs[before, False]
     return Peak(
         forward,
         walk.now,
-        *(first, other, only, last),
+        backs,
         one.gradients,
         one.gradients - one.in_backward,
         *(one.left, one.left_received),
         sum(message.size - message.replaces for message in messages),
+        sum(unit.coming for unit in divided.kept) if divided else 0.0,
+        opening.most,
     )

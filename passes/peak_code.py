@@ -14,6 +14,7 @@ from autopart.passes.emit.layers import Run
 from autopart.passes.emit.segments import Segment, segments_of
 from autopart.passes.graph import Value
 from autopart.passes.kept import inside_bytes, kept_values, owner_of, share_of_rank
+from autopart.passes.peak_weights import Divided
 from autopart.passes.program import Role
 from autopart.passes.saved import saved_tensors
 
@@ -23,18 +24,21 @@ class Message:
     """Gradients that are summed together, in the order in which messages start.
 
     names: of their parameters. size: bytes that the message takes besides them, 0 where it is the only gradient itself.
-    replaces: bytes of gradients that are freed when it has been made. passing: bytes that making it takes besides.
+    replaces: bytes of gradients that are freed when it has been made. most: bytes besides them while it is made.
     """
 
     names: frozenset[str]
     size: float
     replaces: float
-    passing: float = 0.0
+    most: float
 
 
 @dataclass(slots=True)
 class StageCode:
-    """graph: of one rank, for microbatches of ``batch`` samples; see :func:`autopart.passes.peak.peak` for the rest."""
+    """graph: of one rank, for microbatches of ``batch`` samples; see :func:`autopart.passes.peak.peak` for the rest.
+
+    divided: weights that replicas divide, if there are any.
+    """
 
     graph: fx.Graph
     axes: Axes
@@ -43,6 +47,7 @@ class StageCode:
     inlined: Collection[fx.Node]
     kind: str
     messages: Sequence[Message] = ()
+    divided: Divided | None = None
     runs: list[tuple[Run, bool, list[Segment]]] = field(init=False)
     results: list[Value] = field(init=False)  # owners
     kept: set[Value] = field(init=False)
@@ -54,6 +59,8 @@ class StageCode:
 
     def __post_init__(self) -> None:
         self.runs = segments_of(self.graph, self.recompute)
+        if self.divided is not None:
+            self.divided.arrange((run, is_layer) for run, is_layer, _ in self.runs)
         self.results = [owner_of(graphs.value_of(node)) for node in graphs.results(self.graph)]
         self.kept = set(kept_values(self.graph, self.recompute, self.kind))
         self.received = [

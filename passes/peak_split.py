@@ -31,7 +31,8 @@ def sides(code: StageCode) -> dict[fx.Node, str]:
     again = {node for segment in code.segments if segment.path for node in segment.nodes}
     weights: set[fx.Node] = set()
     for node in code.graph.nodes:
-        if is_parameter(node) and node.meta.get("trainable"):
+        whole = code.divided is None or not is_parameter(node) or not code.divided.level(node)
+        if is_parameter(node) and node.meta.get("trainable") and whole:
             weights.add(node)
         if not graphs.is_op(node) and not graphs.is_getitem(node):
             continue
@@ -65,6 +66,8 @@ class SplitWalk(Walk):
         if side is None:
             Walk.step_back(self, node, reached)
             return
+        if self.holding is not None:
+            self.holding.need(node)
         coming = [value for value in graphs.outputs(node) if value in self.pending]
         if side == _CUT and node in reached and coming:
             self.cutting = True
@@ -96,7 +99,7 @@ class SplitWalk(Walk):
         for node in nodes:
             for value in dict.fromkeys(graphs.inputs(node)):
                 if is_parameter(value.node) and self.readers[value.node] > 0 and is_differentiable(Value(value.node)):
-                    self.weight_gradient(value.node)
+                    self.weight_gradient(value.node, node)
             for value in self.code.saved(node):
                 self.drop(value)
             self.start_messages()

@@ -17,6 +17,7 @@ from autopart.passes.emit.segments import Segment
 from autopart.passes.graph import Value
 from autopart.passes.kept import entering, owner_of, shares_memory
 from autopart.passes.peak_code import StageCode, is_parameter
+from autopart.passes.peak_weights import Holding, Scattered, Unit
 from autopart.passes.rules import is_differentiable
 from autopart.passes.storage import is_view, op_name
 
@@ -78,15 +79,45 @@ class Walk:
     started: int = 0  # messages of summed gradients
     left: float = 0.0
     left_received: float = 0.0
+    holding: Holding | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.stays = {*self.code.kept, *self.code.results}
+        if self.code.divided is not None:
+            self.holding = Holding(self.code.divided, self.add, self.code.kind == "cpu", adding=self.adding)
 
     def back(self, adding: bool, summing: bool) -> Self:
         """A walk that goes back from here."""
         other = type(self)(self.code, self.now, self.now, adding, summing)
         other.live = dict(self.live)
+        if other.holding is not None:
+            other.holding.backward = True
         return other
+
+    @property
+    def gathered(self) -> Sequence[Unit]:
+        """Divided weights in the order in which this pass gathered them."""
+        return () if self.holding is None else self.holding.seen
+
+    @property
+    def tail(self) -> float:
+        """Bytes of divided gradients that are on their way after a backward, beside those that are counted."""
+        return 0.0 if self.holding is None else self.holding.tail
+
+    @property
+    def on_its_way(self) -> Scattered | None:
+        """The message of the tail."""
+        return None if self.holding is None else self.holding.unsettled
+
+    def carry(self, message: Scattered, added: bool) -> None:
+        """A message of the backward before is on its way. added: shares had gradients before it."""
+        if self.holding is not None:
+            self.holding.carry(message, added)
+
+    def expect(self, order: Sequence[Unit]) -> None:
+        """Weights are gathered in this order."""
+        if self.holding is not None:
+            self.holding.expected = order
 
     def add(self, size: float, passing: float = 0.0) -> None:
         """Allocates; passing: what is freed again at once."""
@@ -103,12 +134,17 @@ class Walk:
 
     # -- forward --------------------------------------------------------------------------------------------------
 
-    def forward(self) -> None:
+    def forward(self, arriving: bool = False) -> None:
+        """arriving: the first of a call, which has just sent for divided weights."""
+        if arriving and self.holding is not None:
+            self.holding.begin_call()
         for value in self.code.received:
             self.allocate(value)
             self.stays.add(value)
         outside: list[fx.Node] = []
         for run, is_layer, own in self.code.runs:
+            if is_layer and self.holding is not None:
+                self.holding.enter_layer(run.nodes)
             for segment in own:
                 again = bool(segment.path)
                 stays = {*self.stays, *entering(segment)} if again else self.stays
@@ -120,6 +156,8 @@ class Walk:
             else:
                 outside += run.nodes
         self.leave(outside, last=True)
+        if self.holding is not None:
+            self.holding.end()
 
     def let_go(self, sends: int) -> None:
         """Frees the results after the first ``sends``, where the backward does not need them."""
@@ -133,6 +171,8 @@ class Walk:
         for node in nodes:
             if graphs.is_getitem(node) or not graphs.is_op(node):
                 continue
+            if self.holding is not None:
+                self.holding.enter_op(node)
             if not is_view(node) and not shares_memory(node):
                 for value in graphs.outputs(node):
                     self.allocate(value)
@@ -169,6 +209,8 @@ class Walk:
     def backward(self, reached: set[fx.Node], roots: Sequence[fx.Node]) -> float:
         """The most bytes. reached: by gradients, which enter at the roots."""
         code = self.code
+        if self.holding is not None:
+            self.holding.await_gradients(reached)
         for node in reached:
             self.readers.update(source for source in set(node.all_input_nodes) if is_parameter(source))
         for segment in code.segments:
@@ -197,6 +239,9 @@ class Walk:
                     self.free(value)
                 for value in entering(segment):
                     self.drop(value)
+        if self.holding is not None:
+            self.holding.end()
+            self.gradients += self.holding.gradients
         return self.most
 
     def keep(self, segment: Segment) -> None:
@@ -215,6 +260,8 @@ class Walk:
 
     def run_again(self, segment: Segment) -> list[Value]:
         before = set(self.live)
+        if self.holding is not None:
+            self.holding.enter_again(segment.nodes)
         kept = {value for node in segment.nodes for value in self.code.saved(node)}
         self.run_forward(segment.nodes, kept, again=False)
         for value in set(self.live) - before - kept:
@@ -223,6 +270,8 @@ class Walk:
 
     def step_back(self, node: fx.Node, reached: set[fx.Node]) -> None:
         coming = [value for value in graphs.outputs(node) if value in self.pending]
+        if self.holding is not None:
+            self.holding.need(node)
         if node in reached and coming:
             self.pass_back(node, coming)
             for value in coming:
@@ -244,7 +293,7 @@ class Walk:
             if not is_differentiable(value) or self.skips(value):
                 continue
             if is_parameter(value.node):
-                self.weight_gradient(value.node)
+                self.weight_gradient(value.node, node)
                 continue
             owner, size = _carrier(value), self.code.gradient_size(value)
             if name in _PASSING and not passed and abs(size - given) < 0.5 and owner not in pending:
@@ -291,30 +340,35 @@ class Walk:
         """Whether an operand's gradient is not made now."""
         return False
 
-    def weight_gradient(self, node: fx.Node) -> None:
+    def weight_gradient(self, node: fx.Node, reader: fx.Node) -> None:
         size = self.code.size(Value(node))
+        if self.holding is not None and self.holding.gradient(node, reader, size):
+            return
+        divided = self.code.divided is not None and self.code.divided.level(node) == 2
         self.readers[node] -= 1
         self.add(size)
         if node in self.held:
             self.now -= size
         else:
             self.held[node] = size
-            self.gradients += size
+            self.gradients += 0.0 if divided else size
         if self.readers[node] > 0:
             return
-        if self.adding:
+        if self.adding and not divided:
             self.now -= self.held[node]
         self.final.add(node.meta["name"])
 
     def start_messages(self) -> None:
         """Of gradients that are final; what the op that made the last of them had is freed by then."""
+        if self.holding is not None:
+            self.holding.scatter(self.final, self.held)
         while self.summing and self.started < len(self.code.messages):
             message = self.code.messages[self.started]
             if not message.names <= self.final:
                 return
             self.started += 1
-            self.add(message.size, message.passing)  # before the gradients that it takes the place of are freed
-            self.now -= message.replaces
+            self.most = max(self.most, self.now + message.most)
+            self.now += message.size - message.replaces
 
 
 def _carrier(value: Value) -> Value:

@@ -204,7 +204,7 @@ class Weights:
         (work, message), unit.arriving = unit.arriving, None
         work.wait()
         unit.wholes = unit.layout.wholes(message)
-        del message
+        del work, message  # a work may hold its tensors
         for index, whole in enumerate(unit.wholes):
             self._storages[whole.untyped_storage().data_ptr()] = unit, index
         self._held[unit] = self._phase == "backward" and unit.trained

@@ -23,7 +23,7 @@ from autopart.realize import realize, realized, recomputed
 from autopart.stage_memory import stage_peaks
 from autopart.step_memory import step_peaks
 from autopart.tracing import capture
-from autopart.verify.live_bytes import LiveBytes
+from autopart.verify.live_bytes import LiveBytes, scattering_in_sight
 from clusters import ideal
 from families import family
 from launch import launch
@@ -52,7 +52,8 @@ def test_peak_of_a_step(name: str, microbatches: int, again: tuple[int, ...], tm
 
 def _most(directory: str, weights: Mapping[str, torch.Tensor], leaves: Mapping[str, Any], calls: int) -> int:
     model = load(directory, dict(weights), device=torch.device("cpu")).train()
-    with LiveBytes([*model.parameters(), *model.buffers(), *leaves.values()]) as live:
+    known = [*model.parameters(), *model.buffers(), *leaves.values()]
+    with scattering_in_sight(), LiveBytes(known) as live:
         for _ in range(calls):
             model(**leaves)
     return live.most
@@ -123,3 +124,32 @@ def test_peak_where_replicas_sum_in_another_type(summed: str, tmp_path: Path) ->
     counted = launch(_most, 2, str(tmp_path / "program"), model.state_dict(), leaves, 1)
     (predicted,) = step_peaks(analysis, plan, realized(analysis, plan), "cpu")
     assert predicted == pytest.approx(max(counted), rel=0.02)
+
+
+# The model, the level, the stages and the microbatches of two replicas each.
+DIVIDED: dict[str, tuple[str, int, int, int]] = {
+    "gpt2-zero1": ("gpt2", 1, 1, 4),
+    "gpt2-zero2": ("gpt2", 2, 1, 4),
+    "gpt2-zero2-m2": ("gpt2", 2, 1, 2),
+    "gpt2-zero3": ("gpt2", 3, 1, 4),
+    "gpt2-zero3-m1": ("gpt2", 3, 1, 1),
+    "gpt2-zero2-pp2": ("gpt2", 2, 2, 4),
+    "gpt2-zero3-pp2": ("gpt2", 3, 2, 4),
+    "t5-zero2": ("t5", 2, 1, 4),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == "gpt2-zero3" else pytest.mark.slow) for case in DIVIDED]
+)
+def test_peak_where_replicas_divide_parameters(case: str, tmp_path: Path) -> None:
+    """What is gathered and scattered among it; the second step, which knows in what order weights are gathered."""
+    name, level, stages, microbatches = DIVIDED[case]
+    subject, analysis = subject_of(name)
+    limits: dict[str, Any] = {"pp": stages, "dp": 2, "tp": 1, "microbatches": microbatches, "zero": level}
+    plan = make_plan(subject.program, ideal(2 * stages), batch=8, analysis=analysis, recompute="none", **limits)
+    realize(subject.program, plan, analysis).save(tmp_path / "program")
+    weights = {key: tensor.detach() for key, tensor in subject.model.state_dict().items()}
+    counted = launch(_most, 2 * stages, str(tmp_path / "program"), weights, subject.leaves, 2)
+    predicted = step_peaks(analysis, plan, realized(analysis, plan), "cpu")
+    assert predicted == pytest.approx([max(counted[2 * i : 2 * i + 2]) for i in range(stages)], rel=0.03)

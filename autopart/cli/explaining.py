@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _with_model(
     arguments: argparse.Namespace, plan: Plan, cluster: Cluster, rows: list[dict[str, Any]]
-) -> tuple[list[Resharding], list[RankPeak] | None, Comparison | None]:
+) -> tuple[list[Resharding], list[RankPeak], Comparison | None]:
     """Reshardings, ranks' peaks, and the chosen plan beside the fastest other candidate that can be planned."""
     from autopart.analysis import analyze
     from autopart.explain import compare, limits_of

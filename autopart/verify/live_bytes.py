@@ -1,13 +1,24 @@
-"""Counts the bytes of tensors that are alive, by watching every op that makes one."""
+"""Counts the bytes of tensors that are alive, by watching every op that makes one.
+
+What a backend of torch.distributed allocates for itself is not seen. Gloo does that where it scatters sums: it sums a
+copy of the whole message, which it holds until the result is waited for. :func:`scattering_in_sight` does the same
+where it is seen.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from autopart.runtime import collectives
 
 
 class LiveBytes(TorchDispatchMode):
@@ -40,3 +51,30 @@ class LiveBytes(TorchDispatchMode):
     def _gone(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.now -= size
+
+
+class _Scattering:
+    """The sum of a message's copy that is on its way, whose own part is taken where it is waited for."""
+
+    def __init__(self, own: torch.Tensor, message: torch.Tensor, group: Any) -> None:
+        self._own, self._copy = own, message.clone()
+        self._group = group
+        self._work = dist.all_reduce(self._copy, group=group, async_op=True)
+
+    def wait(self) -> None:
+        assert self._work is not None
+        self._work.wait()
+        self._own.copy_(self._copy.view(-1, self._own.numel())[dist.get_rank(self._group)])
+        del self._copy
+
+
+@contextmanager
+def scattering_in_sight() -> Iterator[None]:
+    """Inside, sums that are divided on their way over gloo are tensors that :class:`LiveBytes` sees."""
+
+    def scatter(own: torch.Tensor, message: torch.Tensor, group: Any = None, async_op: bool = False) -> _Scattering:
+        assert async_op
+        return _Scattering(own, message, group)
+
+    with mock.patch.object(collectives, "_scatter_single", scatter):
+        yield

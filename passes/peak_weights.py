@@ -1,0 +1,341 @@
+"""What a rank has in memory of weights that replicas divide (ZeRO), beside shares, while a walk goes over its code.
+
+As :mod:`autopart.runtime.data_weights` and :mod:`autopart.runtime.gradients` do it. Level 3: a statement of the code
+gathers a *unit*; the next one is on its way meanwhile. Each is let go when the next is used, in the backward when its
+gradients have been put into a message. Levels 1 and 2: at the start of a call all whole weights are on their way, each
+bucket beside the weights that it is copied into when the first of them is read. Gradients of levels 2 and 3 are
+scattered in every backward; what arrives is added up when the next message is started.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopart.passes.conversion import Axes
+from autopart.passes.data_axis import DataCut, Gathering, gatherings, kept_of
+from autopart.passes.emit.layers import Run
+from autopart.passes.kept import owner_of
+from autopart.runtime.buckets import gradient_buckets, home_of, kept_buckets, learning_at, summed_bytes, tensor_bytes
+from autopart.runtime.manifest import ParameterSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Shares that are gathered in one message: bytes of it, of the shares put together, and of whole weights beside it.
+
+    trained: some of them.
+    """
+
+    names: tuple[str, ...]
+    message: float
+    joined: float
+    copied: float
+    trained: bool
+
+    @property
+    def coming(self) -> float:
+        """Bytes while it is on its way."""
+        return self.joined + self.message
+
+    @property
+    def whole(self) -> float:
+        """Bytes once it is there."""
+        return self.copied or self.message
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """Gradients that are summed and divided in one message.
+
+    names: of the parameters. whole: bytes of the gradients. alone: the message is the only one itself. converted: bytes
+    of the message in the type of the sum, 0 where that is the gradients'. own: of what arrives. last: of the gradient
+    that is made last, which autograd holds until the message is on its way.
+    """
+
+    names: frozenset[str]
+    whole: float
+    alone: bool
+    converted: float
+    own: float
+    last: float
+
+    @property
+    def sent(self) -> float:
+        """Bytes of the message."""
+        return self.converted or self.whole
+
+
+def scattered(specs: Sequence[ParameterSpec], sizes: Sequence[int], replicas: int) -> Scattered:
+    """specs: in the order in which a backward completes them. sizes: of the tensor axes."""
+    whole = sum(tensor_bytes(spec, sizes) for spec in specs)
+    summed = sum(summed_bytes(spec, tensor_bytes(spec, sizes)) for spec in specs)
+    alone = len(specs) == 1 and specs[0].data_dim == 0
+    names = frozenset(spec.name for spec in specs)
+    converted = 0 if summed == whole else summed
+    return Scattered(names, whole, alone, converted, summed / replicas, tensor_bytes(specs[-1], sizes))
+
+
+@dataclass(slots=True)
+class Divided:
+    """A stage's divided weights: what never changes.
+
+    layers: statements at the start of a layer, by its first node; ops: those before an op outside of layers. units: of
+    level 3. kept: messages of levels 1 and 2, in which whole weights arrive at the start of a call. buckets: of
+    level 2's gradients, in their order.
+    """
+
+    specs: Mapping[str, ParameterSpec]
+    sizes: Sequence[int]
+    replicas: int
+    kept: list[Unit]
+    buckets: list[Scattered]
+    cuts: Mapping[str, DataCut]
+    layers: dict[fx.Node, list[Gathering]] = field(default_factory=dict)
+    ops: dict[fx.Node, list[Gathering]] = field(default_factory=dict)
+    read: dict[tuple[fx.Node, fx.Node], Gathering] = field(default_factory=dict)  # by reader and parameter, level 3
+    readers: set[fx.Node] = field(default_factory=set)  # level 3
+    units: dict[Gathering, Unit] = field(default_factory=dict)
+
+    def arrange(self, runs: Iterable[tuple[Run, bool]]) -> None:
+        """Finds the statements of a stage's runs."""
+        for run, is_layer in runs:
+            for statement in gatherings([(run, is_layer)], self.cuts, ()):
+                place = (self.layers, run.nodes[0]) if is_layer else (self.ops, statement.readers[0])
+                place[0].setdefault(place[1], []).append(statement)
+                names = [node.meta["name"] for node in statement.parameters]
+                if self.cuts[names[0]].level == 3:
+                    self.units[statement] = self.unit([self.specs[name] for name in names], 3)
+                    for reader in statement.readers:
+                        for node in reader.all_input_nodes:
+                            if node in statement.parameters:
+                                self.read[reader, node] = statement
+                                self.readers.add(reader)
+
+    def unit(self, specs: Sequence[ParameterSpec], level: int) -> Unit:
+        whole = sum(tensor_bytes(spec, self.sizes) for spec in specs)
+        alone = len(specs) == 1
+        in_place = alone and specs[0].data_dim == 0
+        # the shares of levels 1 and 2 are parts of the whole weights
+        joined = 0.0 if in_place or (alone and level == 3) else whole / self.replicas
+        copied = 0.0 if in_place or level < 3 else whole
+        return Unit(tuple(spec.name for spec in specs), whole, joined, copied, any(spec.trainable for spec in specs))
+
+    def level(self, node: fx.Node) -> int:
+        """Of a parameter's placeholder."""
+        cut = self.cuts.get(node.meta["name"])
+        return cut.level if cut else 0
+
+
+def divided_weights(
+    specs: Sequence[ParameterSpec],
+    stage: int,
+    stages: Sequence[int],
+    replicas: int,
+    axes: Axes,
+    cuts: Mapping[str, DataCut],
+) -> Divided | None:
+    """Of a stage, one of a rank's ``stages``; None where it has none.
+
+    specs: all parameters of the program, as the stage stores them, in the model's order.
+    """
+    by_name = {spec.name: spec for spec in specs if stage in spec.stages and spec.zero}
+    if not by_name or replicas == 1:
+        return None
+    sizes = [size for _, size in axes]
+    home = [spec for spec in by_name.values() if home_of(spec, stages) == stage]
+    buckets = [
+        scattered(bucket.specs, sizes, replicas)
+        for bucket in gradient_buckets(learning_at(specs, stage, stages), replicas, sizes)
+        if bucket.zero == 2
+    ]
+    own = {name: cut for name, cut in cuts.items() if name in by_name}
+    found = Divided(by_name, sizes, replicas, [], buckets, own)
+    found.kept = [found.unit(run, 2) for run in kept_buckets(home, sizes)]
+    return found
+
+
+@dataclass(slots=True)
+class Holding:
+    """A walk's divided weights: what of them is in memory.
+
+    A message that is sent is held until its shares have arrived. add: allocates bytes, or frees them. copies: a copy
+    of it is (gloo). adding: shares have gradients already, which are not counted. expected: units in the order of such
+    a pass.
+    """
+
+    code: Divided
+    add: Callable[[float], None]
+    copies: bool
+    backward: bool = False
+    adding: bool = False
+    expected: Sequence[Unit] = ()
+    seen: list[Unit] = field(default_factory=list)
+    held: dict[Unit, bool] = field(default_factory=dict)  # True while gradients are awaited
+    coming: set[Unit] = field(default_factory=set)
+    kept: set[Unit] = field(default_factory=set)  # whose messages have not been read
+    left: Counter[Gathering] = field(default_factory=Counter)  # gradients to come
+    made: dict[Gathering, dict[fx.Node, float]] = field(default_factory=dict)
+    started: int = 0  # buckets of level 2
+    unsettled: Scattered | None = None
+    new: bool = False  # it is the first gradient of its shares, and counted as theirs
+    gradients: float = 0.0  # of shares
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def begin_call(self) -> None:
+        """A call has sent for the whole weights of levels 1 and 2."""
+        self.kept = set(self.code.kept)
+        self.add(sum(unit.coming for unit in self.kept))
+
+    def enter_layer(self, nodes: Sequence[fx.Node]) -> None:
+        """The forward of a layer with these ops begins."""
+        self.enter(self.code.layers.get(nodes[0], ()))
+
+    def enter_op(self, node: fx.Node) -> None:
+        self.enter(self.code.ops.get(node, ()))
+
+    def enter_again(self, nodes: Iterable[fx.Node]) -> None:
+        """Ops of a layer are computed again, with the weights that they read."""
+        read = ((node, source) for node in nodes for source in node.all_input_nodes)
+        self.enter(dict.fromkeys(self.code.read[pair] for pair in read if pair in self.code.read))
+
+    def need(self, node: fx.Node) -> None:
+        """An op's backward takes what it kept."""
+        for value in kept_of(node) if node in self.code.readers else ():
+            statement = self.code.read.get((node, owner_of(value).node))
+            if statement is not None:
+                self.ensure(self.code.units[statement])
+
+    def enter(self, statements: Iterable[Gathering]) -> None:
+        for statement in statements:
+            if statement in self.code.units:
+                self.ensure(self.code.units[statement])
+            elif self.kept:
+                names = {node.meta["name"] for node in statement.parameters}
+                for unit in [unit for unit in self.kept if not names.isdisjoint(unit.names)]:
+                    self.kept.discard(unit)
+                    self.add(-unit.coming)
+
+    def ensure(self, unit: Unit) -> None:
+        for other in [other for other, awaited in self.held.items() if other != unit and not awaited]:
+            self.free(other)
+        if unit in self.held:
+            return
+        if unit not in self.coming:
+            self.start(unit)
+        self.coming.discard(unit)
+        self.add(unit.copied)
+        self.add(-unit.joined - (unit.message if unit.copied else 0.0))
+        self.held[unit] = self.backward and unit.trained
+        place = len(self.seen)
+        self.seen.append(unit)
+        if place + 1 < len(self.expected) and self.expected[place] == unit:
+            following = self.expected[place + 1]
+            if following not in self.held and following not in self.coming:
+                self.start(following)
+
+    def start(self, unit: Unit) -> None:
+        self.coming.add(unit)
+        self.add(unit.coming)
+
+    def free(self, unit: Unit) -> None:
+        if unit in self.held:
+            del self.held[unit]
+            self.add(-unit.whole)
+
+    def end(self) -> None:
+        """No whole weight outlives the pass. In a backward the last message stays on its way."""
+        if self.unsettled is not None and not self.adding:
+            self.gradients += self.unsettled.own
+        for unit in list(self.held):
+            self.free(unit)
+        for unit in self.coming:
+            self.add(-unit.coming)
+        self.coming.clear()
+
+    @property
+    def tail(self) -> float:
+        """Bytes on their way after a backward, beside gradients."""
+        message = self.unsettled
+        if message is None:
+            return 0.0
+        return message.sent + (message.own if self.adding else 0.0)
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def await_gradients(self, reached: Collection[fx.Node]) -> None:
+        """Gradients come from these ops."""
+        self.left = Counter(
+            statement
+            for (reader, node), statement in self.code.read.items()
+            if reader in reached and node.meta.get("trainable")
+        )
+
+    def gradient(self, node: fx.Node, reader: fx.Node, size: float) -> bool:
+        """A whole gradient of level 3 is made; False where the parameter is of another level."""
+        statement = self.code.read.get((reader, node))
+        if statement is None:
+            return False
+        made = self.made.setdefault(statement, {})
+        self.add(size)
+        if node in made:
+            self.add(-size)
+        made[node] = size
+        self.left[statement] -= 1
+        return True
+
+    def scatter(self, final: Collection[str], whole: Mapping[fx.Node, float]) -> None:
+        """Starts the messages whose gradients are all there. final, whole: those of level 2, and their bytes."""
+        for statement in [statement for statement in self.made if self.left[statement] <= 0]:
+            made = self.made.pop(statement)
+            self.free(self.code.units[statement])
+            self.settle()
+            specs = [self.code.specs[node.meta["name"]] for node in statement.parameters if node in made]
+            self.send(scattered(specs, self.code.sizes, self.code.replicas), sum(made.values()), True)
+        while self.started < len(self.code.buckets) and self.code.buckets[self.started].names <= set(final):
+            message = self.code.buckets[self.started]
+            self.started += 1
+            self.send(message, sum(size for node, size in whole.items() if node.meta["name"] in message.names), False)
+
+    def send(self, message: Scattered, gradients: float, used: bool) -> None:
+        """gradients: their bytes. used: autograd holds them until the message is on its way."""
+        self.add(0.0 if message.alone else message.whole)
+        if message.converted:
+            self.add(message.converted)
+            self.add(0.0 if message.alone else -message.whole)
+        same = message.alone and not message.converted
+        if not used:
+            self.add(0.0 if same else message.last - gradients)
+            self.settle()
+        self.add(message.own)
+        if self.copies:
+            self.add(message.sent)
+            self.add(-message.sent)
+        if not same:
+            self.add(-gradients if used else -message.last)
+        self.unsettled = message
+
+    def carry(self, message: Scattered, added: bool) -> None:
+        """A message of the backward before is on its way. added: its shares had gradients before."""
+        self.unsettled, self.new = message, not added
+        self.add(message.sent + (message.own if added else 0.0))
+
+    def settle(self) -> None:
+        """What has arrived becomes the shares' gradients, or is added to them."""
+        message, self.unsettled = self.unsettled, None
+        if message is None:
+            return
+        self.add(-message.sent)
+        shares = message.whole / self.code.replicas
+        if message.converted:
+            self.add(shares)
+            self.add(-message.own)
+        if not self.adding:
+            self.gradients += shares
+        elif not self.new:
+            self.add(-shares)
+        self.new = False
