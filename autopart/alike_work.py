@@ -60,7 +60,7 @@ class AlikeLayers:
 
 
 def alike_layers(folded: FoldedGraph, parts: Mapping[str, FoldedPart], memory: MemoryBound) -> tuple[AlikeLayers, ...]:
-    """Of layers that lie in a row of blocks those that are alike. parts: by layer."""
+    """Layers that lie in a row of blocks, those that are alike together. parts: by layer."""
     analysis = memory.analysis
     blocks: dict[str, list[int]] = {}
     for number, layer in enumerate(analysis.layers):
@@ -85,7 +85,7 @@ def alike_layers(folded: FoldedGraph, parts: Mapping[str, FoldedPart], memory: M
         bytes_: Counter[Kind] = Counter()
         for item in (item for own in facts for item in own.parameters if item.trained):
             bytes_[item.kind] += item.weight
-        if len(layers) < LEAST_LAYERS or not bytes_:
+        if not bytes_:
             continue
         keeps = {
             node: frozenset(counted.get(node, ())) for nodes in part.classes for node in nodes if not is_stored(node)
@@ -118,6 +118,12 @@ def strategy_prices(
         if math.isfinite(least):
             found[number].append(Price(mu, nu, least))
     return [tuple(own) for own in found]
+
+
+def least_layer_seconds(builder: Builder, layers: AlikeLayers) -> float:
+    """Of a layer under any strategies. Raises PlanError where its graph is too wide."""
+    problem, amounts = _problem(builder, layers, ())
+    return float(least_sums(problem, amounts, np.array([[1.0, 0.0]]))[0])
 
 
 def _entering(part: FoldedPart, classes: Mapping[fx.Node, tuple[str, ...]]) -> tuple[object, ...]:

@@ -10,7 +10,14 @@ from typing import Self
 
 from torch import fx
 
-from autopart.alike_work import AlikeLayers, Left, alike_layers, strategy_prices
+from autopart.alike_work import (
+    LEAST_LAYERS,
+    AlikeLayers,
+    Left,
+    alike_layers,
+    least_layer_seconds,
+    strategy_prices,
+)
 from autopart.candidate_prices import CandidatePrices, same_but_for_memory
 from autopart.cluster import Cluster
 from autopart.conversion_prices import TensorAxis
@@ -24,6 +31,7 @@ from autopart.passes.data_axis import LEVELS
 from autopart.passes.graph import Value
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.runtime.schedule import in_flight
+from autopart.solver.pipeline_cuts import Boundary, Place, Row, least_divided_seconds
 from autopart.solver.pipeline_floor import Again, Family, Piece, Pipeline, Price, least_step_seconds
 from autopart.solver.search import Config, Degrees
 from autopart.solver.stages_least import least_share
@@ -32,6 +40,8 @@ from autopart.tensor_choice import Builder, TensorChoice, work_bound
 
 MOST_APART = 24
 """Blocks outside of layers that are alike, up to which a pipeline is bounded piece by piece."""
+_MOST_OTHERS = 4
+"""Layers that few are alike to, up to which the strategies of each are known."""
 _MOST_LONGER = 3.0
 """How many times as long as without memory: more is not told apart."""
 
@@ -51,6 +61,8 @@ class CandidateFloors(CandidatePrices):
     _floors: dict[tuple[Degrees, float], float] = field(default_factory=dict)  # of pipelines that end whole
     _priced_layers: dict[object, Sequence[tuple[Price, ...]]] = field(default_factory=dict)
     _least_op_seconds: dict[object, dict[fx.Node, tuple[float, float]]] = field(default_factory=dict)
+    _least_layers: dict[object, float] = field(default_factory=dict)
+    _least_transients: dict[object, dict[fx.Node, float]] = field(default_factory=dict)
     _alike_layers: list[AlikeLayers] | None = None
     _parts: dict[str, FoldedPart] = field(default_factory=dict)  # by layer
     _pieces: LayerPieces = field(init=False)
@@ -70,7 +82,7 @@ class CandidateFloors(CandidatePrices):
         if not same_but_for_memory(device, self.device):
             found._work, found._free, found._work_bounds, found._enough = {}, {}, {}, {}
         if not same_but_for_memory(device, self.device) or whole != self.whole:
-            found._priced_layers, found._least_op_seconds = {}, {}
+            found._priced_layers, found._least_op_seconds, found._least_layers, found._least_transients = {}, {}, {}, {}
         if device.kind != self.device.kind:
             found._memory = MemoryBound(self.analysis, found._block_costs, self.readers, self.optimizer)
             found._pieces, found._alike_layers = LayerPieces(found._memory), None
@@ -116,29 +128,72 @@ class CandidateFloors(CandidatePrices):
         key = config, work
         if key in self._floors:
             return self._floors[key]
-        if config.schedule not in WHOLE_SCHEDULES or self.faster(config) != 1.0 or not self.positions.in_row:
+        parts = self._pipeline(config, work)
+        if parts is None:
             return 0.0
-        alike = self.alike_layers()
-        apart = set(range(len(self.analysis.blocks))) - {at for item in alike for own in item.blocks for at in own}
-        if not alike or len(apart) > MOST_APART:
-            return 0.0
-        setting = self._piece_setting(config)
-        families = [self._family(config, number, setting) for number in range(len(alike))]
-        rest = [self._pieces.block(number, setting) for number in sorted(apart)]
-        rest.append(Piece(self.free_seconds(config), 0.0))
-        flying = in_flight(
-            *(config.schedule, config.stages, config.microbatches, self.warmup_of(config), self.layout.places(config))
-        )
-        work += self.free_seconds(config)
-        pipeline = Pipeline(
-            config.microbatches, tuple(flying), tuple(self._rooms(config)), work, *self._least_transfers(config)
-        )
-        found = min(least_step_seconds(families, rest, pipeline, below), _MOST_LONGER * self.known_floor(config))
+        found = min(least_step_seconds(*parts, below), _MOST_LONGER * self.known_floor(config))
         if config.pp > 1:
             found = self._tied_floor(config, found)
         if found < below:
             self._floors[key] = found
         return found
+
+    def _pipeline(
+        self, config: Degrees, work: float, others: bool = False
+    ) -> tuple[list[Family], list[Piece], Pipeline] | None:
+        """Layers that are alike, what is beside them, and the pipeline, where this can be bounded piece by piece.
+
+        others: families of layers that few are alike to come after these.
+        """
+        if config.schedule not in WHOLE_SCHEDULES or self.faster(config) != 1.0 or not self.positions.in_row:
+            return None
+        alike, apart = self.alike_layers(), self._apart(self.alike_layers())
+        if not alike or len(apart) > MOST_APART:
+            return None
+        setting = self._piece_setting(config)
+        families = [self._family(config, number, setting) for number in range(len(alike))]
+        if others:
+            families += [self._other_family(config, other, setting) for other in self._other_layers()]
+            apart = self._apart([*alike, *self._other_layers()])
+        rest = [self._pieces.block(number, setting) for number in apart]
+        rest.append(Piece(self.free_seconds(config), 0.0))
+        flying = in_flight(
+            *(config.schedule, config.stages, config.microbatches, self.warmup_of(config), self.layout.places(config))
+        )
+        work += self.free_seconds(config)
+        rooms, transfers = tuple(self._rooms(config)), self._least_transfers(config)
+        return families, rest, Pipeline(config.microbatches, tuple(flying), rooms, work, *transfers)
+
+    def _apart(self, layers: Sequence[AlikeLayers]) -> list[int]:
+        """Blocks that lie in none of these layers."""
+        inside = {at for item in layers for own in item.blocks for at in own}
+        return [number for number in range(len(self.analysis.blocks)) if number not in inside]
+
+    def divided_floor(self, config: Degrees, below: float) -> float:
+        """The same, of stages that are runs of whole blocks."""
+        setting = self.setting(config)
+        work = self._work_bounds.get((self.samples(config), setting.axes, setting.beside), 0.0)
+        known = self._pipeline_floor(config, work)
+        parts = self._pipeline(config, work, others=True) if config.pp > 1 and known < below else None
+        if parts is None:
+            return known
+        found = least_divided_seconds(*parts[:2], self._row(config), parts[2], known, below)
+        return max(known, self._tied_floor(config, found))
+
+    def _row(self, config: Degrees) -> Row:
+        layers = [*self.alike_layers(), *self._other_layers()]
+        places = {
+            block: Place(family, layer, piece)
+            for family, alike in enumerate(layers)
+            for layer, blocks in enumerate(alike.blocks)
+            for piece, block in enumerate(blocks)
+        }
+        places |= {block: Place(-1, -1, number) for number, block in enumerate(self._apart(layers))}
+        boundaries = (
+            Boundary(mask.bit_count(), cut.forward_s, cut.backward_s, cut.buffer_bytes)
+            for mask, cut in zip(self.positions.sets, self._cuts(config, None), strict=True)
+        )
+        return Row(tuple(places[block] for block in range(len(places))), tuple(boundaries))
 
     def _least_transfers(self, config: Degrees) -> tuple[float, float]:
         """Seconds of a transfer between two stages, there and back, at whatever position and shared perfectly."""
@@ -163,7 +218,8 @@ class CandidateFloors(CandidatePrices):
         alike = self.device, self.samples(config), tensor.axes
         levels = self.levels(config)
         return PieceSetting(
-            tensor.prices, self._op_seconds(config), alike, tensor.data, 1 / config.tp, levels, config.recompute
+            *(tensor.prices, self._op_seconds(config), self._op_transient(config), alike, tensor.data, 1 / config.tp),
+            *(levels, config.recompute),
         )
 
     def _op_seconds(self, config: Degrees) -> Callable[[fx.Node], tuple[float, float]]:
@@ -181,6 +237,20 @@ class CandidateFloors(CandidatePrices):
 
         return seconds
 
+    def _op_transient(self, config: Degrees) -> Callable[[fx.Node], float]:
+        """Of an op that stands for equal ones, the fewest bytes that it takes on a rank while it runs."""
+        setting = self.setting(config)
+        known = self._least_transients.setdefault((self.samples(config), setting.axes), {})
+
+        def transient(node: fx.Node) -> float:
+            if node not in known:
+                every = setting.offers.of(node) if config.axes else [()]
+                sizes, batch = setting.sizes, setting.prices.batch
+                known[node] = min(self._block_costs.held_bytes(node, chosen, sizes, batch)[1] for chosen in every)
+            return known[node]
+
+        return transient
+
     def _family(self, config: Degrees, index: int, setting: PieceSetting) -> Family:
         alike = self.alike_layers()[index]
         whole = self._pieces.layer(alike.facts, alike.blocks[0], setting, alike.priced)
@@ -189,6 +259,23 @@ class CandidateFloors(CandidatePrices):
         prices = self._layer_prices(config, index, whole, [left for _, left in parts])
         again = tuple(Again(seconds, own) for (seconds, _), own in zip(parts, prices[1:], strict=False))
         return Family(len(alike.blocks), whole, pieces, prices[0], again)
+
+    def _other_family(self, config: Degrees, layers: AlikeLayers, setting: PieceSetting) -> Family:
+        """Of layers that few are alike to, the least seconds under any strategies alone."""
+        whole = self._pieces.layer(layers.facts, layers.blocks[0], setting)
+        pieces = tuple(self._pieces.block(number, setting) for number in layers.blocks[0])
+        seconds = 0.0
+        if config.axes:
+            tensor = self.setting(config)
+            key = layers.blocks[0], self.samples(config), tensor.axes, tensor.beside
+            if key not in self._least_layers:
+                builder = Builder(self.analysis, self._folded, tensor, self._block_costs, self.optimizer, (0,))
+                try:
+                    self._least_layers[key] = least_layer_seconds(builder, layers)
+                except PlanError:
+                    self._least_layers[key] = 0.0
+            seconds = self._least_layers[key]
+        return Family(len(layers.blocks), whole, pieces, (Price(0.0, 0.0, seconds),))
 
     def _layer_prices(
         self, config: Degrees, number: int, whole: Piece, left: Sequence[Left]
@@ -213,6 +300,15 @@ class CandidateFloors(CandidatePrices):
         return self._priced_layers[key]
 
     def alike_layers(self) -> list[AlikeLayers]:
+        """Of layers those that enough others are alike to."""
+        return [item for item in self._layers() if len(item.blocks) >= LEAST_LAYERS]
+
+    def _other_layers(self) -> list[AlikeLayers]:
+        """The others, where they are few."""
+        others = [item for item in self._layers() if len(item.blocks) < LEAST_LAYERS]
+        return others if len(others) <= _MOST_OTHERS else []
+
+    def _layers(self) -> list[AlikeLayers]:
         if self._alike_layers is None:
             self._alike_layers = list(alike_layers(self._folded, self.layer_parts(), self._memory))
         return self._alike_layers
@@ -236,6 +332,11 @@ class CandidateFloors(CandidatePrices):
         places = self.layout.places(config)
         least = least_share(config.schedule, places, config.microbatches, math.fsum(shared) / work if work else 0.0)
         return work * least / self.faster(config)
+
+    def last_floor(self, config: Degrees, below: float) -> float:
+        """The best bound there is, which takes the longest. below: seconds from which more are of no interest."""
+        parts = config.pp > 1 and self._pipeline(config, 0.0) is not None
+        return self.divided_floor(config, below) if parts else self.strategy_floor(config)
 
     def strategy_floor(self, config: Degrees) -> float:
         """The same from the best strategies whose parameters fit, which takes a solver for every candidate."""

@@ -5,7 +5,8 @@ layer that lies in one stage as a whole the sets of modules that may run again a
 (:mod:`autopart.layer_frontier`): what each frees, and which ops run again for it. Of a block of a layer that is cut
 those of its own ops are; what comes from the layer's other blocks is free where all of the block runs again.
 
-Transients, send buffers, and copies of tensors in several placements are left out.
+Of transients only those of single ops are known. Send buffers, and copies of tensors in several placements, are left
+out.
 """
 
 from __future__ import annotations
@@ -41,12 +42,14 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class PieceSetting:
-    """Where pieces are priced. seconds: of an op, forward and backward, at least. share: of bytes on a rank. levels: of
-    ZeRO. recompute: "none", "full" or "auto". alike: equal where prices of ops are.
+    """Where pieces are priced. seconds: of an op, forward and backward, at least. transient: bytes that it takes while
+    it runs, at least. share: of bytes on a rank. levels: of ZeRO. recompute: "none", "full" or "auto". alike: equal
+    where prices of ops are.
     """
 
     prices: Prices
     seconds: Callable[[fx.Node], tuple[float, float]]
+    transient: Callable[[fx.Node], float]
     alike: Hashable
     data: DataPrices
     share: float
@@ -92,7 +95,7 @@ class LayerPieces:
             runs = self._again((facts,), (number,), setting)
         else:
             runs = runs[:1]
-        return Piece(forward, backward, self._weights([facts], setting, priced), runs)
+        return Piece(forward, backward, self._weights([facts], setting, priced), runs, _transient([facts], setting))
 
     def _alone(self, own: Sequence[BlockFacts], setting: PieceSetting) -> tuple[Way, ...]:
         """The ways to run blocks, where only the op that makes a tensor runs again."""
@@ -119,7 +122,7 @@ class LayerPieces:
             runs = self._again(own, blocks, setting)
         else:
             runs = (Way(forward, 0.0, runs[-1].kept_bytes),) if setting.recompute == "full" else runs[:1]
-        return Piece(forward, backward, self._weights(own, setting, priced), runs)
+        return Piece(forward, backward, self._weights(own, setting, priced), runs, _transient(own, setting))
 
     def _seconds(self, own: Sequence[BlockFacts], setting: PieceSetting) -> tuple[float, float]:
         seconds = [setting.seconds(node) for facts in own for node in facts.ops]
@@ -221,6 +224,10 @@ class LayerPieces:
             np.array(again, dtype=float).reshape(-1, len(ops)),
             np.array(freed, dtype=float).reshape(len(again), -1),
         )
+
+
+def _transient(own: Sequence[BlockFacts], setting: PieceSetting) -> float:
+    return max((setting.transient(node) for facts in own for node in facts.ops), default=0.0)
 
 
 def levels_of(own: Parameters, setting: PieceSetting) -> tuple[Way, ...]:

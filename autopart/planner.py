@@ -53,7 +53,7 @@ MOST_UNLIKE = 16
 MOST_OPS, LEAST_TRIED, LAST_TRIED = 60_000, 16, 8
 """Ops of all configurations that are tried unasked in the order of estimates, and how many of these at least; and how
 many of those left in the order of bounds."""
-MOST_TIGHTENED = 8
+MOST_TIGHTENED = 24
 """Configurations, of those whose bounds are the smallest, that are bounded by a solver of their own in the end."""
 UNBALANCED = 1.2
 """Seconds of the slowest stage over the mean of all, from which unlike meshes are searched."""
@@ -222,8 +222,8 @@ def make_plan(
     def refine(config: Degrees | UnlikeMeshes, below: float) -> float:
         return candidates.work_floor(config, below) if isinstance(config, Degrees) else lower_bound(config)
 
-    def tighten(config: Degrees | UnlikeMeshes) -> float:
-        return candidates.strategy_floor(config) if isinstance(config, Degrees) else lower_bound(config)
+    def tighten(config: Degrees | UnlikeMeshes, below: float) -> float:
+        return candidates.last_floor(config, below) if isinstance(config, Degrees) else lower_bound(config)
 
     estimates = Estimates(candidates)
 

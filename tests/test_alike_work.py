@@ -152,4 +152,6 @@ def test_no_candidate_takes_less_than_its_pipelines_floor(
                 continue
             fitting += 1
             assert floor <= evaluation.objective * (1 + 1e-9), config
+            last = candidates.last_floor(config, 2 * evaluation.objective)
+            assert floor * (1 - 1e-9) <= last <= evaluation.objective * (1 + 1e-9), config
     assert raised, fitting

@@ -10,6 +10,7 @@ import pytest
 
 from autopart.runtime.schedule import in_flight, make_schedule
 from autopart.simulate import StageTimes, makespan
+from autopart.solver.pipeline_cuts import Boundary, Place, Row, least_divided_seconds
 from autopart.solver.pipeline_floor import Again, Family, Piece, Pipeline, Price, Way, Weights, least_step_seconds
 from autopart.solver.stages_floor import least_step
 
@@ -36,7 +37,7 @@ def random_levels(rng: random.Random) -> tuple[Way, ...]:
 def random_piece(rng: random.Random, levels: tuple[Way, ...]) -> Piece:
     weights = (Weights(2 * rng.random(), levels, True),) if rng.random() < 0.8 else (Weights(0.0, levels, True),)
     runs = Way(0.0, 0.0, rng.random()), Way(rng.random())
-    return Piece(rng.random(), 2 * rng.random(), weights, runs[: rng.randint(1, 2)])
+    return Piece(rng.random(), 2 * rng.random(), weights, runs[: rng.randint(1, 2)], rng.choice([0.0, rng.random()]))
 
 
 def family(rng: random.Random, count: int) -> tuple[Family, list[Strategy]]:
@@ -49,7 +50,8 @@ def family(rng: random.Random, count: int) -> tuple[Family, list[Strategy]]:
     if all(len(piece.runs) == 2 for piece in pieces):
         runs = *runs, Way(sum(piece.runs[1].seconds for piece in pieces))
     forward, backward = (sum(getattr(piece, name) for piece in pieces) for name in ("forward_s", "backward_s"))
-    whole = Piece(forward, backward, (Weights(sum(sizes), levels, True),), runs)
+    transient = max(piece.transient_bytes for piece in pieces)
+    whole = Piece(forward, backward, (Weights(sum(sizes), levels, True),), runs, transient)
 
     def amounts(most: float) -> tuple[float, ...]:
         return tuple(rng.choice([0.0, most * rng.random()]) for _ in pieces)
@@ -81,18 +83,27 @@ def test_no_cut_is_simulated_faster(name: str, seed: int) -> None:
     work = sum(piece.forward_s + piece.backward_s for piece in rest)
     work += layers.count * (layers.whole.forward_s + layers.whole.backward_s) + sum(sum(s.seconds) for s in taken)
     there, back = (rng.choice([0.0, 2 * rng.random()]) for _ in range(2))
-    floor = least_step_seconds([layers], rest, Pipeline(m, flying, rooms, work, there, back))
+    pipeline = Pipeline(m, flying, rooms, work, there, back)
+    floor = least_step_seconds([layers], rest, pipeline)
+    places = tuple(Place(0, layer, piece) if layer >= 0 else Place(-1, -1, piece) for layer, piece in row)
+    buffers = rng.choice([0.0, rng.random()])
+    boundaries = tuple(Boundary(blocks, there, back, buffers) for blocks in range(1, len(row)))
+    divided = least_divided_seconds(
+        [layers], rest, Row(places, (Boundary(0), *boundaries, Boundary(len(row)))), pipeline, floor, 1.5 * floor
+    )
+    assert divided >= floor
     for cuts in itertools.combinations(range(1, len(row)), stages - 1):
         for _ in range(8):
             times = []
             for first, last, flew, room in zip((0, *cuts), (*cuts, len(row)), flying, rooms, strict=True):
+                room -= buffers * ((first > 0) + (last < len(row)))
                 found = run_stage(rng, row[first:last], layers, rest, taken, flew, room)
                 if found is None:
                     break
                 times.append(found)
             if len(times) == stages:
                 step = makespan(schedule, times, lambda action: there if action.stage < (action.peer or 0) else back)
-                assert floor <= step * (1 + 1e-6) + 1e-9
+                assert divided <= step * (1 + 1e-6) + 1e-9
 
 
 def run_stage(
@@ -105,7 +116,7 @@ def run_stage(
     room: float,
 ) -> StageTimes | None:
     """A stage with random levels and ways to run its parts; None where it does not fit."""
-    forward = backward = held = end = sums = 0.0
+    forward = backward = held = end = sums = transient = 0.0
     for layer, pieces in itertools.groupby(own, lambda item: item[0]):
         numbers = [piece for _, piece in pieces]
         mine = [layers.pieces[at] if layer >= 0 else rest[at] for at in numbers]
@@ -115,7 +126,7 @@ def run_stage(
         held += flew * sum(run.kept_bytes for run in runs)
         for at, piece in zip(numbers, mine, strict=True):
             forward, backward = forward + piece.forward_s, backward + piece.backward_s
-            size = piece.weights[0].bytes
+            size, transient = piece.weights[0].bytes, max(transient, piece.transient_bytes)
             if layer >= 0:
                 more = taken[layer].seconds[at] * rng.random()
                 forward, backward = forward + more, backward + taken[layer].seconds[at] - more
@@ -125,7 +136,7 @@ def run_stage(
             level = rng.choice(piece.weights[0].levels).times(size)
             backward, held = backward + level.seconds, held + level.state_bytes
             end, sums = end + level.end_s, sums + level.sum_s
-    if held > room:
+    if held + transient > room:
         return None
     return StageTimes(forward, backward, reduce_s=end - min(backward, sums))
 
@@ -176,3 +187,20 @@ def test_strategies_keep_what_modules_that_run_again_do_not_free() -> None:
     families = [Family(10, piece, (piece,), kept, (Again(1.0, left),))]
     seconds = [least_step_seconds(families, [], Pipeline(1, (1,), (room,))) for room in (40, 20, 10)]
     assert seconds == pytest.approx([30, 40, 50], rel=1e-5)
+
+
+def test_layers_that_cannot_be_cut_leave_one_stage_with_more() -> None:
+    """Of five layers on two stages one has three: the first, as the second waits for it. Halves are divided evenly."""
+    layer, pipeline = Piece(1.0, 2.0), Pipeline(16, (2, 1), (1e9, 1e9))
+
+    def least(pieces: tuple[Piece, ...]) -> float:
+        families = [Family(5, layer, pieces)]
+        known = least_step_seconds(families, [], pipeline)
+        assert known == pytest.approx(15 + 15 * 7.5, rel=1e-5)
+        places = tuple(Place(0, number, piece) for number in range(5) for piece in range(len(pieces)))
+        row = Row(places, tuple(Boundary(blocks) for blocks in range(len(places) + 1)))
+        return least_divided_seconds(families, [], row, pipeline, known, 200.0)
+
+    assert least((layer,)) == pytest.approx(15 * 9 + 2 * 6, rel=2e-3)
+    assert least((Piece(0.5, 1.0), Piece(0.5, 1.0))) == pytest.approx(15 + 15 * 7.5, rel=2e-3)
+    assert least((Piece(0.25, 0.5), Piece(0.75, 1.5))) == pytest.approx(6.75 + 16 * 8.25, rel=2e-3)

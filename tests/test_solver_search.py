@@ -223,7 +223,7 @@ def test_the_smallest_bounds_are_tightened() -> None:
     def found(most: int) -> tuple[float, list[Degrees]]:
         asked: list[Degrees] = []
 
-        def tighten(config: Degrees) -> float:
+        def tighten(config: Degrees, below: float) -> float:
             asked.append(config)
             return better[config]
 
@@ -259,7 +259,7 @@ def test_the_last_to_be_tried_are_those_of_the_smallest_bounds() -> None:
             lambda config: 5.0 - 0.5 * config.microbatches,
             order=lambda config: float(config.microbatches),
             most=1,
-            tighten=lambda config: 20.0 if config.microbatches == 4 else 0.0,
+            tighten=lambda config, below: 20.0 if config.microbatches == 4 else 0.0,
             most_tightened=most_tightened,
             most_last=most_last,
         )

@@ -77,18 +77,21 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Seconds forward and backward, weights, and the ways to run it: nothing computed again is the first."""
+    """Seconds forward and backward, weights, and the ways to run it: nothing computed again is the first.
+
+    transient_bytes: beside what is held, while it runs.
+    """
 
     forward_s: float
     backward_s: float
     weights: tuple[Weights, ...] = ()
     runs: tuple[Way, ...] = (Way(),)
+    transient_bytes: float = 0.0
 
     def times(self, count: float) -> Piece:
         weights = tuple(replace(own, bytes=own.bytes * count) for own in self.weights)
-        return Piece(
-            self.forward_s * count, self.backward_s * count, weights, tuple(way.times(count) for way in self.runs)
-        )
+        runs = tuple(way.times(count) for way in self.runs)
+        return Piece(self.forward_s * count, self.backward_s * count, weights, runs, self.transient_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +153,15 @@ def least_step_seconds(
 ) -> float:
     """Seconds of a step at least; infinite where nothing fits. below: seconds from which more are of no interest.
 
-    each: every stage by itself, else alike ones in groups (:mod:`autopart.solver.pipeline_groups`).
+    One stage has every piece, and beside all that it holds the largest transient. each: every stage by itself, else
+    alike ones in groups (:mod:`autopart.solver.pipeline_groups`).
     """
+    if pipeline.stages == 1:
+        pieces = (*(item.whole for item in families if item.count), *rest)
+        room = pipeline.capacity_bytes[0] - max((piece.transient_bytes for piece in pieces), default=0.0)
+        if room <= 0:
+            return math.inf
+        pipeline = replace(pipeline, capacity_bytes=(room,))
     return _Program(families, rest, pipeline, each).solve(below)
 
 

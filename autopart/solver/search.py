@@ -214,7 +214,7 @@ def search(
     order: Callable[[Candidate], float] | None = None,
     most: int | None = None,
     more: Callable[[Evaluation[Answer] | None], Iterable[Candidate]] | None = None,
-    tighten: Callable[[Candidate], float] | None = None,
+    tighten: Callable[[Candidate, float], float] | None = None,
     most_tightened: int = 0,
     most_last: int = 0,
 ) -> SearchResult[Answer]:
@@ -288,7 +288,7 @@ def search(
             break
         if tighten is not None and lowest not in tightened and len(tightened) < most_tightened:
             tightened.add(lowest)
-            bounds[lowest] = max(bounds[lowest], tighten(config))
+            bounds[lowest] = max(bounds[lowest], tighten(config, best[1].objective))
             continue
         untried = [at for at in bounds if found[at][2] is None and bounds[at] < best[1].objective]
         if not untried or len(last) == most_last:

@@ -1,0 +1,351 @@
+r"""Least seconds of a step of a pipeline whose blocks lie in a row and cannot be cut: which stage has which of them.
+
+:mod:`autopart.solver.pipeline_floor` divides layers as it likes. Here a stage is a run of blocks between two of the
+row's boundaries. What it takes for a microbatch at least, within its memory and beside the largest transient of its
+blocks, is the program of that module for one stage: pieces of layers that lie in it as a whole obey their prices, those
+of cut layers take what they take at least. Cut layers' strategies obey prices together, so that their missing seconds
+are charged to the stages before, or behind, once all of such a layer is there.
+
+That no division takes less than T seconds is proved for a given T: of all arcs (stage, first, last boundary) those
+are left out that :mod:`autopart.solver.stages_floor` says to take longer, with the least seconds of ways before and
+behind them over the arcs left, and with what the first stage has to do at the end of a step. Where no way through all
+stages is left, T is proved. T is sought between what is known and what is of interest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Way, least_step_seconds
+from autopart.solver.stages_floor import body_seconds
+
+_NEAR = 5e-4
+"""How near to the best that it proves a bound is sought, in parts of what is of interest."""
+_ROUNDS = 4
+"""In which arcs are left out for one T, as others were."""
+_END_PRICES = (1, 2, 4)
+"""What a second of the first stage's microbatches may count, where the least end of its step is sought."""
+_MOST_ARCS = 60_000
+_ALIKE = 1e-5
+"""Seconds that differ by a smaller part are not told apart."""
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A block of the row: a piece of a layer of a family, or, where this is -1, a piece of the rest."""
+
+    family: int
+    layer: int
+    piece: int
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Where stages may begin and end. blocks: before it. there, back: seconds of a transfer. buffers: bytes of a rank
+    on either side. All at least.
+    """
+
+    blocks: int
+    there: float = 0.0
+    back: float = 0.0
+    buffers: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The blocks in order, all layers' pieces in a row, and the boundaries, both ends among them."""
+
+    places: tuple[Place, ...]
+    boundaries: tuple[Boundary, ...]
+
+
+def least_divided_seconds(
+    families: Sequence[Family],
+    rest: Sequence[Piece],
+    row: Row,
+    pipeline: Pipeline,
+    known: float,
+    below: float,
+) -> float:
+    """Seconds of a step at least. known: that it takes at least. below: seconds from which more are of no interest."""
+    if pipeline.stages == 1 or not math.isfinite(below) or below <= known:
+        return known
+    divided = _Divided(families, rest, row, pipeline)
+    low, high = known, below
+    if divided.takes(high):
+        return high
+    while high - low > _NEAR * below:
+        middle = (low + high) / 2
+        if divided.takes(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+_Content = tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...]]
+"""Of a stage: by family the layers that lie in it, pieces of others, and the pieces of the rest."""
+
+
+@dataclass(slots=True)
+class _Arcs:
+    """Of one stage. first, last: boundaries. own: seconds of a microbatch."""
+
+    first: NDArray[np.int64]
+    last: NDArray[np.int64]
+    own: Array
+
+    def left(self, which: NDArray[np.bool_]) -> _Arcs:
+        return _Arcs(self.first[which], self.last[which], self.own[which])
+
+
+@dataclass(slots=True)
+class _Divided:
+    families: Sequence[Family]
+    rest: Sequence[Piece]
+    row: Row
+    pipeline: Pipeline
+    forward: Array = field(init=False)  # seconds of the blocks before each boundary
+    backward: Array = field(init=False)
+    least: Array = field(init=False)  # and with what their parameters exchange at least
+    missing: Array = field(init=False)  # of those with all of their layer before it, what strategies take besides
+    begun: Array = field(init=False)  # the same of layers of which a part lies before it
+    _endless: tuple[list[Family], list[Piece]] = field(init=False)
+    _owns: dict[tuple[_Content, float], dict[int, float]] = field(default_factory=dict)
+    _ends: dict[tuple[_Content, float], list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        pieces = [self._piece(place) for place in self.row.places]
+        at = [boundary.blocks for boundary in self.row.boundaries]
+        self.forward, self.backward, self.least = (
+            np.concatenate([[0.0], np.cumsum(seconds)])[at]
+            for seconds in (
+                [piece.forward_s for piece in pieces],
+                [piece.backward_s for piece in pieces],
+                [_least(piece) for piece in pieces],
+            )
+        )
+        ended, begun = np.zeros(len(pieces) + 1), np.zeros(len(pieces) + 1)
+        layers: dict[tuple[int, int], list[int]] = {}
+        for number, place in enumerate(self.row.places):
+            if place.family >= 0:
+                layers.setdefault((place.family, place.layer), []).append(number)
+        for (family, _), blocks in layers.items():
+            more = _missing(self.families[family])
+            ended[blocks[-1] + 1] += more
+            begun[blocks[0] + 1] += more
+        self.missing, self.begun = np.cumsum(ended)[at], np.cumsum(begun)[at]
+        self._endless = (
+            [replace(item, whole=_endless(item.whole), pieces=()) for item in self.families],
+            [_endless(piece) for piece in self.rest],
+        )
+
+    def takes(self, seconds: float) -> bool:
+        """Whether every division takes so many seconds, as far as this proves it."""
+        arcs = self._arcs(seconds)
+        if arcs is None:
+            return False
+        for _ in range(_ROUNDS):
+            before, behind = self._through(arcs)
+            if not math.isfinite(before[-1][-1]):
+                return True
+            ends = self._ends_of(arcs[0], seconds, behind[1])
+            before, _ = self._through(arcs, ends)
+            found, count = [], 0
+            for stage, own in enumerate(arcs):
+                floors = before[stage][own.first] + self._body(stage, own, behind[stage + 1])
+                found.append(own.left(floors + (0.0 if stage else ends) < seconds))
+                count += len(own.own) - len(found[-1].own)
+                if not len(found[-1].own):
+                    return True
+            arcs = found
+            if not count:
+                return False
+            arcs = self._priced(arcs)
+        return not math.isfinite(self._through(arcs)[0][-1][-1])
+
+    def _arcs(self, seconds: float) -> list[_Arcs] | None:
+        """All that may be part of a division that takes less, as far as blocks alone say it; None: too many."""
+        count, m, last = self.pipeline.stages, self.pipeline.microbatches, len(self.row.boundaries) - 1
+        total = self.least + self.missing
+        crossing = np.array([boundary.there + boundary.back for boundary in self.row.boundaries])
+        cheapest = float(crossing[1:-1].min(initial=math.inf))
+        found, reached = [], np.array([0])
+        most = seconds / m
+        for stage in range(count):
+            stops = np.arange(1, last + 1) if stage < count - 1 else np.array([last])
+            first, stop = (item.ravel() for item in np.meshgrid(reached, stops, indexing="ij"))
+            kept = stop > first
+            first, stop = first[kept], stop[kept]
+            kept = (self.least[stop] - self.least[first] <= most) & (
+                self.least[-1] - self.least[stop] <= most * (count - 1 - stage)
+            )
+            first, stop = first[kept], stop[kept]
+            own = self.least[stop] - self.least[first] + self._inside(first, stop)
+            arcs = _Arcs(first, stop, own)
+            behind = total[-1] - self.least[:] - self.begun + cheapest * max(0, count - 2 - stage)
+            behind = np.where(np.arange(last + 1) == last, 0.0, behind)
+            before = total[first] + cheapest * stage
+            arcs = arcs.left(before + self._body(stage, arcs, behind) < seconds)
+            found.append(arcs)
+            reached = np.unique(arcs.last)
+            if sum(len(item.own) for item in found) > _MOST_ARCS:
+                return None
+        return self._priced(found)
+
+    def _inside(self, first: NDArray[np.int64], last: NDArray[np.int64]) -> Array:
+        """What strategies of the layers that begin and end between two boundaries take besides."""
+        return np.maximum(0.0, self.missing[last] - self.begun[first])
+
+    def _priced(self, arcs: list[_Arcs]) -> list[_Arcs]:
+        """Those that lie on a way through all stages, with the seconds that memory asks for."""
+        before, behind = self._through(arcs)
+        found = []
+        for stage, own in enumerate(arcs):
+            own = own.left(np.isfinite(before[stage][own.first]) & np.isfinite(behind[stage + 1][own.last]))
+            each = zip(own.first.tolist(), own.last.tolist(), own.own.tolist(), strict=True)
+            found.append(_Arcs(own.first, own.last, np.array([self._own(stage, *arc) for arc in each])))
+        return found
+
+    def _through(self, arcs: Sequence[_Arcs], ends: Array | float = 0.0) -> tuple[list[Array], list[Array]]:
+        """By stage and boundary the least seconds of a microbatch in the stages before, and in those from it on.
+
+        With transfers, those of the cut before a stage among the first. ends: what comes to the first stage's.
+        """
+        size = len(self.row.boundaries)
+        crossing = np.array([boundary.there + boundary.back for boundary in self.row.boundaries])
+        crossing[-1] = 0.0
+        before, behind = [np.full(size, math.inf)], [np.full(size, math.inf)]
+        before[0][0] = behind[0][-1] = 0.0
+        for stage, own in enumerate(arcs):
+            more = np.full(size, math.inf)
+            closed = self.missing[own.last] - self.missing[own.first] - self._inside(own.first, own.last)
+            seconds = own.own + closed + crossing[own.last] + (0.0 if stage else ends)
+            np.minimum.at(more, own.last, before[-1][own.first] + seconds)
+            before.append(more)
+        for own in reversed(arcs):
+            more = np.full(size, math.inf)
+            opened = self.begun[own.last] - self.begun[own.first] - self._inside(own.first, own.last)
+            np.minimum.at(more, own.first, behind[-1][own.last] + own.own + opened + crossing[own.last])
+            behind.append(more)
+        return before, behind[::-1]
+
+    def _body(self, stage: int, arcs: _Arcs, behind: Array) -> Array:
+        """Seconds of a stage from its first forward to its last backward. behind: without the cut behind the stage."""
+        flying, m = self.pipeline.in_flight, self.pipeline.microbatches
+        there = np.array([boundary.there for boundary in self.row.boundaries])[arcs.last]
+        back = np.array([boundary.back for boundary in self.row.boundaries])[arcs.last]
+        if stage == self.pipeline.stages - 1:
+            there = back = np.zeros(len(arcs.last))
+        return body_seconds(
+            *(m, flying[stage], flying[-1] >= m, arcs.own),
+            *(self.forward[arcs.last] - self.forward[arcs.first], self.backward[arcs.last] - self.backward[arcs.first]),
+            *(behind[arcs.last] + there + back, np.maximum(there, back)),
+        )
+
+    # -- one stage ------------------------------------------------------------------------------------------------
+
+    def _content(self, first: int, last: int) -> _Content:
+        boundaries = self.row.boundaries
+        whole, cut, rest = [0] * len(self.families), list[tuple[int, int]](), []
+        layers: dict[tuple[int, int], list[int]] = {}
+        for place in self.row.places[boundaries[first].blocks : boundaries[last].blocks]:
+            if place.family < 0:
+                rest.append(place.piece)
+            else:
+                layers.setdefault((place.family, place.layer), []).append(place.piece)
+        for (family, _), pieces in layers.items():
+            if len(pieces) == len(self.families[family].pieces):
+                whole[family] += 1
+            else:
+                cut += [(family, piece) for piece in pieces]
+        return tuple(whole), tuple(sorted(cut)), tuple(rest)
+
+    def _room(self, stage: int, first: int, last: int) -> float:
+        boundaries = self.row.boundaries
+        return self.pipeline.capacity_bytes[stage] - boundaries[first].buffers - boundaries[last].buffers
+
+    def _own(self, stage: int, first: int, last: int, least: float) -> float:
+        """Seconds of a microbatch in a stage of these blocks, at least; infinite where they do not fit.
+
+        least: whatever its memory. The fewer microbatches are in flight, the fewer seconds.
+        """
+        content = self._content(first, last)
+        room, flying = self._room(stage, first, last), self.pipeline.in_flight[stage]
+        known = self._owns.setdefault((content, room), {})
+        for w in (min(self.pipeline.in_flight), flying):
+            fewer = max((own for held, own in known.items() if held < w), default=least)
+            more = min((own for held, own in known.items() if held > w), default=math.inf)
+            if w not in known:
+                known[w] = fewer
+                if more > fewer * (1 + _ALIKE):
+                    known[w] = max(fewer, self._least(content, room, w, self._endless, 1))
+        return known[flying]
+
+    def _ends_of(self, arcs: _Arcs, seconds: float, behind: Array) -> Array:
+        """By arc of the first stage, its seconds after its last backward, where a step takes fewer than ``seconds``."""
+        m, held = self.pipeline.microbatches, self.pipeline.in_flight[0]
+        found = []
+        for last in arcs.last.tolist():
+            end = 0.0
+            for _ in range(2):  # the longer the end, the less time for microbatches
+                cap = (seconds - end) / m
+                if held < m:
+                    cap = min(cap, (seconds - end - 2 * float(behind[last])) / (1 + m - held))
+                end = max(end, self._end(last, cap))
+            found.append(end)
+        return np.array(found)
+
+    def _end(self, last: int, cap: float) -> float:
+        """Seconds after the last backward of a first stage up to a boundary that takes ``cap`` at most."""
+        content = self._content(0, last)
+        room, flying = self._room(0, 0, last), self.pipeline.in_flight[0]
+        key = content, room
+        if key not in self._ends:
+            both = list(self.families), list(self.rest)
+            self._ends[key] = [self._least(content, room, flying, both, price) for price in _END_PRICES]
+        return max(0.0, *(found - price * cap for price, found in zip(_END_PRICES, self._ends[key], strict=True)))
+
+    def _least(
+        self, content: _Content, room: float, flying: int, of: tuple[list[Family], list[Piece]], microbatches: int
+    ) -> float:
+        whole, cut, rest = content
+        families = [replace(of[0][number], count=count) for number, count in enumerate(whole) if count]
+        ends = of[1] is not self._endless[1]
+        pieces = [self.families[family].pieces[piece] for family, piece in cut]
+        pieces = pieces if ends else [_endless(piece) for piece in pieces]
+        pieces += [of[1][piece] for piece in rest]
+        if room <= 0:
+            return math.inf
+        return least_step_seconds(families, pieces, Pipeline(microbatches, (flying,), (room,)))
+
+    def _piece(self, place: Place) -> Piece:
+        return self.rest[place.piece] if place.family < 0 else self.families[place.family].pieces[place.piece]
+
+
+def _least(piece: Piece) -> float:
+    """Seconds of a microbatch, whatever a stage's memory."""
+    exchanged = (own.bytes * min(level.seconds for level in own.levels) for own in piece.weights)
+    again = min(way.seconds for way in piece.runs)
+    return piece.forward_s + piece.backward_s + math.fsum(exchanged) + again
+
+
+def _missing(family: Family) -> float:
+    """What strategies of a layer take besides the seconds of its pieces."""
+    alone = math.fsum(piece.forward_s + piece.backward_s for piece in family.pieces)
+    priced = max((price.seconds for price in family.prices if not price.weights and not price.kept), default=0.0)
+    return max(0.0, priced - alone)
+
+
+def _endless(piece: Piece) -> Piece:
+    def of(way: Way) -> Way:
+        return replace(way, end_s=0.0, sum_s=0.0)
+
+    return replace(piece, weights=tuple(replace(own, levels=tuple(map(of, own.levels))) for own in piece.weights))
