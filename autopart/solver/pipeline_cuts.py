@@ -26,11 +26,12 @@ from autopart.solver.stages_floor import body_seconds
 
 _NEAR = 5e-4
 """How near to the best that it proves a bound is sought, in parts of what is of interest."""
-_ROUNDS = 4
-"""In which arcs are left out for one T, as others were."""
-_END_PRICES = (1, 2, 4)
-"""What a second of the first stage's microbatches may count, where the least end of its step is sought."""
-_MOST_ARCS = 60_000
+_LEAST_GAIN = 0.1
+"""Of the way to that: where not so much of it is proved, nothing more is sought."""
+_MOST_PROGRAMS, _MOST_ARCS = 60, 20_000
+"""Linear programs of one stage, and arcs, beyond which no more is proved."""
+_END_PRICE = 2
+"""What a second of the first stage's microbatches counts, where the least end of its step is sought."""
 _ALIKE = 1e-5
 """Seconds that differ by a smaller part are not told apart."""
 
@@ -81,6 +82,8 @@ def least_divided_seconds(
     low, high = known, below
     if divided.takes(high):
         return high
+    if not divided.takes(low + _LEAST_GAIN * (high - low)):
+        return low
     while high - low > _NEAR * below:
         middle = (low + high) / 2
         if divided.takes(middle):
@@ -96,14 +99,17 @@ _Content = tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...]]
 
 @dataclass(slots=True)
 class _Arcs:
-    """Of one stage. first, last: boundaries. own: seconds of a microbatch."""
+    """Of one stage. first, last: boundaries. own: seconds of a microbatch, at least. ends: of the first stage, those
+    after its last backward, else 0.
+    """
 
     first: NDArray[np.int64]
     last: NDArray[np.int64]
     own: Array
+    ends: Array
 
     def left(self, which: NDArray[np.bool_]) -> _Arcs:
-        return _Arcs(self.first[which], self.last[which], self.own[which])
+        return _Arcs(self.first[which], self.last[which], self.own[which], self.ends[which])
 
 
 @dataclass(slots=True)
@@ -118,8 +124,10 @@ class _Divided:
     missing: Array = field(init=False)  # of those with all of their layer before it, what strategies take besides
     begun: Array = field(init=False)  # the same of layers of which a part lies before it
     _endless: tuple[list[Family], list[Piece]] = field(init=False)
+    _contents: dict[tuple[int, int], _Content] = field(default_factory=dict)
     _owns: dict[tuple[_Content, float], dict[int, float]] = field(default_factory=dict)
-    _ends: dict[tuple[_Content, float], list[float]] = field(default_factory=dict)
+    _ends: dict[int, float] = field(default_factory=dict)  # by boundary behind the first stage
+    _programs: int = 0
 
     def __post_init__(self) -> None:
         pieces = [self._piece(place) for place in self.row.places]
@@ -150,33 +158,59 @@ class _Divided:
     def takes(self, seconds: float) -> bool:
         """Whether every division takes so many seconds, as far as this proves it."""
         arcs = self._arcs(seconds)
-        if arcs is None:
-            return False
-        for _ in range(_ROUNDS):
+        while arcs is not None:
+            arcs, way = self._shorter(arcs, seconds)
+            if way is None:
+                return True
+            if self._programs > _MOST_PROGRAMS:
+                return False
+            # programs only for what may be part of a division that takes less
+            before = self._programs
+            for stage, (first, last) in enumerate(way):
+                self._price(stage, first, last)
+            if self._programs == before:
+                return False
+            self._raise(arcs, seconds)
+        return False
+
+    def _shorter(self, arcs: list[_Arcs], seconds: float) -> tuple[list[_Arcs], list[tuple[int, int]] | None]:
+        """The arcs that may be part of a division that takes less, and of these the way of the least seconds."""
+        while True:
             before, behind = self._through(arcs)
             if not math.isfinite(before[-1][-1]):
-                return True
-            ends = self._ends_of(arcs[0], seconds, behind[1])
-            before, _ = self._through(arcs, ends)
-            found, count = [], 0
-            for stage, own in enumerate(arcs):
-                floors = before[stage][own.first] + self._body(stage, own, behind[stage + 1])
-                found.append(own.left(floors + (0.0 if stage else ends) < seconds))
-                count += len(own.own) - len(found[-1].own)
-                if not len(found[-1].own):
-                    return True
+                return arcs, None
+            found = [
+                own.left(before[stage][own.first] + own.ends + self._body(stage, own, behind[stage + 1]) < seconds)
+                for stage, own in enumerate(arcs)
+            ]
+            if sum(len(own.own) for own in found) == sum(len(own.own) for own in arcs):
+                break
             arcs = found
-            if not count:
-                return False
-            arcs = self._priced(arcs)
-        return not math.isfinite(self._through(arcs)[0][-1][-1])
+        way, at = list[tuple[int, int]](), 0
+        for stage, own in enumerate(arcs):
+            here = np.flatnonzero(own.first == at)
+            left = self._taken(stage, own)[here] + behind[stage + 1][own.last[here]]
+            at = int(own.last[here[int(np.argmin(left))]])
+            way.append((int(own.first[here[0]]), at))
+        return arcs, way
+
+    def _raise(self, arcs: list[_Arcs], seconds: float) -> None:
+        """To what programs found, in place."""
+        for stage, own in enumerate(arcs):
+            flying = self.pipeline.in_flight[stage]
+            for number, (first, last) in enumerate(zip(own.first.tolist(), own.last.tolist(), strict=True)):
+                known = self._owns.get((self._content(first, last), self._room(stage, first, last)))
+                if known:
+                    fewer = max((found for held, found in known.items() if held <= flying), default=0.0)
+                    own.own[number] = max(own.own[number], fewer)
+                if not stage and last in self._ends:
+                    own.ends[number] = self._end(last, seconds)
 
     def _arcs(self, seconds: float) -> list[_Arcs] | None:
         """All that may be part of a division that takes less, as far as blocks alone say it; None: too many."""
         count, m, last = self.pipeline.stages, self.pipeline.microbatches, len(self.row.boundaries) - 1
         total = self.least + self.missing
-        crossing = np.array([boundary.there + boundary.back for boundary in self.row.boundaries])
-        cheapest = float(crossing[1:-1].min(initial=math.inf))
+        cheapest = float(self._crossing()[1:-1].min(initial=math.inf))
         found, reached = [], np.array([0])
         most = seconds / m
         for stage in range(count):
@@ -189,7 +223,7 @@ class _Divided:
             )
             first, stop = first[kept], stop[kept]
             own = self.least[stop] - self.least[first] + self._inside(first, stop)
-            arcs = _Arcs(first, stop, own)
+            arcs = _Arcs(first, stop, own, np.zeros(len(own)))
             behind = total[-1] - self.least[:] - self.begun + cheapest * max(0, count - 2 - stage)
             behind = np.where(np.arange(last + 1) == last, 0.0, behind)
             before = total[first] + cheapest * stage
@@ -198,42 +232,41 @@ class _Divided:
             reached = np.unique(arcs.last)
             if sum(len(item.own) for item in found) > _MOST_ARCS:
                 return None
-        return self._priced(found)
+        self._raise(found, seconds)
+        return found
 
     def _inside(self, first: NDArray[np.int64], last: NDArray[np.int64]) -> Array:
         """What strategies of the layers that begin and end between two boundaries take besides."""
         return np.maximum(0.0, self.missing[last] - self.begun[first])
 
-    def _priced(self, arcs: list[_Arcs]) -> list[_Arcs]:
-        """Those that lie on a way through all stages, with the seconds that memory asks for."""
-        before, behind = self._through(arcs)
-        found = []
-        for stage, own in enumerate(arcs):
-            own = own.left(np.isfinite(before[stage][own.first]) & np.isfinite(behind[stage + 1][own.last]))
-            each = zip(own.first.tolist(), own.last.tolist(), own.own.tolist(), strict=True)
-            found.append(_Arcs(own.first, own.last, np.array([self._own(stage, *arc) for arc in each])))
+    def _taken(self, stage: int, arcs: _Arcs) -> Array:
+        """Seconds of a stage and of the cut behind it, and what strategies take besides of layers begun in it."""
+        opened = self.begun[arcs.last] - self.begun[arcs.first] - self._inside(arcs.first, arcs.last)
+        return arcs.own + opened + self._crossing()[arcs.last]
+
+    def _crossing(self) -> Array:
+        """Seconds of a microbatch at each boundary."""
+        found = np.array([boundary.there + boundary.back for boundary in self.row.boundaries])
+        found[-1] = 0.0
         return found
 
-    def _through(self, arcs: Sequence[_Arcs], ends: Array | float = 0.0) -> tuple[list[Array], list[Array]]:
+    def _through(self, arcs: Sequence[_Arcs]) -> tuple[list[Array], list[Array]]:
         """By stage and boundary the least seconds of a microbatch in the stages before, and in those from it on.
 
-        With transfers, those of the cut before a stage among the first. ends: what comes to the first stage's.
+        With transfers, those of the cut before a stage among the first, and there with the first stage's end.
         """
-        size = len(self.row.boundaries)
-        crossing = np.array([boundary.there + boundary.back for boundary in self.row.boundaries])
-        crossing[-1] = 0.0
+        size, crossing = len(self.row.boundaries), self._crossing()
         before, behind = [np.full(size, math.inf)], [np.full(size, math.inf)]
         before[0][0] = behind[0][-1] = 0.0
-        for stage, own in enumerate(arcs):
+        for own in arcs:
             more = np.full(size, math.inf)
             closed = self.missing[own.last] - self.missing[own.first] - self._inside(own.first, own.last)
-            seconds = own.own + closed + crossing[own.last] + (0.0 if stage else ends)
+            seconds = own.own + closed + crossing[own.last] + own.ends
             np.minimum.at(more, own.last, before[-1][own.first] + seconds)
             before.append(more)
-        for own in reversed(arcs):
-            more = np.full(size, math.inf)
-            opened = self.begun[own.last] - self.begun[own.first] - self._inside(own.first, own.last)
-            np.minimum.at(more, own.first, behind[-1][own.last] + own.own + opened + crossing[own.last])
+        for stage in reversed(range(len(arcs))):
+            own, more = arcs[stage], np.full(size, math.inf)
+            np.minimum.at(more, own.first, behind[-1][own.last] + self._taken(stage, own))
             behind.append(more)
         return before, behind[::-1]
 
@@ -253,6 +286,11 @@ class _Divided:
     # -- one stage ------------------------------------------------------------------------------------------------
 
     def _content(self, first: int, last: int) -> _Content:
+        if (first, last) not in self._contents:
+            self._contents[first, last] = self._gather(first, last)
+        return self._contents[first, last]
+
+    def _gather(self, first: int, last: int) -> _Content:
         boundaries = self.row.boundaries
         whole, cut, rest = [0] * len(self.families), list[tuple[int, int]](), []
         layers: dict[tuple[int, int], list[int]] = {}
@@ -272,46 +310,37 @@ class _Divided:
         boundaries = self.row.boundaries
         return self.pipeline.capacity_bytes[stage] - boundaries[first].buffers - boundaries[last].buffers
 
-    def _own(self, stage: int, first: int, last: int, least: float) -> float:
-        """Seconds of a microbatch in a stage of these blocks, at least; infinite where they do not fit.
+    def _price(self, stage: int, first: int, last: int) -> None:
+        """Finds the seconds of a microbatch in a stage of these blocks, at least; infinite where they do not fit.
 
-        least: whatever its memory. The fewer microbatches are in flight, the fewer seconds.
+        The fewer microbatches are in flight, the fewer seconds.
         """
         content = self._content(first, last)
         room, flying = self._room(stage, first, last), self.pipeline.in_flight[stage]
         known = self._owns.setdefault((content, room), {})
-        for w in (min(self.pipeline.in_flight), flying):
-            fewer = max((own for held, own in known.items() if held < w), default=least)
-            more = min((own for held, own in known.items() if held > w), default=math.inf)
-            if w not in known:
-                known[w] = fewer
-                if more > fewer * (1 + _ALIKE):
-                    known[w] = max(fewer, self._least(content, room, w, self._endless, 1))
-        return known[flying]
-
-    def _ends_of(self, arcs: _Arcs, seconds: float, behind: Array) -> Array:
-        """By arc of the first stage, its seconds after its last backward, where a step takes fewer than ``seconds``."""
-        m, held = self.pipeline.microbatches, self.pipeline.in_flight[0]
-        found = []
-        for last in arcs.last.tolist():
-            end = 0.0
-            for _ in range(2):  # the longer the end, the less time for microbatches
-                cap = (seconds - end) / m
-                if held < m:
-                    cap = min(cap, (seconds - end - 2 * float(behind[last])) / (1 + m - held))
-                end = max(end, self._end(last, cap))
-            found.append(end)
-        return np.array(found)
-
-    def _end(self, last: int, cap: float) -> float:
-        """Seconds after the last backward of a first stage up to a boundary that takes ``cap`` at most."""
-        content = self._content(0, last)
-        room, flying = self._room(0, 0, last), self.pipeline.in_flight[0]
-        key = content, room
-        if key not in self._ends:
+        for held in (min(self.pipeline.in_flight), flying):
+            fewer = max((own for w, own in known.items() if w < held), default=0.0)
+            more = min((own for w, own in known.items() if w > held), default=math.inf)
+            if held not in known:
+                alike = more <= fewer * (1 + _ALIKE)
+                known[held] = fewer if alike else max(fewer, self._least(content, room, held, self._endless, 1))
+        if not stage and last not in self._ends:
             both = list(self.families), list(self.rest)
-            self._ends[key] = [self._least(content, room, flying, both, price) for price in _END_PRICES]
-        return max(0.0, *(found - price * cap for price, found in zip(_END_PRICES, self._ends[key], strict=True)))
+            self._ends[last] = self._least(content, room, flying, both, _END_PRICE)
+
+    def _end(self, last: int, seconds: float) -> float:
+        """Seconds after the last backward of a first stage up to a boundary, where a step takes fewer than ``seconds``.
+
+        Its microbatches take no more than the step leaves them, which is less the longer the end.
+        """
+        m, held, end = self.pipeline.microbatches, self.pipeline.in_flight[0], 0.0
+        behind = float(self.least[-1] + self.missing[-1] - self.least[last] - self.begun[last])
+        for _ in range(2):
+            cap = (seconds - end) / m
+            if held < m:
+                cap = min(cap, (seconds - end - 2 * behind) / (1 + m - held))
+            end = max(end, self._ends[last] - _END_PRICE * cap)
+        return end
 
     def _least(
         self, content: _Content, room: float, flying: int, of: tuple[list[Family], list[Piece]], microbatches: int
@@ -324,6 +353,7 @@ class _Divided:
         pieces += [of[1][piece] for piece in rest]
         if room <= 0:
             return math.inf
+        self._programs += 1
         return least_step_seconds(families, pieces, Pipeline(microbatches, (flying,), (room,)))
 
     def _piece(self, place: Place) -> Piece:
