@@ -7,11 +7,12 @@ stages each get one. The classes are transformers' own; tied weights are tied as
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -284,3 +285,10 @@ def _images(batch: int, size: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 FAMILIES = families()
 NAMES = tuple(item.name for item in FAMILIES)
+
+_UNLIKE = ("gpt2", "t5", "resnet", "mixtral")
+
+
+def unlike_first(items: Sequence[Family] = FAMILIES) -> list[Any]:
+    """For tests of every family: those that have least in common by default, the others as slow tests."""
+    return [pytest.param(item, marks=() if item.name in _UNLIKE else pytest.mark.slow, id=item.name) for item in items]

@@ -24,7 +24,10 @@ from clusters import ideal
 from families import NAMES, family
 from launch import run_kept_job
 
-LARGER = ("t5", "mixtral")  # planned for longer; under forced plans they are tried by default
+LARGER = (
+    "t5",
+    "mixtral",
+)  # planned for longer; under forced plans they are tried by default, tensors divided with two stages
 PLANS: dict[str, dict[str, int]] = {
     "pp2": {"pp": 2, "dp": 1, "tp": 1},
     "tp2": {"pp": 1, "dp": 1, "tp": 2},
@@ -56,8 +59,14 @@ def check(name: str, limits: Mapping[str, Any], devices: int, folder: Path, monk
     return plan
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", NAMES)  # the slower one of the two, so that a process captures few families
+@pytest.mark.parametrize(
+    ("name", "plan"),  # by name, so that a process captures few families
+    [
+        pytest.param(name, plan, marks=pytest.mark.slow if name in LARGER and plan == "tp2" else ())
+        for name in NAMES
+        for plan in PLANS
+    ],
+)
 def test_forced_plan(name: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = PLANS[plan]
     found = check(name, limits, limits["pp"] * limits["dp"] * limits["tp"], tmp_path, monkeypatch)

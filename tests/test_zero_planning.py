@@ -81,6 +81,7 @@ def test_weights_are_divided_where_they_do_not_fit_whole() -> None:
     assert 3 in found.zero.values() and needed(found) <= memory
 
 
+@pytest.mark.slow
 def test_tensor_axes_and_levels_are_chosen_together() -> None:
     roomy = plan(dp=2, tp=2)
     tight = plan(0.75 * needed(roomy), dp=2, tp=2)
