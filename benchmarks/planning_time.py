@@ -6,21 +6,25 @@ Each line runs the command line as a user would, several times, and prints the f
 spent inside ``make_plan`` and in its solvers; CPU seconds are means, the peak of memory is that of all
 runs so far.
 Solved strategies of earlier runs are not used. --large: models of 70 B parameters and more, a minute each.
---phases: one process, without imports; seconds of the processor by phase, of the cases that force nothing. --growth:
-the same for models of more and more layers, ops in a layer, and devices.
+--phases: one process; seconds of the processor by phase, of the cases that force nothing, without imports, which
+torch and transformers go on with when they are first used. --growth: the same for models of more and more layers, ops
+in a layer, and devices.
 """
 
 from __future__ import annotations
 
 import argparse
+import builtins
 import gc
+import importlib
 import itertools
 import json
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 CASES = {
     "GPT-2 124M on 8 H100": ["hf:gpt2?seq=1024", "--cluster", "8xH100", "--batch", "64"],
@@ -67,6 +71,32 @@ GROWTH = [
 ]
 
 
+_importing = {"depth": 0, "seconds": 0.0}
+
+
+def _clock() -> float:
+    """CPU seconds of this process so far that were not spent importing."""
+    return time.process_time() - _importing["seconds"]
+
+
+def _noted(importing: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, noting the time it takes where a module is imported that was not there."""
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if _importing["depth"]:
+            return importing(*args, **kwargs)
+        start, there = time.process_time(), len(sys.modules)
+        _importing["depth"] = 1
+        try:
+            return importing(*args, **kwargs)
+        finally:
+            _importing["depth"] = 0
+            if len(sys.modules) != there:
+                _importing["seconds"] += time.process_time() - start
+
+    return noted
+
+
 def phase_seconds(model: str, cluster: str, batch: int, dtype: str) -> str:
     """CPU seconds of planning in this process by phase, and how much there was to do."""
     import torch
@@ -78,22 +108,23 @@ def phase_seconds(model: str, cluster: str, batch: int, dtype: str) -> str:
     from autopart.solver import cache
     from autopart.tracing import capture
 
-    clock = [time.process_time()]
+    clock = [_clock()]
     loaded = load_model(model, meta=True, dtype=getattr(torch, dtype))
-    clock.append(time.process_time())
+    clock.append(_clock())
     program = capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False, copy_layers=True)
-    clock.append(time.process_time())
+    clock.append(_clock())
     analysis = analyze(program)
-    clock.append(time.process_time())
+    clock.append(_clock())
     with cache.used(False):
         plan = make_plan(program, Cluster.parse(cluster), batch=batch, analysis=analysis)
-    clock.append(time.process_time())
-    built, captured, analyzed, planned = (after - before for before, after in itertools.pairwise(clock))
+    clock.append(_clock())
+    parts = [after - before for before, after in itertools.pairwise(clock)]
+    built, captured, analyzed, planned = parts
     layers = len({layer for layer in analysis.layers if layer})
     tried = sum(row["status"] in ("chosen", "slower") for row in plan.considered)
     return (
         f"{layers:3} layers {len(analysis.block_of):5} ops {plan.device_count:4} devices: {built:4.1f} s build, "
-        f"{captured:4.1f} s capture, {analyzed:4.1f} s analysis, {planned:5.1f} s planner; "
+        f"{captured:4.1f} s capture, {analyzed:4.1f} s analysis, {planned:5.1f} s planner, {sum(parts):5.1f} s in all; "
         f"step {plan.step_time_s:.4g} s, gap {plan.gap:.1%}, {len(plan.considered)} configurations, {tried} timed"
     )
 
@@ -107,12 +138,7 @@ def grow(only: str) -> None:
 
 
 def phases(only: str, cases: Mapping[str, Sequence[str]]) -> None:
-    """Prints what the phases of planning take, imports left out."""
-    import transformers.models.auto.modeling_auto  # noqa: F401
-
-    import autopart.planner
-    import autopart.tracing  # noqa: F401
-
+    """Prints what the phases of planning take."""
     for name, (model, *options) in cases.items():
         given = dict(zip(options[::2], options[1::2], strict=True))
         if only in name and given.keys() <= {"--cluster", "--batch", "--dtype"}:
@@ -141,6 +167,9 @@ def main() -> None:
     parser.add_argument("--phases", action="store_true")
     options = parser.parse_args()
     gc.set_threshold(100_000)  # as the command does
+    if options.phases or options.growth:
+        builtins.__import__ = _noted(builtins.__import__)
+        importlib.import_module = _noted(importlib.import_module)
     if options.phases:
         phases(options.only, LARGE if options.large else CASES)
         return
