@@ -42,6 +42,8 @@ MOST_APART = 24
 """Blocks outside of layers that are alike, up to which a pipeline is bounded piece by piece."""
 _MOST_OTHERS = 4
 """Layers that few are alike to, up to which the strategies of each are known."""
+MOST_UNPRICED = 8
+"""Stages up to which a pipeline is bounded without prices of layers' strategies before these are found."""
 _MOST_LONGER = 3.0
 """How many times as long as without memory: more is not told apart."""
 
@@ -99,51 +101,62 @@ class CandidateFloors(CandidatePrices):
         """
         setting = self.setting(config)
         key = self.samples(config), setting.axes, setting.beside
+        if key not in self._work_bounds and below < math.inf:  # what takes no solver for strategies may do
+            known = self._known_floor(config, self.work_seconds(config), below, priced=False)
+            if known >= below:
+                return known
         if config.axes:
             enough = below / self.step_floor(1.0, config) - self.besides_seconds(config)
-            bounded, known = self._enough.get(key), self._work_bounds.get(key, 0.0)
-            if bounded is None or (known >= bounded and enough > known):
+            bounded, found = self._enough.get(key), self._work_bounds.get(key, 0.0)
+            if bounded is None or (found >= bounded and enough > found):
                 # the second time as far as it goes
                 wanted = enough if bounded is None else math.inf
-                found = work_bound(
+                more = work_bound(
                     *(self.analysis, self._folded, setting, self._block_costs, self.time_limit_s), enough=wanted
                 )
-                self._work_bounds[key], self._enough[key] = max(known, found), wanted
-        work = max(self._work_bounds.get(key, 0.0), self.work_seconds(config)) + self.besides_seconds(config)
+                self._work_bounds[key], self._enough[key] = max(found, more), wanted
+        return self._known_floor(config, self._work_bounds.get(key, 0.0), below)
+
+    def _known_floor(self, config: Degrees, least: float, below: float, priced: bool = True) -> float:
+        """The same from what is known of a microbatch's ops, which take at least ``least``.
+
+        priced: from prices of layers' strategies too; else only for as many stages as take little time.
+        """
+        work = max(least, self.work_seconds(config)) + self.besides_seconds(config)
         known = max(self.known_floor(config), self._order_floor(config, work))
         if known >= below:
             return known
         # what divided parameters exchange in each microbatch, they do not at the end
         summed = not self._divides(config) and not self.zero
         known = max(known, self._floor(work + self._memory_seconds(config, work), config, summed))
-        if known >= below:
+        if known >= below or not (priced or config.stages <= MOST_UNPRICED):
             return known
-        return max(known, self._pipeline_floor(config, self._work_bounds.get(key, 0.0), below))
+        return max(known, self._pipeline_floor(config, least, below, priced))
 
-    def _pipeline_floor(self, config: Degrees, work: float, below: float = math.inf) -> float:
+    def _pipeline_floor(self, config: Degrees, work: float, below: float = math.inf, priced: bool = True) -> float:
         """Of a step with its end and each stage's memory, where most of a program are layers that are alike.
 
-        work: of a microbatch's ops in blocks, with nothing computed again.
+        work: of a microbatch's ops in blocks, with nothing computed again. priced: with prices of layers' strategies.
         """
         key = config, work
         if key in self._floors:
             return self._floors[key]
-        parts = self._pipeline(config, work)
+        parts = self._pipeline(config, work, priced=priced)
         if parts is None:
             return 0.0
         found = min(least_step_seconds(*parts, below), _MOST_LONGER * self.known_floor(config))
         if config.pp > 1:
             found = self._tied_floor(config, found)
-        if found < below:
+        if found < below and priced:
             self._floors[key] = found
         return found
 
     def _pipeline(
-        self, config: Degrees, work: float, others: bool = False
+        self, config: Degrees, work: float, others: bool = False, priced: bool = True
     ) -> tuple[list[Family], list[Piece], Pipeline] | None:
         """Layers that are alike, what is beside them, and the pipeline, where this can be bounded piece by piece.
 
-        others: families of layers that few are alike to come after these.
+        others: families of layers that few are alike to come after these. priced: with prices of layers' strategies.
         """
         if config.schedule not in WHOLE_SCHEDULES or self.faster(config) != 1.0 or not self.positions.in_row:
             return None
@@ -151,7 +164,7 @@ class CandidateFloors(CandidatePrices):
         if not alike or len(apart) > MOST_APART:
             return None
         setting = self._piece_setting(config)
-        families = [self._family(config, number, setting) for number in range(len(alike))]
+        families = [self._family(config, number, setting, priced) for number in range(len(alike))]
         if others:
             families += [self._other_family(config, other, setting) for other in self._other_layers()]
             apart = self._apart([*alike, *self._other_layers()])
@@ -251,10 +264,12 @@ class CandidateFloors(CandidatePrices):
 
         return transient
 
-    def _family(self, config: Degrees, index: int, setting: PieceSetting) -> Family:
+    def _family(self, config: Degrees, index: int, setting: PieceSetting, priced: bool = True) -> Family:
         alike = self.alike_layers()[index]
         whole = self._pieces.layer(alike.facts, alike.blocks[0], setting, alike.priced)
         pieces = tuple(self._pieces.block(number, setting, alike.priced) for number in alike.blocks[0])
+        if not priced:
+            return Family(len(alike.blocks), whole, pieces)
         parts = self._pieces.parts(alike.facts, alike.blocks[0], setting) if setting.recompute == "auto" else []
         prices = self._layer_prices(config, index, whole, [left for _, left in parts])
         again = tuple(Again(seconds, own) for (seconds, _), own in zip(parts, prices[1:], strict=False))

@@ -194,7 +194,12 @@ class Held:
 
 def least_seconds(blocks: Sequence[Family], room: float, in_flight: int) -> Fastest:
     """The fastest choices of one stage's blocks in ``room`` bytes."""
-    levels = [_Knapsack(blocks, room - highest, in_flight, highest) for highest in transients(blocks)]
+    numbers = numbered(blocks)
+    families = dict(zip(numbers, blocks, strict=True))
+    levels = [
+        _Knapsack(families, numbers, room - highest, in_flight, highest)
+        for highest in transients(list(families.values()))
+    ]
     best = Fastest(math.inf, math.inf, None)
     bound = math.inf
     for level in sorted(levels, key=lambda item: item.relaxed):
@@ -207,20 +212,38 @@ def least_seconds(blocks: Sequence[Family], room: float, in_flight: int) -> Fast
     return Fastest(best.seconds, min(bound, best.seconds), best.choices)
 
 
+def numbered(families: Sequence[Family]) -> list[int]:
+    """Of each a number, the same for equal ones; those that are one object are compared once, as hashing takes long."""
+    by_id: dict[int, int] = {}
+    by_content: dict[Family, int] = {}
+    for family in families:
+        if id(family) not in by_id:
+            by_id[id(family)] = by_content.setdefault(family, len(by_content))
+    return [by_id[id(family)] for family in families]
+
+
 class _Knapsack:
     """One value of the largest transient. relaxed: seconds that every solution takes; infinite where there is none."""
 
-    def __init__(self, blocks: Sequence[Family], room: float, in_flight: int, most_transient: float) -> None:
+    def __init__(
+        self,
+        families: Mapping[int, Family],
+        blocks: Sequence[int],
+        room: float,
+        in_flight: int,
+        most_transient: float,
+    ) -> None:
+        """blocks: the number of each one's family."""
         self._blocks, self._room = blocks, room
         self._counts = Counter(blocks)
-        self._hulls = {family: hull(family, in_flight, most_transient) for family in self._counts}
+        self._hulls = {number: hull(family, in_flight, most_transient) for number, family in families.items()}
         self._allowed = {
-            family: [
+            number: [
                 (choice.seconds, choice.kept_bytes(in_flight), index)
                 for index, choice in enumerate(family)
                 if choice.transient_bytes <= most_transient
             ]
-            for family in self._counts
+            for number, family in families.items()
         }
         possible = all(self._hulls.values()) and self._least_rest(list(self._counts)) <= room
         self.relaxed = float(self._rest_seconds(list(self._counts), np.zeros(1))[0]) if possible else math.inf
@@ -270,7 +293,7 @@ class _Knapsack:
             if not len(keep):
                 return Fastest(math.inf, bound, None)
         best = int(seconds.argmin())
-        taken: dict[Family, Counter[int]] = {}
+        taken: dict[int, Counter[int]] = {}
         at = best
         for family, (parents, mixes, used) in zip(reversed(order), reversed(trail), strict=True):
             numbers = zip(mixes[int(used[at])], self._allowed[family], strict=True)
@@ -278,7 +301,7 @@ class _Knapsack:
             at = int(parents[at])
         return Fastest(float(seconds[best]), min(bound, float(seconds[best])), self._choices(taken))
 
-    def _holds(self, taken: Mapping[Family, Counter[int]]) -> float:
+    def _holds(self, taken: Mapping[int, Counter[int]]) -> float:
         sizes = {family: {index: size for _, size, index in allowed} for family, allowed in self._allowed.items()}
         return math.fsum(
             count * sizes[family][index]
@@ -287,18 +310,18 @@ class _Knapsack:
             if count
         )
 
-    def _choices(self, taken: Mapping[Family, Counter[int]]) -> tuple[int, ...]:
+    def _choices(self, taken: Mapping[int, Counter[int]]) -> tuple[int, ...]:
         """The choice of each block; taken: how many of each family take which."""
         left = {family: list(numbers.elements()) for family, numbers in taken.items()}
         return tuple(left[family].pop() for family in self._blocks)
 
-    def _mixes(self, family: Family, limit: float) -> tuple[list[tuple[int, ...]], float]:
+    def _mixes(self, family: int, limit: float) -> tuple[list[tuple[int, ...]], float]:
         """How many of a family's equal blocks may take each allowed choice in a solution; a bound of what is left out.
 
         Choice by choice, with the blocks left over and all other families relaxed.
         """
         count, allowed = self._counts[family], self._allowed[family]
-        others = [other for other in self._counts if other is not family]
+        others = [other for other in self._counts if other != family]
         mixes = np.zeros((1, 0), dtype=np.intp)
         bound = math.inf
         for number in range(len(allowed)):
@@ -323,11 +346,11 @@ class _Knapsack:
                 return [], bound
         return [tuple(map(int, mix)) for mix in mixes], bound
 
-    def _rounded(self) -> tuple[float, dict[Family, Counter[int]]]:
+    def _rounded(self) -> tuple[float, dict[int, Counter[int]]]:
         """An assignment that fits, where any does: bytes are freed where they cost the least, by whole blocks."""
         need, seconds = -self._room, 0.0
-        steps: list[tuple[float, float, Family, int, int]] = []
-        taken: dict[Family, Counter[int]] = {}
+        steps: list[tuple[float, float, int, int, int]] = []
+        taken: dict[int, Counter[int]] = {}
         for family, points in self._hulls.items():
             count = self._counts[family]
             taken[family] = Counter({points[0][2]: count})
@@ -340,11 +363,11 @@ class _Knapsack:
             seconds, need = seconds + count * freed * price, need - count * freed
         return (seconds if need <= 0 else math.inf), taken
 
-    def _least_rest(self, families: Sequence[Family]) -> float:
+    def _least_rest(self, families: Sequence[int]) -> float:
         return sum(self._counts[family] * self._hulls[family][-1][1] for family in families)
 
     def _rest_seconds(
-        self, families: Sequence[Family], kept: Array, left: tuple[Family, NDArray[np.intp]] | None = None
+        self, families: Sequence[int], kept: Array, left: tuple[int, NDArray[np.intp]] | None = None
     ) -> Array:
         """At least the seconds of further families, where ``kept`` bytes are taken: fractions allowed.
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopart.solver.overlap import sums_between
-from autopart.solver.stages_choices import Held, least_excess, least_seconds, relaxed_seconds
+from autopart.solver.stages_choices import Fastest, Held, least_excess, least_seconds, relaxed_seconds
 from autopart.solver.stages_floor import arc_floors
 from autopart.solver.stages_parts import Choice, Family, Shape, hiding_seconds
 from autopart.solver.stages_problem import StageProblem, Step
@@ -61,6 +61,7 @@ class StageGraph:
     pairs: dict[tuple[int, int], Array] = field(default_factory=dict)
     version: int = 0
     _made: dict[tuple[int, int], tuple[tuple[int, int], ...] | None] = field(default_factory=dict)
+    _fastest: dict[object, tuple[list[Family], Fastest]] = field(default_factory=dict)
 
     @staticmethod
     def build(problem: StageProblem, most_seconds: float = math.inf) -> StageGraph:
@@ -171,7 +172,13 @@ class StageGraph:
         room = capacity - shape.overhead_bytes - shape.cuts[start][first].buffer_bytes
         room -= shape.cuts[stop][last].buffer_bytes + sum(g.bytes for g in shape.tied if set(g.blocks) & set(inside))
         kept = sum(group.bytes for group in shape.kept if set(group.blocks) & set(inside))
-        found = least_seconds(families, room - problem.in_flight[stage] * kept, problem.in_flight[stage])
+        flying = problem.in_flight[stage]
+        room -= flying * kept
+        # runs of layers that are alike have the same answer; by identity, as hashing takes long
+        key = room, flying, *(id(family) if len(family) > 1 else family for family in families)
+        if key not in self._fastest:
+            self._fastest[key] = families, least_seconds(families, room, flying)
+        _, found = self._fastest[key]
         if found.choices is None:
             self._made[table, run] = None
             return float("inf")

@@ -167,9 +167,10 @@ class Shape:
 
     def units(self, blocks: Sequence[int]) -> list[tuple[tuple[int, ...], Family]]:
         """What is chosen for each by itself in a stage with these blocks: parts of layers, and the other blocks."""
-        inside = set(blocks)
-        parts = [tuple(block for block in layer.blocks if block in inside) for layer in self.layers]
-        found = [(part, layer.parts[part]) for part, layer in zip(parts, self.layers, strict=True) if part]
+        inside, first, last = set(blocks), min(blocks, default=0), max(blocks, default=0)
+        near = [layer for layer in self.layers if layer.blocks[0] <= last and layer.blocks[-1] >= first]
+        parts = [tuple(block for block in layer.blocks if block in inside) for layer in near]
+        found = [(part, layer.parts[part]) for part, layer in zip(parts, near, strict=True) if part]
         inside.difference_update(block for part in parts for block in part)
         return sorted([*found, *(((block,), self.blocks[block].choices) for block in inside)], key=lambda item: item[0])
 

@@ -185,8 +185,12 @@ class StageProblem:
 
     def blocks_between(self, first: int, last: int) -> tuple[int, ...]:
         """Numbers of the blocks between two positions."""
-        mask = self.positions[last] & ~self.positions[first]
-        return tuple(index for index in range(len(self.blocks)) if mask >> index & 1)
+        mask, found = self.positions[last] & ~self.positions[first], list[int]()
+        while mask:
+            lowest = mask & -mask
+            found.append(lowest.bit_length() - 1)
+            mask ^= lowest
+        return tuple(found)
 
     def boundaries(self, way: Way) -> tuple[int, ...]:
         """How many blocks lie before each cut of a way, its two ends included."""

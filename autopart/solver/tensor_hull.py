@@ -92,7 +92,7 @@ def least_sums(
     amounts: of each op [choice, amount], its seconds first. weights: [any, amount]; conversions are seconds. Infinite
     where nothing is possible. Raises PlanError as :func:`eliminator` does.
     """
-    return _Eliminator(problem, most_settings, amounts).eliminated(weights)[0]
+    return _Eliminator(problem, most_settings, amounts).eliminated(weights, choices=False)[0]
 
 
 def weighed(problem: TensorProblem, weights: Weights) -> TensorProblem:
@@ -200,14 +200,17 @@ class _Eliminator:
         final, steps, picked = self.eliminated(np.array(weights, dtype=np.float64))
         return [self._choices(steps, picked, at) if math.isfinite(final[at]) else None for at in range(len(weights))]
 
-    def eliminated(self, counts: NDArray[np.float64]) -> tuple[NDArray[np.float64], _Steps, _Picked]:
-        """The least sums by weights, and how they come about."""
+    def eliminated(
+        self, counts: NDArray[np.float64], choices: bool = True
+    ) -> tuple[NDArray[np.float64], _Steps, _Picked]:
+        """The least sums by weights, and how they come about. choices: whether these are asked for."""
         seconds = counts[:, 0]
         tables, picked = [], _Picked()
         for number, (own, groups) in enumerate(zip(self.amounts, self.groups, strict=True)):
             sums = own @ counts.T
-            best = [np.argmin(sums[group], axis=0) for group in groups]
-            picked.append([np.array(group)[at] for group, at in zip(groups, best, strict=True)])
+            if choices:
+                best = [np.argmin(sums[group], axis=0) for group in groups]
+                picked.append([np.array(group)[at] for group, at in zip(groups, best, strict=True)])
             tables.append(_Table((number,), np.array([sums[group].min(axis=0) for group in groups])))
         tables += [_Table(table.ops, _weighted(table.sums, seconds)) for table in self.edges]
         steps = _Steps()
@@ -217,7 +220,8 @@ class _Eliminator:
             rest = _others(joined, op)
             total = sum(_spread(table, (*rest, op)) for table in joined)
             assert isinstance(total, np.ndarray)
-            steps.append((op, rest, np.argmin(total, axis=-2)))
+            if choices:
+                steps.append((op, rest, np.argmin(total, axis=-2)))
             tables.append(_Table(rest, total.min(axis=-2)))
         final = sum(table.sums for table in tables)
         assert isinstance(final, np.ndarray)
@@ -258,23 +262,28 @@ class _Eliminator:
         """Seconds of a value's conversions, each target once."""
         ops = tuple(dict.fromkeys((edge.source, *(op for op, _ in edge.uses))))
 
-        def placements(op: int, slot: int, read: bool) -> NDArray[np.int64]:
+        def placements(op: int, slot: int, read: bool) -> list[int]:
             choices = [self.problem.ops[op].choices[group[0]] for group in self.groups[op]]
-            found = [(choice.inputs if read else choice.outputs)[slot] for choice in choices]
-            shape = [len(found) if other == op else 1 for other in ops]
-            return np.array(found).reshape(shape)
+            return [(choice.inputs if read else choice.outputs)[slot] for choice in choices]
+
+        def spread(op: int, found: NDArray[np.generic]) -> NDArray[np.generic]:
+            """Along the dims of the source, where there are any besides, and of ``op``."""
+            shape = [len(self.groups[other]) if other in (op, edge.source)[: found.ndim] else 1 for other in ops]
+            return found.reshape(shape)
 
         have = placements(edge.source, edge.output, read=False)
-        wanted = [placements(op, slot, read=True) for op, slot in edge.uses]
         total = np.zeros([len(self.groups[op]) for op in ops])
-        for number, want in enumerate(wanted):
-            pairs = np.stack(np.broadcast_arrays(have, want), axis=-1)
-            kinds, numbers = np.unique(pairs.reshape(-1, 2), axis=0, return_inverse=True)
-            seconds = np.array([edge.seconds(int(one), int(two)) for one, two in kinds])
+        wanted: list[NDArray[np.generic]] = []
+        for op, slot in edge.uses:
+            want = placements(op, slot, read=True)
+            seconds = edge.table(have, want)
+            if op == edge.source:
+                seconds = np.diagonal(seconds)
             again = np.zeros((1,) * len(ops), dtype=bool)
-            for other in wanted[:number]:
-                again = again | (other == want)
-            total = total + np.where(again, 0.0, seconds[numbers.reshape(-1)].reshape(pairs.shape[:-1]))
+            wanted.append(spread(op, np.array(want)))
+            for other in wanted[:-1]:
+                again = again | (other == wanted[-1])
+            total = total + np.where(again, 0.0, spread(op, seconds))
         return _Table(ops, total)
 
 
