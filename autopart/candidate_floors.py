@@ -216,13 +216,14 @@ class CandidateFloors(CandidatePrices):
     def _tied_floor(self, config: Degrees, found: float) -> float:
         """With sums of gradients of parameters that several stages read, or all in between in one stage."""
         ends, seconds = self.layout.stage_link(config, 0, config.pp - 1), self._op_seconds(config)
+        first = self.analysis.first
         ranks = config.tp * (config.dp if max(self.levels(config)) >= 2 else 1)  # that share a gradient at most
         for node, blocks in self.readers.items():
             if len(blocks) > 1 and node.meta.get("trainable"):
                 size = value_bytes(Value(node)).at(1) / ranks
                 tied = bucketed_all_reduce_seconds(size * self.summed, 2, ends)
                 between = self.analysis.blocks[blocks[0] : blocks[-1] + 1]
-                alone = math.fsum(sum(seconds(op)) for block in between for op in block.nodes)
+                alone = math.fsum(sum(seconds(first.get(op, op))) for block in between for op in block.nodes)
                 found = min(found + tied, max(found, config.microbatches * alone))
         return found
 

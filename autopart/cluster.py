@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -130,24 +131,22 @@ class Cluster:
         Where a group has several devices on each node, as many rings cross the network at once as the node with the
         fewest has (NCCL gives each its own port), until the inner links become the narrow place: ``rings``.
         """
-        members: dict[int, int] = {}
-        for device in devices:
-            members[self.node_of(device)] = members.get(self.node_of(device), 0) + 1
+        members = Counter(map(self.node_of, devices))
         if not members:
             raise ClusterError("a group has at least one device")
-        used = [self.nodes[index] for index in members]
-        inside = used[0].inside
-        for node in used[1:]:
+        kinds = list({id(self.nodes[index]): self.nodes[index] for index in members}.values())
+        inside = kinds[0].inside
+        for node in kinds[1:]:
             inside = _slower(inside, node.inside)
-        if len(used) == 1:
+        if len(members) == 1:
             return inside.among(len(set(devices)))
-        network = used[0].network
-        for node in used[1:]:
+        network = kinds[0].network
+        for node in kinds[1:]:
             network = _slower(network, node.network)
         rings = max(1.0, min(float(min(members.values())), inside.bandwidth / network.bandwidth))
         # A ring crosses the network once per node, its other steps stay inside (NCCL counts latency so).
         count = sum(members.values())
-        latency = (len(used) * network.latency_s + (count - len(used)) * inside.latency_s) / count
+        latency = (len(members) * network.latency_s + (count - len(members)) * inside.latency_s) / count
         return replace(network, rings=rings, latency_s=latency)
 
     def __str__(self) -> str:

@@ -71,7 +71,8 @@ class DeviceLayout:
         if key not in self._links:
             starts = [base + offset for base in range(0, devices, parts * stride) for offset in range(stride)]
             groups = [range(start, start + parts * stride, stride) for start in starts]
-            self._links[key] = slowest([self.cluster.group_link(group) for group in groups])
+            alike = {tuple(map(self.cluster.node_of, group)): group for group in groups}
+            self._links[key] = slowest([self.cluster.group_link(group) for group in alike.values()])
         return self._links[key]
 
 

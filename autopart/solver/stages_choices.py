@@ -30,6 +30,7 @@ Array = NDArray[np.float64]
 
 _LEVELS = 12
 _MOST_PARTIAL = 20_000
+_ROUNDING = 1e-11
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +248,7 @@ class _Knapsack:
         }
         possible = all(self._hulls.values()) and self._least_rest(list(self._counts)) <= room
         self.relaxed = float(self._rest_seconds(list(self._counts), np.zeros(1))[0]) if possible else math.inf
+        self._price = self._last_price() if possible else 0.0
 
     def solve(self, limit: float) -> Fastest:
         """The best solution, where it takes less than ``limit`` seconds."""
@@ -318,22 +320,25 @@ class _Knapsack:
     def _mixes(self, family: int, limit: float) -> tuple[list[tuple[int, ...]], float]:
         """How many of a family's equal blocks may take each allowed choice in a solution; a bound of what is left out.
 
-        Choice by choice, with the blocks left over and all other families relaxed.
+        Choice by choice, those that few can take first, with the blocks left over and all other families relaxed.
         """
         count, allowed = self._counts[family], self._allowed[family]
+        most = self._most(family, limit)
+        order = sorted(range(len(allowed)), key=lambda number: most[number])
         others = [other for other in self._counts if other != family]
         mixes = np.zeros((1, 0), dtype=np.intp)
         bound = math.inf
-        for number in range(len(allowed)):
+        for place, number in enumerate(order):
             left = count - mixes.sum(axis=1)
-            if number == len(allowed) - 1:
+            if place == len(order) - 1:
                 taken, parents = left, np.arange(len(left))
             else:
-                parents = np.repeat(np.arange(len(left)), left + 1)
-                taken = np.concatenate([np.arange(item + 1) for item in left])
+                options = np.minimum(left, most[number]) + 1
+                parents = np.repeat(np.arange(len(left)), options)
+                taken = np.arange(len(parents)) - np.repeat(np.cumsum(options) - options, options)
             mixes = np.column_stack([mixes[parents], taken])
             left = left[parents] - taken
-            amounts = mixes @ np.array([choice[:2] for choice in allowed[: number + 1]])
+            amounts = mixes @ np.array([allowed[at][:2] for at in order[: place + 1]])
             reach = amounts[:, 0] + self._rest_seconds(others, amounts[:, 1], (family, left))
             least = amounts[:, 1] + left * self._hulls[family][-1][1] + self._least_rest(others)
             found = np.flatnonzero((least <= self._room) & (reach < limit))
@@ -344,7 +349,38 @@ class _Knapsack:
             mixes = mixes[found]
             if not len(mixes):
                 return [], bound
-        return [tuple(map(int, mix)) for mix in mixes], bound
+        return sorted(tuple(map(int, mix)) for mix in mixes[:, np.argsort(order)]), bound
+
+    def _most(self, family: int, limit: float) -> list[int]:
+        """How many blocks of a family may take each allowed choice in a solution in less than ``limit`` seconds.
+
+        With seconds + price * bytes, no solution is below the sum of every block's least, less the room's; each block
+        that takes a choice adds what that has more than its least.
+        """
+
+        def charged(own: int) -> list[float]:
+            return [seconds + self._price * size for seconds, size, _ in self._allowed[own]]
+
+        least = {own: min(charged(own)) for own in self._counts}
+        spare = limit - math.fsum(count * least[own] for own, count in self._counts.items()) + self._price * self._room
+        spare += _ROUNDING * limit
+        more = [amount - least[family] for amount in charged(family)]
+        count = self._counts[family]
+        return [count if by * count <= spare else max(0, math.floor(spare / by)) for by in more]
+
+    def _last_price(self) -> float:
+        """Seconds per byte at which the last bytes are freed, where choices are mixed in fractions."""
+        need, price = -self._room, 0.0
+        steps = []
+        for family, points in self._hulls.items():
+            count = self._counts[family]
+            need += count * points[0][1]
+            steps += [(_slope(a, b), count * (a[1] - b[1])) for a, b in itertools.pairwise(points)]
+        for each, freed in sorted(steps):
+            if need <= 0:
+                break
+            need, price = need - freed, each
+        return price
 
     def _rounded(self) -> tuple[float, dict[int, Counter[int]]]:
         """An assignment that fits, where any does: bytes are freed where they cost the least, by whole blocks."""
