@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ALIKE = 5
+ALIKE = 8
 """Microbatches in flight in a group differ by less than that part of them: with as many, a stage is by itself."""
 _LONGEST = 5
 """Stages by themselves, of those with microbatches in flight between two powers of two, as their rounds take long."""
