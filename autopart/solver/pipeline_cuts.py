@@ -28,7 +28,7 @@ _NEAR = 5e-4
 """How near to the best that it proves a bound is sought, in parts of what is of interest."""
 _LEAST_GAIN = 0.1
 """Of the way to that: where not so much of it is proved, nothing more is sought."""
-_MOST_PROGRAMS, _MOST_ARCS = 60, 20_000
+_MOST_PROGRAMS, _MOST_ARCS = 160, 20_000
 """Linear programs of one stage, and arcs, beyond which no more is proved."""
 _END_PRICE = 2
 """What a second of the first stage's microbatches counts, where the least end of its step is sought."""
