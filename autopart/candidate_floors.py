@@ -163,7 +163,7 @@ class CandidateFloors(CandidatePrices):
         alike, apart = self.alike_layers(), self._apart(self.alike_layers())
         if not alike or len(apart) > MOST_APART:
             return None
-        setting = self._piece_setting(config)
+        setting = self._piece_setting(config, transients=others or config.stages == 1)
         families = [self._family(config, number, setting, priced) for number in range(len(alike))]
         if others:
             families += [self._other_family(config, other, setting) for other in self._other_layers()]
@@ -227,13 +227,15 @@ class CandidateFloors(CandidatePrices):
                 found = min(found + tied, max(found, config.microbatches * alone))
         return found
 
-    def _piece_setting(self, config: Degrees) -> PieceSetting:
+    def _piece_setting(self, config: Degrees, transients: bool) -> PieceSetting:
+        """transients: they are counted, as they are of one stage, or of stages that have whole blocks."""
         tensor = self.setting(config)
         alike = self.device, self.samples(config), tensor.axes
         levels = self.levels(config)
         return PieceSetting(
-            *(tensor.prices, self._op_seconds(config), self._op_transient(config), alike, tensor.data, 1 / config.tp),
-            *(levels, config.recompute),
+            *(tensor.prices, self._op_seconds(config)),
+            self._op_transient(config) if transients else lambda node: 0.0,
+            *(alike, tensor.data, 1 / config.tp, levels, config.recompute),
         )
 
     def _op_seconds(self, config: Degrees) -> Callable[[fx.Node], tuple[float, float]]:

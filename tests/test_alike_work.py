@@ -59,7 +59,7 @@ def test_no_strategies_undercut_the_prices_of_a_layer(model: str, bandwidth: flo
     setting = candidates.setting(config)
     (alike,) = candidates.alike_layers()
     assert len(alike.blocks) >= 5
-    family = candidates._family(config, 0, candidates._piece_setting(config))
+    family = candidates._family(config, 0, candidates._piece_setting(config, transients=True))
     assert len(family.prices) > 20 and family.prices[0].seconds >= family.whole.forward_s + family.whole.backward_s
     builder = Builder(analysis, candidates._folded, setting, candidates._block_costs, "adamw", (0,))
     names = [
