@@ -232,10 +232,10 @@ class CandidateFloors(CandidatePrices):
         tensor = self.setting(config)
         alike = self.device, self.samples(config), tensor.axes
         levels = self.levels(config)
+        transient = self._op_transient(config) if transients else _none
         return PieceSetting(
-            *(tensor.prices, self._op_seconds(config)),
-            self._op_transient(config) if transients else lambda node: 0.0,
-            *(alike, tensor.data, 1 / config.tp, levels, config.recompute),
+            *(tensor.prices, self._op_seconds(config), transient, alike, tensor.data, 1 / config.tp),
+            *(levels, config.recompute),
         )
 
     def _op_seconds(self, config: Degrees) -> Callable[[fx.Node], tuple[float, float]]:
@@ -474,3 +474,7 @@ class CandidateFloors(CandidatePrices):
             prices = self.prices(config)
             self._free[samples] = sum(prices.op_seconds(node)[0] for node in self.analysis.free_block)
         return self._free[samples]
+
+
+def _none(node: fx.Node) -> float:
+    return 0.0
