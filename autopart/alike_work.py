@@ -121,7 +121,7 @@ def strategy_prices(
 
 
 def least_layer_seconds(builder: Builder, layers: AlikeLayers) -> float:
-    """Of a layer under any strategies. Raises PlanError where its graph is too wide."""
+    """The fewest seconds of a layer under any strategies. Raises PlanError where its graph is too wide."""
     problem, amounts = _problem(builder, layers, ())
     return float(least_sums(problem, amounts, np.array([[1.0, 0.0]]))[0])
 

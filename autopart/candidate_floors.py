@@ -100,7 +100,7 @@ class CandidateFloors(CandidatePrices):
         below: seconds from which a higher bound is of no interest.
         """
         setting = self.setting(config)
-        key = self.samples(config), setting.axes, setting.beside
+        key = self._strategies_key(config)
         if key not in self._work_bounds and below < math.inf:  # what takes no solver for strategies may do
             known = self._known_floor(config, self.work_seconds(config), below, priced=False)
             if known >= below:
@@ -116,6 +116,11 @@ class CandidateFloors(CandidatePrices):
                 )
                 self._work_bounds[key], self._enough[key] = max(found, more), wanted
         return self._known_floor(config, self._work_bounds.get(key, 0.0), below)
+
+    def _strategies_key(self, config: Degrees) -> tuple[int, tuple[TensorAxis, ...], bool]:
+        """Equal where strategies are the same, at the same prices."""
+        setting = self.setting(config)
+        return self.samples(config), setting.axes, setting.beside
 
     def _known_floor(self, config: Degrees, least: float, below: float, priced: bool = True) -> float:
         """The same from what is known of a microbatch's ops, which take at least ``least``.
@@ -184,8 +189,7 @@ class CandidateFloors(CandidatePrices):
 
     def divided_floor(self, config: Degrees, below: float) -> float:
         """The same, of stages that are runs of whole blocks."""
-        setting = self.setting(config)
-        work = self._work_bounds.get((self.samples(config), setting.axes, setting.beside), 0.0)
+        work = self._work_bounds.get(self._strategies_key(config), 0.0)
         known = self._pipeline_floor(config, work)
         parts = self._pipeline(config, work, others=True) if config.pp > 1 and known < below else None
         if parts is None:
@@ -285,7 +289,7 @@ class CandidateFloors(CandidatePrices):
         seconds = 0.0
         if config.axes:
             tensor = self.setting(config)
-            key = layers.blocks[0], self.samples(config), tensor.axes, tensor.beside
+            key = layers.blocks[0], self._strategies_key(config)
             if key not in self._least_layers:
                 builder = Builder(self.analysis, self._folded, tensor, self._block_costs, self.optimizer, (0,))
                 try:
@@ -305,7 +309,7 @@ class CandidateFloors(CandidatePrices):
         if not config.axes:
             return [()] * (1 + len(left))
         tensor = self.setting(config)
-        key = number, self.samples(config), tensor.axes, tensor.beside, tuple(left)
+        key = number, self._strategies_key(config), tuple(left)
         if key not in self._priced_layers:
             builder = Builder(self.analysis, self._folded, tensor, self._block_costs, self.optimizer, (0,))
             weights = math.fsum(own.bytes for own in whole.weights if own.priced)
@@ -379,9 +383,7 @@ class CandidateFloors(CandidatePrices):
 
     def known_floor(self, config: Degrees) -> float:
         """The best lower bound that is known already, memory left aside."""
-        setting = self.setting(config)
-        key = self.samples(config), setting.axes, setting.beside
-        work = max(self._work_bounds.get(key, 0.0), self.work_seconds(config))
+        work = max(self._work_bounds.get(self._strategies_key(config), 0.0), self.work_seconds(config))
         return self._floor(work + self.besides_seconds(config), config)
 
     def _floor(self, work: float, config: Degrees, summed: bool = True) -> float:

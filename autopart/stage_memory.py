@@ -28,14 +28,14 @@ def stage_peaks(
     axes: Sequence[Axes] | None = None,
     messages: Sequence[Sequence[Message]] | None = None,
     splits: bool = False,
-    divided: Sequence[Divided | None] | None = None,
+    divided: Sequence[Divided] | None = None,
 ) -> list[Peak]:
     """Bytes of one microbatch of ``samples`` samples on a rank of each stage.
 
     samples: for all stages, or of each. recompute: what each stage computes again in the backward. kind: of devices,
     "cuda" or "cpu". axes: of each stage; None: those of the realization. messages: of each stage, those in which its
-    gradients are summed. splits: weights' gradients are left for W. divided: of each stage, weights
-    of which replicas have shares.
+    gradients are summed. splits: weights' gradients are left for W. divided: of each stage, the weights of
+    which replicas have shares.
     """
     counts = [samples] * len(found.stages) if isinstance(samples, int) else samples
     axes = axes or [found.axes] * len(found.stages)
@@ -53,7 +53,7 @@ def stage_peaks(
         for stage, graph, own, own_axes, count, sent, shares in zip(
             *(found.stages, found.local, recompute, axes, counts),
             messages or [()] * len(found.stages),
-            divided or [None] * len(found.stages),
+            divided or [Divided() for _ in found.stages],
             strict=True,
         )
     ]

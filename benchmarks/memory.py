@@ -42,20 +42,29 @@ MODELS = {
 
 
 # Limits of plans, on one rank or several.
+_LIMITS: dict[str, Any] = {
+    "pp": 1,
+    "dp": 1,
+    "tp": 1,
+    "microbatches": 1,
+    "schedule": "1f1b",
+    "recompute": "none",
+    "zero": 0,
+}
 ALONE: tuple[dict[str, Any], ...] = (
-    {"pp": 1, "dp": 1, "microbatches": 1},
-    {"pp": 1, "dp": 1, "microbatches": 2},
-    {"pp": 1, "dp": 1, "microbatches": 2, "recompute": "full"},
+    _LIMITS,
+    {**_LIMITS, "microbatches": 2},
+    {**_LIMITS, "microbatches": 2, "recompute": "full"},
 )
 PIPELINES: tuple[dict[str, Any], ...] = (
     *(
-        {"pp": 2, "dp": 1, "microbatches": 4, "schedule": schedule}
+        {**_LIMITS, "pp": 2, "microbatches": 4, "schedule": schedule}
         for schedule in ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
     ),
-    *({"pp": 4, "dp": 1, "microbatches": 4, "schedule": schedule} for schedule in ("1f1b", "zb-h1")),
+    *({**_LIMITS, "pp": 4, "microbatches": 4, "schedule": schedule} for schedule in ("1f1b", "zb-h1")),
 )
 DIVIDED: tuple[dict[str, Any], ...] = tuple(
-    {"pp": 1, "dp": 2, "microbatches": microbatches, "zero": level} for level in (1, 2, 3) for microbatches in (1, 2)
+    {**_LIMITS, "dp": 2, "microbatches": microbatches, "zero": level} for level in (1, 2, 3) for microbatches in (1, 2)
 )
 
 
@@ -75,12 +84,11 @@ def count(spec: str, directory: str, steps: int) -> int:
 def measure(spec: str, program: Program, analysis: Analysis, about: dict[str, Any]) -> dict[str, Any]:
     """Bytes counted and predicted, of each rank. about: limits of the plan."""
     ranks = about["pp"] * about["dp"]
-    limits: dict[str, Any] = {"tp": 1, "recompute": "none", "schedule": "1f1b", "zero": 0, **about}
-    plan = autopart.make_plan(program, autopart.Cluster.parse(f"cpu:{ranks}"), analysis=analysis, **limits)
+    plan = autopart.make_plan(program, autopart.Cluster.parse(f"cpu:{ranks}"), analysis=analysis, **about)
     with tempfile.TemporaryDirectory() as name:
         directory, job = Path(name) / "program", Path(name) / "job"
         realize(program, plan, analysis).save(directory)
-        arguments: dict[str, Any] = {"spec": spec, "directory": str(directory), "steps": 2 if "zero" in about else 1}
+        arguments: dict[str, Any] = {"spec": spec, "directory": str(directory), "steps": 2 if about["zero"] else 1}
         job.mkdir()
         counted = [count(**arguments)] if ranks == 1 else run_local_job("memory:count", ranks, arguments, job)
     predicted = step_peaks(analysis, plan, realized(analysis, plan), "cpu")
@@ -95,8 +103,9 @@ def measure(spec: str, program: Program, analysis: Analysis, about: dict[str, An
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
-    parser.add_argument("--pipelines", action="store_true")
-    parser.add_argument("--divided", action="store_true")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--pipelines", action="store_true")
+    either.add_argument("--divided", action="store_true")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))  # ranks import this file by its name
@@ -108,7 +117,7 @@ def main() -> None:
         for case in PIPELINES if arguments.pipelines else DIVIDED if arguments.divided else ALONE:
             rows.append({"model": name, **case, **measure(MODELS[name], program, analysis, case)})
             if not arguments.json:
-                print(tabulate(rows[-1:], headers="keys", floatfmt=".4g"), flush=True)
+                print(tabulate(rows[-1:], headers="keys" if len(rows) == 1 else (), floatfmt=".4g"), flush=True)
     if arguments.json:
         print(json.dumps(rows))
 

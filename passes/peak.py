@@ -91,36 +91,38 @@ def peak(
     messages: of gradients that ranks sum. splits: whether the weights' gradients are left for W. divided: weights of
     which replicas have shares.
     """
+    divided = divided or Divided()
     code = StageCode(graph, axes, batch, set(recompute), set(inlined), kind, messages, divided)
 
     def ahead(arriving: bool, order: Sequence[Unit]) -> Walk:
         found = SplitWalk(code, sides=sides(code)) if splits else Walk(code)
-        found.expect(order)
+        found.holding.expected = order
         found.forward(arriving)
         return found
 
     opening = ahead(True, ())
-    walk = ahead(False, opening.gathered) if divided else opening
+    walk = ahead(False, opening.holding.seen) if divided.cuts else opening
     forward = walk.most
     walk.let_go(sends)
     reached = reached_by_gradients(roots)
 
     def back(before: int, summing: bool, order: Sequence[Unit], carried: Scattered | None) -> tuple[Back, Walk]:
         one = walk.back(before > 0, summing)
-        one.expect(order)
+        one.holding.expected = order
         if carried is not None:
-            one.carry(carried, before > 1)
+            one.holding.carry(carried, before > 1)
         backward = one.backward(reached, roots)
         one.in_backward = one.gradients
-        return Back(backward, one.weights(), one.tail), one
+        return Back(backward, one.weights(), one.holding.tail), one
 
-    order = back(0, False, (), None)[1].gathered if divided else ()
+    order = back(0, False, (), None)[1].holding.seen if divided.units else ()
     first, one = back(0, False, order, None)
     backs = {(0, False): first}
-    for before in range(1, 2 if one.on_its_way is None else 3):
-        backs[before, False] = back(before, False, order, one.on_its_way)[0]
+    on_its_way = one.holding.unsettled
+    for before in range(1, 2 if on_its_way is None else 3):
+        backs[before, False] = back(before, False, order, on_its_way)[0]
     for before in [before for before, _ in backs]:
-        carried = one.on_its_way if before else None
+        carried = on_its_way if before else None
         backs[before, True] = back(before, True, order, carried)[0] if messages else backs[before, False]
     return Peak(
         forward,
@@ -130,6 +132,6 @@ def peak(
         one.gradients - one.in_backward,
         *(one.left, one.left_received),
         sum(message.size - message.replaces for message in messages),
-        sum(unit.coming for unit in divided.kept) if divided else 0.0,
+        sum(unit.coming for unit in divided.kept),
         opening.most,
     )

@@ -35,10 +35,7 @@ class Message:
 
 @dataclass(slots=True)
 class StageCode:
-    """graph: of one rank, for microbatches of ``batch`` samples; see :func:`autopart.passes.peak.peak` for the rest.
-
-    divided: weights that replicas divide, if there are any.
-    """
+    """graph: of one rank, for microbatches of ``batch`` samples; see :func:`autopart.passes.peak.peak` for the rest."""
 
     graph: fx.Graph
     axes: Axes
@@ -47,7 +44,7 @@ class StageCode:
     inlined: Collection[fx.Node]
     kind: str
     messages: Sequence[Message] = ()
-    divided: Divided | None = None
+    divided: Divided = field(default_factory=Divided)
     runs: list[tuple[Run, bool, list[Segment]]] = field(init=False)
     results: list[Value] = field(init=False)  # owners
     kept: set[Value] = field(init=False)
@@ -59,8 +56,7 @@ class StageCode:
 
     def __post_init__(self) -> None:
         self.runs = segments_of(self.graph, self.recompute)
-        if self.divided is not None:
-            self.divided.arrange((run, is_layer) for run, is_layer, _ in self.runs)
+        self.divided.arrange((run, is_layer) for run, is_layer, _ in self.runs)
         self.results = [owner_of(graphs.value_of(node)) for node in graphs.results(self.graph)]
         self.kept = set(kept_values(self.graph, self.recompute, self.kind))
         self.received = [

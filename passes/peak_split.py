@@ -31,8 +31,7 @@ def sides(code: StageCode) -> dict[fx.Node, str]:
     again = {node for segment in code.segments if segment.path for node in segment.nodes}
     weights: set[fx.Node] = set()
     for node in code.graph.nodes:
-        whole = code.divided is None or not is_parameter(node) or not code.divided.level(node)
-        if is_parameter(node) and node.meta.get("trainable") and whole:
+        if is_parameter(node) and node.meta.get("trainable") and not code.divided.level(node):
             weights.add(node)
         if not graphs.is_op(node) and not graphs.is_getitem(node):
             continue
@@ -66,8 +65,7 @@ class SplitWalk(Walk):
         if side is None:
             Walk.step_back(self, node, reached)
             return
-        if self.holding is not None:
-            self.holding.need(node)
+        self.holding.need(node)
         coming = [value for value in graphs.outputs(node) if value in self.pending]
         if side == _CUT and node in reached and coming:
             self.cutting = True

@@ -17,7 +17,7 @@ from autopart.passes.emit.segments import Segment
 from autopart.passes.graph import Value
 from autopart.passes.kept import entering, owner_of, shares_memory
 from autopart.passes.peak_code import StageCode, is_parameter
-from autopart.passes.peak_weights import Holding, Scattered, Unit
+from autopart.passes.peak_weights import Holding
 from autopart.passes.rules import is_differentiable
 from autopart.passes.storage import is_view, op_name
 
@@ -79,45 +79,18 @@ class Walk:
     started: int = 0  # messages of summed gradients
     left: float = 0.0
     left_received: float = 0.0
-    holding: Holding | None = field(init=False, default=None)
+    holding: Holding = field(init=False)
 
     def __post_init__(self) -> None:
         self.stays = {*self.code.kept, *self.code.results}
-        if self.code.divided is not None:
-            self.holding = Holding(self.code.divided, self.add, self.code.kind == "cpu", adding=self.adding)
+        self.holding = Holding(self.code.divided, self.add, self.code.kind == "cpu", adding=self.adding)
 
     def back(self, adding: bool, summing: bool) -> Self:
         """A walk that goes back from here."""
         other = type(self)(self.code, self.now, self.now, adding, summing)
         other.live = dict(self.live)
-        if other.holding is not None:
-            other.holding.backward = True
+        other.holding.backward = True
         return other
-
-    @property
-    def gathered(self) -> Sequence[Unit]:
-        """Divided weights in the order in which this pass gathered them."""
-        return () if self.holding is None else self.holding.seen
-
-    @property
-    def tail(self) -> float:
-        """Bytes of divided gradients that are on their way after a backward, beside those that are counted."""
-        return 0.0 if self.holding is None else self.holding.tail
-
-    @property
-    def on_its_way(self) -> Scattered | None:
-        """The message of the tail."""
-        return None if self.holding is None else self.holding.unsettled
-
-    def carry(self, message: Scattered, added: bool) -> None:
-        """A message of the backward before is on its way. added: shares had gradients before it."""
-        if self.holding is not None:
-            self.holding.carry(message, added)
-
-    def expect(self, order: Sequence[Unit]) -> None:
-        """Weights are gathered in this order."""
-        if self.holding is not None:
-            self.holding.expected = order
 
     def add(self, size: float, passing: float = 0.0) -> None:
         """Allocates; passing: what is freed again at once."""
@@ -136,14 +109,14 @@ class Walk:
 
     def forward(self, arriving: bool = False) -> None:
         """arriving: the first of a call, which has just sent for divided weights."""
-        if arriving and self.holding is not None:
+        if arriving:
             self.holding.begin_call()
         for value in self.code.received:
             self.allocate(value)
             self.stays.add(value)
         outside: list[fx.Node] = []
         for run, is_layer, own in self.code.runs:
-            if is_layer and self.holding is not None:
+            if is_layer:
                 self.holding.enter_layer(run.nodes)
             for segment in own:
                 again = bool(segment.path)
@@ -156,8 +129,7 @@ class Walk:
             else:
                 outside += run.nodes
         self.leave(outside, last=True)
-        if self.holding is not None:
-            self.holding.end()
+        self.holding.end()
 
     def let_go(self, sends: int) -> None:
         """Frees the results after the first ``sends``, where the backward does not need them."""
@@ -171,8 +143,7 @@ class Walk:
         for node in nodes:
             if graphs.is_getitem(node) or not graphs.is_op(node):
                 continue
-            if self.holding is not None:
-                self.holding.enter_op(node)
+            self.holding.enter_op(node)
             if not is_view(node) and not shares_memory(node):
                 for value in graphs.outputs(node):
                     self.allocate(value)
@@ -209,8 +180,7 @@ class Walk:
     def backward(self, reached: set[fx.Node], roots: Sequence[fx.Node]) -> float:
         """The most bytes. reached: by gradients, which enter at the roots."""
         code = self.code
-        if self.holding is not None:
-            self.holding.await_gradients(reached)
+        self.holding.await_gradients(reached)
         for node in reached:
             self.readers.update(source for source in set(node.all_input_nodes) if is_parameter(source))
         for segment in code.segments:
@@ -239,9 +209,8 @@ class Walk:
                     self.free(value)
                 for value in entering(segment):
                     self.drop(value)
-        if self.holding is not None:
-            self.holding.end()
-            self.gradients += self.holding.gradients
+        self.holding.end()
+        self.gradients += self.holding.gradients
         return self.most
 
     def keep(self, segment: Segment) -> None:
@@ -260,8 +229,7 @@ class Walk:
 
     def run_again(self, segment: Segment) -> list[Value]:
         before = set(self.live)
-        if self.holding is not None:
-            self.holding.enter_again(segment.nodes)
+        self.holding.enter_again(segment.nodes)
         kept = {value for node in segment.nodes for value in self.code.saved(node)}
         self.run_forward(segment.nodes, kept, again=False)
         for value in set(self.live) - before - kept:
@@ -270,8 +238,7 @@ class Walk:
 
     def step_back(self, node: fx.Node, reached: set[fx.Node]) -> None:
         coming = [value for value in graphs.outputs(node) if value in self.pending]
-        if self.holding is not None:
-            self.holding.need(node)
+        self.holding.need(node)
         if node in reached and coming:
             self.pass_back(node, coming)
             for value in coming:
@@ -342,9 +309,9 @@ class Walk:
 
     def weight_gradient(self, node: fx.Node, reader: fx.Node) -> None:
         size = self.code.size(Value(node))
-        if self.holding is not None and self.holding.gradient(node, reader, size):
+        if self.holding.gradient(node, reader, size):
             return
-        divided = self.code.divided is not None and self.code.divided.level(node) == 2
+        divided = self.code.divided.level(node) == 2
         self.readers[node] -= 1
         self.add(size)
         if node in self.held:
@@ -360,8 +327,7 @@ class Walk:
 
     def start_messages(self) -> None:
         """Of gradients that are final; what the op that made the last of them had is freed by then."""
-        if self.holding is not None:
-            self.holding.scatter(self.final, self.held)
+        self.holding.scatter(self.final, self.held)
         while self.summing and self.started < len(self.code.messages):
             message = self.code.messages[self.started]
             if not message.names <= self.final:

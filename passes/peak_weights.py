@@ -10,7 +10,7 @@ scattered in every backward; what arrives is added up when the next message is s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -84,38 +84,39 @@ class Divided:
     """A stage's divided weights: what never changes.
 
     layers: statements at the start of a layer, by its first node; ops: those before an op outside of layers. units: of
-    level 3. kept: messages of levels 1 and 2, in which whole weights arrive at the start of a call. buckets: of
-    level 2's gradients, in their order.
+    level 3; read: by reader and parameter where these are gathered. kept: messages of levels 1 and 2, in which whole
+    weights arrive at the start of a call. buckets: of level 2's gradients, in their order. sizes: of the tensor axes.
     """
 
-    specs: Mapping[str, ParameterSpec]
-    sizes: Sequence[int]
-    replicas: int
-    kept: list[Unit]
-    buckets: list[Scattered]
-    cuts: Mapping[str, DataCut]
+    specs: Mapping[str, ParameterSpec] = field(default_factory=dict)
+    cuts: Mapping[str, DataCut] = field(default_factory=dict)
+    sizes: Sequence[int] = ()
+    replicas: int = 1
+    buckets: Sequence[Scattered] = ()
+    kept: Sequence[Unit] = ()
     layers: dict[fx.Node, list[Gathering]] = field(default_factory=dict)
     ops: dict[fx.Node, list[Gathering]] = field(default_factory=dict)
-    read: dict[tuple[fx.Node, fx.Node], Gathering] = field(default_factory=dict)  # by reader and parameter, level 3
-    readers: set[fx.Node] = field(default_factory=set)  # level 3
+    read: dict[fx.Node, dict[fx.Node, Gathering]] = field(default_factory=dict)
     units: dict[Gathering, Unit] = field(default_factory=dict)
 
     def arrange(self, runs: Iterable[tuple[Run, bool]]) -> None:
         """Finds the statements of a stage's runs."""
         for run, is_layer in runs:
             for statement in gatherings([(run, is_layer)], self.cuts, ()):
-                place = (self.layers, run.nodes[0]) if is_layer else (self.ops, statement.readers[0])
-                place[0].setdefault(place[1], []).append(statement)
+                if is_layer:
+                    self.layers.setdefault(run.nodes[0], []).append(statement)
+                else:
+                    self.ops.setdefault(statement.readers[0], []).append(statement)
                 names = [node.meta["name"] for node in statement.parameters]
                 if self.cuts[names[0]].level == 3:
                     self.units[statement] = self.unit([self.specs[name] for name in names], 3)
                     for reader in statement.readers:
                         for node in reader.all_input_nodes:
                             if node in statement.parameters:
-                                self.read[reader, node] = statement
-                                self.readers.add(reader)
+                                self.read.setdefault(reader, {})[node] = statement
 
     def unit(self, specs: Sequence[ParameterSpec], level: int) -> Unit:
+        """One message that gathers these parameters' shares."""
         whole = sum(tensor_bytes(spec, self.sizes) for spec in specs)
         alone = len(specs) == 1
         in_place = alone and specs[0].data_dim == 0
@@ -137,14 +138,14 @@ def divided_weights(
     replicas: int,
     axes: Axes,
     cuts: Mapping[str, DataCut],
-) -> Divided | None:
-    """Of a stage, one of a rank's ``stages``; None where it has none.
+) -> Divided:
+    """Of a stage, one of a rank's ``stages``.
 
     specs: all parameters of the program, as the stage stores them, in the model's order.
     """
+    if replicas == 1:
+        return Divided()
     by_name = {spec.name: spec for spec in specs if stage in spec.stages and spec.zero}
-    if not by_name or replicas == 1:
-        return None
     sizes = [size for _, size in axes]
     home = [spec for spec in by_name.values() if home_of(spec, stages) == stage]
     buckets = [
@@ -153,7 +154,7 @@ def divided_weights(
         if bucket.zero == 2
     ]
     own = {name: cut for name, cut in cuts.items() if name in by_name}
-    found = Divided(by_name, sizes, replicas, [], buckets, own)
+    found = Divided(by_name, own, sizes, replicas, buckets)
     found.kept = [found.unit(run, 2) for run in kept_buckets(home, sizes)]
     return found
 
@@ -200,15 +201,14 @@ class Holding:
 
     def enter_again(self, nodes: Iterable[fx.Node]) -> None:
         """Ops of a layer are computed again, with the weights that they read."""
-        read = ((node, source) for node in nodes for source in node.all_input_nodes)
-        self.enter(dict.fromkeys(self.code.read[pair] for pair in read if pair in self.code.read))
+        self.enter(dict.fromkeys(at for node in nodes for at in self.code.read.get(node, {}).values()))
 
     def need(self, node: fx.Node) -> None:
         """An op's backward takes what it kept."""
-        for value in kept_of(node) if node in self.code.readers else ():
-            statement = self.code.read.get((node, owner_of(value).node))
-            if statement is not None:
-                self.ensure(self.code.units[statement])
+        read = self.code.read.get(node, {})
+        for value in kept_of(node) if read else ():
+            if owner_of(value).node in read:
+                self.ensure(self.code.units[read[owner_of(value).node]])
 
     def enter(self, statements: Iterable[Gathering]) -> None:
         for statement in statements:
@@ -271,13 +271,14 @@ class Holding:
         """Gradients come from these ops."""
         self.left = Counter(
             statement
-            for (reader, node), statement in self.code.read.items()
+            for reader, own in self.code.read.items()
+            for node, statement in own.items()
             if reader in reached and node.meta.get("trainable")
         )
 
     def gradient(self, node: fx.Node, reader: fx.Node, size: float) -> bool:
         """A whole gradient of level 3 is made; False where the parameter is of another level."""
-        statement = self.code.read.get((reader, node))
+        statement = self.code.read.get(reader, {}).get(node)
         if statement is None:
             return False
         made = self.made.setdefault(statement, {})
@@ -288,7 +289,7 @@ class Holding:
         self.left[statement] -= 1
         return True
 
-    def scatter(self, final: Collection[str], whole: Mapping[fx.Node, float]) -> None:
+    def scatter(self, final: Set[str], whole: Mapping[fx.Node, float]) -> None:
         """Starts the messages whose gradients are all there. final, whole: those of level 2, and their bytes."""
         for statement in [statement for statement in self.made if self.left[statement] <= 0]:
             made = self.made.pop(statement)
@@ -296,7 +297,7 @@ class Holding:
             self.settle()
             specs = [self.code.specs[node.meta["name"]] for node in statement.parameters if node in made]
             self.send(scattered(specs, self.code.sizes, self.code.replicas), sum(made.values()), True)
-        while self.started < len(self.code.buckets) and self.code.buckets[self.started].names <= set(final):
+        while self.started < len(self.code.buckets) and self.code.buckets[self.started].names <= final:
             message = self.code.buckets[self.started]
             self.started += 1
             self.send(message, sum(size for node, size in whole.items() if node.meta["name"] in message.names), False)

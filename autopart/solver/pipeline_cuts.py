@@ -323,10 +323,9 @@ class _Divided:
             more = min((own for w, own in known.items() if w > held), default=math.inf)
             if held not in known:
                 alike = more <= fewer * (1 + _ALIKE)
-                known[held] = fewer if alike else max(fewer, self._least(content, room, held, self._endless, 1))
+                known[held] = fewer if alike else max(fewer, self._least(content, room, held, 1, ends=False))
         if not stage and last not in self._ends:
-            both = list(self.families), list(self.rest)
-            self._ends[last] = self._least(content, room, flying, both, _END_PRICE)
+            self._ends[last] = self._least(content, room, flying, _END_PRICE, ends=True)
 
     def _end(self, last: int, seconds: float) -> float:
         """Seconds after the last backward of a first stage up to a boundary, where a step takes fewer than ``seconds``.
@@ -342,15 +341,14 @@ class _Divided:
             end = max(end, self._ends[last] - _END_PRICE * cap)
         return end
 
-    def _least(
-        self, content: _Content, room: float, flying: int, of: tuple[list[Family], list[Piece]], microbatches: int
-    ) -> float:
+    def _least(self, content: _Content, room: float, flying: int, microbatches: int, *, ends: bool) -> float:
+        """Seconds of one stage at least. ends: with the end of the step."""
         whole, cut, rest = content
-        families = [replace(of[0][number], count=count) for number, count in enumerate(whole) if count]
-        ends = of[1] is not self._endless[1]
+        of, others = (self.families, self.rest) if ends else self._endless
+        families = [replace(of[number], count=count) for number, count in enumerate(whole) if count]
         pieces = [self.families[family].pieces[piece] for family, piece in cut]
         pieces = pieces if ends else [_endless(piece) for piece in pieces]
-        pieces += [of[1][piece] for piece in rest]
+        pieces += [others[piece] for piece in rest]
         if room <= 0:
             return math.inf
         self._programs += 1
