@@ -1,7 +1,8 @@
-"""The folder of what is worth keeping between runs: calibrations and solved problems.
+"""The folder of what is worth keeping between runs: calibrations, captured programs and solved problems.
 
 It is ``AUTOPART_CACHE``; without that ``$XDG_CACHE_HOME/autopart``, else ``~/.cache/autopart``. ``AUTOPART_CACHE=off``
 keeps nothing and reads nothing. Files are written whole or not at all, and what cannot be read counts as absent.
+Programs and problems are answers, which computing them again would give too, and which :func:`used` turns off alone.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import contextlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 VARIABLE = "AUTOPART_CACHE"
 OFF = "off"
+_USED: ContextVar[bool] = ContextVar("answers are kept", default=True)
 
 
 def folder(name: str) -> Path | None:
@@ -31,6 +35,21 @@ def folder(name: str) -> Path | None:
         return Path.home() / ".cache" / "autopart" / name
     except RuntimeError:  # a user without a home
         return None
+
+
+def answers(name: str) -> Path | None:
+    """The folder of answers of one kind; None where the cache is off, or answers are not used."""
+    return folder(name) if _USED.get() else None
+
+
+@contextlib.contextmanager
+def used(whether: bool) -> Iterator[None]:
+    """Inside, answers are kept and looked up, or not."""
+    token = _USED.set(whether)
+    try:
+        yield
+    finally:
+        _USED.reset(token)
 
 
 def write(path: Path, text: str) -> None:

@@ -101,11 +101,11 @@ def phase_seconds(model: str, cluster: str, batch: int, dtype: str) -> str:
     """CPU seconds of planning in this process by phase, and how much there was to do."""
     import torch
 
+    from autopart import cache
     from autopart.analysis import analyze
     from autopart.cluster import Cluster
     from autopart.models import load_model
     from autopart.planner import make_plan
-    from autopart.solver import cache
     from autopart.tracing import capture
 
     clock = [_clock()]

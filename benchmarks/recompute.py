@@ -21,13 +21,13 @@ from unittest import mock
 from tabulate import tabulate
 
 import autopart.layer_frontier
+from autopart import cache
 from autopart.analysis import Analysis, analyze
 from autopart.candidates import Candidates
 from autopart.cluster import Cluster
 from autopart.models import load_model
 from autopart.plan import Plan
 from autopart.planner import make_plan
-from autopart.solver import cache
 from autopart.tracing import capture
 
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)

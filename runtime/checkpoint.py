@@ -44,7 +44,8 @@ from autopart.runtime.holding import (
     set_options,
     slots_of,
 )
-from autopart.runtime.shares import Folder, Piece, whole, write_pieces
+from autopart.runtime.shares import Piece, whole
+from autopart.runtime.stored_shares import Folder, write_pieces
 
 VERSION = 1
 MODEL, STATE = "model.", "optimizer.state."

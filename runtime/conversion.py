@@ -15,7 +15,7 @@ from torch import Tensor
 from autopart.runtime.checkpoint import MODEL, STATE, read_common
 from autopart.runtime.checkpoint_folder import resolve
 from autopart.runtime.errors import CheckpointError
-from autopart.runtime.shares import Folder
+from autopart.runtime.stored_shares import Folder
 
 # torch's dtypes as the safetensors format spells them.
 _SAFETENSORS = {

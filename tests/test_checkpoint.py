@@ -23,7 +23,8 @@ from autopart.runtime.agreement import checkpoint_group
 from autopart.runtime.errors import CheckpointError
 from autopart.runtime.holding import holding_of
 from autopart.runtime.placement import Placement, take_shard, take_share
-from autopart.runtime.shares import Folder, Piece, boxes_of, write_pieces
+from autopart.runtime.shares import Piece, boxes_of
+from autopart.runtime.stored_shares import Folder, write_pieces
 from emitted import WIDTH, data, plain
 from families import family
 from launch import launch

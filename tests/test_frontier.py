@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from autopart import cache
 from autopart.analysis import Analysis, analyze
 from autopart.candidates import Candidates
 from autopart.cli import main
@@ -22,7 +23,6 @@ from autopart.plan import Plan, StagePlan
 from autopart.planner import make_plan
 from autopart.report.picture import Curve, svg, ticks
 from autopart.runtime.errors import ClusterError, InfeasibleError, PlanError
-from autopart.solver import cache
 from autopart.solver import tensor as tensor_solver
 from autopart.solver.search import Degrees
 from autopart.tracing import capture

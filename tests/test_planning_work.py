@@ -8,11 +8,12 @@ import pytest
 from torch import fx
 
 import autopart.recomputation
+from autopart import cache
 from autopart.analysis import Analysis, analyze
 from autopart.candidates import Candidates
 from autopart.models import load_model
 from autopart.passes import annotate
-from autopart.solver import cache, tensor
+from autopart.solver import tensor
 from autopart.solver.search import Degrees
 from autopart.tracing import capture
 from clusters import ideal

@@ -84,7 +84,7 @@ def test_planning_keeps_what_it_solves_and_finds_it_again(folder: Path) -> None:
         made = make_plan(program, cluster, tp=2, pp=1, analysis=analysis).to_json_object()
         return {name: value for name, value in made.items() if not name.endswith("solve_s") and name != "total_s"}
 
-    with solved.used(False):
+    with cache.used(False):
         plain = plan()
     assert not entries(folder)
     first = plan()
@@ -199,7 +199,7 @@ def test_infeasible_problems_and_broken_folders(folder: Path, monkeypatch: pytes
 
 def test_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     solver = Counting()
-    with solved.used(False):
+    with cache.used(False):
         for _ in range(2):
             solved.solve(problem(1), solver=solver)
     assert solver.calls == 2 and not entries(folder)

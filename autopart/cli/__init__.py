@@ -94,10 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _caching(arguments: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
-    """Of solved strategies, as the command was told."""
+    """Of captured programs and solved strategies, as the command was told."""
     if not getattr(arguments, "no_cache", False):
         return contextlib.nullcontext()
-    from autopart.solver import cache  # loads torch and OR-Tools
+    from autopart import cache
 
     return cache.used(False)
 

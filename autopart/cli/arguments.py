@@ -146,7 +146,9 @@ def add_limits(parser: argparse.ArgumentParser, cluster_required: bool) -> None:
         help="of a large model too, try all configurations that may be faster than the best (minutes)",
     )
     parser.add_argument(
-        "--no-cache", action="store_true", help="solve everything anew; solved strategies are neither used nor kept"
+        "--no-cache",
+        action="store_true",
+        help="capture and solve anew; captured models and solved strategies are neither used nor kept",
     )
 
 
@@ -262,16 +264,27 @@ def read_program(
     planning, and few of the layers that are alike are traced. plan: one of this model, whose program is wanted.
     Raises ModelError, CaptureError.
     """
-    copy_layers = not (check_eval or getattr(arguments, "whole_capture", False))
-    loaded = read_model(arguments, meta)
-    with working(f"capturing {loaded.name}"), hushed():
-        from autopart.tracing import capture
 
-        take = partial(capture, loaded.model, loaded.args, loaded.kwargs, name=loaded.name, check_eval=check_eval)
-        program = take(copy_layers=copy_layers)
-        if copy_layers and plan is not None and plan.fingerprint != program.fingerprint:
-            return take()
-        return program
+    def take(copy_layers: bool) -> Program:
+        loaded = read_model(arguments, meta)
+        with working(f"capturing {loaded.name}"), hushed():
+            from autopart.tracing import capture
+
+            return capture(
+                *(loaded.model, loaded.args, loaded.kwargs),
+                name=loaded.name,
+                check_eval=check_eval,
+                copy_layers=copy_layers,
+            )
+
+    if not meta or check_eval or getattr(arguments, "whole_capture", False):
+        return take(copy_layers=False)
+    from autopart.captured import captured
+
+    program = captured(arguments.model, read_dtype(arguments), partial(take, copy_layers=True))
+    if plan is not None and plan.fingerprint != program.fingerprint:
+        return take(copy_layers=False)
+    return program
 
 
 def choose_plan(arguments: argparse.Namespace, program: Program) -> Plan:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache as remembered
 from importlib import metadata
@@ -29,7 +28,6 @@ VERSION = 1
 _NEAR = 1e-12
 _PROVED = 1e-7
 """Objective and bound count as equal within that share of the objective."""
-_USED: ContextVar[bool] = ContextVar("solved problems are kept", default=True)
 
 
 def solve(
@@ -43,7 +41,7 @@ def solve(
     gap: how far from its bound an answer may be; 0 for the optimum, which is what a ``solver`` without a gap gives.
     """
     limits = (time_limit_s, gap) if gap else (time_limit_s,)
-    folder = cache.folder(FOLDER) if _USED.get() else None
+    folder = cache.answers(FOLDER)
     if folder is None:
         return solver(problem, *limits)
     name = key(problem, *limits)
@@ -57,16 +55,6 @@ def solve(
         with contextlib.suppress(OSError):  # a full or read-only disk costs the next run its time, no more
             cache.write(path, json.dumps(_written(solution)))
     return solution
-
-
-@contextlib.contextmanager
-def used(whether: bool) -> Iterator[None]:
-    """Inside, solved problems are kept and looked up, or not."""
-    token = _USED.set(whether)
-    try:
-        yield
-    finally:
-        _USED.reset(token)
 
 
 def key(problem: TensorProblem, *limits: float) -> str:
