@@ -1,14 +1,15 @@
 """How long planning takes, everything included, from an empty process to the printed plan.
 
-    python benchmarks/planning_time.py [--repeat 3] [--only TEXT] [--large] [--phases | --growth]
+    python benchmarks/planning_time.py [--repeat 3] [--only TEXT] [--large] [--phases | --growth | --again]
 
 Each line runs the command line as a user would, several times, and prints the fastest: in all, and what of it was
 spent inside ``make_plan`` and in its solvers; CPU seconds are means, the peak of memory is that of all
 runs so far.
-Solved strategies of earlier runs are not used. --large: models of 70 B parameters and more, a minute each.
+Nothing that earlier runs kept is used. --large: models of 70 B parameters and more, a minute each.
 --phases: one process; seconds of the processor by phase, of the cases that force nothing, without imports, which
 torch and transformers go on with when they are first used. --growth: the same for models of more and more layers, ops
-in a layer, and devices.
+in a layer, and devices. --again: whole commands with a cache that is empty at first: the same, again, with twice the
+batch, and on twice the devices.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import gc
 import importlib
 import itertools
 import json
+import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -64,6 +67,8 @@ _EXPERTS = (
     "hf:mixtral?num_hidden_layers={layers}&hidden_size=4096&intermediate_size=8192&num_attention_heads=32"
     "&num_key_value_heads=8&num_local_experts=8&experts_implementation=grouped_mm&seq=1024"
 )
+FREE = {"--cluster", "--batch", "--dtype"}
+"""The options of cases that force nothing."""
 GROWTH = [
     *(("layers", _GPT.format(layers=layers), 64) for layers in (12, 24, 48, 96)),
     *(("devices", _GPT.format(layers=48), devices) for devices in (8, 64, 512, 3072)),
@@ -141,21 +146,40 @@ def phases(only: str, cases: Mapping[str, Sequence[str]]) -> None:
     """Prints what the phases of planning take."""
     for name, (model, *options) in cases.items():
         given = dict(zip(options[::2], options[1::2], strict=True))
-        if only in name and given.keys() <= {"--cluster", "--batch", "--dtype"}:
+        if only in name and given.keys() <= FREE:
             dtype = {"bf16": "bfloat16"}.get(given.get("--dtype", ""), "float32")
             print(f"{name:34} {phase_seconds(model, given['--cluster'], int(given['--batch']), dtype)}", flush=True)
 
 
-def run(arguments: list[str]) -> tuple[float, dict[str, float]]:
-    """Seconds of the whole command, and the plan it printed."""
+def run(arguments: Sequence[str], kept: str = "off") -> tuple[float, dict[str, float]]:
+    """Seconds of the whole command, and the plan it printed. kept: the folder of the cache."""
     start = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "autopart.cli", "plan", *arguments, "--json", "--no-cache"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = [sys.executable, "-m", "autopart.cli", "plan", *arguments, "--json"]
+    environment = {**os.environ, "AUTOPART_CACHE": kept}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return time.perf_counter() - start, json.loads(done.stdout)
+
+
+def again(only: str, cases: Mapping[str, Sequence[str]]) -> None:
+    """Prints what planning takes with what earlier commands kept."""
+    for name, (model, *options) in cases.items():
+        given = dict(zip(options[::2], options[1::2], strict=True))
+        if only not in name or not given.keys() <= FREE:
+            continue
+        nodes, *node = given["--cluster"].split("x")
+        more = f"{2 * int(nodes)}x{'x'.join(node)}" if len(node) > 1 else f"2x{given['--cluster']}"
+        questions = {
+            "first": given,
+            "again": given,
+            "twice the batch": {**given, "--batch": str(2 * int(given["--batch"]))},
+            f"on {more}": {**given, "--cluster": more},
+        }
+        found = []
+        with tempfile.TemporaryDirectory() as kept:
+            for what, asked in questions.items():
+                seconds, plan = run([model, *itertools.chain.from_iterable(asked.items())], kept)
+                found.append(f"{what} {seconds:.1f} s, of it planner {plan['total_s']:.1f} s")
+        print(f"{name:34} {'; '.join(found)}", flush=True)
 
 
 def main() -> None:
@@ -165,6 +189,7 @@ def main() -> None:
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--phases", action="store_true")
+    parser.add_argument("--again", action="store_true")
     options = parser.parse_args()
     gc.set_threshold(100_000)  # as the command does
     if options.phases or options.growth:
@@ -175,6 +200,9 @@ def main() -> None:
         return
     if options.growth:
         grow(options.only)
+        return
+    if options.again:
+        again(options.only, LARGE if options.large else CASES)
         return
     repeat = options.repeat
     for name, arguments in (LARGE if options.large else CASES).items():
