@@ -1,5 +1,8 @@
 """Counts the bytes of tensors that are alive, by watching every op that makes one.
 
+Where such a mode is on, autograd adds gradients up in new tensors, which it does in place otherwise. So the result of
+such an addition counts from the next op on, when what was added to it is gone.
+
 What a backend of torch.distributed allocates for itself is not seen. Gloo does that where it scatters sums: it sums a
 copy of the whole message, which it holds until the result is waited for. :func:`scattering_in_sight` does the same
 where it is seen.
@@ -7,9 +10,11 @@ where it is seen.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -19,6 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autopart.runtime import collectives
+
+_BETWEEN = ("_compile.py", "eval_frame.py")
+"""Files of torch whose wrappers stand between its engine and a mode."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -37,7 +45,8 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_leaves(results):
             if isinstance(tensor, torch.Tensor):
                 self._watch(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
-        self.most = max(self.most, self.now)
+        if not _adds_gradients(func):
+            self.most = max(self.most, self.now)
         return results
 
     def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
@@ -51,6 +60,16 @@ class LiveBytes(TorchDispatchMode):
     def _gone(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.now -= size
+
+
+def _adds_gradients(func: Any) -> bool:
+    """Whether autograd itself calls an op, no Python code in between, to add up gradients of what several ops read."""
+    if func is not torch.ops.aten.add.Tensor or torch._C._current_graph_task_id() == -1:
+        return False
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
 class _Scattering:
@@ -72,9 +91,14 @@ class _Scattering:
 def scattering_in_sight() -> Iterator[None]:
     """Inside, sums that are divided on their way over gloo are tensors that :class:`LiveBytes` sees."""
 
-    def scatter(own: torch.Tensor, message: torch.Tensor, group: Any = None, async_op: bool = False) -> _Scattering:
-        assert async_op
-        return _Scattering(own, message, group)
+    def scatter(
+        own: torch.Tensor, message: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> _Scattering | None:
+        work = _Scattering(own, message, group)
+        if async_op:
+            return work
+        work.wait()
+        return None
 
     with mock.patch.object(collectives, "_scatter_single", scatter):
         yield
