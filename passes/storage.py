@@ -80,9 +80,12 @@ def _keeps_memory(node: fx.Node, name: str) -> bool:
     if name == "clone":
         return False
     source = input_nodes(node)[0]
-    if name == "contiguous" and op_name(storage_of(value_of(source)).node) == "scaled_dot_product_attention":
-        # Fused kernels write (batch, query, head, dim) and return it transposed, which the fake tensor does not show.
-        return True
+    if name == "contiguous":
+        owner = storage_of(value_of(source)).node
+        if op_name(owner) == "scaled_dot_product_attention":
+            # Fused kernels write their result in the query's layout, which the fake tensor does not show.
+            query = _layout(input_nodes(owner)[0].meta["val"])
+            return query is not None and not torch.empty_strided(*query, device="meta").is_contiguous()
     layout = _layout(source.meta["val"])
     shape = _concrete(node.meta["val"].shape)
     if layout is None or shape is None:
