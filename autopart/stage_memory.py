@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 
 from torch import fx
 
@@ -29,13 +29,15 @@ def stage_peaks(
     messages: Sequence[Sequence[Message]] | None = None,
     splits: bool = False,
     divided: Sequence[Divided] | None = None,
+    there: Sequence[Set[str]] | None = None,
 ) -> list[Peak]:
     """Bytes of one microbatch of ``samples`` samples on a rank of each stage.
 
     samples: for all stages, or of each. recompute: what each stage computes again in the backward. kind: of devices,
     "cuda" or "cpu". axes: of each stage; None: those of the realization. messages: of each stage, those in which its
     gradients are summed. splits: weights' gradients are left for W. divided: of each stage, the weights of
-    which replicas have shares.
+    which replicas have shares. there: of each stage, the parameters whose gradients other stages of its rank have made
+    by then.
     """
     counts = [samples] * len(found.stages) if isinstance(samples, int) else samples
     axes = axes or [found.axes] * len(found.stages)
@@ -49,11 +51,13 @@ def stage_peaks(
             messages=sent,
             splits=splits,
             divided=shares,
+            there=made,
         )
-        for stage, graph, own, own_axes, count, sent, shares in zip(
+        for stage, graph, own, own_axes, count, sent, shares, made in zip(
             *(found.stages, found.local, recompute, axes, counts),
             messages or [()] * len(found.stages),
             divided or [Divided() for _ in found.stages],
+            there or [frozenset[str]()] * len(found.stages),
             strict=True,
         )
     ]
@@ -82,6 +86,14 @@ def gradient_messages(
         else:  # put together in their own type, then converted
             found.append(Message(names, sent, own, sent + (own if several else 0)))
     return found
+
+
+def made_before(specs: Sequence[ParameterSpec], stage: int, stages: Sequence[int]) -> frozenset[str]:
+    """The parameters of a stage, one of a rank's ``stages``, whose gradients the rank has when the stage's first
+    microbatch goes back: those of stages behind it, where the microbatch was before.
+    """
+    behind = [other for other in stages if other > stage]
+    return frozenset(spec.name for spec in specs if stage in spec.stages and any(map(spec.learns, behind)))
 
 
 def _divided_message(sent: Scattered, copied: bool) -> Message:

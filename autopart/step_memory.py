@@ -34,7 +34,7 @@ from autopart.runtime.resharding import rows_of
 from autopart.runtime.schedule import Action, Work, make_schedule, post_receives_early
 from autopart.runtime.schedule.double_buffered import carried
 from autopart.runtime.schedule.receipts import Receipts, receipts
-from autopart.stage_memory import gradient_messages, stage_peaks
+from autopart.stage_memory import gradient_messages, made_before, stage_peaks
 
 _Edge = tuple[int, int]
 _STEADY = 4
@@ -101,8 +101,9 @@ def step_peaks(analysis: Analysis, plan: Plan, found: Realization, kind: str) ->
         divided_weights(specs[index], index, together[index], stage.dp, axes[index], found.cuts)
         for index, stage in enumerate(plan.stages)
     ]
+    there = [made_before(specs[index], index, together[index]) for index in range(len(plan.stages))]
     again = recomputed(plan, found.local)
-    peaks = stage_peaks(analysis.program, found, samples, again, kind, axes, messages, splits, divided)
+    peaks = stage_peaks(analysis.program, found, samples, again, kind, axes, messages, splits, divided, there)
     endless = plan.schedule == "2bw"
     repeats = plan.microbatches if endless else None
     return [

@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterator
 from torch import fx
 
 from autopart.passes import graph as graphs
-from autopart.passes.amounts import stored_bytes
+from autopart.passes.amounts import numel, stored_bytes
 from autopart.passes.conversion import Axes
 from autopart.passes.emit.segments import Segment, segments_of
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
-from autopart.passes.saved import WHOLE_INSIDE, saved_inside, saved_tensors
+from autopart.passes.saved import WHOLE_INSIDE, additive_mask, saved_inside, saved_tensors
 from autopart.passes.storage import storage_of
 from autopart.runtime.placement import Placements
 
@@ -108,11 +108,17 @@ def _segments(graph: fx.Graph, recompute: Collection[str]) -> Iterator[Segment]:
 
 
 def inside_bytes(node: fx.Node, axes: Axes, batch: int, kind: str) -> float:
-    """Bytes that an op keeps besides its operands and results: sharded as its result is, or as a local form has it."""
+    """Bytes that an op keeps besides its operands and results: sharded as its result is, or what it is of where the
+    result is a sum, or as a local form has it.
+    """
     size = saved_inside(node, kind).at(batch) if "transition" not in node.meta else 0
     if not size:
         return 0.0
-    share = share_of_rank(node, axes)
+    share = min(share_of_rank(node, axes), share_of_rank(graphs.inputs(node)[0].node, axes))
+    mask = additive_mask(node)
+    if mask is not None:  # which heads share
+        apart = numel(mask.fake).at(batch) * graphs.inputs(node)[0].fake.element_size()
+        return (size - apart) * share + apart * share_of_rank(mask.node, axes, mask.index)
     for axis, form in node.meta.get("forms", ()):
         first = node.meta["placements"][0]
         own = first if isinstance(first, tuple) else node.meta["placements"]

@@ -18,13 +18,13 @@ Not seen: what a kernel allocates for itself, buffers of collectives, and what i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from torch import fx
 
 from autopart.passes.conversion import Axes
-from autopart.passes.peak_code import Message, StageCode
+from autopart.passes.peak_code import Message, StageCode, is_parameter
 from autopart.passes.peak_split import SplitWalk, sides
 from autopart.passes.peak_walk import Walk
 from autopart.passes.peak_weights import Divided, Scattered, Unit
@@ -83,16 +83,17 @@ def peak(
     messages: Sequence[Message] = (),
     splits: bool = False,
     divided: Divided | None = None,
+    there: Set[str] = frozenset(),
 ) -> Peak:
     """The peak of a rank's graph of a stage for a microbatch of ``batch`` samples.
 
     roots: where gradients enter. recompute: paths of what is computed again. inlined: values without a name.
     sends: how many of the results, the first, go to other stages; the others are let go when the forward returns.
     messages: of gradients that ranks sum. splits: whether the weights' gradients are left for W. divided: weights of
-    which replicas have shares.
+    which replicas have shares. there: parameters whose gradients other stages of the rank have made by then.
     """
     divided = divided or Divided()
-    code = StageCode(graph, axes, batch, set(recompute), set(inlined), kind, messages, divided)
+    code = StageCode(graph, axes, batch, set(recompute), set(inlined), kind, messages, divided, splits)
 
     def ahead(arriving: bool, order: Sequence[Unit]) -> Walk:
         found = SplitWalk(code, sides=sides(code)) if splits else Walk(code)
@@ -106,24 +107,27 @@ def peak(
     walk.let_go(sends)
     reached = reached_by_gradients(roots)
 
-    def back(before: int, summing: bool, order: Sequence[Unit], carried: Scattered | None) -> tuple[Back, Walk]:
-        one = walk.back(before > 0, summing)
+    def back(there: Set[str], summing: bool, order: Sequence[Unit], carried: Scattered | None) -> tuple[Back, Walk]:
+        one = walk.back(there, summing)
         one.holding.expected = order
         if carried is not None:
-            one.holding.carry(carried, before > 1)
+            one.holding.carry(carried)
         backward = one.backward(reached, roots)
         one.in_backward = one.gradients
         return Back(backward, one.weights(), one.holding.tail), one
 
-    order = back(0, False, (), None)[1].holding.seen if divided.units else ()
-    first, one = back(0, False, order, None)
+    order = back(there, False, (), None)[1].holding.seen if divided.units else ()
+    first, one = back(there, False, order, None)
     backs = {(0, False): first}
+    known = [frozenset(there)]  # which gradients are there when a microbatch goes back, by how many did before
     on_its_way = one.holding.unsettled
-    for before in range(1, 2 if on_its_way is None else 3):
-        backs[before, False] = back(before, False, order, on_its_way)[0]
-    for before in [before for before, _ in backs]:
+    every = frozenset(node.meta["name"] for node in graph.nodes if is_parameter(node))
+    known += [every] if on_its_way is None else [every - on_its_way.names | one.holding.there, every]
+    for before in range(1, len(known)):
+        backs[before, False] = back(known[before], False, order, on_its_way)[0]
+    for before, found in enumerate(known):
         carried = on_its_way if before else None
-        backs[before, True] = back(before, True, order, carried)[0] if messages else backs[before, False]
+        backs[before, True] = back(found, True, order, carried)[0] if messages else backs[before, False]
     return Peak(
         forward,
         walk.now,

@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autopart.passes import graph as graphs
+from autopart.passes.ahead import begun
 from autopart.passes.amounts import stored_bytes, value_bytes
+from autopart.passes.beside import products_beside
 from autopart.passes.conversion import Axes
 from autopart.passes.emit.layers import Run
 from autopart.passes.emit.segments import Segment, segments_of
 from autopart.passes.graph import Value
 from autopart.passes.kept import inside_bytes, kept_values, owner_of, share_of_rank
+from autopart.passes.peak_conversion import Way, transition_of, way
 from autopart.passes.peak_weights import Divided
 from autopart.passes.program import Role
 from autopart.passes.saved import saved_tensors
@@ -45,9 +48,14 @@ class StageCode:
     kind: str
     messages: Sequence[Message] = ()
     divided: Divided = field(default_factory=Divided)
+    splits: bool = False
     runs: list[tuple[Run, bool, list[Segment]]] = field(init=False)
     results: list[Value] = field(init=False)  # owners
     kept: set[Value] = field(init=False)
+    put_off: dict[fx.Node, tuple[fx.Node, ...]] = field(init=False)  # products, by the transition beside whose backward
+    put_off_to: dict[fx.Node, fx.Node] = field(init=False)  # the transition, by product
+    begun: set[fx.Node] = field(init=False)  # transitions that are begun and waited for later
+    landing: dict[fx.Node, list[fx.Node]] = field(init=False)  # these, by what reads them first
     received: list[Value] = field(init=False)
     _saved: dict[fx.Node, tuple[Value, ...]] = field(default_factory=dict)
     _sizes: dict[Value, float] = field(default_factory=dict)
@@ -56,6 +64,16 @@ class StageCode:
 
     def __post_init__(self) -> None:
         self.runs = segments_of(self.graph, self.recompute)
+        self.put_off = {} if self.splits else products_beside(self.graph, self.recompute)
+        self.put_off_to = {product: node for node, products in self.put_off.items() for product in products}
+        self.begun, self.landing = set(), {}
+        flying = begun(self.graph, self.recompute)
+        for segment in self.segments:
+            for node in segment.nodes:
+                for source in dict.fromkeys(graphs.tensors_read(node)):
+                    if source in flying and flying[source] and source not in self.begun:
+                        self.begun.add(source)
+                        self.landing.setdefault(node, []).append(source)
         self.divided.arrange((run, is_layer) for run, is_layer, _ in self.runs)
         self.results = [owner_of(graphs.value_of(node)) for node in graphs.results(self.graph)]
         self.kept = set(kept_values(self.graph, self.recompute, self.kind))
@@ -92,8 +110,19 @@ class StageCode:
     def saved(self, node: fx.Node) -> tuple[Value, ...]:
         """The owners of what an op keeps for its backward, once each."""
         if node not in self._saved:
-            self._saved[node] = tuple(dict.fromkeys(map(owner_of, saved_tensors(node, self.kind))))
+            saved = saved_tensors(node, self.kind) if transition_of(node) is None else ()
+            self._saved[node] = tuple(dict.fromkeys(map(owner_of, saved)))
         return self._saved[node]
+
+    def way(self, node: fx.Node, back: bool = False) -> Way:
+        """What a transition takes of memory, or back its gradient."""
+        call = transition_of(node)
+        assert call is not None
+        (operand,) = graphs.inputs(node)
+        given, made = self.gradient_size(operand), self.gradient_size(Value(node))
+        if back:
+            given, made = made, given
+        return way(call, back, given, made, dict(self.axes)[node.meta["transition"][0]], self.kind == "cpu")
 
 
 def is_parameter(node: fx.Node) -> bool:

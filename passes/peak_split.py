@@ -7,7 +7,7 @@ computed again makes all its gradients in B; so does a stage that receives nothi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -16,7 +16,7 @@ from torch import fx
 from autopart.passes import graph as graphs
 from autopart.passes.graph import Value
 from autopart.passes.peak_code import StageCode, is_parameter
-from autopart.passes.peak_walk import Walk
+from autopart.passes.peak_walk import Walk, parameter_read, passes_memory
 from autopart.passes.rules import is_differentiable
 
 _CUT, _WEIGHTS = "cut", "weights"
@@ -55,8 +55,8 @@ class SplitWalk(Walk):
     aside: float = 0.0  # gradients of results of ops that are cut out
     cutting: bool = False
 
-    def back(self, adding: bool, summing: bool) -> Self:
-        other = Walk.back(self, adding, summing)
+    def back(self, there: Set[str], summing: bool) -> Self:
+        other = Walk.back(self, there, summing)
         other.sides = self.sides
         return other
 
@@ -95,9 +95,10 @@ class SplitWalk(Walk):
         self.left += sum(map(self.code.inside, nodes))
         self.now = self.most = self.left + self.left_received
         for node in nodes:
-            for value in dict.fromkeys(graphs.inputs(node)):
-                if is_parameter(value.node) and self.readers[value.node] > 0 and is_differentiable(Value(value.node)):
-                    self.weight_gradient(value.node, node)
+            for value in () if passes_memory(node) else dict.fromkeys(graphs.inputs(node)):
+                weight = parameter_read(value, node)
+                if weight is not None and self.readers[weight[0]] > 0 and is_differentiable(Value(weight[0])):
+                    self.weight_gradient(*weight)
             for value in self.code.saved(node):
                 self.drop(value)
             self.start_messages()

@@ -6,17 +6,19 @@ What it says is described in :mod:`autopart.passes.peak`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Self
 
 from torch import fx
 
 from autopart.passes import graph as graphs
+from autopart.passes.beside import weight_of
 from autopart.passes.emit.segments import Segment
 from autopart.passes.graph import Value
 from autopart.passes.kept import entering, owner_of, shares_memory
 from autopart.passes.peak_code import StageCode, is_parameter
+from autopart.passes.peak_conversion import Way, transition_of
 from autopart.passes.peak_weights import Holding
 from autopart.passes.rules import is_differentiable
 from autopart.passes.storage import is_view, op_name
@@ -32,6 +34,21 @@ _MAKING = {
 _CONCATENATING = ("cat", "concat", "concatenate")
 # Ops whose backward hands the result's gradient on as it is, where shapes agree.
 _PASSING = ("add", "sub", "clone", "contiguous", "alias")
+
+
+# Local forms that compute in float32 on their way, in tensors of their first operand's size: forward, and backward
+# besides gradients.
+_FORM_COPIES = {"vocab_cross_entropy": (1, 0)}
+
+
+def form_copies(node: fx.Node, size: float) -> tuple[float, float]:
+    """Bytes that a local form makes on its way, forward and backward. size: bytes of its first operand."""
+    for _, form in node.meta.get("forms", ()):
+        if form.function in _FORM_COPIES:
+            there, back = _FORM_COPIES[form.function]
+            narrow = 4 / graphs.inputs(node)[0].fake.dtype.itemsize
+            return (there * size, back * size) if narrow <= 1 else ((there + 1) * size * narrow, size * narrow)
+    return 0.0, 0.0
 
 
 def backward_copies(node: fx.Node) -> int:
@@ -54,7 +71,8 @@ class _Viewed:
 
 @dataclass(slots=True)
 class Walk:
-    """adding: parameters have gradients already, which are not counted. summing: in messages, the last microbatch's.
+    """there: parameters that have gradients already, which are not counted. summing: in messages, the last
+    microbatch's.
 
     pending: gradients of values that wait for their op, by owner. held: of parameters, that wait for further readers.
     readers, keepers: how many ops are still to come that read a parameter, or keep a value.
@@ -63,7 +81,7 @@ class Walk:
     code: StageCode
     now: float = 0.0
     most: float = 0.0
-    adding: bool = False
+    there: Set[str] = frozenset()
     summing: bool = False
     live: dict[Value, float] = field(default_factory=dict)
     stays: set[Value] = field(init=False)
@@ -79,15 +97,16 @@ class Walk:
     started: int = 0  # messages of summed gradients
     left: float = 0.0
     left_received: float = 0.0
+    flying: dict[fx.Node, Way] = field(default_factory=dict)  # transitions that were begun
     holding: Holding = field(init=False)
 
     def __post_init__(self) -> None:
         self.stays = {*self.code.kept, *self.code.results}
-        self.holding = Holding(self.code.divided, self.add, self.code.kind == "cpu", adding=self.adding)
+        self.holding = Holding(self.code.divided, self.add, self.code.kind == "cpu", there=set(self.there))
 
-    def back(self, adding: bool, summing: bool) -> Self:
+    def back(self, there: Set[str], summing: bool) -> Self:
         """A walk that goes back from here."""
-        other = type(self)(self.code, self.now, self.now, adding, summing)
+        other = type(self)(self.code, self.now, self.now, there, summing)
         other.live = dict(self.live)
         other.holding.backward = True
         return other
@@ -97,10 +116,10 @@ class Walk:
         self.now += size
         self.most = max(self.most, self.now + passing)
 
-    def allocate(self, value: Value) -> None:
+    def allocate(self, value: Value, passing: float = 0.0) -> None:
         if value not in self.live:
             self.live[value] = self.code.size(value)
-            self.add(self.live[value])
+            self.add(self.live[value], passing)
 
     def free(self, value: Value) -> None:
         self.now -= self.live.pop(value, 0.0)
@@ -144,15 +163,39 @@ class Walk:
             if graphs.is_getitem(node) or not graphs.is_op(node):
                 continue
             self.holding.enter_op(node)
-            if not is_view(node) and not shares_memory(node):
+            self.land(node, back=False)
+            if transition_of(node) is not None and not shares_memory(node):
+                self.allocate(Value(node), self.begin(node, back=False))
+            elif not is_view(node) and not shares_memory(node):
                 for value in graphs.outputs(node):
                     self.allocate(value)
+                if "forms" in node.meta:
+                    self.add(0.0, form_copies(node, self.code.gradient_size(graphs.inputs(node)[0]))[0])
                 if not again:
                     self.add(self.code.inside(node))
+            if is_view(node) or shares_memory(node):
+                continue
             for value in graphs.inputs(node):
                 owner = owner_of(value)
                 if owner.node in self.code.inlined and owner not in stays and self.done(owner, node):
                     self.free(owner)
+
+    def begin(self, node: fx.Node, back: bool) -> float:
+        """A transition begins; bytes besides its result for a moment, where it is waited for at once."""
+        way = self.code.way(node, back)
+        if node not in self.code.begun:
+            return way.besides
+        self.flying[node] = way
+        self.add(way.flying)
+        return 0.0
+
+    def land(self, node: fx.Node, back: bool) -> None:
+        """What an op reads first, or back what a transition began, is waited for."""
+        for source in (node,) if back else self.code.landing.get(node, ()):
+            way = self.flying.pop(source, None)
+            if way is not None:
+                self.add(0.0, way.landing - way.flying)
+                self.now -= way.flying
 
     def done(self, owner: Value, node: fx.Node) -> bool:
         """Whether all readers of an unnamed value, which are nested in one statement, are at or before ``node``."""
@@ -182,7 +225,9 @@ class Walk:
         code = self.code
         self.holding.await_gradients(reached)
         for node in reached:
-            self.readers.update(source for source in set(node.all_input_nodes) if is_parameter(source))
+            if not passes_memory(node):
+                read = [parameter_read(value, node) for value in graphs.inputs(node)]
+                self.readers.update({found[0] for found in read if found is not None})
         for segment in code.segments:
             if segment.path:
                 self.keepers.update(entering(segment))
@@ -239,15 +284,82 @@ class Walk:
     def step_back(self, node: fx.Node, reached: set[fx.Node]) -> None:
         coming = [value for value in graphs.outputs(node) if value in self.pending]
         self.holding.need(node)
-        if node in reached and coming:
-            self.pass_back(node, coming)
-            for value in coming:
-                self.now -= self.pending.pop(value) - self.given.pop(value, 0.0)
-                self.release(value)
-        for value in self.code.saved(node):
-            self.drop(value)
-        self.now -= self.code.inside(node) if "transition" not in node.meta else 0.0
+        waiting = node in reached and coming and node in self.code.put_off_to
+        if node in self.code.begun:
+            self.land(node, back=True)
+            self.make_put_off(node)
+        elif node in reached and coming:
+            if transition_of(node) is None:
+                self.pass_back(node, coming)
+            else:
+                self.convert_back(node)
+            if not waiting:
+                self.let_go_of(coming)
+        if not waiting:
+            for value in self.code.saved(node):
+                self.drop(value)
+        self.now -= self.code.inside(node) if transition_of(node) is None else 0.0
         self.start_messages()
+        for source in self.code.landing.get(node, ()):  # its gradient is complete
+            if source in reached and Value(source) in self.pending:
+                self.convert_back(source)
+                self.let_go_of([Value(source)])
+
+    def let_go_of(self, gradients: Iterable[Value]) -> None:
+        """The gradients of these values are used."""
+        for value in gradients:
+            self.now -= self.pending.pop(value) - self.given.pop(value, 0.0)
+            self.release(value)
+
+    def convert_back(self, node: fx.Node) -> None:
+        """Allocates the gradient of what a transition converts; gradients of weights are made meanwhile."""
+        coming, owner = Value(node), _carrier(graphs.inputs(node)[0])
+        way, size = self.code.way(node, back=True), self.code.gradient_size(graphs.inputs(node)[0])
+        if not way.makes and owner not in self.pending:  # the same tensor goes on
+            self.pending[owner], self.pending[coming] = size, 0.0
+            if coming in self.given:
+                self.given[owner] = self.given.pop(coming)
+            return
+        passing = self.begin(node, back=True) if way.makes else 0.0
+        self.add(size if way.makes else 0.0, passing)
+        if node not in self.code.begun and node in self.code.put_off:
+            self.now += way.flying
+            self.make_put_off(node)
+            self.now -= way.flying
+        self.receive(owner, size if way.makes else self.pending[coming])
+
+    def make_put_off(self, node: fx.Node) -> None:
+        """Weights' gradients beside a transition's backward; all of what they are made from is there until the end."""
+        products = [product for product in self.code.put_off.get(node, ()) if Value(product) in self.pending]
+        for product in products:
+            source = weight_of(product)
+            weight = parameter_read(Value(source), product)
+            if weight is None:
+                self.pass_to(source)
+            else:
+                self.weight_gradient(*weight)
+        for product in products:
+            self.let_go_of([Value(product)])
+            for value in self.code.saved(product):
+                self.drop(value)
+
+    def pass_to(self, source: fx.Node) -> None:
+        """The gradient of a weight as it is cast."""
+        size = self.code.gradient_size(Value(source))
+        self.add(size)
+        self.receive(_carrier(Value(source)), size)
+
+    def receive(self, owner: Value, size: float) -> None:
+        """A gradient of a value that has been allocated is added to those before."""
+        if self.given.pop(owner, 0.0):
+            self.pending[owner] = size  # the sum is where this one is
+        elif owner in self.views:
+            self.pending[owner] = size  # a view is added to nowhere but in a tensor of its own
+            self.release(owner)
+        elif owner in self.pending:
+            self.now -= size  # added to what is there
+        else:
+            self.pending[owner] = size
 
     def pass_back(self, node: fx.Node, coming: Sequence[Value]) -> None:
         """Allocates the gradients of a node's operands."""
@@ -255,12 +367,14 @@ class Walk:
         given = sum(pending[value] for value in coming)
         passed = False
         name = op_name(node)
+        put_off = weight_of(node) if node in self.code.put_off_to else None
         more: list[tuple[Value, float]] = []
         for value in dict.fromkeys(graphs.inputs(node)):
-            if not is_differentiable(value) or self.skips(value):
+            if not is_differentiable(value) or self.skips(value) or value.node is put_off:
                 continue
-            if is_parameter(value.node):
-                self.weight_gradient(value.node, node)
+            weight = parameter_read(value, node)
+            if weight is not None:
+                self.weight_gradient(*weight)
                 continue
             owner, size = _carrier(value), self.code.gradient_size(value)
             if name in _PASSING and not passed and abs(size - given) < 0.5 and owner not in pending:
@@ -275,18 +389,13 @@ class Walk:
             return
         copies = backward_copies(node)
         largest = max((size for _, size in more), default=0.0)
+        passing = copies * largest
+        if "forms" in node.meta:
+            passing += form_copies(node, self.code.gradient_size(graphs.inputs(node)[0]))[1]
         for _, size in more:
-            self.add(size, copies * largest)
+            self.add(size, passing)
         for owner, size in more:
-            if self.given.pop(owner, 0.0):
-                pending[owner] = size  # the sum is where this one is
-            elif owner in self.views:
-                pending[owner] = size  # a view is added to nowhere but in a tensor of its own
-                self.release(owner)
-            elif owner in pending:
-                self.now -= size  # added to what is there
-            else:
-                pending[owner] = size
+            self.receive(owner, size)
 
     def share(self, whole: Value, owners: Sequence[Value]) -> None:
         """The gradients of what is concatenated are views of one tensor, which stays until the last has been used."""
@@ -312,16 +421,17 @@ class Walk:
         if self.holding.gradient(node, reader, size):
             return
         divided = self.code.divided.level(node) == 2
+        added = node.meta["name"] in self.there
         self.readers[node] -= 1
         self.add(size)
         if node in self.held:
             self.now -= size
         else:
             self.held[node] = size
-            self.gradients += 0.0 if divided else size
+            self.gradients += 0.0 if divided or added else size
         if self.readers[node] > 0:
             return
-        if self.adding and not divided:
+        if added and not divided:
             self.now -= self.held[node]
         self.final.add(node.meta["name"])
 
@@ -337,8 +447,16 @@ class Walk:
             self.now += message.size - message.replaces
 
 
+def parameter_read(value: Value, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The parameter that an op reads as a value, as it is or through views, and the op that reads it itself."""
+    reader = node
+    while passes_memory(value.node):
+        reader, value = value.node, graphs.inputs(value.node)[0]
+    return (value.node, reader) if is_parameter(value.node) else None
+
+
 def _carrier(value: Value) -> Value:
     """The value whose gradient the value's gradient is a view of."""
-    while passes_memory(value.node) or shares_memory(value.node):
+    while passes_memory(value.node):
         value = graphs.inputs(value.node)[0]
     return value

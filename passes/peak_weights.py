@@ -51,13 +51,15 @@ class Unit:
 class Scattered:
     """Gradients that are summed and divided in one message.
 
-    names: of the parameters. whole: bytes of the gradients. alone: the message is the only one itself. converted: bytes
-    of the message in the type of the sum, 0 where that is the gradients'. own: of what arrives. last: of the gradient
-    that is made last, which autograd holds until the message is on its way.
+    names: of the parameters. whole: bytes of the gradients. shares: of those of their parts that a replica has.
+    alone: the message is the only one itself. converted: bytes of the message in the type of the sum, 0 where that is
+    the gradients'. own: of what arrives. last: of the gradient that is made last, which autograd holds until the
+    message is on its way.
     """
 
     names: frozenset[str]
     whole: float
+    shares: float
     alone: bool
     converted: float
     own: float
@@ -76,7 +78,9 @@ def scattered(specs: Sequence[ParameterSpec], sizes: Sequence[int], replicas: in
     alone = len(specs) == 1 and specs[0].data_dim == 0
     names = frozenset(spec.name for spec in specs)
     converted = 0 if summed == whole else summed
-    return Scattered(names, whole, alone, converted, summed / replicas, tensor_bytes(specs[-1], sizes))
+    return Scattered(
+        names, whole, whole / replicas, alone, converted, summed / replicas, tensor_bytes(specs[-1], sizes)
+    )
 
 
 @dataclass(slots=True)
@@ -164,15 +168,15 @@ class Holding:
     """A walk's divided weights: what of them is in memory.
 
     A message that is sent is held until its shares have arrived. add: allocates bytes, or frees them. copies: a copy
-    of it is (gloo). adding: shares have gradients already, which are not counted. expected: units in the order of such
-    a pass.
+    of it is (gloo). there: parameters whose shares have gradients, which are not counted where they had them before the
+    pass. expected: units in the order of such a pass.
     """
 
     code: Divided
     add: Callable[[float], None]
     copies: bool
     backward: bool = False
-    adding: bool = False
+    there: set[str] = field(default_factory=set)
     expected: Sequence[Unit] = ()
     seen: list[Unit] = field(default_factory=list)
     held: dict[Unit, bool] = field(default_factory=dict)  # True while gradients are awaited
@@ -182,8 +186,8 @@ class Holding:
     made: dict[Gathering, dict[fx.Node, float]] = field(default_factory=dict)
     started: int = 0  # buckets of level 2
     unsettled: Scattered | None = None
-    new: bool = False  # it is the first gradient of its shares, and counted as theirs
-    gradients: float = 0.0  # of shares
+    carried: bool = False  # it is of the backward before
+    gradients: float = 0.0  # of shares, new ones
 
     # -- weights --------------------------------------------------------------------------------------------------
 
@@ -249,8 +253,8 @@ class Holding:
 
     def end(self) -> None:
         """No whole weight outlives the pass. In a backward the last message stays on its way."""
-        if self.unsettled is not None and not self.adding:
-            self.gradients += self.unsettled.own
+        if self.unsettled is not None and self.is_new(self.unsettled):
+            self.gradients += self.unsettled.shares
         for unit in list(self.held):
             self.free(unit)
         for unit in self.coming:
@@ -260,10 +264,15 @@ class Holding:
     @property
     def tail(self) -> float:
         """Bytes on their way after a backward, beside gradients."""
-        message = self.unsettled
-        if message is None:
-            return 0.0
-        return message.sent + (message.own if self.adding else 0.0)
+        return 0.0 if self.unsettled is None else self.on_its_way(self.unsettled)
+
+    def is_new(self, message: Scattered) -> bool:
+        """Whether some of its shares have no gradients yet: what arrives becomes these, in one tensor."""
+        return not message.names <= self.there
+
+    def on_its_way(self, message: Scattered) -> float:
+        """Bytes of a message until it has arrived, beside what counts as its shares' gradients."""
+        return message.sent + message.own - (message.shares if self.is_new(message) else 0.0)
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -291,7 +300,8 @@ class Holding:
 
     def scatter(self, final: Set[str], whole: Mapping[fx.Node, float]) -> None:
         """Starts the messages whose gradients are all there. final, whole: those of level 2, and their bytes."""
-        for statement in [statement for statement in self.made if self.left[statement] <= 0]:
+        # of several, autograd first ends what was gathered last
+        for statement in reversed([statement for statement in self.made if self.left[statement] <= 0]):
             made = self.made.pop(statement)
             self.free(self.code.units[statement])
             self.settle()
@@ -320,10 +330,10 @@ class Holding:
             self.add(-gradients if used else -message.last)
         self.unsettled = message
 
-    def carry(self, message: Scattered, added: bool) -> None:
-        """A message of the backward before is on its way. added: its shares had gradients before."""
-        self.unsettled, self.new = message, not added
-        self.add(message.sent + (message.own if added else 0.0))
+    def carry(self, message: Scattered) -> None:
+        """A message of the backward before is on its way."""
+        self.unsettled, self.carried = message, True
+        self.add(self.on_its_way(message))
 
     def settle(self) -> None:
         """What has arrived becomes the shares' gradients, or is added to them."""
@@ -331,12 +341,12 @@ class Holding:
         if message is None:
             return
         self.add(-message.sent)
-        shares = message.whole / self.code.replicas
         if message.converted:
-            self.add(shares)
+            self.add(message.shares)
             self.add(-message.own)
-        if not self.adding:
-            self.gradients += shares
-        elif not self.new:
-            self.add(-shares)
-        self.new = False
+        if not self.is_new(message):
+            self.add(-message.shares)
+        elif not self.carried:
+            self.gradients += message.shares
+        self.there |= message.names
+        self.carried = False

@@ -10,14 +10,14 @@ from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.verify import Subject, prepare
 from clusters import ideal
-from families import family
+from families import NAMES, family
 
 MODELS = ("gpt2", "t5", "unet", "branches")
 
 
 @functools.lru_cache(maxsize=16)
 def subject_of(name: str) -> tuple[Subject, Analysis]:
-    if name in ("gpt2", "t5"):
+    if name in NAMES:
         item = family(name)
         subject = prepare(item.build(), (), item.inputs(item.batch))
     else:

@@ -31,7 +31,19 @@ from launch import launch
 
 @pytest.mark.parametrize(
     ("name", "microbatches", "again"),
-    [("gpt2", 1, ()), ("gpt2", 2, (1, 2)), ("gpt2", 2, (0, 1, 2, 3)), ("t5", 1, ()), ("unet", 2, ())],
+    [
+        ("gpt2", 1, ()),
+        ("gpt2", 2, (1, 2)),
+        ("gpt2", 2, (0, 1, 2, 3)),
+        ("t5", 1, ()),
+        ("unet", 2, ()),
+        ("mixtral", 2, ()),
+        pytest.param("vit", 2, (), marks=pytest.mark.slow),
+        pytest.param("resnet", 2, (), marks=pytest.mark.slow),
+        pytest.param("llama", 2, (), marks=pytest.mark.slow),
+        pytest.param("bert", 2, (), marks=pytest.mark.slow),
+        pytest.param("branches", 2, (), marks=pytest.mark.slow),
+    ],
 )
 def test_peak_of_a_step(name: str, microbatches: int, again: tuple[int, ...], tmp_path: Path) -> None:
     subject, analysis = subject_of(name)
@@ -67,6 +79,7 @@ PIPELINES: dict[str, tuple[str, str, tuple[int, ...], tuple[tuple[int, int], ...
     "gpt2-zb-h1-3": ("gpt2", "zb-h1", (0, 1, 2), ()),
     "gpt2-zb-v-4on2": ("gpt2", "zb-v", (0, 1, 1, 0), ()),
     "t5-zb-h1-3": ("t5", "zb-h1", (0, 1, 2), ()),
+    "t5-zb-v-4on2": ("t5", "zb-v", (0, 1, 1, 0), ()),
     "gpt2-2bw-3": ("gpt2", "2bw", (0, 1, 2), ()),
     "gpt2-replicas": ("gpt2", "1f1b", (0, 1), ((2, 1), (2, 1))),
     "gpt2-dp2-1": ("gpt2", "1f1b", (0, 1), ((2, 1), (1, 1))),
@@ -126,6 +139,38 @@ def test_peak_where_replicas_sum_in_another_type(summed: str, tmp_path: Path) ->
     assert predicted == pytest.approx(max(counted), rel=0.02)
 
 
+# The model, the tensor axes, and the stages.
+SHARDED: dict[str, tuple[str, str, int]] = {
+    "gpt2-tp2": ("gpt2", "2", 1),
+    "gpt2-tp4": ("gpt2", "4", 1),
+    "gpt2-tp2x2": ("gpt2", "2x2", 1),
+    "gpt2-tp2-pp2": ("gpt2", "2", 2),
+    "t5-tp2": ("t5", "2", 1),
+    "mixtral-tp2": ("mixtral", "2", 1),
+    "resnet-tp2": ("resnet", "2", 1),
+    "vit-tp2": ("vit", "2", 1),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == "gpt2-tp2" else pytest.mark.slow) for case in SHARDED]
+)
+def test_peak_on_tensor_axes(case: str, tmp_path: Path) -> None:
+    """Messages of transitions among it, and weights' gradients that are put off."""
+    name, tp, stages = SHARDED[case]
+    subject, analysis = subject_of(name)
+    ranks = stages * math.prod(map(int, tp.split("x")))
+    limits: dict[str, Any] = {"pp": stages, "dp": 1, "tp": tp, "microbatches": 2, "recompute": "none"}
+    plan = make_plan(subject.program, ideal(ranks), batch=8, analysis=analysis, **limits)
+    assert plan.strategies
+    realize(subject.program, plan, analysis).save(tmp_path / "program")
+    weights = {key: tensor.detach() for key, tensor in subject.model.state_dict().items()}
+    counted = launch(_most, ranks, str(tmp_path / "program"), weights, subject.leaves, 1)
+    predicted = step_peaks(analysis, plan, realized(analysis, plan), "cpu")
+    size = ranks // stages
+    assert predicted == pytest.approx([max(counted[size * i : size * (i + 1)]) for i in range(stages)], rel=0.05)
+
+
 # The model, the level, the stages and the microbatches of two replicas each.
 DIVIDED: dict[str, tuple[str, int, int, int]] = {
     "gpt2-zero1": ("gpt2", 1, 1, 4),
@@ -136,6 +181,8 @@ DIVIDED: dict[str, tuple[str, int, int, int]] = {
     "gpt2-zero2-pp2": ("gpt2", 2, 2, 4),
     "gpt2-zero3-pp2": ("gpt2", 3, 2, 4),
     "t5-zero2": ("t5", 2, 1, 4),
+    "t5-zero3": ("t5", 3, 1, 2),
+    "unet-zero3": ("unet", 3, 1, 2),
 }
 
 
@@ -152,4 +199,4 @@ def test_peak_where_replicas_divide_parameters(case: str, tmp_path: Path) -> Non
     weights = {key: tensor.detach() for key, tensor in subject.model.state_dict().items()}
     counted = launch(_most, 2 * stages, str(tmp_path / "program"), weights, subject.leaves, 2)
     predicted = step_peaks(analysis, plan, realized(analysis, plan), "cpu")
-    assert predicted == pytest.approx([max(counted[2 * i : 2 * i + 2]) for i in range(stages)], rel=0.03)
+    assert predicted == pytest.approx([max(counted[2 * i : 2 * i + 2]) for i in range(stages)], rel=0.04)
