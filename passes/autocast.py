@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopart.runtime.errors import CaptureError
@@ -54,7 +55,8 @@ def casts_of(
     given = operands((args, kwargs))
     own = [tensor.dtype for tensor in given]
     wide = [torch.float32 if _casts(tensor) else tensor.dtype for tensor in given]
-    with fake_mode, torch.no_grad():
+    # in torch 2.11 composite ops ask for the number of elements, which is not known here; their Python forms do not
+    with fake_mode, torch.no_grad(), enable_python_dispatcher():
         with entered(autocast), _Kernels(given) as wanted:
             value = target(*args, **kwargs)
         type_ = value.dtype if isinstance(value, Tensor) else None

@@ -272,11 +272,11 @@ def test_commands_that_only_plan_copy_layers(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tracing, "capture", captured)
     model = SimpleNamespace(model=None, args=(), kwargs={}, name="model")
     monkeypatch.setattr(arguments, "read_model", lambda *_: model)
-    arguments.read_program(Namespace())
-    arguments.read_program(Namespace(whole_capture=True))
-    arguments.read_program(Namespace(), check_eval=True)
+    arguments.read_program(Namespace(model="model"))
+    arguments.read_program(Namespace(model="model", whole_capture=True))
+    arguments.read_program(Namespace(model="model"), check_eval=True)
     assert given == [True, False, False]
     # A plan of the whole capture, of which the copies are another program.
     plan: Any = SimpleNamespace(fingerprint="there")
-    arguments.read_program(Namespace(), plan=plan)
+    arguments.read_program(Namespace(model="model"), plan=plan)
     assert given[3:] == [True, False]
