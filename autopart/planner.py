@@ -3,8 +3,8 @@
 Candidates are all pp x dp x tp of the devices with all numbers of microbatches (see autopart.solver.search). For each
 one the tensor solver chooses strategies, which gives every block its seconds and bytes, and the stage solver cuts the
 chain of blocks (:mod:`autopart.candidates`). The search takes the promising candidates first
-(:mod:`autopart.estimates`), and none of which a bound says that it cannot be faster. The winner is timed once more on
-the graphs that will be emitted (:mod:`autopart.describe`).
+(:mod:`autopart.estimates`), and none of which a bound says that it cannot be faster. The fastest are timed again on the
+graphs that will be emitted (:mod:`autopart.describe`), which know what passes beside ops, and the fastest of them wins.
 """
 
 from __future__ import annotations
@@ -230,6 +230,17 @@ def make_plan(
     def order(config: Degrees | UnlikeMeshes) -> float:
         return estimates.seconds(config) if isinstance(config, Degrees) else lower_bound(config)
 
+    described: dict[int, Plan] = {}  # by identity of the answer
+
+    def settle(answer: Answer | UnlikeAnswer) -> float:
+        if isinstance(answer, Answer):
+            found = describe(candidates, answer)
+        else:
+            assert unlike is not None
+            found = describe_unlike(unlike, answer)
+        described[id(answer)] = found
+        return found.step_time_s
+
     most = None if thorough else max(LEAST_TRIED, MOST_OPS // len(analysis.block_of))
     result = search(
         *(configs, evaluate, lower_bound),
@@ -240,14 +251,10 @@ def make_plan(
         tighten=tighten,
         most_tightened=MOST_TIGHTENED,
         most_last=LAST_TRIED,
+        settle=settle,
     )
     solved = time.perf_counter()
-    answer = result.answer
-    if isinstance(answer, Answer):
-        plan = describe(candidates, answer)
-    else:
-        assert unlike is not None
-        plan = describe_unlike(unlike, answer)
+    answer, plan = result.answer, described[id(result.answer)]
     bound = min(result.bound, plan.step_time_s)
     return replace(
         plan,

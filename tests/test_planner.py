@@ -186,6 +186,20 @@ def test_the_search_is_exhaustive(memory_bandwidth: float) -> None:
     assert len(chosen.considered) == len(times)
 
 
+def test_the_fastest_are_compared_as_they_will_be_emitted() -> None:
+    """Of collectives that pass beside ops described plans alone know."""
+    spec = (
+        "hf:mixtral?num_hidden_layers=2&hidden_size=4096&intermediate_size=8192&num_attention_heads=8"
+        "&num_key_value_heads=8&num_local_experts=8&experts_implementation=grouped_mm&seq=512"
+    )
+    loaded = load_model(spec, meta=True, dtype=torch.bfloat16)
+    program = capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False, copy_layers=True)
+    plan = make_plan(program, Cluster.parse("8xH100"), batch=32, pp=1, microbatches=1, tp=8, recompute="none")
+    assert any(seconds > 0 for stage in plan.stages for seconds in stage.hidden_s.values())
+    chosen = next(row for row in plan.considered if row["status"] == "chosen")
+    assert chosen["seconds"] == plan.step_time_s
+
+
 def test_one_stage_of_one_device_is_proved_optimal() -> None:
     plan = plan_of(GPT2, ideal(1), batch=4, microbatches=1)
     assert plan.gap == pytest.approx(0.0, abs=1e-9)

@@ -107,6 +107,31 @@ def test_an_evaluation_may_stop_where_it_is_not_better() -> None:
     assert [item.seconds for item in result.considered if item.status is Status.PRUNED] == [7.0, 8.0]
 
 
+def test_the_fastest_change_places_once_they_are_settled() -> None:
+    objectives = {1: 10.0, 2: 10.5, 3: 10.9, 4: 10.95, 5: 10.97, 6: 12.0}
+    settled = {1: 10.2, 2: 9.9, 3: 10.4, 4: 10.1}
+    asked: list[int] = []
+
+    def evaluate(config: Degrees, below: float) -> Evaluation[int]:
+        number = config.microbatches
+        if number == 7:
+            raise NotBetter(10.1, 10.1)
+        return Evaluation(number, objectives[number], 9.0 + number / 10)
+
+    def settle(answer: int) -> float:
+        asked.append(answer)
+        return settled[answer]
+
+    result = search(configs(8), evaluate, lambda config: 10.1 if config.microbatches == 8 else 1.0, settle=settle)
+    # of the five within a tenth of the best the four fastest
+    assert asked == [1, 2, 3, 4] and (result.answer, result.objective, result.bound) == (2, 9.9, 9.1)
+    statuses = {item.config.microbatches: (item.status, item.seconds) for item in result.considered}
+    assert statuses[2] == (Status.CHOSEN, 9.9) and statuses[1] == (Status.SLOWER, 10.2)
+    assert statuses[5] == (Status.SLOWER, 10.97) and statuses[8] == (Status.PRUNED, 10.1)
+    slower = search(configs(1), evaluate, lambda config: 1.0, settle=lambda answer: 11.0)
+    assert (slower.objective, slower.bound) == (11.0, 9.1)
+
+
 def test_a_gap_of_one_candidate_is_the_gap_of_the_search() -> None:
     """The slower candidate may hide a better answer than the one found for it."""
     answers = {1: Evaluation("a", 10.0, 10.0), 2: Evaluation("b", 12.0, 8.0)}

@@ -11,7 +11,7 @@ import enum
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from autopart.runtime.errors import InfeasibleError, PlanError
@@ -24,6 +24,8 @@ MOST_AXES = 3
 """Tensor axes of a mesh: the 3-D scheme needs three."""
 AHEAD = 8
 """Candidates whose bounds are compared before one of them is evaluated."""
+NEAR, MOST_SETTLED = 0.1, 4
+"""The share of the best within which answers may change places once they are settled, and how many are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +219,7 @@ def search(
     tighten: Callable[[Candidate, float], float] | None = None,
     most_tightened: int = 0,
     most_last: int = 0,
+    settle: Callable[[Answer], float] | None = None,
 ) -> SearchResult[Answer]:
     """Evaluates candidates until no other can be faster.
 
@@ -228,8 +231,9 @@ def search(
     the rest is left untried once something
     fits. more: further candidates, asked for with the best evaluation of the first. tighten: a bound that takes
     longer, for up to ``most_tightened`` of those whose bound is the smallest in the end. most_last: further evaluations
-    then, of those left untried whose bound is the smallest. Raises InfeasibleError, with what the closest candidates
-    lack, when none has a solution.
+    then, of those left untried whose bound is the smallest. settle: seconds of an answer that were not known while it
+    was evaluated; of the MOST_SETTLED fastest within NEAR of the best the one is chosen that takes the fewest. Raises
+    InfeasibleError, with what the closest candidates lack, when none has a solution.
     """
     best: tuple[Candidate, Evaluation[Answer]] | None = None
     found: list[tuple[Candidate, float, _Outcome[Answer]]] = []
@@ -303,7 +307,23 @@ def search(
         else:
             assert outcome is not None
             bounds[lowest] = max(bounds[lowest], outcome.bound)
+    ruled_out = best[1].objective
+    if settle is not None:
+        fastest = sorted(
+            (outcome.objective, at)
+            for at, (_, _, outcome) in enumerate(found)
+            if isinstance(outcome, Evaluation) and outcome.objective <= (1 + NEAR) * best[1].objective
+        )
+        settled = []
+        for _, at in fastest[:MOST_SETTLED]:
+            config, floor, outcome = found[at]
+            assert isinstance(outcome, Evaluation)
+            outcome = replace(outcome, objective=settle(outcome.answer))
+            found[at] = config, floor, outcome
+            settled.append((config, outcome))
+        best = min(settled, key=lambda item: item[1].objective)
     config, chosen = best
+    ruled_out = min(ruled_out, chosen.objective)
     bound = min([*bounds.values(), chosen.objective])
     return SearchResult(
         config=config,
@@ -311,7 +331,7 @@ def search(
         objective=chosen.objective,
         bound=bound,
         gap=relative_gap(chosen.objective, bound),
-        considered=tuple(_considered(*item, chosen) for item in found),
+        considered=tuple(_considered(*item, chosen, ruled_out) for item in found),
     )
 
 
@@ -394,10 +414,13 @@ def _axes_of(tensor: int, scheme: TensorScheme, most: int) -> tuple[tuple[int, .
     return tuple(axes for axes in found if scheme.fits(axes))
 
 
-def _considered(config: Config, floor: float, outcome: _Outcome[Answer], chosen: Evaluation[Answer]) -> Considered:
+def _considered(
+    config: Config, floor: float, outcome: _Outcome[Answer], chosen: Evaluation[Answer], ruled_out: float
+) -> Considered:
+    """ruled_out: seconds from which a bound kept candidates from being tried."""
     if outcome is None:
         reason = f"takes at least {floor:.6g} s, the chosen one {chosen.objective:.6g} s"
-        return Considered(config, Status.PRUNED if floor >= chosen.objective else Status.UNTRIED, floor, reason)
+        return Considered(config, Status.PRUNED if floor >= ruled_out else Status.UNTRIED, floor, reason)
     if isinstance(outcome, NotBetter):
         reason = f"{outcome}, the chosen one {chosen.objective:.6g} s"
         return Considered(config, Status.PRUNED, outcome.seconds, reason)
