@@ -2,9 +2,9 @@
 
 As :mod:`autopart.runtime.data_weights` and :mod:`autopart.runtime.gradients` do it. Level 3: a statement of the code
 gathers a *unit*; the next one is on its way meanwhile. Each is let go when the next is used, in the backward when its
-gradients have been put into a message. Levels 1 and 2: at the start of a call all whole weights are on their way, each
-bucket beside the weights that it is copied into when the first of them is read. Gradients of levels 2 and 3 are
-scattered in every backward; what arrives is added up when the next message is started.
+gradients have been put into a message. Levels 1 and 2: whole weights arrive at the start of a call, two messages on
+their way at once, each beside the weights that it is copied into when the first of them is read. Gradients of levels 2
+and 3 are scattered in every backward; what arrives is added up when the next message is started.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from autopart.passes.data_axis import DataCut, Gathering, gatherings, kept_of
 from autopart.passes.emit.layers import Run
 from autopart.passes.kept import owner_of
 from autopart.runtime.buckets import gradient_buckets, home_of, kept_buckets, learning_at, summed_bytes, tensor_bytes
+from autopart.runtime.data_weights import AHEAD
 from autopart.runtime.manifest import ParameterSpec
 
 
@@ -181,7 +182,7 @@ class Holding:
     seen: list[Unit] = field(default_factory=list)
     held: dict[Unit, bool] = field(default_factory=dict)  # True while gradients are awaited
     coming: set[Unit] = field(default_factory=set)
-    kept: set[Unit] = field(default_factory=set)  # whose messages have not been read
+    kept: list[Unit] = field(default_factory=list)  # whose messages have not been sent
     left: Counter[Gathering] = field(default_factory=Counter)  # gradients to come
     made: dict[Gathering, dict[fx.Node, float]] = field(default_factory=dict)
     started: int = 0  # buckets of level 2
@@ -192,9 +193,13 @@ class Holding:
     # -- weights --------------------------------------------------------------------------------------------------
 
     def begin_call(self) -> None:
-        """A call has sent for the whole weights of levels 1 and 2."""
-        self.kept = set(self.code.kept)
-        self.add(sum(unit.coming for unit in self.kept))
+        """A call sends for the first whole weights of levels 1 and 2."""
+        self.kept = list(self.code.kept)
+        self.send_ahead()
+
+    def send_ahead(self) -> None:
+        while self.kept and sum(unit in self.coming for unit in self.code.kept) < AHEAD:
+            self.start(self.kept.pop(0))
 
     def enter_layer(self, nodes: Sequence[fx.Node]) -> None:
         """The forward of a layer with these ops begins."""
@@ -218,11 +223,18 @@ class Holding:
         for statement in statements:
             if statement in self.code.units:
                 self.ensure(self.code.units[statement])
-            elif self.kept:
-                names = {node.meta["name"] for node in statement.parameters}
-                for unit in [unit for unit in self.kept if not names.isdisjoint(unit.names)]:
-                    self.kept.discard(unit)
-                    self.add(-unit.coming)
+            else:
+                self.arrive({node.meta["name"] for node in statement.parameters})
+
+    def arrive(self, names: Set[str]) -> None:
+        """Whole weights of levels 1 and 2 are read."""
+        for unit in [unit for unit in self.kept if not names.isdisjoint(unit.names)]:
+            self.kept.remove(unit)
+            self.start(unit)
+        for unit in [unit for unit in self.code.kept if unit in self.coming and not names.isdisjoint(unit.names)]:
+            self.coming.discard(unit)
+            self.add(-unit.coming)
+            self.send_ahead()
 
     def ensure(self, unit: Unit) -> None:
         for other in [other for other, awaited in self.held.items() if other != unit and not awaited]:

@@ -11,7 +11,9 @@ level     whole weights                    gradients
 ========  ===============================  =========================================================
 
 Emitted code reads a weight by ``mesh.gather(share, ...)``. At levels 1 and 2 the shares are views into the whole
-weights, which are autograd leaves of their own (:mod:`autopart.runtime.gradients` divides what gathers in them).
+weights, which are autograd leaves of their own (:mod:`autopart.runtime.gradients` divides what gathers in them). They
+are gathered in messages of several, of which as many as ``AHEAD`` are on their way: the first when a call begins, each
+other one when one before it is read.
 
 At level 3 the shares of one call are a *unit*: one message forward, and one back with their gradients. Nothing keeps
 the whole weights between the two: where autograd saves a tensor that lies in one, it is given a note of which part of
@@ -39,6 +41,9 @@ from autopart.runtime.manifest import ParameterSpec
 from autopart.runtime.mesh import Axis, Mesh
 from autopart.runtime.traffic import Phase
 
+AHEAD = 2
+"""Messages of whole weights of levels 1 and 2 that are on their way at once."""
+
 # A microbatch's way through a stage. weight: what a split backward has left for later.
 Pass = Literal["forward", "backward", "weight"]
 
@@ -59,11 +64,15 @@ class _Unit:
 
 @dataclass(eq=False, slots=True)
 class _Kept:
-    """Whole weights that shares are views of. message: on its way after an update."""
+    """Whole weights that shares are views of.
+
+    stale: shares may have changed since they were gathered. arriving: the message on its way.
+    """
 
     shares: list[nn.Parameter]
     leaves: list[Tensor]
     layout: FlatShares
+    stale: bool = False
     arriving: tuple[dist.Work, Tensor] | None = None
 
 
@@ -132,13 +141,25 @@ class Weights:
         return _Kept([share for share, _ in members], leaves, layout)
 
     def refresh(self) -> None:
-        """Starts gathering the weights that are kept whole: an optimizer or a loaded state may have changed shares."""
+        """Begins gathering the weights that are kept whole: an optimizer or a loaded state may have changed shares."""
         for kept in self._kept:
-            kept.arriving = gather_message(kept.layout.message(kept.shares), self._axis, "update")
+            kept.stale = True
             for share, leaf in zip(kept.shares, kept.leaves, strict=True):
                 leaf.requires_grad_(share.requires_grad)
+        self._send_ahead()
+
+    def _send_ahead(self) -> None:
+        flying = sum(kept.arriving is not None for kept in self._kept)
+        for kept in [kept for kept in self._kept if kept.stale][: max(0, AHEAD - flying)]:
+            self._send(kept)
+
+    def _send(self, kept: _Kept) -> None:
+        kept.stale = False
+        kept.arriving = gather_message(kept.layout.message(kept.shares), self._axis, "update")
 
     def _arrive(self, kept: _Kept) -> None:
+        if kept.stale:
+            self._send(kept)
         if kept.arriving is None:
             return
         (work, message), kept.arriving = kept.arriving, None
@@ -146,6 +167,8 @@ class Weights:
         for index, leaf in enumerate(kept.leaves):
             # By .data: a graph that still waits for its backward may have saved the weight, whose values are the same.
             kept.layout.fill(message, index, leaf.data)
+        del work, message  # a work may hold its tensors
+        self._send_ahead()
 
     # --- Level 3 ---
 
