@@ -15,14 +15,14 @@ from torch import fx
 from autopart.analysis import Analysis
 from autopart.conversion_prices import ConversionPrices, TensorAxis
 from autopart.passes import graph as graphs
-from autopart.passes.amounts import Amount, value_bytes
+from autopart.passes.amounts import Amount, numel, value_bytes
 from autopart.passes.beside import is_cast, operand_of
 from autopart.passes.emit.layers import runs_of
 from autopart.passes.graph import Value
 from autopart.passes.peak_walk import backward_copies, passes_memory
 from autopart.passes.program import Role
 from autopart.passes.rules import is_differentiable
-from autopart.passes.saved import WHOLE_INSIDE, saved_inside, saved_tensors
+from autopart.passes.saved import WHOLE_INSIDE, additive_mask, saved_inside, saved_tensors
 from autopart.passes.storage import is_view, storage_of
 from autopart.prices import Chosen, Prices, value_shares
 from autopart.rank_memory import Kept, RankMemory, Views
@@ -85,6 +85,7 @@ class _OpFacts:
     sizes: tuple[Amount, ...]  # of inputs then outputs; parameters count nothing
     kept: tuple[_Kept, ...]
     inside: Amount  # what the op keeps besides
+    masked: tuple[int, Amount] | None  # of that what follows the sharding of one input alone: which, and bytes
     learned: tuple[tuple[int, Amount], ...]  # parameters with a gradient: which input, and bytes
     multiplied: int  # which input is multiplied with a trained weight; -1: none
 
@@ -167,6 +168,7 @@ class BlockCosts:
             tuple(Amount() if value.node.op == "placeholder" else self.size(value) for value in held),
             self._keeping(node, inputs, outputs, ""),
             saved_inside(node, self.kind),
+            _masked(node, inputs, self.kind),
             tuple(
                 (position, self.size(value))
                 for position, value in enumerate(inputs)
@@ -241,7 +243,7 @@ class BlockCosts:
         for item in facts.kept:
             if item.owner.node.op != "placeholder":
                 total += item.size.at(batch) * shares[facts.position(item)]
-        total += facts.inside.at(batch) * _inside_share(chosen, sizes) if facts.inside else 0.0
+        total += _inside_bytes(facts, chosen, sizes, shares, batch)
         return total, _transient_bytes(node, facts, shares, batch)
 
     def least_kept(
@@ -264,7 +266,7 @@ class BlockCosts:
                 value = facts.inputs[item.operand] if item.operand >= 0 else facts.outputs[-1 - item.operand]
                 size = min(self.size(value).at(batch), item.size.at(batch))
                 parts.setdefault(item.owner, []).append((size, size * shares[facts.position(item)]))
-        total = facts.inside.at(batch) * _inside_share(chosen, sizes) if facts.inside and inside else 0.0
+        total = _inside_bytes(facts, chosen, sizes, shares, batch) if inside else 0.0
         for owner, own in parts.items():
             apart = sum(size for size, _ in own) == self.stored(owner).at(batch)
             total += (sum if apart else max)(size for _, size in own)
@@ -361,7 +363,7 @@ class BlockCosts:
             forward + exchanged.forward_s,
             backward + exchanged.backward_s,
             _transient_bytes(node, facts, shares, prices.batch),
-            facts.inside.at(prices.batch) * _inside_share(chosen, sizes) if facts.inside else 0.0,
+            _inside_bytes(facts, chosen, sizes, shares, prices.batch),
             tuple(shares),
             tuple(_used(chosen, position) for position in positions),
         )
@@ -399,11 +401,32 @@ def _used(chosen: Chosen, position: int) -> Placements:
     return tuple(strategy.outputs[position - inputs] for strategy in chosen)
 
 
+def _masked(node: fx.Node, inputs: Sequence[Value], kind: str) -> tuple[int, Amount] | None:
+    mask = additive_mask(node, kind)
+    if mask is None:
+        return None
+    return inputs.index(mask), numel(mask.fake) * inputs[0].fake.element_size()
+
+
+def _inside_bytes(facts: _OpFacts, chosen: Chosen, sizes: Sequence[int], shares: Sequence[float], batch: int) -> float:
+    """A rank's part of what an op keeps besides. shares: of inputs then outputs."""
+    if not facts.inside:
+        return 0.0
+    total, apart = facts.inside.at(batch), 0.0
+    if facts.masked is not None:
+        position, size = facts.masked
+        total, apart = total - size.at(batch), size.at(batch) * shares[position]
+    return total * _inside_share(chosen, sizes) + apart
+
+
 def _inside_share(chosen: Chosen, sizes: Sequence[int]) -> float:
-    """Each rank's part of what an op keeps inside: shards of the result, or a shard run by a local form."""
+    """Each rank's part of what an op keeps inside: shards of the result, or of what is summed, or a shard run by a
+    local form.
+    """
     share = 1.0
     for strategy, parts in zip(chosen, sizes, strict=True):
         formed = strategy.form is not None and strategy.form.function not in WHOLE_INSIDE
-        if formed or (strategy.form is None and strategy.outputs[0].divides):
+        shared = strategy.outputs[0].divides or strategy.inputs[0].divides
+        if formed or (strategy.form is None and shared):
             share /= parts
     return share

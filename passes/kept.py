@@ -115,7 +115,7 @@ def inside_bytes(node: fx.Node, axes: Axes, batch: int, kind: str) -> float:
     if not size:
         return 0.0
     share = min(share_of_rank(node, axes), share_of_rank(graphs.inputs(node)[0].node, axes))
-    mask = additive_mask(node)
+    mask = additive_mask(node, kind)
     if mask is not None:  # which heads share
         apart = numel(mask.fake).at(batch) * graphs.inputs(node)[0].fake.element_size()
         return (size - apart) * share + apart * share_of_rank(mask.node, axes, mask.index)

@@ -288,14 +288,14 @@ def _attention_inside(node: fx.Node, kind: str) -> Amount:
         # Probabilities, with dropout also the noise and their product, and copies of the operands.
         operands = total(tensor_bytes(item) for item in (query, key, value))
         return scores * ((3 if argument(node, 4, "dropout_p", 0.0) else 1) * query.element_size()) + operands
-    mask = additive_mask(node)
+    mask = additive_mask(node, kind)
     additive = ZERO if mask is None else numel(mask.fake) * query.element_size()
     return product(query.shape[:-1]) * 4 + additive
 
 
-def additive_mask(node: fx.Node) -> Value | None:
+def additive_mask(node: fx.Node, kind: str) -> Value | None:
     """Of attention the boolean mask that it turns into an additive one of as many numbers, which it keeps."""
-    if op_name(node) != "scaled_dot_product_attention":
+    if op_name(node) != "scaled_dot_product_attention" or _is_unfused_attention(node, kind):
         return None
     mask = _operand(node, 3, "attn_mask")
     return mask if mask is not None and mask.fake.dtype == torch.bool else None
