@@ -167,8 +167,13 @@ class CandidatePrices:
 
     def _rooms(self, config: Degrees) -> list[float]:
         """Bytes of each stage for what it holds."""
-        overhead = CUDA_OVERHEAD_BYTES / config.virtual if self.device.kind == "cuda" else 0.0
+        overhead = self.overhead_bytes / config.virtual
         return [self.layout.capacity(config, stage) - overhead for stage in range(config.stages)]
+
+    @property
+    def overhead_bytes(self) -> float:
+        """What a process on the device takes besides its tensors."""
+        return float(CUDA_OVERHEAD_BYTES if self.device.kind == "cuda" else 0)
 
     def computed_again(self, config: Config, step: Step, problem: StageProblem) -> set[str]:
         """The layers of a stage, and modules in layers, that run again in the backward."""
@@ -234,7 +239,7 @@ class CandidatePrices:
             config.microbatches,
             flying,
             tuple(float(self.layout.capacity(config, stage)) for stage in range(config.stages)),
-            float(CUDA_OVERHEAD_BYTES if self.device.kind == "cuda" else 0) / config.virtual,
+            (self.overhead_bytes + priced.messages) / config.virtual,
             priced.tied,
             self.pins.stages if self.pins else (),
             held.groups,

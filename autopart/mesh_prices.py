@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
 from autopart.candidates import Candidates
 from autopart.cost.communication import bucketed_all_reduce_seconds, send_seconds
 from autopart.cost.devices import Link
@@ -226,9 +225,7 @@ class MeshPrices:
             tuple(self._cut(mesh, parts, choice, position, link) for position in self.positions)
             for link in (self.between(mesh, mesh, INSIDE), self.between(mesh, mesh, NETWORK))
         )
-        device = parts[0].candidates.device
-        overhead = float(CUDA_OVERHEAD_BYTES if device.kind == "cuda" else 0)
-        made = replace(shape, cuts=cuts, overhead_bytes=overhead, tied=tied, name=self.name(mesh))
+        made = replace(shape, cuts=cuts, tied=tied, name=self.name(mesh))
         return Priced(mesh, parts, choice, made)
 
     def name(self, mesh: Mesh) -> str:

@@ -11,6 +11,7 @@ from autopart.analysis import Analysis
 from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.cost.devices import Link
 from autopart.data_prices import held_bytes
+from autopart.message_memory import Alike, message_bytes
 from autopart.passes.annotate import ParameterBytes, parameter_bytes
 from autopart.passes.program import TensorInfo
 from autopart.prices import share_of
@@ -57,12 +58,14 @@ class ParameterPrice:
 @dataclass(frozen=True, slots=True)
 class PricedParameters:
     """private: per block the bytes of its own parameters and the seconds of their step end. tied: those of several
-    blocks. sums: of all these seconds those that start during the last backward, in the order of messages.
+    blocks. sums: of all these seconds those that start during the last backward, in the order of messages. messages:
+    bytes that these take, and those of divided parameters.
     """
 
     private: Sequence[tuple[float, float]]
     tied: tuple[TiedGroup, ...]
     sums: tuple[GradientSum, ...]
+    messages: float
 
 
 def priced_parameters(
@@ -81,6 +84,7 @@ def priced_parameters(
     tied: list[TiedGroup] = []
     sums: dict[str, GradientSum] = {}
     known: dict[object, ParameterPrice] = {}
+    sent: dict[Hashable, Alike] = {}
     for node, found in readers.items():
         info = analysis.program.tensors[node.meta["name"]]
         level = choice.levels.get(info.name, 0)
@@ -88,6 +92,8 @@ def priced_parameters(
         if alike not in known:
             known[alike] = ParameterPrice.of(info, choice.storage, setting, optimizer, level)
         price = known[alike]
+        if price.kind is not None and (setting.dp > 1 or BROADCAST in choice.storage.get(info.name, ())):
+            sent.setdefault(price.kind, Alike(level)).add(price.sum_bytes)
         if price.sum_s:
             sums[info.name] = GradientSum(found, price.sum_bytes, price.sum_s, price.kind)
         if len(found) == 1:
@@ -101,4 +107,5 @@ def priced_parameters(
         tied.append(TiedGroup(info.name, found, price.held.total, seconds, price.step_end_s))
     # messages take the parameters from the last to the first
     in_order = tuple(sums[info.name] for info in reversed(analysis.program.parameters) if info.name in sums)
-    return PricedParameters([(size, seconds) for size, seconds in private], tuple(tied), in_order)
+    messages = message_bytes(sent.values(), setting.dp, setting.summed)
+    return PricedParameters([(size, seconds) for size, seconds in private], tuple(tied), in_order, messages)

@@ -8,6 +8,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # What was measured or solved on this machine before does not reach into tests.
 os.environ["AUTOPART_CACHE"] = "off"
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans count no memory of messages, as of models that are so large that these are next to nothing."""
+    monkeypatch.setattr("autopart.parameter_prices.message_bytes", lambda parameters, replicas, summed: 0.0)

@@ -95,6 +95,7 @@ def test_every_forced_plan_is_covered(program: Any, analysis: Analysis) -> None:
         )
 
 
+@pytest.mark.usefixtures("no_messages")
 def test_later_plans_repeat_no_work(program: Any, analysis: Analysis, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate, solve = Candidates.evaluate, tensor_solver.solve
     evaluated: list[Degrees] = []

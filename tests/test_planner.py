@@ -119,6 +119,7 @@ def test_no_candidate_takes_less_than_its_bounds() -> None:
     assert better
 
 
+@pytest.mark.usefixtures("no_messages")
 @pytest.mark.parametrize(
     ("room", "least_higher", "least_fitting"), [(2**25, 3, 4), pytest.param(3 * 2**24, 1, 5, marks=pytest.mark.slow)]
 )

@@ -17,6 +17,7 @@ from autopart.tracing import capture
 from clusters import ideal
 from families import family
 
+pytestmark = pytest.mark.usefixtures("no_messages")
 OVERHEAD = 2 * 2**30
 LIMITS: dict[str, Any] = {"pp": 1, "dp": 4, "tp": 1, "microbatches": 2, "recompute": "none", "batch": 8}
 

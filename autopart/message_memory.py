@@ -1,0 +1,71 @@
+"""What a rank holds of messages in which gradients are summed and whole weights gathered, beside what it always holds.
+
+As :mod:`autopart.runtime.gradients` and :mod:`autopart.runtime.data_weights` send them: tensors that are treated alike
+share messages of up to 25 MiB, or of one larger tensor. Of parameters with G bytes of gradients on a rank, at a level
+of ZeRO over r replicas, a message takes b = min(G, max(25 MiB, the largest)) bytes of gradients, and one of several
+c = min(G, 25 MiB). Besides what :mod:`autopart.data_prices` says of them a rank holds
+
+=====  ===========  ===================  ====================================================================
+level  all step     while one is made    which is
+=====  ===========  ===================  ====================================================================
+0      -            c                    the message beside its gradients (one alone is its own message)
+1      G / r        b                    what arrives, until the end of the step; the same
+2      -            3 b + b / r          the same, with the gradients; and the message before, with what arrives
+3      -            -                    what is gathered and summed layer by layer is counted with the layer
+=====  ===========  ===================  ====================================================================
+
+Where sums have a type of their own, s bytes for each, there is a converted message besides (s b), what is on its way
+is s times that, and at levels 0 and 1 messages stay until the end of the step (less the gradients: (s - 1) G). At the
+start of a call, when there are no gradients, the first whole weights of levels 1 and 2 are on their way, each message
+beside the shares that are put together for it.
+
+All is counted for one stage with all parameters, which is no less than any has. Gradients that wait for their turn
+behind others' messages are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autopart.runtime.buckets import BUCKET_BYTES
+from autopart.runtime.data_weights import AHEAD
+
+
+@dataclass(slots=True)
+class Alike:
+    """Trained parameters that share messages: bytes of their gradients on a rank, in all and of the largest."""
+
+    level: int
+    bytes: float = 0.0
+    largest: float = 0.0
+
+    def add(self, size: float) -> None:
+        self.bytes += size
+        self.largest = max(self.largest, size)
+
+    @property
+    def message(self) -> float:
+        """Bytes of gradients in one message, at most."""
+        return min(self.bytes, max(BUCKET_BYTES, self.largest))
+
+
+def message_bytes(parameters: Iterable[Alike], replicas: int, summed: float) -> float:
+    """summed: bytes in the type of the sum for each byte of a gradient."""
+    always = making = arriving = 0.0
+    for alike in parameters:
+        size, whole = alike.message, alike.bytes
+        converted = summed * size if summed != 1.0 else 0.0
+        stays = max(0.0, summed - 1.0) * whole
+        if alike.level == 0:
+            always += stays
+            making = max(making, min(whole, BUCKET_BYTES) + converted)
+        elif alike.level == 1:
+            always += stays + summed * whole / replicas
+            making = max(making, size + converted)
+        elif alike.level == 2:
+            making = max(making, 2 * size + converted + summed * size * (1 + 1 / replicas))
+        if alike.level in (1, 2):
+            flying = min(whole, AHEAD * size) * (1 + 1 / replicas)
+            arriving += max(0.0, flying - (whole if alike.level == 1 else whole / replicas))
+    return max(always + making, arriving)
