@@ -141,7 +141,7 @@ def test_losses(name: str, shares: int) -> None:
     program = capture(model, (), given)
     split = split_batch(program, RULES)
     if split.flaw:  # of a cross entropy with probabilities, whose export takes the batch size as it is
-        assert torch.__version__.startswith("2.11") and "probabilities" in name and "batch size is fixed" in split.flaw
+        assert torch.__version__ < "2.13" and "probabilities" in name and "batch size is fixed" in split.flaw
         return
     assert split.combine["loss"] == ("sum", 0)
     whole, ours = in_shares(program, split, model, given, BATCH, shares)

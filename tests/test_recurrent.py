@@ -60,11 +60,11 @@ class LastState(nn.Module):
 
 
 def test_last_states_are_captured_or_refused() -> None:
-    """torch 2.11 exports them with a dim too many, which must not be taken for theirs."""
+    """torch 2.11 and 2.12 export them with a dim too many, which must not be taken for theirs."""
     try:
         program = capture(LastState(), (torch.randn(4, 5, 6),))
     except CaptureError as error:
-        assert torch.__version__.startswith("2.11") and "lstm" in str(error) and "later version" in str(error)
+        assert torch.__version__ < "2.13" and "lstm" in str(error) and "later version" in str(error)
         return
     (node,) = [node for node in program.graph.nodes if node.target is torch.ops.aten.lstm.input]
     assert [value.dim() for value in node.meta["val"]] == [3, 3, 3]
