@@ -1,61 +1,64 @@
 """How fast strategies run a layer, and what they hold for it: prices for :mod:`autopart.solver.pipeline_floor`.
 
-Of layers that are alike, all strategies of one are weighed at once: with seconds t of its ops and conversions, bytes v
-of its parameters on a rank and bytes a that it keeps of a microbatch, an elimination finds the least of
+Of layers that are alike, all strategies of one are weighed at once, together with the sets of its modules that may run
+again (:mod:`autopart.module_sets`): with seconds t of its ops and conversions, those that run again twice, bytes v of
+its parameters on a rank and bytes a that it keeps of a microbatch, an elimination for each set finds the least of
 
     t + mu v + nu a
 
-for a grid of prices mu, nu. What comes in lies as the layer before makes it, which has the same strategies. Of what
-else comes in, and of what others read too, conversions are left out. A tensor that several ops keep counts where the
-first of them does.
+for a grid of prices mu, nu. Sets that surely have more than others are left out: with U a set that frees what any frees
+and runs nothing again, and a, r what set S keeps beyond U, and runs again, at least, whatever the strategies,
+
+    least_S >= least_U + nu a + r
+
+What comes in lies as the layer before makes it, which has the same strategies. Of what else comes in, and of what
+others read too, conversions are left out. A tensor that several ops keep counts where the first of them does that does
+not run again; one that enters a module that runs again, as it is read there.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import fx
 
-from autopart.folding import FoldedGraph, FoldedPart, is_stored
+from autopart.folding import FoldedGraph, FoldedPart, fold_part, is_stored
 from autopart.memory_bound import BlockFacts, Kind, MemoryBound
+from autopart.module_sets import ModuleSet
+from autopart.passes import graph as graphs
 from autopart.passes.graph import Value
-from autopart.prices import Chosen, share_of
+from autopart.prices import Chosen, share_of, value_shares
 from autopart.solver.pipeline_floor import Price
 from autopart.solver.tensor_hull import least_sums
-from autopart.solver.tensor_problem import TensorProblem
+from autopart.solver.tensor_problem import CostTable, Edge, TensorProblem
 from autopart.tensor_choice import Builder, stored_as
 
 LEAST_LAYERS = 4
 """Layers that are alike, from which on they are bounded together."""
 _WEIGHTS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64)
 _KEPT = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
-_FEW_WEIGHTS = (0.0, 0.01, 0.04, 0.16)
-_FEW_KEPT = (0.02, 0.05, 0.1, 0.2, 0.4)
-"""Prices of a layer's bytes, in parts of its least seconds: of all that a rank holds where it is shared perfectly. Few:
-where something runs again.
-"""
+"""Prices of a layer's bytes, in parts of its least seconds: of all that a rank holds where it is shared perfectly."""
 
-Left = Collection[Value | fx.Node]
-"""What is kept: tensors by who owns their memory, and the ops of what these keep besides."""
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class AlikeLayers:
     """Layers of the same ops between the same layers. blocks: of each, in order. part: of the first. facts: of each.
 
-    keeps: by op of ``part`` the owners of memory that are counted there. made: of these what a layer makes and keeps
-    alone, and need not keep. priced: the parameters that prices are for.
+    keeps: of the memory that is counted in the first layer, by who owns it, the ops of the layer that keep it, in
+    order; none of what only modules that run again may keep. priced: the parameters that prices are for.
     """
 
     blocks: tuple[tuple[int, ...], ...]
     part: FoldedPart
     facts: tuple[BlockFacts, ...]
-    keeps: Mapping[fx.Node, frozenset[Value]]
-    made: frozenset[Value]
+    keeps: Mapping[Value, tuple[fx.Node, ...]]
     priced: Kind
 
 
@@ -71,13 +74,10 @@ def alike_layers(folded: FoldedGraph, parts: Mapping[str, FoldedPart], memory: M
         part, facts = parts[layer], tuple(memory.row[number] for number in own)
         if own[-1] - own[0] == len(own) - 1:
             groups.setdefault((part.signature, _entering(part, analysis.classes), facts), []).append(layer)
-    first: dict[Value, fx.Node] = {}
+    keepers: dict[Value, list[fx.Node]] = {}
     for node in analysis.block_of:
         for owner, _ in memory.block_costs.kept_by(node):
-            first.setdefault(owner, node)
-    counted: dict[fx.Node, set[Value]] = {}
-    for owner, node in first.items():
-        counted.setdefault(node, set()).add(owner)
+            keepers.setdefault(owner, []).append(node)
     found = []
     for layers in groups.values():
         part = parts[layers[0]]
@@ -87,43 +87,52 @@ def alike_layers(folded: FoldedGraph, parts: Mapping[str, FoldedPart], memory: M
             bytes_[item.kind] += item.weight
         if not bytes_:
             continue
+        inside = {node for nodes in part.classes for node in nodes}
         keeps = {
-            node: frozenset(counted.get(node, ())) for nodes in part.classes for node in nodes if not is_stored(node)
+            owner: tuple(node for node in nodes if node in inside)
+            for owner, nodes in keepers.items()
+            if nodes[0] in inside
         }
-        made = frozenset(owner for number in blocks[layers[0]] for owner in memory.made_in[number])
+        read = {owner for node in inside if not is_stored(node) for _, owner in memory.block_costs.reads(node)}
+        keeps |= {owner: () for owner in read if owner.node in inside and owner not in keepers}
         priced = max(bytes_, key=lambda kind: bytes_[kind])
-        found.append(AlikeLayers(tuple(tuple(blocks[name]) for name in layers), part, facts, keeps, made, priced))
+        found.append(AlikeLayers(tuple(tuple(blocks[name]) for name in layers), part, facts, keeps, priced))
     return tuple(found)
 
 
 def strategy_prices(
-    builder: Builder, layers: AlikeLayers, left: Sequence[Left | None], weights: float, kept: float, seconds: float
-) -> list[tuple[Price, ...]]:
-    """For each of ``left`` the prices of what is kept when that is all that is; None: when nothing runs again.
+    builder: Builder, layers: AlikeLayers, sets: Sequence[ModuleSet], weights: float, kept: float, seconds: float
+) -> tuple[Price, ...]:
+    """What strategies and what runs again take together at least. sets: that may run again.
 
     weights, kept: bytes, and seconds, of one of the layers where all is shared perfectly.
     Raises PlanError where a layer's graph is too wide.
     """
-    problem, amounts = _problem(builder, layers, left)
-    rows, prices = [], []
-    for number in range(len(left)):
-        for mu in _WEIGHTS if not number else _FEW_WEIGHTS:
-            for nu in _KEPT if not number else _FEW_KEPT:
-                price = mu * seconds / max(weights, 1.0), nu * seconds / max(kept, 1.0)
-                rows.append([1.0, price[0], *(price[1] if at == number else 0.0 for at in range(len(left)))])
-                prices.append((number, *price))
-    sums = least_sums(problem, amounts, np.array(rows)).tolist()
-    found: list[list[Price]] = [[] for _ in left]
-    for (number, mu, nu), least in zip(prices, sums, strict=True):
-        if math.isfinite(least):
-            found[number].append(Price(mu, nu, least))
-    return [tuple(own) for own in found]
+    work = _Work.of(builder, layers, sets)
+    mu, nu = (
+        np.array(found).ravel()
+        for found in np.meshgrid(
+            np.array(_WEIGHTS) * seconds / max(weights, 1.0), np.array(_KEPT) * seconds / max(kept, 1.0), indexing="ij"
+        )
+    )
+    least = work.least(mu, nu)
+    return tuple(Price(*price) for price in zip(mu.tolist(), nu.tolist(), least.tolist(), strict=True))
 
 
-def least_layer_seconds(builder: Builder, layers: AlikeLayers) -> float:
-    """The fewest seconds of a layer under any strategies. Raises PlanError where its graph is too wide."""
-    problem, amounts = _problem(builder, layers, ())
-    return float(least_sums(problem, amounts, np.array([[1.0, 0.0]]))[0])
+def pieces_of(layers: AlikeLayers, folded: FoldedGraph, memory: MemoryBound) -> tuple[AlikeLayers, ...]:
+    """The blocks of layers, as if each was a layer."""
+    analysis, found = memory.analysis, []
+    for place, number in enumerate(layers.blocks[0]):
+        own = [node for node in analysis.blocks[number].nodes if node in analysis.block_of]
+        keeps = {
+            owner: tuple(node for node in nodes if node in own)
+            for owner, nodes in layers.keeps.items()
+            if (nodes[0] if nodes else owner.node) in own
+        }
+        blocks = tuple((others[place],) for others in layers.blocks)
+        part, facts = fold_part(analysis, folded, own), (layers.facts[place],)
+        found.append(AlikeLayers(blocks, part, facts, keeps, layers.priced))
+    return tuple(found)
 
 
 def _entering(part: FoldedPart, classes: Mapping[fx.Node, tuple[str, ...]]) -> tuple[object, ...]:
@@ -132,59 +141,188 @@ def _entering(part: FoldedPart, classes: Mapping[fx.Node, tuple[str, ...]]) -> t
     return tuple(classes[node] if classes[node] in own else None for node in part.outside)
 
 
-def _problem(
-    builder: Builder, layers: AlikeLayers, left: Sequence[Left | None]
-) -> tuple[TensorProblem, list[np.ndarray]]:
-    """A layer's problem, with seconds, bytes of parameters, and for each of ``left`` bytes kept, of each choice."""
-    part, analysis, setting = layers.part, builder.analysis, builder.setting
-    numbers = {analysis.classes[nodes[0]]: index for index, nodes in enumerate(builder.folded.classes)}
-    ops, amounts = [], []
-    for nodes in part.classes:
-        folded = builder.folded.classes[numbers[analysis.classes[nodes[0]]]]
-        if is_stored(nodes[0]):
-            op = builder.op(folded)
-            info = analysis.program.tensors[nodes[0].meta["name"]]
-            size = builder.block_costs.size(Value(nodes[0])).at(1)
-            priced = (bool(info.trainable), not info.buffer, info.dtype) == (*layers.priced[:2], layers.priced[3])
-            held = [
-                (
-                    0.0,
-                    len(nodes) * size * share_of(stored_as(chosen), setting.sizes) if priced else 0.0,
-                    *(0.0 for _ in left),
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A layer's problem. By op [choice], or [choice, set]: its seconds, bytes of weights, bytes kept where a set of
+    modules runs again, and seconds of what runs again. The last set is none that may run again: it frees what any does,
+    and runs nothing again. constant: by set, bytes kept whatever the strategies. edges: conversions that run again, and
+    by set whether they do.
+    """
+
+    problem: TensorProblem
+    seconds: tuple[Array, ...]
+    weights: tuple[Array, ...]
+    kept: tuple[Array, ...]
+    again: tuple[Array, ...]
+    constant: Array
+    edges: tuple[tuple[Edge, Array], ...]
+
+    @staticmethod
+    def of(builder: Builder, layers: AlikeLayers, sets: Sequence[ModuleSet]) -> _Work:
+        part, analysis, setting = layers.part, builder.analysis, builder.setting
+        blocks = (analysis.blocks[number] for number in layers.blocks[0])
+        place = {node: at for at, node in enumerate(n for own in blocks for n in own.nodes if n in analysis.block_of)}
+        held = _Held.of(builder, layers, sets, place)
+        numbers = {analysis.classes[nodes[0]]: index for index, nodes in enumerate(builder.folded.classes)}
+        ops, seconds, weights, kept, again = [], list[Array](), list[Array](), list[Array](), list[Array]()
+        for nodes in part.classes:
+            folded = builder.folded.classes[numbers[analysis.classes[nodes[0]]]]
+            ways = [chosen for chosen, _ in builder.ways(folded[0])]
+            op, none = builder.op(folded), np.zeros((len(ways), 1))
+            ops.append(op)
+            if is_stored(nodes[0]):
+                info = analysis.program.tensors[nodes[0].meta["name"]]
+                size = builder.block_costs.size(Value(nodes[0])).at(1) * len(nodes)
+                priced = (bool(info.trainable), not info.buffer, info.dtype) == (*layers.priced[:2], layers.priced[3])
+                seconds.append(np.zeros(len(ways)))
+                weights.append(
+                    np.array([size * share_of(stored_as(chosen), setting.sizes) if priced else 0.0 for chosen in ways])
                 )
-                for chosen, _ in builder.ways(folded[0])
-            ]
-        else:
-            op, share = builder.op(folded), len(nodes) / len(folded)
-            held = [
-                (
-                    choice.cost * share,
-                    0.0,
-                    *(sum(_kept(builder, layers, node, chosen, own) for node in nodes) for own in left),
-                )
-                for choice, (chosen, _) in zip(op.choices, builder.ways(folded[0]), strict=True)
-            ]
-        ops.append(op)
-        amounts.append(np.array(held))
-    classes = {analysis.classes[nodes[0]]: index for index, nodes in enumerate(part.classes)}
-    inside = {node for nodes in part.classes for node in nodes}
-    placements = list(setting.shared.ids)
-    edges = []
-    for value in part.values:
-        source = value.source
-        if source >= len(part.classes):
-            maker = part.outside[source - len(part.classes)]
-            readers = builder.folded.readers[value.example]
-            if analysis.classes[maker] not in classes or any(node not in inside for node, _ in readers):
+                kept.append(none)
+                again.append(none)
                 continue
-            source = classes[analysis.classes[maker]]
-        edges.append(builder.edge(replace(value, source=source), ops, placements))
-    return TensorProblem(tuple(ops), tuple(edges)), amounts
+            seconds.append(np.array([choice.cost for choice in op.choices]) * (len(nodes) / len(folded)))
+            weights.append(np.zeros(len(ways)))
+            kept.append(sum((held.bytes(node, ways) for node in nodes), none))
+            times = np.array([sum(place[node] in item.run for node in nodes) for item in (*sets, ModuleSet())])
+            if times.any():
+                forward = [setting.prices.op_seconds(nodes[0], chosen, setting.sizes)[0] for chosen in ways]
+                again.append(np.array(forward)[:, None] * times)
+            else:
+                again.append(none)
+        classes = {analysis.classes[nodes[0]]: index for index, nodes in enumerate(part.classes)}
+        inside = {node for nodes in part.classes for node in nodes}
+        placements = list(setting.shared.ids)
+        edges, repeated = [], []
+        for value in part.values:
+            source = value.source
+            if source >= len(part.classes):
+                maker = part.outside[source - len(part.classes)]
+                readers = builder.folded.readers[value.example]
+                if analysis.classes[maker] not in classes or any(node not in inside for node, _ in readers):
+                    continue
+                edges.append(builder.edge(replace(value, source=classes[analysis.classes[maker]]), ops, placements))
+                continue
+            edges.append(builder.edge(value, ops, placements))
+            touched = [part.classes[at] for at in dict.fromkeys((source, *(at for at, _ in value.uses)))]
+            if any(len(nodes) > 1 for nodes in touched) or is_stored(touched[0][0]):
+                continue
+            made_at, *read_at = (place[nodes[0]] for nodes in touched)
+            times = np.array([_repeats(item, made_at, read_at) for item in (*sets, ModuleSet())], dtype=float)
+            if times.any():
+                own = edges[-1]
+                assert isinstance(own.cost, CostTable)
+                size = builder.block_costs.size(value.example).at(setting.prices.batch)
+                there = setting.conversions.table(
+                    [placements[at] for at in own.cost.rows], [placements[at] for at in own.cost.columns], size, False
+                )
+                if (np.isfinite(there) & (there > 0.0)).any():
+                    repeated.append((replace(own, cost=CostTable(own.cost.rows, own.cost.columns, there)), times))
+        problem = TensorProblem(tuple(ops), tuple(edges))
+        return _Work(problem, tuple(seconds), tuple(weights), tuple(kept), tuple(again), held.constant, tuple(repeated))
+
+    def least(self, mu: Array, nu: Array) -> Array:
+        """By pair of prices the least over all strategies and sets."""
+        count = len(self.constant) - 1
+        if count == 1:
+            return self._sums(np.zeros(len(mu), dtype=np.intp), mu, nu)
+        free = self._sums(np.full(len(mu), count), mu, nu)
+        more = self.constant - self.constant[-1]
+        more = more + sum((own - own[:, -1:]).min(axis=0) for own in self.kept)
+        ran = sum(own.min(axis=0) + np.zeros(count + 1) for own in self.again)
+        # where nothing is free of what is kept, it costs nothing to keep it
+        bounds = np.where(nu > 0, free + nu * more[:count, None] + np.array(ran)[:count, None], np.inf)
+        bounds[0] = free + nu * more[0]
+        found = np.full(len(mu), np.inf)
+        first = np.argmin(bounds, axis=0)
+        found = np.minimum(found, self._sums(first, mu, nu))
+        bounds[first, np.arange(len(mu))] = np.inf
+        which, column = np.nonzero(bounds < found)
+        np.minimum.at(found, column, self._sums(which, mu[column], nu[column]))
+        return found
+
+    def _sums(self, sets: NDArray[np.intp], mu: Array, nu: Array) -> Array:
+        """By column, with the prices of one pair and one set, the least over all strategies."""
+        if not len(sets):
+            return np.zeros(0)
+        costs = []
+        for seconds, weights, kept, again in zip(self.seconds, self.weights, self.kept, self.again, strict=True):
+            own = seconds[:, None] + weights[:, None] * mu
+            if kept.shape[1] > 1:
+                own = own + kept[:, sets] * nu
+            costs.append(own + again[:, sets] if again.shape[1] > 1 else own)
+        more = [(edge, times[sets]) for edge, times in self.edges]
+        return least_sums(self.problem, costs, more) + self.constant[sets] * nu
 
 
-def _kept(builder: Builder, layers: AlikeLayers, node: fx.Node, chosen: Chosen, left: Left | None) -> float:
-    owners = layers.keeps[node]
-    if left is not None:  # and what others keep, too
-        owners = frozenset(owner for owner in owners if owner in left or owner not in layers.made)
-    batch, sizes = builder.setting.prices.batch, builder.setting.sizes
-    return builder.block_costs.least_kept(node, chosen, sizes, batch, owners, left is None or node in left)
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a layer's ops keep where sets of modules run again.
+
+    places: by op, the sets for which it is the same: whose memory it keeps, whose memory is kept as it reads it, and
+    whether what it keeps inside stays. constant: as of _Work.
+    """
+
+    builder: Builder
+    places: Mapping[fx.Node, Mapping[tuple[frozenset[Value], frozenset[Value], bool], Sequence[int]]]
+    constant: Array
+
+    @staticmethod
+    def of(builder: Builder, layers: AlikeLayers, sets: Sequence[ModuleSet], place: Mapping[fx.Node, int]) -> _Held:
+        costs, setting = builder.block_costs, builder.setting
+        ops, count = list(place), len(sets)
+        share = 1 / math.prod(setting.sizes)
+        constant = np.zeros(count + 1)
+        kept: list[dict[fx.Node, set[Value]]] = [defaultdict(set) for _ in range(count + 1)]
+        read: list[dict[fx.Node, set[Value]]] = [defaultdict(set) for _ in range(count + 1)]
+        always = frozenset[int]().union(*(item.covered for item in sets))
+        for number, item in enumerate((*sets, None)):
+            for owner, keepers in layers.keeps.items():
+                covered = always if item is None else item.covered
+                outside = next((node for node in keepers if place[node] not in covered), None)
+                if outside is not None:
+                    kept[number][outside].add(owner)
+                elif item is not None and owner in item.entering:
+                    read[number][ops[item.entering[owner]]].add(owner)
+                elif owner.node not in place:  # of another layer, which keeps what it makes by itself
+                    constant[number] += costs.stored(owner).at(setting.prices.batch) * share
+        places: dict[fx.Node, dict[tuple[frozenset[Value], frozenset[Value], bool], list[int]]] = {}
+        for node in ops:
+            found = places[node] = {}
+            for number, item in enumerate((*sets, None)):
+                stays = place[node] not in (always if item is None else item.covered)
+                key = frozenset(kept[number].get(node, ())), frozenset(read[number].get(node, ())), stays
+                found.setdefault(key, []).append(number)
+        return _Held(builder, places, constant)
+
+    def bytes(self, node: fx.Node, ways: Sequence[Chosen]) -> Array:
+        """[choice, set], or [choice, 1] where sets do not differ."""
+        places = self.places[node]
+        found = np.zeros((len(ways), len(self.constant)))
+        for (kept, read, inside), sets in places.items():
+            own = [self._kept(node, chosen, kept, read, inside) for chosen in ways]
+            found[:, sets] = np.array(own)[:, None]
+        return found
+
+    def _kept(
+        self, node: fx.Node, chosen: Chosen, kept: Collection[Value], read: Collection[Value], inside: bool
+    ) -> float:
+        costs, setting = self.builder.block_costs, self.builder.setting
+        batch = setting.prices.batch
+        total = costs.least_kept(node, chosen, setting.sizes, batch, kept, inside)
+        if read:
+            shares, seen = value_shares(node, chosen, setting.sizes), set[Value]()
+            positions = {value: at for at, value in enumerate(graphs.inputs(node))}
+            for value, owner in costs.reads(node):
+                if owner in read and owner not in seen:
+                    seen.add(owner)
+                    size = min(costs.size(value).at(batch), costs.stored(owner).at(batch))
+                    total += size * shares[positions[value]]
+        return total
+
+
+def _repeats(item: ModuleSet, maker: int, readers: Sequence[int]) -> bool:
+    """Whether a conversion of what an op makes for others runs again."""
+    return item.run.issuperset(readers) and any(
+        maker in module and module.issuperset(readers) for module in item.modules
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from torch import fx
@@ -13,9 +13,8 @@ from torch import fx
 from autopart.alike_work import (
     LEAST_LAYERS,
     AlikeLayers,
-    Left,
     alike_layers,
-    least_layer_seconds,
+    pieces_of,
     strategy_prices,
 )
 from autopart.candidate_prices import CandidatePrices, same_but_for_memory
@@ -26,13 +25,14 @@ from autopart.cost.devices import Device
 from autopart.folding import FoldedPart, fold_part
 from autopart.layer_pieces import LayerPieces, PieceSetting
 from autopart.memory_bound import MemoryBound, least_added
+from autopart.module_sets import ModuleSet, ModuleSets
 from autopart.passes.amounts import value_bytes
 from autopart.passes.data_axis import LEVELS
 from autopart.passes.graph import Value
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.runtime.schedule import in_flight
 from autopart.solver.pipeline_cuts import Boundary, Place, Row, least_divided_seconds
-from autopart.solver.pipeline_floor import Again, Family, Piece, Pipeline, Price, least_step_seconds
+from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price, least_step_seconds
 from autopart.solver.search import Config, Degrees
 from autopart.solver.stages_least import least_share
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, pipeline_floor
@@ -61,11 +61,12 @@ class CandidateFloors(CandidatePrices):
     _enough: dict[object, float] = field(default_factory=dict)  # from where such a bound was not raised further
     _added: dict[tuple[Degrees, float], float] = field(default_factory=dict)
     _floors: dict[tuple[Degrees, float], float] = field(default_factory=dict)  # of pipelines that end whole
-    _priced_layers: dict[object, Sequence[tuple[Price, ...]]] = field(default_factory=dict)
+    _priced_layers: dict[object, tuple[Price, ...]] = field(default_factory=dict)
     _least_op_seconds: dict[object, dict[fx.Node, tuple[float, float]]] = field(default_factory=dict)
-    _least_layers: dict[object, float] = field(default_factory=dict)
     _least_transients: dict[object, dict[fx.Node, float]] = field(default_factory=dict)
     _alike_layers: list[AlikeLayers] | None = None
+    _piece_layers: dict[tuple[int, ...], tuple[AlikeLayers, ...]] = field(default_factory=dict)
+    _module_sets: dict[tuple[int, ...], Sequence[ModuleSet]] = field(default_factory=dict)
     _parts: dict[str, FoldedPart] = field(default_factory=dict)  # by layer
     _pieces: LayerPieces = field(init=False)
 
@@ -84,10 +85,11 @@ class CandidateFloors(CandidatePrices):
         if not same_but_for_memory(device, self.device):
             found._work, found._free, found._work_bounds, found._enough = {}, {}, {}, {}
         if not same_but_for_memory(device, self.device) or whole != self.whole:
-            found._priced_layers, found._least_op_seconds, found._least_layers, found._least_transients = {}, {}, {}, {}
+            found._priced_layers, found._least_op_seconds, found._least_transients = {}, {}, {}
         if device.kind != self.device.kind:
             found._memory = MemoryBound(self.analysis, found._block_costs, self.readers, self.optimizer)
             found._pieces, found._alike_layers = LayerPieces(found._memory), None
+            found._module_sets, found._piece_layers = {}, {}
         return found
 
     def lower_bound(self, config: Degrees) -> float:
@@ -150,8 +152,7 @@ class CandidateFloors(CandidatePrices):
         if parts is None:
             return 0.0
         found = min(least_step_seconds(*parts, below), _MOST_LONGER * self.known_floor(config))
-        if config.pp > 1:
-            found = self._tied_floor(config, found)
+        found = self._tied_floor(config, found)
         if found < below and priced:
             self._floors[key] = found
         return found
@@ -161,7 +162,8 @@ class CandidateFloors(CandidatePrices):
     ) -> tuple[list[Family], list[Piece], Pipeline] | None:
         """Layers that are alike, what is beside them, and the pipeline, where this can be bounded piece by piece.
 
-        others: families of layers that few are alike to come after these. priced: with prices of layers' strategies.
+        others: families of layers that few are alike to come after these, and pieces of layers that are cut have prices
+        too. priced: with prices of layers' strategies.
         """
         if config.schedule not in WHOLE_SCHEDULES or self.faster(config) != 1.0 or not self.positions.in_row:
             return None
@@ -169,10 +171,12 @@ class CandidateFloors(CandidatePrices):
         if not alike or len(apart) > MOST_APART:
             return None
         setting = self._piece_setting(config, transients=others or config.stages == 1)
-        families = [self._family(config, number, setting, priced) for number in range(len(alike))]
         if others:
-            families += [self._other_family(config, other, setting) for other in self._other_layers()]
-            apart = self._apart([*alike, *self._other_layers()])
+            alike = [*alike, *self._other_layers()]
+            apart = self._apart(alike)
+        families = [self._family(config, item, setting, priced) for item in alike]
+        if others and config.pp > 1:
+            families = [self._with_pieces(config, *pair) for pair in zip(alike, families, strict=True)]
         rest = [self._pieces.block(number, setting) for number in apart]
         rest.append(Piece(self.free_seconds(config), 0.0))
         flying = in_flight(
@@ -188,12 +192,14 @@ class CandidateFloors(CandidatePrices):
         return [number for number in range(len(self.analysis.blocks)) if number not in inside]
 
     def divided_floor(self, config: Degrees, below: float) -> float:
-        """The same, of stages that are runs of whole blocks."""
+        """The same, of stages that are runs of whole blocks, with the strategies of layers that few are alike to."""
         work = self._work_bounds.get(self._strategies_key(config), 0.0)
         known = self._pipeline_floor(config, work)
-        parts = self._pipeline(config, work, others=True) if config.pp > 1 and known < below else None
+        parts = self._pipeline(config, work, others=True) if known < below else None
         if parts is None:
             return known
+        if config.pp == 1:
+            return max(known, least_step_seconds(*parts, below))
         found = least_divided_seconds(*parts[:2], self._row(config), parts[2], known, below)
         return max(known, self._tied_floor(config, found))
 
@@ -206,19 +212,37 @@ class CandidateFloors(CandidatePrices):
             for piece, block in enumerate(blocks)
         }
         places |= {block: Place(-1, -1, number) for number, block in enumerate(self._apart(layers))}
+        links = self._stage_links(config)
+        cuts = {link: self._cuts(config, None, link) for link in dict.fromkeys(links)}
         boundaries = (
-            Boundary(mask.bit_count(), cut.forward_s, cut.backward_s, cut.buffer_bytes)
-            for mask, cut in zip(self.positions.sets, self._cuts(config, None), strict=True)
+            Boundary(
+                mask.bit_count(),
+                min(cut.forward_s for cut in own),
+                min(cut.backward_s for cut in own),
+                own[0].buffer_bytes,
+            )
+            for mask, own in zip(self.positions.sets, zip(*cuts.values(), strict=True), strict=True)
         )
-        return Row(tuple(places[block] for block in range(len(places))), tuple(boundaries))
+        transfers = {link: [(cut.forward_s, cut.backward_s) for cut in own] for link, own in cuts.items()}
+        return Row(
+            tuple(places[block] for block in range(len(places))),
+            tuple(boundaries),
+            tuple(transfers[link] for link in links),
+        )
 
-    def _least_transfers(self, config: Degrees) -> tuple[float, float]:
-        """Seconds of a transfer between two stages, there and back, at whatever position and shared perfectly."""
-        cuts = self._cuts(config, None)[1:-1] if config.pp > 1 else ()
-        return min((cut.forward_s for cut in cuts), default=0.0), min((cut.backward_s for cut in cuts), default=0.0)
+    def _least_transfers(self, config: Degrees) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """By cut, seconds of a transfer there and back, at whatever position and shared perfectly."""
+        links = self._stage_links(config) if config.pp > 1 else []
+        cuts = {link: self._cuts(config, None, link)[1:-1] for link in dict.fromkeys(links)}
+        return (
+            tuple(min((cut.forward_s for cut in cuts[link]), default=0.0) for link in links),
+            tuple(min((cut.backward_s for cut in cuts[link]), default=0.0) for link in links),
+        )
 
     def _tied_floor(self, config: Degrees, found: float) -> float:
         """With sums of gradients of parameters that several stages read, or all in between in one stage."""
+        if config.pp == 1:
+            return found
         ends, seconds = self.layout.stage_link(config, 0, config.pp - 1), self._op_seconds(config)
         first = self.analysis.first
         ranks = config.tp * (config.dp if max(self.levels(config)) >= 2 else 1)  # that share a gradient at most
@@ -271,55 +295,56 @@ class CandidateFloors(CandidatePrices):
 
         return transient
 
-    def _family(self, config: Degrees, index: int, setting: PieceSetting, priced: bool = True) -> Family:
-        alike = self.alike_layers()[index]
+    def _family(self, config: Degrees, alike: AlikeLayers, setting: PieceSetting, priced: bool = True) -> Family:
         whole = self._pieces.layer(alike.facts, alike.blocks[0], setting, alike.priced)
         pieces = tuple(self._pieces.block(number, setting, alike.priced) for number in alike.blocks[0])
-        if not priced:
-            return Family(len(alike.blocks), whole, pieces)
-        parts = self._pieces.parts(alike.facts, alike.blocks[0], setting) if setting.recompute == "auto" else []
-        prices = self._layer_prices(config, index, whole, [left for _, left in parts])
-        again = tuple(Again(seconds, own) for (seconds, _), own in zip(parts, prices[1:], strict=False))
-        return Family(len(alike.blocks), whole, pieces, prices[0], again)
+        prices = self._layer_prices(config, alike, whole) if priced else ()
+        return Family(len(alike.blocks), whole, pieces, prices)
 
-    def _other_family(self, config: Degrees, layers: AlikeLayers, setting: PieceSetting) -> Family:
-        """Of layers that few are alike to, the least seconds under any strategies alone."""
-        whole = self._pieces.layer(layers.facts, layers.blocks[0], setting)
-        pieces = tuple(self._pieces.block(number, setting) for number in layers.blocks[0])
-        seconds = 0.0
-        if config.axes:
-            tensor = self.setting(config)
-            key = layers.blocks[0], self._strategies_key(config)
-            if key not in self._least_layers:
-                builder = Builder(self.analysis, self._folded, tensor, self._block_costs, self.optimizer, (0,))
-                try:
-                    self._least_layers[key] = least_layer_seconds(builder, layers)
-                except PlanError:
-                    self._least_layers[key] = 0.0
-            seconds = self._least_layers[key]
-        return Family(len(layers.blocks), whole, pieces, (Price(0.0, 0.0, seconds),))
+    def _with_pieces(self, config: Degrees, alike: AlikeLayers, family: Family) -> Family:
+        """With prices of what layers that are cut leave in a stage."""
+        if len(family.pieces) == 1:
+            return replace(family, piece_prices=(family.prices,))
+        own = self._piece_layers.get(alike.blocks[0])
+        if own is None:
+            own = pieces_of(alike, self._folded, self._memory)
+            self._piece_layers[alike.blocks[0]] = own
+        prices = (self._layer_prices(config, layers, piece) for layers, piece in zip(own, family.pieces, strict=True))
+        return replace(family, piece_prices=tuple(prices))
 
-    def _layer_prices(
-        self, config: Degrees, number: int, whole: Piece, left: Sequence[Left]
-    ) -> Sequence[tuple[Price, ...]]:
-        """Of the strategies of alike layers, where nothing runs again, and where ``left`` is kept.
+    def _layer_prices(self, config: Degrees, layers: AlikeLayers, whole: Piece) -> tuple[Price, ...]:
+        """Of the strategies of alike layers and the modules that run again.
 
         None without tensor axes, and where a layer's graph is too wide.
         """
         if not config.axes:
-            return [()] * (1 + len(left))
+            return ()
         tensor = self.setting(config)
-        key = number, self._strategies_key(config), tuple(left)
+        key = layers.blocks[0], self._strategies_key(config), config.recompute
         if key not in self._priced_layers:
             builder = Builder(self.analysis, self._folded, tensor, self._block_costs, self.optimizer, (0,))
             weights = math.fsum(own.bytes for own in whole.weights if own.priced)
             kept, seconds = whole.runs[0].kept_bytes, whole.forward_s + whole.backward_s
+            sets = self._again_sets(layers, config.recompute)
             try:
-                found = strategy_prices(builder, self.alike_layers()[number], [None, *left], weights, kept, seconds)
+                found = strategy_prices(builder, layers, sets, weights, kept, seconds)
             except PlanError:
-                found = [()] * (1 + len(left))
+                found = ()
             self._priced_layers[key] = found
         return self._priced_layers[key]
+
+    def _again_sets(self, layers: AlikeLayers, recompute: str) -> Sequence[ModuleSet]:
+        """The sets of a layer's modules that may run again."""
+        if recompute == "none":
+            return [ModuleSet()]
+        blocks = layers.blocks[0]
+        if blocks not in self._module_sets:
+            found = ModuleSets.of(self._memory, blocks)
+            count = sum(len(self.analysis.blocks[number].nodes) for number in blocks)
+            whole = ModuleSet((frozenset(range(count)),))  # frees all, and runs nothing again
+            self._module_sets[blocks] = [ModuleSet(), whole] if found is None else found.undominated()
+        sets = self._module_sets[blocks]
+        return sets if recompute == "auto" else sets[-1:]
 
     def alike_layers(self) -> list[AlikeLayers]:
         """Of layers those that enough others are alike to."""
@@ -357,8 +382,10 @@ class CandidateFloors(CandidatePrices):
 
     def last_floor(self, config: Degrees, below: float) -> float:
         """The best bound there is, which takes the longest. below: seconds from which more are of no interest."""
-        parts = config.pp > 1 and self._pipeline(config, 0.0) is not None
-        return self.divided_floor(config, below) if parts else self.strategy_floor(config)
+        if self._pipeline(config, 0.0, priced=False) is None:
+            return self.strategy_floor(config)
+        found = self.divided_floor(config, below)
+        return max(found, self.strategy_floor(config)) if config.pp == 1 and found < below else found
 
     def strategy_floor(self, config: Degrees) -> float:
         """The same from the best strategies whose parameters fit, which takes a solver for every candidate."""

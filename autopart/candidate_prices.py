@@ -14,7 +14,7 @@ from autopart.block_costs import BlockCost, BlockCosts
 from autopart.cluster import Cluster
 from autopart.conversion_prices import ConversionPrices, TensorAxis
 from autopart.cost.communication import send_seconds
-from autopart.cost.devices import Device
+from autopart.cost.devices import Device, Link
 from autopart.data_prices import TRANSIENT_COPIES
 from autopart.device_layout import DeviceLayout, slowest
 from autopart.folding import FoldedGraph, fold_graph
@@ -235,7 +235,7 @@ class CandidatePrices:
         problem = StageProblem.row(
             blocks,
             self.positions.sets,
-            self._cuts(config, choice),
+            (Cut(),) * len(self.positions.sets),
             config.microbatches,
             flying,
             tuple(float(self.layout.capacity(config, stage)) for stage in range(config.stages)),
@@ -251,7 +251,14 @@ class CandidatePrices:
                 self._frontiers(config, choice, costs, held),
             ),
         )
-        return replace(problem, shapes=tuple(replace(shape, sums=priced.sums) for shape in problem.shapes))
+        cuts, places = problem.shapes[0].cuts, problem.links
+        if config.pp > 1:
+            links = self._stage_links(config)
+            kinds = list(dict.fromkeys(links))
+            cuts = tuple(self._cuts(config, choice, link) for link in kinds)
+            places = (0, *map(kinds.index, links), 0)
+        shapes = tuple(replace(shape, sums=priced.sums, cuts=cuts) for shape in problem.shapes)
+        return replace(problem, shapes=shapes, links=places)
 
     def _frontiers(
         self, config: Degrees, choice: TensorChoice, costs: Sequence[BlockCost], held: Activations
@@ -332,14 +339,18 @@ class CandidatePrices:
             self._gradients[key] = found
         return self._gradients[key]
 
-    def _cuts(self, config: Degrees, choice: TensorChoice | None) -> tuple[Cut, ...]:
+    def _stage_links(self, config: Degrees) -> list[Link]:
+        """By cut the link between its two stages; between stages of one rank, the slowest of all."""
+        places, found = self.layout.places(config), list[Link | None]()
+        for stage in range(config.stages - 1):
+            apart = places[stage] != places[stage + 1]
+            found.append(self.layout.stage_link(config, stage, stage + 1) if apart else None)
+        last = slowest([link for link in found if link is not None])
+        return [link or last for link in found]
+
+    def _cuts(self, config: Degrees, choice: TensorChoice | None, link: Link) -> tuple[Cut, ...]:
         """What a rank sends and receives at each position. choice: None: at least, all values shared perfectly."""
         crossings = self.positions.crossings
-        if config.pp == 1:
-            return (Cut(),) * len(crossings)
-        places = self.layout.places(config)
-        apart = [stage for stage in range(config.stages - 1) if places[stage] != places[stage + 1]]
-        link = slowest([self.layout.stage_link(config, stage, stage + 1) for stage in apart])
         sizes = {v: self.local_bytes(v, config, choice) for v in dict.fromkeys(v for row in crossings for v in row)}
         cuts = []
         for values in crossings:

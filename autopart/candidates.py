@@ -15,12 +15,14 @@ from autopart.runtime.schedule import in_flight
 from autopart.solver import stages as stage_solver
 from autopart.solver.search import Degrees, Evaluation, NotBetter
 from autopart.solver.stages_floor import blocks_floor
-from autopart.solver.stages_problem import StageProblem, StageSolution, Step
+from autopart.solver.stages_problem import StageProblem, StageSolution, Step, Way
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, simulated_seconds
 from autopart.tensor_choice import Builder, TensorChoice, choose
 
 # How often strategies are chosen again under a tighter memory limit when the fastest ones do not fit.
 TIGHTENINGS = 4
+_PRICES = (0.06, 0.2)
+"""Of all bytes of a stage, in parts of its seconds: where strategies are chosen that hold less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class Candidates(CandidateFloors):
 
         below: seconds that it has to stay below to be of interest; raises NotBetter where it surely does not.
         Where layers are computed again for the fastest strategies to fit, those are tried too that fit without; where
-        memory binds, mixtures around both answers as well.
+        memory binds, those at prices for bytes, and mixtures around the other answers as well.
         """
         fastest = self.choose(config)
         plain = replace(config, recompute="none")
@@ -110,6 +112,10 @@ class Candidates(CandidateFloors):
             if divided is not None and (best is None or divided.objective < best.objective):
                 best, least = divided, min(least, divided.bound)
         if fastest.solution is not None and (bound or len(answers) > 1):
+            if config.recompute == "auto":
+                priced = self._at_prices(config, fastest.solution.objective, below if best is None else best.objective)
+                if priced is not None and (best is None or priced.objective < best.objective):
+                    best, least = priced, min(least, priced.objective)
             for answer in answers:
                 mixture, floor = self._mixture(config, answer, below if best is None else min(below, best.objective))
                 least = min(least, floor)
@@ -119,6 +125,24 @@ class Candidates(CandidateFloors):
             assert stopped is not None
             raise NotBetter(stopped.seconds, least)
         return replace(best, bound=least)
+
+    def _at_prices(self, config: Degrees, seconds: float, below: float) -> Evaluation[Answer] | None:
+        """The best strategies at prices for bytes, where layers may run again, if they take less than ``below``.
+
+        Those that take the fewest seconds may hold much, as whole weights, for few of them. seconds: of a microbatch.
+        """
+        places, warmup = self.layout.places(config), self.warmup_of(config)
+        flying = in_flight(config.schedule, config.stages, config.microbatches, warmup, places)
+        best: Evaluation[Answer] | None = None
+        for price in _PRICES:
+            byte_s = price * seconds / sum(self._rooms(config))
+            choice = self._builder(config).solve_priced(byte_s, sum(flying) / len(flying), self.time_limit_s)
+            try:
+                best = self._evaluate(config, choice, below, tightenings=0)
+            except (InfeasibleError, NotBetter):
+                continue
+            below = best.objective
+        return best
 
     def _divided(self, config: Degrees, below: float) -> Evaluation[Answer] | None:
         """The fastest strategies with optimizer state divided over replicas, where they fit with layers computed again.
@@ -185,23 +209,27 @@ class Candidates(CandidateFloors):
             cut = stage_solver.solve(problem, self.time_limit_s, below=most)
             mixture = applied(answer, chosen_ways(problem, cut, ways, self.analysis), parts)
             problem = self.problem(config, mixture)
-            cut = stage_solver.solve(problem, self.time_limit_s, below=most)
+            cut = self._cut(config, problem, most)
         except NotBetter:
             return None, floor
         except InfeasibleError:
             return None, math.inf
-        seconds = self._step_seconds(problem, cut, config)
+        seconds = self._step_seconds(problem, cut.way, config)
         return Evaluation(Answer(config, mixture, problem, cut), seconds, min(floor, seconds)), min(floor, seconds)
+
+    def _builder(self, config: Degrees) -> Builder:
+        """Of all levels of ZeRO that parameters may have."""
+        levels = LEVELS if self._divides(config) else (self.zero or 0,)
+        return Builder(
+            *(self.analysis, self._folded, self.setting(config), self._block_costs, self.optimizer, levels, config.pp)
+        )
 
     def layer_strategies(self, config: Degrees, answer: TensorChoice) -> LayerStrategies:
         """The ways of layers around an answer on tensor axes."""
         places, warmup = self.layout.places(config), self.warmup_of(config)
         flying = in_flight(config.schedule, config.stages, config.microbatches, warmup, places)
-        levels = LEVELS if self._divides(config) else (self.zero or 0,)
-        builder = Builder(
-            *(self.analysis, self._folded, self.setting(config), self._block_costs, self.optimizer, levels, config.pp)
-        )
-        return LayerStrategies(builder, answer, sorted({max(flying), min(flying), 0}, reverse=True), self.time_limit_s)
+        counts = sorted({max(flying), min(flying), 0}, reverse=True)
+        return LayerStrategies(self._builder(config), answer, counts, self.time_limit_s)
 
     def _evaluate(
         self,
@@ -234,9 +262,7 @@ class Candidates(CandidateFloors):
                 raise NotBetter(least, least if alone else self.work_floor(whose))
             problem = problem or self.problem(config, choice)
             try:
-                cut = stage_solver.solve(
-                    problem, self.time_limit_s, below=below * self.faster(config) if whole else math.inf
-                )
+                cut = self._cut(config, problem, below * self.faster(config) if whole else math.inf)
                 break
             except NotBetter as error:
                 seconds = error.seconds / self.faster(config)
@@ -263,7 +289,7 @@ class Candidates(CandidateFloors):
             floor = self.work_floor(whose)  # of all levels
         elif choice.solution is None:
             floor = (
-                cut.lower_bound_s / self.faster(config)
+                self._tied_floor(config, cut.lower_bound_s / self.faster(config))
                 if config.schedule in WHOLE_SCHEDULES
                 else self.step_floor(free, config)
             )
@@ -272,7 +298,7 @@ class Candidates(CandidateFloors):
                 floor = self.work_floor(whose)
             elif not complete:
                 floor = max(self.work_floor(whose), self._uncut(config, problem))
-        seconds = self._step_seconds(problem, cut, config)
+        seconds = self._step_seconds(problem, cut.way, config)
         only = choice.solution is None and config.stages == 1 and not cut.way[0].choices
         if only and not (choice.levels and self.zero is None):
             floor = seconds  # the only division; slower ways to run its blocks hide no more than they take longer
@@ -282,14 +308,24 @@ class Candidates(CandidateFloors):
         """Seconds of a step at least as blocks cannot be cut, with these choices, at whatever positions."""
         return blocks_floor(problem) / self.faster(config) if config.schedule in WHOLE_SCHEDULES else 0.0
 
-    def _step_seconds(self, problem: StageProblem, cut: StageSolution, config: Degrees) -> float:
+    def _cut(self, config: Degrees, problem: StageProblem, below: float) -> StageSolution:
+        """The best division that is found, of interest where it takes less than ``below``."""
+        timed = None
+        if config.schedule in WHOLE_SCHEDULES and 1 < config.stages == config.pp:
+
+            def timed(way: Way) -> float:
+                return self._step_seconds(problem, way, config)
+
+        return stage_solver.solve(problem, self.time_limit_s, below=below, timed=timed)
+
+    def _step_seconds(self, problem: StageProblem, way: Way, config: Degrees) -> float:
         places = self.layout.places(config)
         devices = [self.layout.ranks(config, places.index(place)) for place in range(config.pp)]
         return simulated_seconds(
             problem,
-            cut.way,
+            way,
             config.schedule,
-            [self.weight_share(config, step, problem) for step in cut.way],
+            [self.weight_share(config, step, problem) for step in way],
             self.warmup_of(config),
             places,
             self.shared.durations(devices) if self.shared is not None else None,

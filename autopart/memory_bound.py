@@ -68,8 +68,8 @@ Kind = tuple[bool, bool, bool, torch.dtype]
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Of one block, summed: those of a type that are trained or not, are divided over replicas or never, and gathered
-    again.
+    """Of one block, summed: those of a type and a shape that are trained or not, are divided over replicas or never,
+    and gathered again.
     """
 
     weight: int
@@ -79,6 +79,7 @@ class Parameters:
     divides: bool
     again: bool
     dtype: torch.dtype
+    shape: tuple[int, ...] = ()
 
     @property
     def kind(self) -> Kind:
@@ -90,6 +91,26 @@ class Parameters:
             size / replicas if level >= least else size
             for size, least in ((self.weight, 3), (self.gradient, 2), (self.optimizer, 1))
         )
+
+
+def summed(parameters: Sequence[Parameters], replicas: int) -> list[tuple[Kind, Parameters]]:
+    """Over shapes, by kind and whether so many replicas may divide them: only where one of their sizes divides."""
+    found: dict[tuple[Kind, bool], list[Parameters]] = defaultdict(list)
+    for item in parameters:
+        divides = item.divides and any(size and size % replicas == 0 for size in item.shape)
+        found[item.kind, divides].append(item)
+    return [
+        (
+            kind,
+            Parameters(
+                sum(item.weight for item in own),
+                sum(item.gradient for item in own),
+                sum(item.optimizer for item in own),
+                *(own[0].trained, divides, own[0].again, own[0].dtype),
+            ),
+        )
+        for (kind, divides), own in found.items()
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +159,7 @@ class MemoryBound:
         self, facts: BlockFacts, prices: Prices, share: float, data: DataPrices, levels: Sequence[int], recompute: str
     ) -> list[tuple[Way, ...]]:
         batch, parts = prices.batch, []
-        for own in facts.parameters:
+        for _, own in summed(facts.parameters, data.replicas):
             ways = []
             for level in levels if own.divides else (0,):
                 size = own.weight * share
@@ -180,11 +201,13 @@ class MemoryBound:
                 made[index][node].append(amount)
             elif amount:
                 kept[index].append(amount)
-        parameters: list[Counter[tuple[bool, bool, bool, torch.dtype, str]]] = [Counter() for _ in layers]
+        parameters: list[Counter[tuple[bool, bool, bool, torch.dtype, tuple[int, ...], str]]]
+        parameters = [Counter() for _ in layers]
         for node, blocks in self.readers.items():
             info = analysis.program.tensors[node.meta["name"]]
             own: ParameterBytes = parameter_bytes(info.shape, info.dtype, self.optimizer, info.trainable)
-            kind = bool(info.trainable), not info.buffer, self.block_costs.gathering(node)[0], info.dtype
+            again = self.block_costs.gathering(node)[0]
+            kind = bool(info.trainable), not info.buffer, again, info.dtype, tuple(info.shape)
             for name in ("weight", "gradient", "optimizer"):
                 parameters[blocks[0]][*kind, name] += getattr(own, name)
         return [

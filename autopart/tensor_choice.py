@@ -336,11 +336,13 @@ class Builder:
         classes: Sequence[tuple[fx.Node, ...]] = self.folded.classes
         if not self.setting.axes:
             return self.solve_levels([nodes for nodes in classes if is_stored(nodes[0])], memory_limit, time_limit_s)
-        problem, solution = self.solution(memory_limit, time_limit_s, below=below)
+        return self._chosen(*self.solution(memory_limit, time_limit_s, below=below))
+
+    def _chosen(self, problem: TensorProblem, solution: TensorSolution) -> TensorChoice:
         strategies: dict[fx.Node, Chosen] = {}
         storage: dict[str, Placements] = {}
         levels: dict[str, int] = {}
-        for nodes, index in zip(classes, solution.choices, strict=False):
+        for nodes, index in zip(self.folded.classes, solution.choices, strict=False):
             chosen, level = self.ways(nodes[0])[index]
             for node in nodes:
                 if is_stored(node):
@@ -349,6 +351,21 @@ class Builder:
                 else:
                     strategies[node] = chosen
         return TensorChoice(strategies, storage, solution, problem.memory(solution.choices), levels)
+
+    def solve_priced(self, byte_s: float, in_flight: float, time_limit_s: float) -> TensorChoice:
+        """The strategies with the least seconds where a byte held costs some; of the solution seconds alone are told.
+
+        byte_s: seconds of a byte. in_flight: microbatches whose kept tensors are held.
+        """
+        problem = self.problem(None)
+        ops = []
+        for op, nodes in zip(problem.ops, (*self.folded.classes, None), strict=True):
+            times = byte_s * (in_flight if nodes is not None and not is_stored(nodes[0]) else 1.0)
+            priced = (replace(c, cost=c.cost + times * c.memory, memory=0.0, transient=0.0) for c in op.choices)
+            ops.append(Op(op.name, tuple(priced)))
+        found = cache.solve(replace(problem, ops=tuple(ops)), time_limit_s, self.gap)
+        seconds = problem.objective(found.choices)
+        return self._chosen(problem, replace(found, objective=seconds, bound=0.0, gap=1.0))
 
     def work_bound(self, memory_limit: float | None, time_limit_s: float, enough: float = math.inf) -> float:
         """No strategies make the ops and conversions of one microbatch take less, ends of a step left aside."""
@@ -371,19 +388,23 @@ class Builder:
 
         below: as in :func:`choose`.
         """
+        problem = self.problem(memory_limit, free)
+        least = math.fsum(min(choice.cost for choice in op.choices) for op in problem.ops)
+        if least >= below:
+            raise NotBetter(least, least)
+        solver = tensor_transient.solve if below == math.inf else partial(tensor_transient.solve, below=below)
+        return problem, cache.solve(problem, time_limit_s, self.gap, solver)
+
+    def problem(self, memory_limit: float | None, free: bool = False) -> TensorProblem:
+        """Of all classes, and of what leaves the graph. free: as of :meth:`solution`."""
         classes = self.folded.classes
         ops = [self.op(nodes) for nodes in classes]
         if free:
             ops = [self.free(op, nodes) for op, nodes in zip(ops, classes, strict=True)]
-        least = math.fsum(min(choice.cost for choice in op.choices) for op in ops)
-        if least >= below:
-            raise NotBetter(least, least)
         ops.append(Op("output", (Choice("R", 0.0, (), (self.id_of((REPLICATE,) * len(self.setting.axes)),)),)))
         placements = list(self.setting.shared.ids)
         edges = tuple(self.edge(value, ops, placements) for value in self.folded.values)
-        problem = TensorProblem(tuple(ops), edges, memory_limit, self.stages)
-        solver = tensor_transient.solve if below == math.inf else partial(tensor_transient.solve, below=below)
-        return problem, cache.solve(problem, time_limit_s, self.gap, solver)
+        return TensorProblem(tuple(ops), edges, memory_limit, self.stages)
 
     def solve_levels(
         self, classes: Sequence[Sequence[fx.Node]], memory_limit: float | None, time_limit_s: float

@@ -53,13 +53,15 @@ def take(choice: TensorChoice, nodes: Sequence[fx.Node], chosen: Chosen) -> None
     ],
 )
 def test_no_strategies_undercut_the_prices_of_a_layer(model: str, bandwidth: float) -> None:
-    """Random strategies, and those that the solver takes for their speed or their bytes, as blocks are priced."""
+    """Random strategies, and those that the solver takes for their speed or their bytes, as blocks are priced, with and
+    without modules that run again.
+    """
     candidates = Candidates(analysis_of(model), ideal(4, bandwidth=bandwidth), BATCH, "adamw", zero=None)
     analysis, config = candidates.analysis, Degrees(1, 1, (4,), 2, "1f1b")
     setting = candidates.setting(config)
     (alike,) = candidates.alike_layers()
     assert len(alike.blocks) >= 5
-    family = candidates._family(config, 0, candidates._piece_setting(config, transients=True))
+    family = candidates._family(config, alike, candidates._piece_setting(config, transients=True))
     assert len(family.prices) > 20 and family.prices[0].seconds >= family.whole.forward_s + family.whole.backward_s
     builder = Builder(analysis, candidates._folded, setting, candidates._block_costs, "adamw", (0,))
     names = [
@@ -68,11 +70,12 @@ def test_no_strategies_undercut_the_prices_of_a_layer(model: str, bandwidth: flo
     ]
 
     def amounts(choice: TensorChoice) -> list[tuple[float, float, float]]:
-        """Of each layer: seconds, bytes of weights, bytes kept."""
+        """Of each layer, also with modules that run again: seconds, bytes of weights, bytes kept."""
         costs = candidates._block_costs.costs(
             setting.prices, choice.strategies, choice.storage, setting.conversions, setting.beside
         )
         found = []
+        parts = {layer.blocks: layer.parts for layer in candidates.problem(config, choice).shapes[0].layers}
         for own, mine in zip(alike.blocks, names, strict=True):
             kept = {item: size for number in own for item, size in costs[number].kept.items()}
             held = [analysis.program.tensors[name] for name in mine]
@@ -83,6 +86,9 @@ def test_no_strategies_undercut_the_prices_of_a_layer(model: str, bandwidth: flo
             )
             seconds = sum(costs[number].forward_s + costs[number].backward_s for number in own)
             found.append((seconds, weights, sum(kept.values()) + sum(costs[number].inside_bytes for number in own)))
+            again = [way for way in parts[own][own] if way.name]
+            assert again
+            found += [(way.seconds, weights, way.activation_bytes) for way in again]
         return found
 
     def random_choice(rng: random.Random, base: TensorChoice, changed: int) -> TensorChoice:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from dataclasses import dataclass
 
 import pytest
 
-from autopart.runtime.schedule import in_flight, make_schedule
+from autopart.runtime.schedule import Action, in_flight, make_schedule
 from autopart.simulate import StageTimes, makespan
 from autopart.solver.pipeline_cuts import Boundary, Place, Row, least_divided_seconds
-from autopart.solver.pipeline_floor import Again, Family, Piece, Pipeline, Price, Way, Weights, least_step_seconds
+from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price, Way, Weights, least_step_seconds
 from autopart.solver.stages_floor import least_step
 
 
@@ -57,14 +58,16 @@ def family(rng: random.Random, count: int) -> tuple[Family, list[Strategy]]:
         return tuple(rng.choice([0.0, most * rng.random()]) for _ in pieces)
 
     strategies = [Strategy(amounts(1.0), amounts(2.0), amounts(1.0), rng.choice([0.0, rng.random()])) for _ in range(3)]
-    prices, again = [], []
+    prices = []
     for weights, kept_price in [(0.0, 0.0), *((rng.random(), rng.choice([0.0, rng.random()])) for _ in range(6))]:
-        least = min(sum(s.seconds) + weights * sum(s.weights) + kept_price * sum(s.kept) for s in strategies)
-        prices.append(Price(weights, kept_price, least + forward + backward + weights * sum(sizes) + kept_price * kept))
-        least = min(sum(s.seconds) + weights * sum(s.weights) + kept_price * s.left for s in strategies)
-        again.append(Price(weights, kept_price, least + forward + backward + weights * sum(sizes)))
-    part = Again(runs[-1].seconds * rng.random(), tuple(again))
-    return Family(count, whole, pieces, tuple(prices), (part,)), strategies
+        lowest = min(
+            sum(s.seconds) + weights * sum(s.weights) + run.seconds
+            + kept_price * (run.kept_bytes + (s.left if run.seconds else sum(s.kept)))
+            for s in strategies
+            for run in runs
+        )  # fmt: skip
+        prices.append(Price(weights, kept_price, lowest + forward + backward + weights * sum(sizes)))
+    return Family(count, whole, pieces, tuple(prices)), strategies
 
 
 @pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in ("1f1b", "gpipe") for seed in range(40)])
@@ -82,15 +85,16 @@ def test_no_cut_is_simulated_faster(name: str, seed: int) -> None:
     taken = [rng.choice(strategies) for _ in range(layers.count)]
     work = sum(piece.forward_s + piece.backward_s for piece in rest)
     work += layers.count * (layers.whole.forward_s + layers.whole.backward_s) + sum(sum(s.seconds) for s in taken)
-    there, back = (rng.choice([0.0, 2 * rng.random()]) for _ in range(2))
-    pipeline = Pipeline(m, flying, rooms, work, there, back)
+    there, back = ([rng.choice([0.0, 2 * rng.random()]) for _ in range(stages - 1)] for _ in range(2))
+    pipeline = Pipeline(m, flying, rooms, work, tuple(there), tuple(back))
     floor = least_step_seconds([layers], rest, pipeline)
     places = tuple(Place(0, layer, piece) if layer >= 0 else Place(-1, -1, piece) for layer, piece in row)
     buffers = rng.choice([0.0, rng.random()])
-    boundaries = tuple(Boundary(blocks, there, back, buffers) for blocks in range(1, len(row)))
-    divided = least_divided_seconds(
-        [layers], rest, Row(places, (Boundary(0), *boundaries, Boundary(len(row)))), pipeline, floor, 1.5 * floor
-    )
+    sent = [min(own, default=0.0) for own in (there, back)]
+    boundaries = tuple(Boundary(blocks, sent[0], sent[1], buffers) for blocks in range(1, len(row)))
+    boundaries = (Boundary(0), *boundaries, Boundary(len(row)))
+    transfers = tuple([cut] * len(boundaries) for cut in zip(there, back, strict=True))
+    divided = least_divided_seconds([layers], rest, Row(places, boundaries, transfers), pipeline, floor, 1.5 * floor)
     assert divided >= floor
     for cuts in itertools.combinations(range(1, len(row)), stages - 1):
         for _ in range(8):
@@ -102,8 +106,12 @@ def test_no_cut_is_simulated_faster(name: str, seed: int) -> None:
                     break
                 times.append(found)
             if len(times) == stages:
-                step = makespan(schedule, times, lambda action: there if action.stage < (action.peer or 0) else back)
+                step = makespan(schedule, times, functools.partial(transfer, there, back))
                 assert divided <= step * (1 + 1e-6) + 1e-9
+
+
+def transfer(there: list[float], back: list[float], action: Action) -> float:
+    return there[action.stage] if action.stage < (action.peer or 0) else back[action.stage - 1]
 
 
 def run_stage(
@@ -182,9 +190,9 @@ def test_strategies_that_hold_less_are_slower() -> None:
 def test_strategies_keep_what_modules_that_run_again_do_not_free() -> None:
     """A layer keeps 4 bytes, or 2 where modules run again for 1 s; of these strategies that take 1 s more free one."""
     piece = Piece(1.0, 2.0, (), (Way(0.0, 0.0, 2.0), Way(1.0)))
-    kept = Price(0.0, 0.0, 3.0), Price(0.0, 1.0, 7.0)
-    left = Price(0.0, 0.0, 3.0), Price(0.0, 1.0, 5.0)
-    families = [Family(10, piece, (piece,), kept, (Again(1.0, left),))]
+    # with a price of a byte: 3 + 4, 4 + 2 where modules run again, and 5 + 1
+    prices = Price(0.0, 0.0, 3.0), Price(0.0, 0.5, 5.0), Price(0.0, 1.0, 6.0)
+    families = [Family(10, piece, (piece,), prices)]
     seconds = [least_step_seconds(families, [], Pipeline(1, (1,), (room,))) for room in (40, 20, 10)]
     assert seconds == pytest.approx([30, 40, 50], rel=1e-5)
 

@@ -51,7 +51,8 @@ def test_some_layers_train_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for stage, layer in enumerate((1, 3)):
         text = emitted.files[f"stage_{stage}.py"]
         assert f'checkpoint(self.transformer.h["{layer}"], ' in text
-        assert text.count("checkpoint(") == 1 and text.count("class TransformerH") == 1
+        # all whole layers are of one class, the part of one at the cut of another
+        assert text.count("checkpoint(") == 1 and text.count("class TransformerH") <= 2
     emitted.save(tmp_path / "program")
     assert compare_emitted(tmp_path / "program", subject, plan=plan).equal
 

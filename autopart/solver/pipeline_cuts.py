@@ -3,8 +3,8 @@ r"""Least seconds of a step of a pipeline whose blocks lie in a row and cannot b
 :mod:`autopart.solver.pipeline_floor` divides layers as it likes. Here a stage is a run of blocks between two of the
 row's boundaries. What it takes for a microbatch at least, within its memory and beside the largest transient of its
 blocks, is the program of that module for one stage: pieces of layers that lie in it as a whole obey their prices, those
-of cut layers take what they take at least. Cut layers' strategies obey prices together, so that their missing seconds
-are charged to the stages before, or behind, once all of such a layer is there.
+of cut layers theirs, if there are any. What their strategies take together beyond that is charged to the stages before,
+or behind, once all of such a layer is there.
 
 That no division takes less than T seconds is proved for a given T: of all arcs (stage, first, last boundary) those
 are left out that :mod:`autopart.solver.stages_floor` says to take longer, with the least seconds of ways before and
@@ -15,13 +15,14 @@ stages is left, T is proved. T is sought between what is known and what is of in
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Way, least_step_seconds
+from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price, Way, least_step_seconds
 from autopart.solver.stages_floor import body_seconds
 
 _NEAR = 5e-4
@@ -61,10 +62,20 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The blocks in order, all layers' pieces in a row, and the boundaries, both ends among them."""
+    """The blocks in order, all layers' pieces in a row, and the boundaries, both ends among them.
+
+    transfers: by cut, seconds there and back at each boundary, no less than the boundaries' own; none: these.
+    """
 
     places: tuple[Place, ...]
     boundaries: tuple[Boundary, ...]
+    transfers: tuple[Sequence[tuple[float, float]], ...] = ()
+
+    def sent(self, stage: int) -> Sequence[tuple[float, float]]:
+        """At each boundary, of the cut behind a stage."""
+        if stage < len(self.transfers):
+            return self.transfers[stage]
+        return [(boundary.there, boundary.back) for boundary in self.boundaries]
 
 
 def least_divided_seconds(
@@ -127,6 +138,7 @@ class _Divided:
     _contents: dict[tuple[int, int], _Content] = field(default_factory=dict)
     _owns: dict[tuple[_Content, float], dict[int, float]] = field(default_factory=dict)
     _ends: dict[int, float] = field(default_factory=dict)  # by boundary behind the first stage
+    _transfers: dict[int, Array] = field(default_factory=dict)
     _programs: int = 0
 
     def __post_init__(self) -> None:
@@ -137,7 +149,10 @@ class _Divided:
             for seconds in (
                 [piece.forward_s for piece in pieces],
                 [piece.backward_s for piece in pieces],
-                [_least(piece) for piece in pieces],
+                [
+                    _least(piece) + (self._more(place) if place.family >= 0 else 0.0)
+                    for place, piece in zip(self.row.places, pieces, strict=True)
+                ],
             )
         )
         ended, begun = np.zeros(len(pieces) + 1), np.zeros(len(pieces) + 1)
@@ -146,12 +161,16 @@ class _Divided:
             if place.family >= 0:
                 layers.setdefault((place.family, place.layer), []).append(number)
         for (family, _), blocks in layers.items():
-            more = _missing(self.families[family])
+            family_, cut = self.families[family], math.fsum(self._more(self.row.places[block]) for block in blocks)
+            more = max(0.0, _missing(family_.whole, family_.prices) - cut)
             ended[blocks[-1] + 1] += more
             begun[blocks[0] + 1] += more
         self.missing, self.begun = np.cumsum(ended)[at], np.cumsum(begun)[at]
         self._endless = (
-            [replace(item, whole=_endless(item.whole), pieces=()) for item in self.families],
+            [
+                replace(item, whole=_endless(item.whole), pieces=tuple(map(_endless, item.pieces)))
+                for item in self.families
+            ],
             [_endless(piece) for piece in self.rest],
         )
 
@@ -210,7 +229,7 @@ class _Divided:
         """All that may be part of a division that takes less, as far as blocks alone say it; None: too many."""
         count, m, last = self.pipeline.stages, self.pipeline.microbatches, len(self.row.boundaries) - 1
         total = self.least + self.missing
-        cheapest = float(self._crossing()[1:-1].min(initial=math.inf))
+        cheapest = min((item.there + item.back for item in self.row.boundaries[1:-1]), default=math.inf)
         found, reached = [], np.array([0])
         most = seconds / m
         for stage in range(count):
@@ -242,24 +261,30 @@ class _Divided:
     def _taken(self, stage: int, arcs: _Arcs) -> Array:
         """Seconds of a stage and of the cut behind it, and what strategies take besides of layers begun in it."""
         opened = self.begun[arcs.last] - self.begun[arcs.first] - self._inside(arcs.first, arcs.last)
-        return arcs.own + opened + self._crossing()[arcs.last]
+        return arcs.own + opened + self._crossing(stage)[arcs.last]
 
-    def _crossing(self) -> Array:
-        """Seconds of a microbatch at each boundary."""
-        found = np.array([boundary.there + boundary.back for boundary in self.row.boundaries])
+    def _crossing(self, stage: int) -> Array:
+        """Seconds of a microbatch at each boundary, of the cut behind a stage."""
+        found: Array = self._sent(stage).sum(axis=1)
         found[-1] = 0.0
         return found
+
+    def _sent(self, stage: int) -> Array:
+        """[boundary, there or back]"""
+        if stage not in self._transfers:
+            self._transfers[stage] = np.array(self.row.sent(stage))
+        return self._transfers[stage]
 
     def _through(self, arcs: Sequence[_Arcs]) -> tuple[list[Array], list[Array]]:
         """By stage and boundary the least seconds of a microbatch in the stages before, and in those from it on.
 
         With transfers, those of the cut before a stage among the first, and there with the first stage's end.
         """
-        size, crossing = len(self.row.boundaries), self._crossing()
+        size = len(self.row.boundaries)
         before, behind = [np.full(size, math.inf)], [np.full(size, math.inf)]
         before[0][0] = behind[0][-1] = 0.0
-        for own in arcs:
-            more = np.full(size, math.inf)
+        for stage, own in enumerate(arcs):
+            more, crossing = np.full(size, math.inf), self._crossing(stage)
             closed = self.missing[own.last] - self.missing[own.first] - self._inside(own.first, own.last)
             seconds = own.own + closed + crossing[own.last] + own.ends
             np.minimum.at(more, own.last, before[-1][own.first] + seconds)
@@ -273,8 +298,7 @@ class _Divided:
     def _body(self, stage: int, arcs: _Arcs, behind: Array) -> Array:
         """Seconds of a stage from its first forward to its last backward. behind: without the cut behind the stage."""
         flying, m = self.pipeline.in_flight, self.pipeline.microbatches
-        there = np.array([boundary.there for boundary in self.row.boundaries])[arcs.last]
-        back = np.array([boundary.back for boundary in self.row.boundaries])[arcs.last]
+        there, back = self._sent(stage)[arcs.last].T
         if stage == self.pipeline.stages - 1:
             there = back = np.zeros(len(arcs.last))
         return body_seconds(
@@ -346,13 +370,17 @@ class _Divided:
         whole, cut, rest = content
         of, others = (self.families, self.rest) if ends else self._endless
         families = [replace(of[number], count=count) for number, count in enumerate(whole) if count]
-        pieces = [self.families[family].pieces[piece] for family, piece in cut]
-        pieces = pieces if ends else [_endless(piece) for piece in pieces]
-        pieces += [others[piece] for piece in rest]
+        families += [of[family].alone(piece, count) for (family, piece), count in Counter(cut).items()]
+        pieces = [others[piece] for piece in rest]
         if room <= 0:
             return math.inf
         self._programs += 1
         return least_step_seconds(families, pieces, Pipeline(microbatches, (flying,), (room,)))
+
+    def _more(self, place: Place) -> float:
+        """What strategies of a piece of a layer take besides its seconds."""
+        family = self.families[place.family]
+        return _missing(family.pieces[place.piece], family.piece_prices[place.piece]) if family.piece_prices else 0.0
 
     def _piece(self, place: Place) -> Piece:
         return self.rest[place.piece] if place.family < 0 else self.families[place.family].pieces[place.piece]
@@ -365,11 +393,10 @@ def _least(piece: Piece) -> float:
     return piece.forward_s + piece.backward_s + math.fsum(exchanged) + again
 
 
-def _missing(family: Family) -> float:
-    """What strategies of a layer take besides the seconds of its pieces."""
-    alone = math.fsum(piece.forward_s + piece.backward_s for piece in family.pieces)
-    priced = max((price.seconds for price in family.prices if not price.weights and not price.kept), default=0.0)
-    return max(0.0, priced - alone)
+def _missing(piece: Piece, prices: Sequence[Price]) -> float:
+    """What strategies take besides the seconds of a layer or a piece."""
+    priced = max((price.seconds for price in prices if not price.weights and not price.kept), default=0.0)
+    return max(0.0, priced - piece.forward_s - piece.backward_s)
 
 
 def _endless(piece: Piece) -> Piece:

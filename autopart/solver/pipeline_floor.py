@@ -17,11 +17,9 @@ strategies are, their seconds t, bytes of weights v and bytes a that a microbatc
 
     t + mu v + nu a >= D(mu, nu)
 
-for each layer that lies in one stage. Where it computes modules again, prices are those of what no such modules free:
-the sets of modules are parted by their seconds, and of each part, which takes some seconds at least, there may be
-prices; else nu = 0, and what is kept is shared perfectly. A stage's layers of a part obey them together. p - 1 layers
-may be cut: their pieces lie in any stages, and obey prices with nu = 0 over all stages. Stages are runs of a row of
-pieces, so that no more are.
+for each layer that lies in one stage, where t has what runs again and a what is kept then. A stage's layers obey them
+together. p - 1 layers may be cut: their pieces lie in any stages, and obey prices with nu = 0 over all stages. Stages
+are runs of a row of pieces, so that no more are.
 
 Prices are used as far as an answer violates them. Of a family whose prices are unknown all is shared perfectly.
 """
@@ -106,43 +104,44 @@ class Price:
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
-    """Sets of modules that run again, in ``seconds`` at least. prices: of strategies, for what none of them frees."""
-
-    seconds: float
-    prices: tuple[Price, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Family:
-    """``count`` equal layers. whole: one that lies in one stage. pieces: of one that is cut. prices: of strategies.
-
-    again: the parts of all sets of modules.
+    """``count`` equal layers. whole: one that lies in one stage. pieces: of one that is cut. prices: of strategies and
+    the ways to run them. piece_prices: the same of each piece by itself, if known.
     """
 
     count: int
     whole: Piece
     pieces: tuple[Piece, ...]
     prices: tuple[Price, ...] = ()
-    again: tuple[Again, ...] = (Again(0.0),)
+    piece_prices: tuple[tuple[Price, ...], ...] = ()
+
+    def alone(self, piece: int, count: int) -> Family:
+        """So many of a piece, as if each was a layer."""
+        prices = self.piece_prices[piece] if self.piece_prices else ()
+        return Family(count, self.pieces[piece], (), prices)
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """in_flight, capacity_bytes: by stage, w_k and C_k. work: seconds of a microbatch in all stages together, at least,
-    nothing computed again or exchanged for parameters. there, back: of a transfer between neighbours.
+    nothing computed again or exchanged for parameters. there, back: by cut, of a transfer between neighbours; none: 0.
     """
 
     microbatches: int
     in_flight: tuple[int, ...]
     capacity_bytes: tuple[float, ...]
     work: float = 0.0
-    there: float = 0.0
-    back: float = 0.0
+    there: tuple[float, ...] = ()
+    back: tuple[float, ...] = ()
 
     @property
     def stages(self) -> int:
         return len(self.in_flight)
+
+    def transfers(self, unit_s: float) -> tuple[list[float], list[float]]:
+        """There and back, by cut."""
+        none = (0.0,) * (self.stages - 1)
+        return [seconds / unit_s for seconds in self.there or none], [seconds / unit_s for seconds in self.back or none]
 
 
 _Terms = dict[int, float]
@@ -197,7 +196,7 @@ class _Program:
         self.unit_s = max(pipeline.work, math.fsum(alone), math.fsum(map(_seconds, rest))) or 1.0
         self.unit_bytes = max(*pipeline.capacity_bytes, 1.0)
         self.step = self.model.add_variable(1.0, upper=math.inf)
-        there, back = pipeline.there / self.unit_s, pipeline.back / self.unit_s
+        there, back = pipeline.transfers(self.unit_s)
         self.groups = groups(pipeline.microbatches, pipeline.in_flight, pipeline.capacity_bytes, there, back, each)
         self.stages = [_Stage() for _ in self.groups]
         for piece in rest:
@@ -290,36 +289,27 @@ class _Program:
         return priced
 
     def _whole(self, family: Family, count: int) -> list[_Layers]:
-        """Layers that lie in one stage each: those that keep all, and by parts those that compute something again."""
+        """Layers that lie in one stage each."""
         if not count:
             return []
-        piece, found = family.whole.times(count), []
-        bare = frozenset(price for price in family.prices if not price.kept)
-        parts = [(piece.runs[:1], 0.0, frozenset(family.prices))]
-        if piece.runs[0].seconds:
-            parts = [(piece.runs, 0.0, bare)]
-        elif len(piece.runs) > 1:
-            parts += [(piece.runs, own.seconds * count, bare.union(own.prices)) for own in family.again]
+        piece, found, prices = family.whole.times(count), [], frozenset(family.prices)
         for number, share in enumerate(self._shares(piece)):
-            stage, every = self.stages[number], {share: -1.0}
-            for runs, least_s, prices in parts:
-                ways = [self.model.add_variable() for _ in runs]
-                every |= dict.fromkeys(ways, 1.0)
-                mine = _Layers(
-                    [self._amount()], self._weights(number, piece, ways), [self._amount()], ways, count, prices
-                )
-                stage.work[mine.seconds[0]] = 1.0
-                self._row({mine.seconds[0]: 1.0, **dict.fromkeys(ways, -_seconds(piece) / self.unit_s)}, lower=0.0)
-                for way, run in zip(ways, runs, strict=True):
-                    self._run(number, way, replace(run, kept_bytes=0.0))
-                kept = {way: -run.kept_bytes / self.unit_bytes for way, run in zip(ways, runs, strict=True)}
-                self._row({mine.kept[0]: 1.0, **kept}, lower=0.0)
-                stage.memory[mine.kept[0]] = float(self.groups[number].in_flight)
-                if least_s:
-                    more = {way: (run.seconds - least_s) / self.unit_s for way, run in zip(ways, runs, strict=True)}
-                    self._row(more, lower=0.0)
-                found.append(mine)
-            self._row(every, lower=0.0, upper=0.0)
+            stage, ways = self.stages[number], [self.model.add_variable() for _ in piece.runs]
+            self._row({share: -1.0, **dict.fromkeys(ways, 1.0)}, lower=0.0, upper=0.0)
+            # seconds of strategies, beside those of what runs again
+            once, again, kept = self._amount(), self._amount(), self._amount()
+            weights = self._weights(number, piece, [share])
+            found.append(_Layers([once, again], weights, [kept], [share], count, prices))
+            stage.work[once] = stage.extra[again] = 1.0
+            self._row({once: 1.0, share: -_seconds(piece) / self.unit_s}, lower=0.0)
+            runs = list(zip(ways, piece.runs, strict=True))
+            self._row({again: 1.0, **{way: -run.seconds / self.unit_s for way, run in runs}}, lower=0.0)
+            self._row({kept: 1.0, **{way: -run.kept_bytes / self.unit_bytes for way, run in runs}}, lower=0.0)
+            stage.memory[kept] = float(self.groups[number].in_flight)
+            for way, run in runs:
+                stage.memory[way] = run.state_bytes / self.unit_bytes
+                if run.seconds:
+                    stage.backward[way] = run.seconds / self.unit_s
         return found
 
     def _cut(self, family: Family, count: int) -> list[_Layers]:
@@ -384,7 +374,8 @@ class _Program:
     # -- time -----------------------------------------------------------------------------------------------------
 
     def _time(self) -> None:
-        there, back = self.pipeline.there / self.unit_s, self.pipeline.back / self.unit_s
+        there, back = self.pipeline.transfers(self.unit_s)
+        first = 0  # stage of a group
         forward, backward, end, ahead_f, ahead, behind = ([self._amount() for _ in self.stages] for _ in range(6))
         for number, (stage, group) in enumerate(zip(self.stages, self.groups, strict=True)):
             f, b, e = forward[number], backward[number], end[number]
@@ -396,19 +387,21 @@ class _Program:
             hidden = {at: by - stage.sums.get(at, 0.0) for at, by in stage.end.items()}
             self._row({e: 1.0, **_minus(hidden)}, lower=0.0)
             if number:
-                sent = self.groups[number - 1].stages
+                earlier = slice(first - self.groups[number - 1].stages, first)  # cuts behind the group before
+                inside = slice(first - 1, first + group.stages - 1)  # and before each stage of this one
                 before = {ahead_f[number - 1]: -1.0, forward[number - 1]: -1.0}
-                self._row({ahead_f[number]: 1.0, **before}, lower=sent * there)
+                self._row({ahead_f[number]: 1.0, **before}, lower=math.fsum(there[earlier]))
                 before = {ahead[number - 1]: -1.0, forward[number - 1]: -1.0, backward[number - 1]: -1.0}
-                self._row({ahead[number]: 1.0, **before}, lower=sent * (there + back))
+                self._row({ahead[number]: 1.0, **before}, lower=math.fsum(there[earlier]) + math.fsum(back[earlier]))
                 after = {behind[number]: -1.0, f: -1.0, b: -1.0}
-                self._row({behind[number - 1]: 1.0, **after}, lower=group.stages * (there + back))
+                self._row({behind[number - 1]: 1.0, **after}, lower=math.fsum(there[inside]) + math.fsum(back[inside]))
             for chain in group.own:
                 own = {f: -chain.forward, b: -chain.backward, behind[number]: -chain.behind}
                 self._row({self.step: 1.0, ahead_f[number]: -1.0, e: -chain.end, **own}, lower=chain.sent)
             for chain in group.first if number else ():
                 own = {f: -chain.forward, b: -chain.backward, behind[number]: -chain.behind}
                 self._row({self.step: 1.0, ahead[number]: -1.0, end[0]: -1.0, **own}, lower=chain.sent)
+            first += group.stages
         work = {at: by for stage in self.stages for at, by in stage.work.items()}
         self._row(work, lower=self.pipeline.work / self.unit_s)
 

@@ -56,11 +56,11 @@ def groups(
     microbatches: int,
     in_flight: Sequence[int],
     capacity_bytes: Sequence[float],
-    there: float,
-    back: float,
+    there: Sequence[float],
+    back: Sequence[float],
     each: bool = False,
 ) -> tuple[Group, ...]:
-    """The stages of a pipeline in order. there, back: seconds of a transfer. each: every stage is a group.
+    """The stages of a pipeline in order. there, back: by cut, seconds of a transfer. each: every stage is a group.
 
     The first and the last stage are by themselves.
     """
@@ -83,7 +83,10 @@ def groups(
                 len(own),
                 min(in_flight[number] for number in own),
                 math.fsum(capacity_bytes[number] for number in own),
-                *(tuple(_chain(kind, there, back, whole) for kind in kinds) for whole in (False, True)),
+                *(
+                    tuple(_chain(kind, there[own[0] :], back[own[0] :], whole) for kind in kinds)
+                    for whole in (False, True)
+                ),
             )
         )
     return tuple(result)
@@ -129,18 +132,22 @@ def _longest(microbatches: int, in_flight: Sequence[int]) -> set[int]:
     return {number for own in found.values() for _, number in sorted(own)[:_LONGEST]}
 
 
-def _chain(bodies: Sequence[_Body], there: float, back: float, whole: bool) -> Chain:
-    """The mean of a body over a group's stages. whole: with the backwards of the stages ahead of each."""
+def _chain(bodies: Sequence[_Body], there: Sequence[float], back: Sequence[float], whole: bool) -> Chain:
+    """The mean of a body over a group's stages. there, back: behind each of these. whole: with the backwards of the
+    stages ahead of each.
+    """
     weights = _weights(bodies)
     forward, backward, before, after = [], [], 0.0, 1.0  # of what is behind the stages before, ahead of those after
-    sent = bodies[0].sent * max(there, back)
+    sent = 0.0
     for place, (weight, body) in enumerate(zip(weights, bodies, strict=True)):
         after -= weight
         forward.append(before + weight * body.forward + after)
         backward.append(before + weight * body.backward + (after if whole else 0.0))
         before += weight * body.behind
-        trips = body.behind * (len(bodies) - 1 - place) * (there + back)
-        sent += weight * (place * (there + back if whole else there) + trips)
+        inside = len(bodies) - 1
+        sent += weight * body.behind * (math.fsum(there[place:inside]) + math.fsum(back[place:inside]))
+        sent += weight * (math.fsum(there[:place]) + (math.fsum(back[:place]) if whole else 0.0))
+        sent += weight * body.sent * max((*there[place : place + 1], *back[place : place + 1]), default=0.0)
     return Chain(min(forward), min(backward), before, min(weights), sent)
 
 

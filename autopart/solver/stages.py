@@ -31,6 +31,9 @@ above, which CP-SAT solves. d is a bound at first, and made exact for the arcs o
 best way has exact arcs alone. Objective and bound count as equal when they differ by less than TOLERANCE of the
 objective.
 
+Where the schedule's own seconds are asked for, divisions that these find better are tried as well
+(:mod:`autopart.solver.stages_trips`).
+
 Where there are many positions, a division at few of them comes first (:mod:`autopart.solver.stages_few`): runs of
 blocks that alone take too long to be part of a better one are left out.
 
@@ -58,6 +61,7 @@ from autopart.solver.stages_few import most_seconds, spread
 from autopart.solver.stages_graph import Found, StageGraph, cheapest, smallest_maximum, sums_through
 from autopart.solver.stages_problem import StageProblem, StageSolution, Step, Way
 from autopart.solver.stages_runs import Array
+from autopart.solver.stages_trips import Timed, faster_way, is_row
 from autopart.solver.tensor_problem import relative_gap
 
 if TYPE_CHECKING:
@@ -76,13 +80,15 @@ def solve(
     *,
     max_programs: int = MAX_PROGRAMS,
     below: float = math.inf,
+    timed: Timed | None = None,
 ) -> StageSolution:
     """The division into stages with the shortest step, or the best found in ``time_limit_s``.
 
     max_programs: boxes to go over before the integer solver takes the rest. below: of interest are only divisions whose
-    steps take fewer seconds under some 1F1B or GPipe order; NotBetter is raised where surely none does. Raises
-    InfeasibleError, with the stage and the bytes that bind and the capacity that would do, when none fits; PlanError
-    when there are too few blocks.
+    steps take fewer seconds under some 1F1B or GPipe order; NotBetter is raised where surely none does. timed: what
+    steps take under such an order, by which divisions are compared in the end; what is best by the formula may not be.
+    Raises InfeasibleError, with the stage and the bytes that bind and the capacity that would do, when none fits;
+    PlanError when there are too few blocks.
     """
     start = time.perf_counter()
     until = start + time_limit_s
@@ -109,11 +115,16 @@ def solve(
         bound, method = max(bound, min(proved, search.objective)), "cp-sat"
     if search.meets(bound):
         bound = search.objective
+    way, objective = search.way, search.objective
+    if timed is not None and is_row(graph):
+        way, least = faster_way(graph, way, floor, timed)
+        floor = min(least, problem.microbatches * most)
+        objective = problem.objective(way)
     return StageSolution(
-        way=search.way,
-        objective=search.objective,
+        way=way,
+        objective=objective,
         bound=bound,
-        gap=relative_gap(search.objective, bound),
+        gap=relative_gap(objective, bound),
         lower_bound_s=floor,
         seconds=time.perf_counter() - start,
         programs=search.programs,

@@ -185,11 +185,9 @@ def arc_floors(
     blocks = range(member.shape[1])
     forward = member @ np.array([problem.least(block, "forward_s") for block in blocks])
     backward = member @ np.array([problem.least(block, "backward_s") for block in blocks])
-    # after its last backward a stage waits for that of the first one, which has some source of the graph
-    ends = {block: problem.least_step_end(block) for block in blocks if 1 << block in problem.positions}
-    source = np.array([min((s for b, s in ends.items() if row[b]), default=0.0) for row in member])
+    source = source_ends(problem, member)
     crossed = (there + back)[:, runs.last]
-    before, behind = _least_through(runs, problem.stages, stage_of, np.where(fits, seconds + crossed, np.inf))
+    before, behind = least_through(runs, problem.stages, stage_of, np.where(fits, seconds + crossed, np.inf))
     drained = problem.in_flight[-1] >= problem.microbatches
     found = np.empty(seconds.shape)
     for table, stage in enumerate(stage_of):
@@ -204,7 +202,16 @@ def arc_floors(
     return found
 
 
-def _least_through(runs: Runs, stages: int, stage_of: Sequence[int], arcs: Array) -> tuple[Array, Array]:
+def source_ends(problem: StageProblem, member: NDArray[np.bool_]) -> Array:
+    """By position: after its last backward a stage there waits for that of the first one, which has some source of the
+    graph, whose step end is no less.
+    """
+    blocks = range(member.shape[1])
+    ends = {block: problem.least_step_end(block) for block in blocks if 1 << block in problem.positions}
+    return np.array([min((s for b, s in ends.items() if row[b]), default=0.0) for row in member])
+
+
+def least_through(runs: Runs, stages: int, stage_of: Sequence[int], arcs: Array) -> tuple[Array, Array]:
     """The least sum of ``arcs`` from the beginning to a position before each stage, and from there to the end."""
     before, behind = np.full((2, stages + 1, runs.positions), np.inf)
     before[0, 0] = behind[stages, -1] = 0.0

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from autopart.solver.overlap import sums_between
 from autopart.solver.stages_choices import Fastest, Held, least_excess, least_seconds, relaxed_seconds
-from autopart.solver.stages_floor import arc_floors
+from autopart.solver.stages_floor import arc_floors, source_ends
 from autopart.solver.stages_parts import Choice, Family, Shape, hiding_seconds
 from autopart.solver.stages_problem import StageProblem, Step
 from autopart.solver.stages_runs import Array, Bits, Runs
@@ -38,7 +38,9 @@ class StageGraph:
 
     slots: per stage the (slot, table) that ways can use. All arrays are [table, run]: seconds: of the blocks
     in their fastest choices that fit, or a bound. busy: with sends and receives; step_end. once: what is added up over
-    stages: ``seconds`` and the tied groups that begin in it and end behind it. floor: see :func:`arc_floors`.
+    stages: ``seconds`` and the tied groups that begin in it and end behind it. floor: see :func:`arc_floors`. ends:
+    what is left of the step end by choices that take s seconds is at least ``ends`` - s. forward: [position] seconds of
+    the blocks before; source: [position], see :func:`source_ends`. there, back: [table, position] of transfers.
     excess: bytes over the capacity; infinite for runs that no division has. exact: where ``seconds`` is no mere bound.
     most_seconds: of a run's blocks at their fastest; those with more are left out. crossing: [shape, link,
     position] seconds of what a rank sends and receives; pairs: (shape before, shape after) -> [link, position] what
@@ -54,6 +56,11 @@ class StageGraph:
     step_end: Array
     once: Array
     floor: Array
+    ends: Array
+    forward: Array
+    source: Array
+    there: Array
+    back: Array
     excess: Array
     exact: Bits
     crossing: Array
@@ -98,11 +105,12 @@ class StageGraph:
             made["busy"][table] = seconds + ends
             made["step_end"][table] = costs.step_end
             made["once"][table] = seconds + costs.tied_once
+        there, back = (_cut_seconds(problem, keys, name) for name in ("forward_s", "backward_s"))
         floor = arc_floors(
             *(problem, member, runs, [key[0] for key in keys], made["seconds"], made["excess"] <= 0),
             [shapes[key[1]].fastest for key in keys],
             [shapes[key[1]].exposed for key in keys],
-            *(_cut_seconds(problem, keys, name) for name in ("forward_s", "backward_s")),
+            *(there, back),
         )
         pairs = {
             pair: np.array([[cut.seconds for cut in cuts] for cuts in links]) for pair, links in problem.pairs.items()
@@ -113,6 +121,11 @@ class StageGraph:
             slots,
             list(keys),
             floor=floor,
+            ends=np.array([shapes[key[1]].fastest + shapes[key[1]].exposed for key in keys]),
+            forward=member @ np.array([problem.least(block, "forward_s") for block in range(member.shape[1])]),
+            source=source_ends(problem, member),
+            there=there,
+            back=back,
             exact=exact,
             crossing=crossing,
             most_seconds=most_seconds,

@@ -83,16 +83,16 @@ def eliminator(
 
 def least_sums(
     problem: TensorProblem,
-    amounts: Sequence[NDArray[np.float64]],
-    weights: NDArray[np.float64],
+    costs: Sequence[NDArray[np.float64]],
+    more: Sequence[tuple[Edge, NDArray[np.float64]]] = (),
     most_settings: int = MOST_SETTINGS,
 ) -> NDArray[np.float64]:
-    """For each row of weights the least weighted sum of seconds and further amounts, exactly.
+    """By column the least sum of what choices cost and of conversions, exactly.
 
-    amounts: of each op [choice, amount], its seconds first. weights: [any, amount]; conversions are seconds. Infinite
-    where nothing is possible. Raises PlanError as :func:`eliminator` does.
+    costs: of each op [choice, column], in place of what its choices cost and hold. more: further conversions, each as
+    often as it counts by column. Infinite where nothing is possible. Raises PlanError as :func:`eliminator` does.
     """
-    return _Eliminator(problem, most_settings, amounts).eliminated(weights, choices=False)[0]
+    return _Eliminator(problem, most_settings).totals(costs, more)
 
 
 def weighed(problem: TensorProblem, weights: Weights) -> TensorProblem:
@@ -175,12 +175,11 @@ _Picked = list[list[NDArray[np.int64]]]
 
 class _Eliminator:
     def __init__(
-        self, problem: TensorProblem, most_settings: int, amounts: Sequence[NDArray[np.float64]] | None = None
+        self,
+        problem: TensorProblem,
+        most_settings: int,
     ) -> None:
         self.problem = problem
-        self.amounts = amounts or [
-            np.array([[choice.cost, choice.memory] for choice in own.choices]) for own in problem.ops
-        ]
         slots: list[set[tuple[bool, int]]] = [set() for _ in problem.ops]  # of inputs (true) and outputs with an edge
         for edge in problem.edges:
             slots[edge.source].add((False, edge.output))
@@ -197,35 +196,45 @@ class _Eliminator:
         self.edges = [self._edge(edge) for edge in problem.edges]
 
     def least(self, weights: Sequence[Weights]) -> list[tuple[int, ...] | None]:
-        final, steps, picked = self.eliminated(np.array(weights, dtype=np.float64))
+        """By pair of weights the choices with the least weighted sum of seconds and bytes."""
+        counts, picked, tables = np.array(weights, dtype=np.float64), _Picked(), []
+        for number, (own, groups) in enumerate(zip(self.problem.ops, self.groups, strict=True)):
+            sums = np.array([[choice.cost, choice.memory] for choice in own.choices]) @ counts.T
+            best = [np.argmin(sums[group], axis=0) for group in groups]
+            picked.append([np.array(group)[at] for group, at in zip(groups, best, strict=True)])
+            tables.append(_Table((number,), np.array([sums[group].min(axis=0) for group in groups])))
+        tables += [_Table(table.ops, _weighted(table.sums, counts[:, 0])) for table in self.edges]
+        steps = _Steps()
+        final = self._eliminated(tables, steps)
         return [self._choices(steps, picked, at) if math.isfinite(final[at]) else None for at in range(len(weights))]
 
-    def eliminated(
-        self, counts: NDArray[np.float64], choices: bool = True
-    ) -> tuple[NDArray[np.float64], _Steps, _Picked]:
-        """The least sums by weights, and how they come about. choices: whether these are asked for."""
-        seconds = counts[:, 0]
-        tables, picked = [], _Picked()
-        for number, (own, groups) in enumerate(zip(self.amounts, self.groups, strict=True)):
-            sums = own @ counts.T
-            if choices:
-                best = [np.argmin(sums[group], axis=0) for group in groups]
-                picked.append([np.array(group)[at] for group, at in zip(groups, best, strict=True)])
-            tables.append(_Table((number,), np.array([sums[group].min(axis=0) for group in groups])))
-        tables += [_Table(table.ops, _weighted(table.sums, seconds)) for table in self.edges]
-        steps = _Steps()
+    def totals(
+        self, costs: Sequence[NDArray[np.float64]], more: Sequence[tuple[Edge, NDArray[np.float64]]]
+    ) -> NDArray[np.float64]:
+        """As :func:`least_sums`."""
+        ones = np.ones(costs[0].shape[1])
+        tables = [
+            _Table((number,), np.array([own[group].min(axis=0) for group in groups]))
+            for number, (own, groups) in enumerate(zip(costs, self.groups, strict=True))
+        ]
+        edges = [(table, ones) for table in self.edges] + [(self._edge(edge), times) for edge, times in more]
+        tables += [_Table(table.ops, _weighted(table.sums, times)) for table, times in edges]
+        return self._eliminated(tables)
+
+    def _eliminated(self, tables: list[_Table], steps: _Steps | None = None) -> NDArray[np.float64]:
+        """The least sums by column. steps: takes how they come about."""
         for op in self.order:
             joined = [table for table in tables if op in table.ops]
             tables = [table for table in tables if op not in table.ops]
             rest = _others(joined, op)
             total = sum(_spread(table, (*rest, op)) for table in joined)
             assert isinstance(total, np.ndarray)
-            if choices:
+            if steps is not None:
                 steps.append((op, rest, np.argmin(total, axis=-2)))
             tables.append(_Table(rest, total.min(axis=-2)))
         final = sum(table.sums for table in tables)
         assert isinstance(final, np.ndarray)
-        return final, steps, picked
+        return final
 
     def _choices(
         self,

@@ -1,0 +1,152 @@
+"""The sets of modules of a layer that may run again in the backward, for bounds: what runs again, and what is freed.
+
+As in :mod:`autopart.layer_frontier`: of disjoint modules each runs again up to the last of its ops that keeps
+something, keeps what enters it, and nothing of what its ops keep. The last set is the layer as a whole, or, of a part
+of it, with the others of its layer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx
+
+from autopart.memory_bound import MemoryBound
+from autopart.passes.amounts import Amount
+from autopart.passes.emit.layers import Run
+from autopart.passes.emit.segments import spans_of
+from autopart.passes.graph import Value
+
+MOST_SETS = 4096
+"""Sets of modules of a layer beyond which only those of whole layers are known."""
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSet:
+    """Ops by number in the layer. modules: those of each. run: those that run again. entering: memory by who owns it,
+    with the op that reads it first; of the layer as a whole what enters is not told.
+    """
+
+    modules: tuple[frozenset[int], ...] = ()
+    run: frozenset[int] = frozenset()
+    entering: Mapping[Value, int] = field(default_factory=dict)
+    covered: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "covered", frozenset[int]().union(*self.modules))
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSets:
+    """Of one layer. ops: an equal one for each, in order. kept: who owns what the layer alone makes and keeps, and the
+    ops of what is kept besides; sizes: of these. again: [set, op] whether it runs again. freed: [set, tensor] whether
+    it is not kept then.
+    """
+
+    ops: tuple[fx.Node, ...]
+    kept: tuple[Value | fx.Node, ...]
+    sizes: tuple[Amount, ...]
+    sets: tuple[ModuleSet, ...]
+    again: Array
+    freed: Array
+
+    @staticmethod
+    def of(memory: MemoryBound, numbers: Sequence[int]) -> ModuleSets | None:
+        """Of the layer, or a part of one, with these blocks; None where they are too many."""
+        analysis, costs = memory.analysis, memory.block_costs
+        nodes = [node for number in numbers for node in analysis.blocks[number].nodes if node in analysis.block_of]
+        place = {node: index for index, node in enumerate(nodes)}
+        made = {owner: size for number in numbers for owner, size in memory.made_in[number].items()}
+        keepers: dict[Value, set[int]] = defaultdict(set)
+        for node in nodes:
+            for owner, _ in costs.kept_by(node):
+                if owner in made:
+                    keepers[owner].add(place[node])
+        inside = [node for node in nodes if costs.inside(node)]
+        modules: list[ModuleSet] = []
+        for span in spans_of(Run(analysis.layers[numbers[0]], nodes)).values():
+            own = [node for node in span if node in place]
+            last = max((at for at, node in enumerate(own) if costs.keeps(node)), default=-1)
+            if last < 0:
+                continue
+            among, entering = set(span), dict[Value, int]()
+            for node in own:
+                for value, owner in costs.reads(node):
+                    if value.node not in among:
+                        entering.setdefault(owner, place[node])
+            ran = frozenset(place[node] for node in own[: last + 1])
+            modules.append(ModuleSet((frozenset(place[node] for node in own),), ran, entering))
+        sets = list[ModuleSet]()
+        for chosen in _apart(modules):
+            sets.append(_joined(chosen))
+            if len(sets) > MOST_SETS:
+                return None
+        freed = [
+            [
+                *(own <= item.covered and owner not in item.entering for owner, own in keepers.items()),
+                *(place[node] in item.covered for node in inside),
+            ]
+            for item in sets
+        ]
+        last = max((at for at, node in enumerate(nodes) if costs.keeps(node)), default=-1)
+        sets.append(ModuleSet((frozenset(range(len(nodes))),), frozenset(range(last + 1))))
+        freed.append([True] * (len(keepers) + len(inside)))
+        again = [[at in item.run for at in range(len(nodes))] for item in sets]
+        return ModuleSets(
+            tuple(analysis.first.get(node, node) for node in nodes),
+            (*keepers, *inside),
+            (*(made[owner] for owner in keepers), *map(costs.inside, inside)),
+            tuple(sets),
+            np.array(again, dtype=float).reshape(-1, len(nodes)),
+            np.array(freed, dtype=float).reshape(len(freed), -1),
+        )
+
+    def undominated(self) -> list[ModuleSet]:
+        """Of the sets those beside which no other frees as much while no more runs again, nothing is kept for it that
+        was not, and no conversion inside a module runs again that did not. The empty one is first, the whole layer
+        last.
+        """
+        again, freed, kept = self.again > 0, self.freed > 0, set(self.kept)
+        found: list[int] = []
+        for at in sorted(range(len(self.sets) - 1), key=lambda item: (again[item].sum(), -freed[item].sum(), item)):
+            if not any(
+                (again[other] <= again[at]).all()
+                and (freed[other] >= freed[at]).all()
+                and _within(self.sets[other], self.sets[at])
+                and self.sets[other].entering.keys() - kept <= self.sets[at].entering.keys()
+                for other in found
+            ):
+                found.append(at)
+        return [*(self.sets[at] for at in found), self.sets[-1]]
+
+
+def _within(one: ModuleSet, other: ModuleSet) -> bool:
+    return all(any(own <= module for module in other.modules) for own in one.modules)
+
+
+def _joined(chosen: Sequence[ModuleSet]) -> ModuleSet:
+    entering: dict[Value, int] = {}
+    for item in chosen:
+        for owner, at in item.entering.items():
+            entering[owner] = min(at, entering.get(owner, at))
+    return ModuleSet(
+        tuple(own for item in chosen for own in item.modules),
+        frozenset[int]().union(*(item.run for item in chosen)),
+        entering,
+    )
+
+
+def _apart(modules: Sequence[ModuleSet]) -> Iterator[tuple[ModuleSet, ...]]:
+    """All sets of modules whose ops lie one behind the other, the empty one first."""
+    yield ()
+    for index, module in enumerate(modules):
+        low, high = min(module.covered), max(module.covered)
+        others = [other for other in modules[index + 1 :] if high < min(other.covered) or max(other.covered) < low]
+        for rest in _apart(others):
+            yield (module, *rest)

@@ -1,0 +1,124 @@
+r"""Divisions by the seconds of their schedule, where these are not what the stage solver's formula says.
+
+The formula charges transfers as if nothing passed beside them, and does not know that a stage with few microbatches in
+flight waits for their way through all stages behind it and back. By :mod:`autopart.solver.stages_floor`, with R the
+seconds behind a stage, transfers included,
+
+    T >= before + body(t, R) + end
+
+rises with R. So for a given T the least seconds behind each (stage, position) follow from the last stage on:
+
+    R[k, a] = min over runs (a, b) of  t[k, a, b] + crossing[b] + R[k + 1, b]    of those that T allows
+
+with what lies before a run at its least. Where nothing is left for the first stage, no division takes T or less; else
+the way of the least seconds is a candidate, which is timed. T is sought by halves between what is proved and the best
+that was timed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from autopart.solver.stages_floor import body_seconds, least_through
+from autopart.solver.stages_graph import StageGraph
+from autopart.solver.stages_problem import Step, Way
+from autopart.solver.stages_runs import Array
+
+_NEAR = 5e-4
+"""Between what is proved and the best, in parts of the best, from where no better way is sought."""
+_ROUNDS, _REFINED = 8, 20
+"""Times for which ways are sought, and how often for each with exact seconds of more stages."""
+
+Timed = Callable[[Way], float]
+"""Seconds of a step of a division, with tied gradients."""
+
+
+def is_row(graph: StageGraph) -> bool:
+    """Whether each stage has one slot, and all one shape."""
+    return len(graph.problem.shapes) == 1 and all(len(found) == 1 for found in graph.slots)
+
+
+def faster_way(graph: StageGraph, known: Way, floor: float, timed: Timed) -> tuple[Way, float]:
+    """The division that takes the fewest seconds of those that are found, and what all take at least, tied gradients
+    left aside. known: a division. floor: that all take at least. For a graph that is a row.
+    """
+    problem = graph.problem
+    best, least = known, timed(known)
+    trips, seen = _Trips(graph), {known}
+    low, high = floor, least - problem.tied_seconds(known)
+    for _ in range(_ROUNDS):
+        if high - low <= _NEAR * high:
+            break
+        middle = (low + high) / 2
+        way, proved = trips.way(middle)
+        if way is None:
+            if not proved:
+                break
+            low = middle
+            continue
+        high = middle
+        made = [graph.with_choices(stage, step) for stage, step in enumerate(way)]
+        whole = tuple(step for step in made if step is not None)
+        if len(whole) < len(made) or whole in seen or problem.excess_bytes(whole) > 0:
+            continue
+        seen.add(whole)
+        seconds = timed(whole)
+        if seconds < least:
+            best, least = whole, seconds
+            high = min(high, least - problem.tied_seconds(whole))
+    return best, low
+
+
+class _Trips:
+    def __init__(self, graph: StageGraph) -> None:
+        self.graph, self.runs, self.problem = graph, graph.runs, graph.problem
+        self.tables = [found[0][1] for found in graph.slots]
+        self.there, self.back = graph.there[self.tables], graph.back[self.tables]
+        crossed = (self.there + self.back)[:, self.runs.last]
+        arcs = np.where(graph.fits[self.tables], graph.seconds[self.tables] + crossed, np.inf)
+        self.before, _ = least_through(self.runs, self.problem.stages, range(self.problem.stages), arcs)
+
+    def way(self, seconds: float) -> tuple[Way | None, bool]:
+        """A way that may take no more; None with whether it is proved that there is none."""
+        for _ in range(_REFINED):
+            found = self._way(seconds)
+            if found is None:
+                return None, True
+            changed = [self.graph.refine(stage, step) for stage, step in enumerate(found)]  # all, before the next look
+            if not any(changed):
+                return found, True
+        return None, False
+
+    def _way(self, seconds: float) -> Way | None:
+        graph, runs, count = self.graph, self.runs, self.problem.stages
+        behind, through = np.full(runs.positions, np.inf), list[Array]()
+        behind[-1] = 0.0
+        for stage in reversed(range(count)):
+            table = self.tables[stage]
+            own, here = graph.seconds[table], (self.there + self.back)[stage]
+            after = (behind + here)[runs.last]
+            possible = graph.fits[table] & np.isfinite(after) & np.isfinite(own)
+            after, own = np.where(possible, after, 0.0), np.where(possible, own, 0.0)
+            forward = runs.between(graph.forward)
+            body = body_seconds(
+                *(self.problem.microbatches, self.problem.in_flight[stage]),
+                self.problem.in_flight[-1] >= self.problem.microbatches,
+                *(own, forward, own - forward, after, np.maximum(self.there, self.back)[stage][runs.last]),
+            )
+            ends = np.maximum(graph.ends[table] - own, 0.0) + graph.forward[runs.first]
+            source = (np.maximum(self.before[stage], 0.0) + graph.source)[runs.first]
+            possible &= body + np.maximum(ends, source) <= seconds
+            through.append(np.where(possible, own + after, np.inf))
+            behind = runs.least_from(through[-1])
+        if not math.isfinite(behind[0]):
+            return None
+        way, at = list[Step](), 0
+        for stage, left in enumerate(reversed(through)):
+            here = np.flatnonzero(runs.first == at)
+            run = here[int(np.argmin(left[here]))]
+            at = int(runs.last[run])
+            way.append(Step(graph.slots[stage][0][0], int(runs.first[run]), at))
+        return tuple(way)

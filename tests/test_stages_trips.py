@@ -1,0 +1,92 @@
+"""Divisions by their schedule's seconds: no worse than the formula's, and bounds that no division undercuts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from test_alike_work import MODELS, analysis_of
+from test_solver_stages import Random, chain_edges, random_chain
+from test_stages_floor import scheduled
+
+from autopart.candidates import Candidates
+from autopart.cluster import Cluster, Link
+from autopart.cost.communication import send_seconds
+from autopart.describe import describe
+from autopart.runtime.errors import InfeasibleError
+from autopart.solver import brute, stages
+from autopart.solver.search import Degrees
+from autopart.solver.stages_graph import StageGraph
+from autopart.solver.stages_parts import Block, Cut
+from autopart.solver.stages_problem import StageProblem, Way
+from autopart.solver.stages_trips import is_row
+from autopart.step_time import simulated_seconds
+from clusters import ideal
+
+
+def timed(problem: StageProblem, way: Way, name: str) -> float:
+    return simulated_seconds(problem, way, name, [0.0] * problem.stages, (), range(problem.stages))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("seed", range(60))
+def test_no_division_takes_less_than_the_bound(seed: int, name: str) -> None:
+    """Of all that fit, with all choices of their blocks; links between stages are of two kinds."""
+    rng = Random(seed)
+    n = rng.randint(2, 7)
+    p, m = rng.randint(2, min(n, 4)), rng.choice([2, 4, 9, 16])
+    problem = rng.with_sums(random_chain(rng, n, p, m))
+    slower = tuple(Cut(3 * cut.forward_s, 2 * cut.backward_s, cut.buffer_bytes) for cut in problem.shapes[0].cuts[0])
+    shape = dataclasses.replace(problem.shapes[0], cuts=(problem.shapes[0].cuts[0], slower))
+    limits = tuple(dataclasses.replace(slot, capacity_bytes=rng.uniform(100, 1500)) for slot in problem.slots)
+    links = (0, *(rng.choice([0, 1]) for _ in range(p - 1)), 0)
+    problem = dataclasses.replace(problem, slots=limits, shapes=(shape,), links=links)
+    problem = scheduled(problem, name, ())
+    assert is_row(StageGraph.build(problem))
+    try:
+        plain = stages.solve(problem)
+    except InfeasibleError:
+        return
+    found = stages.solve(problem, timed=lambda way: timed(problem, way, name))
+    assert timed(problem, found.way, name) <= timed(problem, plain.way, name)
+    assert found.lower_bound_s >= plain.lower_bound_s and problem.excess_bytes(found.way) <= 0
+    assert found.objective == problem.objective(found.way) and found.bound == plain.bound
+    best = math.inf
+    for boundaries in brute.divisions(problem, chain_edges(n)):
+        for way in brute.ways(problem, boundaries, {}):
+            if problem.respects_pins(way) and problem.excess_bytes(way) <= 0:
+                seconds = timed(problem, way, name)
+                assert found.lower_bound_s <= (seconds - problem.tied_seconds(way)) * (1 + 1e-9)
+                best = min(best, seconds)
+    assert best <= timed(problem, found.way, name) * (1 + 1e-9)
+
+
+def test_transfers_that_pass_beside_work_cost_no_layers() -> None:
+    """The formula has the stage in the middle send and receive twice as much as the others, one after the other."""
+    blocks = [Block(f"block {number}", 1.0, 2.0) for number in range(12)]
+    problem = StageProblem.chain(blocks, (Cut(2.0, 2.0),) * 11, 32, (3, 2, 1), (math.inf,) * 3)
+    plain = stages.solve(problem)
+    found = stages.solve(problem, timed=lambda way: timed(problem, way, "1f1b"))
+    assert problem.boundaries(plain.way) == (0, 4, 7, 12) and problem.boundaries(found.way) == (0, 4, 8, 12)
+    assert timed(problem, plain.way, "1f1b") == 509 and timed(problem, found.way, "1f1b") == 496
+    assert found.lower_bound_s == plain.lower_bound_s == 492
+
+
+def test_transfers_take_what_the_link_of_their_stages_takes() -> None:
+    """Two stages on each of two nodes: one cut of three is between nodes."""
+    (node,) = ideal(2, bandwidth=1e9).nodes
+    cluster = Cluster((dataclasses.replace(node, port=Link("slow", 1e8, 0.0)),) * 2)
+    candidates = Candidates(analysis_of(MODELS[0]), cluster, 16, "adamw", zero=0)
+    config = Degrees(4, 1, (), 8, "1f1b")
+    evaluation = candidates.evaluate(config)
+    answer, links = evaluation.answer, [candidates.layout.stage_link(config, stage, stage + 1) for stage in range(3)]
+    assert links[0] == links[2] != links[1]
+    plan = describe(candidates, answer)
+    assert plan.step_time_s == pytest.approx(evaluation.objective, rel=1e-3)
+    for (first, second), link, (source, target, there, _) in zip(
+        zip(answer.cut.way, answer.cut.way[1:], strict=False), links, plan.transfers, strict=True
+    ):
+        (cut, _) = answer.problem.crossings(first, second)
+        assert target == source + 1 and cut.forward_s == pytest.approx(there)
+        assert there == send_seconds((cut.buffer_bytes) / 2, link)
