@@ -20,6 +20,7 @@ from torch import fx
 
 from autopart.data_prices import DataPrices
 from autopart.memory_bound import BlockFacts, Kind, MemoryBound, Parameters, summed
+from autopart.message_memory import staying_bytes
 from autopart.module_sets import ModuleSets
 from autopart.prices import Prices
 from autopart.solver.pipeline_floor import Piece, Way, Weights
@@ -134,10 +135,13 @@ def levels_of(own: Parameters, setting: PieceSetting) -> tuple[Way, ...]:
     found = []
     for level in setting.levels if own.divides else (0,):
         seconds = sum(data.microbatch_seconds(size, level, own.trained, own.again, 0.0))
-        end = sums = 0.0
+        end = sums = stays = 0.0
         if own.trained:
             seconds += data.adding_seconds(size, level)
             end = data.step_end_seconds(size, level)
-            sums = data.sum_seconds(size, level) if data.replicas > 1 else 0.0
-        found.append(Way(seconds / size, own.held(level, data.replicas) / own.weight, 0.0, end / size, sums / size))
+            if data.replicas > 1:
+                sums = data.sum_seconds(size, level)
+                stays = staying_bytes(level, own.gradient, data.replicas, data.summed)
+        held = (own.held(level, data.replicas) + stays) / own.weight
+        found.append(Way(seconds / size, held, 0.0, end / size, sums / size))
     return tuple(found)

@@ -19,8 +19,8 @@ is s times that, and at levels 0 and 1 messages stay until the end of the step (
 start of a call, when there are no gradients, the first whole weights of levels 1 and 2 are on their way, each message
 beside the shares that are put together for it.
 
-All is counted for one stage with all parameters, which is no less than any has. Gradients that wait for their turn
-behind others' messages are not.
+What stays all step is counted with each parameter (:func:`staying_bytes`), the rest for one stage with all parameters,
+which is no less than any has. Gradients that wait for their turn behind others' messages are not.
 """
 
 from __future__ import annotations
@@ -50,22 +50,29 @@ class Alike:
         return min(self.bytes, max(BUCKET_BYTES, self.largest))
 
 
+def staying_bytes(level: int, gradient: float, replicas: int, summed: float) -> float:
+    """What messages of a parameter hold until the end of a step. gradient: bytes on a rank. summed: as of
+    :func:`message_bytes`.
+    """
+    if level > 1:
+        return 0.0
+    converted = max(0.0, summed - 1.0) * gradient
+    return converted + (summed * gradient / replicas if level else 0.0)
+
+
 def message_bytes(parameters: Iterable[Alike], replicas: int, summed: float) -> float:
-    """summed: bytes in the type of the sum for each byte of a gradient."""
-    always = making = arriving = 0.0
+    """What is held for a while. summed: bytes in the type of the sum for each byte of a gradient."""
+    making = arriving = 0.0
     for alike in parameters:
         size, whole = alike.message, alike.bytes
         converted = summed * size if summed != 1.0 else 0.0
-        stays = max(0.0, summed - 1.0) * whole
         if alike.level == 0:
-            always += stays
             making = max(making, min(whole, BUCKET_BYTES) + converted)
         elif alike.level == 1:
-            always += stays + summed * whole / replicas
             making = max(making, size + converted)
         elif alike.level == 2:
             making = max(making, 2 * size + converted + summed * size * (1 + 1 / replicas))
         if alike.level in (1, 2):
             flying = min(whole, AHEAD * size) * (1 + 1 / replicas)
             arriving += max(0.0, flying - (whole if alike.level == 1 else whole / replicas))
-    return max(always + making, arriving)
+    return max(making, arriving)

@@ -11,7 +11,7 @@ from autopart.analysis import Analysis
 from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.cost.devices import Link
 from autopart.data_prices import held_bytes
-from autopart.message_memory import Alike, message_bytes
+from autopart.message_memory import Alike, message_bytes, staying_bytes
 from autopart.passes.annotate import ParameterBytes, parameter_bytes
 from autopart.passes.program import TensorInfo
 from autopart.prices import share_of
@@ -59,7 +59,7 @@ class ParameterPrice:
 class PricedParameters:
     """private: per block the bytes of its own parameters and the seconds of their step end. tied: those of several
     blocks. sums: of all these seconds those that start during the last backward, in the order of messages. messages:
-    bytes that these take, and those of divided parameters.
+    bytes that these take for a while, and those of divided parameters; what stays of them is with the parameters.
     """
 
     private: Sequence[tuple[float, float]]
@@ -92,19 +92,21 @@ def priced_parameters(
         if alike not in known:
             known[alike] = ParameterPrice.of(info, choice.storage, setting, optimizer, level)
         price = known[alike]
+        stays = 0.0
         if price.kind is not None and (setting.dp > 1 or BROADCAST in choice.storage.get(info.name, ())):
             sent.setdefault(price.kind, Alike(level)).add(price.sum_bytes)
+            stays = staying_bytes(level, price.sum_bytes, setting.dp, setting.summed)
         if price.sum_s:
             sums[info.name] = GradientSum(found, price.sum_bytes, price.sum_s, price.kind)
         if len(found) == 1:
             (index,) = found
-            private[index][0] += price.held.total + (versions - 1) * (price.held.weight + price.held.gradient)
+            private[index][0] += price.held.total + (versions - 1) * (price.held.weight + price.held.gradient) + stays
             private[index][1] += price.step_end_s
             continue
         seconds = 0.0
         if price.held.gradient and between is not None:
             seconds = bucketed_all_reduce_seconds(price.held.gradient * setting.summed, 2, between)
-        tied.append(TiedGroup(info.name, found, price.held.total, seconds, price.step_end_s))
+        tied.append(TiedGroup(info.name, found, price.held.total + stays, seconds, price.step_end_s))
     # messages take the parameters from the last to the first
     in_order = tuple(sums[info.name] for info in reversed(analysis.program.parameters) if info.name in sums)
     messages = message_bytes(sent.values(), setting.dp, setting.summed)
