@@ -15,7 +15,7 @@ from autopart.passes.peak_code import Message
 from autopart.passes.peak_weights import Divided, Scattered, scattered
 from autopart.passes.program import Program
 from autopart.realize import Realization
-from autopart.runtime.buckets import gradient_buckets, learning_at, summed_bytes, tensor_bytes
+from autopart.runtime.buckets import gradient_buckets, home_of, learning_at, summed_bytes, tensor_bytes
 from autopart.runtime.manifest import ParameterSpec
 
 
@@ -94,6 +94,18 @@ def made_before(specs: Sequence[ParameterSpec], stage: int, stages: Sequence[int
     """
     behind = [other for other in stages if other > stage]
     return frozenset(spec.name for spec in specs if stage in spec.stages and any(map(spec.learns, behind)))
+
+
+def waiting_bytes(specs: Sequence[ParameterSpec], stage: int, stages: Sequence[int], axes: Axes) -> dict[int, float]:
+    """Of a stage, one of a rank's ``stages``: bytes of gradients that wait whole for the next backward of another, in
+    whose messages ZeRO-2 sums them; by that stage.
+    """
+    found: dict[int, float] = {}
+    for spec in specs:
+        home = home_of(spec, stages)
+        if spec.zero == 2 and home is not None and home != stage and spec.learns(stage):
+            found[home] = found.get(home, 0.0) + tensor_bytes(spec, [size for _, size in axes])
+    return found
 
 
 def _divided_message(sent: Scattered, copied: bool) -> Message:

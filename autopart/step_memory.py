@@ -34,7 +34,7 @@ from autopart.runtime.resharding import rows_of
 from autopart.runtime.schedule import Action, Work, make_schedule, post_receives_early
 from autopart.runtime.schedule.double_buffered import carried
 from autopart.runtime.schedule.receipts import Receipts, receipts
-from autopart.stage_memory import gradient_messages, made_before, stage_peaks
+from autopart.stage_memory import gradient_messages, made_before, stage_peaks, waiting_bytes
 
 _Edge = tuple[int, int]
 _STEADY = 4
@@ -106,17 +106,27 @@ def step_peaks(analysis: Analysis, plan: Plan, found: Realization, kind: str) ->
     peaks = stage_peaks(analysis.program, found, samples, again, kind, axes, messages, splits, divided, there)
     endless = plan.schedule == "2bw"
     repeats = plan.microbatches if endless else None
+    waiting = [waiting_bytes(specs[index], index, together[index], axes[index]) for index in range(len(plan.stages))]
     return [
-        step_peak(post_receives_early(actions), receipts(schedule, rank, repeats), peaks, crossing, endless)
+        step_peak(post_receives_early(actions), receipts(schedule, rank, repeats), peaks, crossing, endless, waiting)
         for rank, actions in enumerate(schedule.ranks)
     ]
 
 
 def step_peak(
-    actions: Sequence[Action], proofs: Receipts, peaks: Sequence[Peak], crossing: Exchanged, endless: bool = False
+    actions: Sequence[Action],
+    proofs: Receipts,
+    peaks: Sequence[Peak],
+    crossing: Exchanged,
+    endless: bool = False,
+    waiting: Sequence[Mapping[int, float]] | None = None,
 ) -> float:
-    """The most bytes of one rank. proofs: what its arrivals prove. peaks: of all stages. endless: steps have no gap."""
-    walk = _Walk(proofs, peaks, crossing, {action.stage for action in actions})
+    """The most bytes of one rank.
+
+    proofs: what its arrivals prove. peaks: of all stages. endless: steps have no gap. waiting: of all stages, see
+    :func:`autopart.stage_memory.waiting_bytes`.
+    """
+    walk = _Walk(proofs, peaks, crossing, {action.stage for action in actions}, waiting or [{} for _ in peaks])
     walk.begin_call()
     marks = carried(tuple(actions)) if endless else [False] * len(actions)
     kinds = [(action.work, action.stage, before) for action, before in zip(actions, marks, strict=True)]
@@ -141,6 +151,7 @@ class _Walk:
     peaks: Sequence[Peak]
     crossing: Exchanged
     own: Collection[int]
+    waiting: Sequence[Mapping[int, float]]
     now: float = 0.0
     most: float = 0.0
     sent: dict[tuple[Action, int], float] = field(default_factory=dict)  # by batch: what nothing but the send holds
@@ -150,6 +161,7 @@ class _Walk:
     passed: Counter[tuple[Work, int, int]] = field(default_factory=Counter)  # microbatches that went back, by batch
     arriving: dict[int, float] = field(default_factory=dict)  # by stage: divided weights, until they are read
     tails: dict[int, float] = field(default_factory=dict)  # by stage: divided gradients on their way
+    waits: dict[tuple[int, int], float] = field(default_factory=dict)  # by stage, and that whose messages they are in
 
     def begin_call(self) -> None:
         self.arriving = {stage: self.peaks[stage].arriving for stage in self.own if self.peaks[stage].arriving}
@@ -190,12 +202,18 @@ class _Walk:
                 self.now += self.size(send)
         coming = sum(value.at_source for value in self.between(stage, None) if value.differentiable)
         going = peak.back(self.passed[Work.BACKWARD, stage, batch], last)
-        self.now -= self.tails.get(stage, 0.0)
+        before = self.tails.pop(stage, 0.0)
+        self.now -= before
+        if before:  # of several stages the last message alone is on its way, and this one stands for it
+            self.settle()
         self.add(0.0, going.backward - peak.retained - coming)
-        self.tails[stage] = going.tail
+        if going.tail:
+            self.settle()
+            self.tails[stage] = going.tail
         self.now += going.tail
         self.grow(Work.BACKWARD, stage, batch, peak.gradients - peak.later)
         self.now += peak.messages if last and not peak.later else 0.0
+        self.wait(stage)
         there = self.received(stage)
         back = sum(value.at_target for value in self.between(None, stage) if value.differentiable)
         self.now += back - (peak.retained - there) - coming + peak.left
@@ -204,6 +222,21 @@ class _Walk:
         for (source, target), values in self.crossing.items():
             if target == stage and source not in self.own:  # those with a gradient are held until that is sent
                 self.now -= sum(value.at_target for value in values if not value.differentiable)
+
+    def settle(self) -> None:
+        """What was on its way is added up, as another message starts."""
+        self.now -= sum(self.tails.values())
+        self.tails.clear()
+
+    def wait(self, stage: int) -> None:
+        """Gradients that a stage's backward made for another's messages stay until that goes back."""
+        for (source, home), size in list(self.waits.items()):
+            if home == stage:
+                self.now -= size
+                del self.waits[source, home]
+        for home, size in self.waiting[stage].items():
+            self.now += size - self.waits.get((stage, home), 0.0)
+            self.waits[stage, home] = size
 
     def weight(self, action: Action, batch: int, last: bool) -> None:
         stage, peak = action.stage, self.peaks[action.stage]

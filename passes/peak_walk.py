@@ -334,20 +334,18 @@ class Walk:
         for product in products:
             source = weight_of(product)
             weight = parameter_read(Value(source), product)
-            if weight is None:
-                self.pass_to(source)
-            else:
-                self.weight_gradient(*weight)
+            narrow = 0.0
+            if weight is None:  # a cast
+                narrow = self.code.gradient_size(Value(source))
+                weight = parameter_read(graphs.inputs(source)[0], source)
+                self.add(narrow)
+            assert weight is not None
+            self.weight_gradient(*weight)
+            self.now -= narrow
         for product in products:
             self.let_go_of([Value(product)])
             for value in self.code.saved(product):
                 self.drop(value)
-
-    def pass_to(self, source: fx.Node) -> None:
-        """The gradient of a weight as it is cast."""
-        size = self.code.gradient_size(Value(source))
-        self.add(size)
-        self.receive(_carrier(Value(source)), size)
 
     def receive(self, owner: Value, size: float) -> None:
         """A gradient of a value that has been allocated is added to those before."""

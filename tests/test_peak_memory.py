@@ -177,6 +177,19 @@ def test_peak_on_tensor_axes(case: str, tmp_path: Path) -> None:
     assert predicted == pytest.approx([max(counted[size * i : size * (i + 1)]) for i in range(stages)], rel=0.05)
 
 
+@pytest.mark.slow
+def test_peak_of_weights_that_are_cast_and_put_off(tmp_path: Path) -> None:
+    """Under mixed precision products beside a collective read casts of weights."""
+    item = family("llama", dtype=torch.float32)
+    model, leaves = item.build(), item.inputs(8)
+    analysis = analyze(capture(model, (), leaves, precision="bf16-mixed"))
+    plan = make_plan(analysis.program, ideal(2), batch=8, analysis=analysis, pp=1, dp=1, tp=2, microbatches=2)
+    realize(analysis.program, plan, analysis).save(tmp_path / "program")
+    counted = launch(_most, 2, str(tmp_path / "program"), model.state_dict(), leaves, 2, 0)
+    (predicted,) = step_peaks(analysis, plan, realized(analysis, plan), "cpu")
+    assert predicted == pytest.approx(max(counted), rel=0.05)
+
+
 # The model, the level, the stages and the microbatches of two replicas each.
 DIVIDED: dict[str, tuple[str, int, int, int]] = {
     "gpt2-zero1": ("gpt2", 1, 1, 4),
