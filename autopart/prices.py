@@ -165,7 +165,7 @@ def share_of(placements: Sequence[Placement], sizes: Sequence[int]) -> float:
     """The part of a tensor that one rank holds on axes of ``sizes`` ranks."""
     share = 1.0
     for placement, parts in zip(placements, sizes, strict=True):
-        share /= parts if placement.is_shard else 1
+        share /= parts if placement.divides else 1
     return share
 
 

@@ -20,14 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopart.verify
 from autopart.analysis import analyze
+from autopart.candidates import Candidates
 from autopart.models import load_model
+from autopart.passes.kept import kept_bytes
 from autopart.passes.rules import RULES, Strategy, find_routings
 from autopart.planner import make_plan
-from autopart.realize import realize
+from autopart.realize import build, realize
 from autopart.reshardings import reshardings
 from autopart.runtime import Axis, local_forms
 from autopart.runtime.errors import PlanError
 from autopart.runtime.placement import shard
+from autopart.solver.search import Degrees
 from autopart.tracing import capture
 from autopart.verify import Subject, compare_emitted, prepare
 from clusters import ideal
@@ -321,3 +324,23 @@ def test_fewer_key_value_heads_than_ranks(name: str, tmp_path: Path, monkeypatch
     assert placed["q_proj"] == "S0" and placed["o_proj"] == "S1"
     assert placed["k_proj"] == placed["v_proj"] == "B"
     run(subject_of(name), plan, tmp_path, monkeypatch)
+
+
+def test_a_rank_is_planned_to_keep_its_own_routed_rows() -> None:
+    """Not all of them: what blocks count is what the emitted graph keeps."""
+    spec = (
+        "hf:mixtral?num_hidden_layers=2&hidden_size=64&intermediate_size=128&num_attention_heads=4"
+        "&num_key_value_heads=2&num_local_experts=4&vocab_size=64&experts_implementation=grouped_mm&seq=32"
+    )
+    loaded = load_model(spec, meta=True)
+    analysis = analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False))
+    config = Degrees(1, 1, (4,), 1, "1f1b", "none")
+    cluster = ideal(4, bandwidth=1e12, memory_bandwidth=1e12, memory_bytes=2**40)
+    candidates = Candidates(analysis, cluster, 8, "adamw")
+    choice = candidates.choose(config)
+    assert any(strategy.name.startswith("own") for chosen in choice.strategies.values() for strategy in chosen)
+    (shape,) = candidates.problem(config, choice).shapes
+    planned = sum(block.activation_bytes for block in shape.blocks) + sum(group.bytes for group in shape.kept)
+    axes = candidates.setting(config).named_sizes
+    (graph,) = build(analysis, (0, len(analysis.blocks)), axes, choice.strategies, choice.storage).local
+    assert planned == pytest.approx(kept_bytes(graph, axes, candidates.samples(config)), rel=1e-9)
