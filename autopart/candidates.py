@@ -99,7 +99,10 @@ class Candidates(CandidateFloors):
             found = self._evaluate_alike(config, fastest, below)
         except NotBetter as error:
             if not promising:
-                raise
+                other = self._holding_less(config, fastest, below)
+                if other is None:
+                    raise
+                return replace(other, bound=min(other.objective, error.bound))
             stopped = error
         answers = [fastest]
         if found is not None and found.answer.choice is not fastest:
@@ -125,6 +128,16 @@ class Candidates(CandidateFloors):
             assert stopped is not None
             raise NotBetter(stopped.seconds, least)
         return replace(best, bound=least)
+
+    def _holding_less(self, config: Degrees, fastest: TensorChoice, below: float) -> Evaluation[Answer] | None:
+        """The best of other strategies, where the fastest may take less than ``below`` and memory asks for too much."""
+        if config.recompute != "auto" or self._least_seconds(config, fastest) >= below:
+            return None
+        found = self._divided(config, below) if self._divides(config) else None
+        if fastest.solution is not None:
+            most = below if found is None else min(below, found.objective)
+            found = self._at_prices(config, fastest.solution.objective, most) or found
+        return found if found is not None and found.objective < below else None
 
     def _at_prices(self, config: Degrees, seconds: float, below: float) -> Evaluation[Answer] | None:
         """The best strategies at prices for bytes, where layers may run again, if they take less than ``below``.
