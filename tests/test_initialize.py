@@ -114,7 +114,7 @@ def test_each_rank_makes_its_share_of_what_one_process_draws(name: str, limits: 
             assert torch.equal(initial[key], tensor), key
             torch.testing.assert_close(after[key], plain.state_dict()[key], rtol=1e-9, atol=1e-9)
         assert found == pytest.approx(losses, rel=1e-9)
-        assert held <= 0.75 * sum(sizes)
+        assert held <= 0.85 * sum(sizes)  # stages are cut by time
         # one whole parameter at a time, and its copy of another type; trunc_normal_ has a mask and draws again
         assert most <= (4 if name == "mixed" else 2) * max(sizes)
 

@@ -174,7 +174,7 @@ def scaled(limits: dict[str, Any] | None, first_scale: float = 2.0**18) -> tuple
     return scales, model.state_dict()
 
 
-@pytest.mark.parametrize("limits", [{}, PP, DP], ids=["one", NAMES[0], NAMES[2]])
+@pytest.mark.parametrize("limits", [{}, {**PP, "pins": {"second": 1}}, DP], ids=["one", NAMES[0], NAMES[2]])
 @pytest.mark.parametrize("first_scale", [2.0**22, 2.0**8])
 def test_grad_scaler_s_protocol(limits: dict[str, Any], first_scale: float) -> None:
     scales, weights = scaled(None, first_scale)

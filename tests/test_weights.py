@@ -67,7 +67,11 @@ def from_folder(family: str, source: str, target: str, limits: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
-    ("family", "limits"), [("gpt2", {"pp": 2}), pytest.param("llama", {"tp": 2}, marks=pytest.mark.slow)]
+    ("family", "limits"),
+    [
+        ("gpt2", {"pp": 2, "pins": {"transformer.h.0": 0, "transformer.h.1": 1}}),
+        pytest.param("llama", {"tp": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_folder_is_read_in_shares_and_written_again(family: str, limits: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
