@@ -4,44 +4,35 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 from torch import fx
 
 from autopart.alike_work import (
-    LEAST_LAYERS,
     AlikeLayers,
-    alike_layers,
-    pieces_of,
-    strategy_prices,
 )
-from autopart.candidate_prices import CandidatePrices, same_but_for_memory
+from autopart.candidate_layers import CandidateLayers
+from autopart.candidate_prices import same_but_for_memory
 from autopart.cluster import Cluster
 from autopart.conversion_prices import TensorAxis
 from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.cost.devices import Device
-from autopart.folding import FoldedPart, fold_part
-from autopart.layer_pieces import LayerPieces, PieceSetting
-from autopart.memory_bound import MemoryBound, least_added
-from autopart.module_sets import ModuleSet, ModuleSets
+from autopart.memory_bound import least_added
 from autopart.passes.amounts import value_bytes
-from autopart.passes.data_axis import LEVELS
 from autopart.passes.graph import Value
-from autopart.runtime.errors import InfeasibleError, PlanError
+from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import in_flight
 from autopart.solver.pipeline_cuts import Boundary, Place, Row, least_divided_seconds
-from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price, least_step_seconds
+from autopart.solver.pipeline_floor import Family, Piece, Pipeline, least_step_seconds
 from autopart.solver.search import Config, Degrees
 from autopart.solver.stages_least import least_share
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, pipeline_floor
-from autopart.tensor_choice import Builder, TensorChoice, work_bound
+from autopart.tensor_choice import TensorChoice, work_bound
 
 MOST_APART = 24
 """Blocks outside of layers that are alike, up to which a pipeline is bounded piece by piece."""
-_MOST_OTHERS = 4
-"""Layers that few are alike to, up to which the strategies of each are known."""
 MOST_UNPRICED = 8
 """Stages up to which a pipeline is bounded without prices of layers' strategies before these are found."""
 _MOST_LONGER = 3.0
@@ -49,47 +40,30 @@ _MOST_LONGER = 3.0
 
 
 @dataclass(slots=True)
-class CandidateFloors(CandidatePrices):
+class CandidateFloors(CandidateLayers):
     """Lower bounds of candidates; what is found for one is kept for those that share it."""
 
     alike: list[tuple[tuple[fx.Node, bool], int]] = field(init=False)  # an op of each class, in a layer; how many
     _trained: int = field(init=False)  # bytes of all parameters that have gradients
-    _memory: MemoryBound = field(init=False)
     _work: dict[tuple[int, int, str], float] = field(default_factory=dict)
     _free: dict[int, float] = field(default_factory=dict)
     _work_bounds: dict[tuple[int, tuple[TensorAxis, ...], bool], float] = field(default_factory=dict)
     _enough: dict[object, float] = field(default_factory=dict)  # from where such a bound was not raised further
     _added: dict[tuple[Degrees, float], float] = field(default_factory=dict)
     _floors: dict[tuple[Degrees, float], float] = field(default_factory=dict)  # of pipelines that end whole
-    _priced_layers: dict[object, tuple[Price, ...]] = field(default_factory=dict)
-    _least_op_seconds: dict[object, dict[fx.Node, tuple[float, float]]] = field(default_factory=dict)
-    _least_transients: dict[object, dict[fx.Node, float]] = field(default_factory=dict)
-    _alike_layers: list[AlikeLayers] | None = None
-    _piece_layers: dict[tuple[int, ...], tuple[AlikeLayers, ...]] = field(default_factory=dict)
-    _module_sets: dict[tuple[int, ...], Sequence[ModuleSet]] = field(default_factory=dict)
-    _parts: dict[str, FoldedPart] = field(default_factory=dict)  # by layer
-    _pieces: LayerPieces = field(init=False)
 
     def __post_init__(self) -> None:
-        CandidatePrices.__post_init__(self)
+        CandidateLayers.__post_init__(self)
         first, layers = self.analysis.first, self.analysis.layers
         alike = Counter((first.get(node, node), bool(layers[at])) for node, at in self.analysis.block_of.items())
         self.alike = list(alike.items())
-        self._memory = MemoryBound(self.analysis, self._block_costs, self.readers, self.optimizer)
-        self._pieces = LayerPieces(self._memory)
         self._trained = sum(value_bytes(Value(node)).at(1) for node in self.readers if node.meta.get("trainable"))
 
     def _with(self, cluster: Cluster, device: Device, whole: frozenset[str]) -> Self:
-        found = CandidatePrices._with(self, cluster, device, whole)
+        found = CandidateLayers._with(self, cluster, device, whole)
         found._added, found._floors = {}, {}
         if not same_but_for_memory(device, self.device):
             found._work, found._free, found._work_bounds, found._enough = {}, {}, {}, {}
-        if not same_but_for_memory(device, self.device) or whole != self.whole:
-            found._priced_layers, found._least_op_seconds, found._least_transients = {}, {}, {}
-        if device.kind != self.device.kind:
-            found._memory = MemoryBound(self.analysis, found._block_costs, self.readers, self.optimizer)
-            found._pieces, found._alike_layers = LayerPieces(found._memory), None
-            found._module_sets, found._piece_layers = {}, {}
         return found
 
     def lower_bound(self, config: Degrees) -> float:
@@ -118,11 +92,6 @@ class CandidateFloors(CandidatePrices):
                 )
                 self._work_bounds[key], self._enough[key] = max(found, more), wanted
         return self._known_floor(config, self._work_bounds.get(key, 0.0), below)
-
-    def _strategies_key(self, config: Degrees) -> tuple[int, tuple[TensorAxis, ...], bool]:
-        """Equal where strategies are the same, at the same prices."""
-        setting = self.setting(config)
-        return self.samples(config), setting.axes, setting.beside
 
     def _known_floor(self, config: Degrees, least: float, below: float, priced: bool = True) -> float:
         """The same from what is known of a microbatch's ops, which take at least ``least``.
@@ -255,121 +224,6 @@ class CandidateFloors(CandidatePrices):
                 found = min(found + tied, max(found, config.microbatches * alone))
         return found
 
-    def _piece_setting(self, config: Degrees, transients: bool) -> PieceSetting:
-        """transients: they are counted, as they are of one stage, or of stages that have whole blocks."""
-        tensor = self.setting(config)
-        alike = self.device, self.samples(config), tensor.axes
-        levels = self.levels(config)
-        transient = self._op_transient(config) if transients else _none
-        return PieceSetting(
-            *(tensor.prices, self._op_seconds(config), transient, alike, tensor.data, 1 / config.tp),
-            *(levels, config.recompute),
-        )
-
-    def _op_seconds(self, config: Degrees) -> Callable[[fx.Node], tuple[float, float]]:
-        """Of an op that stands for equal ones, the fewest seconds forward and backward on a rank."""
-        prices, setting = self.prices(config), self.setting(config)
-        if not config.axes:
-            return prices.op_seconds
-        known = self._least_op_seconds.setdefault((self.samples(config), setting.axes), {})
-
-        def seconds(node: fx.Node) -> tuple[float, float]:
-            if node not in known:
-                every = [prices.op_seconds(node, chosen, setting.sizes) for chosen in setting.offers.of(node)]
-                known[node] = min(forward for forward, _ in every), min(backward for _, backward in every)
-            return known[node]
-
-        return seconds
-
-    def _op_transient(self, config: Degrees) -> Callable[[fx.Node], float]:
-        """Of an op that stands for equal ones, the fewest bytes that it takes on a rank while it runs."""
-        setting = self.setting(config)
-        known = self._least_transients.setdefault((self.samples(config), setting.axes), {})
-
-        def transient(node: fx.Node) -> float:
-            if node not in known:
-                every = setting.offers.of(node) if config.axes else [()]
-                sizes, batch = setting.sizes, setting.prices.batch
-                known[node] = min(self._block_costs.held_bytes(node, chosen, sizes, batch)[1] for chosen in every)
-            return known[node]
-
-        return transient
-
-    def _family(self, config: Degrees, alike: AlikeLayers, setting: PieceSetting, priced: bool = True) -> Family:
-        whole = self._pieces.layer(alike.facts, alike.blocks[0], setting, alike.priced)
-        pieces = tuple(self._pieces.block(number, setting, alike.priced) for number in alike.blocks[0])
-        prices = self._layer_prices(config, alike, whole) if priced else ()
-        return Family(len(alike.blocks), whole, pieces, prices)
-
-    def _with_pieces(self, config: Degrees, alike: AlikeLayers, family: Family) -> Family:
-        """With prices of what layers that are cut leave in a stage."""
-        if len(family.pieces) == 1:
-            return replace(family, piece_prices=(family.prices,))
-        own = self._piece_layers.get(alike.blocks[0])
-        if own is None:
-            own = pieces_of(alike, self._folded, self._memory)
-            self._piece_layers[alike.blocks[0]] = own
-        prices = (self._layer_prices(config, layers, piece) for layers, piece in zip(own, family.pieces, strict=True))
-        return replace(family, piece_prices=tuple(prices))
-
-    def _layer_prices(self, config: Degrees, layers: AlikeLayers, whole: Piece) -> tuple[Price, ...]:
-        """Of the strategies of alike layers and the modules that run again.
-
-        None without tensor axes, and where a layer's graph is too wide.
-        """
-        if not config.axes:
-            return ()
-        tensor = self.setting(config)
-        key = layers.blocks[0], self._strategies_key(config), config.recompute
-        if key not in self._priced_layers:
-            builder = Builder(self.analysis, self._folded, tensor, self._block_costs, self.optimizer, (0,))
-            weights = math.fsum(own.bytes for own in whole.weights if own.priced)
-            kept, seconds = whole.runs[0].kept_bytes, whole.forward_s + whole.backward_s
-            sets = self._again_sets(layers, config.recompute)
-            try:
-                found = strategy_prices(builder, layers, sets, weights, kept, seconds)
-            except PlanError:
-                found = ()
-            self._priced_layers[key] = found
-        return self._priced_layers[key]
-
-    def _again_sets(self, layers: AlikeLayers, recompute: str) -> Sequence[ModuleSet]:
-        """The sets of a layer's modules that may run again."""
-        if recompute == "none":
-            return [ModuleSet()]
-        blocks = layers.blocks[0]
-        if blocks not in self._module_sets:
-            found = ModuleSets.of(self._memory, blocks)
-            count = sum(len(self.analysis.blocks[number].nodes) for number in blocks)
-            whole = ModuleSet((frozenset(range(count)),))  # frees all, and runs nothing again
-            self._module_sets[blocks] = [ModuleSet(), whole] if found is None else found.undominated()
-        sets = self._module_sets[blocks]
-        return sets if recompute == "auto" else sets[-1:]
-
-    def alike_layers(self) -> list[AlikeLayers]:
-        """Of layers those that enough others are alike to."""
-        return [item for item in self._layers() if len(item.blocks) >= LEAST_LAYERS]
-
-    def _other_layers(self) -> list[AlikeLayers]:
-        """The others, where they are few."""
-        others = [item for item in self._layers() if len(item.blocks) < LEAST_LAYERS]
-        return others if len(others) <= _MOST_OTHERS else []
-
-    def _layers(self) -> list[AlikeLayers]:
-        if self._alike_layers is None:
-            self._alike_layers = list(alike_layers(self._folded, self.layer_parts(), self._memory))
-        return self._alike_layers
-
-    def layer_parts(self) -> dict[str, FoldedPart]:
-        """By layer, its ops and tensors folded."""
-        if not self._parts:
-            nodes: dict[str, list[fx.Node]] = {}
-            for block, layer in zip(self.analysis.blocks, self.analysis.layers, strict=True):
-                if layer:
-                    nodes.setdefault(layer, []).extend(block.nodes)
-            self._parts.update({layer: fold_part(self.analysis, self._folded, own) for layer, own in nodes.items()})
-        return self._parts
-
     def _order_floor(self, config: Degrees, work: float) -> float:
         """What the order of a schedule with W apart, or several stages on a rank, makes of so many seconds at least."""
         if config.pp == 1 or config.schedule in (*WHOLE_SCHEDULES, "2bw"):
@@ -457,10 +311,6 @@ class CandidateFloors(CandidatePrices):
             self._added[config, work] = least_added(blocks, rooms, flying, m if timed else 1, work)
         return self._added[config, work]
 
-    def levels(self, config: Degrees) -> tuple[int, ...]:
-        """Of ZeRO, those that a parameter may have."""
-        return LEVELS if self._divides(config) else tuple({0, self.zero or 0})
-
     def _sum_seconds(self, config: Degrees) -> float:
         """Of gradients' sums those over replicas, which start during the last backward, at most: of whole weights."""
         held = self._trained
@@ -503,7 +353,3 @@ class CandidateFloors(CandidatePrices):
             prices = self.prices(config)
             self._free[samples] = sum(prices.op_seconds(node)[0] for node in self.analysis.free_block)
         return self._free[samples]
-
-
-def _none(node: fx.Node) -> float:
-    return 0.0

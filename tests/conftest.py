@@ -18,5 +18,5 @@ torch.set_num_threads(1)
 def no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans count no memory of messages, as of models that are so large that these are next to nothing."""
     monkeypatch.setattr("autopart.parameter_prices.message_bytes", lambda parameters, replicas, summed: 0.0)
-    for reader in ("parameter_prices", "layer_pieces"):
+    for reader in ("parameter_prices", "layer_pieces", "tensor_choice"):
         monkeypatch.setattr(f"autopart.{reader}.staying_bytes", lambda level, gradient, replicas, summed: 0.0)
