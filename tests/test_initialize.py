@@ -92,6 +92,12 @@ def from_meta(name: str, limits: dict[str, Any]) -> tuple[dict[str, Tensor], lis
     return initial, trained(parallel, name), parallel.state_dict(), most[0], held
 
 
+# Where two stages are asked for: of models as small as these the fastest cut may leave one with little.
+STAGES = {
+    "llama-1": {"model.layers.0.self_attn": 0, "model.layers.0.mlp": 1},
+    "gpt2-1": {"transformer.h.0.attn": 0, "transformer.h.0.mlp": 1},
+    "mixed": {"encoder": 0, "conv": 1},
+}
 PLANS: list[dict[str, Any]] = [{"pp": 2}, {"tp": 2, "tensor_scheme": "1d"}, {"dp": 2, "zero": 3}]
 
 
@@ -108,13 +114,14 @@ def test_each_rank_makes_its_share_of_what_one_process_draws(name: str, limits: 
     with eager_in_float64(plain):
         losses = trained(plain, name)
     sizes = [parameter.nbytes for parameter in plain.parameters()]
-    for initial, found, after, most, held in launch(from_meta, 2, name, limits):
+    pins = {"pins": STAGES[name]} if "pp" in limits else {}
+    for initial, found, after, most, held in launch(from_meta, 2, name, {**limits, **pins}):
         assert initial.keys() == expected.keys()
         for key, tensor in expected.items():
             assert torch.equal(initial[key], tensor), key
             torch.testing.assert_close(after[key], plain.state_dict()[key], rtol=1e-9, atol=1e-9)
         assert found == pytest.approx(losses, rel=1e-9)
-        assert held <= 0.85 * sum(sizes)  # stages are cut by time
+        assert held <= 0.75 * sum(sizes)
         # one whole parameter at a time, and its copy of another type; trunc_normal_ has a mask and draws again
         assert most <= (4 if name == "mixed" else 2) * max(sizes)
 
