@@ -19,11 +19,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from autopart.runtime.errors import InputError
 from autopart.runtime.executor import Run
 from autopart.runtime.gradients import separate_gradients
 from autopart.runtime.inputs import Division
 from autopart.runtime.schedule import Action, Work
 from autopart.runtime.schedule.double_buffered import carried
+
+_in_flight: set[object] = set()
+"""The keys of this process's buffers that have a batch on its way, also of those that went with one: messages stay."""
+
+
+def check_nothing_waits(but: DoubleBuffer | None) -> None:
+    """Raises InputError where a model other than that of ``but`` has a batch on its way.
+
+    Its messages lie between the same ranks, so those of another model would be taken for them.
+    """
+    if _in_flight - ({but.key} if but is not None else set()):
+        raise InputError(
+            "a batch of another model is on its way under the schedule 2bw, whose messages this one would take for its "
+            "own; call that model's finish() on all ranks before this one"
+        )
 
 
 @dataclass(slots=True)
@@ -67,6 +83,7 @@ class DoubleBuffer:
             if parameter is not None and id(parameter) in index
         ]
         self._spare: list[Tensor] = []
+        self.key = object()
         self._handed_out = 0
         self._number = 0
         self.batch: Batch | None = None
@@ -76,6 +93,7 @@ class DoubleBuffer:
     def advance(self, run: Run, division: Division) -> list[Tensor | None]:
         """Begins a batch and ends the one before; returns the gradients of that one, none for the first."""
         before = self.batch
+        _in_flight.add(self.key)
         weights = [nn.Parameter(p.data, requires_grad=p.requires_grad) for p in self._parameters]
         self.batch = Batch(self._number, self._handed_out, run, division, weights)
         self._number += 1
@@ -95,6 +113,7 @@ class DoubleBuffer:
         before, self.batch = self.batch, None
         gradients = self._do(before, None)
         self._number = 0
+        _in_flight.discard(self.key)
         return gradients
 
     def _do(self, before: Batch | None, batch: Batch | None) -> list[Tensor | None]:

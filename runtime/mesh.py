@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from autopart.runtime.data_weights import Weights
 
 # torch 2.13 renamed this; 2.11 knows the old name alone.
-gather_single = getattr(dist, "allgather_single", None) or dist.all_gather_into_tensor
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 DATA_AXIS = "dp"
 STAGE_AXIS = "stage"

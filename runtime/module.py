@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from autopart.runtime.attach import hand_out, run_later
 from autopart.runtime.buckets import BUCKET_BYTES
 from autopart.runtime.data_weights import Pass, Weights
-from autopart.runtime.double_buffer import DoubleBuffer
+from autopart.runtime.double_buffer import DoubleBuffer, check_nothing_waits
 from autopart.runtime.errors import BatchError, InputError, PlanError
 from autopart.runtime.executor import Feed, Run
 from autopart.runtime.gradients import (
@@ -185,6 +185,7 @@ class ParallelModule(HeldStages):
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Variant, Feed, Division]:
         """Checks and divides a batch, which begins a step. Raises InputError and BatchError."""
+        check_nothing_waits(self._buffer)
         leaves = bind(self.manifest, args, kwargs)
         variant, found = self.variants.find(leaves, args, kwargs, self.batch)
         variant.train(self.training)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +125,30 @@ def test_equal_to_gradients_applied_one_step_late(cuts: int, dp: int, kind: str,
             assert used == version(batch) == max((k - 1) // 4 - 1, 0)
         assert len(found["log"]) == 4 * BATCHES
         assert found["versions"] == (2 if rank // dp < cuts - 1 else 1)
+
+
+def train_two(*directories: str) -> list[str]:
+    """What each of two models in one job says to each call, while the first has a batch on its way and after."""
+    models = [ParallelModule(each, dict(plain().named_parameters())) for each in directories]
+    x, target = data(seed=0)
+    said = []
+    begun, other = (partial(model, x, target) for model in models)
+    calls: list[Callable[[], Any]] = [begun, other, models[0].finish, other]
+    for call in calls:
+        try:
+            loss = call()["loss"]
+        except InputError as error:
+            said.append(str(error))
+        else:
+            said.append("" if math.isfinite(loss.item()) else "no loss")
+    return said
+
+
+def test_no_other_model_runs_while_a_batch_is_on_its_way(tmp_path: Path) -> None:
+    for name, schedule in (("first", "2bw"), ("second", "1f1b")):
+        (tmp_path / name).mkdir()
+        emit(tmp_path / name, cuts=2, dp=1, microbatches=4, schedule=schedule)
+    for said in launch(train_two, 2, str(tmp_path / "first"), str(tmp_path / "second")):
+        begun, refused, ended, after = said
+        assert (begun, ended, after) == ("no loss", "", "")
+        assert "call that model's finish() on all ranks" in refused
