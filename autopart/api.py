@@ -326,6 +326,11 @@ class Parallelized(nn.Module):
         self._current.train(mode)
         return self
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As :meth:`named_parameters`, for an optimizer: never empty once planned; see ``HeldStages.parameters``."""
+        self._check_not_on_meta()
+        return self._current.parameters(recurse)
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
@@ -333,12 +338,15 @@ class Parallelized(nn.Module):
 
         Raises PlanError before the first call where the original is on meta: its parameters are not kept.
         """
+        self._check_not_on_meta()
+        return self._current.named_parameters(prefix, recurse, remove_duplicate)
+
+    def _check_not_on_meta(self) -> None:
         if self.parallel is None and any(parameter.is_meta for parameter in self.original.parameters()):
             raise PlanError(
                 "the model is on meta, so its parameters are made when it is planned; make the optimizer after that: "
                 "parallelize(model, example=batch) plans at once"
             )
-        return self._current.named_parameters(prefix, recurse, remove_duplicate)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes the weights as safetensors files, and the model's ``config`` if it has one; all ranks call it.

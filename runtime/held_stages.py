@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
@@ -26,6 +27,16 @@ class HeldStages(nn.Module):
         self.manifest = manifest
         self.mesh = mesh
         self.stages = nn.ModuleList(stages.values())
+        self._nothing = (nn.Parameter(torch.empty(0, device=mesh.device)),)  # in a tuple, so as not to be registered
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """This rank's parameters; where it trains none, an empty one besides, for optimizers refuse an empty list."""
+        trains = False
+        for _, parameter in self.named_parameters(recurse=recurse):
+            trains = trains or parameter.requires_grad
+            yield parameter
+        if not trains:
+            yield from self._nothing
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

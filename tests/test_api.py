@@ -114,6 +114,42 @@ def test_gradients_accumulate_and_scale() -> None:
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-9, atol=1e-12)
 
 
+class Ended(nn.Module):
+    """Ends in modules without parameters, which are a stage of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act, self.scores = nn.Linear(6, 3).double(), nn.GELU(), nn.LogSoftmax(-1)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.nll_loss(self.scores(self.act(self.linear(x))), target)
+
+
+def trained_after_planning(parallel: bool) -> tuple[list[float], list[int]]:
+    """Losses with an optimizer that is made when it is known which parameters this rank has; and how many these are."""
+    torch.manual_seed(0)
+    model: nn.Module = Ended()
+    data = {"x": batch()["x"], "target": torch.arange(8) % 3}
+    if parallel:
+        model = autopart.parallelize(model, verbose=False, example=data, pp=2, pins={"linear": 0, "scores": 1})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = model(**data)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [parameter.numel() for parameter in model.parameters()]
+
+
+def test_a_rank_that_trains_nothing_has_something_for_its_optimizer() -> None:
+    expected, _ = trained_after_planning(False)
+    (losses, sizes), (others, nothing) = launch(trained_after_planning, 2, True)
+    assert losses == others == pytest.approx(expected, rel=1e-12)
+    assert (sizes, nothing) == ([18, 3], [0])
+
+
 class Tabled(nn.Module):
     """Multiplies by a tensor that is neither a parameter nor a buffer."""
 
