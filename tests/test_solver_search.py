@@ -221,22 +221,30 @@ def test_values_check_themselves() -> None:
 
 
 def test_refined_bounds_say_what_is_evaluated_next() -> None:
-    """The first by the estimates; then, of the next ones, that of the smallest bound, which rules out the others."""
-    taken = {1: 10.0, 2: 9.0, 3: 8.0, 4: 6.0, 5: 7.0}
+    """Of the first by the estimates that of the smallest bound, which rules out the others; the last needs none."""
+    taken = {1: 10.0, 2: 9.0, 3: 8.0, 4: 6.0, 5: 7.0, 6: 7.5}
     asked: list[int] = []
+    refined: list[tuple[int, float]] = []
 
     def evaluate(config: Degrees, below: float) -> Evaluation[None]:
         asked.append(config.microbatches)
         return Evaluation(None, taken[config.microbatches], taken[config.microbatches])
 
+    def refine(config: Degrees, below: float) -> float:
+        refined.append((config.microbatches, below))
+        return min(below, taken[config.microbatches] - 0.5)
+
     result = search(
         [Degrees(1, 1, (), count, "1f1b") for count in taken],
         evaluate,
-        lambda config: 1.0,
-        refine=lambda config, below: taken[config.microbatches] - 0.5,
+        lambda config: 6.0 if config.microbatches == 6 else 1.0,
+        refine=refine,
         order=lambda config: float(config.microbatches),
     )
-    assert result.objective == 6.0 and asked == [1, 4]
+    assert result.objective == 6.0 and asked == [4]
+    # each up to the smallest that is known; once 4 takes 6.0 all are up to that, and 6 takes as long without
+    assert refined[:5] == [(1, math.inf), (2, 9.5), (3, 8.5), (4, 7.5), (5, 5.5)]
+    assert [count for count, _ in refined[5:]] == [5]
 
 
 def test_the_smallest_bounds_are_tightened() -> None:

@@ -204,6 +204,24 @@ class SearchResult(Generic[Answer]):
     considered: tuple[Considered, ...]
 
 
+@dataclass(slots=True, eq=False)
+class _Ahead(Generic[Candidate]):
+    """A candidate that may be next. first: what it is ordered by; known: seconds up to which its bound was refined."""
+
+    config: Candidate
+    first: float
+    floor: float
+    known: float = 0.0
+
+    @property
+    def key(self) -> float:
+        return max(self.first, self.floor)
+
+    def wants(self, most_seconds: float) -> bool:
+        """Whether its bound is to be refined, where seconds below these are of interest."""
+        return self.known <= self.floor < most_seconds
+
+
 _Outcome = Evaluation[Answer] | InfeasibleError | NotBetter | None
 
 
@@ -225,10 +243,10 @@ def search(
 
     evaluate: solves one candidate; raises InfeasibleError when it has no solution, and may raise NotBetter where it
     takes as long as the seconds that are given. lower_bound: cheap seconds that a candidate takes at least, infinite
-    when it cannot run at all. refine: a better bound, for those that it may rule out; of no
+    when it cannot run at all. refine: a better bound, for those that it may rule out or put behind others; of no
     interest beyond the seconds that are given. order: what comes first is smallest in it, the lower bound by default;
-    of the AHEAD first, once something fits, in the larger of it and the refined bound. most: evaluations, after which
-    the rest is left untried once something
+    of the AHEAD first, where bounds are refined, in the larger of both. most: evaluations, after which the rest is left
+    untried once something
     fits. more: further candidates, asked for with the best evaluation of the first. tighten: a bound that takes
     longer, for up to ``most_tightened`` of those whose bound is the smallest in the end. most_last: further evaluations
     then, of those left untried whose bound is the smallest. settle: seconds of an answer that were not known while it
@@ -254,15 +272,19 @@ def search(
             floor = lower_bound(config)
             ranked.append((floor if order is None else order(config), floor, at, config))
         left = deque(sorted(ranked, key=lambda item: item[:3]))
-        tried, ahead = 0, list[tuple[float, float, Candidate]]()
+        tried, ahead = 0, list[_Ahead[Candidate]]()
         while left or ahead:
-            while left and len(ahead) < (1 if best is None or refine is None else AHEAD):
+            while left and len(ahead) < (1 if refine is None else AHEAD):
                 first, floor, _, config = left.popleft()
-                if best is not None and floor < best[1].objective and refine is not None:
-                    floor = max(floor, refine(config, best[1].objective))
-                ahead.append((max(first, floor), floor, config))
-            place = min(range(len(ahead)), key=lambda index: ahead[index][0])
-            _, floor, config = ahead.pop(place)
+                ahead.append(_Ahead(config, first, floor))
+            next_ = min(ahead, key=lambda item: item.key)
+            of_interest = [best[1].objective] if best is not None else [item.key for item in ahead if item.known]
+            if refine is not None and next_.wants(most_seconds := min(of_interest, default=math.inf)):
+                next_.floor = max(next_.floor, refine(next_.config, most_seconds))
+                next_.known = most_seconds
+                continue
+            ahead.remove(next_)
+            config, floor = next_.config, next_.floor
             if best is not None and (floor >= best[1].objective or (most is not None and tried >= most)):
                 found.append((config, floor, None))
                 continue
