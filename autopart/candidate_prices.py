@@ -239,7 +239,7 @@ class CandidatePrices:
             config.microbatches,
             flying,
             tuple(float(self.layout.capacity(config, stage)) for stage in range(config.stages)),
-            (self.overhead_bytes + priced.messages) / config.virtual,
+            self.overhead_bytes / config.virtual,
             priced.tied,
             self.pins.stages if self.pins else (),
             held.groups,
@@ -257,7 +257,7 @@ class CandidatePrices:
             kinds = list(dict.fromkeys(links))
             cuts = tuple(self._cuts(config, choice, link) for link in kinds)
             places = (0, *map(kinds.index, links), 0)
-        shapes = tuple(replace(shape, sums=priced.sums, cuts=cuts) for shape in problem.shapes)
+        shapes = tuple(replace(shape, sums=priced.sums, cuts=cuts, passing=priced.passing) for shape in problem.shapes)
         return replace(problem, shapes=shapes, links=places)
 
     def _frontiers(

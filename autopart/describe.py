@@ -124,6 +124,7 @@ def timed_plan(
         order=order,
         shared_host=shared.size if shared else 0,
         alone=shared.alone if shared else 1.0,
+        optimizer=candidates.optimizer,
     )
     return replace(plan, step_time_s=simulate_plan(plan).makespan_s + plan.tied_s)
 

@@ -19,8 +19,8 @@ is s times that, and at levels 0 and 1 messages stay until the end of the step (
 start of a call, when there are no gradients, the first whole weights of levels 1 and 2 are on their way, each message
 beside the shares that are put together for it.
 
-What stays all step is counted with each parameter (:func:`staying_bytes`), the rest for one stage with all parameters,
-which is no less than any has. Gradients that wait for their turn behind others' messages are not.
+What stays all step is counted with each parameter (:func:`staying_bytes`), the rest for each stage's own parameters
+(:mod:`autopart.solver.stages_passing`). Gradients that wait for their turn behind others' messages are not.
 """
 
 from __future__ import annotations
@@ -28,26 +28,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopart.runtime.buckets import BUCKET_BYTES
 from autopart.runtime.data_weights import AHEAD
 
+Bytes = float | NDArray[np.float64]
+"""Of one stage, or of several at once."""
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class Alike:
     """Trained parameters that share messages: bytes of their gradients on a rank, in all and of the largest."""
 
     level: int
-    bytes: float = 0.0
-    largest: float = 0.0
-
-    def add(self, size: float) -> None:
-        self.bytes += size
-        self.largest = max(self.largest, size)
+    bytes: Bytes
+    largest: Bytes
 
     @property
-    def message(self) -> float:
+    def message(self) -> Bytes:
         """Bytes of gradients in one message, at most."""
-        return min(self.bytes, max(BUCKET_BYTES, self.largest))
+        return np.minimum(self.bytes, np.maximum(BUCKET_BYTES, self.largest))
 
 
 def staying_bytes(level: int, gradient: float, replicas: int, summed: float) -> float:
@@ -60,19 +62,20 @@ def staying_bytes(level: int, gradient: float, replicas: int, summed: float) -> 
     return converted + (summed * gradient / replicas if level else 0.0)
 
 
-def message_bytes(parameters: Iterable[Alike], replicas: int, summed: float) -> float:
+def message_bytes(parameters: Iterable[Alike], replicas: int, summed: float) -> Bytes:
     """What is held for a while. summed: bytes in the type of the sum for each byte of a gradient."""
-    making = arriving = 0.0
+    making: Bytes = 0.0
+    arriving: Bytes = 0.0
     for alike in parameters:
         size, whole = alike.message, alike.bytes
         converted = summed * size if summed != 1.0 else 0.0
         if alike.level == 0:
-            making = max(making, min(whole, BUCKET_BYTES) + converted)
+            making = np.maximum(making, np.minimum(whole, BUCKET_BYTES) + converted)
         elif alike.level == 1:
-            making = max(making, size + converted)
+            making = np.maximum(making, size + converted)
         elif alike.level == 2:
-            making = max(making, 2 * size + converted + summed * size * (1 + 1 / replicas))
+            making = np.maximum(making, 2 * size + converted + summed * size * (1 + 1 / replicas))
         if alike.level in (1, 2):
-            flying = min(whole, AHEAD * size) * (1 + 1 / replicas)
-            arriving += max(0.0, flying - (whole if alike.level == 1 else whole / replicas))
-    return max(making, arriving)
+            flying = np.minimum(whole, AHEAD * size) * (1 + 1 / replicas)
+            arriving = arriving + np.maximum(0.0, flying - (whole if alike.level == 1 else whole / replicas))
+    return np.maximum(making, arriving)

@@ -11,14 +11,16 @@ from autopart.analysis import Analysis
 from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.cost.devices import Link
 from autopart.data_prices import held_bytes
-from autopart.message_memory import Alike, message_bytes, staying_bytes
+from autopart.message_memory import staying_bytes
 from autopart.passes.annotate import ParameterBytes, parameter_bytes
 from autopart.passes.program import TensorInfo
 from autopart.prices import share_of
 from autopart.runtime.placement import BROADCAST, REPLICATE, Placements
 from autopart.solver.overlap import GradientSum
 from autopart.solver.stages_parts import TiedGroup
+from autopart.solver.stages_passing import Passing, passing
 from autopart.tensor_choice import Setting, TensorChoice
+from autopart.update_memory import at_once, temporaries
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +60,14 @@ class ParameterPrice:
 @dataclass(frozen=True, slots=True)
 class PricedParameters:
     """private: per block the bytes of its own parameters and the seconds of their step end. tied: those of several
-    blocks. sums: of all these seconds those that start during the last backward, in the order of messages. messages:
-    bytes that these take for a while, and those of divided parameters; what stays of them is with the parameters.
+    blocks. sums: of all these seconds those that start during the last backward, in the order of messages. passing:
+    what is held for a while; what stays of messages is with the parameters.
     """
 
     private: Sequence[tuple[float, float]]
     tied: tuple[TiedGroup, ...]
     sums: tuple[GradientSum, ...]
-    messages: float
+    passing: Passing
 
 
 def priced_parameters(
@@ -84,7 +86,8 @@ def priced_parameters(
     tied: list[TiedGroup] = []
     sums: dict[str, GradientSum] = {}
     known: dict[object, ParameterPrice] = {}
-    sent: dict[Hashable, Alike] = {}
+    sent: list[tuple[tuple[int, ...], Hashable, int, float]] = []
+    trained: dict[str, tuple[tuple[int, ...], float]] = {}
     for node, found in readers.items():
         info = analysis.program.tensors[node.meta["name"]]
         level = choice.levels.get(info.name, 0)
@@ -94,8 +97,10 @@ def priced_parameters(
         price = known[alike]
         stays = 0.0
         if price.kind is not None and (setting.dp > 1 or BROADCAST in choice.storage.get(info.name, ())):
-            sent.setdefault(price.kind, Alike(level)).add(price.sum_bytes)
+            sent.append((found, price.kind, level, price.sum_bytes))
             stays = staying_bytes(level, price.sum_bytes, setting.dp, setting.summed)
+        if price.kind is not None:
+            trained[info.name] = found, price.sum_bytes / (setting.dp if level else 1)
         if price.sum_s:
             sums[info.name] = GradientSum(found, price.sum_bytes, price.sum_s, price.kind)
         if len(found) == 1:
@@ -109,5 +114,13 @@ def priced_parameters(
         tied.append(TiedGroup(info.name, found, price.held.total + stays, seconds, price.step_end_s))
     # messages take the parameters from the last to the first
     in_order = tuple(sums[info.name] for info in reversed(analysis.program.parameters) if info.name in sums)
-    messages = message_bytes(sent.values(), setting.dp, setting.summed)
-    return PricedParameters([(size, seconds) for size, seconds in private], tuple(tied), in_order, messages)
+    together = at_once(setting.prices.device.kind)
+    made, before = temporaries(optimizer), 0.0
+    updated: list[tuple[tuple[int, ...], float]] = []
+    for info in analysis.program.parameters:
+        if info.name in trained:
+            found, size = trained[info.name]
+            updated.append((found, made.together * size if together else made.own * size + made.before * before))
+            before = size
+    held = passing(sent, updated, setting.dp, setting.summed, not together)
+    return PricedParameters([(size, seconds) for size, seconds in private], tuple(tied), in_order, held)

@@ -140,6 +140,7 @@ class Plan:
     :mod:`autopart.pins`. The stages follow them; nothing else reads them when the plan is run.
     shared_host: devices of each host, where these share its cores; 0: they have cores of their own. alone: how many
     times as fast as the stages' seconds say they are while no other device of the host computes.
+    optimizer: by which memory is counted; any may be used.
     tokens, flops: of one step; peak_flops: FLOP/s of all its devices in the type of most products; 0 when unknown.
     considered: other candidates, as rows for the report.
     """
@@ -175,6 +176,7 @@ class Plan:
     together: tuple[tuple[str, ...], ...] = ()
     shared_host: int = 0
     alone: float = 1.0
+    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         _require(self.schedule in SCHEDULES, f"schedule: {self.schedule!r} is not one of {', '.join(SCHEDULES)}")

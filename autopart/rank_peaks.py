@@ -21,20 +21,22 @@ from autopart.step_memory import step_peaks
 class RankPeak:
     """Bytes of a rank of the pipeline, the fullest of its stage's.
 
-    stages: that it runs. parameters: between steps, buffers left out. optimizer: AdamW's state. step: the most of
-    gradients, activations, temporary tensors, gathered weights and messages at once (:mod:`autopart.step_memory`).
-    planned: what the plan counts on, libraries included.
+    stages: that it runs. parameters: between steps, buffers left out. optimizer: its state. step: the most of
+    gradients, activations, temporary tensors, gathered weights and messages at once (:mod:`autopart.step_memory`);
+    update: of gradients and what the optimizer makes while it updates. planned: what the plan counts on, libraries
+    included.
     """
 
     stages: tuple[int, ...]
     parameters: int
     optimizer: int
     step: int
+    update: int
     planned: int
 
     @property
     def total(self) -> int:
-        return self.parameters + self.optimizer + self.step
+        return self.parameters + self.optimizer + max(self.step, self.update)
 
     def to_json_object(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -49,7 +51,7 @@ def rank_peaks(plan: Plan, analysis: Analysis, kind: str) -> list[RankPeak]:
         stages = tuple(index for index, there in enumerate(plan.places) if there == place)
         parameters, optimizer = _held(specs[stages[0]], stages, plan)
         planned = sum(plan.stages[index].memory_bytes for index in stages)
-        peaks.append(RankPeak(stages, parameters, optimizer, round(step), planned))
+        peaks.append(RankPeak(stages, parameters, optimizer, round(step.call), round(step.update), planned))
     return peaks
 
 
@@ -64,5 +66,5 @@ def _held(specs: Sequence[ParameterSpec], stages: Sequence[int], plan: Plan) -> 
             parameters += share if spec.zero == 3 else whole
             if spec.trainable:
                 dtype = dtype_of(spec.dtype)
-                optimizer += parameter_bytes((share // dtype.itemsize,), dtype).optimizer
+                optimizer += parameter_bytes((share // dtype.itemsize,), dtype, plan.optimizer).optimizer
     return parameters, optimizer

@@ -8,7 +8,8 @@ microbatch. Under 2BW steps follow without a gap: a rank may hold gradients of t
 
 Counted beside parameters: activations, buffers, gradients, and what replicas that divide parameters (ZeRO) gather and
 scatter (:mod:`autopart.passes.peak_weights`). Not counted: optimizer state. Of replicas with unlike parts the largest
-counts.
+counts. While the optimizer updates parameters there are gradients, what 2BW keeps for the next call, and what the
+optimizer makes (:mod:`autopart.update_memory`).
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ from autopart.passes.peak_weights import divided_weights
 from autopart.passes.program import Role
 from autopart.plan import Plan
 from autopart.realize import Realization, axes_of, recomputed, settings_of
+from autopart.runtime.buckets import tensor_bytes
+from autopart.runtime.manifest import ParameterSpec
 from autopart.runtime.resharding import rows_of
 from autopart.runtime.schedule import Action, Work, make_schedule, post_receives_early
 from autopart.runtime.schedule.double_buffered import carried
 from autopart.runtime.schedule.receipts import Receipts, receipts
 from autopart.stage_memory import gradient_messages, made_before, stage_peaks, waiting_bytes
+from autopart.update_memory import temporary_bytes
 
 _Edge = tuple[int, int]
 _STEADY = 4
@@ -80,8 +84,20 @@ def _bytes(node: fx.Node, axes: Axes, samples: int) -> float:
     return stored_bytes(value.fake).at(samples) * share_of_rank(value.node, axes, value.index)
 
 
-def step_peaks(analysis: Analysis, plan: Plan, found: Realization, kind: str) -> list[float]:
-    """Bytes on a rank of each rank of the pipeline. kind: of devices, "cuda" or "cpu"."""
+@dataclass(frozen=True, slots=True)
+class StepPeak:
+    """The most bytes of one rank. call: while it goes forward and back. update: while the plan's optimizer updates."""
+
+    call: float
+    update: float
+
+    @property
+    def most(self) -> float:
+        return max(self.call, self.update)
+
+
+def step_peaks(analysis: Analysis, plan: Plan, found: Realization, kind: str) -> list[StepPeak]:
+    """Of a rank of each rank of the pipeline. kind: of devices, "cuda" or "cpu"."""
     whole = plan.batch // plan.microbatches
     samples = [max(rows_of(whole, stage.shares or (1,) * stage.dp)) for stage in plan.stages]
     axes = [axes_of(stage) for stage in plan.stages]
@@ -107,21 +123,36 @@ def step_peaks(analysis: Analysis, plan: Plan, found: Realization, kind: str) ->
     endless = plan.schedule == "2bw"
     repeats = plan.microbatches if endless else None
     waiting = [waiting_bytes(specs[index], index, together[index], axes[index]) for index in range(len(plan.stages))]
+    steps = []
+    for rank, actions in enumerate(schedule.ranks):
+        proofs = receipts(schedule, rank, repeats)
+        call, left = call_peak(post_receives_early(actions), proofs, peaks, crossing, endless, waiting)
+        own = [index for index, place in enumerate(plan.places) if place == rank]
+        shares = trained_shares(specs[own[0]], own, plan.stages[own[0]].dp, axes[own[0]])
+        held = left if endless else sum(shares)
+        steps.append(StepPeak(call, held + temporary_bytes(plan.optimizer, shares, kind)))
+    return steps
+
+
+def trained_shares(specs: Sequence[ParameterSpec], stages: Sequence[int], replicas: int, axes: Axes) -> list[int]:
+    """Bytes of what a rank that runs these stages updates, by parameter, which its gradients take as well."""
+    sizes = [size for _, size in axes]
     return [
-        step_peak(post_receives_early(actions), receipts(schedule, rank, repeats), peaks, crossing, endless, waiting)
-        for rank, actions in enumerate(schedule.ranks)
+        tensor_bytes(spec, sizes) // (replicas if spec.zero else 1)
+        for spec in specs
+        if not set(stages).isdisjoint(spec.stages) and any(map(spec.learns, spec.stages))
     ]
 
 
-def step_peak(
+def call_peak(
     actions: Sequence[Action],
     proofs: Receipts,
     peaks: Sequence[Peak],
     crossing: Exchanged,
     endless: bool = False,
     waiting: Sequence[Mapping[int, float]] | None = None,
-) -> float:
-    """The most bytes of one rank.
+) -> tuple[float, float]:
+    """The most bytes of one rank, and what it has at the end of a call.
 
     proofs: what its arrivals prove. peaks: of all stages. endless: steps have no gap. waiting: of all stages, see
     :func:`autopart.stage_memory.waiting_bytes`.
@@ -135,14 +166,16 @@ def step_peak(
     if not endless:
         for action, ending in zip(actions, last, strict=True):
             walk.do(action, 0, ending)
-        return walk.most
+        return walk.most, walk.now
+    left = 0.0
     retains = any(before and action.work is not Work.REDUCE for action, before in zip(actions, marks, strict=True))
     for turn in range(_STEADY):
         for action, before, ending in zip(actions, marks, last, strict=True):
             if turn or not before:
                 walk.do(action, turn - before, ending)
+        left = walk.now
         walk.end_of_call(turn, retains)
-    return walk.most
+    return walk.most, left
 
 
 @dataclass(slots=True)

@@ -3,10 +3,12 @@
     python benchmarks/memory.py [--model gpt2] [--group divided] [--case 'pp2 .*'] [--json]
 
 Counted are the bytes of all tensors that a step makes, while they are alive, the gradients of parameters among them;
-parameters, inputs and optimizer state are there before. Of several steps, with AdamW between them, those count in which
+parameters, inputs and optimizer state are there before. ``call`` is the most while the model is called, ``update`` that
+while AdamW updates, and ``ratio`` is of the larger one, predicted over counted; ``update ratio`` of the update alone.
+Of several steps those count in which
 everything is as it will be: the second and third (which know in what order divided weights are gathered), of 2BW the
 fourth and fifth; of these the one with less, since threads of gloo may hold a message for a moment longer. The copy
-that gloo makes inside of a sum that it scatters is counted. ``first`` is the first step over those.
+that gloo makes inside of a sum that it scatters is counted. ``first`` is the first call over those.
 
 Every rank of a job counts for itself; the largest of each rank of the pipeline is printed. Groups: ``alone``, in one
 process, layers kept or computed again as a whole or in part, and in bf16-mixed; ``pipelines`` by schedule; ``divided``,
@@ -37,6 +39,7 @@ from autopart.passes.emit.layers import recomputable_layers
 from autopart.passes.emit.segments import recomputable
 from autopart.plan import Plan
 from autopart.realize import realize, realized
+from autopart.runtime.errors import BatchError, PlanError
 from autopart.step_memory import step_peaks
 from autopart.verify.live_bytes import LiveBytes, scattering_in_sight
 
@@ -134,14 +137,17 @@ def cluster_of(ranks: int) -> Cluster:
 
 
 def count(spec: str, directories: Sequence[str], steps: Sequence[int], results: str) -> None:
-    """What each rank does, program after program: writes the most bytes of tensors in each step, gradients included."""
+    """What each rank does, program after program: writes the most bytes of tensors in each call, and in each update,
+    gradients included.
+    """
     torch.set_num_threads(1)
-    found: list[list[int]] = []
+    found: list[list[tuple[int, int]]] = []
     for directory, number in zip(directories, steps, strict=True):
         loaded = load_model(spec)
         weights = {name: tensor.detach() for name, tensor in loaded.model.state_dict().items()}
         model = autopart.load(directory, weights, device=torch.device("cpu")).train()
-        optimizer = torch.optim.AdamW([item for item in model.parameters() if item.requires_grad])
+        trained = [item for item in model.parameters() if item.requires_grad]
+        optimizer = torch.optim.AdamW(trained) if trained else None
         known = [*model.parameters(), *model.buffers(), *loaded.args, *loaded.kwargs.values()]
         found.append([])
         with scattering_in_sight(), LiveBytes(known) as live:
@@ -149,12 +155,16 @@ def count(spec: str, directories: Sequence[str], steps: Sequence[int], results: 
                 held = sum(item.untyped_storage().nbytes() for item in _state(optimizer))
                 live.most = live.now
                 output = model(*loaded.args, **loaded.kwargs)
-                found[-1].append(live.most - held)
+                call, update = live.most - held, 0
                 loss = output if isinstance(output, torch.Tensor) else output["loss"]
                 if loss.requires_grad:
                     loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    if optimizer is not None:
+                        live.most = live.now
+                        optimizer.step()
+                        update = live.most - held
+                        optimizer.zero_grad()
+                found[-1].append((call, update))
                 del output, loss
         if model.manifest.schedule == "2bw":
             model.finish()  # or what is on its way would reach the next program
@@ -162,8 +172,8 @@ def count(spec: str, directories: Sequence[str], steps: Sequence[int], results: 
     Path(results, f"{rank}.json").write_text(json.dumps(found))
 
 
-def _state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for own in optimizer.state.values():
+def _state(optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
+    for own in optimizer.state.values() if optimizer is not None else ():
         yield from (item for item in own.values() if isinstance(item, torch.Tensor))
 
 
@@ -191,7 +201,7 @@ class Subject:
         analysis = self.captured[key]
         try:
             plan = autopart.make_plan(analysis.program, cluster_of(case.ranks), analysis=analysis, **case.limits)
-        except (autopart.PlanError, autopart.BatchError) as error:
+        except (PlanError, BatchError) as error:
             print(f"{self.spec}: {case.name}: {error}", file=sys.stderr)
             return None
         if case.again == "modules":
@@ -217,14 +227,20 @@ class Subject:
             predicted = step_peaks(analysis, plan, realized(analysis, plan), "cpu")
             size = ranks // case.pp
             own = [[counted[rank][number] for rank in range(at * size, (at + 1) * size)] for at in range(case.pp)]
-            most = [max(min(of_rank[-2:]) for of_rank in place) for place in own]
-            first = max(of_rank[0] / top for place, top in zip(own, most, strict=True) for of_rank in place)
+            calls, updates = (
+                [max(min(step[which] for step in of_rank[-2:]) for of_rank in place) for place in own]
+                for which in (0, 1)
+            )
+            most = list(map(max, calls, updates))
+            first = max(of_rank[0][0] / top for place, top in zip(own, calls, strict=True) for of_rank in place)
             rows.append(
                 {
                     "plan": case.name,
-                    "counted_bytes": most,
-                    "predicted_bytes": [round(item) for item in predicted],
-                    "ratio": [round(ours / theirs, 3) for ours, theirs in zip(predicted, most, strict=True)],
+                    "call": calls,
+                    "update": updates,
+                    "predicted": [round(item.most) for item in predicted],
+                    "ratio": _ratios([item.most for item in predicted], most),
+                    "update ratio": _ratios([item.update for item in predicted], updates),
                     "first": round(first, 3),
                 }
             )
@@ -241,6 +257,10 @@ def _modules_again(analysis: Analysis, plan: Plan) -> Plan | None:
         last = {layer: path for layer in layers for path in outer if path.startswith(f"{layer}.")}
         stages.append(replace(stage, recompute=tuple(path for path in paths if path in last.values())))
     return replace(plan, recompute="some", stages=tuple(stages)) if any(own.recompute for own in stages) else None
+
+
+def _ratios(predicted: Sequence[float], counted: Sequence[int]) -> list[float]:
+    return [round(ours / theirs, 3) if theirs else 1.0 for ours, theirs in zip(predicted, counted, strict=True)]
 
 
 def _summary(rows: Sequence[Mapping[str, Any]]) -> str:

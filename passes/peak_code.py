@@ -67,7 +67,7 @@ class StageCode:
         self.put_off = {} if self.splits else products_beside(self.graph, self.recompute)
         self.put_off_to = {product: node for node, products in self.put_off.items() for product in products}
         self.begun, self.landing = set(), {}
-        flying = begun(self.graph, self.recompute)
+        flying = {} if self.splits else begun(self.graph, self.recompute)  # split backwards wait at once
         for segment in self.segments:
             for node in segment.nodes:
                 for source in dict.fromkeys(graphs.tensors_read(node)):

@@ -72,11 +72,20 @@ class SplitWalk(Walk):
             self.pass_back(node, coming)
             self.cutting = False
             for value in coming:
-                size = self.code.gradient_size(value)
-                self.aside += size
-                self.now += size if self.pending.pop(value) == 0.0 else 0.0
-                self.given.pop(value, None)
-                self.release(value)
+                self.put_aside(value)
+
+    def put_aside(self, value: Value) -> None:
+        """The gradient of a value is left for W, and with a part of a tensor all of it."""
+        passed = self.pending.pop(value) == 0.0
+        self.given.pop(value, None)
+        group = self.views.pop(value, None)
+        if group is None:
+            size = self.code.gradient_size(value)
+            self.aside += size
+            self.now += size if passed else 0.0
+        elif not group.aside:
+            group.aside = True  # its owners stay
+            self.aside += group.size
 
     def skips(self, value: Value) -> bool:
         """In B, what is a weight or depends on weights alone."""
@@ -99,6 +108,7 @@ class SplitWalk(Walk):
                 weight = parameter_read(value, node)
                 if weight is not None and self.readers[weight[0]] > 0 and is_differentiable(Value(weight[0])):
                     self.weight_gradient(*weight)
+            self.merge()
             for value in self.code.saved(node):
                 self.drop(value)
             self.start_messages()

@@ -63,10 +63,11 @@ def passes_memory(node: fx.Node) -> bool:
 
 @dataclass(slots=True)
 class _Viewed:
-    """A tensor of which the gradients of these values are parts."""
+    """A tensor that the gradients of these values are, or are parts of. aside: W needs one of them."""
 
     size: float
     owners: set[Value]
+    aside: bool = False
 
 
 @dataclass(slots=True)
@@ -75,7 +76,8 @@ class Walk:
     microbatch's.
 
     pending: gradients of values that wait for their op, by owner. held: of parameters, that wait for further readers.
-    readers, keepers: how many ops are still to come that read a parameter, or keep a value.
+    readers, keepers: how many ops are still to come that read a parameter, or keep a value. merging: new gradients of
+    parameters that have some, which are added to these when all of an op's are made.
     """
 
     code: StageCode
@@ -89,10 +91,11 @@ class Walk:
     in_backward: float = 0.0  # of these, before W
     pending: dict[Value, float] = field(default_factory=dict)
     held: dict[fx.Node, float] = field(default_factory=dict)
+    merging: float = 0.0
     readers: Counter[fx.Node] = field(default_factory=Counter)
     keepers: Counter[Value] = field(default_factory=Counter)
     given: dict[Value, float] = field(default_factory=dict)  # gradients of results, by the value whose each is now
-    views: dict[Value, _Viewed] = field(default_factory=dict)  # gradients that are parts of a larger tensor
+    views: dict[Value, _Viewed] = field(default_factory=dict)  # gradients that are not alone in a tensor
     final: set[str] = field(default_factory=set)  # parameters whose gradients are
     started: int = 0  # messages of summed gradients
     left: float = 0.0
@@ -276,10 +279,23 @@ class Walk:
         before = set(self.live)
         self.holding.enter_again(segment.nodes)
         kept = {value for node in segment.nodes for value in self.code.saved(node)}
-        self.run_forward(segment.nodes, kept, again=False)
+        self.run_forward(self.repeated(segment.nodes), kept, again=False)
         for value in set(self.live) - before - kept:
             self.free(value)
         return [value for value in self.live if value not in before]
+
+    def repeated(self, nodes: Sequence[fx.Node]) -> Sequence[fx.Node]:
+        """Those of a segment's ops that run again: torch.utils.checkpoint stops as the last tensor is saved, which ops
+        do with their operands before they compute anything.
+        """
+        for index in reversed(range(len(nodes))):
+            node = nodes[index]
+            saved = self.code.saved(node)
+            if saved or self.code.inside(node):
+                made = any(owner_of(value) in saved for value in graphs.outputs(node))
+                computes = made or self.code.inside(node) or node in self.code.put_off_to or "forms" in node.meta
+                return nodes[: index + bool(computes)]
+        return ()
 
     def step_back(self, node: fx.Node, reached: set[fx.Node]) -> None:
         coming = [value for value in graphs.outputs(node) if value in self.pending]
@@ -288,11 +304,13 @@ class Walk:
         if node in self.code.begun:
             self.land(node, back=True)
             self.make_put_off(node)
+            self.merge()
         elif node in reached and coming:
             if transition_of(node) is None:
                 self.pass_back(node, coming)
             else:
                 self.convert_back(node)
+            self.merge()
             if not waiting:
                 self.let_go_of(coming)
         if not waiting:
@@ -303,6 +321,7 @@ class Walk:
         for source in self.code.landing.get(node, ()):  # its gradient is complete
             if source in reached and Value(source) in self.pending:
                 self.convert_back(source)
+                self.merge()
                 self.let_go_of([Value(source)])
 
     def let_go_of(self, gradients: Iterable[Value]) -> None:
@@ -315,18 +334,23 @@ class Walk:
         """Allocates the gradient of what a transition converts; gradients of weights are made meanwhile."""
         coming, owner = Value(node), _carrier(graphs.inputs(node)[0])
         way, size = self.code.way(node, back=True), self.code.gradient_size(graphs.inputs(node)[0])
-        if not way.makes and owner not in self.pending:  # the same tensor goes on
-            self.pending[owner], self.pending[coming] = size, 0.0
-            if coming in self.given:
-                self.given[owner] = self.given.pop(coming)
+        weight = parameter_read(graphs.inputs(node)[0], node)
+        if weight is not None:
+            self.add(0.0, size + self.begin(node, back=True) if way.makes else 0.0)
+            if not way.makes:  # the same tensor goes on
+                self.now -= self.pending[coming]
+                self.pending[coming] = 0.0
+            self.weight_gradient(*weight)
             return
-        passing = self.begin(node, back=True) if way.makes else 0.0
-        self.add(size if way.makes else 0.0, passing)
+        if not way.makes:
+            self.pass_on(coming, [owner])
+            return
+        self.add(size, self.begin(node, back=True))
         if node not in self.code.begun and node in self.code.put_off:
             self.now += way.flying
             self.make_put_off(node)
             self.now -= way.flying
-        self.receive(owner, size if way.makes else self.pending[coming])
+        self.receive(owner, size)
 
     def make_put_off(self, node: fx.Node) -> None:
         """Weights' gradients beside a transition's backward; all of what they are made from is there until the end."""
@@ -361,9 +385,8 @@ class Walk:
 
     def pass_back(self, node: fx.Node, coming: Sequence[Value]) -> None:
         """Allocates the gradients of a node's operands."""
-        pending = self.pending
-        given = sum(pending[value] for value in coming)
-        passed = False
+        given = sum(self.code.gradient_size(value) for value in coming)
+        same: list[Value] = []
         name = op_name(node)
         put_off = weight_of(node) if node in self.code.put_off_to else None
         more: list[tuple[Value, float]] = []
@@ -375,15 +398,13 @@ class Walk:
                 self.weight_gradient(*weight)
                 continue
             owner, size = _carrier(value), self.code.gradient_size(value)
-            if name in _PASSING and not passed and abs(size - given) < 0.5 and owner not in pending:
-                passed = True  # the same tensor goes on
-                pending[owner], pending[coming[0]] = size, 0.0
-                if coming[0] in self.given:
-                    self.given[owner] = self.given.pop(coming[0])
+            if name in _PASSING and abs(size - given) < 0.5 and not (same and _scales_second(node)):
+                same.append(owner)
                 continue
             more.append((owner, size))
+        self.pass_on(coming[0], same)
         if name in _CONCATENATING and coming[0] not in self.given:
-            self.share(coming[0], [owner for owner, _ in more if owner not in pending])
+            self.share(coming[0], [owner for owner, _ in more if owner not in self.pending])
             return
         copies = backward_copies(node)
         largest = max((size for _, size in more), default=0.0)
@@ -394,6 +415,30 @@ class Walk:
             self.add(size, passing)
         for owner, size in more:
             self.receive(owner, size)
+
+    def pass_on(self, coming: Value, owners: Sequence[Value]) -> None:
+        """A result's gradient is that of these values too: the same tensor, or added in place to what they have."""
+        size, new = self.code.gradient_size(coming), list[Value]()
+        for owner in owners:
+            if owner in self.given or owner in self.views:
+                self.add(size)
+                self.receive(owner, size)
+            elif owner not in self.pending:
+                new.append(owner)
+        if not new:
+            return
+        group = self.views.get(coming)
+        if coming in self.given:
+            self.given.update(dict.fromkeys(new, self.given.pop(coming)))
+            self.pending.update(dict.fromkeys(new, size))
+        elif group is None and len(new) == 1:
+            self.pending[new[0]] = self.pending[coming]
+        else:
+            group = group or _Viewed(self.pending[coming], set())
+            group.owners.update(new)
+            self.views.update(dict.fromkeys(new, group))
+            self.pending.update(dict.fromkeys(new, 0.0))
+        self.pending[coming] = 0.0
 
     def share(self, whole: Value, owners: Sequence[Value]) -> None:
         """The gradients of what is concatenated are views of one tensor, which stays until the last has been used."""
@@ -408,7 +453,7 @@ class Walk:
         group = self.views.pop(value, None)
         if group is not None:
             group.owners.discard(value)
-            self.now -= 0.0 if group.owners else group.size
+            self.now -= 0.0 if group.owners or group.aside else group.size
 
     def skips(self, value: Value) -> bool:
         """Whether an operand's gradient is not made now."""
@@ -423,15 +468,20 @@ class Walk:
         self.readers[node] -= 1
         self.add(size)
         if node in self.held:
-            self.now -= size
+            self.merging += size
         else:
             self.held[node] = size
             self.gradients += 0.0 if divided or added else size
         if self.readers[node] > 0:
             return
         if added and not divided:
-            self.now -= self.held[node]
+            self.merging += self.held[node]
         self.final.add(node.meta["name"])
+
+    def merge(self) -> None:
+        """An op is through with its backward: gradients that there were before take its own in."""
+        self.now -= self.merging
+        self.merging = 0.0
 
     def start_messages(self) -> None:
         """Of gradients that are final; what the op that made the last of them had is freed by then."""
@@ -443,6 +493,11 @@ class Walk:
             self.started += 1
             self.most = max(self.most, self.now + message.most)
             self.now += message.size - message.replaces
+
+
+def _scales_second(node: fx.Node) -> bool:
+    """Of an addition whether its second operand's gradient is a tensor of its own."""
+    return op_name(node) == "sub" or bool(node.kwargs.get("alpha", 1) != 1)
 
 
 def parameter_read(value: Value, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:

@@ -16,8 +16,9 @@ import torch
 from torch import fx
 
 from autopart.passes.amounts import ZERO, Amount, numel, product, stored_bytes, tensor_bytes, total
-from autopart.passes.graph import Value, inputs, is_op, is_tensor, may_have_gradient, outputs, value_of
+from autopart.passes.graph import RECURRENT, Value, inputs, is_op, is_tensor, may_have_gradient, outputs, value_of
 from autopart.passes.program import Role
+from autopart.passes.saved_recurrent import recurrent_inside
 from autopart.passes.storage import argument, is_view, merges_leading_dims, op_name, storage_of
 
 _NOTHING = {
@@ -264,6 +265,8 @@ def saved_inside(node: fx.Node, kind: str = "cuda", form: str = "") -> Amount:
         return product(node.meta["val"].shape[1:2]) * 8
     if name == "scaled_dot_product_attention":
         return _attention_inside(node, kind)
+    if str(node.target) in RECURRENT:
+        return recurrent_inside(node, kind)
     return ZERO
 
 

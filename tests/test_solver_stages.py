@@ -16,6 +16,7 @@ from autopart.solver.overlap import GradientSum
 from autopart.solver.stages_graph import StageGraph
 from autopart.solver.stages_order import positions
 from autopart.solver.stages_parts import Block, Choice, Cut, KeptGroup, Layer, Shape, TiedGroup
+from autopart.solver.stages_passing import Passing, Some
 from autopart.solver.stages_problem import Slot, StageProblem, Step
 
 Edges = tuple[tuple[int, int], ...]
@@ -76,6 +77,21 @@ class Random(random.Random):
             for _ in range(count)
         )
 
+    def passing(self, blocks: int) -> Passing:
+        """Messages of up to two kinds; the optimizer makes up to as much as a stage otherwise holds."""
+
+        def some(scale: int) -> tuple[Some, ...]:
+            found = []
+            for _ in range(self.randint(0, 4)):
+                largest = self.size(scale)
+                inside = tuple(self.sample(range(blocks), min(blocks, self.choice([1, 1, 2]))))
+                found.append(Some(inside, largest + self.size(scale), largest))
+            return tuple(found)
+
+        sent = tuple((self.randint(0, 3), some(20)) for _ in range(self.randint(0, 2)))
+        updated = some(100) if self.random() < 0.4 else ()
+        return Passing(sent, self.randint(1, 4), self.choice([0.5, 1.0]), updated, self.random() < 0.5)
+
     def layers(self, blocks: Sequence[Block]) -> tuple[Layer, ...]:
         """Up to two layers of up to three blocks: every part of one can be run as its blocks are, and slower."""
         numbers = self.sample(range(len(blocks)), len(blocks))
@@ -130,9 +146,10 @@ def random_chain(rng: Random, n: int, p: int, microbatches: int) -> StageProblem
     blocks = [rng.block(i) for i in range(n)]
     layers = rng.layers(blocks) if n < 10 else ()
     capacity, overhead = (math.inf,) * p, rng.size(9)
-    return StageProblem.chain(
+    found = StageProblem.chain(
         blocks, rng.cuts(n - 1), microbatches, flight, capacity, overhead, rng.tied(n), kept=rng.kept(n), layers=layers
     )
+    return dataclasses.replace(found, shapes=(dataclasses.replace(found.shapes[0], passing=rng.passing(n)),))
 
 
 def random_edges(rng: Random, n: int) -> Edges:
@@ -163,7 +180,8 @@ def random_dag(rng: Random, n: int, p: int) -> tuple[StageProblem, Edges]:
         )
         cuts = tuple((Cut(), *rng.cuts(len(places) - 2), Cut()) for _ in range(2))
         layers = rng.layers(slower) if n < 10 else ()
-        shapes.append(Shape(slower, cuts, rng.size(9), tied, f"shape{number}", rng.kept(n), layers))
+        shape = Shape(slower, cuts, rng.size(9), tied, f"shape{number}", rng.kept(n), layers)
+        shapes.append(dataclasses.replace(shape, passing=rng.passing(n)))
     microbatches = rng.choice([1, 2, 4, 16])
     flight = tuple(min(microbatches, p - stage) for stage in range(p))
     slots = [
@@ -251,7 +269,7 @@ def test_integer_model_equals_brute_force(seed: int) -> None:
 def test_graph_cases_are_of_all_kinds() -> None:
     """Of the cases above some are infeasible, some use several shapes, and some other choices than the first."""
     kinds = {"infeasible": 0, "shapes": 0, "choices": 0}
-    for seed in range(60):
+    for seed in range(90):
         problem, _ = small_problem(seed, dag=True)
         try:
             way = stages.solve(problem).way

@@ -94,11 +94,19 @@ def peaks_table(peaks: Sequence[RankPeak]) -> str:
     rows = [
         (
             " and ".join(map(str, peak.stages)),
-            *map(format_bytes, (peak.parameters, peak.optimizer, peak.step, peak.total, peak.planned)),
+            *map(format_bytes, (peak.parameters, peak.optimizer, peak.step, peak.update, peak.total, peak.planned)),
         )
         for peak in peaks
     ]
-    titles = ("stage", "parameters", "AdamW", "most in a step", "in all", "planned with, libraries included")
+    titles = (
+        "stage",
+        "parameters",
+        "optimizer",
+        "most in a step",
+        "or in its update",
+        "in all",
+        "planned with libraries",
+    )
     return tabulate(rows, headers=titles, disable_numparse=True)
 
 

@@ -430,6 +430,10 @@ def _infeasible(problem: StageProblem, graph: StageGraph) -> InfeasibleError:
     chosen, in_flight = problem.chosen(step), problem.in_flight[stage]
     state = math.fsum(choice.state_bytes for choice in chosen)
     kept = in_flight * math.fsum(choice.activation_bytes for choice in chosen)
+    passing = problem.shapes[slot.shape].passing
+    what = f"{format_bytes(kept)} activations of {in_flight} microbatch{'es' if in_flight > 1 else ''} in flight"
+    if passing.update_bytes(inside) > passing.message_bytes(inside) + kept:
+        what = f"{format_bytes(passing.update_bytes(inside))} what the optimizer makes for a while in its step"
     enough = f"Devices with {format_bytes(slot.capacity_bytes + over)}"
     if len({other.capacity_bytes for other in problem.slots}) > 1:
         enough = f"{format_bytes(over)} more on every device"
@@ -437,8 +441,7 @@ def _infeasible(problem: StageProblem, graph: StageGraph) -> InfeasibleError:
         f"no cut into {problem.stages} stages fits: in the best one stage {stage} ({named}) holds "
         f"{format_bytes(problem.stage_bytes(stage, step))}, {format_bytes(over)} ({over:.0f} bytes) over its capacity "
         f"of {format_bytes(slot.capacity_bytes)}; {format_bytes(state)} of it are parameters with gradients and "
-        f"optimizer state, {format_bytes(kept)} activations of {in_flight} "
-        f"microbatch{'es' if in_flight > 1 else ''} in flight. "
+        f"optimizer state, {what}. "
         f"{enough} would do; or more devices, or smaller microbatches",
         over,
     )

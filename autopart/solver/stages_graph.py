@@ -96,9 +96,10 @@ class StageGraph:
             costs, shape = shapes[number], problem.shapes[number]
             buffers = [np.array([cut.buffer_bytes for cut in shape.cuts[link]]) for link in (start, stop)]
             room = capacity - shape.overhead_bytes - costs.tied_bytes - problem.in_flight[stage] * costs.kept_bytes
-            room = room - buffers[0][runs.first] - buffers[1][runs.last]
+            room = room - buffers[0][runs.first] - buffers[1][runs.last] - costs.messages
             wanted = allowed[stage] & (costs.fastest <= most_seconds)
             seconds, excess, sure = costs.fit(room, problem.in_flight[stage], wanted)
+            excess = np.maximum(excess, costs.updating + shape.overhead_bytes - capacity)
             made["excess"][table] = np.where(wanted, excess, np.inf)
             made["seconds"][table], exact[table] = seconds, sure
             ends = crossing[number, start][runs.first] + crossing[number, stop][runs.last]
@@ -184,6 +185,7 @@ class StageGraph:
             return float(self.seconds[table, run])
         room = capacity - shape.overhead_bytes - shape.cuts[start][first].buffer_bytes
         room -= shape.cuts[stop][last].buffer_bytes + sum(g.bytes for g in shape.tied if set(g.blocks) & set(inside))
+        room -= shape.passing.message_bytes(inside)
         kept = sum(group.bytes for group in shape.kept if set(group.blocks) & set(inside))
         flying = problem.in_flight[stage]
         room -= flying * kept
@@ -235,6 +237,8 @@ class _Costs:
     fastest: Array
     tied_bytes: Array
     kept_bytes: Array  # of tensors that several blocks keep, per microbatch in flight
+    messages: Array  # of gradients and weights, while microbatches run
+    updating: Array  # state at least, and what the optimizer makes
     tied_once: Array
     step_end: Array
     exposed: Array  # of the step end, with as much hidden as the fastest choices may hide
@@ -261,7 +265,13 @@ class _Costs:
         hiding = held.summed([hiding_seconds(family) for family in families])
         exposed = step_end - np.minimum(sums_between(shape.sums, member, runs), hiding)
         peak = held.largest([choice.transient_bytes for choice in quickest])
-        return _Costs(families, held, fastest, tied_bytes, kept_bytes, tied_once, step_end, exposed, peak)
+        messages = shape.passing.messages_of(member, runs)
+        updating = held.summed([min(choice.state_bytes for choice in family) for family in families]) + tied_bytes
+        updating += shape.passing.updates_of(member, runs)
+        return _Costs(
+            *(families, held, fastest, tied_bytes, kept_bytes, messages, updating),
+            *(tied_once, step_end, exposed, peak),
+        )
 
     def fit(self, room: Array, in_flight: int, wanted: Bits) -> tuple[Array, Array, Bits]:
         """Of the wanted runs: seconds at least, bytes over the room, and where the seconds are exact.

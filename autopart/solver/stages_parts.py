@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopart.solver.overlap import GradientSum
+from autopart.solver.stages_passing import NOTHING_PASSES, Passing
 
 AMOUNTS = ("forward_s", "backward_s", "state_bytes", "activation_bytes", "transient_bytes")
 """What choices differ in."""
@@ -154,6 +155,7 @@ class Shape:
     blocks: all blocks in this shape. cuts: [link][position], the first and the last position's are empty.
     overhead_bytes: taken from each device. name: for people, such as "dp=2 tp=1 on A100". sums: those of gradients that
     are part of the blocks' and tied groups' step_end_s and start during the last backward, in the order of messages.
+    passing: what parameters take for a while.
     """
 
     blocks: tuple[Block, ...]
@@ -164,6 +166,7 @@ class Shape:
     kept: tuple[KeptGroup, ...] = ()
     layers: tuple[Layer, ...] = ()
     sums: tuple[GradientSum, ...] = ()
+    passing: Passing = NOTHING_PASSES
 
     def units(self, blocks: Sequence[int]) -> list[tuple[tuple[int, ...], Family]]:
         """What is chosen for each by itself in a stage with these blocks: parts of layers, and the other blocks."""

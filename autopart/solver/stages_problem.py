@@ -80,7 +80,7 @@ class StageProblem:
                 len(cuts) != len(self.positions) for links in self.pairs.values() for cuts in links
             ):
                 raise ValueError(f"{len(self.positions)} cut positions need as many cuts")
-            grouped_blocks = (shape.tied, shape.kept, shape.layers, shape.sums)
+            grouped_blocks = (shape.tied, shape.kept, shape.layers, shape.sums, shape.passing.parameters)
             named = [group.blocks for groups in grouped_blocks for group in groups]
             if any(not 0 <= block < count for blocks in named for block in blocks):
                 raise ValueError(f"a group of blocks names one beyond the {count} there are")
@@ -221,17 +221,19 @@ class StageProblem:
         return self.shapes[self.slots[step.slot].shape].units(self.blocks_between(step.first, step.last))
 
     def stage_bytes(self, stage: int, step: Step) -> float:
-        """Bytes that a rank of stage number ``stage`` holds at its peak."""
+        """Bytes that a rank of stage number ``stage`` holds at its peak; see :mod:`autopart.solver.stages_passing`."""
         shape, chosen = self.shapes[self.slots[step.slot].shape], self.chosen(step)
         inside = set(self.blocks_between(step.first, step.last))
-        return (
-            shape.overhead_bytes
-            + math.fsum(choice.kept_bytes(self.in_flight[stage]) for choice in chosen)
-            + math.fsum(group.bytes for group in shape.tied if inside & set(group.blocks))
+        state = math.fsum(choice.state_bytes for choice in chosen)
+        state += math.fsum(group.bytes for group in shape.tied if inside & set(group.blocks))
+        running = (
+            math.fsum(self.in_flight[stage] * choice.activation_bytes for choice in chosen)
             + math.fsum(self.in_flight[stage] * group.bytes for group in shape.kept if inside & set(group.blocks))
             + max(choice.transient_bytes for choice in chosen)
             + math.fsum(cut.buffer_bytes for cut in self.ends_of(step))
+            + shape.passing.message_bytes(inside)
         )
+        return shape.overhead_bytes + state + max(running, shape.passing.update_bytes(inside))
 
     def busy_seconds(self, step: Step) -> float:
         """Seconds per microbatch of a stage: forward and backward, and its own sends and receives, not overlapped."""

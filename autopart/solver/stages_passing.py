@@ -1,0 +1,150 @@
+"""What a stage holds for a while because of its parameters: messages, and what the optimizer makes in its step.
+
+Messages are there while microbatches run, beside what these need; the optimizer runs when all of this is gone. So a
+stage's peak is, with its state (parameters, gradients, the optimizer's state) S,
+
+    S + max(messages + activations + transients + buffers, temporaries of the optimizer)
+
+Of the parameters a stage has those that one of its blocks reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopart.message_memory import Alike, message_bytes
+from autopart.solver.stages_runs import Array, Bits, Runs
+
+
+@dataclass(frozen=True, slots=True)
+class Some:
+    """Bytes of some parameters on a rank, in all and of the largest, where a stage has one of ``blocks``."""
+
+    blocks: tuple[int, ...]
+    bytes: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """sent: by level of ZeRO, what shares messages over ``replicas``; see :mod:`autopart.message_memory` for summed.
+
+    updated: what the optimizer makes; apart: of one parameter after the other, else of all together.
+    """
+
+    sent: tuple[tuple[int, tuple[Some, ...]], ...] = ()
+    replicas: int = 1
+    summed: float = 1.0
+    updated: tuple[Some, ...] = ()
+    apart: bool = False
+
+    @property
+    def parameters(self) -> tuple[Some, ...]:
+        return (*self.updated, *(item for _, found in self.sent for item in found))
+
+    def message_bytes(self, inside: Collection[int]) -> float:
+        """Of a stage with these blocks."""
+        return float(self._messages(*_of_one(inside)))
+
+    def update_bytes(self, inside: Collection[int]) -> float:
+        """Of a stage with these blocks."""
+        return float(self._update(*_of_one(inside)))
+
+    def messages_of(self, member: Bits, runs: Runs) -> Array:
+        """By run."""
+        return np.zeros(len(runs)) + self._messages(*_of_runs(member, runs))
+
+    def updates_of(self, member: Bits, runs: Runs) -> Array:
+        """By run."""
+        return np.zeros(len(runs)) + self._update(*_of_runs(member, runs))
+
+    def _messages(self, total: _Reduce, most: _Reduce) -> Array | float:
+        found = [Alike(level, total(_sums(some)), most(_largest(some))) for level, some in self.sent]
+        return message_bytes(found, self.replicas, self.summed)
+
+    def _update(self, total: _Reduce, most: _Reduce) -> Array | float:
+        return most(_largest(self.updated)) if self.apart else total(_sums(self.updated))
+
+
+NOTHING_PASSES = Passing()
+
+_Amounts = dict[tuple[int, ...], float]
+"""By the blocks of which a stage has to have one."""
+
+_Reduce = Callable[[_Amounts], "Array | float"]
+
+
+def _sums(some: Collection[Some]) -> _Amounts:
+    found: _Amounts = {}
+    for item in some:
+        found[item.blocks] = found.get(item.blocks, 0.0) + item.bytes
+    return found
+
+
+def _largest(some: Collection[Some]) -> _Amounts:
+    found: _Amounts = {}
+    for item in some:
+        found[item.blocks] = max(found.get(item.blocks, 0.0), item.largest)
+    return found
+
+
+def _of_one(inside: Collection[int]) -> tuple[_Reduce, _Reduce]:
+    """The sum and the largest of what a stage has."""
+
+    def there(amounts: _Amounts) -> list[float]:
+        return [size for blocks, size in amounts.items() if not set(blocks).isdisjoint(inside)]
+
+    return lambda amounts: sum(there(amounts)), lambda amounts: max(there(amounts), default=0.0)
+
+
+def _of_runs(member: Bits, runs: Runs) -> tuple[_Reduce, _Reduce]:
+    """The same by run. member: [position, block]."""
+
+    def total(amounts: _Amounts) -> Array:
+        each, found = np.zeros(member.shape[1]), np.zeros(len(runs))
+        for blocks, size in amounts.items():
+            if len(blocks) == 1:
+                each[blocks[0]] = size
+            else:
+                found += size * (runs.between(member[:, list(set(blocks))].sum(axis=1)) > 0)
+        return found + runs.between(member @ each)
+
+    def most(amounts: _Amounts) -> Array:
+        by_size: dict[float, set[int]] = {}
+        for blocks, size in amounts.items():
+            by_size.setdefault(size, set()).update(blocks)
+        found = np.zeros(len(runs))
+        for size in sorted(by_size):
+            found[runs.between(member[:, list(by_size[size])].sum(axis=1)) > 0] = size
+        return found
+
+    return total, most
+
+
+def passing(
+    sent: Collection[tuple[tuple[int, ...], Hashable, int, float]],
+    updated: Collection[tuple[tuple[int, ...], float]],
+    replicas: int,
+    summed: float,
+    apart: bool,
+) -> Passing:
+    """sent: by parameter its blocks, what those of one message have in common, its level of ZeRO, and bytes of its
+    gradient on a rank. updated: its blocks, and what the optimizer makes for it.
+    """
+    kinds: dict[tuple[Hashable, int], dict[tuple[int, ...], list[float]]] = {}
+    for blocks, kind, level, size in sent:
+        kinds.setdefault((kind, level), {}).setdefault(blocks, []).append(size)
+    made: dict[tuple[int, ...], list[float]] = {}
+    for blocks, size in updated:
+        if size:
+            made.setdefault(blocks, []).append(size)
+    return Passing(
+        tuple((level, _some(found)) for (_, level), found in kinds.items()), replicas, summed, _some(made), apart
+    )
+
+
+def _some(found: dict[tuple[int, ...], list[float]]) -> tuple[Some, ...]:
+    return tuple(Some(blocks, sum(sizes), max(sizes)) for blocks, sizes in found.items())
