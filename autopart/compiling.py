@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autopart.analysis import analyze
 from autopart.cluster import Cluster
+from autopart.fewer_devices import advised
 from autopart.other_sizes import Outline, carry
 from autopart.passes.emit.program import Emitted
 from autopart.passes.rules import RULES
@@ -77,7 +78,8 @@ class Compiler:
                     )
                 limits["batch"] = program.batch * limits["dp"]
                 limits["meshes"] = "equal"  # each replica's own part goes through all stages
-            plan = make_plan(program, _cluster(settings["cluster"]), analysis=analysis, **limits)
+            cluster = _cluster(settings["cluster"])
+            plan = advised(make_plan(program, cluster, analysis=analysis, **limits), cluster, analysis, **limits)
         elif not isinstance(plan, Plan):
             plan = Plan.load(plan)
         emitted = realize(program, plan, analysis)

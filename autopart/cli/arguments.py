@@ -291,6 +291,9 @@ def choose_plan(arguments: argparse.Namespace, program: Program) -> Plan:
     """Raises ClusterError, BatchError, and PlanError when nothing fits."""
     cluster = read_cluster(arguments.cluster)
     with working(f"planning for {cluster}"):
+        from autopart.analysis import analyze
+        from autopart.fewer_devices import advised
         from autopart.planner import make_plan
 
-        return make_plan(program, cluster, **limits(arguments))
+        analysis, given = analyze(program), limits(arguments)
+        return advised(make_plan(program, cluster, analysis=analysis, **given), cluster, analysis, **given)

@@ -1,0 +1,75 @@
+"""Whether some of a cluster's devices take less time alone: slow ones, or a slow network, can cost more than they add.
+
+A plan uses all devices that it is made for. Here the fastest of them are planned for by themselves, where they may be
+faster: of the seconds T_k that a device of kind k takes for a step, if nothing is exchanged, n_k devices of each kind
+take 1 / sum_k (n_k / T_k) at least.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from autopart.analysis import Analysis
+from autopart.candidates import Candidates
+from autopart.cluster import Cluster, Node
+from autopart.cost.devices import Device
+from autopart.frontier import first_devices
+from autopart.plan import Plan
+from autopart.planner import make_plan
+from autopart.report.units import format_seconds
+from autopart.runtime.errors import AutopartError
+from autopart.solver.search import degrees
+
+WORTH = 0.01
+"""The share of a step that fewer devices have to save to be worth a note."""
+
+
+def advised(plan: Plan, cluster: Cluster, analysis: Analysis, **limits: Any) -> Plan:
+    """The plan, with a note where fewer of the cluster's devices would take less time.
+
+    limits: what the plan was made with; where they name degrees, or devices share a host's cores, nothing is looked
+    for. Further plans are made for parts that may be faster alone.
+    """
+    if any(limits.get(name) is not None for name in ("pp", "dp", "tp")) or cluster.device(0).kind != "cuda":
+        return plan
+    seconds = {node.device: least_seconds(analysis, node, plan.batch) for node in dict.fromkeys(cluster.nodes)}
+    best, where = plan, cluster
+    for part in parts(cluster, seconds):
+        if 1 / math.fsum(1 / seconds[device] for device in part.devices) >= best.step_time_s:
+            continue
+        try:
+            found = make_plan(analysis.program, part, analysis=analysis, **limits)
+        except AutopartError:  # nothing fits there, or the batch cannot be divided so
+            continue
+        if found.step_time_s < best.step_time_s:
+            best, where = found, part
+    less = 1 - best.step_time_s / plan.step_time_s
+    if less < WORTH:
+        return plan
+    note = (
+        f"{where} alone takes {format_seconds(best.step_time_s)} a step, {less:.0%} less than all "
+        f"{cluster.device_count} devices; to leave the others out, plan for that cluster and start ranks on it alone"
+    )
+    return replace(plan, notes=(*plan.notes, note))
+
+
+def least_seconds(analysis: Analysis, node: Node, batch: int) -> float:
+    """What one device of a node takes at least for a step of so many samples, in any microbatches; memory aside."""
+    candidates = Candidates(analysis, first_devices(Cluster((node,)), 1), batch, "adamw")
+    return min(candidates.lower_bound(config) for config in degrees(1, batch))
+
+
+def parts(cluster: Cluster, seconds: Mapping[Device, float]) -> Iterator[Cluster]:
+    """The fastest devices by themselves, the most first: without the slowest kinds, and halves of all, of these, …
+
+    seconds: what a device of each kind takes.
+    """
+    fastest = Cluster(tuple(sorted(cluster.nodes, key=lambda node: seconds[node.device])))
+    counts = {fastest.device_count >> halvings for halvings in range(1, fastest.device_count.bit_length())}
+    kinds = itertools.pairwise(enumerate(fastest.devices))
+    counts |= {at for (_, device), (at, other) in kinds if device != other}
+    return (first_devices(fastest, count) for count in sorted(counts, reverse=True))

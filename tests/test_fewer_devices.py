@@ -1,0 +1,64 @@
+"""Notes of plans whose cluster would take less time without some of its devices."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+import autopart
+from autopart import fewer_devices
+from autopart.analysis import Analysis, analyze
+from autopart.cluster import Cluster
+from autopart.fewer_devices import advised, least_seconds, parts
+from autopart.models import load_model
+from autopart.plan import Plan
+from autopart.planner import make_plan
+from autopart.runtime.errors import InfeasibleError
+
+
+@functools.cache
+def analysis() -> Analysis:
+    loaded = load_model("hf:gpt2?n_layer=2&seq=256&vocab_size=4096", meta=True)
+    program = autopart.capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False, copy_layers=True)
+    return analyze(program)
+
+
+def plan_on(cluster: Cluster, **limits: Any) -> Plan:
+    given: dict[str, Any] = {"batch": 64, **limits}
+    return advised(make_plan(analysis().program, cluster, analysis=analysis(), **given), cluster, analysis(), **given)
+
+
+def test_the_fastest_devices_first() -> None:
+    cluster = Cluster.parse("2xV100-32GB+2x4xH100+3xA100-80GB")
+    seconds = {node.device: least_seconds(analysis(), node, 64) for node in cluster.nodes}
+    assert [str(part) for part in parts(cluster, seconds)] == [
+        "2x4xH100+3xA100-80GB",
+        "2x4xH100",
+        "4xH100+2xH100",
+        "3xH100",
+        "1xH100",
+    ]
+
+
+def test_one_node_without_the_slow_network() -> None:
+    (note,) = [note for note in plan_on(Cluster.parse("2x2xA100-80GB@Ethernet-10")).notes if "alone" in note]
+    assert note.startswith("2xA100-80GB@Ethernet-10 alone takes") and "less than all 4 devices" in note
+
+
+def test_no_plan_is_made_for_parts_that_cannot_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Cluster] = []
+
+    def noted(program: object, cluster: Cluster, **limits: object) -> Plan:
+        made.append(cluster)
+        raise InfeasibleError("none")
+
+    monkeypatch.setattr(fewer_devices, "make_plan", noted)
+    assert plan_on(Cluster.parse("2xA100-80GB")).notes == () and not made
+    slow = Cluster.parse("2x2xA100-80GB@Ethernet-10")
+    for limits in ({"dp": 4}, {"pp": 2}, {"tp": 2}):
+        assert not any("alone" in note for note in plan_on(slow, **limits).notes)
+    assert not made
+    plan_on(slow)
+    assert made and all(part.device_count < 4 for part in made)
