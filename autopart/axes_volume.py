@@ -23,7 +23,7 @@ from autopart.candidates import Candidates
 from autopart.cost.communication import all_gather_seconds, bucketed_all_reduce_seconds, reduce_scatter_seconds
 from autopart.passes import graph as graphs
 from autopart.scheme_choices import weight_of
-from autopart.solver.search import Degrees
+from autopart.solver.degrees import Degrees
 
 # The tensor that goes over an axis, by how a product is shared on it: of (operand, weight, result).
 _ROWS, _COLUMNS, _INNER = 1, 0, 2

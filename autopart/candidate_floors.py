@@ -24,9 +24,9 @@ from autopart.passes.amounts import value_bytes
 from autopart.passes.graph import Value
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import in_flight
+from autopart.solver.degrees import Config, Degrees
 from autopart.solver.pipeline_cuts import Boundary, Place, Row, least_divided_seconds
 from autopart.solver.pipeline_floor import Family, Piece, Pipeline, least_step_seconds
-from autopart.solver.search import Config, Degrees
 from autopart.solver.stages_least import least_share
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, pipeline_floor
 from autopart.tensor_choice import TensorChoice, work_bound

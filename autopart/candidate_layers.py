@@ -20,8 +20,8 @@ from autopart.memory_bound import MemoryBound
 from autopart.module_sets import ModuleSet, ModuleSets
 from autopart.passes.data_axis import LEVELS
 from autopart.runtime.errors import PlanError
+from autopart.solver.degrees import Degrees
 from autopart.solver.pipeline_floor import Family, Piece, Price
-from autopart.solver.search import Degrees
 from autopart.tensor_choice import Builder
 
 _MOST_OTHERS = 4

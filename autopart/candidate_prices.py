@@ -35,7 +35,7 @@ from autopart.runtime.links import dtype_of
 from autopart.runtime.placement import REPLICATE
 from autopart.runtime.schedule import SPLIT_SCHEDULES, deeper_warmup, in_flight
 from autopart.shared_hosts import SharedHosts
-from autopart.solver.search import Config, Degrees
+from autopart.solver.degrees import Config, Degrees
 from autopart.solver.stages_parts import Block, Cut, Family
 from autopart.solver.stages_problem import StageProblem, Step
 from autopart.tensor_choice import Setting, Shared, TensorChoice

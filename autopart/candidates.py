@@ -13,7 +13,8 @@ from autopart.recomputation import KEPT
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import in_flight
 from autopart.solver import stages as stage_solver
-from autopart.solver.search import Degrees, Evaluation, NotBetter
+from autopart.solver.degrees import Degrees
+from autopart.solver.search import Evaluation, NotBetter
 from autopart.solver.stages_floor import blocks_floor
 from autopart.solver.stages_problem import StageProblem, StageSolution, Step, Way
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, simulated_seconds

@@ -28,7 +28,7 @@ from autopart.prices import Chosen, share_of
 from autopart.realize import Realization, build, level_names, storage_names, strategy_names
 from autopart.runtime.manifest import MIXED
 from autopart.shared_hosts import SharedHosts
-from autopart.solver.search import Config, Degrees
+from autopart.solver.degrees import Config, Degrees
 from autopart.solver.stages_problem import StageProblem, Way
 from autopart.stage_clock import StageClock
 from autopart.step_time import step_end_seconds

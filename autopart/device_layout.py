@@ -10,7 +10,7 @@ from autopart.conversion_prices import TensorAxis
 from autopart.cost.devices import Link
 from autopart.passes.conversion import Axes
 from autopart.runtime.schedule import places_of
-from autopart.solver.search import Degrees
+from autopart.solver.degrees import Degrees
 
 TENSOR_AXIS = "tp"
 TENSOR_AXES = ("x", "y", "z")

@@ -17,7 +17,8 @@ from autopart.candidate_prices import same_but_for_memory
 from autopart.candidates import Answer, Candidates
 from autopart.cluster import Cluster
 from autopart.runtime.errors import InfeasibleError
-from autopart.solver.search import Degrees, Evaluation, NotBetter
+from autopart.solver.degrees import Degrees
+from autopart.solver.search import Evaluation, NotBetter
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from autopart.cost.communication import (
     send_seconds,
 )
 from autopart.passes.annotate import parameter_bytes
-from autopart.solver.search import Degrees
+from autopart.solver.degrees import Degrees
 
 # A forward takes a third of both passes; layers that are computed again keep about a tenth of their activations.
 _FORWARD, _INPUTS = 1 / 3, 1 / 10

@@ -22,7 +22,7 @@ from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.report.units import format_seconds
 from autopart.runtime.errors import AutopartError
-from autopart.solver.search import degrees
+from autopart.solver.degrees import degrees
 
 WORTH = 0.01
 """The share of a step that fewer devices have to save to be worth a note."""

@@ -18,7 +18,7 @@ from autopart.passes.unlike_meshes import StageSetting, plain
 from autopart.piece_prices import End, PiecePrices, Traffic, add_traffic, crosses_unlike
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.placement import Placements
-from autopart.solver.search import Degrees, UnlikeMeshes
+from autopart.solver.degrees import Degrees, UnlikeMeshes
 from autopart.solver.stages_parts import AMOUNTS, Block, Cut, Family, KeptGroup, Layer, Shape
 from autopart.tensor_choice import TensorChoice
 

@@ -10,7 +10,8 @@ from autopart.candidates import Answer, Candidates
 from autopart.passes.program import TensorInfo
 from autopart.report.units import format_bytes, format_seconds
 from autopart.several_axes import uncovered
-from autopart.solver.search import Config, Considered, Degrees, Status, axes_text
+from autopart.solver.degrees import Config, Degrees, axes_text
+from autopart.solver.search import Considered, Status
 from autopart.unlike_answer import UnlikeAnswer
 
 

@@ -1,6 +1,6 @@
 """Planning: which mesh, which microbatches, which strategies, which stages, and how far from the best that can be.
 
-Candidates are all pp x dp x tp of the devices with all numbers of microbatches (see autopart.solver.search). For each
+Candidates are all pp x dp x tp of the devices with all numbers of microbatches (see autopart.solver.degrees). For each
 one the tensor solver chooses strategies, which gives every block its seconds and bytes, and the stage solver cuts the
 chain of blocks (:mod:`autopart.candidates`). The search takes the promising candidates first
 (:mod:`autopart.estimates`), and none of which a bound says that it cannot be faster. The fastest are timed again on the
@@ -33,16 +33,8 @@ from autopart.recomputation import RECOMPUTE
 from autopart.runtime.errors import BatchError, ClusterError, PlanError
 from autopart.runtime.schedule import NAMES
 from autopart.several_axes import several_axes
-from autopart.solver.search import (
-    Considered,
-    Degrees,
-    Evaluation,
-    NotBetter,
-    UnlikeMeshes,
-    degrees,
-    read_axes,
-    search,
-)
+from autopart.solver.degrees import Degrees, UnlikeMeshes, degrees, read_axes
+from autopart.solver.search import Considered, Evaluation, NotBetter, search
 from autopart.solver.tensor_problem import relative_gap
 from autopart.tensor_scheme import TensorScheme
 from autopart.unlike import UnlikeCandidates

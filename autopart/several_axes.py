@@ -23,7 +23,8 @@ from dataclasses import replace
 
 from autopart.axes_volume import least_exchange_seconds
 from autopart.candidates import Answer, Candidates
-from autopart.solver.search import MOST_AXES, Degrees, Evaluation, factorizations
+from autopart.solver.degrees import MOST_AXES, Degrees, factorizations
+from autopart.solver.search import Evaluation
 
 AXES = 2
 """Tensor axes that are tried where one is short of memory or sizes."""

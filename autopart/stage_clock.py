@@ -23,7 +23,7 @@ from autopart.passes.kept import rerun
 from autopart.passes.partition import StageGraph
 from autopart.passes.program import Role
 from autopart.prices import Chosen, share_of
-from autopart.solver.search import Degrees
+from autopart.solver.degrees import Degrees
 from autopart.tensor_choice import Setting, TensorChoice
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from autopart.runtime.schedule import Action, Schedule, in_flight, make_schedule
 from autopart.runtime.schedule.flushing import one_f_one_b_order
 from autopart.simulate import Durations, StageTimes, row_makespan, steady_seconds
-from autopart.solver.search import Degrees
+from autopart.solver.degrees import Degrees
 from autopart.solver.stages_floor import least_step
 from autopart.solver.stages_problem import StageProblem, Step, Way
 

@@ -38,7 +38,8 @@ from autopart.passes.data_axis import LEVELS
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import in_flight
 from autopart.solver import stages as stage_solver
-from autopart.solver.search import Evaluation, UnlikeMeshes
+from autopart.solver.degrees import UnlikeMeshes
+from autopart.solver.search import Evaluation
 from autopart.solver.stages_parts import Block, Cut, Shape
 from autopart.solver.stages_problem import Slot, StageProblem
 from autopart.step_time import WHOLE_SCHEDULES, simulated_seconds

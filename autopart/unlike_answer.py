@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autopart.mesh_prices import Priced
 from autopart.runtime.schedule import places_of
-from autopart.solver.search import UnlikeMeshes
+from autopart.solver.degrees import UnlikeMeshes
 from autopart.solver.stages_problem import StageProblem, StageSolution
 
 

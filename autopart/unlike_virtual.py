@@ -29,7 +29,7 @@ from autopart.mesh_prices import INSIDE, NETWORK, Priced
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import in_flight, places_of
 from autopart.solver import stages as stage_solver
-from autopart.solver.search import UnlikeMeshes
+from autopart.solver.degrees import UnlikeMeshes
 from autopart.solver.stages_parts import Cut, Shape
 from autopart.solver.stages_problem import Slot, StageProblem
 from autopart.unlike_answer import UnlikeAnswer

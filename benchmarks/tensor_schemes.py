@@ -23,7 +23,7 @@ from autopart.passes.annotate import parameter_bytes
 from autopart.planner import make_plan
 from autopart.report.units import format_bytes, format_seconds
 from autopart.runtime.errors import AutopartError, InfeasibleError
-from autopart.solver.search import axes_text
+from autopart.solver.degrees import axes_text
 from autopart.tracing import capture
 
 CLUSTERS = ("16x4xRTX-5000@InfiniBand-56", "16x4xV100-16GB@InfiniBand-100")

@@ -16,7 +16,7 @@ from autopart.api import load
 from autopart.candidates import Candidates
 from autopart.planner import make_plan
 from autopart.realize import realize
-from autopart.solver.search import Degrees
+from autopart.solver.degrees import Degrees
 from autopart.tracing import capture
 from clusters import ideal
 from families import family

@@ -26,7 +26,7 @@ from autopart.runtime.later import Later
 from autopart.runtime.mesh import Axis
 from autopart.runtime.recompute import checkpoint
 from autopart.runtime.traffic import Traffic
-from autopart.solver.search import Degrees
+from autopart.solver.degrees import Degrees
 from autopart.tensor_scheme import TensorScheme
 from autopart.tracing import capture
 from clusters import ideal

@@ -18,7 +18,7 @@ from autopart.models import load_model
 from autopart.prices import Chosen, share_of
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.placement import REPLICATE
-from autopart.solver.search import Degrees
+from autopart.solver.degrees import Degrees
 from autopart.tensor_choice import Builder, TensorChoice, stored_as
 from autopart.tracing import capture
 from clusters import ideal

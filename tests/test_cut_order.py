@@ -14,7 +14,7 @@ from autopart.candidates import Candidates
 from autopart.cut_order import CutOrder
 from autopart.offers import Offers
 from autopart.passes.rules import compatible
-from autopart.solver.search import Degrees
+from autopart.solver.degrees import Degrees
 from autopart.tracing import capture
 from clusters import ideal
 

@@ -30,7 +30,7 @@ from autopart.reshardings import reshardings
 from autopart.runtime import Axis, local_forms
 from autopart.runtime.errors import PlanError
 from autopart.runtime.placement import shard
-from autopart.solver.search import Degrees
+from autopart.solver.degrees import Degrees
 from autopart.tracing import capture
 from autopart.verify import Subject, compare_emitted, prepare
 from clusters import ideal

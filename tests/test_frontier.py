@@ -24,7 +24,7 @@ from autopart.planner import make_plan
 from autopart.report.picture import Curve, svg, ticks
 from autopart.runtime.errors import ClusterError, InfeasibleError, PlanError
 from autopart.solver import tensor as tensor_solver
-from autopart.solver.search import Degrees
+from autopart.solver.degrees import Degrees
 from autopart.tracing import capture
 from clusters import ideal
 

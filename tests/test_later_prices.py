@@ -21,7 +21,7 @@ from autopart.passes.beside import operand_of
 from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.runtime.placement import BROADCAST, REPLICATE, shard
-from autopart.solver.search import Degrees
+from autopart.solver.degrees import Degrees
 from autopart.tensor_choice import Builder, stored_as
 from autopart.tensor_scheme import TensorScheme
 from autopart.tracing import capture

@@ -26,7 +26,7 @@ from autopart.realize import build, realize, realized
 from autopart.recomputation import WHOLE
 from autopart.report.table import plan_text
 from autopart.runtime.errors import PlanError
-from autopart.solver.search import Degrees
+from autopart.solver.degrees import Degrees
 from autopart.solver.stages_choices import least_seconds
 from autopart.solver.stages_parts import Choice, Family
 from autopart.solver.stages_problem import StageProblem

@@ -25,7 +25,7 @@ from autopart.planner import make_plan
 from autopart.realize import build, realize
 from autopart.recomputation import KEPT
 from autopart.solver import elimination
-from autopart.solver.search import Degrees
+from autopart.solver.degrees import Degrees
 from autopart.solver.stages_choices import least_seconds
 from autopart.solver.stages_parts import Choice
 from autopart.tensor_choice import TensorChoice

@@ -19,8 +19,8 @@ from autopart.predict import simulate_plan
 from autopart.realize import emit
 from autopart.runtime import gradients
 from autopart.runtime.buckets import BUCKET_BYTES, messages_of
+from autopart.solver.degrees import Degrees
 from autopart.solver.overlap import GradientSum, hidden_seconds
-from autopart.solver.search import Degrees
 from autopart.step_time import step_end_seconds
 from autopart.tracing import capture
 from clusters import ideal

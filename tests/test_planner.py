@@ -26,7 +26,7 @@ from autopart.realize import realize
 from autopart.runtime.errors import BatchError, InfeasibleError, PlanError
 from autopart.runtime.schedule import NAMES
 from autopart.runtime.transitions import Transition
-from autopart.solver.search import Degrees, degrees
+from autopart.solver.degrees import Degrees, degrees
 from autopart.tracing import capture
 from branching import branches
 from clusters import ideal

@@ -14,7 +14,7 @@ from autopart.candidates import Candidates
 from autopart.models import load_model
 from autopart.passes import annotate
 from autopart.solver import tensor
-from autopart.solver.search import Degrees
+from autopart.solver.degrees import Degrees
 from autopart.tracing import capture
 from clusters import ideal
 

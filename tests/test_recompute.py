@@ -21,7 +21,7 @@ from autopart.planner import make_plan
 from autopart.realize import build, realize, realized
 from autopart.report.table import plan_text
 from autopart.runtime.errors import PlanError
-from autopart.solver.search import Degrees
+from autopart.solver.degrees import Degrees
 from autopart.solver.stages import solve
 from autopart.verify import compare_emitted
 from clusters import ideal

@@ -20,7 +20,8 @@ from autopart.plan_notes import unfactored
 from autopart.planner import make_plan
 from autopart.report.units import format_seconds
 from autopart.several_axes import uncovered
-from autopart.solver.search import Considered, Degrees, Status
+from autopart.solver.degrees import Degrees
+from autopart.solver.search import Considered, Status
 from autopart.tracing import capture
 from clusters import ideal
 

@@ -8,17 +8,8 @@ import random
 import pytest
 
 from autopart.runtime.errors import InfeasibleError, PlanError
-from autopart.solver.search import (
-    Config,
-    Degrees,
-    Evaluation,
-    NotBetter,
-    Status,
-    degrees,
-    factorizations,
-    read_axes,
-    search,
-)
+from autopart.solver.degrees import Config, Degrees, degrees, factorizations, read_axes
+from autopart.solver.search import Evaluation, NotBetter, Status, search
 
 
 def configs(count: int) -> list[Degrees]:

@@ -16,7 +16,7 @@ from autopart.cost.communication import send_seconds
 from autopart.describe import describe
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver import brute, stages
-from autopart.solver.search import Degrees
+from autopart.solver.degrees import Degrees
 from autopart.solver.stages_graph import StageGraph
 from autopart.solver.stages_parts import Block, Cut
 from autopart.solver.stages_problem import StageProblem, Way

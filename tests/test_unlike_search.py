@@ -17,7 +17,7 @@ from autopart.passes.data_axis import LEVELS
 from autopart.plan import Plan
 from autopart.predict import simulate_plan
 from autopart.runtime.errors import InfeasibleError, PlanError
-from autopart.solver.search import UnlikeMeshes
+from autopart.solver.degrees import UnlikeMeshes
 from autopart.solver.stages_problem import Slot, Step
 from autopart.unlike import UnlikeCandidates
 from autopart.unlike_virtual import VirtualMeshes, ways

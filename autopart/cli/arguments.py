@@ -170,7 +170,7 @@ def zero_level(text: str) -> int | None:
 
 def tensor_axes(text: str) -> int | tuple[int, ...]:
     from autopart.runtime.errors import PlanError
-    from autopart.solver.search import read_axes
+    from autopart.solver.degrees import read_axes
 
     try:
         return read_axes(text)
