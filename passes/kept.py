@@ -18,6 +18,7 @@ from autopart.passes.emit.segments import Segment, segments_of
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
 from autopart.passes.saved import WHOLE_INSIDE, additive_mask, saved_inside, saved_tensors
+from autopart.passes.saved_recurrent import recurrent_bytes
 from autopart.passes.storage import storage_of
 from autopart.runtime.placement import Placements
 
@@ -111,7 +112,10 @@ def inside_bytes(node: fx.Node, axes: Axes, batch: int, kind: str) -> float:
     """Bytes that an op keeps besides its operands and results: sharded as its result is, or what it is of where the
     result is a sum, or as a local form has it.
     """
-    size = saved_inside(node, kind).at(batch) if "transition" not in node.meta else 0
+    if "transition" in node.meta:
+        return 0.0
+    recurrent = str(node.target) in graphs.RECURRENT
+    size = recurrent_bytes(node, kind, batch) if recurrent else saved_inside(node, kind).at(batch)
     if not size:
         return 0.0
     share = min(share_of_rank(node, axes), share_of_rank(graphs.inputs(node)[0].node, axes))

@@ -21,6 +21,7 @@ from autopart.passes.peak_code import StageCode, is_parameter
 from autopart.passes.peak_conversion import Way, transition_of
 from autopart.passes.peak_weights import Holding
 from autopart.passes.rules import is_differentiable
+from autopart.passes.saved_recurrent import layers_of
 from autopart.passes.storage import is_view, op_name
 
 # Tensors of an operand's size that the backward of an op makes on its way.
@@ -390,6 +391,8 @@ class Walk:
         name = op_name(node)
         put_off = weight_of(node) if node in self.code.put_off_to else None
         more: list[tuple[Value, float]] = []
+        before, freed = self.now, self.freed_between(node)
+        self.now -= freed
         for value in dict.fromkeys(graphs.inputs(node)):
             if not is_differentiable(value) or self.skips(value) or value.node is put_off:
                 continue
@@ -413,8 +416,14 @@ class Walk:
             passing += form_copies(node, self.code.gradient_size(graphs.inputs(node)[0]))[1]
         for _, size in more:
             self.add(size, passing)
+        self.now += freed
+        self.most = max(self.most, before + (self.now - before) / layers_of(node))
         for owner, size in more:
             self.receive(owner, size)
+
+    def freed_between(self, node: fx.Node) -> float:
+        """Bytes that an op of several layers has inside for all but the one through which its backward ends."""
+        return self.code.inside(node) * (1 - 1 / layers_of(node)) if layers_of(node) > 1 else 0.0
 
     def pass_on(self, coming: Value, owners: Sequence[Value]) -> None:
         """A result's gradient is that of these values too: the same tensor, or added in place to what they have."""

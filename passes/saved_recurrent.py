@@ -3,13 +3,13 @@
 On the CPU torch runs an LSTM in float32 or bfloat16 layer by layer, and direction by direction, by oneDNN
 (``aten::mkldnn_rnn_layer``), which keeps a workspace of all that its backward needs. For T steps of N samples, inputs
 of I numbers, states of H, in s bytes each, with W = max(I, H) it has been found (torch 2.13; in float32 equal to what
-is allocated for any sizes tried, in bfloat16 within 3 %) to be, but for pages of 4096 bytes,
+is allocated for any sizes tried, in bfloat16 within 3 %) to be
 
     T N ld(4H) s  +  2 (T + 1) N (ld(W) s + 2 ld(W) 4 + H s + H 4)  +  T N ld(H) s
 
-with ld(n) the next multiple of 64 bytes, and 64 bytes more where it is one of 256 numbers. Besides there are the
-results of all layers but the last, each layer's last states, and the inputs in the order of the steps where they come
-in the samples' order. The parts of the formula in bytes, with half a page each. What other kernels keep is not known.
+each of the seven in whole pages of 4096 bytes, with ld(n) the next multiple of 64 bytes, and 64 bytes more where it is
+one of 256 numbers. Besides there are the results of all layers but the last, and the inputs in the order of the steps
+where they come in the samples' order. What other kernels keep is not known.
 """
 
 from __future__ import annotations
@@ -17,42 +17,66 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopart.passes.amounts import ONE, ZERO, Amount, numel, size, total
-from autopart.passes.graph import inputs
+from autopart.passes.amounts import ZERO, Amount, constant, size
+from autopart.passes.graph import RECURRENT, inputs
 from autopart.passes.storage import argument
 
 _PAGE, _LINE = 4096, 64
+_FEW, _MANY = 1024, 2048
+"""Samples between which pages do not show."""
+
+
+def layers_of(node: fx.Node) -> int:
+    """How many layers an op has that autograd goes back through one by one; 1 of other ops than recurrent ones."""
+    return int(argument(node, 4, "num_layers")) if str(node.target) in RECURRENT else 1
 
 
 def recurrent_inside(node: fx.Node, kind: str) -> Amount:
-    """Bytes beside inputs and results. node: of :data:`autopart.passes.graph.RECURRENT`. kind: of devices."""
+    """Bytes beside inputs and results, pages aside. node: of :data:`autopart.passes.graph.RECURRENT`."""
+    if not _is_known(node, kind):
+        return ZERO
+    if len(_samples(node).coefficients) < 2:
+        return constant(recurrent_bytes(node, kind, 1))
+    slope = (recurrent_bytes(node, kind, _MANY) - recurrent_bytes(node, kind, _FEW)) // (_MANY - _FEW)
+    return Amount((max(0, recurrent_bytes(node, kind, 8) - 8 * slope), slope))
+
+
+def recurrent_bytes(node: fx.Node, kind: str, batch: int) -> int:
+    """The same for so many samples."""
+    if not _is_known(node, kind):
+        return 0
     sequence, state = (value.fake for value in inputs(node)[:2])
-    if kind != "cpu" or node.target is not torch.ops.aten.lstm.input:
-        return ZERO
-    if sequence.dtype not in (torch.float32, torch.bfloat16):
-        return ZERO
-    layers, directions = int(argument(node, 4, "num_layers")), 1 + bool(argument(node, 7, "bidirectional", False))
+    layers, directions = layers_of(node), 1 + bool(argument(node, 7, "bidirectional", False))
     first = bool(argument(node, 8, "batch_first", False))
-    steps, samples = (size(sequence.shape[at]) for at in ((1, 0) if first else (0, 1)))
+    steps, samples = int(sequence.shape[1 if first else 0]), _samples(node).at(batch)
     entering, hidden, width = int(sequence.shape[-1]), int(state.shape[-1]), sequence.element_size()
     wide = [entering, *[hidden * directions] * (layers - 1)]
-    kept = [_workspace(steps, samples, own, hidden, width) * directions for own in wide]
-    between = steps * samples * (hidden * directions * width * (layers - 1))
-    turned = numel(sequence) * width if first else ZERO
-    return total([*kept, between, turned])
+    kept = directions * sum(_workspace(steps, samples, own, hidden, width) for own in wide)
+    between = steps * samples * hidden * directions * width * (layers - 1)
+    return kept + between + (steps * samples * entering * width if first else 0)
 
 
-def _workspace(steps: Amount, samples: Amount, entering: int, hidden: int, width: int) -> Amount:
+def _is_known(node: fx.Node, kind: str) -> bool:
+    sequence = inputs(node)[0].fake
+    narrow = sequence.dtype in (torch.float32, torch.bfloat16)
+    return kind == "cpu" and narrow and node.target is torch.ops.aten.lstm.input
+
+
+def _samples(node: fx.Node) -> Amount:
+    return size(inputs(node)[0].fake.shape[0 if argument(node, 8, "batch_first", False) else 1])
+
+
+def _workspace(steps: int, samples: int, entering: int, hidden: int, width: int) -> int:
     """Of one layer in one direction. entering: numbers of its input. width: bytes of a number."""
     most = max(entering, hidden)
-    moved, states = steps * samples, (steps + ONE) * samples * 2
+    moved, states = steps * samples, 2 * (steps + 1) * samples
     parts = [
-        moved * (_leading(4 * hidden, width) * width),
-        *(states * (_leading(most, size_) * size_) for size_ in (width, 4, 4)),
-        *(states * (hidden * size_) for size_ in (width, 4)),
-        moved * (_leading(hidden, width) * width),
+        moved * _leading(4 * hidden, width) * width,
+        *(states * _leading(most, size_) * size_ for size_ in (width, 4, 4)),
+        *(states * hidden * size_ for size_ in (width, 4)),
+        moved * _leading(hidden, width) * width,
     ]
-    return total(parts) + ONE * (_PAGE // 2 * len(parts))
+    return sum(-(-part // _PAGE) * _PAGE for part in parts)
 
 
 def _leading(numbers: int, width: int) -> int:
