@@ -47,12 +47,16 @@ _STEADY = 4
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """Bytes of one microbatch of a value between two stages, as ranks of either have it. pieces: meshes are unlike."""
+    """Bytes of one microbatch of a value between two stages, as ranks of either have it.
+
+    pieces: meshes are unlike. copied: the pieces are no rows of what the source has, so they are copies.
+    """
 
     at_source: float
     at_target: float
     differentiable: bool
     pieces: bool
+    copied: bool = False
 
 
 Exchanged = Mapping[_Edge, Sequence[Crossing]]
@@ -75,7 +79,9 @@ def exchanged_bytes(found: Realization, samples: Sequence[int], axes: Sequence[A
                 there = _bytes(node, axes[target], samples[target])
                 back = bool(node.meta.get("differentiable")) and graphs.may_have_gradient(fake.dtype)
                 pieces = unlike and (axes[source], samples[source]) != (axes[target], samples[target])
-                made.setdefault((source, target), []).append(Crossing(here, there, back, pieces))
+                cuts = [item for item in node.meta["placements"] if item.is_shard and item.dim]
+                copied = pieces and any(item not in results[source][name].meta["placements"] for item in cuts)
+                made.setdefault((source, target), []).append(Crossing(here, there, back, pieces, copied))
     return made
 
 
@@ -215,7 +221,9 @@ class _Walk:
                 self.now -= self.arriving.pop(stage)
             self.add(peak.retained - there, most - peak.retained)
         elif work is Work.SEND_ACTIVATION and action.peer not in self.own:
-            self.sent[action, batch] = 0.0  # a result, which is kept until the backward
+            copies = sum(value.at_source for value in self.crossing.get(action.edge, ()) if value.copied)
+            self.sent[action, batch] = copies  # else results, which are kept until the backward
+            self.add(copies)
         elif work is Work.BACKWARD:
             self.arrive(Work.RECV_GRADIENT, action, batch)
             self.backward(action, batch, last)
@@ -231,8 +239,10 @@ class _Walk:
         for send, number in self.sent:
             same = (send.stage, send.microbatch, number) == (stage, action.microbatch, batch)
             if same and send.work is Work.SEND_ACTIVATION:
-                self.sent[send, number] = self.size(send)
-                self.now += self.size(send)
+                whole = [value for value in self.crossing.get(send.edge, ()) if not value.copied]
+                held = sum(value.at_source for value in whole)
+                self.sent[send, number] += held
+                self.now += held
         coming = sum(value.at_source for value in self.between(stage, None) if value.differentiable)
         going = peak.back(self.passed[Work.BACKWARD, stage, batch], last)
         before = self.tails.pop(stage, 0.0)

@@ -260,7 +260,8 @@ def _modules_again(analysis: Analysis, plan: Plan) -> Plan | None:
 
 
 def _ratios(predicted: Sequence[float], counted: Sequence[int]) -> list[float]:
-    return [round(ours / theirs, 3) if ours and theirs else 1.0 for ours, theirs in zip(predicted, counted, strict=True)]
+    pairs = zip(predicted, counted, strict=True)
+    return [round(ours / theirs, 3) if ours and theirs else 1.0 for ours, theirs in pairs]
 
 
 def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
