@@ -152,10 +152,11 @@ class Candidates(CandidateFloors):
             byte_s = price * seconds / sum(self._rooms(config))
             choice = self._builder(config).solve_priced(byte_s, sum(flying) / len(flying), self.time_limit_s)
             try:
-                best = self._evaluate(config, choice, below, tightenings=0)
+                found = self._evaluate(config, choice, below, tightenings=0)
             except (InfeasibleError, NotBetter):
                 continue
-            below = best.objective
+            if found.objective < below:
+                best, below = found, found.objective
         return best
 
     def _divided(self, config: Degrees, below: float) -> Evaluation[Answer] | None:

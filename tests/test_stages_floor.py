@@ -183,9 +183,25 @@ def test_no_order_within_the_room_of_1f1b_is_faster(seed: int) -> None:
     transfers = {(index, index + 1): (cut.forward_s, cut.backward_s) for index, cut in enumerate(cuts)}
     times = [StageTimes(block.forward_s, block.backward_s) for block in blocks]
     found = find_schedule(times, microbatches, transfers, held)
-    assert found.optimal and way_floor(problem, way) <= found.makespan_s * (1 + 1e-9)
+    assert found.optimal and way_floor(problem, way, any_order=True) <= found.makespan_s * (1 + 1e-9)
     named = simulated_seconds(problem, way, "1f1b", [0.0] * count, (), range(count))
     assert way_floor(problem, way) <= named * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(10))
+def test_in_many_microbatches_the_floor_of_a_division_is_its_pace(seed: int, depth: int) -> None:
+    """Whatever its stages and transfers take: the largest part that any two stages and those between wait for."""
+    rng = Random(300 + seed)
+    count, microbatches = rng.randint(2, 6), 400
+    blocks = [Block(f"block{i}", rng.randint(1, 6), rng.randint(1, 9)) for i in range(count)]
+    cuts = [Cut(rng.choice([0, 9]), rng.choice([0, 9])) for _ in range(count - 1)]
+    warmup = deeper_warmup(count, depth)
+    held = in_flight("1f1b", count, microbatches, warmup)
+    problem = StageProblem.chain(blocks, cuts, microbatches, held, (math.inf,) * count)
+    way = tuple(steps(*range(count + 1)))
+    seconds = simulated_seconds(problem, way, "1f1b", [0.0] * count, warmup, range(count))
+    assert 0.98 * seconds <= way_floor(problem, way) <= seconds * (1 + 1e-9)
 
 
 def test_transfers_that_take_the_longest_are_the_floor() -> None:

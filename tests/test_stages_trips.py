@@ -70,7 +70,20 @@ def test_transfers_that_pass_beside_work_cost_no_layers() -> None:
     found = stages.solve(problem, timed=lambda way: timed(problem, way, "1f1b"))
     assert problem.boundaries(plain.way) == (0, 4, 7, 12) and problem.boundaries(found.way) == (0, 4, 8, 12)
     assert timed(problem, plain.way, "1f1b") == 509 and timed(problem, found.way, "1f1b") == 496
-    assert found.lower_bound_s == plain.lower_bound_s == 492
+    assert found.lower_bound_s == plain.lower_bound_s == 496
+
+
+def test_stages_between_slow_links_get_fewer_layers() -> None:
+    """Of stages two to a node, those on either side of a link wait for each other; the first and the last are free."""
+    blocks = [Block(f"block {number}", 1.0, 2.0) for number in range(26)]
+    problem = StageProblem.chain(blocks, (Cut(0.0, 0.0),) * 25, 128, (4, 3, 2, 1), (math.inf,) * 4)
+    shape = dataclasses.replace(problem.shapes[0], cuts=((Cut(),) * 27, (Cut(), *(Cut(3.0, 3.0),) * 25, Cut())))
+    problem = dataclasses.replace(problem, shapes=(shape,), links=(0, 0, 1, 0, 0))
+    found = stages.solve(problem, timed=lambda way: timed(problem, way, "1f1b"))
+    _, first, _, last, _ = problem.boundaries(found.way)
+    assert (first, last) == (7, 19)
+    seconds = timed(problem, found.way, "1f1b")
+    assert seconds * 0.995 <= found.lower_bound_s <= seconds
 
 
 def test_transfers_take_what_the_link_of_their_stages_takes() -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price, Way, least_step_seconds
-from autopart.solver.stages_floor import body_seconds
+from autopart.solver.stages_floor import NEIGHBOURS, body_seconds
 
 _NEAR = 5e-4
 """How near to the best that it proves a bound is sought, in parts of what is of interest."""
@@ -198,8 +198,12 @@ class _Divided:
             before, behind = self._through(arcs)
             if not math.isfinite(before[-1][-1]):
                 return arcs, None
+            ways = self._ways(arcs)
             found = [
-                own.left(before[stage][own.first] + own.ends + self._body(stage, own, behind[stage + 1]) < seconds)
+                own.left(
+                    before[stage][own.first] + own.ends + self._body(stage, own, behind[stage + 1], ways[stage])
+                    < seconds
+                )
                 for stage, own in enumerate(arcs)
             ]
             if sum(len(own.own) for own in found) == sum(len(own.own) for own in arcs):
@@ -295,7 +299,29 @@ class _Divided:
             behind.append(more)
         return before, behind[::-1]
 
-    def _body(self, stage: int, arcs: _Arcs, behind: Array) -> Array:
+    def _ways(self, arcs: Sequence[_Arcs]) -> list[list[tuple[int, Array]]]:
+        """By stage, of its arcs, the least seconds of the stages behind that they wait for."""
+        flying, size = self.pipeline.in_flight, len(self.row.boundaries)
+        found, least = list[list[tuple[int, Array]]](), list[Array]()  # from a boundary through so many stages
+        for stage in reversed(range(len(arcs))):
+            own, crossed = arcs[stage], self._crossing(stage)
+            further = (flying[stage] - held + 1 for held in flying[stage + 1 :])
+            found.append(
+                [
+                    (later, (crossed + through)[own.last])
+                    for later, through in zip(further, least, strict=False)
+                    if later >= 1
+                ]
+            )
+            more = []
+            for through in (None, *least[: NEIGHBOURS - 1]):
+                here = np.full(size, math.inf)
+                np.minimum.at(here, own.first, own.own if through is None else own.own + (crossed + through)[own.last])
+                more.append(here)
+            least = more
+        return found[::-1]
+
+    def _body(self, stage: int, arcs: _Arcs, behind: Array, ways: Sequence[tuple[int, Array]] = ()) -> Array:
         """Seconds of a stage from its first forward to its last backward. behind: without the cut behind the stage."""
         flying, m = self.pipeline.in_flight, self.pipeline.microbatches
         there, back = self._sent(stage)[arcs.last].T
@@ -305,6 +331,7 @@ class _Divided:
             *(m, flying[stage], flying[-1] >= m, arcs.own),
             *(self.forward[arcs.last] - self.forward[arcs.first], self.backward[arcs.last] - self.backward[arcs.first]),
             *(behind[arcs.last] + there + back, np.maximum(there, back)),
+            ways,
         )
 
     # -- one stage ------------------------------------------------------------------------------------------------

@@ -29,6 +29,19 @@ on the cuts before k or behind it, a step of T seconds has, for every k:
 
         T >= t_{<k} + t_k + t_{>k} + (m - 1) x
 
+All of this holds for any order of a stage's work with no more microbatches in flight. In 1F1B's own
+
+(6) neighbours wait for each other: after the forward of microbatch i stage l >= k runs the backward of i - w_l + 1, and
+    stage k after the backward of j the forward of j + w_k. So where w_k < m, a forward of k leads through the stages up
+    to l and back, S = t_{k..l} with their transfers, to that of c = w_k - w_l + 1 microbatches later. The first
+    backward is behind a round trip, n = floor((m - 1 - w_k) / c) such ways follow, and each of the forwards left
+    follows a backward:
+
+        T >= t_{<k} + 2 (t_k + t_{>k}) + n S + (m - 1 - w_k - n c) t_k
+
+    In many microbatches the pace is the largest S / c, as all cycles of waiting are such ways. In (3) t_k stands for
+    max(F_k, B_k) likewise.
+
 What follows T's part up to the last backward's end on stage k is its own step end, if that is longer than the way back.
 
 :func:`least_step` takes (1), (2), (4) and of (3) the case w_k = m, without transfers, over all divisions of W = sum of
@@ -93,20 +106,28 @@ def body_seconds(
     backward: Array | float,
     behind: Array | float,
     sent: Array | float,
+    ways: Sequence[tuple[int, Array | float]] | None = (),
 ) -> Array:
     """From the start of a stage's first forward to the end of its last backward, at least; see the module.
 
     held: microbatches in flight. drained: the last stage holds all. seconds, forward, backward: of the stage, the two
     at least; behind: of the stages behind, with all transfers there and back. sent: of the longer of the two on the cut
-    behind the stage.
+    behind the stage. ways: of (6), up to some stage behind and back: how many microbatches later they lead to, and
+    their seconds without the stage's own; None: of any order of work.
     """
-    found = np.asarray(microbatches * seconds + (behind if drained else 0.0))
-    if held < microbatches:
-        found = np.maximum(found, (1 + microbatches - held) * seconds + 2 * behind)
     held = min(max(held, 1), microbatches)
+    found = np.asarray(microbatches * seconds + (behind if drained else 0.0))
+    follow = np.maximum(forward, backward)
+    if held < microbatches:
+        left = microbatches - 1 - held
+        follow = follow if ways is None else seconds
+        # one microbatch later: from the stage to itself
+        for later, others in ((1, 0.0), *(way for way in ways or () if way[0] <= left)):
+            own = 2 + left // later + left % later
+            found = np.maximum(found, own * seconds + 2 * behind + left // later * others)
     rounds = -(-microbatches // held)
     others = microbatches - 1 - (rounds - 1) * held
-    found = np.maximum(found, rounds * (seconds + behind) + others * np.maximum(forward, backward))
+    found = np.maximum(found, rounds * (seconds + behind) + (others * follow if others else 0.0))
     return np.maximum(found, seconds + behind + (microbatches - 1) * sent)
 
 
@@ -137,8 +158,11 @@ def blocks_floor(problem: StageProblem) -> float:
     return found
 
 
-def way_floor(problem: StageProblem, way: Way) -> float:
-    """Seconds that a division takes at least with the choices that its stages have made."""
+def way_floor(problem: StageProblem, way: Way, *, any_order: bool = False) -> float:
+    """Seconds that a division takes at least with the choices that its stages have made.
+
+    any_order: of a stage's work, with no more microbatches in flight; else 1F1B's and GPipe's.
+    """
     chosen = [problem.chosen(step) for step in way]
     forward = [math.fsum(choice.forward_s for choice in own) for own in chosen]
     backward = [math.fsum(choice.backward_s for choice in own) for own in chosen]
@@ -146,14 +170,23 @@ def way_floor(problem: StageProblem, way: Way) -> float:
     crossed = [problem.crossings(before, after) for before, after in itertools.pairwise(way)]
     there = [*(max(cut.forward_s for cut in cuts) for cuts in crossed), 0.0]
     back = [*(max(cut.backward_s for cut in cuts) for cuts in crossed), 0.0]
-    drained = problem.in_flight[-1] >= problem.microbatches
+    flying, drained = problem.in_flight, problem.in_flight[-1] >= problem.microbatches
     floor = 0.0
     for stage, step in enumerate(way):
         behind = math.fsum((*total[stage + 1 :], *there[stage:], *back[stage:]))
+        ways = [
+            (
+                flying[stage] - flying[last] + 1,
+                math.fsum((*total[stage + 1 : last + 1], *there[stage:last], *back[stage:last])),
+            )
+            for last in range(stage + 1, len(way))
+            if flying[last] <= flying[stage]
+        ]
         body = float(
             body_seconds(
                 *(problem.microbatches, problem.in_flight[stage], drained),
                 *(total[stage], forward[stage], backward[stage], behind, max(there[stage], back[stage])),
+                ways=None if any_order else ways,
             )
         )
         came = math.fsum((*forward[:stage], *there[:stage]))
@@ -187,7 +220,12 @@ def arc_floors(
     backward = member @ np.array([problem.least(block, "backward_s") for block in blocks])
     source = source_ends(problem, member)
     crossed = (there + back)[:, runs.last]
-    before, behind = least_through(runs, problem.stages, stage_of, np.where(fits, seconds + crossed, np.inf))
+    usable = np.where(fits, seconds, np.inf)
+    before, behind = least_through(runs, problem.stages, stage_of, usable + crossed)
+    ways = Ways(problem.in_flight, runs)
+    for stage in reversed(range(problem.stages)):
+        tables = [table for table, at in enumerate(stage_of) if at == stage]
+        ways.add(stage, usable[tables], crossed[tables])
     drained = problem.in_flight[-1] >= problem.microbatches
     found = np.empty(seconds.shape)
     for table, stage in enumerate(stage_of):
@@ -195,11 +233,41 @@ def arc_floors(
             *(problem.microbatches, problem.in_flight[stage], drained, seconds[table]),
             *(runs.between(forward), runs.between(backward), behind[stage + 1][runs.last] + crossed[table]),
             np.maximum(there, back)[table, runs.last],
+            ways.of(stage, crossed[table]),
         )
         own = forward[runs.first] + body - (seconds[table] - fastest[table]) + exposed[table]
         to_source = np.maximum(before[stage], forward + backward) + source
         found[table] = np.maximum(own, to_source[runs.first] + body)
     return found
+
+
+NEIGHBOURS = 3
+"""Stages behind one up to which ways to wait for each other are weighed: between any two a slow link may lie."""
+
+
+class Ways:
+    """The least seconds of the ways of (6) up to a few stages behind, of all arcs. in_flight: by stage."""
+
+    def __init__(self, in_flight: Sequence[int], runs: Runs) -> None:
+        self.in_flight, self.runs = in_flight, runs
+        self._least: dict[int, list[Array]] = {}  # by stage, of so many stages from a position on
+
+    def add(self, stage: int, seconds: Array, crossed: Array) -> None:
+        """A stage; those behind it come before. seconds: [table, run], infinite for what it does not have; crossed:
+        the same of the cut behind.
+        """
+        behind = self._least.get(stage + 1, [])
+        own = [seconds, *(seconds + crossed + least[self.runs.last] for least in behind[: NEIGHBOURS - 1])]
+        self._least[stage] = [self.runs.least_from(item.min(axis=0, initial=math.inf)) for item in own]
+
+    def of(self, stage: int, crossed: Array) -> list[tuple[int, Array]]:
+        """As :func:`body_seconds` takes them, by run. crossed: of the cut behind the stage."""
+        found = []
+        for further, least in enumerate(self._least.get(stage + 1, []), stage + 1):
+            later = self.in_flight[stage] - self.in_flight[further] + 1
+            if later >= 1:
+                found.append((later, crossed + least[self.runs.last]))
+        return found
 
 
 def source_ends(problem: StageProblem, member: NDArray[np.bool_]) -> Array:

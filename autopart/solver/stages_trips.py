@@ -10,9 +10,9 @@ rises with R. So for a given T the least seconds behind each (stage, position) f
 
     R[k, a] = min over runs (a, b) of  t[k, a, b] + crossing[b] + R[k + 1, b]    of those that T allows
 
-with what lies before a run at its least. Where nothing is left for the first stage, no division takes T or less; else
-the way of the least seconds is a candidate, which is timed. T is sought by halves between what is proved and the best
-that was timed.
+with what lies before a run, and the next stages that it waits for, at their least. Where nothing is left for the first
+stage, no division takes T or less, which is a bound; else the way of the least seconds, of runs that the stage before
+allows too, is a candidate, which is timed. T is sought by halves between what is proved and the best that was timed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from autopart.solver.stages_floor import body_seconds, least_through
+from autopart.solver.stages_floor import Ways, body_seconds, least_through
 from autopart.solver.stages_graph import StageGraph
 from autopart.solver.stages_problem import Step, Way
 from autopart.solver.stages_runs import Array
@@ -93,32 +93,50 @@ class _Trips:
         return None, False
 
     def _way(self, seconds: float) -> Way | None:
-        graph, runs, count = self.graph, self.runs, self.problem.stages
-        behind, through = np.full(runs.positions, np.inf), list[Array]()
+        graph, runs, problem = self.graph, self.runs, self.problem
+        behind, through, spare = np.full(runs.positions, np.inf), list[Array](), list[Array]()
         behind[-1] = 0.0
-        for stage in reversed(range(count)):
-            table = self.tables[stage]
-            own, here = graph.seconds[table], (self.there + self.back)[stage]
-            after = (behind + here)[runs.last]
+        ways, forward = Ways(problem.in_flight, runs), runs.between(graph.forward)
+        for stage in reversed(range(problem.stages)):
+            table, flying = self.tables[stage], problem.in_flight[stage]
+            own, crossed = graph.seconds[table], (self.there + self.back)[stage][runs.last]
+            after = behind[runs.last] + crossed
             possible = graph.fits[table] & np.isfinite(after) & np.isfinite(own)
             after, own = np.where(possible, after, 0.0), np.where(possible, own, 0.0)
-            forward = runs.between(graph.forward)
             body = body_seconds(
-                *(self.problem.microbatches, self.problem.in_flight[stage]),
-                self.problem.in_flight[-1] >= self.problem.microbatches,
+                *(problem.microbatches, flying, problem.in_flight[-1] >= problem.microbatches),
                 *(own, forward, own - forward, after, np.maximum(self.there, self.back)[stage][runs.last]),
+                ways.of(stage, crossed),
             )
             ends = np.maximum(graph.ends[table] - own, 0.0) + graph.forward[runs.first]
             source = (np.maximum(self.before[stage], 0.0) + graph.source)[runs.first]
-            possible &= body + np.maximum(ends, source) <= seconds
-            through.append(np.where(possible, own + after, np.inf))
+            around = np.maximum(ends, source)
+            possible &= body + around <= seconds
+            usable = np.where(possible, own, np.inf)
+            through.append(usable + after)
+            spare.append(self._spare(stage, own, crossed, after, seconds - around))
+            ways.add(stage, usable[None], crossed[None])
             behind = runs.least_from(through[-1])
         if not math.isfinite(behind[0]):
             return None
-        way, at = list[Step](), 0
-        for stage, left in enumerate(reversed(through)):
+        way, at, most = list[Step](), 0, math.inf
+        for stage, (left, room) in enumerate(zip(reversed(through), reversed(spare), strict=True)):
             here = np.flatnonzero(runs.first == at)
+            short = here[graph.seconds[self.tables[stage]][here] <= most]
+            if len(short) and np.isfinite(left[short]).any():
+                here = short
             run = here[int(np.argmin(left[here]))]
-            at = int(runs.last[run])
+            at, most = int(runs.last[run]), float(room[run])
             way.append(Step(graph.slots[stage][0][0], int(runs.first[run]), at))
         return tuple(way)
+
+    def _spare(self, stage: int, own: Array, crossed: Array, after: Array, seconds: Array) -> Array:
+        """By run, the seconds that the next stage may take, as the two wait for each other in a body of so many
+        ``seconds``; see :mod:`autopart.solver.stages_floor`, (6).
+        """
+        m, flying = self.problem.microbatches, (*self.problem.in_flight, 0)
+        later, left = flying[stage] - flying[stage + 1] + 1, m - 1 - flying[stage]
+        if stage == self.problem.stages - 1 or not 1 <= later <= left:
+            return np.full(len(own), np.inf)
+        times = 2 + left // later + left % later
+        return (seconds - times * own - 2 * after) / (left // later) - crossed
