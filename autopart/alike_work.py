@@ -4,10 +4,11 @@ Of layers that are alike, all strategies of one are weighed at once, together wi
 again (:mod:`autopart.module_sets`): with seconds t of its ops and conversions, those that run again twice, bytes v of
 its parameters on a rank and bytes a that it keeps of a microbatch, an elimination for each set finds the least of
 
-    t + mu v + nu a
+    t + mu v + nu a        t + f + mu v + nu a
 
-for a grid of prices mu, nu. Sets that surely have more than others are left out: with U a set that frees what any frees
-and runs nothing again, and a, r what set S keeps beyond U, and runs again, at least, whatever the strategies,
+for a grid of prices mu, nu, the second, with the seconds f of the forward, for a coarse one. Sets that surely have
+more than others are left out: with U a set that frees what any frees and runs nothing again, and a, r what set S keeps
+beyond U, and runs again, at least, whatever the strategies,
 
     least_S >= least_U + nu a + r
 
@@ -43,6 +44,8 @@ LEAST_LAYERS = 4
 _WEIGHTS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64)
 _KEPT = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 """Prices of a layer's bytes, in parts of its least seconds: of all that a rank holds where it is shared perfectly."""
+_FORWARD_WEIGHTS, _FORWARD_KEPT = (0.0, 0.01, 0.04, 0.16), (0.0, 0.1, 0.4)
+"""The same where a second of the forward counts twice."""
 
 Array = NDArray[np.float64]
 
@@ -108,15 +111,19 @@ def strategy_prices(
     weights, kept: bytes, and seconds, of one of the layers where all is shared perfectly.
     Raises PlanError where a layer's graph is too wide.
     """
-    work = _Work.of(builder, layers, sets)
-    mu, nu = (
-        np.array(found).ravel()
-        for found in np.meshgrid(
-            np.array(_WEIGHTS) * seconds / max(weights, 1.0), np.array(_KEPT) * seconds / max(kept, 1.0), indexing="ij"
+    found = list[Price]()
+    for forward, own_weights, own_kept in ((0.0, _WEIGHTS, _KEPT), (1.0, _FORWARD_WEIGHTS, _FORWARD_KEPT)):
+        mu, nu = (
+            grid.ravel()
+            for grid in np.meshgrid(
+                np.array(own_weights) * seconds / max(weights, 1.0),
+                np.array(own_kept) * seconds / max(kept, 1.0),
+                indexing="ij",
+            )
         )
-    )
-    least = work.least(mu, nu)
-    return tuple(Price(*price) for price in zip(mu.tolist(), nu.tolist(), least.tolist(), strict=True))
+        least = _Work.of(builder, layers, sets, forward).least(mu, nu)
+        found += [Price(*price, forward) for price in zip(mu.tolist(), nu.tolist(), least.tolist(), strict=True)]
+    return tuple(found)
 
 
 def pieces_of(layers: AlikeLayers, folded: FoldedGraph, memory: MemoryBound) -> tuple[AlikeLayers, ...]:
@@ -158,7 +165,8 @@ class _Work:
     edges: tuple[tuple[Edge, Array], ...]
 
     @staticmethod
-    def of(builder: Builder, layers: AlikeLayers, sets: Sequence[ModuleSet]) -> _Work:
+    def of(builder: Builder, layers: AlikeLayers, sets: Sequence[ModuleSet], forward: float = 0.0) -> _Work:
+        """forward: what a second of the forward counts besides."""
         part, analysis, setting = layers.part, builder.analysis, builder.setting
         blocks = (analysis.blocks[number] for number in layers.blocks[0])
         place = {node: at for at, node in enumerate(n for own in blocks for n in own.nodes if n in analysis.block_of)}
@@ -181,13 +189,15 @@ class _Work:
                 kept.append(none)
                 again.append(none)
                 continue
-            seconds.append(np.array([choice.cost for choice in op.choices]) * (len(nodes) / len(folded)))
+            first = _forward_seconds(builder, nodes[0], ways) * len(nodes)
+            own = np.array([choice.cost for choice in op.choices]) * (len(nodes) / len(folded))
+            seconds.append(own + forward * first)
             weights.append(np.zeros(len(ways)))
             kept.append(sum((held.bytes(node, ways) for node in nodes), none))
             times = np.array([sum(place[node] in item.run for node in nodes) for item in (*sets, ModuleSet())])
             if times.any():
-                forward = [setting.prices.op_seconds(nodes[0], chosen, setting.sizes)[0] for chosen in ways]
-                again.append(np.array(forward)[:, None] * times)
+                once = [setting.prices.op_seconds(nodes[0], chosen, setting.sizes)[0] for chosen in ways]
+                again.append(np.array(once)[:, None] * times)
             else:
                 again.append(none)
         classes = {analysis.classes[nodes[0]]: index for index, nodes in enumerate(part.classes)}
@@ -201,23 +211,20 @@ class _Work:
                 readers = builder.folded.readers[value.example]
                 if analysis.classes[maker] not in classes or any(node not in inside for node, _ in readers):
                     continue
-                edges.append(builder.edge(replace(value, source=classes[analysis.classes[maker]]), ops, placements))
+                edge = builder.edge(replace(value, source=classes[analysis.classes[maker]]), ops, placements)
+                edges.append(_with_forward(builder, edge, value.example, forward) if forward else edge)
                 continue
-            edges.append(builder.edge(value, ops, placements))
+            edge = builder.edge(value, ops, placements)
+            edges.append(_with_forward(builder, edge, value.example, forward) if forward else edge)
             touched = [part.classes[at] for at in dict.fromkeys((source, *(at for at, _ in value.uses)))]
             if any(len(nodes) > 1 for nodes in touched) or is_stored(touched[0][0]):
                 continue
             made_at, *read_at = (place[nodes[0]] for nodes in touched)
             times = np.array([_repeats(item, made_at, read_at) for item in (*sets, ModuleSet())], dtype=float)
             if times.any():
-                own = edges[-1]
-                assert isinstance(own.cost, CostTable)
-                size = builder.block_costs.size(value.example).at(setting.prices.batch)
-                there = setting.conversions.table(
-                    [placements[at] for at in own.cost.rows], [placements[at] for at in own.cost.columns], size, False
-                )
-                if (np.isfinite(there) & (there > 0.0)).any():
-                    repeated.append((replace(own, cost=CostTable(own.cost.rows, own.cost.columns, there)), times))
+                there = _forward_table(builder, edge, value.example)
+                if (np.isfinite(there.seconds) & (there.seconds > 0.0)).any():
+                    repeated.append((replace(edge, cost=there), times))
         problem = TensorProblem(tuple(ops), tuple(edges))
         return _Work(problem, tuple(seconds), tuple(weights), tuple(kept), tuple(again), held.constant, tuple(repeated))
 
@@ -253,6 +260,34 @@ class _Work:
             costs.append(own + again[:, sets] if again.shape[1] > 1 else own)
         more = [(edge, times[sets]) for edge, times in self.edges]
         return least_sums(self.problem, costs, more) + self.constant[sets] * nu
+
+
+def _forward_seconds(builder: Builder, node: fx.Node, ways: Sequence[Chosen]) -> Array:
+    """Of an op under each of its choices, with what its local forms exchange."""
+    prices, setting = builder.setting.prices, builder.setting
+    found = []
+    for chosen in ways:
+        exchanged = prices.form_seconds(node, chosen, setting.axes, setting.beside)
+        found.append(prices.op_seconds(node, chosen, setting.sizes)[0] + exchanged.forward_s)
+    return np.array(found)
+
+
+def _forward_table(builder: Builder, edge: Edge, value: Value) -> CostTable:
+    """Of a conversion without the gradient's."""
+    own, setting = edge.cost, builder.setting
+    assert isinstance(own, CostTable)
+    placements = list(setting.shared.ids)
+    size = builder.block_costs.size(value).at(setting.prices.batch)
+    rows, columns = ([placements[at] for at in found] for found in (own.rows, own.columns))
+    return CostTable(own.rows, own.columns, setting.conversions.table(rows, columns, size, False))
+
+
+def _with_forward(builder: Builder, edge: Edge, value: Value, forward: float) -> Edge:
+    """A conversion whose forward counts that much besides."""
+    if not isinstance(edge.cost, CostTable):
+        return edge
+    there = _forward_table(builder, edge, value)
+    return replace(edge, cost=CostTable(there.rows, there.columns, edge.cost.seconds + forward * there.seconds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,8 @@ class Candidates(CandidateFloors):
                 priced = self._at_prices(config, fastest.solution.objective, below if best is None else best.objective)
                 if priced is not None and (best is None or priced.objective < best.objective):
                     best, least = priced, min(least, priced.objective)
+            if best is not None and all(best.answer.choice is not answer for answer in answers):
+                answers.append(best.answer.choice)
             for answer in answers:
                 mixture, floor = self._mixture(config, answer, below if best is None else min(below, best.objective))
                 least = min(least, floor)
@@ -138,6 +140,10 @@ class Candidates(CandidateFloors):
         if fastest.solution is not None:
             most = below if found is None else min(below, found.objective)
             found = self._at_prices(config, fastest.solution.objective, most) or found
+            if found is not None:
+                mixture, floor = self._mixture(config, found.answer.choice, found.objective)
+                if mixture is not None and mixture.objective < found.objective:
+                    found = replace(mixture, bound=min(floor, found.bound))
         return found if found is not None and found.objective < below else None
 
     def _at_prices(self, config: Degrees, seconds: float, below: float) -> Evaluation[Answer] | None:

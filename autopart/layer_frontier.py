@@ -9,7 +9,7 @@ For a set S of disjoint modules of a layer's part (:func:`autopart.passes.emit.s
 :func:`frontier` tries all sets and returns those that no other undercuts in all three. Where there are more than
 MOST_SETS, modules are left out, those that keep the fewest bytes first, until there are not; and of more than
 MOST_POINTS points those are taken that free the most bytes for their seconds (the lower convex hull of seconds and
-activations, then evenly by activations).
+activations, then those next to it).
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from autopart.solver.stages_parts import Choice, Family
 
 MOST_SETS = 128
 MOST_POINTS = 8
+_ALIKE = 0.01
+"""Of what is kept where nothing runs again: points that free less beyond others are alike these."""
 
 Reads = Callable[[PricedOp], Iterable[tuple[Value, Kept, float]]]
 """What an op reads besides inputs, parameters and buffers: value, tensor in memory, bytes."""
@@ -178,11 +180,20 @@ def _few(keep: Choice, points: Sequence[Choice]) -> list[Choice]:
             hull.pop()
         hull.append(point)
     found = hull[1 : MOST_POINTS + 1]
-    rest = sorted((point for point in points if point not in found), key=lambda item: item.activation_bytes)
-    missing = MOST_POINTS - len(found)
-    if missing:
-        found += rest[:: max(1, math.ceil(len(rest) / missing))][:missing]
+    rest, freed = list[Choice](), keep.activation_bytes * _ALIKE
+    for point in sorted((*hull, *points), key=lambda item: item.seconds):
+        if all(other.activation_bytes - point.activation_bytes > freed for other in rest if other is not point):
+            rest.append(point)
+    near = sorted((point for point in rest if point not in hull), key=lambda item: _above(hull, item))
+    found += near[: MOST_POINTS - len(found)]
     return sorted(found, key=lambda item: item.seconds)
+
+
+def _above(hull: Sequence[Choice], point: Choice) -> float:
+    """Seconds beyond those of the mix of its neighbours on the hull that keeps as much."""
+    after = next(number for number, corner in enumerate(hull) if corner.activation_bytes <= point.activation_bytes)
+    one, other = hull[after - 1], hull[after]
+    return point.seconds - one.seconds - _price(one, other) * (one.activation_bytes - point.activation_bytes)
 
 
 def _price(one: Choice, other: Choice) -> float:

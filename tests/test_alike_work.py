@@ -69,8 +69,8 @@ def test_no_strategies_undercut_the_prices_of_a_layer(model: str, bandwidth: flo
         for own in alike.blocks
     ]
 
-    def amounts(choice: TensorChoice) -> list[tuple[float, float, float]]:
-        """Of each layer, also with modules that run again: seconds, bytes of weights, bytes kept."""
+    def amounts(choice: TensorChoice) -> list[tuple[float, float, float, float]]:
+        """Of each layer, also with modules that run again: seconds, those of the forward, bytes of weights and kept."""
         costs = candidates._block_costs.costs(
             setting.prices, choice.strategies, choice.storage, setting.conversions, setting.beside
         )
@@ -85,10 +85,12 @@ def test_no_strategies_undercut_the_prices_of_a_layer(model: str, bandwidth: flo
                 if info.trainable
             )
             seconds = sum(costs[number].forward_s + costs[number].backward_s for number in own)
-            found.append((seconds, weights, sum(kept.values()) + sum(costs[number].inside_bytes for number in own)))
+            forward = sum(costs[number].forward_s for number in own)
+            size = sum(kept.values()) + sum(costs[number].inside_bytes for number in own)
+            found.append((seconds, forward, weights, size))
             again = [way for way in parts[own][own] if way.name]
             assert again
-            found += [(way.seconds, weights, way.activation_bytes) for way in again]
+            found += [(way.seconds, way.forward_s, weights, way.activation_bytes) for way in again]
         return found
 
     def random_choice(rng: random.Random, base: TensorChoice, changed: int) -> TensorChoice:
@@ -113,10 +115,10 @@ def test_no_strategies_undercut_the_prices_of_a_layer(model: str, bandwidth: flo
             except ValueError:  # no conversion between these
                 continue
             for price in family.prices:
-                for seconds, weights, kept in found:
+                for seconds, forward, weights, kept in found:
                     if not math.isfinite(seconds):
                         continue
-                    taken = seconds + price.weights * weights + price.kept * kept
+                    taken = seconds + price.forward * forward + price.weights * weights + price.kept * kept
                     assert price.seconds <= taken * (1 + 1e-9)
                     near = min(near, taken / price.seconds)
     assert near < 1.001 or bandwidth < 1e8, "links so slow that nothing is shared: weights' gradients count as hidden"

@@ -422,7 +422,8 @@ def _least(piece: Piece) -> float:
 
 def _missing(piece: Piece, prices: Sequence[Price]) -> float:
     """What strategies take besides the seconds of a layer or a piece."""
-    priced = max((price.seconds for price in prices if not price.weights and not price.kept), default=0.0)
+    bare = (price.seconds for price in prices if not price.weights and not price.kept and not price.forward)
+    priced = max(bare, default=0.0)
     return max(0.0, priced - piece.forward_s - piece.backward_s)
 
 

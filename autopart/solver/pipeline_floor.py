@@ -15,11 +15,11 @@ What a stage has are pieces, of each the shares y_k over all stages add up to 1.
 How fast strategies are depends on what they hold. Of a *family*, such as equal layers, it is known that whatever their
 strategies are, their seconds t, bytes of weights v and bytes a that a microbatch keeps obey, for a few prices,
 
-    t + mu v + nu a >= D(mu, nu)
+    t + mu v + nu a >= D(mu, nu)        t + f + mu v + nu a >= D'(mu, nu)
 
-for each layer that lies in one stage, where t has what runs again and a what is kept then. A stage's layers obey them
-together. p - 1 layers may be cut: their pieces lie in any stages, and obey prices with nu = 0 over all stages. Stages
-are runs of a row of pieces, so that no more are.
+for each layer that lies in one stage, where t has what runs again and a what is kept then, and f are the seconds of the
+forward, which hides no sums. A stage's layers obey them together. p - 1 layers may be cut: their pieces lie in any
+stages, and obey prices of t with nu = 0 over all stages. Stages are runs of a row of pieces, so that no more are.
 
 Prices are used as far as an answer violates them. Of a family whose prices are unknown all is shared perfectly.
 """
@@ -95,12 +95,13 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Price:
     """Strategies of a layer take no fewer ``seconds`` than these, each byte of weights and of what is kept counted as
-    so many seconds.
+    so many seconds, and each second of the forward as ``forward`` more.
     """
 
     weights: float
     kept: float
     seconds: float
+    forward: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +180,17 @@ class _Stage:
 
 @dataclass(slots=True)
 class _Layers:
-    """Variables of layers that obey prices together: seconds, bytes of weights and kept ones, and how many they are."""
+    """Variables of layers that obey prices together: seconds, those of the forward beyond the least, bytes of weights
+    and kept ones, and how many they are. least_forward: seconds of a share.
+    """
 
     seconds: list[int] = field(default_factory=list)
+    forward: list[int] = field(default_factory=list)
     weights: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     shares: list[int] = field(default_factory=list)
     count: float = 0.0  # layers of a share
+    least_forward: float = 0.0
     prices: frozenset[Price] = frozenset()
 
 
@@ -211,7 +216,10 @@ class _Program:
     def solve(self, below: float) -> float:
         found, used = 0.0, set[tuple[int, Price]]()
         new = {
-            (number, price) for number, (item, _) in enumerate(self.layers) for price in item.prices if not price.kept
+            (number, price)
+            for number, (item, _) in enumerate(self.layers)
+            for price in item.prices
+            if not price.kept and not price.forward
         }
         for _ in range(max(_LEAST_ROUNDS, min(_ROUNDS, _STAGE_ROUNDS // len(self.stages)))):
             for number, price in new:
@@ -299,7 +307,10 @@ class _Program:
             # seconds of strategies, beside those of what runs again
             once, again, kept = self._amount(), self._amount(), self._amount()
             weights = self._weights(number, piece, [share])
-            found.append(_Layers([once, again], weights, [kept], [share], count, prices))
+            forward = self._amount()
+            stage.forward[forward] = 1.0
+            least_forward = piece.forward_s / self.unit_s
+            found.append(_Layers([once, again], [forward], weights, [kept], [share], count, least_forward, prices))
             stage.work[once] = stage.extra[again] = 1.0
             self._row({once: 1.0, share: -_seconds(piece) / self.unit_s}, lower=0.0)
             runs = list(zip(ways, piece.runs, strict=True))
@@ -316,7 +327,7 @@ class _Program:
         """Layers whose pieces lie in any stages."""
         if not count:
             return []
-        bare = frozenset(price for price in family.prices if not price.kept)
+        bare = frozenset(price for price in family.prices if not price.kept and not price.forward)
         mine, least = _Layers(count=count, prices=bare), [_Terms() for _ in self.stages]
         for piece in (piece.times(count) for piece in family.pieces):
             shares = self._shares(piece)
@@ -344,31 +355,37 @@ class _Program:
         per_byte = self.unit_bytes / self.unit_s
         return {
             **dict.fromkeys(layers.seconds, 1.0),
+            **dict.fromkeys(layers.forward, price.forward),
             **dict.fromkeys(layers.weights, price.weights * per_byte),
             **dict.fromkeys(layers.kept, price.kept * per_byte),
-            **dict.fromkeys(layers.shares, -price.seconds * layers.count / self.unit_s),
+            **dict.fromkeys(
+                layers.shares,
+                price.forward * layers.least_forward - price.seconds * layers.count / self.unit_s,
+            ),
         }
 
     def _violated(self, values: Sequence[float]) -> set[tuple[int, Price]]:
         """The prices that layers violate most."""
-        found = set()
+        found = set[tuple[int, Price]]()
         for number, (_, parts) in enumerate(self.layers):
             for layers in parts:
-                seconds, weights, kept, shares = (
+                seconds, forward, weights, kept, shares = (
                     math.fsum(values[at] for at in own)
-                    for own in (layers.seconds, layers.weights, layers.kept, layers.shares)
+                    for own in (layers.seconds, layers.forward, layers.weights, layers.kept, layers.shares)
                 )
                 if shares <= _VIOLATED:
                     continue
                 weights, kept = (amount * self.unit_bytes / self.unit_s for amount in (weights, kept))
+                forward += shares * layers.least_forward
                 shares *= layers.count / self.unit_s
-                least, worst = _VIOLATED, None
+                least, worst = [_VIOLATED, _VIOLATED], list[Price | None]((None, None))
                 for price in layers.prices:
                     short = shares * price.seconds - seconds - price.weights * weights - price.kept * kept
-                    if short > least:
-                        least, worst = short, price
-                if worst is not None:
-                    found.add((number, worst))
+                    short -= price.forward * forward
+                    kind = price.forward > 0
+                    if short > least[kind]:
+                        least[kind], worst[kind] = short, price
+                found |= {(number, price) for price in worst if price is not None}
         return found
 
     # -- time -----------------------------------------------------------------------------------------------------
