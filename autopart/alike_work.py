@@ -126,6 +126,23 @@ def strategy_prices(
     return tuple(found)
 
 
+def kept_by_choice(builder: Builder, layers: AlikeLayers) -> dict[tuple[str, ...], Array]:
+    """By class of a layer's ops, the bytes that one op keeps under each of its choices, where nothing runs again and a
+    tensor that several ops keep counts once.
+    """
+    analysis = builder.analysis
+    blocks = (analysis.blocks[number] for number in layers.blocks[0])
+    place = {node: at for at, node in enumerate(n for own in blocks for n in own.nodes if n in analysis.block_of)}
+    held = _Held.of(builder, layers, [ModuleSet()], place)
+    found = {}
+    for nodes in layers.part.classes:
+        if not is_stored(nodes[0]):
+            ways = [chosen for chosen, _ in builder.ways(nodes[0])]
+            size = sum((held.bytes(node, ways)[:, 0] for node in nodes), np.zeros(len(ways)))
+            found[analysis.classes[nodes[0]]] = size / len(nodes)
+    return found
+
+
 def pieces_of(layers: AlikeLayers, folded: FoldedGraph, memory: MemoryBound) -> tuple[AlikeLayers, ...]:
     """The blocks of layers, as if each was a layer."""
     analysis, found = memory.analysis, []

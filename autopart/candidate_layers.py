@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import fx
 
-from autopart.alike_work import LEAST_LAYERS, AlikeLayers, alike_layers, pieces_of, strategy_prices
+from autopart.alike_work import LEAST_LAYERS, AlikeLayers, alike_layers, kept_by_choice, pieces_of, strategy_prices
 from autopart.candidate_prices import CandidatePrices, same_but_for_memory
 from autopart.cluster import Cluster
 from autopart.conversion_prices import TensorAxis
@@ -39,6 +41,7 @@ class CandidateLayers(CandidatePrices):
     _alike_layers: list[AlikeLayers] | None = None
     _piece_layers: dict[tuple[int, ...], tuple[AlikeLayers, ...]] = field(default_factory=dict)
     _module_sets: dict[tuple[int, ...], Sequence[ModuleSet]] = field(default_factory=dict)
+    _kept_sizes: dict[object, dict[tuple[str, ...], NDArray[np.float64]]] = field(default_factory=dict)
     _parts: dict[str, FoldedPart] = field(default_factory=dict)  # by layer
     _pieces: LayerPieces = field(init=False)
 
@@ -54,7 +57,7 @@ class CandidateLayers(CandidatePrices):
         if device.kind != self.device.kind:
             found._memory = MemoryBound(self.analysis, found._block_costs, self.readers, self.optimizer)
             found._pieces, found._alike_layers = LayerPieces(found._memory), None
-            found._module_sets, found._piece_layers = {}, {}
+            found._module_sets, found._piece_layers, found._kept_sizes = {}, {}, {}
         return found
 
     def levels(self, config: Degrees) -> tuple[int, ...]:
@@ -143,6 +146,17 @@ class CandidateLayers(CandidatePrices):
                 found = ()
             self._priced_layers[key] = found
         return self._priced_layers[key]
+
+    def kept_sizes(self, config: Degrees) -> dict[tuple[str, ...], NDArray[np.float64]]:
+        """By class of the ops of alike layers, what one keeps by choice, tensors that several keep counted once."""
+        key = self.samples(config), config.axes
+        if key not in self._kept_sizes:
+            builder = Builder(
+                self.analysis, self._folded, self.setting(config), self._block_costs, self.optimizer, (0,)
+            )
+            found = [kept_by_choice(builder, layers) for layers in self.alike_layers()]
+            self._kept_sizes[key] = {name: sizes for own in found for name, sizes in own.items()}
+        return self._kept_sizes[key]
 
     def _again_sets(self, layers: AlikeLayers, recompute: str) -> Sequence[ModuleSet]:
         """The sets of a layer's modules that may run again."""

@@ -264,13 +264,14 @@ class CandidatePrices:
         self, config: Degrees, choice: TensorChoice, costs: Sequence[BlockCost], held: Activations
     ) -> Frontiers:
         """Which modules of layers may run again: none where weights are gathered at use, which a module would keep."""
+        gathered = (own for node, own in self.readers.items() if choice.levels.get(node.meta["name"]) == 3)
         return Frontiers(
             self.analysis,
             costs,
             held,
             self._block_costs.read,
             self._priced[self._priced_by(config, choice)][2],
-            offered=3 not in choice.levels.values(),
+            {self.analysis.layers[block] for own in gathered for block in own},
         )
 
     def _costs(self, config: Degrees, choice: TensorChoice, setting: Setting) -> list[BlockCost]:

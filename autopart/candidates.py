@@ -22,7 +22,7 @@ from autopart.tensor_choice import Builder, TensorChoice, choose
 
 # How often strategies are chosen again under a tighter memory limit when the fastest ones do not fit.
 TIGHTENINGS = 4
-_PRICES = (0.06, 0.2)
+_PRICES = (0.1, 0.2)
 """Of all bytes of a stage, in parts of its seconds: where strategies are chosen that hold less."""
 
 
@@ -156,7 +156,9 @@ class Candidates(CandidateFloors):
         best: Evaluation[Answer] | None = None
         for price in _PRICES:
             byte_s = price * seconds / sum(self._rooms(config))
-            choice = self._builder(config).solve_priced(byte_s, sum(flying) / len(flying), self.time_limit_s)
+            choice = self._builder(config).solve_priced(
+                byte_s, sum(flying) / len(flying), self.time_limit_s, self.kept_sizes(config)
+            )
             try:
                 found = self._evaluate(config, choice, below, tightenings=0)
             except (InfeasibleError, NotBetter):
@@ -250,7 +252,7 @@ class Candidates(CandidateFloors):
         places, warmup = self.layout.places(config), self.warmup_of(config)
         flying = in_flight(config.schedule, config.stages, config.microbatches, warmup, places)
         counts = sorted({max(flying), min(flying), 0}, reverse=True)
-        return LayerStrategies(self._builder(config), answer, counts, self.time_limit_s)
+        return LayerStrategies(self._builder(config), answer, counts, self.time_limit_s, self.kept_sizes(config))
 
     def _evaluate(
         self,

@@ -54,8 +54,8 @@ class _Module:
 class Frontiers:
     """The frontiers of a candidate's layers, as :func:`autopart.recomputation.layers` asks for them.
 
-    known: those found before, by what they follow from; parts of layers that cost the same share one. offered: whether
-    modules may run again by themselves at all.
+    known: those found before, by what they follow from; parts of layers that cost the same share one. whole: layers
+    whose modules do not run again by themselves.
     """
 
     analysis: Analysis
@@ -63,11 +63,11 @@ class Frontiers:
     held: Activations
     reads: Reads
     known: dict[object, Family]
-    offered: bool = True
+    whole: Collection[str] = ()
 
     def __call__(self, layer: str, part: Sequence[int], keep: Choice) -> Family:
         """Of a layer's blocks in one stage, beside ``keep``, in which nothing is computed again."""
-        if not self.offered:
+        if layer in self.whole:
             return ()
         held = self.held
         sizes = [size for index in part for size in (*held.kept[index].values(), *held.entering[index].values())]

@@ -10,8 +10,9 @@ backward, and f microbatches in flight, over the layer's own choices x:
 each exactly by elimination (:mod:`autopart.solver.elimination`); where the layer's graph is too wide for that, as on
 several axes, by memory limits one below the other (:mod:`autopart.solver.tensor_frontier`), the next STEP below the
 last, and for every choice of strategies with (s, b) there is a way with at most (s / (1 - g), b / (1 - STEP)), g being
-the solver's gap. By this measure each op's kept tensors count by themselves and the largest transient does not. Of more
-than MOST_WAYS those stay that free the most bytes for their seconds (hulls), then evenly by bytes.
+the solver's gap. By this measure each op's kept tensors count by themselves, unless ``kept`` says otherwise, and the
+largest transient does not. Of more than MOST_WAYS those stay that free the most bytes for their seconds (hulls), then
+evenly by bytes; and the answer's own.
 
 Where parameters choose levels of ZeRO, a layer has hundreds of undominated ways, one near the other. Then it is the
 corners of their lower convex hull (:mod:`autopart.solver.tensor_hull`).
@@ -23,9 +24,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import fx
 
 from autopart.folding import FoldedPart, is_stored
@@ -55,6 +58,15 @@ class Way:
     state_bytes: float
     kept_bytes: float
     taken: tuple[tuple[Chosen, int], ...]
+
+    def undercuts(self, other: Way) -> bool:
+        """Neither slower nor larger."""
+        amounts = zip(self._amounts, other._amounts, strict=True)
+        return all(mine <= theirs for mine, theirs in amounts)
+
+    @property
+    def _amounts(self) -> tuple[float, float, float]:
+        return self.seconds, self.state_bytes, self.kept_bytes
 
     def held(self, in_flight: int) -> float:
         return self.state_bytes + in_flight * self.kept_bytes
@@ -114,13 +126,15 @@ class _Local:
 class LayerStrategies:
     """Finds the ways of layers around one answer; equal layers with equal surroundings share them.
 
-    builder: of the answer's problem. in_flight: the measures of memory.
+    builder: of the answer's problem. in_flight: the measures of memory. kept: by class of ops, bytes that each keeps by
+    choice, where these are not what it keeps by itself.
     """
 
     builder: Builder
     answer: TensorChoice
     in_flight: Sequence[int]
     time_limit_s: float = 60.0
+    kept: Mapping[tuple[str, ...], NDArray[np.float64]] = field(default_factory=dict)
     _numbers: dict[tuple[str, ...], int] = field(default_factory=dict)  # of folded classes
     _ways: dict[object, tuple[Way, ...]] = field(default_factory=dict)
     _slack: dict[object, Slack] = field(default_factory=dict)
@@ -130,12 +144,15 @@ class LayerStrategies:
         self._numbers = {classes[nodes[0]]: index for index, nodes in enumerate(self.builder.folded.classes)}
 
     def ways(self, part: FoldedPart) -> tuple[Way, ...]:
-        """The fastest first."""
+        """The fastest first, the answer's own among them."""
         key = self.alike(part)
         if key not in self._ways:
             local = self._local(part)
             found = {way: None for flying in self.in_flight for way in self._frontier(local, flying)}
-            self._ways[key] = tuple(_few(list(found), self.in_flight))
+            few, own = _few(list(found), self.in_flight), local.way(local.own)
+            if not any(way.undercuts(own) for way in few):
+                few = sorted((*few, own), key=lambda way: (way.seconds, way.held(max(self.in_flight))))
+            self._ways[key] = tuple(few)
         return self._ways[key]
 
     def slack(self, part: FoldedPart) -> Slack:
@@ -237,9 +254,13 @@ class LayerStrategies:
             folded = builder.folded.classes[self._numbers[classes[nodes[0]]]]
             share, lies = len(nodes) / len(folded), tuple(map(builder.id_of, self._lies(nodes[0])))
             slots = [slot for number, slot in part.leaving if number == index]
+            offered = builder.op(folded).choices
+            if classes[nodes[0]] in self.kept:
+                sizes = (self.kept[classes[nodes[0]]] * len(folded)).tolist()
+                offered = tuple(replace(c, memory=size) for c, size in zip(offered, sizes, strict=True))
             found = [
                 (choice, way)
-                for choice, way in zip(builder.op(folded).choices, builder.ways(folded[0]), strict=True)
+                for choice, way in zip(offered, builder.ways(folded[0]), strict=True)
                 if all(choice.outputs[slot] == lies[slot] for slot in slots)
             ]
             choices = [replace(c, cost=c.cost * share, memory=c.memory * share) for c, _ in found]

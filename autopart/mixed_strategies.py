@@ -17,6 +17,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from autopart.analysis import Analysis
 from autopart.folding import FoldedPart, is_stored
 from autopart.layer_strategies import Way
@@ -159,7 +161,12 @@ def _counted(first: Shape, shape: Shape, layer: Layer, choice: Choice, microbatc
     inside = set(layer.blocks)
     together = 0.0
     if shape.kept != first.kept:
-        together = math.fsum(group.bytes for group in shape.kept if not inside.isdisjoint(group.blocks))
+        # beyond the first problem's, which its stages have
+        mine, others = (
+            math.fsum(group.bytes for group in own.kept if not inside.isdisjoint(group.blocks))
+            for own in (shape, first)
+        )
+        together = max(0.0, mine - others)
     return replace(
         choice,
         backward_s=max(0.0, choice.backward_s + (ends[1] - ends[0]) / microbatches),
@@ -186,13 +193,15 @@ def _undominated(families: Sequence[tuple[int, Family]], flying: tuple[int, int]
 
 
 def _few(points: Sequence[Choice], flying: tuple[int, int]) -> Sequence[Choice]:
-    """At most MOST_POINTS of them, in order: those on hulls, then evenly by bytes."""
+    """At most MOST_POINTS of them, in order: those on hulls, then those next to the first."""
     if len(points) <= MOST_POINTS:
         return points
-    found = [index for count in flying for _, _, index in hull(tuple(points), count, math.inf)]
-    rest = sorted((i for i in range(len(points)) if i not in found), key=lambda i: points[i].kept_bytes(flying[0]))
-    kept = list(dict.fromkeys([0, *found]))[:MOST_POINTS]
-    missing = MOST_POINTS - len(kept)
-    if missing:
-        kept += rest[:: max(1, math.ceil(len(rest) / missing))][:missing]
-    return [points[index] for index in sorted(kept)]
+    hulls = [hull(tuple(points), count, math.inf) for count in flying]
+    kept = list(dict.fromkeys([0, *(index for own in hulls for _, _, index in own)]))[:MOST_POINTS]
+    seconds, sizes, _ = zip(*reversed(hulls[0]), strict=True)
+
+    def above(index: int) -> float:
+        return points[index].seconds - float(np.interp(points[index].kept_bytes(flying[0]), sizes, seconds))
+
+    rest = sorted((index for index in range(len(points)) if index not in kept), key=above)
+    return [points[index] for index in sorted([*kept, *rest[: MOST_POINTS - len(kept)]])]

@@ -22,10 +22,12 @@ they take, and that is what sharding them does.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import fx
 
 from autopart.analysis import Analysis
@@ -356,16 +358,29 @@ class Builder:
                     strategies[node] = chosen
         return TensorChoice(strategies, storage, solution, problem.memory(solution.choices), levels)
 
-    def solve_priced(self, byte_s: float, in_flight: float, time_limit_s: float) -> TensorChoice:
+    def solve_priced(
+        self,
+        byte_s: float,
+        in_flight: float,
+        time_limit_s: float,
+        kept: Mapping[tuple[str, ...], NDArray[np.float64]] | None = None,
+    ) -> TensorChoice:
         """The strategies with the least seconds where a byte held costs some; of the solution seconds alone are told.
 
-        byte_s: seconds of a byte. in_flight: microbatches whose kept tensors are held.
+        byte_s: seconds of a byte. in_flight: microbatches whose kept tensors are held. kept: by class of ops, bytes
+        that each keeps by choice, where these are not what it keeps by itself.
         """
-        problem = self.problem(None)
+        problem, kept = self.problem(None), kept or {}
         ops = []
         for op, nodes in zip(problem.ops, (*self.folded.classes, None), strict=True):
             times = byte_s * (in_flight if nodes is not None and not is_stored(nodes[0]) else 1.0)
-            priced = (replace(c, cost=c.cost + times * c.memory, memory=0.0, transient=0.0) for c in op.choices)
+            sizes = [choice.memory for choice in op.choices]
+            if nodes is not None and self.analysis.classes[nodes[0]] in kept:
+                sizes = (kept[self.analysis.classes[nodes[0]]] * len(nodes)).tolist()
+            priced = (
+                replace(choice, cost=choice.cost + times * size, memory=0.0, transient=0.0)
+                for choice, size in zip(op.choices, sizes, strict=True)
+            )
             ops.append(Op(op.name, tuple(priced)))
         found = cache.solve(replace(problem, ops=tuple(ops)), time_limit_s, self.gap)
         seconds = problem.objective(found.choices)

@@ -124,6 +124,35 @@ def test_no_strategies_undercut_the_prices_of_a_layer(model: str, bandwidth: flo
     assert near < 1.001 or bandwidth < 1e8, "links so slow that nothing is shared: weights' gradients count as hidden"
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_what_ops_keep_by_choice_adds_up_to_what_layers_keep(model: str) -> None:
+    """A tensor that several ops keep counts once."""
+    candidates, config = (
+        Candidates(analysis_of(model), ideal(4), BATCH, "adamw", zero=None),
+        Degrees(1, 1, (4,), 2, "1f1b"),
+    )
+    analysis, setting = candidates.analysis, candidates.setting(config)
+    (alike,), sizes = candidates.alike_layers(), candidates.kept_sizes(config)
+    builder = Builder(analysis, candidates._folded, setting, candidates._block_costs, "adamw", (0,))
+    choice = candidates.choose(config)
+    costs = candidates._block_costs.costs(
+        setting.prices, choice.strategies, choice.storage, setting.conversions, setting.beside
+    )
+    own = alike.blocks[1]
+    nodes = [node for number in own for node in analysis.blocks[number].nodes if node in analysis.block_of]
+    counted = 0.0
+    for node in nodes:
+        ways = [chosen for chosen, _ in builder.ways(analysis.first.get(node, node))]
+        counted += sizes[analysis.classes[node]][ways.index(choice.strategies[node])]
+    kept = {item: size for number in own for item, size in costs[number].kept.items()}
+    held = sum(kept.values()) + sum(costs[number].inside_bytes for number in own)
+    alone = sum(
+        candidates._block_costs.held_bytes(node, choice.strategies[node], setting.sizes, setting.prices.batch)[0]
+        for node in nodes
+    )
+    assert 0.95 * held <= counted <= held * (1 + 1e-9) < alone
+
+
 ROOMS = (2**22, 2**20, 3 * 2**18)
 
 

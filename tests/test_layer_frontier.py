@@ -152,6 +152,20 @@ def test_a_frontier_rises_in_seconds_and_falls_in_bytes() -> None:
                 assert all(point.activation_bytes < family[0].activation_bytes for point in family[1:])
 
 
+def test_modules_of_other_layers_run_again_where_one_gathers_its_weights() -> None:
+    """A module would keep what is gathered for it; layers that gather nothing are free to choose."""
+    _, analysis = subject_of("gpt2")
+    candidates = Candidates(analysis, ideal(2), 8, "adamw", zero=None)
+    choice = candidates.choose(Degrees(1, 2, (), 2, "1f1b"), level=3)
+    gathered = analysis.layers[next(number for number, layer in enumerate(analysis.layers) if layer)]
+    levels = {name: level for name, level in choice.levels.items() if name.startswith(gathered)}
+    assert levels
+    problem = candidates.problem(Degrees(1, 2, (), 2, "1f1b"), replace(choice, levels=levels))
+    for layer in problem.shapes[0].layers:
+        names = {point.name for point in layer.parts[layer.blocks]} - {"", WHOLE}
+        assert bool(names) == (analysis.layers[layer.blocks[0]] != gathered)
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_equal_blocks_with_many_choices(seed: int) -> None:
     """The knapsack against all combinations, where several blocks have one family of up to five choices."""

@@ -112,6 +112,14 @@ def test_points_of_layers_add_up() -> None:
         assert kept(ways) == pytest.approx(graph_keeps(ways), rel=1e-9)
 
 
+def test_the_answers_own_way_is_among_the_ways() -> None:
+    candidates, _, strategies = around_the_fastest()
+    for part in candidates.layer_parts().values():
+        own, ways = strategies.own(part), strategies.ways(part)
+        assert any(way.undercuts(own) for way in ways)
+        assert list(ways) == sorted(ways, key=lambda way: way.seconds)
+
+
 @pytest.mark.parametrize(("alike", "ways", "problems"), [(80, 8, 2), (10, 8, 4), (4, 3, 3), (1, 8, 8), (24, 1, 1)])
 def test_few_problems_price_the_ways_of_layers_that_are_alike(alike: int, ways: int, problems: int) -> None:
     way = Way(1.0, 0.0, 0.0, ())
