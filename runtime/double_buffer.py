@@ -27,11 +27,11 @@ from autopart.runtime.schedule import Action, Work
 from autopart.runtime.schedule.double_buffered import carried
 
 _in_flight: set[object] = set()
-"""The keys of this process's buffers that have a batch on its way, also of those that went with one: messages stay."""
+"""The keys of this process's buffers with messages of a batch on their way, also of those that went: messages stay."""
 
 
 def check_nothing_waits(but: DoubleBuffer | None) -> None:
-    """Raises InputError where a model other than that of ``but`` has a batch on its way.
+    """Raises InputError where a model other than that of ``but`` has a batch on its way between ranks.
 
     Its messages lie between the same ranks, so those of another model would be taken for them.
     """
@@ -93,7 +93,8 @@ class DoubleBuffer:
     def advance(self, run: Run, division: Division) -> list[Tensor | None]:
         """Begins a batch and ends the one before; returns the gradients of that one, none for the first."""
         before = self.batch
-        _in_flight.add(self.key)
+        if any(action.work.is_send or action.work.is_receive for action, _ in self._actions):
+            _in_flight.add(self.key)
         weights = [nn.Parameter(p.data, requires_grad=p.requires_grad) for p in self._parameters]
         self.batch = Batch(self._number, self._handed_out, run, division, weights)
         self._number += 1
