@@ -113,7 +113,7 @@ def break_down(plan: Plan, cluster: Cluster | None) -> Breakdown:
         busy = plan.microbatches * sum(stage.forward_s + stage.backward_s for stage in own)
         collectives = _joined([_collectives(stage, plan.microbatches, cluster) for stage in own])
         used = sum(stage.memory_bytes for stage in own)
-        state = min(used, _state_bytes(sum(stage.parameters for stage in own), plan.dtype))
+        state = min(used, _state_bytes(sum(stage.parameters for stage in own), plan.dtype, plan.optimizer))
         stages.append(
             StageBreakdown(
                 numbers,
@@ -179,9 +179,9 @@ def _joined(found: Sequence[dict[str, float] | None]) -> dict[str, float] | None
     return total
 
 
-def _state_bytes(parameters: int, dtype: str) -> int:
+def _state_bytes(parameters: int, dtype: str, optimizer: str) -> int:
     kept = torch.float32 if dtype in MIXED else getattr(torch, dtype)
-    return parameter_bytes((parameters,), kept).total
+    return parameter_bytes((parameters,), kept, optimizer).total
 
 
 def columns(stages: Iterable[StageBreakdown]) -> list[str]:

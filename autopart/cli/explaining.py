@@ -139,7 +139,8 @@ def _with_model(
     with working("planning the runner-up"):
         for row in rows[:3]:  # a pruned one may turn out not to fit
             try:
-                limits = {**limits_of(str(row["config"])), "pins": plan.pins, "together": plan.together}
+                same = {"pins": plan.pins, "together": plan.together, "optimizer": plan.optimizer}
+                limits = {**limits_of(str(row["config"])), **same}
                 other = make_plan(program, cluster, batch=plan.batch, analysis=analysis, **limits)
             except InfeasibleError:
                 continue

@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         analysis = analyze(program)
         check_plan(program, analysis, plan)
         named = f"{cluster} ({change})" if str(change) else str(cluster)
-        pinned: dict[str, Any] = {"pins": plan.pins, "together": plan.together}
+        pinned: dict[str, Any] = {"pins": plan.pins, "together": plan.together, "optimizer": plan.optimizer}
         best = replace(make_plan(program, cluster, batch=batch, analysis=analysis, **pinned), cluster=named)
         recompute = "auto" if plan.recompute == "some" else plan.recompute
         limits: dict[str, Any] = {"schedule": plan.schedule, "recompute": recompute, "pp": plan.pp, "dp": plan.dp}
