@@ -16,10 +16,10 @@ from autopart.analysis import Analysis
 from autopart.conversion_prices import ConversionPrices, TensorAxis
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import Amount, numel, value_bytes
+from autopart.passes.backward_memory import backward_copies, passes_memory
 from autopart.passes.beside import is_cast, operand_of
 from autopart.passes.emit.layers import runs_of
 from autopart.passes.graph import Value
-from autopart.passes.peak_walk import backward_copies, passes_memory
 from autopart.passes.program import Role
 from autopart.passes.rules import is_differentiable
 from autopart.passes.saved import WHOLE_INSIDE, additive_mask, saved_inside, saved_tensors

@@ -14,9 +14,10 @@ from typing import Self
 from torch import fx
 
 from autopart.passes import graph as graphs
+from autopart.passes.backward_memory import parameter_read, passes_memory
 from autopart.passes.graph import Value
 from autopart.passes.peak_code import StageCode, is_parameter
-from autopart.passes.peak_walk import Walk, parameter_read, passes_memory
+from autopart.passes.peak_walk import Walk
 from autopart.passes.rules import is_differentiable
 
 _CUT, _WEIGHTS = "cut", "weights"

@@ -13,53 +13,26 @@ from typing import Self
 from torch import fx
 
 from autopart.passes import graph as graphs
+from autopart.passes.backward_memory import (
+    CONCATENATING,
+    PASSING,
+    backward_copies,
+    carrier,
+    form_copies,
+    parameter_read,
+    passes_memory,
+    scales_second,
+)
 from autopart.passes.beside import weight_of
 from autopart.passes.emit.segments import Segment
 from autopart.passes.graph import Value
 from autopart.passes.kept import entering, owner_of, shares_memory
-from autopart.passes.peak_code import StageCode, is_parameter
+from autopart.passes.peak_code import StageCode
 from autopart.passes.peak_conversion import Way, transition_of
 from autopart.passes.peak_weights import Holding
 from autopart.passes.rules import is_differentiable
 from autopart.passes.saved_recurrent import layers_of
 from autopart.passes.storage import is_view, op_name
-
-# Tensors of an operand's size that the backward of an op makes on its way.
-_BACKWARD_COPIES = {"cross_entropy_loss": 1, "pow": 2}
-# Views whose backward makes a tensor of the operand's size; that of the others is a view.
-_MAKING = {
-    *("split", "split_with_sizes", "chunk", "unbind", "select", "slice", "narrow", "tensor_split"),
-    *("expand", "expand_as", "broadcast_tensors"),
-}
-# Ops whose operands' gradients are parts of the result's.
-_CONCATENATING = ("cat", "concat", "concatenate")
-# Ops whose backward hands the result's gradient on as it is, where shapes agree.
-_PASSING = ("add", "sub", "clone", "contiguous", "alias")
-
-
-# Local forms that compute in float32 on their way, in tensors of their first operand's size: forward, and backward
-# besides gradients.
-_FORM_COPIES = {"vocab_cross_entropy": (1, 0)}
-
-
-def form_copies(node: fx.Node, size: float) -> tuple[float, float]:
-    """Bytes that a local form makes on its way, forward and backward. size: bytes of its first operand."""
-    for _, form in node.meta.get("forms", ()):
-        if form.function in _FORM_COPIES:
-            there, back = _FORM_COPIES[form.function]
-            narrow = 4 / graphs.inputs(node)[0].fake.dtype.itemsize
-            return (there * size, back * size) if narrow <= 1 else ((there + 1) * size * narrow, size * narrow)
-    return 0.0, 0.0
-
-
-def backward_copies(node: fx.Node) -> int:
-    """Tensors of its largest operand's size that an op's backward makes besides gradients."""
-    return _BACKWARD_COPIES.get(op_name(node), 0)
-
-
-def passes_memory(node: fx.Node) -> bool:
-    """Whether neither the op nor its backward makes a tensor."""
-    return is_view(node) and op_name(node) not in _MAKING
 
 
 @dataclass(slots=True)
@@ -238,7 +211,7 @@ class Walk:
             else:
                 self.keep(segment)
         for root in roots:
-            value = _carrier(graphs.value_of(root))
+            value = carrier(graphs.value_of(root))
             self.pending[value] = self.given[value] = code.gradient_size(value)
             self.add(self.pending[value])
         for value in code.results:  # nothing else holds the ends
@@ -333,7 +306,7 @@ class Walk:
 
     def convert_back(self, node: fx.Node) -> None:
         """Allocates the gradient of what a transition converts; gradients of weights are made meanwhile."""
-        coming, owner = Value(node), _carrier(graphs.inputs(node)[0])
+        coming, owner = Value(node), carrier(graphs.inputs(node)[0])
         way, size = self.code.way(node, back=True), self.code.gradient_size(graphs.inputs(node)[0])
         weight = parameter_read(graphs.inputs(node)[0], node)
         if weight is not None:
@@ -400,13 +373,13 @@ class Walk:
             if weight is not None:
                 self.weight_gradient(*weight)
                 continue
-            owner, size = _carrier(value), self.code.gradient_size(value)
-            if name in _PASSING and abs(size - given) < 0.5 and not (same and _scales_second(node)):
+            owner, size = carrier(value), self.code.gradient_size(value)
+            if name in PASSING and abs(size - given) < 0.5 and not (same and scales_second(node)):
                 same.append(owner)
                 continue
             more.append((owner, size))
         self.pass_on(coming[0], same)
-        if name in _CONCATENATING and coming[0] not in self.given:
+        if name in CONCATENATING and coming[0] not in self.given:
             self.share(coming[0], [owner for owner, _ in more if owner not in self.pending])
             return
         copies = backward_copies(node)
@@ -502,23 +475,3 @@ class Walk:
             self.started += 1
             self.most = max(self.most, self.now + message.most)
             self.now += message.size - message.replaces
-
-
-def _scales_second(node: fx.Node) -> bool:
-    """Of an addition whether its second operand's gradient is a tensor of its own."""
-    return op_name(node) == "sub" or bool(node.kwargs.get("alpha", 1) != 1)
-
-
-def parameter_read(value: Value, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The parameter that an op reads as a value, as it is or through views, and the op that reads it itself."""
-    reader = node
-    while passes_memory(value.node):
-        reader, value = value.node, graphs.inputs(value.node)[0]
-    return (value.node, reader) if is_parameter(value.node) else None
-
-
-def _carrier(value: Value) -> Value:
-    """The value whose gradient the value's gradient is a view of."""
-    while passes_memory(value.node):
-        value = graphs.inputs(value.node)[0]
-    return value
