@@ -141,9 +141,9 @@ class Candidates(CandidateFloors):
             most = below if found is None else min(below, found.objective)
             found = self._at_prices(config, fastest.solution.objective, most) or found
             if found is not None:
-                mixture, floor = self._mixture(config, found.answer.choice, found.objective)
+                mixture, _ = self._mixture(config, found.answer.choice, found.objective)
                 if mixture is not None and mixture.objective < found.objective:
-                    found = replace(mixture, bound=min(floor, found.bound))
+                    found = mixture
         return found if found is not None and found.objective < below else None
 
     def _at_prices(self, config: Degrees, seconds: float, below: float) -> Evaluation[Answer] | None:
@@ -233,10 +233,8 @@ class Candidates(CandidateFloors):
             mixture = applied(answer, chosen_ways(problem, cut, ways, self.analysis), parts)
             problem = self.problem(config, mixture)
             cut = self._cut(config, problem, most)
-        except NotBetter:
+        except (NotBetter, InfeasibleError):  # the merged problem counts messages as of its first way alone
             return None, floor
-        except InfeasibleError:
-            return None, math.inf
         seconds = self._step_seconds(problem, cut.way, config)
         return Evaluation(Answer(config, mixture, problem, cut), seconds, min(floor, seconds)), min(floor, seconds)
 

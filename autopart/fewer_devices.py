@@ -21,29 +21,35 @@ from autopart.frontier import first_devices
 from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.report.units import format_seconds
-from autopart.runtime.errors import AutopartError
+from autopart.runtime.errors import BatchError, PlanError
 from autopart.solver.degrees import degrees
 
 WORTH = 0.01
 """The share of a step that fewer devices have to save to be worth a note."""
+MOST_TRIED = 3
+"""Further plans that are made at most."""
 
 
 def advised(plan: Plan, cluster: Cluster, analysis: Analysis, **limits: Any) -> Plan:
     """The plan, with a note where fewer of the cluster's devices would take less time.
 
     limits: what the plan was made with; where they name degrees, or devices share a host's cores, nothing is looked
-    for. Further plans are made for parts that may be faster alone.
+    for. Further plans are made for parts that may be faster alone, the MOST_TRIED largest of them.
     """
     if any(limits.get(name) is not None for name in ("pp", "dp", "tp")) or cluster.device(0).kind != "cuda":
         return plan
-    seconds = {node.device: least_seconds(analysis, node, plan.batch) for node in dict.fromkeys(cluster.nodes)}
+    seconds = {
+        node.device: least_seconds(analysis, node, plan.batch, plan.optimizer) for node in dict.fromkeys(cluster.nodes)
+    }
     best, where = plan, cluster
+    tried = 0
     for part in parts(cluster, seconds):
-        if 1 / math.fsum(1 / seconds[device] for device in part.devices) >= best.step_time_s:
+        if 1 / math.fsum(1 / seconds[device] for device in part.devices) >= best.step_time_s or tried == MOST_TRIED:
             continue
+        tried += 1
         try:
             found = make_plan(analysis.program, part, analysis=analysis, **limits)
-        except AutopartError:  # nothing fits there, or the batch cannot be divided so
+        except (PlanError, BatchError):  # nothing fits there, or what is asked for cannot be had
             continue
         if found.step_time_s < best.step_time_s:
             best, where = found, part
@@ -57,9 +63,9 @@ def advised(plan: Plan, cluster: Cluster, analysis: Analysis, **limits: Any) -> 
     return replace(plan, notes=(*plan.notes, note))
 
 
-def least_seconds(analysis: Analysis, node: Node, batch: int) -> float:
+def least_seconds(analysis: Analysis, node: Node, batch: int, optimizer: str = "adamw") -> float:
     """What one device of a node takes at least for a step of so many samples, in any microbatches; memory aside."""
-    candidates = Candidates(analysis, first_devices(Cluster((node,)), 1), batch, "adamw")
+    candidates = Candidates(analysis, first_devices(Cluster((node,)), 1), batch, optimizer)
     return min(candidates.lower_bound(config) for config in degrees(1, batch))
 
 

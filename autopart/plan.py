@@ -19,6 +19,7 @@ from autopart.plan_file import build, pretty
 from autopart.runtime.errors import PlanError, ScheduleError
 from autopart.runtime.placement import Placement
 from autopart.runtime.schedule import NAMES, deeper_warmup, in_flight, make_schedule
+from autopart.update_memory import OPTIMIZERS
 
 if TYPE_CHECKING:
     from autopart.passes.program import Program
@@ -217,6 +218,7 @@ class Plan:
                 f"stages[{index + 1}].blocks: starts at {after.blocks[0]}, the stage before ends at {before.blocks[1]}",
             )
         _require(self.stages[0].blocks[0] == 0, "stages[0].blocks: the first stage starts at block 0")
+        _require(self.optimizer in OPTIMIZERS, f"optimizer: one of {', '.join(OPTIMIZERS)}, not {self.optimizer!r}")
         _require(
             not self.order or sorted(self.order) == list(range(self.stages[-1].blocks[1])),
             f"order: every block from 0 to {self.stages[-1].blocks[1] - 1} once, or nothing",

@@ -43,11 +43,15 @@ _MADE = {
     "adamw": Temporaries(2, 1, 1),
     "rmsprop": Temporaries(1, 1, 1),
     "adagrad": Temporaries(1, 1, 2),
+    **dict.fromkeys(("none", "sgd", "momentum"), Temporaries()),
 }
+
+OPTIMIZERS = tuple(_MADE)
 
 
 def temporaries(optimizer: str) -> Temporaries:
-    return _MADE.get(optimizer, Temporaries())
+    """optimizer: as :func:`autopart.passes.annotate.parameter_bytes` knows it."""
+    return _MADE[optimizer]
 
 
 def at_once(kind: str) -> bool:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import tempfile
@@ -261,7 +262,7 @@ def _modules_again(analysis: Analysis, plan: Plan) -> Plan | None:
 
 def _ratios(predicted: Sequence[float], counted: Sequence[int]) -> list[float]:
     pairs = zip(predicted, counted, strict=True)
-    return [round(ours / theirs, 3) if ours and theirs else 1.0 for ours, theirs in pairs]
+    return [round(ours / theirs, 3) if theirs else 1.0 if not ours else math.inf for ours, theirs in pairs]
 
 
 def _summary(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -366,7 +366,9 @@ class Walk:
         more: list[tuple[Value, float]] = []
         before, freed = self.now, self.freed_between(node)
         self.now -= freed
-        for value in dict.fromkeys(graphs.inputs(node)):
+        operands = graphs.inputs(node)
+        scaled = operands[-1] if len(operands) > 1 and scales_second(node) else None
+        for value in dict.fromkeys(operands):
             if not is_differentiable(value) or self.skips(value) or value.node is put_off:
                 continue
             weight = parameter_read(value, node)
@@ -374,7 +376,7 @@ class Walk:
                 self.weight_gradient(*weight)
                 continue
             owner, size = carrier(value), self.code.gradient_size(value)
-            if name in PASSING and abs(size - given) < 0.5 and not (same and scales_second(node)):
+            if name in PASSING and abs(size - given) < 0.5 and value != scaled:
                 same.append(owner)
                 continue
             more.append((owner, size))

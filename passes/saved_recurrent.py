@@ -57,9 +57,11 @@ def recurrent_bytes(node: fx.Node, kind: str, batch: int) -> int:
 
 
 def _is_known(node: fx.Node, kind: str) -> bool:
-    sequence = inputs(node)[0].fake
-    narrow = sequence.dtype in (torch.float32, torch.bfloat16)
-    return kind == "cpu" and narrow and node.target is torch.ops.aten.lstm.input
+    if kind != "cpu" or node.target is not torch.ops.aten.lstm.input:
+        return False
+    sequence, state, cell = (value.fake for value in inputs(node)[:3])
+    projected = state.shape[-1] != cell.shape[-1]
+    return sequence.dtype in (torch.float32, torch.bfloat16) and not projected
 
 
 def _samples(node: fx.Node) -> Amount:

@@ -38,7 +38,7 @@ def check_nothing_waits(but: DoubleBuffer | None) -> None:
     if _in_flight - ({but.key} if but is not None else set()):
         raise InputError(
             "a batch of another model is on its way under the schedule 2bw, whose messages this one would take for its "
-            "own; call that model's finish() on all ranks before this one"
+            "own; call that model's finish() on all ranks before this one (where it is gone, start the job anew)"
         )
 
 
@@ -112,10 +112,11 @@ class DoubleBuffer:
     def finish(self) -> list[Tensor | None]:
         """Ends the batch in flight; returns its gradients."""
         before, self.batch = self.batch, None
-        gradients = self._do(before, None)
         self._number = 0
-        _in_flight.discard(self.key)
-        return gradients
+        try:
+            return self._do(before, None)
+        finally:
+            _in_flight.discard(self.key)
 
     def _do(self, before: Batch | None, batch: Batch | None) -> list[Tensor | None]:
         gradients: list[Tensor | None] = [None] * len(self._parameters)

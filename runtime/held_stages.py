@@ -30,8 +30,8 @@ class HeldStages(nn.Module):
         self._nothing = (nn.Parameter(torch.empty(0, device=mesh.device)),)  # in a tuple, so as not to be registered
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """This rank's parameters; where it trains none, an empty one besides, for optimizers refuse an empty list."""
-        trains = False
+        """This rank's parameters; where only other ranks train any, an empty one besides: optimizers refuse none."""
+        trains = not (recurse and any(spec.trainable for spec in self.manifest.parameters))
         for _, parameter in self.named_parameters(recurse=recurse):
             trains = trains or parameter.requires_grad
             yield parameter

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from autopart.message_memory import Alike, message_bytes, staying_bytes
+from autopart.passes.annotate import parameter_bytes
 from autopart.runtime.buckets import BUCKET_BYTES
+from autopart.runtime.errors import PlanError
 from autopart.solver.stages_passing import passing
 from autopart.solver.stages_runs import Runs
-from autopart.update_memory import temporary_bytes
+from autopart.update_memory import OPTIMIZERS, temporary_bytes
 from autopart.verify.live_bytes import LiveBytes
 
 SMALL, LARGE = BUCKET_BYTES // 4, 8 * BUCKET_BYTES
@@ -106,3 +108,10 @@ def test_what_an_optimizer_makes(name: str, together: bool) -> None:
             optimizer.step()
     predicted = temporary_bytes(name, [4 * size for size in sizes], "cuda" if together else "cpu")
     assert predicted <= live.most <= predicted + 64  # numbers of the steps
+
+
+def test_the_optimizers_are_those_whose_state_is_known() -> None:
+    with pytest.raises(PlanError) as told:
+        parameter_bytes((2, 3), torch.float32, "lion")
+    known = str(told.value).removeprefix("optimizer is one of ").removesuffix(", not 'lion'")
+    assert sorted(known.split(", ")) == sorted(OPTIMIZERS)

@@ -433,7 +433,7 @@ def _infeasible(problem: StageProblem, graph: StageGraph) -> InfeasibleError:
     passing = problem.shapes[slot.shape].passing
     what = f"{format_bytes(kept)} activations of {in_flight} microbatch{'es' if in_flight > 1 else ''} in flight"
     if passing.update_bytes(inside) > passing.message_bytes(inside) + kept:
-        what = f"{format_bytes(passing.update_bytes(inside))} what the optimizer makes for a while in its step"
+        what = f"{format_bytes(passing.update_bytes(inside))} are made by the optimizer for its step"
     enough = f"Devices with {format_bytes(slot.capacity_bytes + over)}"
     if len({other.capacity_bytes for other in problem.slots}) > 1:
         enough = f"{format_bytes(over)} more on every device"

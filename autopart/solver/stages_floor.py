@@ -106,7 +106,7 @@ def body_seconds(
     backward: Array | float,
     behind: Array | float,
     sent: Array | float,
-    ways: Sequence[tuple[int, Array | float]] | None = (),
+    ways: Sequence[tuple[int, Array | float]] | None,
 ) -> Array:
     """From the start of a stage's first forward to the end of its last backward, at least; see the module.
 
