@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
+from autopart.analysis import Analysis
 from autopart.folding import FoldedGraph, FoldedPart, fold_part, is_stored
 from autopart.memory_bound import BlockFacts, Kind, MemoryBound
 from autopart.module_sets import ModuleSet
@@ -131,9 +132,7 @@ def kept_by_choice(builder: Builder, layers: AlikeLayers) -> dict[tuple[str, ...
     tensor that several ops keep counts once.
     """
     analysis = builder.analysis
-    blocks = (analysis.blocks[number] for number in layers.blocks[0])
-    place = {node: at for at, node in enumerate(n for own in blocks for n in own.nodes if n in analysis.block_of)}
-    held = _Held.of(builder, layers, [ModuleSet()], place)
+    held = _Held.of(builder, layers, [ModuleSet()], _places(analysis, layers))
     found = {}
     for nodes in layers.part.classes:
         if not is_stored(nodes[0]):
@@ -157,6 +156,12 @@ def pieces_of(layers: AlikeLayers, folded: FoldedGraph, memory: MemoryBound) -> 
         part, facts = fold_part(analysis, folded, own), (layers.facts[place],)
         found.append(AlikeLayers(blocks, part, facts, keeps, layers.priced))
     return tuple(found)
+
+
+def _places(analysis: Analysis, layers: AlikeLayers) -> dict[fx.Node, int]:
+    """The ops of the first layer's blocks, numbered in order."""
+    nodes = (node for number in layers.blocks[0] for node in analysis.blocks[number].nodes)
+    return {node: place for place, node in enumerate(node for node in nodes if node in analysis.block_of)}
 
 
 def _entering(part: FoldedPart, classes: Mapping[fx.Node, tuple[str, ...]]) -> tuple[object, ...]:
@@ -185,8 +190,7 @@ class _Work:
     def of(builder: Builder, layers: AlikeLayers, sets: Sequence[ModuleSet], forward: float = 0.0) -> _Work:
         """forward: what a second of the forward counts besides."""
         part, analysis, setting = layers.part, builder.analysis, builder.setting
-        blocks = (analysis.blocks[number] for number in layers.blocks[0])
-        place = {node: at for at, node in enumerate(n for own in blocks for n in own.nodes if n in analysis.block_of)}
+        place = _places(analysis, layers)
         held = _Held.of(builder, layers, sets, place)
         numbers = {analysis.classes[nodes[0]]: index for index, nodes in enumerate(builder.folded.classes)}
         ops, seconds, weights, kept, again = [], list[Array](), list[Array](), list[Array](), list[Array]()
@@ -206,9 +210,10 @@ class _Work:
                 kept.append(none)
                 again.append(none)
                 continue
-            first = _forward_seconds(builder, nodes[0], ways) * len(nodes)
             own = np.array([choice.cost for choice in op.choices]) * (len(nodes) / len(folded))
-            seconds.append(own + forward * first)
+            if forward:
+                own = own + forward * len(nodes) * _forward_seconds(builder, nodes[0], ways)
+            seconds.append(own)
             weights.append(np.zeros(len(ways)))
             kept.append(sum((held.bytes(node, ways) for node in nodes), none))
             times = np.array([sum(place[node] in item.run for node in nodes) for item in (*sets, ModuleSet())])

@@ -30,7 +30,7 @@ class HeldStages(nn.Module):
         self._nothing = (nn.Parameter(torch.empty(0, device=mesh.device)),)  # in a tuple, so as not to be registered
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """This rank's parameters; where only other ranks train any, an empty one besides: optimizers refuse none."""
+        """This rank's parameters; where only other ranks train any, one of no elements besides, for an optimizer."""
         trains = not (recurse and any(spec.trainable for spec in self.manifest.parameters))
         for _, parameter in self.named_parameters(recurse=recurse):
             trains = trains or parameter.requires_grad

@@ -7,6 +7,7 @@ and gradient form a pair, so the test knows from the letters alone what must com
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -161,3 +162,15 @@ def test_calls_as_text(source: str, target: str, call: str) -> None:
 def test_nothing_to_do() -> None:
     for text in PLACEMENTS:
         assert transition(Placement.parse(text), Placement.parse(text)) is None
+
+
+def _gathered_by_no_old_name() -> list[float]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        axis = _axis()
+        return axis.all_gather(torch.tensor([float(axis.index)])).flatten().tolist()
+
+
+def test_gathers_by_a_name_that_is_not_deprecated() -> None:
+    """torch 2.13 warns where the old one is called."""
+    assert launch(_gathered_by_no_old_name, 2) == [[0.0, 1.0]] * 2

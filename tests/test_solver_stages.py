@@ -16,7 +16,7 @@ from autopart.solver.overlap import GradientSum
 from autopart.solver.stages_graph import StageGraph
 from autopart.solver.stages_order import positions
 from autopart.solver.stages_parts import Block, Choice, Cut, KeptGroup, Layer, Shape, TiedGroup
-from autopart.solver.stages_passing import Passing, Some
+from autopart.solver.stages_passing import ParameterGroup, Passing
 from autopart.solver.stages_problem import Slot, StageProblem, Step
 
 Edges = tuple[tuple[int, int], ...]
@@ -80,12 +80,12 @@ class Random(random.Random):
     def passing(self, blocks: int) -> Passing:
         """Messages of up to two kinds; the optimizer makes up to as much as a stage otherwise holds."""
 
-        def some(scale: int) -> tuple[Some, ...]:
+        def some(scale: int) -> tuple[ParameterGroup, ...]:
             found = []
             for _ in range(self.randint(0, 4)):
                 largest = self.size(scale)
                 inside = tuple(self.sample(range(blocks), min(blocks, self.choice([1, 1, 2]))))
-                found.append(Some(inside, largest + self.size(scale), largest))
+                found.append(ParameterGroup(inside, largest + self.size(scale), largest))
             return tuple(found)
 
         sent = tuple((self.randint(0, 3), some(20)) for _ in range(self.randint(0, 2)))

@@ -430,10 +430,10 @@ def _infeasible(problem: StageProblem, graph: StageGraph) -> InfeasibleError:
     chosen, in_flight = problem.chosen(step), problem.in_flight[stage]
     state = math.fsum(choice.state_bytes for choice in chosen)
     kept = in_flight * math.fsum(choice.activation_bytes for choice in chosen)
-    passing = problem.shapes[slot.shape].passing
     what = f"{format_bytes(kept)} activations of {in_flight} microbatch{'es' if in_flight > 1 else ''} in flight"
-    if passing.update_bytes(inside) > passing.message_bytes(inside) + kept:
-        what = f"{format_bytes(passing.update_bytes(inside))} are made by the optimizer for its step"
+    update = problem.shapes[slot.shape].passing.update_bytes(inside)
+    if update > problem.running_bytes(stage, step):
+        what = f"{format_bytes(update)} are made by the optimizer for its step"
     enough = f"Devices with {format_bytes(slot.capacity_bytes + over)}"
     if len({other.capacity_bytes for other in problem.slots}) > 1:
         enough = f"{format_bytes(over)} more on every device"

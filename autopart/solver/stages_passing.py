@@ -20,8 +20,8 @@ from autopart.solver.stages_runs import Array, Bits, Runs
 
 
 @dataclass(frozen=True, slots=True)
-class Some:
-    """Bytes of some parameters on a rank, in all and of the largest, where a stage has one of ``blocks``."""
+class ParameterGroup:
+    """Parameters that the same blocks read: bytes on a rank, all and the largest, where a stage has such a block."""
 
     blocks: tuple[int, ...]
     bytes: float
@@ -35,14 +35,14 @@ class Passing:
     updated: what the optimizer makes; apart: of one parameter after the other, else of all together.
     """
 
-    sent: tuple[tuple[int, tuple[Some, ...]], ...] = ()
+    sent: tuple[tuple[int, tuple[ParameterGroup, ...]], ...] = ()
     replicas: int = 1
     summed: float = 1.0
-    updated: tuple[Some, ...] = ()
+    updated: tuple[ParameterGroup, ...] = ()
     apart: bool = False
 
     @property
-    def parameters(self) -> tuple[Some, ...]:
+    def parameters(self) -> tuple[ParameterGroup, ...]:
         return (*self.updated, *(item for _, found in self.sent for item in found))
 
     def message_bytes(self, inside: Collection[int]) -> float:
@@ -77,14 +77,14 @@ _Amounts = dict[tuple[int, ...], float]
 _Reduce = Callable[[_Amounts], "Array | float"]
 
 
-def _sums(some: Collection[Some]) -> _Amounts:
+def _sums(some: Collection[ParameterGroup]) -> _Amounts:
     found: _Amounts = {}
     for item in some:
         found[item.blocks] = found.get(item.blocks, 0.0) + item.bytes
     return found
 
 
-def _largest(some: Collection[Some]) -> _Amounts:
+def _largest(some: Collection[ParameterGroup]) -> _Amounts:
     found: _Amounts = {}
     for item in some:
         found[item.blocks] = max(found.get(item.blocks, 0.0), item.largest)
@@ -142,9 +142,9 @@ def passing(
         if size:
             made.setdefault(blocks, []).append(size)
     return Passing(
-        tuple((level, _some(found)) for (_, level), found in kinds.items()), replicas, summed, _some(made), apart
+        tuple((level, _groups(found)) for (_, level), found in kinds.items()), replicas, summed, _groups(made), apart
     )
 
 
-def _some(found: dict[tuple[int, ...], list[float]]) -> tuple[Some, ...]:
-    return tuple(Some(blocks, sum(sizes), max(sizes)) for blocks, sizes in found.items())
+def _groups(found: dict[tuple[int, ...], list[float]]) -> tuple[ParameterGroup, ...]:
+    return tuple(ParameterGroup(blocks, sum(sizes), max(sizes)) for blocks, sizes in found.items())

@@ -226,14 +226,20 @@ class StageProblem:
         inside = set(self.blocks_between(step.first, step.last))
         state = math.fsum(choice.state_bytes for choice in chosen)
         state += math.fsum(group.bytes for group in shape.tied if inside & set(group.blocks))
-        running = (
+        update = shape.passing.update_bytes(inside)
+        return shape.overhead_bytes + state + max(self.running_bytes(stage, step), update)
+
+    def running_bytes(self, stage: int, step: Step) -> float:
+        """Of these what is there while microbatches run, and gone when the optimizer does."""
+        shape, chosen = self.shapes[self.slots[step.slot].shape], self.chosen(step)
+        inside = set(self.blocks_between(step.first, step.last))
+        return (
             math.fsum(self.in_flight[stage] * choice.activation_bytes for choice in chosen)
             + math.fsum(self.in_flight[stage] * group.bytes for group in shape.kept if inside & set(group.blocks))
             + max(choice.transient_bytes for choice in chosen)
             + math.fsum(cut.buffer_bytes for cut in self.ends_of(step))
             + shape.passing.message_bytes(inside)
         )
-        return shape.overhead_bytes + state + max(running, shape.passing.update_bytes(inside))
 
     def busy_seconds(self, step: Step) -> float:
         """Seconds per microbatch of a stage: forward and backward, and its own sends and receives, not overlapped."""
