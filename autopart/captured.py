@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-from autopart import cache, passes, runtime
+from autopart import cache
+from autopart.cache_key import installed, sources
 from autopart.passes import program_json
 from autopart.passes.program import Program
 
@@ -51,7 +52,7 @@ def key(spec: str, dtype: torch.dtype | None) -> str:
     """The hash by which a program is found."""
     digest = hashlib.sha256()
     versions = (VERSION, sys.version, torch.__version__, torch.version.git_version, torch.get_default_dtype())
-    for part in (spec, dtype, *versions, *_sources(), *_installed(), *_transformers(), *_environment()):
+    for part in (spec, dtype, *versions, *sources(), *installed(), *_transformers(), *_environment()):
         digest.update(f"{part!r}\n".encode())
     return digest.hexdigest()
 
@@ -64,22 +65,6 @@ def _read(path: Path) -> Program | None:
         return program_json.read(data)
     except Exception:  # whatever the file holds: it is captured again, and written over
         return None
-
-
-def _sources() -> Iterator[str]:
-    """Of all files of autopart."""
-    for folder in (Path(__file__).parent, *(Path(path) for package in (passes, runtime) for path in package.__path__)):
-        for path in sorted(folder.rglob("*.py")):
-            yield f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}"
-
-
-def _installed() -> list[str]:
-    """Names and versions of what is installed, as folders beside the packages say; autopart's sources are known."""
-    found = set()
-    for folder in sys.path:
-        with contextlib.suppress(OSError), os.scandir(folder) as entries:
-            found |= {entry.name for entry in entries if entry.name.endswith((".dist-info", ".egg-info"))}
-    return sorted(name for name in found if not name.startswith("autopart"))
 
 
 def _transformers() -> Iterator[str]:

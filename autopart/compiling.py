@@ -19,7 +19,7 @@ from autopart.other_sizes import Outline, carry
 from autopart.passes.emit.program import Emitted
 from autopart.passes.rules import RULES
 from autopart.plan import Plan
-from autopart.planner import make_plan
+from autopart.planned import planned
 from autopart.realize import realize
 from autopart.report.table import plan_text
 from autopart.runtime.errors import ClusterError, PlanError
@@ -79,7 +79,7 @@ class Compiler:
                 limits["batch"] = program.batch * limits["dp"]
                 limits["meshes"] = "equal"  # each replica's own part goes through all stages
             cluster = _cluster(settings["cluster"])
-            plan = advised(make_plan(program, cluster, analysis=analysis, **limits), cluster, analysis, **limits)
+            plan = advised(planned(program, cluster, analysis=analysis, **limits), cluster, analysis, **limits)
         elif not isinstance(plan, Plan):
             plan = Plan.load(plan)
         emitted = realize(program, plan, analysis)

@@ -19,7 +19,7 @@ from autopart.cluster import Cluster, Node
 from autopart.cost.devices import Device
 from autopart.frontier import first_devices
 from autopart.plan import Plan
-from autopart.planner import make_plan
+from autopart.planned import planned
 from autopart.report.units import format_seconds
 from autopart.runtime.errors import BatchError, PlanError
 from autopart.solver.degrees import degrees
@@ -48,7 +48,7 @@ def advised(plan: Plan, cluster: Cluster, analysis: Analysis, **limits: Any) -> 
             continue
         tried += 1
         try:
-            found = make_plan(analysis.program, part, analysis=analysis, **limits)
+            found = planned(analysis.program, part, analysis=analysis, **limits)
         except (PlanError, BatchError):  # nothing fits there, or what is asked for cannot be had
             continue
         if found.step_time_s < best.step_time_s:

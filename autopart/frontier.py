@@ -35,6 +35,10 @@ class PlanPoint:
     memory_bytes: int
     bound_s: float
 
+    @staticmethod
+    def of(plan: Plan) -> PlanPoint:
+        return PlanPoint(plan, plan.device_count, fullest_bytes(plan), plan.bound_s)
+
     @property
     def seconds(self) -> float:
         return self.plan.step_time_s
@@ -87,9 +91,9 @@ def memory_frontier(
             if not points:
                 raise
             break
-        held = fullest_bytes(plan)
-        points.append(PlanPoint(plan, plan.device_count, held, plan.bound_s))
+        points.append(PlanPoint.of(plan))
         report(points[-1])
+        held = points[-1].memory_bytes
         capacity = min(held - 1, int(held * (1 - step)))
         if capacity < 1:
             break
@@ -118,7 +122,7 @@ def count_frontier(
         except InfeasibleError as error:
             failure = error
             continue
-        points.append(PlanPoint(plan, count, fullest_bytes(plan), plan.bound_s))
+        points.append(PlanPoint.of(plan))
         report(points[-1])
     if not points:
         raise failure or PlanError("give at least one number of devices")

@@ -29,6 +29,7 @@ from autopart.mesh_prices import INSIDE, NETWORK, Priced
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import in_flight, places_of
 from autopart.solver import stages as stage_solver
+from autopart.solver import time_limits
 from autopart.solver.degrees import UnlikeMeshes
 from autopart.solver.stages_parts import Cut, Shape
 from autopart.solver.stages_problem import Slot, StageProblem
@@ -90,6 +91,7 @@ class VirtualMeshes:
             seconds = unlike.step_seconds(answer)
             if best is None or seconds < best[0]:
                 best = seconds, answer
+        time_limits.ended(until)
         if best is None:
             raise closest or InfeasibleError("no meshes can be laid on the devices; use another number of stages")
         return best[1]

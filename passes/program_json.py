@@ -10,7 +10,9 @@ on values, sizes that are no multiples, ops that no name finds) are not written:
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import fields
@@ -46,6 +48,14 @@ def written(program: Program) -> dict[str, Any]:
     if program.constants or program.assumptions or program.conditions is not None:
         raise NotWritten("constants or conditions on values")
     return _Writer().program(program)
+
+
+def content(program: Program) -> str:
+    """A hash of all that planning reads of a program: constants' values and assumed branches it does not.
+
+    Raises NotWritten.
+    """
+    return hashlib.sha256(json.dumps(_Writer().program(program)).encode()).hexdigest()
 
 
 def read(data: dict[str, Any]) -> Program:

@@ -90,7 +90,7 @@ def test_the_key_changes_with_what_the_program_follows_from(monkeypatch: pytest.
     keys = {captured.key(GPT2, None), captured.key(GPT2, torch.bfloat16), captured.key(SPECS["t5"], None)}
     monkeypatch.setenv("HF_SOMETHING", "1")
     keys.add(captured.key(GPT2, None))
-    for part in ("_sources", "_installed", "_transformers"):
+    for part in ("sources", "installed", "_transformers"):
         monkeypatch.setattr(captured, part, lambda part=part: iter([part]))
         keys.add(captured.key(GPT2, None))
     assert len(keys) == 7

@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _caching(arguments: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
-    """Of captured programs and solved strategies, as the command was told."""
+    """Of captured programs, solved strategies and plans, as the command was told."""
     if not getattr(arguments, "no_cache", False):
         return contextlib.nullcontext()
     from autopart import cache

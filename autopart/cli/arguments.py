@@ -148,7 +148,7 @@ def add_limits(parser: argparse.ArgumentParser, cluster_required: bool) -> None:
     parser.add_argument(
         "--no-cache",
         action="store_true",
-        help="capture and solve anew; captured models and solved strategies are neither used nor kept",
+        help="capture and plan anew; captured models, solved strategies and plans are neither used nor kept",
     )
 
 
@@ -293,7 +293,7 @@ def choose_plan(arguments: argparse.Namespace, program: Program) -> Plan:
     with working(f"planning for {cluster}"):
         from autopart.analysis import analyze
         from autopart.fewer_devices import advised
-        from autopart.planner import make_plan
+        from autopart.planned import planned
 
         analysis, given = analyze(program), limits(arguments)
-        return advised(make_plan(program, cluster, analysis=analysis, **given), cluster, analysis, **given)
+        return advised(planned(program, cluster, analysis=analysis, **given), cluster, analysis, **given)

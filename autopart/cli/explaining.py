@@ -126,7 +126,7 @@ def _with_model(
     """Reshardings, ranks' peaks, and the chosen plan beside the fastest other candidate that can be planned."""
     from autopart.analysis import analyze
     from autopart.explain import compare, limits_of
-    from autopart.planner import make_plan
+    from autopart.planned import planned
     from autopart.rank_peaks import rank_peaks
     from autopart.reshardings import reshardings
     from autopart.runtime.errors import InfeasibleError
@@ -141,7 +141,7 @@ def _with_model(
             try:
                 same = {"pins": plan.pins, "together": plan.together, "optimizer": plan.optimizer}
                 limits = {**limits_of(str(row["config"])), **same}
-                other = make_plan(program, cluster, batch=plan.batch, analysis=analysis, **limits)
+                other = planned(program, cluster, batch=plan.batch, analysis=analysis, **limits)
             except InfeasibleError:
                 continue
             return sent, peaks, compare((plan, other), (cluster, cluster))

@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     from autopart.breakdown import tensor_axes
     from autopart.explain import cluster_of, compare
     from autopart.plan import Plan
-    from autopart.planner import make_plan
+    from autopart.planned import planned
     from autopart.realize import check_plan
     from autopart.report.explanation import comparison_text
     from autopart.runtime.errors import InfeasibleError, PlanError
@@ -85,14 +85,14 @@ def run(arguments: argparse.Namespace) -> int:
         check_plan(program, analysis, plan)
         named = f"{cluster} ({change})" if str(change) else str(cluster)
         pinned: dict[str, Any] = {"pins": plan.pins, "together": plan.together, "optimizer": plan.optimizer}
-        best = replace(make_plan(program, cluster, batch=batch, analysis=analysis, **pinned), cluster=named)
+        best = replace(planned(program, cluster, batch=batch, analysis=analysis, **pinned), cluster=named)
         recompute = "auto" if plan.recompute == "some" else plan.recompute
         limits: dict[str, Any] = {"schedule": plan.schedule, "recompute": recompute, "pp": plan.pp, "dp": plan.dp}
         limits["tp"] = tuple(size for _, size in tensor_axes(plan.stages[0])) or 1
         if not plan.is_uniform:
             limits |= {"dp": None, "tp": None, "meshes": "unlike"}
         try:
-            same = make_plan(program, cluster, batch=batch, analysis=analysis, **limits, **pinned)
+            same = planned(program, cluster, batch=batch, analysis=analysis, **limits, **pinned)
         except (InfeasibleError, PlanError) as error:
             same = None
             print(f"the same degrees do not work under the change: {str(error).splitlines()[0]}", file=sys.stderr)

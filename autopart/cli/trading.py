@@ -65,7 +65,9 @@ def _number(text: str, below: float, what: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from autopart.frontier import count_frontier, first_devices, memory_frontier
+    from autopart.analysis import analyze
+    from autopart.frontier import first_devices
+    from autopart.planned import planned_frontier
 
     cluster = read_cluster(arguments.cluster)
     check_output(arguments.output)
@@ -77,10 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{_layout(point)}: {point.seconds:.4g} s, {point.memory_bytes / 2**30:.3g} GiB", file=sys.stderr)
 
     with working(f"planning for {cluster}"):
-        if arguments.devices:
-            points = count_frontier(program, cluster, arguments.devices, report=report, **limits(arguments))
-        else:
-            points = memory_frontier(program, cluster, step=arguments.step, report=report, **limits(arguments))
+        points = planned_frontier(
+            *(program, cluster),
+            analysis=analyze(program),
+            counts=arguments.devices,
+            step=arguments.step,
+            report=report,
+            **limits(arguments),
+        )
     if arguments.output is not None:
         arguments.output.write_text(picture(points, program.name, bool(arguments.devices), arguments.price))
         print(f"picture written to {arguments.output}", file=sys.stderr)

@@ -56,6 +56,7 @@ import numpy as np
 
 from autopart.report.units import format_bytes
 from autopart.runtime.errors import InfeasibleError, PlanError
+from autopart.solver import time_limits
 from autopart.solver.search import NotBetter
 from autopart.solver.stages_few import most_seconds, spread
 from autopart.solver.stages_graph import Found, StageGraph, cheapest, smallest_maximum, sums_through
@@ -115,6 +116,7 @@ def solve(
         bound, method = max(bound, min(proved, search.objective)), "cp-sat"
     if search.meets(bound):
         bound = search.objective
+    time_limits.ended(until)
     way, objective = search.way, search.objective
     if timed is not None and is_row(graph):
         way, least = faster_way(graph, way, floor, timed)

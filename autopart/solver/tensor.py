@@ -42,6 +42,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autopart.runtime.errors import InfeasibleError, PlanError
+from autopart.solver import time_limits
 from autopart.solver.search import NotBetter
 from autopart.solver.tensor_arrays import EdgeArrays, Mask, ProblemArrays, compiled
 from autopart.solver.tensor_ascent import Ascent
@@ -80,6 +81,7 @@ def solve(
         raise _Unsolvable(problem, time_limit_s)
     search = _Search(arrays, start + time_limit_s, max(gap, TOLERANCE), below)
     method = search.run()
+    time_limits.ended(search.until)
     if below <= search.bound < math.inf:
         raise NotBetter(search.bound, search.bound)
     best = search.best

@@ -20,7 +20,7 @@ import time
 from dataclasses import replace
 
 from autopart.runtime.errors import InfeasibleError
-from autopart.solver import tensor
+from autopart.solver import tensor, time_limits
 from autopart.solver.search import NotBetter
 from autopart.solver.tensor_problem import Op, TensorProblem, TensorSolution, relative_gap
 
@@ -42,6 +42,7 @@ def solve(
     while ranges and (best is None or ranges[0][0] < best.objective * (1 - max(gap, tensor.TOLERANCE))):
         left = time_limit_s - (time.perf_counter() - start)
         if left <= 0 and best is not None:
+            time_limits.ended(start + time_limit_s)
             break
         _, _, low, high = heapq.heappop(ranges)
         part, numbers = _between(problem, low, high)
