@@ -20,6 +20,7 @@ from autopart.passes.peak_conversion import Way, transition_of, way
 from autopart.passes.peak_weights import Divided
 from autopart.passes.program import Role
 from autopart.passes.saved import saved_tensors
+from autopart.passes.saved_recurrent import Stretch, stretches
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class StageCode:
     _sizes: dict[Value, float] = field(default_factory=dict)
     _gradients: dict[Value, float] = field(default_factory=dict)
     _inside: dict[fx.Node, float] = field(default_factory=dict)
+    _stretches: dict[fx.Node, list[Stretch]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.runs = segments_of(self.graph, self.recompute)
@@ -106,6 +108,12 @@ class StageCode:
         if node not in self._inside:
             self._inside[node] = inside_bytes(node, self.axes, self.batch, self.kind)
         return self._inside[node]
+
+    def stretches(self, node: fx.Node) -> list[Stretch]:
+        """What an op's backward goes through one by one, in the order of the forward; none where it is one piece."""
+        if node not in self._stretches:
+            self._stretches[node] = stretches(node, self.kind, self.batch)
+        return self._stretches[node]
 
     def saved(self, node: fx.Node) -> tuple[Value, ...]:
         """The owners of what an op keeps for its backward, once each."""

@@ -75,8 +75,9 @@ class SplitWalk(Walk):
             for value in coming:
                 self.put_aside(value)
 
-    def freed_between(self, node: fx.Node) -> float:
-        return 0.0 if self.cutting else Walk.freed_between(self, node)
+    @property
+    def frees_inside(self) -> bool:
+        return not self.cutting
 
     def put_aside(self, value: Value) -> None:
         """The gradient of a value is left for W, and with a part of a tensor all of it."""

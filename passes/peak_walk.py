@@ -31,7 +31,6 @@ from autopart.passes.peak_code import StageCode
 from autopart.passes.peak_conversion import Way, transition_of
 from autopart.passes.peak_weights import Holding
 from autopart.passes.rules import is_differentiable
-from autopart.passes.saved_recurrent import layers_of
 from autopart.passes.storage import is_view, op_name
 
 
@@ -110,7 +109,6 @@ class Walk:
         for value in self.code.received:
             self.allocate(value)
             self.stays.add(value)
-        outside: list[fx.Node] = []
         for run, is_layer, own in self.code.runs:
             if is_layer:
                 self.holding.enter_layer(run.nodes)
@@ -122,9 +120,7 @@ class Walk:
                     self.leave(segment.nodes)
             if is_layer:
                 self.leave(run.nodes)
-            else:
-                outside += run.nodes
-        self.leave(outside, last=True)
+        self.leave([node for run, *_ in self.code.runs for node in run.nodes], last=True)
         self.holding.end()
 
     def let_go(self, sends: int) -> None:
@@ -273,7 +269,8 @@ class Walk:
 
     def step_back(self, node: fx.Node, reached: set[fx.Node]) -> None:
         coming = [value for value in graphs.outputs(node) if value in self.pending]
-        self.holding.need(node)
+        if not self.code.stretches(node):
+            self.holding.need(node)
         waiting = node in reached and coming and node in self.code.put_off_to
         if node in self.code.begun:
             self.land(node, back=True)
@@ -364,12 +361,13 @@ class Walk:
         name = op_name(node)
         put_off = weight_of(node) if node in self.code.put_off_to else None
         more: list[tuple[Value, float]] = []
-        before, freed = self.now, self.freed_between(node)
-        self.now -= freed
+        freed = self.pass_back_layers(node)
         operands = graphs.inputs(node)
         scaled = operands[-1] if len(operands) > 1 and scales_second(node) else None
+        pieces = self.code.stretches(node)
+        gone = {value for piece in pieces[1:] for value in piece.weights}
         for value in dict.fromkeys(operands):
-            if not is_differentiable(value) or self.skips(value) or value.node is put_off:
+            if value in gone or not is_differentiable(value) or self.skips(value) or value.node is put_off:
                 continue
             weight = parameter_read(value, node)
             if weight is not None:
@@ -386,19 +384,44 @@ class Walk:
             return
         copies = backward_copies(node)
         largest = max((size for _, size in more), default=0.0)
-        passing = copies * largest
+        passing = (copies + (pieces[0].beside if pieces else 0)) * largest
         if "forms" in node.meta:
             passing += form_copies(node, self.code.gradient_size(graphs.inputs(node)[0]))[1]
         for _, size in more:
             self.add(size, passing)
         self.now += freed
-        self.most = max(self.most, before + (self.now - before) / layers_of(node))
         for owner, size in more:
             self.receive(owner, size)
 
-    def freed_between(self, node: fx.Node) -> float:
-        """Bytes that an op of several layers has inside for all but the one through which its backward ends."""
-        return self.code.inside(node) * (1 - 1 / layers_of(node)) if layers_of(node) > 1 else 0.0
+    def pass_back_layers(self, node: fx.Node) -> float:
+        """Goes back through all layers of an op but the first; bytes inside of it that are let go by then."""
+        pieces, freed = self.code.stretches(node), 0.0
+        share = self.code.inside(node) / max(1, sum(piece.kept for piece in pieces))
+        between = self.code.size(Value(node))  # as much as the gradient of what enters a layer but the first
+        for piece in reversed(pieces):
+            self.holding.need(node, piece.weights)
+            if piece is pieces[0]:
+                break
+            for value in piece.weights:
+                if is_differentiable(value) and not self.skips(value):
+                    weight = parameter_read(value, node)
+                    if weight is not None:
+                        self.weight_gradient(*weight)
+                    else:
+                        self.add(self.code.gradient_size(value))
+                        self.receive(carrier(value), self.code.gradient_size(value))
+            entering = between if piece.layer else self.code.gradient_size(graphs.inputs(node)[0])
+            self.add(0.0, entering * (1 + piece.beside))
+            self.merge()
+            if self.frees_inside:
+                self.now -= piece.kept * share
+                freed += piece.kept * share
+        return freed
+
+    @property
+    def frees_inside(self) -> bool:
+        """Whether a backward lets go of what ops keep inside."""
+        return True
 
     def pass_on(self, coming: Value, owners: Sequence[Value]) -> None:
         """A result's gradient is that of these values too: the same tensor, or added in place to what they have."""

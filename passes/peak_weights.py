@@ -18,6 +18,7 @@ from torch import fx
 from autopart.passes.conversion import Axes
 from autopart.passes.data_axis import DataCut, Gathering, gatherings, kept_of
 from autopart.passes.emit.layers import Run
+from autopart.passes.graph import Value
 from autopart.passes.kept import owner_of
 from autopart.runtime.buckets import gradient_buckets, home_of, kept_buckets, learning_at, summed_bytes, tensor_bytes
 from autopart.runtime.data_weights import AHEAD
@@ -212,11 +213,11 @@ class Holding:
         """Ops of a layer are computed again, with the weights that they read."""
         self.enter(dict.fromkeys(at for node in nodes for at in self.code.read.get(node, {}).values()))
 
-    def need(self, node: fx.Node) -> None:
-        """An op's backward takes what it kept."""
+    def need(self, node: fx.Node, part: Collection[Value] | None = None) -> None:
+        """An op's backward takes what it kept. part: of its weights, those of the layer that goes back."""
         read = self.code.read.get(node, {})
         for value in kept_of(node) if read else ():
-            if owner_of(value).node in read:
+            if owner_of(value).node in read and (part is None or value in part):
                 self.ensure(self.code.units[read[owner_of(value).node]])
 
     def enter(self, statements: Iterable[Gathering]) -> None:

@@ -14,11 +14,13 @@ where they come in the samples' order. What other kernels keep is not known.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import fx
 
 from autopart.passes.amounts import ZERO, Amount, constant, size
-from autopart.passes.graph import RECURRENT, inputs
+from autopart.passes.graph import RECURRENT, Value, inputs
 from autopart.passes.storage import argument
 
 _PAGE, _LINE = 4096, 64
@@ -26,9 +28,46 @@ _FEW, _MANY = 1024, 2048
 """Samples between which pages do not show."""
 
 
-def layers_of(node: fx.Node) -> int:
-    """How many layers an op has that autograd goes back through one by one; 1 of other ops than recurrent ones."""
-    return int(argument(node, 4, "num_layers")) if str(node.target) in RECURRENT else 1
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """One layer of a recurrent op in one direction, which autograd goes back through by itself.
+
+    weights: that it reads. kept: bytes inside of the op that are let go behind it. beside: how many gradients of the
+    layer's inputs are there by then, those of directions that went back before.
+    """
+
+    layer: int
+    weights: tuple[Value, ...]
+    kept: int
+    beside: int
+
+
+def stretches(node: fx.Node, kind: str, batch: int) -> list[Stretch]:
+    """Of a recurrent op, for so many samples, in the order of the forward; none of other ops, and of kernels that go
+    back through all layers at once, as cuDNN's.
+    """
+    if str(node.target) not in RECURRENT or kind != "cpu":
+        return []
+    layers, directions = _depth(node)
+    kept = _kept(node, batch) if _is_known(node, kind) else [0] * (layers * directions)
+    listed = node.args[2]
+    assert isinstance(listed, list | tuple)
+    weights = [Value(item) for item in listed if isinstance(item, fx.Node)]
+    each = len(weights) // len(kept)
+    return [
+        Stretch(
+            index // directions,
+            tuple(weights[each * index : each * (index + 1)]),
+            size,
+            directions - 1 - index % directions,
+        )
+        for index, size in enumerate(kept)
+    ]
+
+
+def _depth(node: fx.Node) -> tuple[int, int]:
+    """Layers, and directions."""
+    return int(argument(node, 4, "num_layers")), 1 + bool(argument(node, 7, "bidirectional", False))
 
 
 def recurrent_inside(node: fx.Node, kind: str) -> Amount:
@@ -43,17 +82,23 @@ def recurrent_inside(node: fx.Node, kind: str) -> Amount:
 
 def recurrent_bytes(node: fx.Node, kind: str, batch: int) -> int:
     """The same for so many samples."""
-    if not _is_known(node, kind):
-        return 0
+    return sum(_kept(node, batch)) if _is_known(node, kind) else 0
+
+
+def _kept(node: fx.Node, batch: int) -> list[int]:
+    """Bytes of each layer in each direction: its workspace, and with the first direction what enters the layer, if
+    nothing else holds that.
+    """
     sequence, state = (value.fake for value in inputs(node)[:2])
-    layers, directions = layers_of(node), 1 + bool(argument(node, 7, "bidirectional", False))
+    layers, directions = _depth(node)
     first = bool(argument(node, 8, "batch_first", False))
     steps, samples = int(sequence.shape[1 if first else 0]), _samples(node).at(batch)
     entering, hidden, width = int(sequence.shape[-1]), int(state.shape[-1]), sequence.element_size()
-    wide = [entering, *[hidden * directions] * (layers - 1)]
-    kept = directions * sum(_workspace(steps, samples, own, hidden, width) for own in wide)
-    between = steps * samples * hidden * directions * width * (layers - 1)
-    return kept + between + (steps * samples * entering * width if first else 0)
+    found: list[int] = []
+    for own in [entering, *[hidden * directions] * (layers - 1)]:
+        held = steps * samples * own * width if found or first else 0
+        found += [_workspace(steps, samples, own, hidden, width) + (0 if way else held) for way in range(directions)]
+    return found
 
 
 def _is_known(node: fx.Node, kind: str) -> bool:
