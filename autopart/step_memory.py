@@ -136,6 +136,7 @@ def step_peaks(analysis: Analysis, plan: Plan, found: Realization, kind: str) ->
         own = [index for index, place in enumerate(plan.places) if place == rank]
         shares = trained_shares(specs[own[0]], own, plan.stages[own[0]].dp, axes[own[0]])
         held = left if endless else sum(shares)
+        held += sum(divided[index].lingering(index) for index in own)
         steps.append(StepPeak(call, held + temporary_bytes(plan.optimizer, shares, kind)))
     return steps
 

@@ -20,7 +20,15 @@ from autopart.passes.data_axis import DataCut, Gathering, gatherings, kept_of
 from autopart.passes.emit.layers import Run
 from autopart.passes.graph import Value
 from autopart.passes.kept import owner_of
-from autopart.runtime.buckets import gradient_buckets, home_of, kept_buckets, learning_at, summed_bytes, tensor_bytes
+from autopart.runtime.buckets import (
+    gradient_buckets,
+    home_of,
+    kept_buckets,
+    learning_at,
+    summed_bytes,
+    summed_over,
+    tensor_bytes,
+)
 from autopart.runtime.data_weights import AHEAD
 from autopart.runtime.manifest import ParameterSpec
 
@@ -130,6 +138,21 @@ class Divided:
         joined = 0.0 if in_place or (alone and level == 3) else whole / self.replicas
         copied = 0.0 if in_place or level < 3 else whole
         return Unit(tuple(spec.name for spec in specs), whole, joined, copied, any(spec.trainable for spec in specs))
+
+    def lingering(self, stage: int) -> float:
+        """Bytes of level 3's gradients that stay when tensor axes have summed them in messages of their own.
+
+        The gradients of a unit are views of the message in which they arrived first, which stays while one of them is
+        not summed so.
+        """
+        found, seen = 0.0, set[str]()
+        for unit in reversed(self.units.values()):
+            new = [spec for name in unit.names if name not in seen and (spec := self.specs[name]).learns(stage)]
+            seen.update(spec.name for spec in new)
+            again = [spec for spec in new if summed_over(spec, self.sizes)]
+            if len(again) < len(new):
+                found += sum(tensor_bytes(spec, self.sizes) // self.replicas for spec in again)
+        return found
 
     def level(self, node: fx.Node) -> int:
         """Of a parameter's placeholder."""

@@ -47,6 +47,12 @@ def summed_bytes(spec: ParameterSpec, size: int) -> int:
     return size // dtype_of(spec.dtype).itemsize * dtype_of(spec.summed).itemsize if spec.summed else size
 
 
+def summed_over(spec: ParameterSpec, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Positions of the tensor axes on which a parameter's gradients are partial sums. sizes: of the axes."""
+    placed = enumerate(zip(spec.placements, sizes, strict=False))
+    return tuple(index for index, (text, size) in placed if text == "B" and size > 1)
+
+
 def gradient_buckets(
     specs: Sequence[ParameterSpec], replicas: int, sizes: Sequence[int], limit: int = BUCKET_BYTES
 ) -> list[Bucket]:
@@ -57,11 +63,7 @@ def gradient_buckets(
     """
     found: list[tuple[ParameterSpec, tuple[str, int, tuple[int, ...]], int]] = []
     for spec in reversed(specs):
-        partial = tuple(
-            index
-            for index, (text, size) in enumerate(zip(spec.placements, sizes, strict=False))
-            if text == "B" and size > 1
-        )
+        partial = summed_over(spec, sizes)
         if partial or (replicas > 1 and spec.zero < 3):
             size = tensor_bytes(spec, sizes) // (replicas if spec.zero == 3 else 1)
             found.append((spec, (spec.dtype, spec.zero, partial), size))
