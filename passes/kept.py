@@ -48,8 +48,14 @@ def share_of_rank(node: fx.Node, axes: Axes, index: int = 0) -> float:
     return math.prod(1 / parts for placement, (_, parts) in zip(own, axes, strict=False) if placement.divides)
 
 
-def entering(segment: Segment) -> list[Value]:
-    """The tensors that a layer or module is given: owners of memory, once each; parameters of its own are not given."""
+def entering(segment: Segment, kind: str = "cuda") -> list[Value]:
+    """The tensors that a layer or module which runs again is given, and which stay for it: owners of memory, once each.
+
+    Parameters of its own are not given. Nothing stays for one in which no op keeps anything: torch.utils.checkpoint
+    holds what it was given by what autograd saves inside.
+    """
+    if not _keeping(segment, kind):
+        return []
     inside = set(segment.nodes)
     found: dict[Value, None] = {}
     for node in segment.nodes:
@@ -66,12 +72,15 @@ def rerun(graph: fx.Graph, recompute: Collection[str], kind: str = "cuda") -> se
     """
     found: set[fx.Node] = set()
     for segment in _segments(graph, recompute):
-        if segment.path:
-            own = [node for node in segment.nodes if "transition" not in node.meta]
-            keeping = [node for node in own if saved_tensors(node, kind) or saved_inside(node, kind)]
-            if keeping:
-                found.update(segment.nodes[: segment.nodes.index(keeping[-1]) + 1])
+        if segment.path and (keeping := _keeping(segment, kind)):
+            found.update(segment.nodes[: segment.nodes.index(keeping[-1]) + 1])
     return found
+
+
+def _keeping(segment: Segment, kind: str) -> list[fx.Node]:
+    """The ops of a segment that keep something for their backward."""
+    own = [node for node in segment.nodes if "transition" not in node.meta]
+    return [node for node in own if saved_tensors(node, kind) or saved_inside(node, kind)]
 
 
 def kept_values(graph: fx.Graph, recompute: Collection[str] = (), kind: str = "cuda") -> list[Value]:
@@ -82,7 +91,7 @@ def kept_values(graph: fx.Graph, recompute: Collection[str] = (), kind: str = "c
     found: dict[Value, None] = {}
     for segment in _segments(graph, recompute):
         if segment.path:
-            found.update(dict.fromkeys(entering(segment)))
+            found.update(dict.fromkeys(entering(segment, kind)))
             continue
         for node in segment.nodes:
             if "transition" not in node.meta:

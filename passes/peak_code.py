@@ -15,7 +15,7 @@ from autopart.passes.conversion import Axes
 from autopart.passes.emit.layers import Run
 from autopart.passes.emit.segments import Segment, segments_of
 from autopart.passes.graph import Value
-from autopart.passes.kept import inside_bytes, kept_values, owner_of, share_of_rank
+from autopart.passes.kept import entering, inside_bytes, kept_values, owner_of, share_of_rank
 from autopart.passes.peak_conversion import Way, transition_of, way
 from autopart.passes.peak_weights import Divided
 from autopart.passes.program import Role
@@ -88,6 +88,10 @@ class StageCode:
     @property
     def segments(self) -> list[Segment]:
         return [segment for _, _, own in self.runs for segment in own]
+
+    def entering(self, segment: Segment) -> list[Value]:
+        """What stays for a segment that runs again."""
+        return entering(segment, self.kind)
 
     def size(self, value: Value) -> float:
         """Bytes of a value on the rank."""

@@ -26,7 +26,7 @@ from autopart.passes.backward_memory import (
 from autopart.passes.beside import weight_of
 from autopart.passes.emit.segments import Segment
 from autopart.passes.graph import Value
-from autopart.passes.kept import entering, owner_of, shares_memory
+from autopart.passes.kept import owner_of, shares_memory
 from autopart.passes.peak_code import StageCode
 from autopart.passes.peak_conversion import Way, transition_of
 from autopart.passes.peak_weights import Holding
@@ -114,7 +114,7 @@ class Walk:
                 self.holding.enter_layer(run.nodes)
             for segment in own:
                 again = bool(segment.path)
-                stays = {*self.stays, *entering(segment)} if again else self.stays
+                stays = {*self.stays, *self.code.entering(segment)} if again else self.stays
                 self.run_forward(segment.nodes, stays, again)
                 if again and len(own) > 1:
                     self.leave(segment.nodes)
@@ -203,7 +203,7 @@ class Walk:
                 self.readers.update({found[0] for found in read if found is not None})
         for segment in code.segments:
             if segment.path:
-                self.keepers.update(entering(segment))
+                self.keepers.update(self.code.entering(segment))
             else:
                 self.keep(segment)
         for root in roots:
@@ -225,7 +225,7 @@ class Walk:
             if segment.path:
                 for value in made:
                     self.free(value)
-                for value in entering(segment):
+                for value in self.code.entering(segment):
                     self.drop(value)
         self.holding.end()
         self.gradients += self.holding.gradients

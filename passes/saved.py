@@ -288,9 +288,10 @@ def _attention_inside(node: fx.Node, kind: str) -> Amount:
     query, key, value = (item.fake for item in inputs(node)[:3])
     scores = product(query.shape[:-1]) * product(key.shape[-2:-1])
     if _is_unfused_attention(node, kind):
-        # Probabilities, with dropout also the noise and their product, and copies of the operands.
-        operands = total(tensor_bytes(item) for item in (query, key, value))
-        return scores * ((3 if argument(node, 4, "dropout_p", 0.0) else 1) * query.element_size()) + operands
+        # Probabilities, with dropout also the noise and their product, and copies of the operands: in float32 at least.
+        width = max(4, query.element_size())
+        operands = total(numel(item) * width for item in (query, key, value))
+        return scores * ((3 if argument(node, 4, "dropout_p", 0.0) else 1) * width) + operands
     mask = additive_mask(node, kind)
     additive = ZERO if mask is None else numel(mask.fake) * query.element_size()
     return product(query.shape[:-1]) * 4 + additive

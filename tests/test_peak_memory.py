@@ -255,9 +255,10 @@ def test_peak_of_mixed_plans(case: str, tmp_path: Path) -> None:
 
 
 def _updates(directory: str, weights: Mapping[str, torch.Tensor], leaves: Mapping[str, Any], calls: int) -> int:
-    """The most bytes while AdamW updates, its state left out, after the last of so many calls."""
+    """The most bytes while AdamW updates, its state left out, the least of the last calls (see :func:`_most`)."""
     model = load(directory, dict(weights), device=torch.device("cpu")).train()
     optimizer = torch.optim.AdamW(model.parameters())
+    found = []
     with LiveBytes([*model.parameters(), *model.buffers(), *leaves.values()]) as live:
         for _ in range(calls):
             model(**leaves)["loss"].backward()
@@ -265,11 +266,11 @@ def _updates(directory: str, weights: Mapping[str, torch.Tensor], leaves: Mappin
             held = sum(item.untyped_storage().nbytes() for item in state)
             live.most = live.now
             optimizer.step()
-            found = live.most - held
+            found.append(live.most - held)
             optimizer.zero_grad()
     if model.manifest.schedule == "2bw":
         model.finish()
-    return found
+    return min(found[-2:])
 
 
 @pytest.mark.parametrize(
