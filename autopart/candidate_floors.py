@@ -25,7 +25,7 @@ from autopart.passes.graph import Value
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import in_flight
 from autopart.solver.degrees import Config, Degrees
-from autopart.solver.pipeline_cuts import Boundary, Place, Row, least_divided_seconds
+from autopart.solver.pipeline_cuts import Boundary, Place, Row, Tied, least_divided_seconds
 from autopart.solver.pipeline_floor import Family, Piece, Pipeline, least_step_seconds
 from autopart.solver.stages_least import least_share
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, pipeline_floor
@@ -197,6 +197,7 @@ class CandidateFloors(CandidateLayers):
             tuple(places[block] for block in range(len(places))),
             tuple(boundaries),
             tuple(transfers[link] for link in links),
+            tuple(Tied(*found) for found in self._pieces.tied(self._piece_setting(config, transients=False))),
         )
 
     def _least_transfers(self, config: Degrees) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import fx
@@ -23,7 +23,7 @@ from autopart.memory_bound import BlockFacts, Kind, MemoryBound, Parameters, sum
 from autopart.message_memory import staying_bytes
 from autopart.module_sets import ModuleSets
 from autopart.prices import Prices
-from autopart.solver.pipeline_floor import Piece, Way, Weights
+from autopart.solver.pipeline_floor import Piece, Run, Way, Weights
 from autopart.solver.tensor_hull import corners
 
 
@@ -50,20 +50,17 @@ class LayerPieces:
 
     memory: MemoryBound
     _sets: dict[tuple[BlockFacts, ...], ModuleSets | None] = field(default_factory=dict)
-    _runs: dict[tuple[tuple[BlockFacts, ...], Hashable], tuple[Way, ...]] = field(default_factory=dict)
+    _runs: dict[tuple[tuple[BlockFacts, ...], Hashable], tuple[Run, ...]] = field(default_factory=dict)
 
     def block(self, number: int, setting: PieceSetting, priced: Kind | None = None) -> Piece:
         """One block by itself, or of a layer that is cut."""
         facts, layer = self.memory.row[number], self.memory.analysis.layers[number]
-        forward, backward = self._seconds([facts], setting)
-        runs = self._alone([facts], setting)
-        if setting.recompute == "full" and layer:
-            runs = (Way(forward, 0.0, runs[-1].kept_bytes),)
-        elif setting.recompute == "auto" and layer:
-            runs = self._again((facts,), (number,), setting)
-        else:
-            runs = runs[:1]
-        return Piece(forward, backward, self._weights([facts], setting, priced), runs, _transient([facts], setting))
+        return self._piece((facts,), (number,), setting, priced, bool(layer))
+
+    def tied(self, setting: PieceSetting) -> list[tuple[tuple[int, ...], Piece]]:
+        """What several blocks read, by these."""
+        found = ((blocks, BlockFacts((), own, (), ())) for blocks, own in self.memory.tied.items())
+        return [(blocks, Piece(0.0, 0.0, self._weights([facts], setting, None))) for blocks, facts in found]
 
     def _alone(self, own: Sequence[BlockFacts], setting: PieceSetting) -> tuple[Way, ...]:
         """The ways to run blocks, where only the op that makes a tensor runs again."""
@@ -84,13 +81,29 @@ class LayerPieces:
         self, own: tuple[BlockFacts, ...], blocks: Sequence[int], setting: PieceSetting, priced: Kind | None = None
     ) -> Piece:
         """A layer that lies in one stage."""
+        return self._piece(own, blocks, setting, priced, True)
+
+    def _piece(
+        self,
+        own: tuple[BlockFacts, ...],
+        blocks: Sequence[int],
+        setting: PieceSetting,
+        priced: Kind | None,
+        layer: bool,
+    ) -> Piece:
         forward, backward = self._seconds(own, setting)
+        transient, wholes = _transient(own, setting), tuple[Run, ...]()
         runs = self._alone(own, setting)
-        if setting.recompute == "auto":
-            runs = self._again(own, blocks, setting)
+        if setting.recompute == "full" and layer:
+            runs = (Way(forward, 0.0, runs[-1].kept_bytes),)
+        elif setting.recompute == "auto" and layer:
+            if found := self._again(own, blocks, setting):
+                wholes = tuple(replace(run, transient_bytes=transient + run.transient_bytes) for run in found)
+                points = corners(found, lambda run: (run.seconds, run.kept_bytes))
+                runs = tuple(Way(run.seconds, 0.0, run.kept_bytes) for run in points)
         else:
-            runs = (Way(forward, 0.0, runs[-1].kept_bytes),) if setting.recompute == "full" else runs[:1]
-        return Piece(forward, backward, self._weights(own, setting, priced), runs, _transient(own, setting))
+            runs = runs[:1]
+        return Piece(forward, backward, self._weights(own, setting, priced), runs, transient, wholes)
 
     def _seconds(self, own: Sequence[BlockFacts], setting: PieceSetting) -> tuple[float, float]:
         seconds = [setting.seconds(node) for facts in own for node in facts.ops]
@@ -103,19 +116,24 @@ class LayerPieces:
             for kind, item in summed(parameters, setting.data.replicas)
         )
 
-    def _again(self, own: tuple[BlockFacts, ...], blocks: Sequence[int], setting: PieceSetting) -> tuple[Way, ...]:
-        """The ways to run a layer, or a part of one, of which none lies above a mix of others; nothing again first."""
+    def _again(self, own: tuple[BlockFacts, ...], blocks: Sequence[int], setting: PieceSetting) -> tuple[Run, ...]:
+        """The ways to run a layer, or a part of one, none of which another undercuts; nothing again first. None where
+        they are too many.
+        """
         sets = self.module_sets(own, blocks)
         if sets is None:
-            return self._alone(own, setting)
+            return ()
         key = own, setting.alike
         if key not in self._runs:
+            batch, share = setting.prices.batch, setting.share
             seconds = sets.again @ np.array([setting.seconds(node)[0] for node in sets.ops])
-            sizes = np.array([amount.at(setting.prices.batch) for amount in sets.sizes]) * setting.share
-            always = sum(amount.at(setting.prices.batch) for facts in own for amount in facts.kept) * setting.share
-            kept = always + np.maximum(sizes.sum() - sets.freed @ sizes, 0.0)
-            points = corners(list(zip(seconds.tolist(), kept.tolist(), strict=True)), lambda point: point)
-            self._runs[key] = tuple(Way(more, 0.0, size) for more, size in points)
+            always = sum(amount.at(batch) for facts in own for amount in facts.kept)
+            kept, held = share * (always + sets.kept_bytes(batch)), share * sets.held_bytes(batch)
+            found = list[Run]()
+            for point in sorted(zip(seconds.tolist(), kept.tolist(), held.tolist(), strict=True)):
+                if not any(o.kept_bytes <= point[1] and o.transient_bytes <= point[2] for o in found):
+                    found.append(Run(*point))
+            self._runs[key] = tuple(found)
         return self._runs[key]
 
     def module_sets(self, own: tuple[BlockFacts, ...], blocks: Sequence[int]) -> ModuleSets | None:

@@ -115,12 +115,15 @@ def summed(parameters: Sequence[Parameters], replicas: int) -> list[tuple[Kind, 
 
 @dataclass(frozen=True, slots=True)
 class BlockFacts:
-    """Of a block. ops: an equal one for each. kept: always. made: the op that has to run again, and what that frees."""
+    """Of a block. ops: an equal one for each. kept: always. made: the op that has to run again, and what that frees.
+    leaving: the numbers of ops of whose results ops outside of the block's layer read some.
+    """
 
     ops: tuple[fx.Node, ...]
     parameters: tuple[Parameters, ...]
     kept: tuple[Amount, ...]
     made: tuple[tuple[fx.Node, tuple[Amount, ...]], ...]
+    leaving: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -133,6 +136,8 @@ class MemoryBound:
     optimizer: str
     made_in: list[dict[Value, Amount]] = field(default_factory=list)
     """By block, what is kept that its layer alone makes and keeps, once the facts are gathered."""
+    leaving: set[Value] = field(default_factory=set)
+    """What ops of other layers, or of none, read than make it, by who owns the memory, once the facts are gathered."""
     _row: list[BlockFacts] = field(default_factory=list)
 
     @property
@@ -141,6 +146,15 @@ class MemoryBound:
         if not self._row:
             self._row = self._gather()
         return self._row
+
+    @property
+    def tied(self) -> dict[tuple[int, ...], tuple[Parameters, ...]]:
+        """What several blocks read, by these: each stage that has one holds it. In the row it is with the first."""
+        nodes: dict[tuple[int, ...], list[fx.Node]] = defaultdict(list)
+        for node, blocks in self.readers.items():
+            if len(blocks) > 1:
+                nodes[blocks].append(node)
+        return {blocks: self._parameters(own) for blocks, own in nodes.items()}
 
     def blocks(
         self, prices: Prices, share: float, data: DataPrices, levels: Sequence[int], recompute: str
@@ -201,24 +215,38 @@ class MemoryBound:
                 made[index][node].append(amount)
             elif amount:
                 kept[index].append(amount)
-        parameters: list[Counter[tuple[bool, bool, bool, torch.dtype, tuple[int, ...], str]]]
-        parameters = [Counter() for _ in layers]
+        self.leaving = {
+            owner
+            for node, index in analysis.block_of.items()
+            for _, owner in self.block_costs.reads(node)
+            if (made_at := analysis.block_of.get(owner.node)) is not None and layers[made_at] != layers[index]
+        }
+        left = {owner.node for owner in self.leaving}
+        parameters: list[list[fx.Node]] = [[] for _ in layers]
         for node, blocks in self.readers.items():
-            info = analysis.program.tensors[node.meta["name"]]
+            parameters[blocks[0]].append(node)
+        return [
+            BlockFacts(
+                tuple(analysis.first.get(node, node) for node in block.nodes),
+                self._parameters(own),
+                tuple(kept[index]),
+                tuple((analysis.first.get(node, node), tuple(amounts)) for node, amounts in made[index].items()),
+                tuple(at for at, node in enumerate(block.nodes) if node in left),
+            )
+            for index, (block, own) in enumerate(zip(analysis.blocks, parameters, strict=True))
+        ]
+
+    def _parameters(self, nodes: Sequence[fx.Node]) -> tuple[Parameters, ...]:
+        """Of parameters and buffers, those that are treated alike together."""
+        sizes = Counter[tuple[bool, bool, bool, torch.dtype, tuple[int, ...], str]]()
+        for node in nodes:
+            info = self.analysis.program.tensors[node.meta["name"]]
             own: ParameterBytes = parameter_bytes(info.shape, info.dtype, self.optimizer, info.trainable)
             again = self.block_costs.gathering(node)[0]
             kind = bool(info.trainable), not info.buffer, again, info.dtype, tuple(info.shape)
             for name in ("weight", "gradient", "optimizer"):
-                parameters[blocks[0]][*kind, name] += getattr(own, name)
-        return [
-            BlockFacts(
-                tuple(analysis.first.get(node, node) for node in block.nodes),
-                tuple(
-                    Parameters(sizes[*kind, "weight"], sizes[*kind, "gradient"], sizes[*kind, "optimizer"], *kind)
-                    for kind in dict.fromkeys(key[:-1] for key in sizes)
-                ),
-                tuple(kept[index]),
-                tuple((analysis.first.get(node, node), tuple(amounts)) for node, amounts in made[index].items()),
-            )
-            for index, (block, sizes) in enumerate(zip(analysis.blocks, parameters, strict=True))
-        ]
+                sizes[*kind, name] += getattr(own, name)
+        return tuple(
+            Parameters(sizes[*kind, "weight"], sizes[*kind, "gradient"], sizes[*kind, "optimizer"], *kind)
+            for kind in dict.fromkeys(key[:-1] for key in sizes)
+        )

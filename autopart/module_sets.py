@@ -3,6 +3,9 @@
 As in :mod:`autopart.layer_frontier`: of disjoint modules each runs again up to the last of its ops that keeps
 something, keeps what enters it, and nothing of what its ops keep. The last set is the layer as a whole, or, of a part
 of it, with the others of its layer.
+
+What a module's ops keep is there while it runs back. Of that, and of what enters modules and is kept for nothing else,
+tensors that the layer alone makes and reads are told: others may count elsewhere.
 """
 
 from __future__ import annotations
@@ -47,6 +50,10 @@ class ModuleSets:
     """Of one layer. ops: an equal one for each, in order. kept: who owns what the layer alone makes and keeps, and the
     ops of what is kept besides; sizes: of these. again: [set, op] whether it runs again. freed: [set, tensor] whether
     it is not kept then.
+
+    entering: of what is kept only where it enters a module, sizes as it is read and as it lies in memory. entered:
+    [set, tensor] whether it does. members: by set, numbers of its modules. held: [module, tensor of kept] whether its
+    ops keep it.
     """
 
     ops: tuple[fx.Node, ...]
@@ -55,6 +62,10 @@ class ModuleSets:
     sets: tuple[ModuleSet, ...]
     again: Array
     freed: Array
+    entering: tuple[tuple[Amount, ...], ...]
+    entered: Array
+    members: tuple[tuple[int, ...], ...]
+    held: Array
 
     @staticmethod
     def of(memory: MemoryBound, numbers: Sequence[int]) -> ModuleSets | None:
@@ -98,6 +109,20 @@ class ModuleSets:
         sets.append(ModuleSet((frozenset(range(len(nodes))),), frozenset(range(last + 1))))
         freed.append([True] * (len(keepers) + len(inside)))
         again = [[at in item.run for at in range(len(nodes))] for item in sets]
+        # what the layer alone makes and reads, and keeps only where it enters a module
+        read: dict[Value, dict[Amount, None]] = {}
+        for value, owner in (pair for node in nodes for pair in costs.reads(node)):
+            if owner.node in place and owner not in keepers and owner not in memory.leaving:
+                read.setdefault(owner, {costs.stored(owner): None})[costs.size(value)] = None
+        entered = [[owner in item.entering for owner in read] for item in sets]
+        rows = {covered: at for at, covered in enumerate(dict.fromkeys(own for item in sets for own in item.modules))}
+        held = [
+            [
+                *(owner not in memory.leaving and not own.isdisjoint(covered) for owner, own in keepers.items()),
+                *(place[node] in covered for node in inside),
+            ]
+            for covered in rows
+        ]
         return ModuleSets(
             tuple(analysis.first.get(node, node) for node in nodes),
             (*keepers, *inside),
@@ -105,7 +130,25 @@ class ModuleSets:
             tuple(sets),
             np.array(again, dtype=float).reshape(-1, len(nodes)),
             np.array(freed, dtype=float).reshape(len(freed), -1),
+            tuple(map(tuple, read.values())),
+            np.array(entered, dtype=float).reshape(len(sets), -1),
+            tuple(tuple(rows[own] for own in item.modules) for item in sets),
+            np.array(held, dtype=float).reshape(len(rows), -1),
         )
+
+    def kept_bytes(self, batch: int) -> Array:
+        """By set, of what depends on it."""
+        sizes = self._sizes(batch)
+        entering = [min(size.at(batch) for size in own) for own in self.entering]
+        return np.maximum(sizes.sum() - self.freed @ sizes, 0.0) + self.entered @ np.array(entering, dtype=float)
+
+    def held_bytes(self, batch: int) -> Array:
+        """By set, of what the ops of one of its modules keep, the most."""
+        held = self.held @ self._sizes(batch)
+        return np.array([max((held[at] for at in own), default=0.0) for own in self.members])
+
+    def _sizes(self, batch: int) -> Array:
+        return np.array([amount.at(batch) for amount in self.sizes], dtype=float)
 
     def undominated(self) -> list[ModuleSet]:
         """Of the sets those beside which no other frees as much while no more runs again, nothing is kept for it that

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 
 from autopart.runtime.schedule import Action, in_flight, make_schedule
 from autopart.simulate import StageTimes, makespan
-from autopart.solver.pipeline_cuts import Boundary, Place, Row, least_divided_seconds
-from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price, Way, Weights, least_step_seconds
+from autopart.solver.pipeline_cuts import Boundary, Place, Row, Tied, least_divided_seconds
+from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price, Run, Way, Weights, least_step_seconds
 from autopart.solver.stages_floor import least_step
 
 
@@ -70,10 +71,46 @@ def family(rng: random.Random, count: int) -> tuple[Family, list[Strategy]]:
     return Family(count, whole, pieces, tuple(prices)), strategies
 
 
-@pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in ("1f1b", "gpipe") for seed in range(40)])
-def test_no_cut_is_simulated_faster(name: str, seed: int) -> None:
+def whole_family(rng: random.Random, count: int) -> tuple[Family, list[Strategy]]:
+    """Layers without strategies to price, each run in one way; as a whole they free no more than by pieces."""
+    levels, pieces = random_levels(rng), list[Piece]()
+    for _ in range(rng.randint(1, 2)):
+        piece = replace(random_piece(rng, levels), runs=())
+        kept = [1.0, rng.random(), 0.5 * rng.random()][: rng.randint(1, 3)]
+        runs = [
+            Run(0.5 * rng.random() if at else 0.0, size, piece.transient_bytes + (rng.random() if at else 0.0))
+            for at, size in enumerate(kept)
+        ]
+        pieces.append(mixed(piece, runs))
+    transient = max(piece.transient_bytes for piece in pieces)
+    together = [
+        Run(
+            sum(run.seconds for run in runs),
+            sum(run.kept_bytes for run in runs),
+            max(transient, *(run.transient_bytes for run in runs)),
+        )
+        for runs in itertools.product(*(piece.wholes for piece in pieces))
+    ]
+    forward, backward = (sum(getattr(piece, name) for piece in pieces) for name in ("forward_s", "backward_s"))
+    size = sum(piece.weights[0].bytes for piece in pieces)
+    whole = mixed(Piece(forward, backward, (Weights(size, levels, True),), (), transient), together)
+    none = (0.0,) * len(pieces)
+    return Family(count, whole, tuple(pieces)), [Strategy(none, none, none, 0.0)]
+
+
+def mixed(piece: Piece, runs: list[Run]) -> Piece:
+    return replace(piece, runs=tuple(Way(run.seconds, 0.0, run.kept_bytes) for run in runs), wholes=tuple(runs))
+
+
+CASES = [(kind, name, seed) for kind in (family, whole_family) for name in ("1f1b", "gpipe") for seed in range(40)]
+
+
+@pytest.mark.parametrize(("kind", "name", "seed"), CASES)
+def test_no_cut_is_simulated_faster(
+    kind: Callable[[random.Random, int], tuple[Family, list[Strategy]]], name: str, seed: int
+) -> None:
     rng = random.Random(seed)
-    layers, strategies = family(rng, rng.randint(1, 3))
+    layers, strategies = kind(rng, rng.randint(1, 3))
     levels = layers.whole.weights[0].levels
     rest = [random_piece(rng, levels) for _ in range(rng.randint(0, 1))]
     # the row: pieces of layers, then the rest
@@ -94,14 +131,19 @@ def test_no_cut_is_simulated_faster(name: str, seed: int) -> None:
     boundaries = tuple(Boundary(blocks, sent[0], sent[1], buffers) for blocks in range(1, len(row)))
     boundaries = (Boundary(0), *boundaries, Boundary(len(row)))
     transfers = tuple([cut] * len(boundaries) for cut in zip(there, back, strict=True))
-    divided = least_divided_seconds([layers], rest, Row(places, boundaries, transfers), pipeline, floor, 1.5 * floor)
+    tied = Tied(
+        (0, *sorted(rng.sample(range(len(row)), rng.randint(0, len(row))))), Piece(0.0, 0.0, row_tied(rng, levels))
+    )
+    cut_row = Row(places, boundaries, transfers, (tied,))
+    divided = least_divided_seconds([layers], rest, cut_row, pipeline, floor, 1.5 * floor)
     assert divided >= floor
     for cuts in itertools.combinations(range(1, len(row)), stages - 1):
         for _ in range(8):
             times = []
             for first, last, flew, room in zip((0, *cuts), (*cuts, len(row)), flying, rooms, strict=True):
                 room -= buffers * ((first > 0) + (last < len(row)))
-                found = run_stage(rng, row[first:last], layers, rest, taken, flew, room)
+                more = [tied.piece] if first and not set(tied.blocks).isdisjoint(range(first, last)) else []
+                found = run_stage(rng, row[first:last], layers, rest, taken, flew, room, more)
                 if found is None:
                     break
                 times.append(found)
@@ -114,6 +156,11 @@ def transfer(there: list[float], back: list[float], action: Action) -> float:
     return there[action.stage] if action.stage < (action.peer or 0) else back[action.stage - 1]
 
 
+def row_tied(rng: random.Random, levels: tuple[Way, ...]) -> tuple[Weights, ...]:
+    """What several blocks read, beyond the first's own."""
+    return (Weights(rng.choice([0.0, 2 * rng.random()]), levels),)
+
+
 def run_stage(
     rng: random.Random,
     own: list[tuple[int, int]],
@@ -122,14 +169,27 @@ def run_stage(
     taken: list[Strategy],
     flew: int,
     room: float,
+    tied: list[Piece],
 ) -> StageTimes | None:
-    """A stage with random levels and ways to run its parts; None where it does not fit."""
+    """A stage with random levels and ways to run its parts; None where it does not fit. tied: to stages before."""
     forward = backward = held = end = sums = transient = 0.0
+    for piece in tied:
+        level = rng.choice(piece.weights[0].levels).times(piece.weights[0].bytes)
+        backward, held, end, sums = (
+            backward + level.seconds,
+            held + level.state_bytes,
+            end + level.end_s,
+            sums + level.sum_s,
+        )
     for layer, pieces in itertools.groupby(own, lambda item: item[0]):
         numbers = [piece for _, piece in pieces]
         mine = [layers.pieces[at] if layer >= 0 else rest[at] for at in numbers]
         whole = layer >= 0 and len(numbers) == len(layers.pieces)
-        runs = [rng.choice(layers.whole.runs)] if whole else [rng.choice(piece.runs) for piece in mine]
+        ran = [layers.whole] if whole else mine
+        ways = [rng.randrange(len(piece.runs)) for piece in ran]
+        runs = [piece.runs[at] for piece, at in zip(ran, ways, strict=True)]
+        for piece, at in zip(ran, ways, strict=True):
+            transient = max(transient, piece.wholes[at].transient_bytes if piece.wholes else 0.0)
         backward += sum(run.seconds for run in runs)
         held += flew * sum(run.kept_bytes for run in runs)
         for at, piece in zip(numbers, mine, strict=True):

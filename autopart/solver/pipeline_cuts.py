@@ -4,7 +4,9 @@ r"""Least seconds of a step of a pipeline whose blocks lie in a row and cannot b
 row's boundaries. What it takes for a microbatch at least, within its memory and beside the largest transient of its
 blocks, is the program of that module for one stage: pieces of layers that lie in it as a whole obey their prices, those
 of cut layers theirs, if there are any. What their strategies take together beyond that is charged to the stages before,
-or behind, once all of such a layer is there.
+or behind, once all of such a layer is there. Where there are no strategies to price, each layer of a stage of few is
+run in one way (:mod:`autopart.solver.whole_runs`), not in a mix. Parameters that several blocks read are in every stage
+that has one of these.
 
 That no division takes less than T seconds is proved for a given T: of all arcs (stage, first, last boundary) those
 are left out that :mod:`autopart.solver.stages_floor` says to take longer, with the least seconds of ways before and
@@ -24,6 +26,7 @@ from numpy.typing import NDArray
 
 from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price, Way, least_step_seconds
 from autopart.solver.stages_floor import NEIGHBOURS, body_seconds
+from autopart.solver.whole_runs import WholeRuns, ways_of
 
 _NEAR = 5e-4
 """How near to the best that it proves a bound is sought, in parts of what is of interest."""
@@ -33,6 +36,8 @@ _MOST_PROGRAMS, _MOST_ARCS = 160, 20_000
 """Linear programs of one stage, and arcs, beyond which no more is proved."""
 _END_PRICE = 2
 """What a second of the first stage's microbatches counts, where the least end of its step is sought."""
+_MOST_WHOLE = 16
+"""Pieces of a stage with several ways to run them, up to which each is run in one, where no strategies are priced."""
 _ALIKE = 1e-5
 """Seconds that differ by a smaller part are not told apart."""
 
@@ -61,15 +66,31 @@ class Boundary:
 
 
 @dataclass(frozen=True, slots=True)
+class Tied:
+    """Parameters that several blocks read, by number from the first on: a stage with one of these holds them. piece: of
+    a stage without the first block, which has them as its own.
+    """
+
+    blocks: tuple[int, ...]
+    piece: Piece
+
+    def is_more(self, start: int, stop: int) -> bool:
+        """Whether a stage of these blocks has them besides its blocks' own."""
+        return self.blocks[0] < start and any(start <= block < stop for block in self.blocks)
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """The blocks in order, all layers' pieces in a row, and the boundaries, both ends among them.
 
     transfers: by cut, seconds there and back at each boundary, no less than the boundaries' own; none: these.
+    tied: parameters that several blocks read.
     """
 
     places: tuple[Place, ...]
     boundaries: tuple[Boundary, ...]
     transfers: tuple[Sequence[tuple[float, float]], ...] = ()
+    tied: tuple[Tied, ...] = ()
 
     def sent(self, stage: int) -> Sequence[tuple[float, float]]:
         """At each boundary, of the cut behind a stage."""
@@ -104,8 +125,9 @@ def least_divided_seconds(
     return low
 
 
-_Content = tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...]]
-"""Of a stage: by family the layers that lie in it, pieces of others, and the pieces of the rest."""
+_Content = tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...], tuple[int, ...]]
+"""Of a stage: by family the layers that lie in it, pieces of others, pieces of the rest, and what is tied to blocks
+before it."""
 
 
 @dataclass(slots=True)
@@ -139,6 +161,7 @@ class _Divided:
     _owns: dict[tuple[_Content, float], dict[int, float]] = field(default_factory=dict)
     _ends: dict[int, float] = field(default_factory=dict)  # by boundary behind the first stage
     _transfers: dict[int, Array] = field(default_factory=dict)
+    _whole: WholeRuns = field(default_factory=WholeRuns)
     _programs: int = 0
 
     def __post_init__(self) -> None:
@@ -345,7 +368,8 @@ class _Divided:
         boundaries = self.row.boundaries
         whole, cut, rest = [0] * len(self.families), list[tuple[int, int]](), []
         layers: dict[tuple[int, int], list[int]] = {}
-        for place in self.row.places[boundaries[first].blocks : boundaries[last].blocks]:
+        start, stop = boundaries[first].blocks, boundaries[last].blocks
+        for place in self.row.places[start:stop]:
             if place.family < 0:
                 rest.append(place.piece)
             else:
@@ -355,7 +379,8 @@ class _Divided:
                 whole[family] += 1
             else:
                 cut += [(family, piece) for piece in pieces]
-        return tuple(whole), tuple(sorted(cut)), tuple(rest)
+        tied = (number for number, item in enumerate(self.row.tied) if item.is_more(start, stop))
+        return tuple(whole), tuple(sorted(cut)), tuple(rest), tuple(tied)
 
     def _room(self, stage: int, first: int, last: int) -> float:
         boundaries = self.row.boundaries
@@ -394,14 +419,22 @@ class _Divided:
 
     def _least(self, content: _Content, room: float, flying: int, microbatches: int, *, ends: bool) -> float:
         """Seconds of one stage at least. ends: with the end of the step."""
-        whole, cut, rest = content
+        whole, cut, rest, tied = content
         of, others = (self.families, self.rest) if ends else self._endless
         families = [replace(of[number], count=count) for number, count in enumerate(whole) if count]
         families += [of[family].alone(piece, count) for (family, piece), count in Counter(cut).items()]
         pieces = [others[piece] for piece in rest]
+        pieces += [own if ends else _endless(own) for own in (self.row.tied[number].piece for number in tied)]
         if room <= 0:
             return math.inf
         self._programs += 1
+        if not ends and not any(item.prices for item in families):
+            counts = Counter(pieces)
+            for item in families:
+                counts[item.whole] += item.count
+            several = (count for piece, count in counts.items() if len(piece.runs) > 1)
+            if all(map(ways_of, counts)) and sum(several) <= _MOST_WHOLE:
+                return self._whole.least_seconds(counts, flying, room)
         return least_step_seconds(families, pieces, Pipeline(microbatches, (flying,), (room,)))
 
     def _more(self, place: Place) -> float:

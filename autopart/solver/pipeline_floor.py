@@ -74,10 +74,21 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Seconds forward and backward, weights, and the ways to run it: nothing computed again is the first.
+class Run:
+    """A way to run something as a whole: seconds more, bytes kept per microbatch in flight, and beside what is held
+    while it runs.
+    """
 
-    transient_bytes: beside what is held, while it runs.
+    seconds: float
+    kept_bytes: float
+    transient_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Seconds forward and backward, weights, and the ways to run it, mixed: nothing computed again is the first.
+
+    transient_bytes: beside what is held, while it runs. wholes: if known, the ways of which it is run in one.
     """
 
     forward_s: float
@@ -85,6 +96,7 @@ class Piece:
     weights: tuple[Weights, ...] = ()
     runs: tuple[Way, ...] = (Way(),)
     transient_bytes: float = 0.0
+    wholes: tuple[Run, ...] = ()
 
     def times(self, count: float) -> Piece:
         weights = tuple(replace(own, bytes=own.bytes * count) for own in self.weights)
