@@ -56,7 +56,8 @@ class AlikeLayers:
     """Layers of the same ops between the same layers. blocks: of each, in order. part: of the first. facts: of each.
 
     keeps: of the memory that is counted in the first layer, by who owns it, the ops of the layer that keep it, in
-    order; none of what only modules that run again may keep. priced: the parameters that prices are for.
+    order; none of what only modules that run again may keep. priced: the parameters that prices are for. layer: whether
+    it is one, which may run again, and behind which others like it may lie.
     """
 
     blocks: tuple[tuple[int, ...], ...]
@@ -64,6 +65,7 @@ class AlikeLayers:
     facts: tuple[BlockFacts, ...]
     keeps: Mapping[Value, tuple[fx.Node, ...]]
     priced: Kind
+    layer: bool = True
 
 
 def alike_layers(folded: FoldedGraph, parts: Mapping[str, FoldedPart], memory: MemoryBound) -> tuple[AlikeLayers, ...]:
@@ -78,30 +80,59 @@ def alike_layers(folded: FoldedGraph, parts: Mapping[str, FoldedPart], memory: M
         part, facts = parts[layer], tuple(memory.row[number] for number in own)
         if own[-1] - own[0] == len(own) - 1:
             groups.setdefault((part.signature, _entering(part, analysis.classes), facts), []).append(layer)
-    keepers: dict[Value, list[fx.Node]] = {}
-    for node in analysis.block_of:
-        for owner, _ in memory.block_costs.kept_by(node):
-            keepers.setdefault(owner, []).append(node)
-    found = []
-    for layers in groups.values():
-        part = parts[layers[0]]
-        facts = tuple(memory.row[number] for number in blocks[layers[0]])
-        bytes_: Counter[Kind] = Counter()
-        for item in (item for own in facts for item in own.parameters if item.trained):
-            bytes_[item.kind] += item.weight
-        if not bytes_:
-            continue
-        inside = {node for nodes in part.classes for node in nodes}
-        keeps = {
-            owner: tuple(node for node in nodes if node in inside)
-            for owner, nodes in keepers.items()
-            if nodes[0] in inside
-        }
-        read = {owner for node in inside if not is_stored(node) for _, owner in memory.block_costs.reads(node)}
-        keeps |= {owner: () for owner in read if owner.node in inside and owner not in keepers}
-        priced = max(bytes_, key=lambda kind: bytes_[kind])
-        found.append(AlikeLayers(tuple(tuple(blocks[name]) for name in layers), part, facts, keeps, priced))
+    keepers = _keepers(memory)
+    found = (
+        _alike(memory, [tuple(blocks[name]) for name in layers], parts[layers[0]], keepers)
+        for layers in groups.values()
+    )
+    return tuple(item for item in found if item is not None)
+
+
+def beside_layers(
+    folded: FoldedGraph, runs: Sequence[Sequence[int]], memory: MemoryBound
+) -> tuple[AlikeLayers, ...] | None:
+    """Runs of blocks that lie in no layers, as if each was a layer that does not run again; None where one has no
+    parameters.
+    """
+    analysis, keepers, found = memory.analysis, _keepers(memory), []
+    for own in runs:
+        nodes = [node for number in own for node in analysis.blocks[number].nodes if node in analysis.block_of]
+        item = _alike(memory, [tuple(own)], fold_part(analysis, folded, nodes), keepers)
+        if item is None:
+            return None
+        found.append(replace(item, layer=False))
     return tuple(found)
+
+
+def _keepers(memory: MemoryBound) -> dict[Value, list[fx.Node]]:
+    """By who owns memory, the ops that keep it, in order."""
+    found: dict[Value, list[fx.Node]] = {}
+    for node in memory.analysis.block_of:
+        for owner, _ in memory.block_costs.kept_by(node):
+            found.setdefault(owner, []).append(node)
+    return found
+
+
+def _alike(
+    memory: MemoryBound,
+    blocks: Sequence[tuple[int, ...]],
+    part: FoldedPart,
+    keepers: Mapping[Value, Sequence[fx.Node]],
+) -> AlikeLayers | None:
+    """blocks: of each; part: of the first. None where no parameters of theirs alone are trained."""
+    facts = tuple(memory.row[number] for number in blocks[0])
+    bytes_: Counter[Kind] = Counter()
+    for item in (item for own in facts for item in own.parameters if item.trained):
+        bytes_[item.kind] += item.weight
+    if not bytes_:
+        return None
+    inside = {node for nodes in part.classes for node in nodes}
+    keeps = {
+        owner: tuple(node for node in nodes if node in inside) for owner, nodes in keepers.items() if nodes[0] in inside
+    }
+    read = {owner for node in inside if not is_stored(node) for _, owner in memory.block_costs.reads(node)}
+    keeps |= {owner: () for owner in read if owner.node in inside and owner not in keepers}
+    return AlikeLayers(tuple(blocks), part, facts, keeps, max(bytes_, key=lambda kind: bytes_[kind]))
 
 
 def strategy_prices(
@@ -154,7 +185,7 @@ def pieces_of(layers: AlikeLayers, folded: FoldedGraph, memory: MemoryBound) -> 
         }
         blocks = tuple((others[place],) for others in layers.blocks)
         part, facts = fold_part(analysis, folded, own), (layers.facts[place],)
-        found.append(AlikeLayers(blocks, part, facts, keeps, layers.priced))
+        found.append(AlikeLayers(blocks, part, facts, keeps, layers.priced, layers.layer))
     return tuple(found)
 
 
@@ -231,7 +262,8 @@ class _Work:
             if source >= len(part.classes):
                 maker = part.outside[source - len(part.classes)]
                 readers = builder.folded.readers[value.example]
-                if analysis.classes[maker] not in classes or any(node not in inside for node, _ in readers):
+                apart = not layers.layer or analysis.classes[maker] not in classes
+                if apart or any(node not in inside for node, _ in readers):
                     continue
                 edge = builder.edge(replace(value, source=classes[analysis.classes[maker]]), ops, placements)
                 edges.append(_with_forward(builder, edge, value.example, forward) if forward else edge)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 from torch import fx
 
-from autopart.alike_work import (
-    AlikeLayers,
-)
 from autopart.candidate_layers import CandidateLayers
 from autopart.candidate_prices import same_but_for_memory
 from autopart.cluster import Cluster
@@ -131,8 +127,8 @@ class CandidateFloors(CandidateLayers):
     ) -> tuple[list[Family], list[Piece], Pipeline] | None:
         """Layers that are alike, what is beside them, and the pipeline, where this can be bounded piece by piece.
 
-        others: families of layers that few are alike to come after these, and pieces of layers that are cut have prices
-        too. priced: with prices of layers' strategies.
+        others: families of layers that few are alike to come after these, and of what lies beside layers; and pieces of
+        layers that are cut have prices too. priced: with prices of layers' strategies.
         """
         if config.schedule not in WHOLE_SCHEDULES or self.faster(config) != 1.0 or not self.positions.in_row:
             return None
@@ -141,7 +137,7 @@ class CandidateFloors(CandidateLayers):
             return None
         setting = self._piece_setting(config, transients=others or config.stages == 1)
         if others:
-            alike = [*alike, *self._other_layers()]
+            alike = [*alike, *self._other_layers(config)]
             apart = self._apart(alike)
         families = [self._family(config, item, setting, priced) for item in alike]
         if others and config.pp > 1:
@@ -154,11 +150,6 @@ class CandidateFloors(CandidateLayers):
         work += self.free_seconds(config)
         rooms, transfers = tuple(self._rooms(config)), self._least_transfers(config)
         return families, rest, Pipeline(config.microbatches, tuple(flying), rooms, work, *transfers)
-
-    def _apart(self, layers: Sequence[AlikeLayers]) -> list[int]:
-        """Blocks that lie in none of these layers."""
-        inside = {at for item in layers for own in item.blocks for at in own}
-        return [number for number in range(len(self.analysis.blocks)) if number not in inside]
 
     def divided_floor(self, config: Degrees, below: float) -> float:
         """The same, of stages that are runs of whole blocks, with the strategies of layers that few are alike to."""
@@ -173,7 +164,7 @@ class CandidateFloors(CandidateLayers):
         return max(known, self._tied_floor(config, found))
 
     def _row(self, config: Degrees) -> Row:
-        layers = [*self.alike_layers(), *self._other_layers()]
+        layers = [*self.alike_layers(), *self._other_layers(config)]
         places = {
             block: Place(family, layer, piece)
             for family, alike in enumerate(layers)

@@ -11,7 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from autopart.alike_work import LEAST_LAYERS, AlikeLayers, alike_layers, kept_by_choice, pieces_of, strategy_prices
+from autopart.alike_work import (
+    LEAST_LAYERS,
+    AlikeLayers,
+    alike_layers,
+    beside_layers,
+    kept_by_choice,
+    pieces_of,
+    strategy_prices,
+)
 from autopart.candidate_prices import CandidatePrices, same_but_for_memory
 from autopart.cluster import Cluster
 from autopart.conversion_prices import TensorAxis
@@ -39,6 +47,7 @@ class CandidateLayers(CandidatePrices):
     _least_op_seconds: dict[object, dict[fx.Node, tuple[float, float]]] = field(default_factory=dict)
     _least_transients: dict[object, dict[fx.Node, float]] = field(default_factory=dict)
     _alike_layers: list[AlikeLayers] | None = None
+    _beside_layers: tuple[AlikeLayers, ...] | None = None
     _piece_layers: dict[tuple[int, ...], tuple[AlikeLayers, ...]] = field(default_factory=dict)
     _module_sets: dict[tuple[int, ...], Sequence[ModuleSet]] = field(default_factory=dict)
     _kept_sizes: dict[object, dict[tuple[str, ...], NDArray[np.float64]]] = field(default_factory=dict)
@@ -56,7 +65,7 @@ class CandidateLayers(CandidatePrices):
             found._priced_layers, found._least_op_seconds, found._least_transients = {}, {}, {}
         if device.kind != self.device.kind:
             found._memory = MemoryBound(self.analysis, found._block_costs, self.readers, self.optimizer)
-            found._pieces, found._alike_layers = LayerPieces(found._memory), None
+            found._pieces, found._alike_layers, found._beside_layers = LayerPieces(found._memory), None, None
             found._module_sets, found._piece_layers, found._kept_sizes = {}, {}, {}
         return found
 
@@ -110,7 +119,7 @@ class CandidateLayers(CandidatePrices):
         return transient
 
     def _family(self, config: Degrees, alike: AlikeLayers, setting: PieceSetting, priced: bool = True) -> Family:
-        whole = self._pieces.layer(alike.facts, alike.blocks[0], setting, alike.priced)
+        whole = self._pieces.layer(alike.facts, alike.blocks[0], setting, alike.priced, alike.layer)
         pieces = tuple(self._pieces.block(number, setting, alike.priced) for number in alike.blocks[0])
         prices = self._layer_prices(config, alike, whole) if priced else ()
         return Family(len(alike.blocks), whole, pieces, prices)
@@ -160,7 +169,7 @@ class CandidateLayers(CandidatePrices):
 
     def _again_sets(self, layers: AlikeLayers, recompute: str) -> Sequence[ModuleSet]:
         """The sets of a layer's modules that may run again."""
-        if recompute == "none":
+        if recompute == "none" or not layers.layer:
             return [ModuleSet()]
         blocks = layers.blocks[0]
         if blocks not in self._module_sets:
@@ -175,10 +184,29 @@ class CandidateLayers(CandidatePrices):
         """Of layers those that enough others are alike to."""
         return [item for item in self._layers() if len(item.blocks) >= LEAST_LAYERS]
 
-    def _other_layers(self) -> list[AlikeLayers]:
-        """The others, where they are few."""
+    def _other_layers(self, config: Degrees) -> list[AlikeLayers]:
+        """The others, where they are few, and where there are strategies, runs of blocks that lie in none."""
         others = [item for item in self._layers() if len(item.blocks) < LEAST_LAYERS]
-        return others if len(others) <= _MOST_OTHERS else []
+        others = others if len(others) <= _MOST_OTHERS else []
+        return [*others, *self._beside([*self.alike_layers(), *others])] if config.axes else others
+
+    def _beside(self, layers: Sequence[AlikeLayers]) -> tuple[AlikeLayers, ...]:
+        """Runs of blocks that lie in none of these layers, where they are few."""
+        if self._beside_layers is None:
+            runs = list[list[int]]()
+            for number in self._apart(layers):
+                if runs and runs[-1][-1] == number - 1:
+                    runs[-1].append(number)
+                else:
+                    runs.append([number])
+            found = beside_layers(self._folded, runs, self._memory) if len(runs) <= _MOST_OTHERS else None
+            self._beside_layers = found or ()
+        return self._beside_layers
+
+    def _apart(self, layers: Sequence[AlikeLayers]) -> list[int]:
+        """Blocks that lie in none of these layers."""
+        inside = {at for item in layers for own in item.blocks for at in own}
+        return [number for number in range(len(self.analysis.blocks)) if number not in inside]
 
     def _layers(self) -> list[AlikeLayers]:
         if self._alike_layers is None:

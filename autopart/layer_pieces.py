@@ -78,10 +78,15 @@ class LayerPieces:
         return tuple(runs)
 
     def layer(
-        self, own: tuple[BlockFacts, ...], blocks: Sequence[int], setting: PieceSetting, priced: Kind | None = None
+        self,
+        own: tuple[BlockFacts, ...],
+        blocks: Sequence[int],
+        setting: PieceSetting,
+        priced: Kind | None = None,
+        layer: bool = True,
     ) -> Piece:
-        """A layer that lies in one stage."""
-        return self._piece(own, blocks, setting, priced, True)
+        """A layer that lies in one stage. layer: or blocks that lie in none."""
+        return self._piece(own, blocks, setting, priced, layer)
 
     def _piece(
         self,
