@@ -29,6 +29,7 @@ from autopart.passes.kept import share_of_rank
 from autopart.passes.peak import Peak
 from autopart.passes.peak_weights import divided_weights
 from autopart.passes.program import Role
+from autopart.passes.storage import is_contiguous
 from autopart.plan import Plan
 from autopart.realize import Realization, axes_of, recomputed, settings_of
 from autopart.runtime.buckets import tensor_bytes
@@ -49,7 +50,8 @@ _STEADY = 4
 class Crossing:
     """Bytes of one microbatch of a value between two stages, as ranks of either have it.
 
-    pieces: meshes are unlike. copied: the pieces are no rows of what the source has, so they are copies.
+    pieces: meshes are unlike. copied: what is sent is a copy of what the source has, since that is not contiguous, or
+    the pieces are no rows of it.
     """
 
     at_source: float
@@ -81,6 +83,7 @@ def exchanged_bytes(found: Realization, samples: Sequence[int], axes: Sequence[A
                 pieces = unlike and (axes[source], samples[source]) != (axes[target], samples[target])
                 cuts = [item for item in node.meta["placements"] if item.is_shard and item.dim]
                 copied = pieces and any(item not in results[source][name].meta["placements"] for item in cuts)
+                copied = copied or not is_contiguous(graphs.value_of(results[source][name]))
                 made.setdefault((source, target), []).append(Crossing(here, there, back, pieces, copied))
     return made
 

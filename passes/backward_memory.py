@@ -11,6 +11,8 @@ from autopart.passes.storage import is_view, op_name
 
 # Tensors of an operand's size that the backward of an op makes on its way.
 _BACKWARD_COPIES = {"cross_entropy_loss": 1, "pow": 2}
+# Ops whose backward makes an operand's gradient as large as the result, and adds it up where the operand was broadcast.
+_BROADCASTING = ("mul", "div", "where", "maximum", "minimum")
 # Views whose backward makes a tensor of the operand's size; that of the others is a view.
 _MAKING = {
     *("split", "split_with_sizes", "chunk", "unbind", "select", "slice", "narrow", "tensor_split"),
@@ -40,6 +42,12 @@ def backward_copies(node: fx.Node) -> int:
     return _BACKWARD_COPIES.get(op_name(node), 0)
 
 
+def broadcast(value: Value, node: fx.Node) -> bool:
+    """Whether an operand's gradient is first made as large as the op's result, and added up behind its backward."""
+    name = op_name(node)
+    return name in _BROADCASTING or (scales_second(node) and value == graphs.inputs(node)[-1])
+
+
 def passes_memory(node: fx.Node) -> bool:
     """Whether neither the op nor its backward makes a tensor."""
     return is_view(node) and op_name(node) not in _MAKING
@@ -47,7 +55,7 @@ def passes_memory(node: fx.Node) -> bool:
 
 def scales_second(node: fx.Node) -> bool:
     """Of an addition whether its second operand's gradient is a tensor of its own."""
-    return op_name(node) == "sub" or bool(node.kwargs.get("alpha", 1) != 1)
+    return op_name(node) in ("add", "sub") and (op_name(node) == "sub" or bool(node.kwargs.get("alpha", 1) != 1))
 
 
 def parameter_read(value: Value, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:

@@ -20,11 +20,11 @@ from autopart.passes import graph as graphs
 from autopart.passes.conversion import Axes
 from autopart.passes.emit.layers import Run
 from autopart.passes.graph import Value
-from autopart.passes.kept import owner_of, shares_memory
+from autopart.passes.kept import owner_of
 from autopart.passes.program import Role, TensorInfo
 from autopart.passes.saved import saved_tensors
 from autopart.passes.shard import local_extents
-from autopart.passes.storage import is_view, op_name
+from autopart.passes.storage import is_view, op_name, shares_memory
 from autopart.runtime.placement import Placements
 
 LEVELS = (0, 1, 2, 3)

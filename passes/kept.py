@@ -19,16 +19,8 @@ from autopart.passes.graph import Value
 from autopart.passes.program import Role
 from autopart.passes.saved import WHOLE_INSIDE, additive_mask, saved_inside, saved_tensors
 from autopart.passes.saved_recurrent import recurrent_bytes
-from autopart.passes.storage import storage_of
+from autopart.passes.storage import shares_memory, storage_of
 from autopart.runtime.placement import Placements
-
-# Transitions that return their argument's own memory.
-_SHARING = ("sum_gradients", "keep_gradients_on_first")
-
-
-def shares_memory(node: fx.Node) -> bool:
-    """Whether a node is a collective that returns its argument's own memory."""
-    return "transition" in node.meta and node.meta["transition"][1].name in _SHARING
 
 
 def owner_of(value: Value) -> Value:

@@ -109,10 +109,13 @@ class SplitWalk(Walk):
         self.left += sum(map(self.code.inside, nodes))
         self.now = self.most = self.left + self.left_received
         for node in nodes:
+            wide = 0.0
             for value in () if passes_memory(node) else dict.fromkeys(graphs.inputs(node)):
                 weight = parameter_read(value, node)
                 if weight is not None and self.readers[weight[0]] > 0 and is_differentiable(Value(weight[0])):
                     self.weight_gradient(*weight)
+                    wide += self.widened(value, node)
+            self.add(0.0, wide)
             self.merge()
             for value in self.code.saved(node):
                 self.drop(value)

@@ -17,6 +17,7 @@ from autopart.passes.backward_memory import (
     CONCATENATING,
     PASSING,
     backward_copies,
+    broadcast,
     carrier,
     form_copies,
     parameter_read,
@@ -26,12 +27,12 @@ from autopart.passes.backward_memory import (
 from autopart.passes.beside import weight_of
 from autopart.passes.emit.segments import Segment
 from autopart.passes.graph import Value
-from autopart.passes.kept import owner_of, shares_memory
+from autopart.passes.kept import owner_of
 from autopart.passes.peak_code import StageCode
 from autopart.passes.peak_conversion import Way, transition_of
 from autopart.passes.peak_weights import Holding
 from autopart.passes.rules import is_differentiable
-from autopart.passes.storage import is_view, op_name
+from autopart.passes.storage import is_view, op_name, shares_memory
 
 
 @dataclass(slots=True)
@@ -364,11 +365,12 @@ class Walk:
         freed = self.pass_back_layers(node)
         operands = graphs.inputs(node)
         scaled = operands[-1] if len(operands) > 1 and scales_second(node) else None
-        pieces = self.code.stretches(node)
+        pieces, wide = self.code.stretches(node), 0.0
         gone = {value for piece in pieces[1:] for value in piece.weights}
         for value in dict.fromkeys(operands):
             if value in gone or not is_differentiable(value) or self.skips(value) or value.node is put_off:
                 continue
+            wide += self.widened(value, node)
             weight = parameter_read(value, node)
             if weight is not None:
                 self.weight_gradient(*weight)
@@ -389,9 +391,16 @@ class Walk:
             passing += form_copies(node, self.code.gradient_size(graphs.inputs(node)[0]))[1]
         for _, size in more:
             self.add(size, passing)
+        self.add(0.0, wide)
         self.now += freed
         for owner, size in more:
             self.receive(owner, size)
+
+    def widened(self, value: Value, node: fx.Node) -> float:
+        """Bytes by which an operand's gradient is larger until it is added up."""
+        if not broadcast(value, node):
+            return 0.0
+        return max(0.0, self.code.gradient_size(Value(node)) - self.code.gradient_size(value))
 
     def pass_back_layers(self, node: fx.Node) -> float:
         """Goes back through all layers of an op but the first; bytes inside of it that are let go by then."""

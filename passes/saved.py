@@ -108,7 +108,7 @@ def _copied(node: fx.Node) -> list[Value]:
     """Operands of matmul with more than three dims that it first copies to merge its batch dims."""
     if op_name(node) != "matmul":
         return []
-    return [value for value in _operands(node) if value.fake.dim() > 3 and not merges_leading_dims(value.fake)]
+    return [value for value in _operands(node) if value.fake.dim() > 3 and not merges_leading_dims(value)]
 
 
 def _saved_factors(node: fx.Node) -> list[Value]:

@@ -67,7 +67,8 @@ def shard_stage(
 
     strategies: for the ops of the *whole* graph, one strategy per axis; ops without one are replicated.
     storage: placements of parameters and buffers by name, replicated where absent.
-    Nodes of the result have ``meta["placements"]`` (a tuple of them for ops with several outputs, by index);
+    Nodes of the result have ``meta["placements"]`` (a tuple of them for ops with several outputs, by index) on
+    ``meta["axes"]``;
     inserted collectives have ``meta["transition"]`` = (axis name, :class:`Transition`), ops that run by a local form
     ``meta["forms"]`` = pairs of axis name and :class:`LocalForm`, one for each axis that it spans; the names are in its
     call too, by role, a tuple where it takes several axes as one.
@@ -108,6 +109,9 @@ class _Sharder:
                 if graphs.is_tensor(node):
                     new.meta["placements"] = self.placements[graphs.value_of(node)]
                 self.env[node] = new
+        for node in self.graph.nodes:
+            if "placements" in node.meta:
+                node.meta["axes"] = self.axes
         graphs.prune(self.graph)
         reorder(self.graph)
         self.graph.lint()

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopart.passes.graph import Value, input_nodes, is_getitem, value_of
+from autopart.passes.graph import Value, input_nodes, inputs, is_getitem, value_of
 from autopart.passes.sizes import extent
+from autopart.runtime.placement import Placements
 
 _ALWAYS = {
     *("transpose", "t", "permute", "expand", "expand_as", "slice", "select", "unsqueeze", "squeeze", "narrow"),
@@ -37,6 +38,8 @@ _PAIRWISE = {"broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atlea
 """Output number i is a view of tensor argument number i."""
 _IF_STRIDES_ALLOW = {"reshape", "flatten", "_unsafe_view", "contiguous", "reshape_as", "ravel", "clone"}
 _CASTS = {"to", "type_as", "_to_copy", "float", "_cast"}
+_SHARING = ("sum_gradients", "keep_gradients_on_first")
+"""Transitions that return their argument's own memory."""
 _SAMPLE_BATCH = 3
 """Strides are compared for this many samples; a batch of one would make dims look mergeable."""
 
@@ -76,25 +79,25 @@ def is_view(node: fx.Node) -> bool:
     return False
 
 
+def shares_memory(node: fx.Node) -> bool:
+    """Whether a node is a collective that returns its argument's own memory."""
+    return "transition" in node.meta and node.meta["transition"][1].name in _SHARING
+
+
 def _keeps_memory(node: fx.Node, name: str) -> bool:
     if name == "clone":
         return False
-    source = input_nodes(node)[0]
+    source = value_of(input_nodes(node)[0])
     if name == "contiguous":
-        owner = storage_of(value_of(source)).node
+        owner = storage_of(source).node
         if op_name(owner) == "scaled_dot_product_attention":
             # Fused kernels write their result in the query's layout, which the fake tensor does not show.
-            query = _layout(input_nodes(owner)[0].meta["val"])
-            return query is not None and not torch.empty_strided(*query, device="meta").is_contiguous()
-    layout = _layout(source.meta["val"])
-    shape = _concrete(node.meta["val"].shape)
-    if layout is None or shape is None:
+            query = laid_out(inputs(owner)[0])
+            return query is not None and not query.is_contiguous()
+    there, wanted = laid_out(source), laid_out(Value(node))
+    if there is None or wanted is None:
         return False
-    sizes, strides = layout
-    meta = torch.empty_strided(sizes, strides, device="meta")
-    if name == "contiguous":
-        return meta.is_contiguous()
-    return can_view(meta, shape)
+    return there.is_contiguous() if name == "contiguous" else can_view(there, wanted.shape)
 
 
 def can_view(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
@@ -106,24 +109,58 @@ def can_view(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
     return True
 
 
-def merges_leading_dims(tensor: torch.Tensor) -> bool:
+def merges_leading_dims(value: Value) -> bool:
     """Whether all dims but the last two can be seen as one without a copy, as batched matmul needs."""
-    layout = _layout(tensor)
-    if layout is None:
-        return False
-    sizes, strides = layout
-    meta = torch.empty_strided(sizes, strides, device="meta")
-    return can_view(meta, (math.prod(sizes[:-2]), *sizes[-2:]))
+    there = laid_out(value)
+    return there is not None and can_view(there, (math.prod(there.shape[:-2]), *there.shape[-2:]))
 
 
-def _layout(tensor: torch.Tensor) -> tuple[list[int], list[int]] | None:
-    sizes, strides = _concrete(tensor.shape), _concrete(tensor.stride())
-    return None if sizes is None or strides is None else (sizes, strides)
+def is_contiguous(value: Value) -> bool:
+    """Whether a value's memory is in the order of its dims, as far as that is known."""
+    there = laid_out(value)
+    return there is None or there.is_contiguous()
 
 
-def _concrete(sizes: Sequence[int | torch.SymInt]) -> list[int] | None:
+def laid_out(value: Value) -> torch.Tensor | None:
+    """A tensor on meta with the sizes and strides of a value, for some samples; None where these are not known.
+
+    In a rank's graph (:mod:`autopart.passes.shard`) it is the rank's part, whose dims lie in the order of the whole's,
+    as dense; what a collective makes is contiguous.
+    """
+    axes: Sequence[tuple[str, int]] = value.node.meta.get("axes", ())
+    parts = [size for _, size in axes]
+    samples = _SAMPLE_BATCH * math.prod(parts)
+    sizes, strides = _concrete(value.fake.shape, samples), _concrete(value.fake.stride(), samples)
+    if sizes is None or strides is None:
+        return None
+    if axes:
+        placements = value.node.meta["placements"]
+        own: Placements = placements[value.index] if isinstance(placements[0], tuple) else placements
+        sizes, strides = _share(sizes, strides, own, parts)
+    if "transition" in value.node.meta and not shares_memory(value.node):
+        return torch.empty(sizes, device="meta")
+    return torch.empty_strided(sizes, strides, device="meta")
+
+
+def _share(
+    sizes: Sequence[int], strides: Sequence[int], placements: Placements, parts: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Sizes and strides of a rank's part of a tensor: every dim begins as far behind the one inside of it as before."""
+    own, found = list(sizes), list(strides)
+    for placement, count in zip(placements, parts, strict=True):
+        if placement.divides:
+            own[placement.dim] //= count
+    whole_end, own_end = 1, 1
+    for dim in sorted(range(len(sizes)), key=lambda dim: (strides[dim], sizes[dim])):
+        if strides[dim]:
+            found[dim] = -(-strides[dim] * own_end // whole_end)
+            whole_end, own_end = strides[dim] * sizes[dim], found[dim] * own[dim]
+    return own, found
+
+
+def _concrete(sizes: Sequence[int | torch.SymInt], samples: int) -> list[int] | None:
     found = [extent(item) for item in sizes]
-    return None if None in found else [item.at(_SAMPLE_BATCH) for item in found if item is not None]
+    return None if None in found else [item.at(samples) for item in found if item is not None]
 
 
 def viewed(value: Value) -> Value | None:
