@@ -41,7 +41,8 @@ class StageGraph:
     stages: ``seconds`` and the tied groups that begin in it and end behind it. floor: see :func:`arc_floors`. ends:
     what is left of the step end by choices that take s seconds is at least ``ends`` - s. forward: [position] seconds of
     the blocks before; source: [position], see :func:`source_ends`. there, back: [table, position] of transfers.
-    excess: bytes over the capacity; infinite for runs that no division has. exact: where ``seconds`` is no mere bound.
+    excess: bytes over the capacity; infinite for runs that no division has. room: bytes for what choices hold.
+    exact: where ``seconds`` is no mere bound. held: [shape] what runs have.
     most_seconds: of a run's blocks at their fastest; those with more are left out. crossing: [shape, link,
     position] seconds of what a rank sends and receives; pairs: (shape before, shape after) -> [link, position] what
     the two take together at least.
@@ -62,13 +63,17 @@ class StageGraph:
     there: Array
     back: Array
     excess: Array
+    room: Array
     exact: Bits
     crossing: Array
+    held: list[Held]
     most_seconds: float = math.inf
     pairs: dict[tuple[int, int], Array] = field(default_factory=dict)
     version: int = 0
     _made: dict[tuple[int, int], tuple[tuple[int, int], ...] | None] = field(default_factory=dict)
     _fastest: dict[object, tuple[list[Family], Fastest]] = field(default_factory=dict)
+    _units: dict[tuple[int, int], list[tuple[tuple[int, ...], Family]]] = field(default_factory=dict)
+    _kinds: dict[int, NDArray[np.intp]] = field(default_factory=dict)
 
     @staticmethod
     def build(problem: StageProblem, most_seconds: float = math.inf) -> StageGraph:
@@ -89,14 +94,15 @@ class StageGraph:
         shapes = [_Costs.of(shape, member, runs) for shape in problem.shapes]
         allowed = [_allowed(problem, stage, member, runs) for stage in range(problem.stages)]
         shape_ = (len(keys), len(runs))
-        made = {name: np.empty(shape_) for name in ("seconds", "busy", "step_end", "once", "excess")}
+        made = {name: np.empty(shape_) for name in ("seconds", "busy", "step_end", "once", "excess", "room")}
         exact = np.zeros(shape_, dtype=bool)
         for key, table in keys.items():
             stage, number, capacity, start, stop = key
             costs, shape = shapes[number], problem.shapes[number]
             buffers = [np.array([cut.buffer_bytes for cut in shape.cuts[link]]) for link in (start, stop)]
             room = capacity - shape.overhead_bytes - costs.tied_bytes - problem.in_flight[stage] * costs.kept_bytes
-            room = room - buffers[0][runs.first] - buffers[1][runs.last] - costs.messages
+            room = _rounded(room - buffers[0][runs.first] - buffers[1][runs.last] - costs.messages)
+            made["room"][table] = room
             wanted = allowed[stage] & (costs.fastest <= most_seconds)
             seconds, excess, sure = costs.fit(room, problem.in_flight[stage], wanted)
             excess = np.maximum(excess, costs.updating + shape.overhead_bytes - capacity)
@@ -129,6 +135,7 @@ class StageGraph:
             back=back,
             exact=exact,
             crossing=crossing,
+            held=[costs.held for costs in shapes],
             most_seconds=most_seconds,
             pairs=pairs,
             **made,  # type: ignore[arg-type]
@@ -147,19 +154,29 @@ class StageGraph:
         return sides if together is None else np.maximum(sides, together[link])
 
     def refine(self, stage: int, step: Step) -> bool:
-        """Makes the seconds of a stage's run exact; whether they were other than supposed."""
+        """Makes the seconds of a stage's run exact, and of all that are alike; whether they were other than supposed."""
         table, run = self._at(stage, step)
         if self.exact[table, run]:
             return False
         found = self._solve(table, run)
-        more = found - self.seconds[table, run]
-        self.exact[table, run] = True
-        if not more > 1e-12 * found:
+        alike = self._alike(table, run)
+        more = found - self.seconds[table, alike]
+        self.exact[table, alike] = True
+        if not self.seconds[table, run] < found * (1 - 1e-12):
             return False
         self.version += 1
         for array in (self.seconds, self.busy, self.once):
-            array[table, run] += more
+            array[table, alike] += more
         return True
+
+    def _alike(self, table: int, run: int) -> NDArray[np.intp]:
+        """The runs of as many blocks of each family in as much room, of which the same is true."""
+        shape = self.tables[table][1]
+        if shape not in self._kinds:
+            counts = self.held[shape].counts(np.ones(len(self.runs), dtype=bool))
+            self._kinds[shape] = np.unique(counts, axis=1, return_inverse=True)[1].reshape(-1)
+        kinds, room = self._kinds[shape], self.room[table]
+        return np.flatnonzero((kinds == kinds[run]) & (room == room[run]) & ~self.exact[table])
 
     def with_choices(self, stage: int, step: Step) -> Step | None:
         """The step with the fastest choices that fit; None where none does, which bounds may not have shown."""
@@ -175,20 +192,16 @@ class StageGraph:
 
     def _solve(self, table: int, run: int) -> float:
         problem = self.problem
-        first, last = int(self.runs.first[run]), int(self.runs.last[run])
-        stage, number, capacity, start, stop = self.tables[table]
-        shape, inside = problem.shapes[number], problem.blocks_between(first, last)
-        units = shape.units(inside)
+        stage, number, *_ = self.tables[table]
+        if (number, run) not in self._units:
+            between = int(self.runs.first[run]), int(self.runs.last[run])
+            self._units[number, run] = problem.shapes[number].units(problem.blocks_between(*between))
+        units = self._units[number, run]
         families = [family for _, family in units]
         if all(len(family) == 1 for family in families):
             self._made[table, run] = ()
             return float(self.seconds[table, run])
-        room = capacity - shape.overhead_bytes - shape.cuts[start][first].buffer_bytes
-        room -= shape.cuts[stop][last].buffer_bytes + sum(g.bytes for g in shape.tied if set(g.blocks) & set(inside))
-        room -= shape.passing.message_bytes(inside)
-        kept = sum(group.bytes for group in shape.kept if set(group.blocks) & set(inside))
-        flying = problem.in_flight[stage]
-        room -= flying * kept
+        room, flying = float(self.room[table, run]), problem.in_flight[stage]
         # runs of layers that are alike have the same answer; by identity, as hashing takes long
         key = room, flying, *(id(family) if len(family) > 1 else family for family in families)
         if key not in self._fastest:
@@ -291,6 +304,17 @@ class _Costs:
         # where a bound says that nothing fits it was too strict by rounding
         seconds[weighed] = np.where(np.isfinite(relaxed), np.maximum(relaxed, least), least)
         return seconds, excess, np.isclose(seconds, self.fastest, rtol=1e-12, atol=0.0)
+
+
+def _rounded(room: Array) -> Array:
+    """Without what sums of equal bytes in another order differ in, so that alike runs have equal room.
+
+    Whole numbers stay as they are.
+    """
+    most = float(np.abs(room).max(initial=0.0))
+    unit = 2.0 ** (math.frexp(most)[1] - 44)
+    rounded: Array = np.round(room / unit) * unit
+    return rounded
 
 
 def _fastest(family: Family) -> Choice:
