@@ -14,6 +14,7 @@ where a byte costs the fewest seconds (Dantzig's bound, on each block's lower co
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -30,6 +31,7 @@ Array = NDArray[np.float64]
 
 _LEVELS = 12
 _MOST_PARTIAL = 20_000
+_FEW_MIXES = 200
 _ROUNDING = 1e-11
 
 
@@ -223,6 +225,19 @@ def numbered(families: Sequence[Family]) -> list[int]:
     return [by_id[id(family)] for family in families]
 
 
+@functools.lru_cache(maxsize=256)
+def _all_mixes(count: int, choices: int) -> NDArray[np.intp]:
+    """How many of ``count`` take each of some choices, all ways, in order: [mix, choice]."""
+    if choices == 1:
+        return np.array([[count]])
+    parts = [
+        np.column_stack([np.full(len(rest), first), rest])
+        for first in range(count + 1)
+        for rest in [_all_mixes(count - first, choices - 1)]
+    ]
+    return np.concatenate(parts)
+
+
 class _Knapsack:
     """One value of the largest transient. relaxed: seconds that every solution takes; infinite where there is none."""
 
@@ -268,13 +283,13 @@ class _Knapsack:
         order = sorted(self._counts, key=lambda family: -len(self._hulls[family]) * self._counts[family])
         seconds, kept = np.zeros(1), np.zeros(1)
         bound = math.inf
-        trail: list[tuple[NDArray[np.intp], list[tuple[int, ...]], NDArray[np.intp]]] = []
+        trail: list[tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]] = []
         for number, family in enumerate(order):
             mixes, dropped = self._mixes(family, limit)
             bound = min(bound, dropped)
-            if not mixes:
+            if not len(mixes):
                 return Fastest(math.inf, bound, None)
-            amounts = np.array(mixes) @ np.array([choice[:2] for choice in self._allowed[family]])
+            amounts = mixes @ np.array([choice[:2] for choice in self._allowed[family]])
             more, bytes_ = amounts[:, 0], amounts[:, 1]
             at_least = (seconds[:, None] + more[None, :]).ravel()
             size = (kept[:, None] + bytes_[None, :]).ravel()
@@ -298,7 +313,7 @@ class _Knapsack:
         taken: dict[int, Counter[int]] = {}
         at = best
         for family, (parents, mixes, used) in zip(reversed(order), reversed(trail), strict=True):
-            numbers = zip(mixes[int(used[at])], self._allowed[family], strict=True)
+            numbers = zip(mixes[used[at]].tolist(), self._allowed[family], strict=True)
             taken[family] = Counter({choice[2]: count for count, choice in numbers})
             at = int(parents[at])
         return Fastest(float(seconds[best]), min(bound, float(seconds[best])), self._choices(taken))
@@ -317,13 +332,18 @@ class _Knapsack:
         left = {family: list(numbers.elements()) for family, numbers in taken.items()}
         return tuple(left[family].pop() for family in self._blocks)
 
-    def _mixes(self, family: int, limit: float) -> tuple[list[tuple[int, ...]], float]:
-        """How many of a family's equal blocks may take each allowed choice in a solution; a bound of what is left out.
+    def _mixes(self, family: int, limit: float) -> tuple[NDArray[np.intp], float]:
+        """How many of a family's equal blocks may take each allowed choice in a solution, [mix, choice], in order; a
+        bound of what is left out.
 
-        Choice by choice, those that few can take first, with the blocks left over and all other families relaxed.
+        Where there are few all are gone over; else choice by choice, those that few can take first, with the blocks
+        left over and all other families relaxed.
         """
         count, allowed = self._counts[family], self._allowed[family]
         most = self._most(family, limit)
+        if math.comb(count + len(allowed) - 1, count) <= _FEW_MIXES:
+            mixes = _all_mixes(count, len(allowed))
+            return mixes[(mixes <= most).all(axis=1)], math.inf
         order = sorted(range(len(allowed)), key=lambda number: most[number])
         others = [other for other in self._counts if other != family]
         mixes = np.zeros((1, 0), dtype=np.intp)
@@ -348,8 +368,9 @@ class _Knapsack:
                 found = found[:_MOST_PARTIAL]
             mixes = mixes[found]
             if not len(mixes):
-                return [], bound
-        return sorted(tuple(map(int, mix)) for mix in mixes[:, np.argsort(order)]), bound
+                return np.zeros((0, len(allowed)), dtype=np.intp), bound
+        mixes = mixes[:, np.argsort(order)]
+        return mixes[np.lexsort(mixes.T[::-1])], bound
 
     def _most(self, family: int, limit: float) -> list[int]:
         """How many blocks of a family may take each allowed choice in a solution in less than ``limit`` seconds.
