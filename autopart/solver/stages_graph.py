@@ -73,7 +73,7 @@ class StageGraph:
     _made: dict[tuple[int, int], tuple[tuple[int, int], ...] | None] = field(default_factory=dict)
     _fastest: dict[object, tuple[list[Family], Fastest]] = field(default_factory=dict)
     _units: dict[tuple[int, int], list[tuple[tuple[int, ...], Family]]] = field(default_factory=dict)
-    _kinds: dict[int, NDArray[np.intp]] = field(default_factory=dict)
+    _kinds: dict[int, NDArray[np.int64]] = field(default_factory=dict)
 
     @staticmethod
     def build(problem: StageProblem, most_seconds: float = math.inf) -> StageGraph:
@@ -171,12 +171,18 @@ class StageGraph:
 
     def _alike(self, table: int, run: int) -> NDArray[np.intp]:
         """The runs of as many blocks of each family in as much room, of which the same is true."""
-        shape = self.tables[table][1]
+        shape, room = self.tables[table][1], self.room[table]
         if shape not in self._kinds:
-            counts = self.held[shape].counts(np.ones(len(self.runs), dtype=bool))
-            self._kinds[shape] = np.unique(counts, axis=1, return_inverse=True)[1].reshape(-1)
-        kinds, room = self._kinds[shape], self.room[table]
-        return np.flatnonzero((kinds == kinds[run]) & (room == room[run]) & ~self.exact[table])
+            open_ = (~self.exact & self.fits).any(axis=0)
+            counts = self.held[shape].counts(open_).astype(np.int64)
+            mixed = np.random.default_rng(0).integers(1, 2**62, len(counts))  # sums that differ where counts do
+            self._kinds[shape] = np.zeros(len(self.runs), dtype=np.int64)
+            self._kinds[shape][open_] = mixed @ counts
+        kinds = self._kinds[shape]
+        likely = (kinds == kinds[run]) & (room == room[run]) & ~self.exact[table]
+        likely[run] = True
+        counts, found = self.held[shape].counts(likely), np.flatnonzero(likely)
+        return found[(counts == counts[:, found == run]).all(axis=0)]
 
     def with_choices(self, stage: int, step: Step) -> Step | None:
         """The step with the fastest choices that fit; None where none does, which bounds may not have shown."""
