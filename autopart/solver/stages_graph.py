@@ -154,7 +154,7 @@ class StageGraph:
         return sides if together is None else np.maximum(sides, together[link])
 
     def refine(self, stage: int, step: Step) -> bool:
-        """Makes the seconds of a stage's run exact, and of all that are alike; whether they were other than supposed."""
+        """Makes the seconds of a stage's run, and of all alike, exact; whether they were other than supposed."""
         table, run = self._at(stage, step)
         if self.exact[table, run]:
             return False
