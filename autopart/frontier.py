@@ -37,6 +37,7 @@ class PlanPoint:
 
     @staticmethod
     def of(plan: Plan) -> PlanPoint:
+        """The point of a plan of all devices that it has."""
         return PlanPoint(plan, plan.device_count, fullest_bytes(plan), plan.bound_s)
 
     @property

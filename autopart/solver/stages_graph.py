@@ -173,7 +173,7 @@ class StageGraph:
         """The runs of as many blocks of each family in as much room, of which the same is true."""
         shape, room = self.tables[table][1], self.room[table]
         if shape not in self._kinds:
-            open_ = (~self.exact & self.fits).any(axis=0)
+            open_: Bits = np.any(~self.exact & self.fits, axis=0)
             counts = self.held[shape].counts(open_).astype(np.int64)
             mixed = np.random.default_rng(0).integers(1, 2**62, len(counts))  # sums that differ where counts do
             self._kinds[shape] = np.zeros(len(self.runs), dtype=np.int64)
@@ -181,8 +181,8 @@ class StageGraph:
         kinds = self._kinds[shape]
         likely = (kinds == kinds[run]) & (room == room[run]) & ~self.exact[table]
         likely[run] = True
-        counts, found = self.held[shape].counts(likely), np.flatnonzero(likely)
-        return found[(counts == counts[:, found == run]).all(axis=0)]
+        had, found = self.held[shape].counts(likely), np.flatnonzero(likely)
+        return found[(had == had[:, found == run]).all(axis=0)]
 
     def with_choices(self, stage: int, step: Step) -> Step | None:
         """The step with the fastest choices that fit; None where none does, which bounds may not have shown."""
