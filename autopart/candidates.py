@@ -229,7 +229,7 @@ class Candidates(CandidateFloors):
         problem = merged(priced, samples, self.analysis)
         most = below * self.faster(config) if config.schedule in WHOLE_SCHEDULES else math.inf
         try:
-            cut = stage_solver.solve(problem, self.time_limit_s, below=most)
+            cut = self._cut(config, problem, most)
             mixture = applied(answer, chosen_ways(problem, cut, ways, self.analysis), parts)
             problem = self.problem(config, mixture)
             cut = self._cut(config, problem, most)

@@ -8,14 +8,16 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from chains import subject_of
 from test_solver_tensor import random_problem
 
+import autopart.candidates
 import autopart.verify
-from autopart.candidates import Candidates
+from autopart.candidates import Answer, Candidates
 from autopart.cluster import Cluster
 from autopart.layer_strategies import LayerStrategies, Way
 from autopart.mixed_strategies import Samples, applied, most_layers
@@ -24,10 +26,11 @@ from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.realize import build, realize
 from autopart.recomputation import KEPT
-from autopart.solver import elimination
+from autopart.solver import elimination, stages
 from autopart.solver.degrees import Degrees
 from autopart.solver.stages_choices import least_seconds
 from autopart.solver.stages_parts import Choice
+from autopart.solver.stages_problem import StageProblem, StageSolution
 from autopart.tensor_choice import TensorChoice
 from autopart.verify import compare_emitted
 from clusters import ideal
@@ -199,3 +202,27 @@ def test_a_mixture_is_faster_and_trains_alike(tmp_path: Path, monkeypatch: pytes
     assert result.equal
     for stage in result.traffic:
         assert stage.counted == stage.planned
+
+
+def test_mixtures_are_divided_by_the_seconds_of_their_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are again when they are priced: cut otherwise, layers would have ways that other stages asked for."""
+    solved: list[bool] = []
+
+    def solve(problem: StageProblem, *limits: Any, **more: Any) -> StageSolution:
+        choices = (choice for layer in problem.shapes[0].layers for choice in layer.parts[layer.blocks])
+        if any(":" in choice.name for choice in choices):
+            solved.append(more["timed"] is not None)
+        return stages.solve(problem, *limits, **more)
+
+    config, (_, analysis) = Degrees(2, 1, (2,), 8, "1f1b", "none"), subject_of("gpt2")
+
+    def evaluated(memory_bytes: int) -> Answer:
+        cluster = ideal(4, bandwidth=2e8, memory_bandwidth=1e15, memory_bytes=memory_bytes)
+        return Candidates(analysis, cluster, 8, "adamw").evaluate(config).answer
+
+    free = evaluated(2**40)
+    most = max(free.problem.stage_bytes(stage, step) for stage, step in enumerate(free.cut.way))
+    monkeypatch.setattr(autopart.candidates, "stage_solver", SimpleNamespace(solve=solve))
+    overhead = free.problem.shapes[0].overhead_bytes
+    evaluated(round(overhead + 0.9 * (most - overhead)))
+    assert solved and all(solved)
