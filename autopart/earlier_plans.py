@@ -5,6 +5,8 @@ less of is memory, what came of a configuration there holds here too:
 
 - an answer that still fits is as good as any, as what fits here fitted there, and its bound holds;
 - what took no less than so many seconds, or did not fit, does not now.
+
+The last plan's configuration is tried first, wherever the next one is for: what is slower is then soon told.
 """
 
 from __future__ import annotations
@@ -17,15 +19,16 @@ from autopart.candidate_prices import same_but_for_memory
 from autopart.candidates import Answer, Candidates
 from autopart.cluster import Cluster
 from autopart.runtime.errors import InfeasibleError
-from autopart.solver.degrees import Degrees
+from autopart.solver.degrees import Degrees, UnlikeMeshes
 from autopart.solver.search import Evaluation, NotBetter
 
 
 @dataclass(slots=True)
 class EarlierPlans:
-    """Of plans with equal limits. ``make_plan`` takes and fills it."""
+    """Of plans with equal limits. ``make_plan`` takes and fills it. best: the last plan's configuration."""
 
     candidates: Candidates | None = None
+    best: Degrees | UnlikeMeshes | None = None
     _came: dict[Degrees, Evaluation[Answer] | NotBetter | InfeasibleError] = field(default_factory=dict)
 
     def take(self, cluster: Cluster, make: Callable[[], Candidates]) -> Candidates:

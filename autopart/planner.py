@@ -220,6 +220,8 @@ def make_plan(
     estimates = Estimates(candidates)
 
     def order(config: Degrees | UnlikeMeshes) -> float:
+        if config == known.best:
+            return 0.0
         return estimates.seconds(config) if isinstance(config, Degrees) else lower_bound(config)
 
     described: dict[int, Plan] = {}  # by identity of the answer
@@ -246,7 +248,7 @@ def make_plan(
         settle=settle,
     )
     solved = time.perf_counter()
-    answer, plan = result.answer, described[id(result.answer)]
+    answer, plan, known.best = result.answer, described[id(result.answer)], result.config
     bound = min(result.bound, plan.step_time_s)
     return replace(
         plan,
