@@ -15,6 +15,9 @@ beyond U, and runs again, at least, whatever the strategies,
 What comes in lies as the layer before makes it, which has the same strategies. Of what else comes in, and of what
 others read too, conversions are left out. A tensor that several ops keep counts where the first of them does that does
 not run again; one that enters a module that runs again, as it is read there.
+
+What lies before, between and behind layers is weighed alike, by itself: it does not run again, and no conversion of
+what comes in is known.
 """
 
 from __future__ import annotations

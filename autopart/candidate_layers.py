@@ -35,7 +35,7 @@ from autopart.solver.pipeline_floor import Family, Piece, Price
 from autopart.tensor_choice import Builder
 
 _MOST_OTHERS = 4
-"""Layers that few are alike to, up to which the strategies of each are known."""
+"""Layers that few are alike to, and runs of blocks beside layers, up to which the strategies of each are known."""
 
 
 @dataclass(slots=True)

@@ -5,8 +5,9 @@ layer that lies in one stage as a whole the sets of modules that may run again a
 (:mod:`autopart.module_sets`): what each frees, and which ops run again for it. Of a block of a layer that is cut
 those of its own ops are; what comes from the layer's other blocks is free where all of the block runs again.
 
-Of transients only those of single ops are known. Send buffers, and copies of tensors in several placements, are left
-out.
+Of transients those of single ops are known, and what a module holds while it runs back
+(:attr:`~autopart.solver.pipeline_floor.Piece.wholes`). Send buffers, and copies of tensors in several placements, are
+left out.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class LayerPieces:
         )
 
     def _again(self, own: tuple[BlockFacts, ...], blocks: Sequence[int], setting: PieceSetting) -> tuple[Run, ...]:
-        """The ways to run a layer, or a part of one, none of which another undercuts; nothing again first. None where
+        """The ways to run a layer, or a part of one, none of which another undercuts; nothing again first. Empty where
         they are too many.
         """
         sets = self.module_sets(own, blocks)
