@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import fx
 
 from autopart.passes import graph as graphs
+from autopart.passes.einsum_memory import multiplies
 from autopart.passes.graph import Value
 from autopart.passes.peak_code import is_parameter
 from autopart.passes.storage import is_view, op_name
 
 # Tensors of an operand's size that the backward of an op makes on its way.
-_BACKWARD_COPIES = {"cross_entropy_loss": 1, "pow": 2}
+_BACKWARD_COPIES = {"cross_entropy_loss": 1, "pow": 2, "cumsum": 2}
 # Ops whose backward makes an operand's gradient as large as the result, and adds it up where the operand was broadcast.
 _BROADCASTING = ("mul", "div", "where", "maximum", "minimum")
 # Views whose backward makes a tensor of the operand's size; that of the others is a view.
@@ -45,7 +46,7 @@ def backward_copies(node: fx.Node) -> int:
 def broadcast(value: Value, node: fx.Node) -> bool:
     """Whether an operand's gradient is first made as large as the op's result, and added up behind its backward."""
     name = op_name(node)
-    return name in _BROADCASTING or (scales_second(node) and value == graphs.inputs(node)[-1])
+    return name in _BROADCASTING or multiplies(node) or (scales_second(node) and value == graphs.inputs(node)[-1])
 
 
 def passes_memory(node: fx.Node) -> bool:

@@ -50,6 +50,10 @@ aten = torch.ops.aten
 _DROPPED = ("_assert", "sym_constrain", "_guards", "assert_tensor_metadata", "constrain_range", "_record_function")
 
 
+# Ops whose results may lie otherwise in memory than exported: some are left out, and fused kernels follow the query.
+_LAYS_OUT = {aten.contiguous.default, aten.scaled_dot_product_attention.default}
+
+
 @dataclass(slots=True)
 class Normalized:
     """A functional graph. Its placeholders are those of the exported graph, preceded by ``b``, the batch size."""
@@ -80,6 +84,8 @@ class _Normalizer:
         self.fake_mode = next(
             node.meta["val"].fake_mode for node in root.graph.nodes if hasattr(node.meta.get("val"), "fake_mode")
         )
+        # Exported nodes whose values have other strides here: what is left out was made contiguous there.
+        self.moved: set[fx.Node] = set()
         self.extra_names: set[str] = set()
         self.region_meta: dict[str, Any] = {}
         self.without_grad = False
@@ -138,10 +144,13 @@ class _Normalizer:
         """Adds an op; its fake value is computed unless it is ``known`` to be the exported node's own."""
         node = self.graph.call_function(target, args, kwargs)
         self.describe(node, like)
-        known = known or target is like.target
+        known = (known or target is like.target) and self.moved.isdisjoint(like.all_input_nodes)
         node.meta["val"] = like.meta.get("val") if known else self.value(target, args, kwargs)
         if target is aten.lstm.input:
             node.meta["val"] = lstm_values(like, fakes(args[1]))
+        if target is aten.scaled_dot_product_attention.default:
+            with self.fake_mode, torch.no_grad():
+                node.meta["val"] = laid_out_alike(node.meta["val"], fakes(args[0]))
         return node
 
     def value(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -223,6 +232,10 @@ class _Normalizer:
             self.cast = self.cast_to(node, operands((args, kwargs)), dtypes) if dtypes else {}
         self.env[node] = self.op(node)
         self.cast = {}
+        if node.target in _LAYS_OUT or not self.moved.isdisjoint(node.all_input_nodes):
+            found = self.env[node]
+            if isinstance(found, fx.Node) and _strides(found.meta.get("val")) != _strides(value):
+                self.moved.add(node)
 
     def casts(self, node: fx.Node) -> dict[fx.Node, fx.Node]:
         """The operands of an op that autocast casts, cast."""
@@ -497,3 +510,15 @@ def normalize(
     Raises CaptureError for higher-order ops, and for writes and autocast that have no functional form.
     """
     return _Normalizer(root, names, batch_symbol, autocast or {}).run()
+
+
+def laid_out_alike(value: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Attention's result as fused kernels write it: its dims lie in memory in the order of the query's."""
+    return torch.empty_like(query) if value.shape == query.shape else value
+
+
+def _strides(value: Any) -> list[Any]:
+    """Of a fake tensor, or of each of several."""
+    if isinstance(value, tuple | list):
+        return [_strides(item) for item in value]
+    return list(map(extent, value.stride())) if isinstance(value, torch.Tensor) else []

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autopart.passes.amounts import ZERO, Amount, numel, product, stored_bytes, tensor_bytes, total
+from autopart.passes.einsum_memory import copied_operands
 from autopart.passes.graph import RECURRENT, Value, inputs, is_op, is_tensor, may_have_gradient, outputs, value_of
 from autopart.passes.program import Role
 from autopart.passes.saved_recurrent import recurrent_inside
@@ -105,10 +106,16 @@ def _operands(node: fx.Node) -> list[Value]:
 
 
 def _copied(node: fx.Node) -> list[Value]:
-    """Operands of matmul with more than three dims that it first copies to merge its batch dims."""
-    if op_name(node) != "matmul":
-        return []
-    return [value for value in _operands(node) if value.fake.dim() > 3 and not merges_leading_dims(value)]
+    """Operands of a product that it copies first: of matmul those with more than three dims whose batch dims do not
+    merge, of linear an input whose rows do not, where the copy is of use for the weight's gradient.
+    """
+    name = op_name(node)
+    if name == "matmul":
+        return [value for value in _operands(node) if value.fake.dim() > 3 and not merges_leading_dims(value)]
+    if name == "linear":
+        rows, weight = _operands(node)
+        return [rows] if rows.fake.dim() > 2 and needs_gradient(weight) and not merges_leading_dims(rows, 1) else []
+    return copied_operands(node)
 
 
 def _saved_factors(node: fx.Node) -> list[Value]:
@@ -233,7 +240,7 @@ def saved_tensors(node: fx.Node, kind: str = "cuda", form: str = "") -> list[Val
     if not is_op(node) or is_view(node) or not is_differentiated(node):
         return []
     if not form and _is_unfused_attention(node, kind):
-        return []
+        return [] if _copies_values(node) else inputs(node)[2:3]
     rule = _RULES.get(form or _rule_name(node))
     kept = rule(node) if rule is not None else [*inputs(node), *outputs(node)]
     return list(dict.fromkeys(kept))
@@ -251,7 +258,7 @@ def saved_inside(node: fx.Node, kind: str = "cuda", form: str = "") -> Amount:
         return numel(outputs(node)[0].fake) * _POOLS[name]
     if name == "cross_entropy_loss":
         return tensor_bytes(inputs(node)[0].fake)
-    if name == "matmul":
+    if name in ("matmul", "linear", "einsum"):
         return total(tensor_bytes(value.fake) for value in _copied(node))
     if name in ("layer_norm", "rms_norm", "sharded_layer_norm", "sharded_rms_norm"):
         normalized = _number(node, 1, "normalized_shape")
@@ -283,6 +290,12 @@ def _is_unfused_attention(node: fx.Node, kind: str) -> bool:
     return bool(argument(node, 4, "dropout_p", 0.0)) or (mask is not None and needs_gradient(mask))
 
 
+def _copies_values(node: fx.Node) -> bool:
+    """Whether attention's own formula copies its values; queries and keys it scales, in new tensors."""
+    values = inputs(node)[2]
+    return values.fake.element_size() < 4 or not merges_leading_dims(values)
+
+
 def _attention_inside(node: fx.Node, kind: str) -> Amount:
     """Log-sum-exp per query in float32, and the additive mask that a boolean mask is turned into."""
     query, key, value = (item.fake for item in inputs(node)[:3])
@@ -290,7 +303,7 @@ def _attention_inside(node: fx.Node, kind: str) -> Amount:
     if _is_unfused_attention(node, kind):
         # Probabilities, with dropout also the noise and their product, and copies of the operands: in float32 at least.
         width = max(4, query.element_size())
-        operands = total(numel(item) * width for item in (query, key, value))
+        operands = total(numel(item) * width for item in (query, key, value)[: 2 + _copies_values(node)])
         return scores * ((3 if argument(node, 4, "dropout_p", 0.0) else 1) * width) + operands
     mask = additive_mask(node, kind)
     additive = ZERO if mask is None else numel(mask.fake) * query.element_size()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopart.passes.graph import Value, input_nodes, inputs, is_getitem, value_of
+from autopart.passes.graph import Value, input_nodes, is_getitem, value_of
 from autopart.passes.sizes import extent
 from autopart.runtime.placement import Placements
 
@@ -88,12 +88,6 @@ def _keeps_memory(node: fx.Node, name: str) -> bool:
     if name == "clone":
         return False
     source = value_of(input_nodes(node)[0])
-    if name == "contiguous":
-        owner = storage_of(source).node
-        if op_name(owner) == "scaled_dot_product_attention":
-            # Fused kernels write their result in the query's layout, which the fake tensor does not show.
-            query = laid_out(inputs(owner)[0])
-            return query is not None and not query.is_contiguous()
     there, wanted = laid_out(source), laid_out(Value(node))
     if there is None or wanted is None:
         return False
@@ -109,10 +103,10 @@ def can_view(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
     return True
 
 
-def merges_leading_dims(value: Value) -> bool:
-    """Whether all dims but the last two can be seen as one without a copy, as batched matmul needs."""
+def merges_leading_dims(value: Value, last: int = 2) -> bool:
+    """Whether all dims but the ``last`` can be seen as one without a copy, as batched matmul needs."""
     there = laid_out(value)
-    return there is not None and can_view(there, (math.prod(there.shape[:-2]), *there.shape[-2:]))
+    return there is not None and can_view(there, (math.prod(there.shape[:-last]), *there.shape[-last:]))
 
 
 def is_contiguous(value: Value) -> bool:
@@ -159,8 +153,17 @@ def _share(
 
 
 def _concrete(sizes: Sequence[int | torch.SymInt], samples: int) -> list[int] | None:
-    found = [extent(item) for item in sizes]
-    return None if None in found else [item.at(samples) for item in found if item is not None]
+    found = [_at(size, samples) for size in sizes]
+    return None if None in found else [item for item in found if item is not None]
+
+
+def _at(size: int | torch.SymInt, samples: int) -> int | None:
+    """A size or stride for so many samples; export writes some as ``Min(64, 64*b)``."""
+    known = extent(size)
+    if known is not None or isinstance(size, int):
+        return None if known is None else known.at(samples)
+    value = size.node.expr.subs(dict.fromkeys(size.node.expr.free_symbols, samples))
+    return int(value) if len(size.node.expr.free_symbols) == 1 and value.is_Integer else None
 
 
 def viewed(value: Value) -> Value | None:

@@ -1,0 +1,132 @@
+"""Peaks of models in which one op decides: what torch copies for it, and makes on its way back, against real steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopart.analysis import analyze
+from autopart.api import load
+from autopart.planner import make_plan
+from autopart.realize import realize, realized
+from autopart.step_memory import step_peaks
+from autopart.tracing import capture
+from autopart.verify.live_bytes import LiveBytes
+from clusters import ideal
+from launch import launch
+
+
+class _WrittenOut(nn.Module):
+    """Attention by einsum, whose operands are copied where their dims do not merge, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(64, 64) for _ in range(3))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (item(x).view(x.shape[0], 16, 4, 16) for item in (self.query, self.key, self.value))
+        weights = torch.softmax(torch.einsum("blhd,bmhd->bhlm", q, k), -1)
+        return x + torch.einsum("bhlm,bmhd->blhd", self.drop(weights), v).reshape(x.shape)
+
+
+class _Crossing(nn.Module):
+    """torch's own attention to another sequence: the tensors that are projected are transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = nn.Linear(64, 64)
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.memory(x[:, ::2])
+        return x + self.attention(x, memory, memory, need_weights=False)[0]
+
+
+class _Gated(nn.Module):
+    """Gates of channels, whose gradients are as large as what they multiply until they are added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x * torch.sigmoid(self.gate(x.mean(1, keepdim=True)))
+
+
+class _Outer(nn.Module):
+    """An einsum without sums, which is a multiplication."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.randn(64, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.exp(-torch.einsum("bld,dn->bldn", x, self.decay).cumsum(1)).sum(-1)
+
+
+class _Model(nn.Module):
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(x, torch.ones_like(x))
+
+
+def _most(directory: str, weights: Mapping[str, Tensor], x: Tensor) -> int:
+    model = load(directory, dict(weights), device=torch.device("cpu")).train()
+    with LiveBytes([*model.parameters(), *model.buffers(), x]) as live:
+        model(x)
+        live.most = live.now
+        model(x)
+    return live.most
+
+
+def _check(model: nn.Module, x: Tensor, folder: Path, rel: float, **limits: Any) -> None:
+    """Predicted and counted peaks of all ranks."""
+    program = capture(model, (x,), {})
+    analysis = analyze(program)
+    ranks = limits.get("pp", 1)
+    known: dict[str, Any] = {"pp": 1, "dp": 1, "tp": 1, "microbatches": 2, "recompute": "none", **limits}
+    plan = make_plan(program, ideal(ranks), batch=x.shape[0], analysis=analysis, **known)
+    realize(program, plan, analysis).save(folder)
+    counted = launch(_most, ranks, str(folder), model.state_dict(), x)
+    predicted = [peak.call for peak in step_peaks(analysis, plan, realized(analysis, plan), "cpu")]
+    assert predicted == pytest.approx(counted, rel=rel)
+
+
+@pytest.mark.parametrize("again", [pytest.param("none", marks=pytest.mark.slow), "full"])
+@pytest.mark.parametrize("layer", [_WrittenOut, _Crossing, _Gated, _Outer])
+def test_peak_where_an_op_decides(layer: Callable[[], nn.Module], again: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    _check(_Model(layer), torch.randn(8, 16, 64), tmp_path / "program", 0.02, recompute=again)
+
+
+class _Turned(nn.Module):
+    """What its convolutions hand on lies transposed in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(16, 32)
+        self.layers = nn.ModuleList(nn.Conv1d(32, 32, 3, padding=1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x).transpose(1, 2)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def test_what_is_not_contiguous_is_sent_as_a_copy(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    limits: dict[str, Any] = {"pp": 2, "microbatches": 4, "schedule": "gpipe"}
+    _check(_Turned(), torch.randn(8, 64, 16), tmp_path / "program", 0.02, **limits)
