@@ -21,6 +21,11 @@ from autopart.passes.peak_weights import Divided
 from autopart.passes.program import Role
 from autopart.passes.saved import saved_tensors
 from autopart.passes.saved_recurrent import Stretch, stretches
+from autopart.passes.storage import op_name
+
+
+# Losses that are summed where each element's was: the number keeps all of that memory.
+_SUMMED_IN_PLACE = ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,10 @@ class StageCode:
         """Bytes of a value on the rank."""
         if value not in self._sizes:
             share = share_of_rank(value.node, self.axes, value.index)
-            self._sizes[value] = stored_bytes(value.fake).at(self.batch) * share
+            held = stored_bytes(value.fake).at(self.batch) * share
+            if op_name(value.node) in _SUMMED_IN_PLACE and not value.fake.dim():
+                held = max(held, self.gradient_size(graphs.inputs(value.node)[0]))
+            self._sizes[value] = held
         return self._sizes[value]
 
     def gradient_size(self, value: Value) -> float:
