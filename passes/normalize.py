@@ -148,9 +148,9 @@ class _Normalizer:
         node.meta["val"] = like.meta.get("val") if known else self.value(target, args, kwargs)
         if target is aten.lstm.input:
             node.meta["val"] = lstm_values(like, fakes(args[1]))
-        if target is aten.scaled_dot_product_attention.default:
-            with self.fake_mode, torch.no_grad():
-                node.meta["val"] = laid_out_alike(node.meta["val"], fakes(args[0]))
+        if target is aten.scaled_dot_product_attention.default and node.meta["val"].shape == fakes(args[0]).shape:
+            # fused kernels write their result with its dims in memory in the order of the query's
+            node.meta["val"] = self.value(torch.empty_like, args[:1], {})
         return node
 
     def value(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -510,11 +510,6 @@ def normalize(
     Raises CaptureError for higher-order ops, and for writes and autocast that have no functional form.
     """
     return _Normalizer(root, names, batch_symbol, autocast or {}).run()
-
-
-def laid_out_alike(value: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Attention's result as fused kernels write it: its dims lie in memory in the order of the query's."""
-    return torch.empty_like(query) if value.shape == query.shape else value
 
 
 def _strides(value: Any) -> list[Any]:

@@ -23,7 +23,6 @@ from autopart.passes.saved import saved_tensors
 from autopart.passes.saved_recurrent import Stretch, stretches
 from autopart.passes.storage import op_name
 
-
 # Losses that are summed where each element's was: the number keeps all of that memory.
 _SUMMED_IN_PLACE = ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
 

@@ -206,6 +206,8 @@ class Holding:
     seen: list[Unit] = field(default_factory=list)
     held: dict[Unit, bool] = field(default_factory=dict)  # True while gradients are awaited
     coming: set[Unit] = field(default_factory=set)
+    reading: set[Unit] = field(default_factory=set)  # by the op at hand
+    passed: list[float] = field(default_factory=list)  # bytes of those that are let go behind it
     kept: list[Unit] = field(default_factory=list)  # whose messages have not been sent
     left: Counter[Gathering] = field(default_factory=Counter)  # gradients to come
     made: dict[Gathering, dict[fx.Node, float]] = field(default_factory=dict)
@@ -230,7 +232,16 @@ class Holding:
         self.enter(self.code.layers.get(nodes[0], ()))
 
     def enter_op(self, node: fx.Node) -> None:
-        self.enter(self.code.ops.get(node, ()))
+        """What an op outside of layers reads is gathered, each for itself, and is there until it is done."""
+        statements = self.code.ops.get(node, ())
+        self.reading = {self.code.units[item] for item in statements if item in self.code.units}
+        self.enter(statements)
+
+    def leave_op(self) -> None:
+        self.reading = set()
+        for size in self.passed:
+            self.add(-size)
+        self.passed = []
 
     def enter_again(self, nodes: Iterable[fx.Node]) -> None:
         """Ops of a layer are computed again, with the weights that they read."""
@@ -285,7 +296,10 @@ class Holding:
     def free(self, unit: Unit) -> None:
         if unit in self.held:
             del self.held[unit]
-            self.add(-unit.whole)
+            if unit in self.reading:
+                self.passed.append(unit.whole)
+            else:
+                self.add(-unit.whole)
 
     def end(self) -> None:
         """No whole weight outlives the pass. In a backward the last message stays on its way."""

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from autopart.passes.graph import Value, input_nodes, is_getitem, value_of
+from autopart.passes.program import Role
 from autopart.passes.sizes import extent
 from autopart.runtime.placement import Placements
 
@@ -119,7 +120,7 @@ def laid_out(value: Value) -> torch.Tensor | None:
     """A tensor on meta with the sizes and strides of a value, for some samples; None where these are not known.
 
     In a rank's graph (:mod:`autopart.passes.shard`) it is the rank's part, whose dims lie in the order of the whole's,
-    as dense; what a collective makes is contiguous.
+    as dense; what a collective makes, and what a stage receives, is contiguous.
     """
     axes: Sequence[tuple[str, int]] = value.node.meta.get("axes", ())
     parts = [size for _, size in axes]
@@ -131,7 +132,8 @@ def laid_out(value: Value) -> torch.Tensor | None:
         placements = value.node.meta["placements"]
         own: Placements = placements[value.index] if isinstance(placements[0], tuple) else placements
         sizes, strides = _share(sizes, strides, own, parts)
-    if "transition" in value.node.meta and not shares_memory(value.node):
+    received = value.node.op == "placeholder" and value.node.meta.get("role") is Role.RECEIVED
+    if received or ("transition" in value.node.meta and not shares_memory(value.node)):
         return torch.empty(sizes, device="meta")
     return torch.empty_strided(sizes, strides, device="meta")
 
