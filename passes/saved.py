@@ -19,7 +19,7 @@ from autopart.passes.amounts import ZERO, Amount, numel, product, stored_bytes, 
 from autopart.passes.einsum_memory import copied_operands
 from autopart.passes.graph import RECURRENT, Value, inputs, is_op, is_tensor, may_have_gradient, outputs, value_of
 from autopart.passes.program import Role
-from autopart.passes.saved_recurrent import recurrent_inside
+from autopart.passes.saved_recurrent import cell_inside, recurrent_inside
 from autopart.passes.storage import argument, is_view, merges_leading_dims, op_name, storage_of
 
 _NOTHING = {
@@ -197,6 +197,7 @@ def _rules() -> dict[str, Callable[[fx.Node], list[Value]]]:
     rules.update(dict.fromkeys(("index_put", "_unsafe_index_put"), _saved_index_put))
     rules.update(dict.fromkeys(("index", "_unsafe_index"), _saved_index))
     rules.update(dict.fromkeys(_POOLS, _first))
+    rules.update(dict.fromkeys(("gru_cell", "lstm_cell"), inputs))
     rules.update(
         div=_saved_div,
         pow=_saved_pow,
@@ -274,7 +275,7 @@ def saved_inside(node: fx.Node, kind: str = "cuda", form: str = "") -> Amount:
         return _attention_inside(node, kind)
     if str(node.target) in RECURRENT:
         return recurrent_inside(node, kind)
-    return ZERO
+    return cell_inside(node, kind)
 
 
 def _number(node: fx.Node, position: int, name: str) -> Any:

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopart.passes.amounts import ZERO, Amount, constant, size
-from autopart.passes.graph import RECURRENT, Value, inputs
-from autopart.passes.storage import argument
+from autopart.passes.amounts import ZERO, Amount, constant, size, tensor_bytes
+from autopart.passes.graph import RECURRENT, Value, inputs, outputs
+from autopart.passes.storage import argument, op_name
 
+_CELLS = {"gru_cell": 6, "lstm_cell": 5}
 _PAGE, _LINE = 4096, 64
 _FEW, _MANY = 1024, 2048
 """Samples between which pages do not show."""
@@ -68,6 +69,16 @@ def stretches(node: fx.Node, kind: str, batch: int) -> list[Stretch]:
 def _depth(node: fx.Node) -> tuple[int, int]:
     """Layers, and directions."""
     return int(argument(node, 4, "num_layers")), 1 + bool(argument(node, 7, "bidirectional", False))
+
+
+def cell_inside(node: fx.Node, kind: str) -> Amount:
+    """Bytes that a cell (``gru_cell``, ``lstm_cell``), which torch writes out on the CPU, keeps beside its inputs.
+
+    Of states of H numbers a GRU keeps the 3 H of its gates, those of the new one before they are scaled, the new state,
+    and its distance to the old one; an LSTM 4 H of gates and the new state's tanh.
+    """
+    parts = _CELLS.get(op_name(node), 0) if kind == "cpu" else 0
+    return tensor_bytes(outputs(node)[0].fake) * parts
 
 
 def recurrent_inside(node: fx.Node, kind: str) -> Amount:

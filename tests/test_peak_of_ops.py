@@ -71,6 +71,18 @@ class _Outer(nn.Module):
         return x + torch.exp(-torch.einsum("bld,dn->bldn", x, self.decay).cumsum(1)).sum(-1)
 
 
+class _Cell(nn.Module):
+    """A cell that torch writes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, 64)
+        return self.cell(rows, torch.tanh(rows)).reshape(x.shape)
+
+
 class _Model(nn.Module):
     def __init__(self, layer: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -108,7 +120,13 @@ def _check(model: nn.Module, x: Tensor, folder: Path, rel: float, **limits: Any)
 @pytest.mark.parametrize("layer", [_WrittenOut, _Crossing, _Gated, _Outer])
 def test_peak_where_an_op_decides(layer: Callable[[], nn.Module], again: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    _check(_Model(layer), torch.randn(8, 16, 64), tmp_path / "program", 0.02, recompute=again)
+    _check(_Model(layer), torch.randn(8, 16, 64), tmp_path / "program", 0.03, recompute=again)
+
+
+def test_cells_keep_their_gates(tmp_path: Path) -> None:
+    """All of them until the cell's backward is done, where autograd lets go of one after the other."""
+    torch.manual_seed(0)
+    _check(_Model(_Cell), torch.randn(8, 16, 64), tmp_path / "program", 0.12)
 
 
 class _Turned(nn.Module):
