@@ -231,7 +231,9 @@ class CandidateFloors(CandidateLayers):
         if self._pipeline(config, 0.0, priced=False) is None:
             return self.strategy_floor(config)
         found = self.divided_floor(config, below)
-        return max(found, self.strategy_floor(config)) if config.pp == 1 and found < below else found
+        # on several axes the solver takes a minute for what prices of layers say as well
+        solvable = config.pp == 1 and len(config.axes) <= 1
+        return max(found, self.strategy_floor(config)) if solvable and found < below else found
 
     def strategy_floor(self, config: Degrees) -> float:
         """The same from the best strategies whose parameters fit, which takes a solver for every candidate."""
