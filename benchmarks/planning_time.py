@@ -51,10 +51,16 @@ _LLAMA_70B = (
 )
 _GPT3 = "hf:gpt2?n_layer=96&n_embd=12288&n_head=96&n_positions=2048&seq=2048"
 _1T = "hf:gpt2?n_layer=128&n_embd=25600&n_head=160&n_positions=2048&seq=2048"
+_MIXTRAL = (
+    "hf:mixtral?num_hidden_layers=24&hidden_size=4096&intermediate_size=8192&num_attention_heads=32"
+    "&num_key_value_heads=8&num_local_experts=8&experts_implementation=grouped_mm&seq=1024"
+)
 LARGE = {
     "Llama-70B-like on 32x8 H100": [_LLAMA_70B, "--cluster", "32x8xH100", "--batch", "512", "--dtype", "bf16"],
     "GPT-3 175B on 128x8 A100-80GB": [_GPT3, "--cluster", "128x8xA100-80GB", "--batch", "1536", "--dtype", "bf16"],
     "GPT 1T on 384x8 A100-80GB": [_1T, "--cluster", "384x8xA100-80GB", "--batch", "3072", "--dtype", "bf16"],
+    "Llama-70B-like on 32x8 RTX-4090": [_LLAMA_70B, "--cluster", "32x8xRTX-4090", "--batch", "512", "--dtype", "bf16"],
+    "Mixtral on 4x8 A100-40GB": [_MIXTRAL, "--cluster", "4x8xA100-40GB", "--batch", "256", "--dtype", "bf16"],
 }
 
 
@@ -63,10 +69,7 @@ _LLAMA = (
     "hf:llama?num_hidden_layers={layers}&hidden_size=4096&intermediate_size=11008&num_attention_heads=32"
     "&max_position_embeddings=1024&seq=1024"
 )
-_EXPERTS = (
-    "hf:mixtral?num_hidden_layers={layers}&hidden_size=4096&intermediate_size=8192&num_attention_heads=32"
-    "&num_key_value_heads=8&num_local_experts=8&experts_implementation=grouped_mm&seq=1024"
-)
+_EXPERTS = _MIXTRAL.replace("=24&", "={layers}&", 1)
 FREE = {"--cluster", "--batch", "--dtype"}
 """The options of cases that force nothing."""
 GROWTH = [

@@ -313,6 +313,28 @@ def test_layers_are_recomputed_where_memory_binds() -> None:
     assert solution.objective == 36 + 4 + 7 * 11 and solution.gap == 0
 
 
+def test_runs_that_are_alike_are_made_exact_at_once() -> None:
+    """Each has the seconds that it has by itself."""
+    attention = Block("attention", 1.0, 2.0, 10.0, 10.0, 3.0, others=(Choice(1.0, 2.7, 10.0, 4.0, 7.0),))
+    mlp = Block("mlp", 2.0, 4.0, 12.0, 9.0, 3.0, others=(Choice(2.0, 5.0, 12.0, 1.0, 8.0),))
+    problem = StageProblem.chain([attention, mlp] * 8, [Cut()] * 15, 8, (4, 3, 2, 1), (140.0,) * 4)
+    graph = StageGraph.build(problem)
+    bounds, table = graph.seconds.copy(), 1
+    steps = [Step(1, int(a), int(b)) for a, b in zip(graph.runs.first, graph.runs.last, strict=True)]
+    open_ = [run for run in range(len(steps)) if graph.fits[table, run] and not graph.exact[table, run]]
+    for run in open_:
+        graph.refine(1, steps[run])
+    assert all(graph.exact[table, run] for run in open_) and (graph.seconds >= bounds - 1e-12).all()
+    for run in open_:
+        made = graph.with_choices(1, steps[run])
+        assert made is not None
+        assert graph.seconds[table, run] == pytest.approx(math.fsum(item.seconds for item in problem.chosen(made)))
+    alike = [run for run in open_ if (steps[run].first % 2, steps[run].last - steps[run].first) == (0, 4)]
+    fresh = StageGraph.build(problem)
+    fresh.refine(1, steps[alike[0]])
+    assert len(alike) > 2 and all(fresh.exact[table, run] for run in alike)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_chains_too_long_to_enumerate_are_proved(seed: int) -> None:
     solution = stages.solve(random_chain(Random(seed), 60, 6, 4))
