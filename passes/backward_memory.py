@@ -8,6 +8,7 @@ from autopart.passes import graph as graphs
 from autopart.passes.einsum_memory import multiplies
 from autopart.passes.graph import Value
 from autopart.passes.peak_code import is_parameter
+from autopart.passes.saved import scaled_by_torch
 from autopart.passes.storage import is_view, op_name
 
 # Tensors of an operand's size that the backward of an op makes on its way.
@@ -46,7 +47,9 @@ def backward_copies(node: fx.Node) -> int:
 def broadcast(value: Value, node: fx.Node) -> bool:
     """Whether an operand's gradient is first made as large as the op's result, and added up behind its backward."""
     name = op_name(node)
-    return name in _BROADCASTING or multiplies(node) or (scales_second(node) and value == graphs.inputs(node)[-1])
+    if name in _BROADCASTING or multiplies(node) or scaled_by_torch(node):
+        return True
+    return scales_second(node) and value == graphs.inputs(node)[-1]
 
 
 def passes_memory(node: fx.Node) -> bool:

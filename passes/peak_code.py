@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -80,6 +80,10 @@ class StageCode:
                     if source in flying and flying[source] and source not in self.begun:
                         self.begun.add(source)
                         self.landing.setdefault(node, []).append(source)
+        self.runs = [
+            (run, is_layer, [replace(item, nodes=_executed(item.nodes, self.inlined)) for item in own])
+            for run, is_layer, own in self.runs
+        ]
         self.divided.arrange((run, is_layer) for run, is_layer, _ in self.runs)
         self.results = [owner_of(graphs.value_of(node)) for node in graphs.results(self.graph)]
         self.kept = set(kept_values(self.graph, self.recompute, self.kind))
@@ -142,6 +146,24 @@ class StageCode:
         if back:
             given, made = made, given
         return way(call, back, given, made, dict(self.axes)[node.meta["transition"][0]], self.kind == "cpu")
+
+
+def _executed(nodes: Sequence[fx.Node], inlined: Collection[fx.Node]) -> tuple[fx.Node, ...]:
+    """Nodes in the order in which the code runs them: what has no name runs where its only reader reads it, operands
+    from left to right. So a scan's readouts run when all its states are there, if they are written into their stack.
+    """
+    inside, found = set(nodes), dict[fx.Node, None]()
+
+    def run(node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source in inlined and source in inside:
+                run(source)
+        found[node] = None
+
+    for node in nodes:
+        if node not in inlined or inside.isdisjoint(node.users):
+            run(node)
+    return tuple(found)
 
 
 def is_parameter(node: fx.Node) -> bool:

@@ -197,7 +197,7 @@ def _rules() -> dict[str, Callable[[fx.Node], list[Value]]]:
     rules.update(dict.fromkeys(("index_put", "_unsafe_index_put"), _saved_index_put))
     rules.update(dict.fromkeys(("index", "_unsafe_index"), _saved_index))
     rules.update(dict.fromkeys(_POOLS, _first))
-    rules.update(dict.fromkeys(("gru_cell", "lstm_cell"), inputs))
+    rules.update(dict.fromkeys(("gru_cell", "lstm_cell", "_weight_norm"), inputs))
     rules.update(
         div=_saved_div,
         pow=_saved_pow,
@@ -267,6 +267,8 @@ def saved_inside(node: fx.Node, kind: str = "cuda", form: str = "") -> Amount:
         return rows * (8 if name.endswith("layer_norm") else 4)
     if name in ("group_norm", "sharded_group_norm"):
         return product(node.meta["val"].shape[:1]) * int(_number(node, 1, "num_groups")) * 8
+    if name == "_weight_norm":
+        return _weight_norm_inside(node)
     if name == "vocab_cross_entropy":  # a normaliser, where the label is, and whether it is here or counts
         return numel(inputs(node)[1].fake) * 14
     if name == "batch_norm":
@@ -276,6 +278,20 @@ def saved_inside(node: fx.Node, kind: str = "cuda", form: str = "") -> Amount:
     if str(node.target) in RECURRENT:
         return recurrent_inside(node, kind)
     return cell_inside(node, kind)
+
+
+def scaled_by_torch(node: fx.Node) -> bool:
+    """Whether a weight norm is no kernel, but written out by torch: one of neither the first nor the last dim."""
+    return op_name(node) == "_weight_norm" and argument(node, 2, "dim", 0) not in (0, inputs(node)[0].fake.dim() - 1)
+
+
+def _weight_norm_inside(node: fx.Node) -> Amount:
+    """Norms, in float32 at least; written out also what they scale by, and where dims are exchanged for it a copy."""
+    direction, scale = (value.fake for value in inputs(node))
+    if not scaled_by_torch(node):
+        return numel(scale) * max(4, direction.element_size())
+    turned = tensor_bytes(direction) if argument(node, 2, "dim", 0) > 0 else ZERO
+    return 2 * tensor_bytes(scale) + turned
 
 
 def _number(node: fx.Node, position: int, name: str) -> Any:

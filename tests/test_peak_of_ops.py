@@ -71,6 +71,35 @@ class _Outer(nn.Module):
         return x + torch.exp(-torch.einsum("bld,dn->bldn", x, self.decay).cumsum(1)).sum(-1)
 
 
+class _Scan(nn.Module):
+    """States one after the other, whose readouts are written into the code of their stack, so that they run last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.read = nn.Linear(64, 64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = self.read(x)
+        gates = torch.exp(-self.gate(x).unsqueeze(-1) * read.unsqueeze(2))
+        state, found = torch.zeros_like(gates[:, 0]), []
+        for index in range(x.shape[1]):
+            state = gates[:, index] * state + x[:, index].unsqueeze(-1)
+            found.append(torch.matmul(state, read[:, index].unsqueeze(-1))[:, :, 0])
+        return x + torch.stack(found, 1)
+
+
+class _Directed(nn.Module):
+    """A weight of direction and scale, one of each place along a dim or of all; nothing keeps the product."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.inner = nn.Conv1d(64, 64, 32, bias=False)
+        nn.utils.parametrizations.weight_norm(self.inner, dim=dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner.weight.sum((0, 2))
+
+
 class _Cell(nn.Module):
     """A cell that torch writes out."""
 
@@ -117,10 +146,16 @@ def _check(model: nn.Module, x: Tensor, folder: Path, rel: float, **limits: Any)
 
 
 @pytest.mark.parametrize("again", [pytest.param("none", marks=pytest.mark.slow), "full"])
-@pytest.mark.parametrize("layer", [_WrittenOut, _Crossing, _Gated, _Outer])
+@pytest.mark.parametrize("layer", [_WrittenOut, _Crossing, _Gated, _Outer, _Scan])
 def test_peak_where_an_op_decides(layer: Callable[[], nn.Module], again: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     _check(_Model(layer), torch.randn(8, 16, 64), tmp_path / "program", 0.03, recompute=again)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+def test_weight_norm_keeps_no_product(dim: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    _check(_Model(lambda: _Directed(dim)), torch.randn(8, 16, 64), tmp_path / "program", 0.03)
 
 
 def test_cells_keep_their_gates(tmp_path: Path) -> None:
