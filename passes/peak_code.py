@@ -10,7 +10,7 @@ from torch import fx
 from autopart.passes import graph as graphs
 from autopart.passes.ahead import begun
 from autopart.passes.amounts import stored_bytes, value_bytes
-from autopart.passes.beside import products_beside
+from autopart.passes.beside import products_beside, weight_of
 from autopart.passes.conversion import Axes
 from autopart.passes.emit.layers import Run
 from autopart.passes.emit.segments import Segment, segments_of
@@ -70,8 +70,6 @@ class StageCode:
 
     def __post_init__(self) -> None:
         self.runs = segments_of(self.graph, self.recompute)
-        self.put_off = {} if self.splits else products_beside(self.graph, self.recompute)
-        self.put_off_to = {product: node for node, products in self.put_off.items() for product in products}
         self.begun, self.landing = set(), {}
         flying = {} if self.splits else begun(self.graph, self.recompute)  # split backwards wait at once
         for segment in self.segments:
@@ -85,6 +83,13 @@ class StageCode:
             for run, is_layer, own in self.runs
         ]
         self.divided.arrange((run, is_layer) for run, is_layer, _ in self.runs)
+        found = {} if self.splits else products_beside(self.graph, self.recompute)
+        self.put_off = {
+            node: products
+            for node, products in found.items()
+            if not any(self.divided.gathers(weight_of(product), product) for product in products)
+        }
+        self.put_off_to = {product: node for node, products in self.put_off.items() for product in products}
         self.results = [owner_of(graphs.value_of(node)) for node in graphs.results(self.graph)]
         self.kept = set(kept_values(self.graph, self.recompute, self.kind))
         self.received = [

@@ -129,6 +129,10 @@ class Divided:
                             if node in statement.parameters:
                                 self.read.setdefault(reader, {})[node] = statement
 
+    def gathers(self, weight: fx.Node, reader: fx.Node) -> bool:
+        """Whether an op outside of layers gathers a weight for itself; such gradients are not put off."""
+        return any(weight in statement.parameters for statement in self.ops.get(reader, ()))
+
     def unit(self, specs: Sequence[ParameterSpec], level: int) -> Unit:
         """One message that gathers these parameters' shares."""
         whole = sum(tensor_bytes(spec, self.sizes) for spec in specs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from torch import Tensor, nn
 
 from autopart.analysis import analyze
 from autopart.api import load
+from autopart.models import load_model
 from autopart.planner import make_plan
 from autopart.realize import realize, realized
 from autopart.step_memory import step_peaks
 from autopart.tracing import capture
-from autopart.verify.live_bytes import LiveBytes
+from autopart.verify.live_bytes import LiveBytes, scattering_in_sight
 from clusters import ideal
 from launch import launch
 
@@ -123,26 +125,30 @@ class _Model(nn.Module):
         return F.mse_loss(x, torch.ones_like(x))
 
 
-def _most(directory: str, weights: Mapping[str, Tensor], x: Tensor) -> int:
+def _most(directory: str, weights: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> int:
     model = load(directory, dict(weights), device=torch.device("cpu")).train()
-    with LiveBytes([*model.parameters(), *model.buffers(), x]) as live:
-        model(x)
-        live.most = live.now
-        model(x)
-    return live.most
+    found = []
+    with scattering_in_sight(), LiveBytes([*model.parameters(), *model.buffers(), *leaves.values()]) as live:
+        for _ in range(3):
+            live.most = live.now
+            model(**leaves)
+            found.append(live.most)
+    return min(found[1:])  # a thread of gloo may hold a message for a moment longer
 
 
-def _check(model: nn.Module, x: Tensor, folder: Path, rel: float, **limits: Any) -> None:
+def _check(model: nn.Module, given: Tensor | dict[str, Tensor], folder: Path, rel: float, **limits: Any) -> None:
     """Predicted and counted peaks of all ranks."""
-    program = capture(model, (x,), {})
+    leaves = {"x": given} if isinstance(given, Tensor) else given
+    program = capture(model, (), leaves)
     analysis = analyze(program)
-    ranks = limits.get("pp", 1)
+    pp, ranks = limits.get("pp", 1), math.prod(limits.get(axis, 1) for axis in ("pp", "dp", "tp"))
     known: dict[str, Any] = {"pp": 1, "dp": 1, "tp": 1, "microbatches": 2, "recompute": "none", **limits}
-    plan = make_plan(program, ideal(ranks), batch=x.shape[0], analysis=analysis, **known)
+    plan = make_plan(program, ideal(ranks), batch=8, analysis=analysis, **known)
     realize(program, plan, analysis).save(folder)
-    counted = launch(_most, ranks, str(folder), model.state_dict(), x)
+    counted = launch(_most, ranks, str(folder), model.state_dict(), leaves)
     predicted = [peak.call for peak in step_peaks(analysis, plan, realized(analysis, plan), "cpu")]
-    assert predicted == pytest.approx(counted, rel=rel)
+    size = ranks // pp
+    assert predicted == pytest.approx([max(counted[size * i : size * (i + 1)]) for i in range(pp)], rel=rel)
 
 
 @pytest.mark.parametrize("again", [pytest.param("none", marks=pytest.mark.slow), "full"])
@@ -183,3 +189,10 @@ def test_what_is_not_contiguous_is_sent_as_a_copy(tmp_path: Path) -> None:
     torch.manual_seed(0)
     limits: dict[str, Any] = {"pp": 2, "microbatches": 4, "schedule": "gpipe"}
     _check(_Turned(), torch.randn(8, 64, 16), tmp_path / "program", 0.02, **limits)
+
+
+def test_a_head_that_is_gathered_for_itself(tmp_path: Path) -> None:
+    """Outside of layers a weight is gathered where it is read, and its gradient not put off."""
+    sizes = "num_hidden_layers=1&hidden_size=64&intermediate_size=128&num_attention_heads=2&vocab_size=2048"
+    loaded = load_model(f"hf:phi?{sizes}&batch=8&seq=32")
+    _check(loaded.model.train(), dict(loaded.kwargs), tmp_path / "program", 0.03, dp=2, tp=2, zero=3)
