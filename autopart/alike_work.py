@@ -163,17 +163,30 @@ def strategy_prices(
 
 def kept_by_choice(builder: Builder, layers: AlikeLayers) -> dict[tuple[str, ...], Array]:
     """By class of a layer's ops, the bytes that one op keeps under each of its choices, where nothing runs again and a
-    tensor that several ops keep counts once.
+    tensor that several ops keep counts once, but for what one has more of than the first can do with: a copy.
     """
-    analysis = builder.analysis
+    analysis, costs, setting = builder.analysis, builder.block_costs, builder.setting
     held = _Held.of(builder, layers, [ModuleSet()], _places(analysis, layers))
-    found = {}
-    for nodes in layers.part.classes:
-        if not is_stored(nodes[0]):
-            ways = [chosen for chosen, _ in builder.ways(nodes[0])]
-            size = sum((held.bytes(node, ways)[:, 0] for node in nodes), np.zeros(len(ways)))
-            found[analysis.classes[nodes[0]]] = size / len(nodes)
-    return found
+    ways = {
+        node: [chosen for chosen, _ in builder.ways(nodes[0])]
+        for nodes in layers.part.classes
+        if not is_stored(nodes[0])
+        for node in nodes
+    }
+
+    def kept(node: fx.Node, owner: Value) -> Array:
+        least = (costs.least_kept(node, way, setting.sizes, setting.prices.batch, {owner}, False) for way in ways[node])
+        return np.array(list(least))
+
+    sizes = {node: held.bytes(node, own)[:, 0] for node, own in ways.items()}
+    for owner, keepers in layers.keeps.items():
+        for other in keepers[1:]:
+            sizes[other] += np.maximum(kept(other, owner) - kept(keepers[0], owner).min(), 0.0)
+    return {
+        analysis.classes[nodes[0]]: sum((sizes[node] for node in nodes), np.zeros(len(ways[nodes[0]]))) / len(nodes)
+        for nodes in layers.part.classes
+        if not is_stored(nodes[0])
+    }
 
 
 def pieces_of(layers: AlikeLayers, folded: FoldedGraph, memory: MemoryBound) -> tuple[AlikeLayers, ...]:

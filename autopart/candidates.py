@@ -117,9 +117,12 @@ class Candidates(CandidateFloors):
                 best, least = divided, min(least, divided.bound)
         if fastest.solution is not None and (bound or len(answers) > 1):
             if config.recompute == "auto":
-                priced = self._at_prices(config, fastest.solution.objective, below if best is None else best.objective)
+                choices = self._leaner(config, fastest.solution.objective)
+                priced = self._at_prices(config, choices, below if best is None else best.objective)
                 if priced is not None and (best is None or priced.objective < best.objective):
                     best, least = priced, min(least, priced.objective)
+                if priced is None:  # what takes longer by itself need not in a part of the layers
+                    answers.append(choices[-1])
             if best is not None and all(best.answer.choice is not answer for answer in answers):
                 answers.append(best.answer.choice)
             for answer in answers:
@@ -139,26 +142,28 @@ class Candidates(CandidateFloors):
         found = self._divided(config, below) if self._divides(config) else None
         if fastest.solution is not None:
             most = below if found is None else min(below, found.objective)
-            found = self._at_prices(config, fastest.solution.objective, most) or found
+            found = self._at_prices(config, self._leaner(config, fastest.solution.objective), most) or found
             if found is not None:
                 mixture, _ = self._mixture(config, found.answer.choice, found.objective)
                 if mixture is not None and mixture.objective < found.objective:
                     found = mixture
         return found if found is not None and found.objective < below else None
 
-    def _at_prices(self, config: Degrees, seconds: float, below: float) -> Evaluation[Answer] | None:
-        """The best strategies at prices for bytes, where layers may run again, if they take less than ``below``.
+    def _leaner(self, config: Degrees, seconds: float) -> list[TensorChoice]:
+        """The best strategies at prices for bytes, rising.
 
         Those that take the fewest seconds may hold much, as whole weights, for few of them. seconds: of a microbatch.
         """
         places, warmup = self.layout.places(config), self.warmup_of(config)
         flying = in_flight(config.schedule, config.stages, config.microbatches, warmup, places)
+        mean, sizes = sum(flying) / len(flying), self.kept_sizes(config)
+        prices = (price * seconds / sum(self._rooms(config)) for price in _PRICES)
+        return [self._builder(config).solve_priced(price, mean, self.time_limit_s, sizes) for price in prices]
+
+    def _at_prices(self, config: Degrees, choices: list[TensorChoice], below: float) -> Evaluation[Answer] | None:
+        """The best of these strategies, where layers may run again, if they take less than ``below``."""
         best: Evaluation[Answer] | None = None
-        for price in _PRICES:
-            byte_s = price * seconds / sum(self._rooms(config))
-            choice = self._builder(config).solve_priced(
-                byte_s, sum(flying) / len(flying), self.time_limit_s, self.kept_sizes(config)
-            )
+        for choice in choices:
             try:
                 found = self._evaluate(config, choice, below, tightenings=0)
             except (InfeasibleError, NotBetter):
