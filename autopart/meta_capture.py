@@ -13,13 +13,18 @@ from torch.overrides import TorchFunctionMode
 _MOST_NUMBERS = 64
 
 
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether all of a model's parameters are on meta, and it has any."""
+    parameters = list(model.parameters())
+    return bool(parameters) and all(parameter.is_meta for parameter in parameters)
+
+
 @contextmanager
 def all_on_meta(model: nn.Module, leaves: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The inputs' leaves to trace a model with; if its parameters are on meta, they are there too, and so are, inside,
     its buffers (which have values where the model was built under ``parameters_on_meta``).
     """
-    parameters = list(model.parameters())
-    if not parameters or not all(parameter.is_meta for parameter in parameters):
+    if not is_on_meta(model):
         yield dict(leaves)
         return
     kept: list[tuple[nn.Module, str, Tensor]] = []
@@ -30,15 +35,17 @@ def all_on_meta(model: nn.Module, leaves: Mapping[str, Any]) -> Iterator[dict[st
                 kept.append((module, name, buffer))
                 module._buffers[name] = moved.setdefault(id(buffer), buffer.to("meta"))
     try:
-        with _Numbers():
-            yield {path: leaf.to("meta") if isinstance(leaf, Tensor) else leaf for path, leaf in leaves.items()}
+        yield {path: leaf.to("meta") if isinstance(leaf, Tensor) else leaf for path, leaf in leaves.items()}
     finally:
         for module, name, buffer in kept:
             module._buffers[name] = buffer
 
 
-class _Numbers(TorchFunctionMode):
-    """``torch.tensor(numbers, device="meta")`` is made by ops that keep the numbers, which a constant on meta loses."""
+class NumbersOnMeta(TorchFunctionMode):
+    """``torch.tensor(numbers, device="meta")`` is made by ops that keep the numbers, which a constant on meta loses.
+
+    For the model's forward alone: around an export it would be asked about all that export itself does with tensors.
+    """
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

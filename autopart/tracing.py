@@ -25,7 +25,7 @@ from autopart.assumed_branches import Decisions, conditions_graph, settle
 from autopart.capture_errors import Where, batch_reason, capture_error, fixes_batch, largest_batch
 from autopart.example_inputs import batch_dims_of, bind, examples, input_spec, plain
 from autopart.kept_buffers import kept_buffers
-from autopart.meta_capture import all_on_meta
+from autopart.meta_capture import NumbersOnMeta, all_on_meta, is_on_meta
 from autopart.mixed_precision import autocast_of, check_sums, current_precision
 from autopart.other_draws import note_on_draws, other_draws
 from autopart.own_backwards import note_on, own_backwards
@@ -70,6 +70,7 @@ class _Flat(nn.Module):
         # export restores attributes that a forward assigns, so the outputs are kept in an object
         self.returned = _Returned()
         self.decisions: Decisions | None = None
+        self._on_meta = is_on_meta(self)
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         remaining = iter(tensors)
@@ -80,7 +81,11 @@ class _Flat(nn.Module):
         decisions = self.decisions
         if decisions is not None:
             decisions.begin()
-        with ctc_capture.RowsOfTargets(), nullcontext() if decisions is None else decisions:
+        with (
+            NumbersOnMeta() if self._on_meta else nullcontext(),
+            ctc_capture.RowsOfTargets(),
+            nullcontext() if decisions is None else decisions,
+        ):
             if self.loss_function is None:
                 result = self.model(**kwargs)
             else:
