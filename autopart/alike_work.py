@@ -39,8 +39,8 @@ from autopart.passes import graph as graphs
 from autopart.passes.graph import Value
 from autopart.prices import Chosen, share_of, value_shares
 from autopart.solver.pipeline_floor import Price
-from autopart.solver.tensor_hull import least_sums
-from autopart.solver.tensor_problem import CostTable, Edge, TensorProblem
+from autopart.solver.tensor_problem import CostTable, Edge, Op, TensorProblem
+from autopart.solver.tensor_sums import Eliminator
 from autopart.tensor_choice import Builder, stored_as
 
 LEAST_LAYERS = 4
@@ -146,19 +146,16 @@ def strategy_prices(
     weights, kept: bytes, and seconds, of one of the layers where all is shared perfectly.
     Raises PlanError where a layer's graph is too wide.
     """
-    found = list[Price]()
-    for forward, own_weights, own_kept in ((0.0, _WEIGHTS, _KEPT), (1.0, _FORWARD_WEIGHTS, _FORWARD_KEPT)):
-        mu, nu = (
-            grid.ravel()
-            for grid in np.meshgrid(
-                np.array(own_weights) * seconds / max(weights, 1.0),
-                np.array(own_kept) * seconds / max(kept, 1.0),
-                indexing="ij",
-            )
-        )
-        least = _Work.of(builder, layers, sets, forward).least(mu, nu)
-        found += [Price(*price, forward) for price in zip(mu.tolist(), nu.tolist(), least.tolist(), strict=True)]
-    return tuple(found)
+    grids = [
+        [grid.ravel() for grid in np.meshgrid(np.array(own_weights), np.array(own_kept), indexing="ij")]
+        for own_weights, own_kept in ((_WEIGHTS, _KEPT), (_FORWARD_WEIGHTS, _FORWARD_KEPT))
+    ]
+    parts_of_weights, parts_of_kept = (np.concatenate(parts) for parts in zip(*grids, strict=True))
+    mu, nu = parts_of_weights * seconds / max(weights, 1.0), parts_of_kept * seconds / max(kept, 1.0)
+    twice = np.repeat([False, True], [len(own) for own, _ in grids])
+    least = _Work.of(builder, layers, sets).least(mu, nu, twice)
+    columns = (mu.tolist(), nu.tolist(), least.tolist(), twice.astype(np.float64).tolist())
+    return tuple(Price(*price) for price in zip(*columns, strict=True))
 
 
 def kept_by_choice(builder: Builder, layers: AlikeLayers) -> dict[tuple[str, ...], Array]:
@@ -219,117 +216,137 @@ def _entering(part: FoldedPart, classes: Mapping[fx.Node, tuple[str, ...]]) -> t
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A layer's problem. By op [choice], or [choice, set]: its seconds, bytes of weights, bytes kept where a set of
-    modules runs again, and seconds of what runs again. The last set is none that may run again: it frees what any does,
-    and runs nothing again. constant: by set, bytes kept whatever the strategies. edges: conversions that run again, and
-    by set whether they do.
+    """A layer's problem. Of the choices of all ops in a row: seconds, the same with the forward twice, bytes of
+    weights, and [choice, set] bytes kept where a set of modules runs again, and seconds of what runs again. The last
+    set is none that may run again: it frees what any does, and runs nothing again. constant: by set, bytes kept
+    whatever the strategies. times: [conversion that runs again, set] whether it does. first: choice of each op.
     """
 
-    problem: TensorProblem
-    seconds: tuple[Array, ...]
-    weights: tuple[Array, ...]
-    kept: tuple[Array, ...]
-    again: tuple[Array, ...]
+    eliminator: Eliminator
+    seconds: Array
+    twice: Array
+    weights: Array
+    kept: Array
+    again: Array
     constant: Array
-    edges: tuple[tuple[Edge, Array], ...]
+    times: Array
+    first: NDArray[np.intp]
 
     @staticmethod
-    def of(builder: Builder, layers: AlikeLayers, sets: Sequence[ModuleSet], forward: float = 0.0) -> _Work:
-        """forward: what a second of the forward counts besides."""
+    def of(builder: Builder, layers: AlikeLayers, sets: Sequence[ModuleSet]) -> _Work:
         part, analysis, setting = layers.part, builder.analysis, builder.setting
-        place = _places(analysis, layers)
+        place, every = _places(analysis, layers), (*sets, ModuleSet())
         held = _Held.of(builder, layers, sets, place)
         numbers = {analysis.classes[nodes[0]]: index for index, nodes in enumerate(builder.folded.classes)}
-        ops, seconds, weights, kept, again = [], list[Array](), list[Array](), list[Array](), list[Array]()
+        ops, seconds, forward, weights, kept, again = [], *(list[Array]() for _ in range(5))
         for nodes in part.classes:
             folded = builder.folded.classes[numbers[analysis.classes[nodes[0]]]]
             ways = [chosen for chosen, _ in builder.ways(folded[0])]
-            op, none = builder.op(folded), np.zeros((len(ways), 1))
+            op, none, nothing = builder.op(folded), np.zeros(len(ways)), np.zeros((len(ways), len(every)))
             ops.append(op)
             if is_stored(nodes[0]):
                 info = analysis.program.tensors[nodes[0].meta["name"]]
                 size = builder.block_costs.size(Value(nodes[0])).at(1) * len(nodes)
                 priced = (bool(info.trainable), not info.buffer, info.dtype) == (*layers.priced[:2], layers.priced[3])
-                seconds.append(np.zeros(len(ways)))
-                weights.append(
-                    np.array([size * share_of(stored_as(chosen), setting.sizes) if priced else 0.0 for chosen in ways])
-                )
-                kept.append(none)
-                again.append(none)
+                shares = [size * share_of(stored_as(chosen), setting.sizes) if priced else 0.0 for chosen in ways]
+                for own, found in zip(
+                    (seconds, forward, weights, kept, again),
+                    (none, none, np.array(shares), nothing, nothing),
+                    strict=True,
+                ):
+                    own.append(found)
                 continue
-            own = np.array([choice.cost for choice in op.choices]) * (len(nodes) / len(folded))
-            if forward:
-                own = own + forward * len(nodes) * _forward_seconds(builder, nodes[0], ways)
-            seconds.append(own)
-            weights.append(np.zeros(len(ways)))
-            kept.append(sum((held.bytes(node, ways) for node in nodes), none))
-            times = np.array([sum(place[node] in item.run for node in nodes) for item in (*sets, ModuleSet())])
+            seconds.append(np.array([choice.cost for choice in op.choices]) * (len(nodes) / len(folded)))
+            forward.append(len(nodes) * _forward_seconds(builder, nodes[0], ways))
+            weights.append(none)
+            kept.append(sum((held.bytes(node, ways) for node in nodes), nothing))
+            times = np.array([sum(place[node] in item.run for node in nodes) for item in every])
             if times.any():
-                once = [setting.prices.op_seconds(nodes[0], chosen, setting.sizes)[0] for chosen in ways]
-                again.append(np.array(once)[:, None] * times)
-            else:
-                again.append(none)
-        classes = {analysis.classes[nodes[0]]: index for index, nodes in enumerate(part.classes)}
-        inside = {node for nodes in part.classes for node in nodes}
-        placements = list(setting.shared.ids)
-        edges, repeated = [], []
-        for value in part.values:
-            source = value.source
-            if source >= len(part.classes):
-                maker = part.outside[source - len(part.classes)]
-                readers = builder.folded.readers[value.example]
-                apart = not layers.layer or analysis.classes[maker] not in classes
-                if apart or any(node not in inside for node, _ in readers):
-                    continue
-                edge = builder.edge(replace(value, source=classes[analysis.classes[maker]]), ops, placements)
-                edges.append(_with_forward(builder, edge, value.example, forward) if forward else edge)
-                continue
-            edge = builder.edge(value, ops, placements)
-            edges.append(_with_forward(builder, edge, value.example, forward) if forward else edge)
-            touched = [part.classes[at] for at in dict.fromkeys((source, *(at for at, _ in value.uses)))]
-            if any(len(nodes) > 1 for nodes in touched) or is_stored(touched[0][0]):
-                continue
-            made_at, *read_at = (place[nodes[0]] for nodes in touched)
-            times = np.array([_repeats(item, made_at, read_at) for item in (*sets, ModuleSet())], dtype=float)
-            if times.any():
-                there = _forward_table(builder, edge, value.example)
-                if (np.isfinite(there.seconds) & (there.seconds > 0.0)).any():
-                    repeated.append((replace(edge, cost=there), times))
-        problem = TensorProblem(tuple(ops), tuple(edges))
-        return _Work(problem, tuple(seconds), tuple(weights), tuple(kept), tuple(again), held.constant, tuple(repeated))
+                run = [setting.prices.op_seconds(nodes[0], chosen, setting.sizes)[0] for chosen in ways]
+                nothing = np.array(run)[:, None] * times
+            again.append(nothing)
+        edges, doubled, repeated = _conversions(builder, layers, ops, place, every)
+        once = np.concatenate(seconds)
+        return _Work(
+            Eliminator(TensorProblem(tuple(ops), tuple(edges)), others=doubled, more=[item for item, _ in repeated]),
+            once,
+            once + np.concatenate(forward),
+            np.concatenate(weights),
+            np.concatenate(kept),
+            np.concatenate(again),
+            held.constant,
+            np.array([times for _, times in repeated]).reshape(-1, len(every)),
+            np.cumsum([0, *(len(op.choices) for op in ops)])[:-1],
+        )
 
-    def least(self, mu: Array, nu: Array) -> Array:
-        """By pair of prices the least over all strategies and sets."""
-        count = len(self.constant) - 1
+    def least(self, mu: Array, nu: Array, twice: NDArray[np.bool_]) -> Array:
+        """By pair of prices the least over all strategies and sets. twice: where the forward counts so."""
+        count, columns = len(self.constant) - 1, np.arange(len(mu))
         if count == 1:
-            return self._sums(np.zeros(len(mu), dtype=np.intp), mu, nu)
-        free = self._sums(np.full(len(mu), count), mu, nu)
+            return self._sums(np.zeros(len(mu), dtype=np.intp), columns, mu, nu, twice)
+        free = self._sums(np.full(len(mu), count), columns, mu, nu, twice)
         more = self.constant - self.constant[-1]
-        more = more + sum((own - own[:, -1:]).min(axis=0) for own in self.kept)
-        ran = sum(own.min(axis=0) + np.zeros(count + 1) for own in self.again)
+        more = more + np.minimum.reduceat(self.kept - self.kept[:, -1:], self.first, axis=0).sum(axis=0)
+        ran = np.minimum.reduceat(self.again, self.first, axis=0).sum(axis=0)
         # where nothing is free of what is kept, it costs nothing to keep it
-        bounds = np.where(nu > 0, free + nu * more[:count, None] + np.array(ran)[:count, None], np.inf)
+        bounds = np.where(nu > 0, free + nu * more[:count, None] + ran[:count, None], np.inf)
         bounds[0] = free + nu * more[0]
         found = np.full(len(mu), np.inf)
         first = np.argmin(bounds, axis=0)
-        found = np.minimum(found, self._sums(first, mu, nu))
-        bounds[first, np.arange(len(mu))] = np.inf
+        found = np.minimum(found, self._sums(first, columns, mu, nu, twice))
+        bounds[first, columns] = np.inf
         which, column = np.nonzero(bounds < found)
-        np.minimum.at(found, column, self._sums(which, mu[column], nu[column]))
+        np.minimum.at(found, column, self._sums(which, column, mu, nu, twice))
         return found
 
-    def _sums(self, sets: NDArray[np.intp], mu: Array, nu: Array) -> Array:
-        """By column, with the prices of one pair and one set, the least over all strategies."""
+    def _sums(
+        self, sets: NDArray[np.intp], columns: NDArray[np.intp], mu: Array, nu: Array, twice: NDArray[np.bool_]
+    ) -> Array:
+        """With one set and the prices of one of these columns each, the least over all strategies."""
         if not len(sets):
             return np.zeros(0)
-        costs = []
-        for seconds, weights, kept, again in zip(self.seconds, self.weights, self.kept, self.again, strict=True):
-            own = seconds[:, None] + weights[:, None] * mu
-            if kept.shape[1] > 1:
-                own = own + kept[:, sets] * nu
-            costs.append(own + again[:, sets] if again.shape[1] > 1 else own)
-        more = [(edge, times[sets]) for edge, times in self.edges]
-        return least_sums(self.problem, costs, more) + self.constant[sets] * nu
+        mu, nu, twice = mu[columns], nu[columns], twice[columns]
+        costs = np.where(twice, self.twice[:, None], self.seconds[:, None]) + self.weights[:, None] * mu
+        kept, again, times = (np.take(own, sets, axis=1) for own in (self.kept, self.again, self.times))
+        return self.eliminator.totals(costs + kept * nu + again, twice, times) + self.constant[sets] * nu
+
+
+def _conversions(
+    builder: Builder, layers: AlikeLayers, ops: Sequence[Op], place: Mapping[fx.Node, int], sets: Sequence[ModuleSet]
+) -> tuple[list[Edge], list[Edge], list[tuple[tuple[int, Edge], Array]]]:
+    """Of a layer's values: once, with the forward twice, and of the forward those that run again, with their numbers
+    and by set whether they do.
+    """
+    part, analysis = layers.part, builder.analysis
+    classes = {analysis.classes[nodes[0]]: index for index, nodes in enumerate(part.classes)}
+    inside = {node for nodes in part.classes for node in nodes}
+    placements = list(builder.setting.shared.ids)
+    edges, doubled, repeated = [], [], []
+    for value in part.values:
+        source = value.source
+        if outside := source >= len(part.classes):
+            maker = part.outside[source - len(part.classes)]
+            readers = builder.folded.readers[value.example]
+            apart = not layers.layer or analysis.classes[maker] not in classes
+            if apart or any(node not in inside for node, _ in readers):
+                continue
+            source = classes[analysis.classes[maker]]
+        edge = builder.edge(replace(value, source=source), ops, placements)
+        edges.append(edge)
+        if not isinstance(edge.cost, CostTable):
+            doubled.append(edge)
+            continue
+        there = _forward_table(builder, edge.cost, value.example)
+        both = CostTable(there.rows, there.columns, edge.cost.seconds + there.seconds)
+        doubled.append(replace(edge, cost=both))
+        touched = [part.classes[at] for at in dict.fromkeys((source, *(at for at, _ in value.uses)))]
+        if outside or any(len(nodes) > 1 for nodes in touched) or is_stored(touched[0][0]):
+            continue
+        made_at, *read_at = (place[nodes[0]] for nodes in touched)
+        times = np.array([_repeats(item, made_at, read_at) for item in sets], dtype=float)
+        if times.any() and (np.isfinite(there.seconds) & (there.seconds > 0.0)).any():
+            repeated.append(((len(edges) - 1, replace(edge, cost=there)), times))
+    return edges, doubled, repeated
 
 
 def _forward_seconds(builder: Builder, node: fx.Node, ways: Sequence[Chosen]) -> Array:
@@ -342,22 +359,16 @@ def _forward_seconds(builder: Builder, node: fx.Node, ways: Sequence[Chosen]) ->
     return np.array(found)
 
 
-def _forward_table(builder: Builder, edge: Edge, value: Value) -> CostTable:
+def _forward_table(builder: Builder, table: CostTable, value: Value) -> CostTable:
     """Of a conversion without the gradient's."""
-    own, setting = edge.cost, builder.setting
-    assert isinstance(own, CostTable)
-    placements = list(setting.shared.ids)
-    size = builder.block_costs.size(value).at(setting.prices.batch)
-    rows, columns = ([placements[at] for at in found] for found in (own.rows, own.columns))
-    return CostTable(own.rows, own.columns, setting.conversions.table(rows, columns, size, False))
-
-
-def _with_forward(builder: Builder, edge: Edge, value: Value, forward: float) -> Edge:
-    """A conversion whose forward counts that much besides."""
-    if not isinstance(edge.cost, CostTable):
-        return edge
-    there = _forward_table(builder, edge, value)
-    return replace(edge, cost=CostTable(there.rows, there.columns, edge.cost.seconds + forward * there.seconds))
+    setting = builder.setting
+    known, key = setting.shared.forward, (value, table.rows, table.columns)
+    if key not in known:
+        placements = list(setting.shared.ids)
+        size = builder.block_costs.size(value).at(setting.prices.batch)
+        rows, columns = ([placements[at] for at in found] for found in key[1:])
+        known[key] = CostTable(*key[1:], setting.conversions.table(rows, columns, size, False))
+    return known[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +412,7 @@ class _Held:
         return _Held(builder, places, constant)
 
     def bytes(self, node: fx.Node, ways: Sequence[Chosen]) -> Array:
-        """[choice, set], or [choice, 1] where sets do not differ."""
+        """[choice, set]"""
         places = self.places[node]
         found = np.zeros((len(ways), len(self.constant)))
         for (kept, read, inside), sets in places.items():

@@ -36,8 +36,8 @@ from autopart.prices import Chosen
 from autopart.runtime.errors import PlanError
 from autopart.runtime.placement import Placements
 from autopart.solver import cache, elimination, tensor_frontier, tensor_hull
-from autopart.solver.tensor_hull import Weights
 from autopart.solver.tensor_problem import Choice, Op, TensorProblem, TensorSolution
+from autopart.solver.tensor_sums import Weights
 from autopart.tensor_choice import Builder, TensorChoice, stored_as
 
 STEP = 0.1

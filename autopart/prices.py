@@ -171,7 +171,9 @@ def share_of(placements: Sequence[Placement], sizes: Sequence[int]) -> float:
 
 def value_shares(node: fx.Node, chosen: Chosen, sizes: Sequence[int]) -> list[float]:
     """The parts of an op's inputs and outputs, in this order, that one rank holds."""
-    shares = [1.0] * len(graphs.inputs(node)) + [1.0] * len(graphs.outputs(node))
+    if not chosen:
+        return [1.0] * (len(graphs.inputs(node)) + len(graphs.outputs(node)))
+    shares = [1.0] * (len(chosen[0].inputs) + len(chosen[0].outputs))
     for strategy, parts in zip(chosen, sizes, strict=True):
         for index, placement in enumerate((*strategy.inputs, *strategy.outputs)):
             if placement.divides:

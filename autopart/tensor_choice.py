@@ -76,13 +76,14 @@ class TensorChoice:
 class Shared:
     """What problems of equal prices, axes and offers have in common, whatever replicas and microbatches are.
 
-    ids: numbers of placements. ops: by class, all but parameters and buffers. tables: of conversions, by the folded
-    value and the numbers of its placements.
+    ids: numbers of placements. ops: by class, all but parameters and buffers. tables: of conversions, by an example of
+    the value and the numbers of its placements; forward: the same without the gradient's.
     """
 
     ids: dict[Placements, int] = field(default_factory=dict)
     ops: dict[fx.Node, Op] = field(default_factory=dict)
-    tables: dict[tuple[FoldedValue, tuple[int, ...], tuple[int, ...]], CostTable] = field(default_factory=dict)
+    tables: dict[tuple[Value, tuple[int, ...], tuple[int, ...]], CostTable] = field(default_factory=dict)
+    forward: dict[tuple[Value, tuple[int, ...], tuple[int, ...]], CostTable] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +313,7 @@ class Builder:
             return Edge(value.source, value.slot, value.uses, {}, value.count)
         have = tuple(sorted({choice.outputs[value.slot] for choice in ops[value.source].choices}))
         want = tuple(sorted({choice.inputs[slot] for op, slot in value.uses for choice in ops[op].choices}))
-        known, key = self.setting.shared.tables, (value, have, want)
+        known, key = self.setting.shared.tables, (value.example, have, want)
         if key not in known:
             size = self.block_costs.size(value.example).at(self.setting.prices.batch)
             seconds = self.setting.conversions.table(

@@ -13,8 +13,9 @@ from test_solver_tensor import random_problem
 
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver import tensor
-from autopart.solver.tensor_hull import Weights, corners, eliminator, farthest_first, hull, weighed
+from autopart.solver.tensor_hull import corners, eliminator, farthest_first, hull, weighed
 from autopart.solver.tensor_problem import Choice, Edge, Op, TensorProblem
+from autopart.solver.tensor_sums import Weights
 
 Place = tuple[float, float]
 
