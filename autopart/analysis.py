@@ -22,12 +22,12 @@ from autopart.passes.rules import (
     Routing,
     Rule,
     RuleBook,
+    Strategies,
     Strategy,
     bound_rules,
     find_routings,
     is_differentiable,
     joint_strategies,
-    strategies,
     with_routings,
 )
 from autopart.passes.storage import op_name
@@ -64,8 +64,8 @@ class Analysis:
     first: dict[fx.Node, fx.Node] = field(default_factory=dict)
     routings: tuple[Routing, ...] = ()
     _costs: dict[str, dict[fx.Node, OpCost]] = field(default_factory=dict)
+    _offered: Strategies | None = None
     _strategies: dict[tuple[int, ...], dict[fx.Node, tuple[Strategy, ...]]] = field(default_factory=dict)
-
     _joint: dict[tuple[int, ...], dict[fx.Node, tuple[tuple[Strategy, ...], ...]]] = field(default_factory=dict)
     _bound: dict[fx.Node, Rule | None] = field(default_factory=dict)
 
@@ -79,7 +79,9 @@ class Analysis:
         """The strategies of every op and tensor on an axis of ``parts`` ranks, beside axes of sizes ``others``."""
         key = (parts, *sorted(others))
         if key not in self._strategies:
-            found = strategies(self.graph, parts, self.rules, others=key[1:], bound=self.bound, first=self.first)
+            if self._offered is None:
+                self._offered = Strategies(self.graph, self.rules, False, self.bound, self.first)
+            found = self._offered.on(parts, key[1:])
             self._strategies[key] = with_routings(self.routings, found, parts, self.rules)
         return self._strategies[key]
 

@@ -12,10 +12,22 @@ from torch.export import Dim, export
 from torch.nn import functional
 
 from autopart.passes import graph as graphs
-from autopart.passes.rules import RULES, Strategy, compatible, factor_of, flops, follow, localized, name_of, strategies
+from autopart.passes.rules import (
+    RULES,
+    Strategies,
+    Strategy,
+    bound_rules,
+    compatible,
+    factor_of,
+    flops,
+    follow,
+    localized,
+    name_of,
+    strategies,
+)
 from autopart.passes.rules.check import check
 from autopart.passes.rules.examples import call, f, i
-from autopart.passes.rules.strategies import op_strategies, strategy_named
+from autopart.passes.rules.strategies import _Candidates, op_strategies, strategy_named
 from autopart.passes.sizes import ONE, Extent
 from autopart.runtime.placement import Placement
 
@@ -241,6 +253,22 @@ def test_strategies_cover_ops_and_sources_but_no_names() -> None:
         for strategy in found.get(node, ()):
             expected = 0 if node.op == "placeholder" else len(graphs.inputs(node))
             assert len(strategy.inputs) == expected and len(strategy.outputs) == len(graphs.outputs(node))
+
+
+def test_axes_that_divide_the_same_sizes_share_what_is_propagated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes of 8 and 16: axes of 2, 4 and 8 divide both, one of 16 the larger, those of 3 and 5 none."""
+    graph, propagated = exported(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), torch.rand(3, 8)), []
+    propagate = _Candidates.propagate
+
+    def counted(candidates: _Candidates) -> None:
+        propagated.append(candidates.parts)
+        propagate(candidates)
+
+    monkeypatch.setattr(_Candidates, "propagate", counted)
+    several = Strategies(graph, RULES, False, bound_rules(graph, RULES), {})
+    found = {parts: several.on(parts) for parts in (2, 16, 4, 3, 8, 5)}
+    assert propagated == [2, 16, 3]
+    assert all(own == strategies(graph, parts) for parts, own in found.items())
 
 
 def test_users_add_rules() -> None:

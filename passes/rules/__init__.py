@@ -7,7 +7,7 @@ from autopart.passes.rules.matching import factor_of, follow, is_differentiable
 from autopart.passes.rules.notation import Annotation, LocalForm, Message, Panels, Rule, RuleError
 from autopart.passes.rules.routed import with_routings
 from autopart.passes.rules.routing import Routing, find_routings
-from autopart.passes.rules.strategies import bound_rules, strategies
+from autopart.passes.rules.strategies import Strategies, bound_rules, strategies
 from autopart.passes.rules.table import RULES, default_rules
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Rule",
     "RuleBook",
     "RuleError",
+    "Strategies",
     "Strategy",
     "bound_rules",
     "called",

@@ -15,6 +15,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -72,6 +73,7 @@ class _Candidates:
                 for value, dims in zip(self.values[node], (*rule.inputs, *rule.outputs), strict=True):
                     self.readers.setdefault(value, []).append((node, dims))
         self.pending: deque[tuple[Value, Placement]] = deque()
+        self.divided: list[tuple[Rule, Sharding, bool]] = []
         # by rule, which equal ops share, and by identity, as hashing one costs more than placing
         self._placed: dict[tuple[int, Sharding], tuple[Placement | None, ...] | None] = {}
         self._matched: dict[tuple[int, int, Placement], Sharding | None] = {}
@@ -81,6 +83,7 @@ class _Candidates:
         key = id(rule), sharding
         if key not in self._placed:
             divided = divides(rule, sharding, self.parts, self.batch, self.coarser)
+            self.divided.append((rule, sharding, divided))
             every = (*rule.inputs, *rule.outputs)
             self._placed[key] = tuple(matching.placed(rule, dims, sharding) for dims in every) if divided else None
         return self._placed[key]
@@ -96,8 +99,8 @@ class _Candidates:
         found = self.shardings[node]
         if sharding in found:
             return
-        placed = self.placed(rule, sharding)
-        if placed is None or sum(name == sharding[0] for name, _ in found) >= _MOST_BLOCKS * len(self.coarser):
+        placed, most = self.placed(rule, sharding), _MOST_BLOCKS * len(self.coarser)
+        if placed is None or (len(found) >= most and sum(name == sharding[0] for name, _ in found) >= most):
             return
         found[sharding] = None
         for value, placement in zip(self.values[node], placed, strict=True):
@@ -199,22 +202,66 @@ def strategies(
     another one that equals it in all but the tensors it reads. Sizes, ``getitem`` and the output are not in the result.
     Raises RuleError where a rule does not fit its op.
     """
-    candidates = _Candidates(bound_rules(graph, rules) if bound is None else bound, parts, batch, others)
-    candidates.propagate()
-    result: dict[fx.Node, tuple[Strategy, ...]] = {}
-    made: dict[tuple[fx.Node, tuple[Sharding, ...]], tuple[Strategy, ...]] = {}
-    for node in graph.nodes:
-        if not _tensors(node):
-            continue
-        if graphs.is_op(node):
-            rule, shardings = candidates.rules[node], candidates.shardings[node]
-            key = (node if first is None else first.get(node, node), tuple(shardings))
-            if key not in made:
-                made[key] = _distinct(node, rule, parts, _op_strategies(node, rule, shardings), rules)
-            result[node] = made[key]
-        else:
-            result[node] = _source_strategies(node, candidates.placements.get(Value(node), ()))
-    return result
+    bound = bound_rules(graph, rules) if bound is None else bound
+    return Strategies(graph, rules, batch, bound, first or {}).on(parts, others)
+
+
+@dataclass(frozen=True, slots=True)
+class _Propagated:
+    """What holds for all axes that divide the same sizes. divided: what was asked for, and whether it is; pieces: what
+    other axes may make of it. ops: one of those that are equal and have the same candidates, with these. nodes: for an
+    op its number in ``ops``, for another tensor its candidates.
+    """
+
+    divided: tuple[tuple[Rule, Sharding, bool], ...]
+    pieces: tuple[Extent, ...]
+    ops: tuple[tuple[fx.Node, Rule | None, tuple[Sharding, ...]], ...]
+    nodes: Mapping[fx.Node, int | tuple[Placement, ...]]
+
+    def holds(self, parts: int, batch: bool) -> bool:
+        return all(divides(rule, item, parts, batch, self.pieces) == divided for rule, item, divided in self.divided)
+
+
+@dataclass(slots=True)
+class Strategies:
+    """Those of one graph on axes of any size, as :func:`strategies` takes it; what they share is found once."""
+
+    graph: fx.Graph
+    rules: RuleBook
+    batch: bool
+    bound: Mapping[fx.Node, Rule | None]
+    first: Mapping[fx.Node, fx.Node]
+    _known: dict[tuple[int, ...], list[_Propagated]] = field(default_factory=dict)  # by sizes of other axes
+
+    def on(self, parts: int, others: Sequence[int] = ()) -> dict[fx.Node, tuple[Strategy, ...]]:
+        known = self._known.setdefault(tuple(others), [])
+        found = next((item for item in known if item.holds(parts, self.batch)), None)
+        if found is None:
+            found = self._propagated(parts, others)
+            known.append(found)
+        ops = [_distinct(op[0], op[1], parts, _op_strategies(*op), self.rules) for op in found.ops]
+        return {
+            node: ops[own] if isinstance(own, int) else _source_strategies(node, own)
+            for node, own in found.nodes.items()
+        }
+
+    def _propagated(self, parts: int, others: Sequence[int]) -> _Propagated:
+        candidates = _Candidates(self.bound, parts, self.batch, others)
+        candidates.propagate()
+        numbers = dict[tuple[fx.Node, tuple[Sharding, ...]], int]()
+        ops = list[tuple[fx.Node, Rule | None, tuple[Sharding, ...]]]()
+        nodes = dict[fx.Node, int | tuple[Placement, ...]]()
+        for node in self.graph.nodes:
+            if graphs.is_op(node):
+                shardings = tuple(candidates.shardings[node])
+                alike = self.first.get(node, node), shardings
+                if alike not in numbers:
+                    numbers[alike] = len(ops)
+                    ops.append((node, candidates.rules[node], shardings))
+                nodes[node] = numbers[alike]
+            elif _tensors(node):
+                nodes[node] = tuple(candidates.placements.get(Value(node), ()))
+        return _Propagated(tuple(candidates.divided), candidates.coarser, tuple(ops), nodes)
 
 
 def op_strategies(
