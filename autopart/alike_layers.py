@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Fewer are traced as they are: three of a group are traced in any case.
+# Fewer are traced as they are: two of a group are traced in any case.
 AT_LEAST = 8
 _PLAIN = (type(None), bool, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 # An int, whatever its value: those of all layers are compared later.

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from autopart.passes.exported import module_path
 
@@ -70,11 +69,10 @@ class _Layer:
         self.own = {name: owners.node[id(item)] for name, item in _tensors(layer) if id(item) in owners.node}
         self.nodes: list[fx.Node] = []
         self.results: list[fx.Node] = []
-        self.meanings: dict[fx.Node, list[_Meaning]] = {}
+        self.meanings: dict[fx.Node, _Meaning] = {}
         for name, node in self.own.items():
-            self.meanings.setdefault(node, []).append(_Meaning("own", name))
-        for place, node in enumerate(self.given):
-            self.meanings.setdefault(node, []).insert(0, _Meaning("given", place))
+            self.meanings.setdefault(node, _Meaning("own", name))
+        self.meanings.update((node, _Meaning("given", place)) for place, node in enumerate(self.given))
         if end is None:
             return
         self.results = list(end.args[0])  # type: ignore[arg-type]
@@ -82,16 +80,15 @@ class _Layer:
         while node is not end:
             if node.op != "call_function" or isinstance(node.target, torch._ops.HigherOrderOperator):
                 raise Differs(f"{node.op} {node.target} inside a layer")
-            self.meanings[node] = [_Meaning("made", len(self.nodes))]
+            self.meanings[node] = _Meaning("made", len(self.nodes))
             self.nodes.append(node)
             node = node.next
         inside = {*self.nodes, end}
         if any(user not in inside for node in inside - {*self.results, end} for user in node.users):
             raise Differs(f"what {self.path} computes is used outside of it")
 
-    def may_mean(self, node: fx.Node) -> list[_Meaning]:
-        found = self.meanings.get(node, [])
-        return found if found and found[0].what == "made" else [*found, _Meaning("same", node)]
+    def meaning(self, node: fx.Node) -> _Meaning:
+        return self.meanings.get(node) or _Meaning("same", node)
 
     def node(self, meaning: _Meaning, made: list[fx.Node]) -> fx.Node:
         if meaning.what == "same":
@@ -113,7 +110,7 @@ def insert_copies(
     """Puts ops for the calls of layers that were not traced into the graph of ``exported``, in place.
 
     mark: op at the start and the end of a traced call; layer: op that is a call which was not traced. Both have the
-    call's number, and go. Raises Differs unless the traced calls of a kind have the same ops.
+    call's number, and go. Of each kind one call is traced. Raises Differs where its ops cannot stand by themselves.
     """
     graph = exported.graph_module.graph
     starts: dict[int, fx.Node] = {}
@@ -128,13 +125,10 @@ def insert_copies(
     if not set(starts) == set(ends) == traced or len(stand_ins) != len(calls) - len(traced):
         raise Differs("a layer's ops are in a graph within the graph")
     owners = _Owners(exported, root)
-    for kind in {calls[number].kind for number in stand_ins}:
-        layers = [
-            _Layer(calls[number].layer, owners, starts[number], ends[number])
-            for number in starts
-            if calls[number].kind == kind
-        ]
-        template = _Template(layers)
+    number_of = {calls[number].kind: number for number in starts}
+    for kind in sorted({calls[number].kind for number in stand_ins}):  # later kinds may be given what earlier ones made
+        number = number_of[kind]
+        template = _Template(_Layer(calls[number].layer, owners, starts[number], ends[number]))
         for number, node in stand_ins.items():
             if calls[number].kind == kind:
                 template.copy(graph, node, _Layer(calls[number].layer, owners, node))
@@ -143,35 +137,14 @@ def insert_copies(
 
 
 class _Template:
-    """The ops that all traced layers have in common. Raises Differs."""
+    """The ops of a traced layer, and what their arguments are to it."""
 
-    def __init__(self, layers: list[_Layer]):
-        self.layer = layers[0]
-        if len({len(layer.nodes) for layer in layers}) > 1:
-            raise Differs("alike layers have unlike numbers of ops")
+    def __init__(self, layer: _Layer):
+        self.layer = layer
         self.meanings = [
-            self._common(layers, [layer.nodes[place] for layer in layers]) for place in range(len(self.layer.nodes))
+            {argument: layer.meaning(argument) for argument in node.all_input_nodes} for node in layer.nodes
         ]
-        self.results = [
-            self._meaning(layers, nodes) for nodes in zip(*(layer.results for layer in layers), strict=True)
-        ]
-
-    def _common(self, layers: list[_Layer], nodes: list[fx.Node]) -> dict[fx.Node, _Meaning]:
-        if len({_text(node) for node in nodes}) > 1:
-            raise Differs(f"{nodes[0].target} of one layer is another op in a layer alike")
-        found: dict[fx.Node, _Meaning] = {}
-        for arguments in zip(*map(_arguments, nodes), strict=True):
-            meaning = self._meaning(layers, arguments)
-            if found.setdefault(arguments[0], meaning) != meaning:
-                raise Differs("one argument has two meanings")
-        return found
-
-    def _meaning(self, layers: list[_Layer], nodes: tuple[fx.Node, ...]) -> _Meaning:
-        others = [layer.may_mean(node) for layer, node in zip(layers[1:], nodes[1:], strict=True)]
-        for meaning in self.layer.may_mean(nodes[0]):
-            if all(meaning in other for other in others):
-                return meaning
-        raise Differs(f"{nodes[0]} is nothing that all layers have")
+        self.results = [layer.meaning(node) for node in layer.results]
 
     def copy(self, graph: fx.Graph, stand_in: fx.Node, layer: _Layer) -> None:
         made: list[fx.Node] = []
@@ -199,21 +172,3 @@ class _Template:
             **node.meta,
             "nn_module_stack": {key: (path + inside.removeprefix(self.layer.path), module_type)},
         }
-
-
-def _arguments(node: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
-    return found
-
-
-def _text(node: fx.Node) -> str:
-    """An op with its constants and its value's type and sizes."""
-    arguments = fx.map_arg((node.args, node.kwargs), lambda _: None)
-    return f"{node.target} {arguments} {pytree.tree_map(_described, node.meta.get('val'))}"
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{tuple(value.shape)}{value.stride()}{value.dtype}{value.device}"
-    return str(value)

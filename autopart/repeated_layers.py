@@ -1,13 +1,14 @@
-"""Export of a model whose alike layers are traced a few times only; the others' ops are copies.
+"""Export of a model of whose alike layers two are traced; the others' ops are copies.
 
 For planning, where a model of a hundred layers is captured only to be looked at. The model's own forward runs, and so
-do the first, second, third and last call of each kind of layer, all but the first between two marks in the graph.
-Every other call of a layer of that kind, on arguments of the same types and sizes, is one op, which gives tensors of
-the types and sizes that the traced calls gave. In the exported graph copies of a traced call's ops take these ops'
-places (layer_copies.py). Where that cannot be had, the model is exported as a whole.
+do the first and second call of each kind of layer, the second between two marks in the graph. Every other call of a
+layer of that kind, on arguments of the same types and sizes, is one op, which gives tensors of the types and sizes that
+the second gave; the third's and the last's own forward are compared with it (layer_checks.py). In the exported graph
+copies of the second's ops take these ops' places (layer_copies.py). Where that cannot be had, the model is exported as
+a whole.
 
 Not seen is what a layer does beside its ops, such as counting its calls in a Python object, and an influence of its
-number on its ops that shows neither in its attributes nor in the traced calls.
+number on its ops that shows neither in its attributes nor in the calls that are compared.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ from torch import Tensor, fx, library, nn
 from torch.utils import _pytree as pytree
 
 from autopart.alike_layers import alike_layers
+from autopart.layer_checks import FIXED, Compared, Itself, Recorded
 from autopart.layer_copies import Call, Differs, insert_copies
 
 library.define("autopart_capture::mark", "(Tensor[] tensors, int call, bool leaves) -> ()")
 library.define("autopart_capture::layer", "(Tensor[] tensors, int call) -> Tensor[]")
+library.define("autopart_capture::apart", "(Tensor tensor) -> Tensor")
 MARK = torch.ops.autopart_capture.mark.default
 LAYER = torch.ops.autopart_capture.layer.default
+APART = torch.ops.autopart_capture.apart.default
 fx.node.has_side_effect(MARK)
-# Traced in any case; with no call to compare with in the first, as later ones may use sizes that it computes.
-_TRACED = 3
-_FIXED = (type(None), bool, int, float, str, torch.dtype, torch.device)
+# The first is traced too, but is nothing to compare with, as later ones may use sizes that it computes.
+_COPIED = 2
 
 
 def export_with_copies(
@@ -46,6 +49,9 @@ def export_with_copies(
     try:
         with _watched(groups, calls):
             exported = export()
+        graph = exported.graph_module.graph
+        for node in graph.find_nodes(op="call_function", target=APART):
+            graph.erase_node(node)  # raises where a layer that was compared left its argument somewhere
         insert_copies(exported, root, calls.made, MARK, LAYER)
     except Exception:  # whatever it is, the export of the whole model goes through or says it better
         return None
@@ -74,9 +80,6 @@ class _Returned:
     leaves: list[tuple[str, Any]]
     spec: Any
 
-    def __str__(self) -> str:
-        return f"{self.made} {self.leaves} {self.spec}"
-
 
 @dataclass(slots=True, eq=False)
 class _Kind:
@@ -86,6 +89,7 @@ class _Kind:
     group: int
     arguments: list[Any]
     calls: int = 0
+    recorded: Recorded | None = None
     returned: _Returned | None = None
 
 
@@ -113,20 +117,26 @@ class _Calls:
         if kind.calls == 1:
             return forward(*args, **kwargs)
         number = len(self.made)
-        traced = last or kind.calls <= _TRACED
-        self.made.append(Call(layer, kind.number, traced))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if not traced:
-            assert kind.returned is not None
-            return self.stand_in(kind.returned, number, tensors, leaves)
-        MARK(tensors, number, False)
-        result = forward(*args, **kwargs)
-        made, returned = _taken_apart(result, leaves)
-        MARK(made, number, True)
-        kind.returned = kind.returned or returned
-        if str(returned) != str(kind.returned):
-            raise Differs("alike layers return unlike results")
-        return result
+        traced = kind.calls == _COPIED
+        self.made.append(Call(layer, kind.number, traced))
+        if traced:
+            MARK(tensors, number, False)
+            with Recorded(layer, leaves) as kind.recorded:
+                result = forward(*args, **kwargs)
+            made, kind.returned = _taken_apart(result, leaves)
+            MARK(made, number, True)
+            kind.recorded.finish(result)
+            return result
+        assert kind.recorded is not None and kind.returned is not None
+        if last or kind.calls == _COPIED + 1:
+            # of what that call made an argument has to be told apart
+            apart = [APART(leaf) if kind.recorded.made(leaf) else leaf for leaf in leaves]
+            args, kwargs = pytree.tree_unflatten(apart, spec)
+            with Compared(kind.recorded, layer, apart) as compared:
+                result = forward(*args, **kwargs)
+            compared.finish(result)
+        return self.stand_in(kind.returned, number, tensors, leaves)
 
     def kind(self, group: int, arguments: list[Any]) -> _Kind:
         for kind in self.kinds:
@@ -146,18 +156,6 @@ class _Calls:
         return pytree.tree_unflatten(leaves, returned.spec)
 
 
-class _Itself:
-    """An object that equals itself alone."""
-
-    def __init__(self, value: object):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and other.value is self.value
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 def _described(leaves: Sequence[Any]) -> list[Any]:
     """Types and sizes of arguments, and which are the same tensor; other objects are themselves."""
     first: dict[int, int] = {}
@@ -166,12 +164,12 @@ def _described(leaves: Sequence[Any]) -> list[Any]:
         if isinstance(leaf, Tensor):
             sizes = f"{tuple(leaf.shape)}{leaf.stride()}{leaf.dtype}{leaf.device}{leaf.requires_grad}"
             found.append((type(leaf), sizes, first.setdefault(id(leaf), place)))
-        elif isinstance(leaf, _FIXED):
+        elif isinstance(leaf, FIXED):
             found.append((type(leaf), leaf))
         elif isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
             found.append((type(leaf), str(leaf)))
         else:
-            found.append(_Itself(leaf))
+            found.append(Itself(leaf))
     return found
 
 
@@ -182,7 +180,7 @@ def _taken_apart(result: Any, given: Sequence[Any]) -> tuple[list[Tensor], _Retu
     leaves: list[tuple[str, Any]] = []
     flat, spec = pytree.tree_flatten(result)
     for leaf in flat:
-        if isinstance(leaf, _FIXED):
+        if isinstance(leaf, FIXED):
             leaves.append(("fixed", leaf))
         elif id(leaf) in places:
             leaves.append(("given", places[id(leaf)]))
@@ -240,3 +238,8 @@ def _layer(tensors: Sequence[Tensor], call: int) -> list[Tensor]:
         torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device)
         for like in _CURRENT.get().results[call]
     ]
+
+
+@library.register_fake("autopart_capture::apart")  # type: ignore[untyped-decorator]
+def _apart(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

@@ -175,6 +175,26 @@ class Numbered(Counted):
         return super().forward(x) * (1 + self.layer_idx)
 
 
+class Odd(Counted):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * 2 if self.layer_idx % 2 else y
+
+
+class UnlikeLast(Counted):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.layer_idx < LAYERS - 1 else x
+
+
+class Keeping(Counted):
+    """Leaves its argument where the model picks it up."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        Telling.losses.append(x)
+        return super().forward(x)
+
+
 class Telling(Counted):
     """Leaves a loss where the model picks it up."""
 
@@ -232,6 +252,9 @@ TOYS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "fixed batch": (lambda: FixedBatch(Counted, in_turn), True),
     "shared parameters": (sharing, True),
     "ops that depend on the number": (lambda: Stack(Numbered, in_turn), False),
+    "ops of odd layers": (lambda: Stack(Odd, in_turn), False),
+    "a last layer that returns its argument": (lambda: Stack(UnlikeLast, in_turn), False),
+    "arguments kept": (lambda: Stack(Keeping, with_losses), False),
     "values beside the result": (lambda: Stack(Telling, with_losses), False),
     "layers without gradient": (lambda: Stack(Counted, without_gradient), False),
     "few layers": (lambda: Stack(Counted, in_turn, 7), False),
@@ -258,7 +281,8 @@ def test_as_many_forwards_run_for_many_layers_as_for_few() -> None:
         program = capture(model, (x,), {}, check_eval=False, copy_layers=True)
         assert sum(node.target is torch.ops.aten.linear.default for node in program.graph.nodes) == layers
         ran.append(len(_RAN))
-    # The first layer is a kind by itself, since the model's input has no gradient; then three more, and the last.
+    # The first layer is a kind by itself, since the model's input has no gradient; then two that are traced, and the
+    # next and the last, which are compared.
     assert ran == [5, 5]
 
 
