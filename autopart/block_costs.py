@@ -50,12 +50,13 @@ class BlockCost:
 
 @dataclass(slots=True)
 class PricedOp:
-    """An op of a block. memory: of the rank.
+    """An op of a block under its strategies. memory: of the rank.
 
     converting_s: seconds of the forward conversions that belong to it, with the values converted.
     """
 
     node: fx.Node
+    chosen: Chosen
     forward_s: float
     inside_bytes: float
     memory: RankMemory
@@ -304,7 +305,7 @@ class BlockCosts:
             block.forward_s += run.forward_s
             block.backward_s += run.backward_s
             block.transient_bytes = max(block.transient_bytes, run.transient_bytes)
-            op = PricedOp(node, run.forward_s, run.inside_bytes, memory)
+            op = PricedOp(node, chosen, run.forward_s, run.inside_bytes, memory)
             block.ops.append(op)
             for item in facts.kept:
                 position = facts.position(item)

@@ -18,7 +18,7 @@ from autopart.cost.devices import Device, Link
 from autopart.data_prices import TRANSIENT_COPIES
 from autopart.device_layout import DeviceLayout, slowest
 from autopart.folding import FoldedGraph, fold_graph
-from autopart.layer_frontier import Frontiers
+from autopart.layer_frontier import Frontiers, KnownFrontiers
 from autopart.layer_frontier import paths as modules_again
 from autopart.offers import Offers
 from autopart.parameter_prices import priced_parameters
@@ -36,7 +36,7 @@ from autopart.runtime.placement import REPLICATE
 from autopart.runtime.schedule import SPLIT_SCHEDULES, deeper_warmup, in_flight
 from autopart.shared_hosts import SharedHosts
 from autopart.solver.degrees import Config, Degrees
-from autopart.solver.stages_parts import Block, Cut, Family
+from autopart.solver.stages_parts import Block, Cut
 from autopart.solver.stages_problem import StageProblem, Step
 from autopart.tensor_choice import Setting, Shared, TensorChoice
 from autopart.tensor_scheme import TensorScheme
@@ -78,7 +78,8 @@ class CandidatePrices:
     _conversions: dict[tuple[TensorAxis, ...], ConversionPrices] = field(default_factory=dict)
     _offers: dict[tuple[int, ...], Offers] = field(default_factory=dict)
     _shared: dict[tuple[int, tuple[TensorAxis, ...], bool], Shared] = field(default_factory=dict)
-    _priced: dict[object, tuple[TensorChoice, list[BlockCost], dict[object, Family]]] = field(default_factory=dict)
+    _priced: dict[object, tuple[TensorChoice, list[BlockCost]]] = field(default_factory=dict)
+    _families: dict[object, KnownFrontiers] = field(default_factory=dict)  # those of layers, by how ops are priced
     _gradients: dict[object, list[float]] = field(default_factory=dict)  # by strategies, bytes of each block on a rank
     _block_costs: BlockCosts = field(init=False)
     _folded: FoldedGraph = field(init=False)
@@ -118,7 +119,7 @@ class CandidatePrices:
         found.layout = DeviceLayout(cluster)
         other = not same_but_for_memory(device, self.device)
         if other or whole != self.whole:  # else by axes with their links
-            found._conversions, found._shared, found._priced, found._gradients = {}, {}, {}, {}
+            found._conversions, found._shared, found._priced, found._families, found._gradients = {}, {}, {}, {}, {}
         if other:
             found._prices = {}
         if device.kind != self.device.kind:
@@ -270,7 +271,7 @@ class CandidatePrices:
             costs,
             held,
             self._block_costs.read,
-            self._priced[self._priced_by(config, choice)][2],
+            self._families.setdefault(self._prices_by(config), {}),
             {self.analysis.layers[block] for own in gathered for block in own},
         )
 
@@ -281,14 +282,17 @@ class CandidatePrices:
             costs = self._block_costs.costs(
                 setting.prices, choice.strategies, choice.storage, setting.conversions, setting.beside
             )
-            self._priced[key] = choice, costs, {}
+            self._priced[key] = choice, costs
         return [replace(cost) for cost in self._priced[key][1]]
 
     def _priced_by(self, config: Degrees, choice: TensorChoice) -> object:
         # Strategies by identity, as hashing them costs more than pricing; the entry keeps them alive.
-        setting = self.setting(config)
         used = (*map(id, choice.strategies.values()), *choice.storage.values())
-        return (self.samples(config), setting.axes, setting.beside, *used)
+        return (*self._prices_by(config), *used)
+
+    def _prices_by(self, config: Degrees) -> tuple[object, ...]:
+        setting = self.setting(config)
+        return self.samples(config), setting.axes, setting.beside
 
     def data_seconds(self, config: Degrees, choice: TensorChoice, node: fx.Node) -> tuple[float, float]:
         """Forward and backward seconds of one microbatch that a parameter takes: replicas exchange what is divided, and

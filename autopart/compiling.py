@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autopart.analysis import analyze
 from autopart.cluster import Cluster
+from autopart.collection import seldom_collected
 from autopart.fewer_devices import advised
 from autopart.other_sizes import Outline, carry
 from autopart.passes.emit.program import Emitted
@@ -60,6 +61,7 @@ class Compiler:
         self._planned: _Planned | None = None
         self._whole: list[_Whole] = []
 
+    @seldom_collected()
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, bytes]:
         """Captures, plans and emits; returns the program's files."""
         settings = self._settings

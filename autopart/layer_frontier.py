@@ -23,6 +23,7 @@ from autopart.block_costs import BlockCost, PricedOp
 from autopart.passes.emit.layers import Run
 from autopart.passes.emit.segments import spans_of
 from autopart.passes.graph import Value
+from autopart.prices import Chosen
 from autopart.rank_memory import Kept
 from autopart.recomputation import Activations
 from autopart.solver.stages_parts import Choice, Family
@@ -34,6 +35,8 @@ _ALIKE = 0.01
 
 Reads = Callable[[PricedOp], Iterable[tuple[Value, Kept, float]]]
 """What an op reads besides inputs, parameters and buffers: value, tensor in memory, bytes."""
+KnownFrontiers = dict[object, tuple[Family, Sequence[Chosen]]]
+"""Frontiers, with the strategies by whose identity they are known, which have to live as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,35 +57,56 @@ class _Module:
 class Frontiers:
     """The frontiers of a candidate's layers, as :func:`autopart.recomputation.layers` asks for them.
 
-    known: those found before, by what they follow from; parts of layers that cost the same share one. whole: layers
-    whose modules do not run again by themselves.
+    known: those found before where ops are priced alike, by what they follow from besides; parts of layers that cost
+    the same share one, also under strategies that differ elsewhere. whole: layers whose modules do not run again by
+    themselves.
     """
 
     analysis: Analysis
     costs: Sequence[BlockCost]
     held: Activations
     reads: Reads
-    known: dict[object, Family]
+    known: KnownFrontiers
     whole: Collection[str] = ()
 
     def __call__(self, layer: str, part: Sequence[int], keep: Choice) -> Family:
         """Of a layer's blocks in one stage, beside ``keep``, in which nothing is computed again."""
         if layer in self.whole:
             return ()
-        held = self.held
-        sizes = [size for index in part for size in (*held.kept[index].values(), *held.entering[index].values())]
-        alike = tuple(self.analysis.blocks[index].signature for index in part), tuple(sizes), keep
+        held, blocks = self.held, [self.costs[index] for index in part]
+        ops = [op for block in blocks for op in block.ops if op.node in self.analysis.block_of]
+        # sizes without those that are counted elsewhere
+        sizes = [
+            counted.get(item)
+            for index, block in zip(part, blocks, strict=True)
+            for counted, items in ((held.kept[index], block.kept), (held.entering[index], block.entering))
+            for item in items
+        ]
+        priced = [(id(op.chosen), *[seconds for _, seconds in op.converting_s]) for op in ops]
+        signatures = tuple(self.analysis.blocks[index].signature for index in part)
+        alike = signatures, tuple(sizes), tuple(priced), keep.activation_bytes
         if alike not in self.known:
-            ops = [op for index in part for op in self.costs[index].ops if op.node in self.analysis.block_of]
-            self.known[alike] = frontier(layer, ops, self.reads, held.shared, keep)
-        return self.known[alike]
+            beyond = frontier(layer, ops, self.reads, held.shared, keep.activation_bytes)
+            self.known[alike] = beyond, [op.chosen for op in ops]
+        return tuple(
+            replace(
+                keep,
+                backward_s=keep.backward_s + other.backward_s,
+                activation_bytes=other.activation_bytes,
+                transient_bytes=keep.transient_bytes + other.transient_bytes,
+                name=other.name,
+            )
+            for other in self.known[alike][0]
+        )
 
 
-def frontier(layer: str, ops: Sequence[PricedOp], reads: Reads, shared: Collection[Kept], keep: Choice) -> Family:
+def frontier(layer: str, ops: Sequence[PricedOp], reads: Reads, shared: Collection[Kept], all_bytes: float) -> Family:
     """The undominated ways to compute modules of a layer's part again, without the one in which all is kept.
 
-    ops: of the part, in order. shared: tensors that are counted elsewhere. keep: nothing is computed again.
+    Of seconds and of transients what they take beyond that one. ops: of the part, in order. shared: tensors that are
+    counted elsewhere. all_bytes: where nothing is computed again.
     """
+    keep = Choice(0.0, 0.0, 0.0, all_bytes, 0.0)
     modules = _modules(layer, ops, reads, shared)
     while _sets(modules) > MOST_SETS:
         modules.remove(min(modules, key=lambda module: module.held))
@@ -139,9 +163,9 @@ def _choice(
         tensors.update(module.entering)
     return replace(
         keep,
-        backward_s=keep.backward_s + math.fsum(module.seconds for module in chosen),
+        backward_s=math.fsum(module.seconds for module in chosen),
         activation_bytes=math.fsum(tensors.values()) + inside,
-        transient_bytes=keep.transient_bytes + max(module.held for module in chosen),
+        transient_bytes=max(module.held for module in chosen),
         name=",".join(module.path for module in sorted(chosen, key=lambda module: min(module.numbers))),
     )
 

@@ -18,6 +18,7 @@ from typing import Any, cast
 from autopart.analysis import Analysis, analyze
 from autopart.candidates import Answer, Candidates
 from autopart.cluster import Cluster
+from autopart.collection import seldom_collected
 from autopart.describe import describe
 from autopart.describe_unlike import describe_unlike
 from autopart.earlier_plans import EarlierPlans
@@ -52,6 +53,7 @@ UNBALANCED = 1.2
 MESHES = ("auto", "equal", "unlike")
 
 
+@seldom_collected()
 def make_plan(
     program: Program,
     cluster: Cluster,

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import builtins
-import gc
 import importlib
 import itertools
 import json
@@ -194,15 +193,16 @@ def main() -> None:
     parser.add_argument("--phases", action="store_true")
     parser.add_argument("--again", action="store_true")
     options = parser.parse_args()
-    gc.set_threshold(100_000)  # as the command does
     if options.phases or options.growth:
         builtins.__import__ = _noted(builtins.__import__)
         importlib.import_module = _noted(importlib.import_module)
-    if options.phases:
-        phases(options.only, LARGE if options.large else CASES)
-        return
-    if options.growth:
-        grow(options.only)
+        from autopart.collection import seldom_collected
+
+        with seldom_collected():  # as the command does
+            if options.phases:
+                phases(options.only, LARGE if options.large else CASES)
+            else:
+                grow(options.only)
         return
     if options.again:
         again(options.only, LARGE if options.large else CASES)

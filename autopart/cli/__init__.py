@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from autopart.cli import (
@@ -32,6 +31,7 @@ from autopart.cli import (
     validating,
     verifying,
 )
+from autopart.collection import seldom_collected
 
 _COMMANDS = (
     *(inspecting, planning, showing, explaining, comparing, supposing, trading, simulating, emitting, verifying),
@@ -39,8 +39,6 @@ _COMMANDS = (
 )
 FAILED = 2
 INTERRUPTED = 130
-# New objects after which cycles among them are looked for, in place of 700.
-_COLLECTED = 100_000
 
 
 class _Parser(argparse.ArgumentParser):
@@ -79,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What transformers warns of (token ids beyond a vocabulary that was made small) is no news about the plan.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        with _caching(arguments), _seldom_collected():
+        with _caching(arguments), seldom_collected():
             status: int = arguments.run(arguments)
         sys.stdout.flush()
         return status
@@ -100,19 +98,6 @@ def _caching(arguments: argparse.Namespace) -> contextlib.AbstractContextManager
     from autopart import cache
 
     return cache.used(False)
-
-
-@contextlib.contextmanager
-def _seldom_collected() -> Iterator[None]:
-    """Cycles of objects are looked for rarely: a command ends soon, and makes millions of objects that stay until then,
-    of which going over all of them again and again took a tenth of its time.
-    """
-    before = gc.get_threshold()
-    gc.set_threshold(_COLLECTED, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _message(error: Exception) -> str:
