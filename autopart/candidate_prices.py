@@ -285,7 +285,7 @@ class CandidatePrices:
             self._priced[key] = choice, costs
         return [replace(cost) for cost in self._priced[key][1]]
 
-    def _priced_by(self, config: Degrees, choice: TensorChoice) -> object:
+    def _priced_by(self, config: Degrees, choice: TensorChoice) -> tuple[object, ...]:
         # Strategies by identity, as hashing them costs more than pricing; the entry keeps them alive.
         used = (*map(id, choice.strategies.values()), *choice.storage.values())
         return (*self._prices_by(config), *used)
@@ -309,7 +309,7 @@ class CandidatePrices:
     def _held(self, node: fx.Node, choice: TensorChoice, setting: Setting) -> float:
         """Bytes of a parameter on one rank, before replicas divide it."""
         placements = choice.storage.get(node.meta["name"], (REPLICATE,) * len(setting.axes))
-        return value_bytes(Value(node)).at(1) * share_of(placements, setting.sizes)
+        return self._block_costs.size(Value(node)).at(1) * share_of(placements, setting.sizes)
 
     def _add_parameters(self, costs: Sequence[BlockCost], config: Degrees, choice: TensorChoice) -> None:
         """What parameters add to a microbatch in the blocks that read them, and divided ones for a while in whole."""
@@ -320,13 +320,19 @@ class CandidatePrices:
             return
         whole: dict[str, float] = {}  # by layer, or by block outside of layers
         owners = [layer or f"block {index}" for index, layer in enumerate(layers)]
+        known: dict[object, tuple[tuple[float, float], float]] = {}
         for node, found in self.readers.items():
-            there, back = self._parameter_seconds(setting, choice, node)
+            name = node.meta["name"]
+            info, level = self.analysis.program.tensors[name], choice.levels.get(name, 0)
+            shared = *self._block_costs.gathering(node), choice.storage.get(name)
+            alike = info.shape, info.dtype, info.trainable, level, *shared
+            if alike not in known:
+                known[alike] = self._parameter_seconds(setting, choice, node), self._held(node, choice, setting)
+            (there, back), size = known[alike]
             for index in found:
                 costs[index].forward_s += there
                 costs[index].backward_s += back
-            if choice.levels.get(node.meta["name"], 0) == 3:
-                size = self._held(node, choice, setting)
+            if level == 3:
                 for owner in {owners[index] for index in found}:
                     whole[owner] = whole.get(owner, 0.0) + size
         for owner, cost in zip(owners, costs, strict=True):

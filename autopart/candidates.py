@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from autopart.candidate_floors import CandidateFloors
 from autopart.layer_strategies import LayerStrategies
@@ -39,6 +40,8 @@ class Answer:
 @dataclass(slots=True)
 class Candidates(CandidateFloors):
     """Solves candidates of one program on one cluster for a global batch."""
+
+    _divisions: dict[object, tuple[StageProblem, StageSolution]] = field(default_factory=dict)  # of one candidate
 
     def choose(
         self,
@@ -86,6 +89,7 @@ class Candidates(CandidateFloors):
         Where layers are computed again for the fastest strategies to fit, those are tried too that fit without; where
         memory binds, those at prices for bytes, and mixtures around the other answers as well.
         """
+        self._divisions = {}
         fastest = self.choose(config)
         plain = replace(config, recompute="none")
         promising = False  # memory surely binds, and the fastest strategies alone take less than ``below``
@@ -123,13 +127,10 @@ class Candidates(CandidateFloors):
                     best, least = priced, min(least, priced.objective)
                 if priced is None:  # what takes longer by itself need not in a part of the layers
                     answers.append(choices[-1])
-            if best is not None and all(best.answer.choice is not answer for answer in answers):
-                answers.append(best.answer.choice)
-            for answer in answers:
-                mixture, floor = self._mixture(config, answer, below if best is None else min(below, best.objective))
-                least = min(least, floor)
-                if mixture is not None and (best is None or mixture.objective < best.objective):
-                    best = mixture
+            if best is not None:
+                answers.insert(0, best.answer.choice)
+            best, floor = self._mixed(config, answers, best, below)
+            least = min(least, floor)
         if best is None or (stopped is not None and best.objective >= below):
             assert stopped is not None
             raise NotBetter(stopped.seconds, least)
@@ -144,7 +145,7 @@ class Candidates(CandidateFloors):
             most = below if found is None else min(below, found.objective)
             found = self._at_prices(config, self._leaner(config, fastest.solution.objective), most) or found
             if found is not None:
-                mixture, _ = self._mixture(config, found.answer.choice, found.objective)
+                mixture = self._mixture(config, self.layer_strategies(config, found.answer.choice), found.objective)
                 if mixture is not None and mixture.objective < found.objective:
                     found = mixture
         return found if found is not None and found.objective < below else None
@@ -210,21 +211,39 @@ class Candidates(CandidateFloors):
         assert found is not None
         return replace(min(found, kept, key=lambda item: item.objective), bound=min(found.bound, kept.bound))
 
-    def _mixture(self, config: Degrees, answer: TensorChoice, below: float) -> tuple[Evaluation[Answer] | None, float]:
-        """The best mixture of layers' strategies around an answer, where one is found that fits and is likely to take
-        less than ``below``; and seconds that every mixture around it takes at least, where any was looked for.
+    def _mixed(
+        self, config: Degrees, answers: Sequence[TensorChoice], best: Evaluation[Answer] | None, below: float
+    ) -> tuple[Evaluation[Answer] | None, float]:
+        """The best of mixtures around answers and of what is known; and seconds that every such mixture takes at least.
+
+        Of answers around which layers have the same ways the first is taken.
         """
-        parts, found = self.layer_parts(), self.layer_strategies(config, answer)
-        floor = self._mixture_floor(config, *found.least_seconds(parts.values()))
-        if floor >= below:
-            return None, floor
+        least, known, parts = math.inf, set[object](), self.layer_parts()
+        for answer in answers if parts else ():
+            ways, most = self.layer_strategies(config, answer), below if best is None else min(below, best.objective)
+            floor = self._mixture_floor(config, *ways.least_seconds(parts.values()))
+            around = tuple(map(ways.around, parts.values()))
+            least = min(least, floor)
+            if floor >= most or around in known:
+                continue
+            known.add(around)
+            mixture = self._mixture(config, ways, most)
+            if mixture is not None and (best is None or mixture.objective < best.objective):
+                best, least = mixture, min(least, mixture.objective)
+        return best, least
+
+    def _mixture(self, config: Degrees, found: LayerStrategies, below: float) -> Evaluation[Answer] | None:
+        """The best mixture of layers' strategies around an answer, where one is found that fits and is likely to take
+        less than ``below``.
+        """
+        answer, parts = found.answer, self.layer_parts()
         alike: dict[object, list[str]] = {}
         for layer, part in parts.items():
             alike.setdefault(found.alike(part), []).append(layer)
         many = most_layers(alike.values())
         ways = {layer: found.ways(part) if layer in many else (found.own(part),) for layer, part in parts.items()}
         if max(map(len, ways.values()), default=0) < 2:
-            return None, math.inf
+            return None
         units = replace(config, recompute=KEPT) if config.recompute == "none" else config
         samples = Samples.of(alike.values(), ways)
         priced = [
@@ -239,9 +258,9 @@ class Candidates(CandidateFloors):
             problem = self.problem(config, mixture)
             cut = self._cut(config, problem, most)
         except (NotBetter, InfeasibleError):  # the merged problem counts messages as of its first way alone
-            return None, floor
+            return None
         seconds = self._step_seconds(problem, cut.way, config)
-        return Evaluation(Answer(config, mixture, problem, cut), seconds, min(floor, seconds)), min(floor, seconds)
+        return Evaluation(Answer(config, mixture, problem, cut), seconds, seconds)
 
     def _builder(self, config: Degrees) -> Builder:
         """Of all levels of ZeRO that parameters may have."""
@@ -286,9 +305,14 @@ class Candidates(CandidateFloors):
             least = self._least_seconds(config, choice) if below < math.inf else 0.0
             if least >= below:
                 raise NotBetter(least, least if alone else self.work_floor(whose))
+            alike = (config, *self._priced_by(config, choice), *choice.levels.items())
+            if alike in self._divisions:
+                problem, cut = self._divisions[alike]
+                break
             problem = problem or self.problem(config, choice)
             try:
                 cut = self._cut(config, problem, below * self.faster(config) if whole else math.inf)
+                self._divisions[alike] = problem, cut
                 break
             except NotBetter as error:
                 seconds = error.seconds / self.faster(config)

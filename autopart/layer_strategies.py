@@ -219,6 +219,12 @@ class LayerStrategies:
                 for pair in weights
             ]
 
+    def around(self, part: FoldedPart) -> object:
+        """Equal for layers, also of other answers, that have the same ways but for the answer's own."""
+        entering = tuple(self.builder.id_of(item) for node in part.outside for item in self._lies(node))
+        leaving = tuple(self.builder.id_of(self._lies(part.classes[at][0])[slot]) for at, slot in part.leaving)
+        return part.signature, entering, leaving
+
     def alike(self, part: FoldedPart) -> object:
         """Equal for layers that have the same ways."""
         # strategies by identity, as hashing them costs more; the answer keeps them alive
