@@ -180,7 +180,7 @@ def planned(memory_bytes: int, mixed: bool = True, recompute: str = "none") -> P
     limits: dict[str, Any] = {"batch": 8, "pp": 1, "dp": 1, "tp": 2, "microbatches": 4, "recompute": recompute}
     with pytest.MonkeyPatch.context() as patch:
         if not mixed:
-            patch.setattr(Candidates, "_mixture", lambda *_: (None, math.inf))
+            patch.setattr(Candidates, "_mixture", lambda *_: None)
         return make_plan(subject.program, slow_links(memory_bytes), analysis=analysis, **limits)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 from torch import fx
 
+import autopart.layer_frontier
 import autopart.recomputation
 from autopart import cache
 from autopart.analysis import Analysis, analyze
@@ -47,6 +49,40 @@ def test_ways_to_run_a_layer_are_found_once_for_layers_that_are_alike(monkeypatc
         counts.append(len(calls))
         calls.clear()
     assert counts[0] == counts[1] and counts[0] < len(problem.blocks) ** 2
+
+
+def test_modules_to_run_again_are_found_once_whatever_replicas_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = autopart.layer_frontier.frontier
+    calls: list[str] = []
+
+    def counted(layer: str, *others: object) -> object:
+        calls.append(layer)
+        return found(layer, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(autopart.layer_frontier, "frontier", counted)
+    config = Degrees(2, 2, (2,), 2, "1f1b", "auto")
+    candidates, alone = (Candidates(analysis_of(SHALLOW), ideal(8), 16, "adamw", zero=None) for _ in range(2))
+    divided = candidates.choose(config, level=1)
+    candidates.problem(config, replace(divided, levels={}))
+    assert divided.levels and calls
+    calls.clear()
+    problem = candidates.problem(config, divided)
+    assert not calls
+    assert problem == alone.problem(config, divided)
+    assert calls
+
+
+def test_mixtures_are_looked_for_once_around_answers_that_leave_layers_the_same_ways() -> None:
+    config = Degrees(2, 2, (2,), 2, "1f1b", "auto")
+    candidates = Candidates(analysis_of(SHALLOW), ideal(8), 16, "adamw", zero=None)
+    whole, divided = (candidates.layer_strategies(config, candidates.choose(config, level=level)) for level in (0, 1))
+    for part in candidates.layer_parts().values():
+        assert whole.around(part) == divided.around(part)
+        assert whole.alike(part) != divided.alike(part)
+        amounts = [
+            {(way.seconds, way.state_bytes, way.kept_bytes) for way in found.ways(part)} for found in (whole, divided)
+        ]
+        assert amounts[0] == amounts[1]
 
 
 def test_costs_of_copied_layers_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
