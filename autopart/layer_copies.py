@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from autopart.passes.exported import module_path
 
@@ -55,6 +56,39 @@ class _Owners:
 def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
+
+
+def add_tensors(exported: torch.export.ExportedProgram, root: nn.Module, groups: list[list[nn.Module]]) -> None:
+    """Adds the parameters and buffers of ``root`` that were away while it was exported, as if they had been there.
+
+    groups: alike layers, of which the second was whole. Raises Differs.
+    """
+    specs, graph = exported.graph_signature.input_specs, exported.graph_module.graph
+    paths = {module: name for name, module in root.named_modules()}
+    alike = {
+        f"{paths[layer]}.{name}": f"{paths[group[1]]}.{name}"
+        for group in groups
+        for layer in group
+        for name, _ in _tensors(layer)
+    }
+    there = {spec.target: spec for spec in specs if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)}
+    names = [name for name, _ in _tensors(root)]
+    if [name for name in names if name in there] != [spec.target for spec in specs[: len(there)]]:
+        raise Differs("an exported graph has its tensors in another order than the model")
+    node_of = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    behind: list[InputSpec] = []
+    for name in reversed(names):
+        spec = there.get(name)
+        if spec is None:
+            like = there[alike[name]]
+            before = node_of[behind[-1].arg.name] if behind else node_of[specs[len(there)].arg.name]
+            with graph.inserting_before(before):
+                node = graph.placeholder(f"copied_{name.replace('.', '_')}")
+            node.meta.update(node_of[like.arg.name].meta)
+            node_of[node.name] = node
+            spec = replace(like, arg=TensorArgument(name=node.name), target=name)
+        behind.append(spec)
+    specs[: len(there)] = reversed(behind)
 
 
 class _Layer:

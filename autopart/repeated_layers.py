@@ -3,8 +3,9 @@
 For planning, where a model of a hundred layers is captured only to be looked at. The model's own forward runs, and so
 do the first and second call of each kind of layer, the second between two marks in the graph. Every other call of a
 layer of that kind, on arguments of the same types and sizes, is one op, which gives tensors of the types and sizes that
-the second gave; the third's and the last's own forward are compared with it (layer_checks.py). In the exported graph
-copies of the second's ops take these ops' places (layer_copies.py). Where that cannot be had, the model is exported as
+the second gave; the third's and the last's own forward are compared with it (layer_checks.py). The others have no
+tensors while the model is exported. In the exported graph their tensors are added, and copies of the second's ops take
+these ops' places (layer_copies.py). Where that cannot be had, the model is exported as
 a whole.
 
 Not seen is what a layer does beside its ops, such as counting its calls in a Python object, and an influence of its
@@ -25,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from autopart.alike_layers import alike_layers
 from autopart.layer_checks import FIXED, Compared, Itself, Recorded
-from autopart.layer_copies import Call, Differs, insert_copies
+from autopart.layer_copies import Call, Differs, add_tensors, insert_copies
 
 library.define("autopart_capture::mark", "(Tensor[] tensors, int call, bool leaves) -> ()")
 library.define("autopart_capture::layer", "(Tensor[] tensors, int call) -> Tensor[]")
@@ -35,7 +36,7 @@ LAYER = torch.ops.autopart_capture.layer.default
 APART = torch.ops.autopart_capture.apart.default
 fx.node.has_side_effect(MARK)
 # The first is traced too, but is nothing to compare with, as later ones may use sizes that it computes.
-_COPIED = 2
+_COPIED, _COMPARED = 2, 3
 
 
 def export_with_copies(
@@ -45,17 +46,24 @@ def export_with_copies(
     groups = alike_layers(root)
     if not groups:
         return None
-    calls = _Calls()
-    try:
-        with _watched(groups, calls):
-            exported = export()
-        graph = exported.graph_module.graph
-        for node in graph.find_nodes(op="call_function", target=APART):
-            graph.erase_node(node)  # raises where a layer that was compared left its argument somewhere
-        insert_copies(exported, root, calls.made, MARK, LAYER)
-    except Exception:  # whatever it is, the export of the whole model goes through or says it better
-        return None
-    return exported
+    # the first may be a kind by itself: a model's input has no gradient
+    copied = [layer for group in groups for layer in group[_COMPARED + 1 : -1]]
+    for unread in (copied, []):
+        calls = _Calls(unread)
+        try:
+            with _watched(groups, calls), _without_tensors(unread):
+                exported = export()
+            add_tensors(exported, root, groups)
+            graph = exported.graph_module.graph
+            for node in graph.find_nodes(op="call_function", target=APART):
+                graph.erase_node(node)  # raises where a layer that was compared left its argument somewhere
+            insert_copies(exported, root, calls.made, MARK, LAYER)
+            return exported
+        except AttributeError:  # perhaps of what these layers are without
+            continue
+        except Exception:  # whatever it is, the export of the whole model goes through or says it better
+            return None
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +102,10 @@ class _Kind:
 
 
 class _Calls:
-    """The calls of one export."""
+    """The calls of one export. unread: layers whose forward cannot run."""
 
-    def __init__(self) -> None:
+    def __init__(self, unread: Sequence[nn.Module]) -> None:
+        self.unread = set(map(id, unread))
         self.made: list[Call] = []
         self.kinds: list[_Kind] = []
         self.results: dict[int, list[_Result]] = {}
@@ -114,6 +123,8 @@ class _Calls:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         kind = self.kind(group, [spec, torch.is_grad_enabled(), *_described(leaves)])
         kind.calls += 1
+        if id(layer) in self.unread and (last or kind.calls <= _COMPARED):
+            raise AttributeError("the layer's tensors are away")
         if kind.calls == 1:
             return forward(*args, **kwargs)
         number = len(self.made)
@@ -129,7 +140,7 @@ class _Calls:
             kind.recorded.finish(result)
             return result
         assert kind.recorded is not None and kind.returned is not None
-        if last or kind.calls == _COPIED + 1:
+        if last or kind.calls == _COMPARED:
             # of what that call made an argument has to be told apart
             apart = [APART(leaf) if kind.recorded.made(leaf) else leaf for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(apart, spec)
@@ -225,6 +236,19 @@ def _watched(groups: list[list[nn.Module]], calls: _Calls) -> Iterator[None]:
             else:
                 vars(layer)["forward"] = own
         _CURRENT.reset(token)
+
+
+@contextmanager
+def _without_tensors(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, the layers have no parameters, buffers and modules: export works on each, whether it is read or not."""
+    kept = [(layer, name, vars(layer)[name]) for layer in layers for name in ("_parameters", "_buffers", "_modules")]
+    for layer, name, _ in kept:
+        vars(layer)[name] = {}
+    try:
+        yield
+    finally:
+        for layer, name, held in kept:
+            vars(layer)[name] = held
 
 
 @library.register_fake("autopart_capture::mark")  # type: ignore[untyped-decorator]

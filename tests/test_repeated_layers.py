@@ -273,10 +273,15 @@ def test_odd_models_have_the_same_program(name: str) -> None:
 
 
 def test_as_many_forwards_run_for_many_layers_as_for_few() -> None:
-    ran = []
+    ran, parameters = [], list[int]()
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        parameters.append(len(list(model.parameters())))
+        return in_turn(model, x)
+
     for layers in (LAYERS, 40):
         with torch.device("meta"):
-            model, x = Stack(Counted, in_turn, layers), torch.zeros(2, 3, 4)
+            model, x = Stack(Counted, run, layers), torch.zeros(2, 3, 4)
         _RAN.clear()
         program = capture(model, (x,), {}, check_eval=False, copy_layers=True)
         assert sum(node.target is torch.ops.aten.linear.default for node in program.graph.nodes) == layers
@@ -284,6 +289,7 @@ def test_as_many_forwards_run_for_many_layers_as_for_few() -> None:
     # The first layer is a kind by itself, since the model's input has no gradient; then two that are traced, and the
     # next and the last, which are compared.
     assert ran == [5, 5]
+    assert parameters == [4 * 5, 4 * 5]
 
 
 def test_commands_that_only_plan_copy_layers(monkeypatch: pytest.MonkeyPatch) -> None:
