@@ -14,7 +14,7 @@ from autopart.candidate_prices import same_but_for_memory
 from autopart.cluster import Cluster
 from autopart.conversion_prices import TensorAxis
 from autopart.cost.communication import bucketed_all_reduce_seconds
-from autopart.cost.devices import Device
+from autopart.cost.devices import Device, Link
 from autopart.memory_bound import least_added
 from autopart.passes.amounts import value_bytes
 from autopart.passes.graph import Value
@@ -24,6 +24,7 @@ from autopart.solver.degrees import Config, Degrees
 from autopart.solver.pipeline_cuts import Boundary, Place, Row, Tied, least_divided_seconds
 from autopart.solver.pipeline_floor import Family, Piece, Pipeline, least_step_seconds
 from autopart.solver.stages_least import least_share
+from autopart.solver.stages_parts import Cut
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, pipeline_floor
 from autopart.tensor_choice import TensorChoice, work_bound
 
@@ -47,6 +48,7 @@ class CandidateFloors(CandidateLayers):
     _enough: dict[object, float] = field(default_factory=dict)  # from where such a bound was not raised further
     _added: dict[tuple[Degrees, float], float] = field(default_factory=dict)
     _floors: dict[tuple[Degrees, float], float] = field(default_factory=dict)  # of pipelines that end whole
+    _shared_cuts: dict[tuple[int, int, Link], tuple[Cut, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         CandidateLayers.__post_init__(self)
@@ -173,7 +175,7 @@ class CandidateFloors(CandidateLayers):
         }
         places |= {block: Place(-1, -1, number) for number, block in enumerate(self._apart(layers))}
         links = self._stage_links(config)
-        cuts = {link: self._cuts(config, None, link) for link in dict.fromkeys(links)}
+        cuts = {link: self._least_cuts(config, link) for link in dict.fromkeys(links)}
         boundaries = (
             Boundary(
                 mask.bit_count(),
@@ -194,11 +196,19 @@ class CandidateFloors(CandidateLayers):
     def _least_transfers(self, config: Degrees) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """By cut, seconds of a transfer there and back, at whatever position and shared perfectly."""
         links = self._stage_links(config) if config.pp > 1 else []
-        cuts = {link: self._cuts(config, None, link)[1:-1] for link in dict.fromkeys(links)}
-        return (
-            tuple(min((cut.forward_s for cut in cuts[link]), default=0.0) for link in links),
-            tuple(min((cut.backward_s for cut in cuts[link]), default=0.0) for link in links),
-        )
+        found = dict[Link, tuple[float, float]]()
+        for link in dict.fromkeys(links):
+            cuts = self._least_cuts(config, link)[1:-1]
+            there, back = ((cut.forward_s for cut in cuts), (cut.backward_s for cut in cuts))
+            found[link] = min(there, default=0.0), min(back, default=0.0)
+        return tuple(found[link][0] for link in links), tuple(found[link][1] for link in links)
+
+    def _least_cuts(self, config: Degrees, link: Link) -> tuple[Cut, ...]:
+        """At each position, all values shared perfectly."""
+        key = self.samples(config), config.tp, link
+        if key not in self._shared_cuts:
+            self._shared_cuts[key] = self._cuts(config, None, link)
+        return self._shared_cuts[key]
 
     def _tied_floor(self, config: Degrees, found: float) -> float:
         """With sums of gradients of parameters that several stages read, or all in between in one stage."""

@@ -27,7 +27,7 @@ from autopart.passes.amounts import Amount
 from autopart.passes.annotate import ParameterBytes, parameter_bytes
 from autopart.passes.graph import Value
 from autopart.prices import Prices
-from autopart.solver.memory_floor import Held, Way, added_seconds
+from autopart.solver.memory_floor import AddedSeconds, Held, Way, added_seconds
 from autopart.solver.stages_floor import least_step, most_behind
 
 # Of the seconds that memory adds to a microbatch: more than so many times its work are not told apart.
@@ -47,11 +47,11 @@ def least_added(
         found = added_seconds(blocks, (min(in_flight),) * len(rooms), rooms, (math.inf,) * len(rooms))
         return min(found, _MOST_ADDED * work)
     behind, even = most_behind(microbatches, in_flight)[1:], least_step(microbatches, in_flight)
+    added = AddedSeconds(blocks, in_flight, rooms)
 
     def asked(seconds: float) -> float:
         """Added to the work, where a step takes so long."""
-        added = added_seconds(blocks, in_flight, rooms, [part * (seconds - work) for part in behind])
-        return min(added, _MOST_ADDED * work)
+        return min(added.at([part * (seconds - work) for part in behind]), _MOST_ADDED * work)
 
     least, most = work * even, work * even * (1 + _MOST_ADDED)
     if not asked(least):
@@ -139,6 +139,7 @@ class MemoryBound:
     leaving: set[Value] = field(default_factory=set)
     """What ops of other layers, or of none, read than make it, by who owns the memory, once the facts are gathered."""
     _row: list[BlockFacts] = field(default_factory=list)
+    _kinds: Counter[BlockFacts] = field(default_factory=Counter)
 
     @property
     def row(self) -> Sequence[BlockFacts]:
@@ -146,6 +147,13 @@ class MemoryBound:
         if not self._row:
             self._row = self._gather()
         return self._row
+
+    @property
+    def _counted(self) -> Counter[BlockFacts]:
+        """How many blocks are alike."""
+        if not self._kinds:
+            self._kinds = Counter(self.row)
+        return self._kinds
 
     @property
     def tied(self) -> dict[tuple[int, ...], tuple[Parameters, ...]]:
@@ -166,7 +174,7 @@ class MemoryBound:
                 sum(sum(prices.shared_seconds(node, share, share)) for node in facts.ops),
                 tuple(self._parts(facts, prices, share, data, levels, recompute)),
             )
-            for facts, count in Counter(self.row).items()
+            for facts, count in self._counted.items()
         ]
 
     def _parts(

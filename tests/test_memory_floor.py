@@ -11,7 +11,7 @@ import pytest
 from autopart.memory_bound import least_added
 from autopart.runtime.schedule import in_flight, make_schedule
 from autopart.simulate import StageTimes, makespan
-from autopart.solver.memory_floor import Held, Way, added_seconds
+from autopart.solver.memory_floor import AddedSeconds, Held, Way, added_seconds
 from autopart.solver.stages_floor import least_step
 
 SEEDS = range(40)
@@ -62,6 +62,8 @@ def test_no_assignment_needs_less(seed: int) -> None:
     total = sum(block.count * block.work for block in blocks)
     behind = [total * rng.random() if stage < stages - 1 else 0.0 for stage in range(stages)]
     found = added_seconds(blocks, flying, capacity, behind)
+    several = AddedSeconds(blocks, flying, capacity)
+    assert several.at([math.inf] * stages) <= several.at(behind) == found
     for owned in assignments(blocks, stages):
         work = work_of(owned)
         if all(sum(work[stage + 1 :]) <= behind[stage] for stage in range(stages)):

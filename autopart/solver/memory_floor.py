@@ -58,37 +58,82 @@ def added_seconds(
 
     in_flight, capacity_bytes: per stage. behind: the most work of the stages behind each.
     """
-    stages = len(in_flight)
-    flying = np.minimum.accumulate(np.array(in_flight, dtype=float))
-    room = np.cumsum(capacity_bytes)
-    work = np.array([block.work for block in blocks])
-    count = np.array([float(block.count) for block in blocks])
-    ahead = count @ work - np.array(behind)
-    prices = _breaks(blocks, {flying[0], flying[stages // 2], flying[-1]})
-    held = np.array([_least(block, prices, flying) for block in blocks])
-    free = np.array([[sum(min(way.seconds for way in part) for part in block.parts)] * len(prices) for block in blocks])
-    free = np.append(free, np.zeros((len(blocks), 1)), axis=1)[:, None, :]
-    most = 0.0
-    for first in {stages, *(1 << power for power in range(stages.bit_length()) if 1 << power < stages)}:
-        priced = held if first == stages else np.concatenate([held[:, :first], free], axis=1)
-        found = count @ priced[:, -1] - np.append(prices, 1.0) * room[first - 1]
-        if priced.shape[1] > 1:
+    return AddedSeconds(blocks, in_flight, capacity_bytes).at(behind)
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    """Prices that are equal in the first stages. always: by price, of all blocks at the last of these, less its room;
+    the least bytes beyond it come last. rate: [block, stage, price], falls per work, in rising order; size: the work of
+    each, ahead: of those before it. room: bytes.
+    """
+
+    always: Array
+    rate: Array
+    size: Array
+    ahead: Array
+    room: float
+
+    def at(self, ahead: Array) -> Array:
+        """ahead: work of the blocks that lie in a stage or ahead of it, at least."""
+        stages = self.rate.shape[1]
+        if not stages:
+            return self.always
+        taken = np.clip(ahead[None, :stages, None] - self.ahead, 0.0, self.size)
+        return self.always + np.einsum("bsp,bsp->p", taken, self.rate)
+
+
+class AddedSeconds:
+    """:func:`added_seconds` of the same blocks and stages for any work behind these."""
+
+    def __init__(self, blocks: Sequence[Held], in_flight: Sequence[int], capacity_bytes: Sequence[float]) -> None:
+        stages = len(in_flight)
+        flying = np.minimum.accumulate(np.array(in_flight, dtype=float))
+        room = np.cumsum(capacity_bytes)
+        work = np.array([block.work for block in blocks])
+        count = np.array([float(block.count) for block in blocks])
+        self._work = float(count @ work)
+        prices = _breaks(blocks, {flying[0], flying[stages // 2], flying[-1]})
+        held = _least(blocks, prices, flying)
+        free = np.array([sum(min(way.seconds for way in part) for part in block.parts) for block in blocks])
+        nothing = np.concatenate([np.repeat(free[:, None], len(prices), axis=1), np.zeros((len(blocks), 1))], axis=1)
+        self._priced = list[_Priced]()
+        for first in {stages, *(1 << power for power in range(stages.bit_length()) if 1 << power < stages)}:
+            priced = held if first == stages else np.concatenate([held[:, :first], nothing[:, None, :]], axis=1)
+            always = count @ priced[:, -1] - np.append(prices, 1.0) * room[first - 1]
             falls = priced[:, :-1] - priced[:, 1:]
-            found += _least_parts(work, count, falls, ahead[: falls.shape[1]])
-        if found[-1] > _ROUNDING * room[first - 1]:
-            return math.inf
-        most = max(most, float(found[:-1].max()))
-    return most
+            with np.errstate(divide="ignore", invalid="ignore"):
+                rate = np.where(work[:, None, None] > 0, falls / work[:, None, None], 0.0)
+            order = np.argsort(rate, axis=0)
+            size = (work * count)[order]
+            ahead = np.cumsum(size, axis=0) - size
+            rate = np.take_along_axis(rate, order, axis=0)
+            self._priced.append(_Priced(always, rate, size, ahead, float(room[first - 1])))
+
+    def at(self, behind: Sequence[float]) -> float:
+        ahead, most = self._work - np.array(behind), 0.0
+        for priced in self._priced:
+            found = priced.at(ahead)
+            if found[-1] > _ROUNDING * priced.room:
+                return math.inf
+            most = max(most, float(found[:-1].max()))
+        return most
 
 
-def _least(block: Held, prices: Array, flying: Array) -> Array:
-    """f_b of the module, [stage, price]; in a last column the least bytes."""
-    found = np.zeros((len(flying), len(prices) + 1))
-    for part in block.parts:
-        seconds = np.array([way.seconds for way in part])[:, None, None]
-        bytes_ = np.array([way.state_bytes + flying * way.kept_bytes for way in part])[:, :, None]
-        found[:, :-1] += (seconds + bytes_ * prices).min(axis=0)
-        found[:, -1] += bytes_.min(axis=0)[:, 0]
+def _least(blocks: Sequence[Held], prices: Array, flying: Array) -> Array:
+    """f_b of the module, [block, stage, price]; in a last column the least bytes."""
+    found = np.zeros((len(blocks), len(flying), len(prices) + 1))
+    # the parts of each block one by one, with a part of no bytes where it has no more, and a way again for one fewer
+    nothing, ways = (Way(0.0, 0.0),), max((len(part) for block in blocks for part in block.parts), default=1)
+    for parts in itertools.zip_longest(*(block.parts for block in blocks), fillvalue=nothing):
+        own = [[*part, *part[-1:] * (ways - len(part))] for part in parts]
+        seconds, state, kept = (
+            np.array([[getattr(way, name) for way in part] for part in own])[:, :, None]
+            for name in ("seconds", "state_bytes", "kept_bytes")
+        )
+        bytes_ = state + flying * kept
+        found[:, :, :-1] += (seconds[..., None] + bytes_[..., None] * prices).min(axis=1)
+        found[:, :, -1] += bytes_.min(axis=1)
     return found
 
 
@@ -102,13 +147,3 @@ def _breaks(blocks: Sequence[Held], flying: Collection[float]) -> Array:
                 if bytes_ > 0 and other.seconds > one.seconds:
                     found.add((other.seconds - one.seconds) / bytes_)
     return np.array(sorted(found))
-
-
-def _least_parts(work: Array, count: Array, falls: Array, ahead: Array) -> Array:
-    """Over all stages, the least sums of falls [block, stage, price] of blocks whose work is ``ahead``, by price."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        rate = np.where(work[:, None, None] > 0, falls / work[:, None, None], 0.0)
-    order = np.argsort(rate, axis=0)
-    size = (work * count)[order]
-    taken = np.clip(ahead[None, :, None] - (np.cumsum(size, axis=0) - size), 0.0, size)
-    return np.einsum("bsp,bsp->p", taken, np.take_along_axis(rate, order, axis=0))
