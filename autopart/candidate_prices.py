@@ -169,7 +169,7 @@ class CandidatePrices:
     def _rooms(self, config: Degrees) -> list[float]:
         """Bytes of each stage for what it holds."""
         overhead = self.overhead_bytes / config.virtual
-        return [self.layout.capacity(config, stage) - overhead for stage in range(config.stages)]
+        return [capacity - overhead for capacity in self.layout.capacities(config)]
 
     @property
     def overhead_bytes(self) -> float:
@@ -239,7 +239,7 @@ class CandidatePrices:
             (Cut(),) * len(self.positions.sets),
             config.microbatches,
             flying,
-            tuple(float(self.layout.capacity(config, stage)) for stage in range(config.stages)),
+            tuple(map(float, self.layout.capacities(config))),
             self.overhead_bytes / config.virtual,
             priced.tied,
             self.pins.stages if self.pins else (),

@@ -24,6 +24,7 @@ class DeviceLayout:
     cluster: Cluster
     _links: dict[tuple[int, int, int], Link] = field(default_factory=dict)
     _stage_links: dict[tuple[int, int, int], Link] = field(default_factory=dict)
+    _capacities: dict[tuple[tuple[int, ...], int, int], tuple[int, ...]] = field(default_factory=dict)
 
     def ranks(self, config: Degrees, stage: int) -> tuple[int, ...]:
         """The stage's devices: tensor ranks are neighbours."""
@@ -37,7 +38,20 @@ class DeviceLayout:
 
     def capacity(self, config: Degrees, stage: int) -> int:
         """Bytes that the stage may take of its smallest device, which stages on one rank share evenly."""
-        return min(self.cluster.device(rank).memory_bytes for rank in self.ranks(config, stage)) // config.virtual
+        return self.capacities(config)[stage]
+
+    def capacities(self, config: Degrees) -> tuple[int, ...]:
+        """The same by stage."""
+        places = self.places(config)
+        key = places, config.dp * config.tp, config.virtual
+        if key not in self._capacities:
+            least = dict[int, int]()
+            for place in set(places):
+                ranks = range(place * key[1], (place + 1) * key[1])
+                nodes = range(self.cluster.node_of(ranks[0]), self.cluster.node_of(ranks[-1]) + 1)
+                least[place] = min(self.cluster.nodes[node].device.memory_bytes for node in nodes) // config.virtual
+            self._capacities[key] = tuple(least[place] for place in places)
+        return self._capacities[key]
 
     def tensor_axes(self, config: Degrees) -> tuple[TensorAxis, ...]:
         """The tensor axes, outermost first, each with the slowest link of any group along it."""
