@@ -237,7 +237,8 @@ def _alike(node: fx.Node) -> object:
     for value in inputs(node):
         owner = storage_of(value)
         numbers = values.setdefault(value, len(values)), owners.setdefault(owner, len(owners))
-        read.append((numbers, *_memory(value), *_memory(owner), op_name(owner.node)))
+        made_by = "" if owner.node.op == "placeholder" else op_name(owner.node)  # else its own name
+        read.append((numbers, *_memory(value), *_memory(owner), made_by))
     made = [(id(value.fake), needs_gradient(value)) for value in outputs(node)]
     return node.target, str(constants), tuple(read), tuple(made)
 

@@ -18,6 +18,7 @@ in :mod:`~autopart.passes.batch_losses`, row numbers and permutations in :mod:`~
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from autopart.passes.exported import fakes
 from autopart.passes.program import Program, Role, mark_differentiable
 from autopart.passes.rules import Rule, RuleBook, follow
 from autopart.passes.sizes import Extent, extent
-from autopart.runtime.placement import PARTIAL, shard
+from autopart.runtime.placement import PARTIAL, Placement, shard
 
 aten = torch.ops.aten
 
@@ -80,6 +81,7 @@ class Splitter:
     bound: set[fx.Node] = field(default_factory=set)  # depends on a parameter or on chance
     totals: dict[fx.Node, fx.Node] = field(default_factory=dict)
     numbers: dict[fx.Node, fx.Node] = field(default_factory=dict)  # sizes of the whole batch
+    found: dict[object, tuple[Rule | None, tuple[Placement, ...] | None]] = field(default_factory=dict)
     notes: dict[str, None] = field(default_factory=dict)
     normalized: set[str] = field(default_factory=set)  # modules that normalise over the batch
     whole_batch: fx.Node | None = None
@@ -144,7 +146,7 @@ class Splitter:
     def copy(self, node: fx.Node, given: dict[fx.Node, fx.Node] | None = None) -> fx.Node:
         """The node in the new graph, its operands replaced by ``given`` where that has them."""
         env = self.env if given is None else {**self.env, **given}
-        numbers = _numbers(node)
+        numbers = _numbers(node.target)
 
         def value(argument: Any, key: int | str) -> Any:
             return fx.node.map_arg(
@@ -228,8 +230,7 @@ class Splitter:
             if states[0].placement != shard(0) or not all(state.whole for state in states[1:]):
                 raise Mixes("combines different samples")
             return self.put(self.copy(node, given), BatchState(shard(0)))
-        rule = self.rules.rule(node)
-        found = None if rule is None else follow(rule, node, [state.placement for state in states])
+        rule, found = self.followed(node, [state.placement for state in states])
         if found is None:
             if any(state.placement == PARTIAL for state in states):
                 return self.after_sums(node, rule, sources, states, given)
@@ -245,6 +246,18 @@ class Splitter:
                 counts = points.counter and node.target is not aten.slice.Tensor
                 results.append(BatchState(placement, order, points.points, points.rows, counts))
         return self.put(self.copy(node, given), *results)
+
+    def followed(self, node: fx.Node, placements: list[Placement]) -> tuple[Rule | None, tuple[Placement, ...] | None]:
+        """An op's rule, and the placements that follow; found once for ops of copied layers, which share values."""
+        plain = fx.node.map_aggregate(
+            (node.args, node.kwargs),
+            lambda item: (id(item.meta.get("val")), _differentiable(item)) if isinstance(item, fx.Node) else item,
+        )
+        key = node.target, str(plain), id(node.meta["val"]), _differentiable(node), *placements
+        if key not in self.found:
+            rule = self.rules.rule(node)
+            self.found[key] = rule, None if rule is None else follow(rule, node, placements)
+        return self.found[key]
 
     def after_sums(
         self,
@@ -421,13 +434,18 @@ def _is_random(node: fx.Node) -> bool:
     return bool(torch.Tag.nondeterministic_seeded in target.tags)
 
 
-def _numbers(node: fx.Node) -> set[int | str]:
+def _differentiable(node: fx.Node) -> bool:
+    """What is known of a value's gradient, seen through ``getitem``."""
+    return bool(graphs.value_of(node).node.meta.get("differentiable", True))
+
+
+@functools.cache
+def _numbers(target: object) -> frozenset[int | str]:
     """The arguments, by position and name, that are numbers to compute with; other integers are sizes and dims."""
-    target = node.target
     if not isinstance(target, torch._ops.OpOverload) or str(target).startswith("aten.arange"):
-        return set()
+        return frozenset()
     found: set[int | str] = set()
     for index, argument in enumerate(target._schema.arguments):
         if str(argument.type).removeprefix("Optional[").rstrip("]") in ("number", "float", "Tensor"):
             found |= {index, argument.name}
-    return found
+    return frozenset(found)
