@@ -6,6 +6,7 @@ value that owns the memory.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +42,7 @@ _IF_STRIDES_ALLOW = {"reshape", "flatten", "_unsafe_view", "contiguous", "reshap
 _CASTS = {"to", "type_as", "_to_copy", "float", "_cast"}
 _SHARING = ("sum_gradients", "keep_gradients_on_first")
 """Transitions that return their argument's own memory."""
+Sizes = tuple[int, ...]
 _SAMPLE_BATCH = 3
 """Strides are compared for this many samples; a batch of one would make dims look mergeable."""
 
@@ -89,10 +91,21 @@ def _keeps_memory(node: fx.Node, name: str) -> bool:
     if name == "clone":
         return False
     source = value_of(input_nodes(node)[0])
-    there, wanted = laid_out(source), laid_out(Value(node))
+    there, wanted = _layout(source), _layout(Value(node))
     if there is None or wanted is None:
         return False
-    return there.is_contiguous() if name == "contiguous" else can_view(there, wanted.shape)
+    return _is_contiguous(*there) if name == "contiguous" else _can_view(*there, wanted[0])
+
+
+@functools.lru_cache(maxsize=4096)
+def _can_view(sizes: Sizes, strides: Sizes, shape: Sizes) -> bool:
+    """As :func:`can_view`, of which a graph has few kinds."""
+    return can_view(torch.empty_strided(sizes, strides, device="meta"), shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_contiguous(sizes: Sizes, strides: Sizes) -> bool:
+    return torch.empty_strided(sizes, strides, device="meta").is_contiguous()
 
 
 def can_view(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
@@ -117,7 +130,13 @@ def is_contiguous(value: Value) -> bool:
 
 
 def laid_out(value: Value) -> torch.Tensor | None:
-    """A tensor on meta with the sizes and strides of a value, for some samples; None where these are not known.
+    """A tensor on meta with the sizes and strides of a value, for some samples; None where these are not known."""
+    there = _layout(value)
+    return None if there is None else torch.empty_strided(*there, device="meta")
+
+
+def _layout(value: Value) -> tuple[Sizes, Sizes] | None:
+    """Sizes and strides of a value, for some samples; None where these are not known.
 
     In a rank's graph (:mod:`autopart.passes.shard`) it is the rank's part, whose dims lie in the order of the whole's,
     as dense; what a collective makes, and what a stage receives, is contiguous.
@@ -134,8 +153,8 @@ def laid_out(value: Value) -> torch.Tensor | None:
         sizes, strides = _share(sizes, strides, own, parts)
     received = value.node.op == "placeholder" and value.node.meta.get("role") is Role.RECEIVED
     if received or ("transition" in value.node.meta and not shares_memory(value.node)):
-        return torch.empty(sizes, device="meta")
-    return torch.empty_strided(sizes, strides, device="meta")
+        strides = list(torch.empty(sizes, device="meta").stride())
+    return tuple(sizes), tuple(strides)
 
 
 def _share(
@@ -161,9 +180,11 @@ def _concrete(sizes: Sequence[int | torch.SymInt], samples: int) -> list[int] | 
 
 def _at(size: int | torch.SymInt, samples: int) -> int | None:
     """A size or stride for so many samples; export writes some as ``Min(64, 64*b)``."""
+    if isinstance(size, int):
+        return size
     known = extent(size)
-    if known is not None or isinstance(size, int):
-        return None if known is None else known.at(samples)
+    if known is not None:
+        return known.at(samples)
     value = size.node.expr.subs(dict.fromkeys(size.node.expr.free_symbols, samples))
     return int(value) if len(size.node.expr.free_symbols) == 1 and value.is_Integer else None
 
