@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -83,10 +84,16 @@ class DeviceLayout:
         """The slowest link of any group of ``parts`` ranks that lie ``stride`` apart."""
         key = (devices, parts, stride)
         if key not in self._links:
-            starts = [base + offset for base in range(0, devices, parts * stride) for offset in range(stride)]
-            groups = [range(start, start + parts * stride, stride) for start in starts]
-            alike = {tuple(map(self.cluster.node_of, group)): group for group in groups}
-            self._links[key] = slowest([self.cluster.group_link(group) for group in alike.values()])
+            nodes, span = tuple(map(self.cluster.node_of, range(devices))), parts * stride
+            starts = (base + offset for base in range(0, devices, span) for offset in range(stride))
+            groups = {nodes[start : start + span : stride]: start for start in starts}
+            # as many devices on equal nodes have equal links
+            alike = {
+                tuple((id(self.cluster.nodes[node]), count) for node, count in Counter(own).items()): start
+                for own, start in groups.items()
+            }
+            links = [self.cluster.group_link(range(start, start + span, stride)) for start in alike.values()]
+            self._links[key] = slowest(links)
         return self._links[key]
 
 
