@@ -89,6 +89,8 @@ class _OpFacts:
     masked: tuple[int, Amount] | None  # of that what follows the sharding of one input alone: which, and bytes
     learned: tuple[tuple[int, Amount], ...]  # parameters with a gradient: which input, and bytes
     multiplied: int  # which input is multiplied with a trained weight; -1: none
+    passing: bool  # neither the op nor its backward makes a tensor
+    copies: int  # of its largest tensor, that the backward makes on its way
 
     def position(self, item: _Kept) -> int:
         """Where a kept tensor stands among inputs and outputs."""
@@ -176,6 +178,8 @@ class BlockCosts:
                 if value.node.op == "placeholder" and value.node.meta.get("trainable")
             ),
             -1 if (multiplied := operand_of(node)) is None else inputs.index(graphs.value_of(multiplied)),
+            passes_memory(node),
+            backward_copies(node),
         )
         return found
 
@@ -245,7 +249,7 @@ class BlockCosts:
             if item.owner.node.op != "placeholder":
                 total += item.size.at(batch) * shares[facts.position(item)]
         total += _inside_bytes(facts, chosen, sizes, shares, batch)
-        return total, _transient_bytes(node, facts, shares, batch)
+        return total, _transient_bytes(facts, shares, batch)
 
     def least_kept(
         self,
@@ -363,7 +367,7 @@ class BlockCosts:
         return _Run(
             forward + exchanged.forward_s,
             backward + exchanged.backward_s,
-            _transient_bytes(node, facts, shares, prices.batch),
+            _transient_bytes(facts, shares, prices.batch),
             _inside_bytes(facts, chosen, sizes, shares, prices.batch),
             tuple(shares),
             tuple(_used(chosen, position) for position in positions),
@@ -385,13 +389,13 @@ class BlockCosts:
                 yield from self._from_outside([storage_of(value) for value in graphs.inputs(node)], index)
 
 
-def _transient_bytes(node: fx.Node, facts: _OpFacts, shares: Sequence[float], batch: int) -> float:
+def _transient_bytes(facts: _OpFacts, shares: Sequence[float], batch: int) -> float:
     """Operands and results, or their gradients, with those of parameters and what the backward makes on its way."""
-    if passes_memory(node):
+    if facts.passing:
         return 0.0
     held = [size.at(batch) * share for size, share in zip(facts.sizes, shares, strict=True)]
     learned = sum(size.at(1) * shares[position] for position, size in facts.learned)
-    return sum(held) + backward_copies(node) * max(held, default=0.0) + learned
+    return sum(held) + facts.copies * max(held, default=0.0) + learned
 
 
 def _used(chosen: Chosen, position: int) -> Placements:
