@@ -15,14 +15,14 @@ from torch import fx
 from autopart.analysis import Analysis
 from autopart.conversion_prices import ConversionPrices, TensorAxis
 from autopart.passes import graph as graphs
-from autopart.passes.amounts import Amount, numel, value_bytes
+from autopart.passes.amounts import Amount, value_bytes
 from autopart.passes.backward_memory import backward_copies, passes_memory
 from autopart.passes.beside import is_cast, operand_of
 from autopart.passes.emit.layers import runs_of
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
 from autopart.passes.rules import is_differentiable
-from autopart.passes.saved import WHOLE_INSIDE, additive_mask, saved_inside, saved_tensors
+from autopart.passes.saved import WHOLE_INSIDE, copied_inside, saved_inside, saved_tensors
 from autopart.passes.storage import is_view, storage_of
 from autopart.prices import Chosen, Prices, value_shares
 from autopart.rank_memory import Kept, RankMemory, Views
@@ -86,7 +86,7 @@ class _OpFacts:
     sizes: tuple[Amount, ...]  # of inputs then outputs; parameters count nothing
     kept: tuple[_Kept, ...]
     inside: Amount  # what the op keeps besides
-    masked: tuple[int, Amount] | None  # of that what follows the sharding of one input alone: which, and bytes
+    copied: tuple[tuple[int, Amount], ...]  # of that copies of inputs, which follow their sharding: which, and bytes
     learned: tuple[tuple[int, Amount], ...]  # parameters with a gradient: which input, and bytes
     multiplied: int  # which input is multiplied with a trained weight; -1: none
     passing: bool  # neither the op nor its backward makes a tensor
@@ -171,7 +171,7 @@ class BlockCosts:
             tuple(Amount() if value.node.op == "placeholder" else self.size(value) for value in held),
             self._keeping(node, inputs, outputs, ""),
             saved_inside(node, self.kind),
-            _masked(node, inputs, self.kind),
+            tuple((inputs.index(value), size) for value, size in copied_inside(node, self.kind)),
             tuple(
                 (position, self.size(value))
                 for position, value in enumerate(inputs)
@@ -203,7 +203,9 @@ class BlockCosts:
         if (node, form) not in self._formed:
             facts = self._facts[node]
             kept = self._keeping(node, facts.inputs, facts.outputs, form)
-            self._formed[node, form] = replace(facts, kept=kept, inside=saved_inside(node, self.kind, form))
+            inside, copied = saved_inside(node, self.kind, form), copied_inside(node, self.kind, form)
+            found = tuple((facts.inputs.index(value), size) for value, size in copied)
+            self._formed[node, form] = replace(facts, kept=kept, inside=inside, copied=found)
         return self._formed[node, form]
 
     def gathering(self, node: fx.Node) -> tuple[bool, float]:
@@ -406,21 +408,14 @@ def _used(chosen: Chosen, position: int) -> Placements:
     return tuple(strategy.outputs[position - inputs] for strategy in chosen)
 
 
-def _masked(node: fx.Node, inputs: Sequence[Value], kind: str) -> tuple[int, Amount] | None:
-    mask = additive_mask(node, kind)
-    if mask is None:
-        return None
-    return inputs.index(mask), numel(mask.fake) * inputs[0].fake.element_size()
-
-
 def _inside_bytes(facts: _OpFacts, chosen: Chosen, sizes: Sequence[int], shares: Sequence[float], batch: int) -> float:
     """A rank's part of what an op keeps besides. shares: of inputs then outputs."""
     if not facts.inside:
         return 0.0
     total, apart = facts.inside.at(batch), 0.0
-    if facts.masked is not None:
-        position, size = facts.masked
-        total, apart = total - size.at(batch), size.at(batch) * shares[position]
+    for position, size in facts.copied:
+        total -= size.at(batch)
+        apart += size.at(batch) * shares[position]
     return total * _inside_share(chosen, sizes) + apart
 
 

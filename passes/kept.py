@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterator
 from torch import fx
 
 from autopart.passes import graph as graphs
-from autopart.passes.amounts import numel, stored_bytes
+from autopart.passes.amounts import stored_bytes
 from autopart.passes.conversion import Axes
 from autopart.passes.emit.segments import Segment, segments_of
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
-from autopart.passes.saved import WHOLE_INSIDE, additive_mask, saved_inside, saved_tensors
+from autopart.passes.saved import WHOLE_INSIDE, copied_inside, saved_inside, saved_tensors
 from autopart.passes.saved_recurrent import recurrent_bytes
 from autopart.passes.storage import shares_memory, storage_of
 from autopart.runtime.placement import Placements
@@ -110,8 +110,8 @@ def _segments(graph: fx.Graph, recompute: Collection[str]) -> Iterator[Segment]:
 
 
 def inside_bytes(node: fx.Node, axes: Axes, batch: int, kind: str) -> float:
-    """Bytes that an op keeps besides its operands and results: sharded as its result is, or what it is of where the
-    result is a sum, or as a local form has it.
+    """Bytes that an op keeps besides its operands and results: copies as the operands are sharded, the rest as the
+    result is, or what it is of where the result is a sum, or as a local form has it.
     """
     if "transition" in node.meta:
         return 0.0
@@ -120,10 +120,10 @@ def inside_bytes(node: fx.Node, axes: Axes, batch: int, kind: str) -> float:
     if not size:
         return 0.0
     share = min(share_of_rank(node, axes), share_of_rank(graphs.inputs(node)[0].node, axes))
-    mask = additive_mask(node, kind)
-    if mask is not None:  # which heads share
-        apart = numel(mask.fake).at(batch) * graphs.inputs(node)[0].fake.element_size()
-        return (size - apart) * share + apart * share_of_rank(mask.node, axes, mask.index)
+    apart = 0.0
+    for value, amount in copied_inside(node, kind):
+        size -= amount.at(batch)
+        apart += amount.at(batch) * share_of_rank(value.node, axes, value.index)
     for axis, form in node.meta.get("forms", ()):
         first = node.meta["placements"][0]
         own = first if isinstance(first, tuple) else node.meta["placements"]
@@ -133,4 +133,4 @@ def inside_bytes(node: fx.Node, axes: Axes, batch: int, kind: str) -> float:
             share *= axes[index][1]
         elif not own[index].divides and not whole:
             share /= axes[index][1]
-    return size * share
+    return size * share + apart

@@ -260,7 +260,7 @@ def saved_inside(node: fx.Node, kind: str = "cuda", form: str = "") -> Amount:
     if name == "cross_entropy_loss":
         return tensor_bytes(inputs(node)[0].fake)
     if name in ("matmul", "linear", "einsum"):
-        return total(tensor_bytes(value.fake) for value in _copied(node))
+        return total(size for _, size in copied_inside(node, kind, form))
     if name in ("layer_norm", "rms_norm", "sharded_layer_norm", "sharded_rms_norm"):
         normalized = _number(node, 1, "normalized_shape")
         rows = product(node.meta["val"].shape[: node.meta["val"].dim() - len(normalized)])
@@ -314,25 +314,37 @@ def _copies_values(node: fx.Node) -> bool:
 
 
 def _attention_inside(node: fx.Node, kind: str) -> Amount:
-    """Log-sum-exp per query in float32, and the additive mask that a boolean mask is turned into."""
-    query, key, value = (item.fake for item in inputs(node)[:3])
+    """Log-sum-exp per query in float32, and copies: of operands, and of a boolean mask as an additive one."""
+    query, key, _ = (item.fake for item in inputs(node)[:3])
+    copies = total(size for _, size in copied_inside(node, kind))
+    if not _is_unfused_attention(node, kind):
+        return product(query.shape[:-1]) * 4 + copies
+    # probabilities, with dropout also the noise and their product
     scores = product(query.shape[:-1]) * product(key.shape[-2:-1])
+    return scores * ((3 if argument(node, 4, "dropout_p", 0.0) else 1) * _least_width(query)) + copies
+
+
+def _least_width(query: torch.Tensor) -> int:
+    """Bytes of a number in which attention's own formula computes."""
+    return max(4, query.element_size())
+
+
+def copied_inside(node: fx.Node, kind: str = "cuda", form: str = "") -> list[tuple[Value, Amount]]:
+    """Of :func:`saved_inside` the copies of operands, each of which a rank has as it has the operand.
+
+    Of attention also the boolean mask that it turns into an additive one of as many numbers.
+    """
+    name = form or _rule_name(node)
+    if name in ("matmul", "linear", "einsum"):
+        return [(value, tensor_bytes(value.fake)) for value in _copied(node)]
+    if name != "scaled_dot_product_attention":
+        return []
+    query, *_ = operands = inputs(node)[:3]
     if _is_unfused_attention(node, kind):
-        # Probabilities, with dropout also the noise and their product, and copies of the operands: in float32 at least.
-        width = max(4, query.element_size())
-        operands = total(numel(item) * width for item in (query, key, value)[: 2 + _copies_values(node)])
-        return scores * ((3 if argument(node, 4, "dropout_p", 0.0) else 1) * width) + operands
-    mask = additive_mask(node, kind)
-    additive = ZERO if mask is None else numel(mask.fake) * query.element_size()
-    return product(query.shape[:-1]) * 4 + additive
-
-
-def additive_mask(node: fx.Node, kind: str) -> Value | None:
-    """Of attention the boolean mask that it turns into an additive one of as many numbers, which it keeps."""
-    if op_name(node) != "scaled_dot_product_attention" or _is_unfused_attention(node, kind):
-        return None
+        return [(item, numel(item.fake) * _least_width(query.fake)) for item in operands[: 2 + _copies_values(node)]]
     mask = _operand(node, 3, "attn_mask")
-    return mask if mask is not None and mask.fake.dtype == torch.bool else None
+    additive = mask is not None and mask.fake.dtype == torch.bool
+    return [(mask, numel(mask.fake) * query.fake.element_size())] if mask is not None and additive else []
 
 
 def saved_values(nodes: Iterable[fx.Node], kind: str = "cuda", skip_placeholders: bool = True) -> list[Value]:

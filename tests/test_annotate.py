@@ -14,12 +14,22 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from autopart.analysis import analyze
+from autopart.block_costs import BlockCosts
 from autopart.cost.transformer import gpt2_forward_flops, gpt2_parameters
 from autopart.passes.amounts import ONE, ZERO, Amount, constant
 from autopart.passes.annotate import OpCost, annotate, contraction_flops, is_contraction, op_cost, parameter_bytes
 from autopart.passes.graph import is_op
 from autopart.passes.program import Program
-from autopart.passes.saved import has_rule, is_differentiated, saved_bytes, saved_inside, saved_tensors, saved_values
+from autopart.passes.saved import (
+    copied_inside,
+    has_rule,
+    is_differentiated,
+    saved_bytes,
+    saved_inside,
+    saved_tensors,
+    saved_values,
+)
 from autopart.passes.storage import is_view, op_name, storage_of
 from autopart.tracing import capture
 from families import captured, families, family, unlike_first
@@ -346,3 +356,29 @@ def test_parameter_bytes() -> None:
     assert parameter_bytes((10, 3), torch.float32, trainable=False).total == 120
     with pytest.raises(ValueError, match="adamw"):
         parameter_bytes((1,), torch.float32, "lion")
+
+
+class Biased(nn.Module):
+    """Attention with a learned bias of positions, which the CPU computes by its formula, copying what it scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.rand(2, 8, 4))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=self.bias)
+
+
+def test_copies_that_attention_keeps_lie_as_its_operands_do() -> None:
+    query, key, value = (torch.rand(BATCH, 2, length, 16, requires_grad=True) for length in (8, 4, 4))
+    analysis = analyze(capture(Biased(), (query, key, value), {}))
+    (node,) = (node for node in analysis.graph.nodes if op_name(node) == "scaled_dot_product_attention")
+    copies = [(item.node.name, size.at(BATCH) / BATCH / 4) for item, size in copied_inside(node, "cpu")]
+    assert copies == [("query", 2 * 8 * 16), ("key", 2 * 4 * 16)]
+    offered = analysis.strategies(2)[node]
+    by_rows = next(strategy for strategy in offered if [str(item) for item in strategy.inputs[:2]] == ["S2", "R"])
+    costs = BlockCosts(analysis, "cpu")
+    whole, half = (costs.held_bytes(node, chosen, sizes, BATCH)[0] for chosen, sizes in (((), ()), ((by_rows,), (2,))))
+    scores, rows, keys = (BATCH * 4 * count for count in (2 * 8 * 4, 2 * 8 * 16, 2 * 4 * 16))
+    assert whole == scores + rows + keys  # values are the model's input
+    assert half == (scores + rows) / 2 + keys
