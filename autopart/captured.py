@@ -16,13 +16,15 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from autopart import cache
 from autopart.cache_key import installed, sources
-from autopart.passes import program_json
-from autopart.passes.program import Program
+
+if TYPE_CHECKING:
+    from autopart.passes.program import Program
 
 FOLDER = "captured"
 VERSION = 1
@@ -37,6 +39,8 @@ def captured(spec: str, dtype: torch.dtype | None, capture: Callable[[], Program
     folder = cache.answers(FOLDER) if spec.startswith("hf:") else None
     if folder is None:
         return capture()
+    from autopart.passes import program_json
+
     name = key(spec, dtype)
     path = folder / name[:2] / f"{name}.json"
     known = _read(path)
@@ -61,6 +65,8 @@ def _read(path: Path) -> Program | None:
     data = cache.read_object(path)
     if data is None:
         return None
+    from autopart.passes import program_json
+
     try:
         return program_json.read(data)
     except Exception:  # whatever the file holds: it is captured again, and written over

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autopart.cli.arguments import (
     add_json,
@@ -13,9 +14,14 @@ from autopart.cli.arguments import (
     add_model,
     check_output,
     choose_plan,
+    limits,
     read_cluster,
+    read_dtype,
     read_program,
 )
+
+if TYPE_CHECKING:
+    from autopart.plan import Plan
 
 NAME = "plan"
 HELP = "choose how to train a model on a cluster"
@@ -41,9 +47,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
 
     # Mistakes in these are said at once, not after the capture.
-    read_cluster(arguments.cluster)
+    cluster, given = read_cluster(arguments.cluster), limits(arguments)
     check_output(arguments.output)
-    plan = choose_plan(arguments, read_program(arguments))
+
+    def choose() -> Plan:
+        return choose_plan(arguments, read_program(arguments))
+
+    if arguments.whole_capture:
+        plan = choose()
+    else:
+        from autopart.asked import asked
+
+        plan = asked(arguments.model, read_dtype(arguments), cluster, given, choose)
     if arguments.output is not None:
         plan.save(arguments.output)
         print(f"plan written to {arguments.output}", file=sys.stderr)

@@ -16,11 +16,14 @@ _EARLY = 0.05
 def watched() -> Iterator[Callable[[], bool]]:
     """Gives a function that says whether any limit was reached inside so far."""
     reached: list[float] = []
+    around = _REACHED.get()
     token = _REACHED.set(reached)
     try:
         yield lambda: bool(reached)
     finally:
         _REACHED.reset(token)
+        if around is not None:
+            around.extend(reached)
 
 
 def ended(until: float) -> None:
