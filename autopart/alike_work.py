@@ -362,10 +362,10 @@ def _forward_seconds(builder: Builder, node: fx.Node, ways: Sequence[Chosen]) ->
 def _forward_table(builder: Builder, table: CostTable, value: Value) -> CostTable:
     """Of a conversion without the gradient's."""
     setting = builder.setting
-    known, key = setting.shared.forward, (value, table.rows, table.columns)
+    size = builder.block_costs.size(value).at(setting.prices.batch)
+    known, key = setting.shared.forward, (size, table.rows, table.columns)
     if key not in known:
         placements = list(setting.shared.ids)
-        size = builder.block_costs.size(value).at(setting.prices.batch)
         rows, columns = ([placements[at] for at in found] for found in key[1:])
         known[key] = CostTable(*key[1:], setting.conversions.table(rows, columns, size, False))
     return known[key]

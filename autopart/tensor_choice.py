@@ -72,18 +72,22 @@ class TensorChoice:
     levels: dict[str, int] = field(default_factory=dict)
 
 
+_Ids = tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Shared:
     """What problems of equal prices, axes and offers have in common, whatever replicas and microbatches are.
 
-    ids: numbers of placements. ops: by class, all but parameters and buffers. tables: of conversions, by an example of
-    the value and the numbers of its placements; forward: the same without the gradient's.
+    ids: numbers of placements. ops: by class, all but parameters and buffers. tables: of conversions, by all that they
+    depend on: bytes, whether there is a gradient, products whose weights' gradients hide it, and numbers of placements;
+    forward: the same without the gradient's.
     """
 
     ids: dict[Placements, int] = field(default_factory=dict)
     ops: dict[fx.Node, Op] = field(default_factory=dict)
-    tables: dict[tuple[Value, tuple[int, ...], tuple[int, ...]], CostTable] = field(default_factory=dict)
-    forward: dict[tuple[Value, tuple[int, ...], tuple[int, ...]], CostTable] = field(default_factory=dict)
+    tables: dict[tuple[float, bool, tuple[fx.Node, ...], _Ids, _Ids], CostTable] = field(default_factory=dict)
+    forward: dict[tuple[float, _Ids, _Ids], CostTable] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +195,7 @@ class Builder:
     levels: Sequence[int]
     stages: int = 1
     _least: dict[fx.Node, dict[int, float]] = field(default_factory=dict)
+    _first: dict[tuple[str, ...], fx.Node] = field(default_factory=dict)  # of each class
 
     @property
     def gap(self) -> float:
@@ -294,15 +299,19 @@ class Builder:
         least = self.least_weight_seconds(node)[self.read_as(node, chosen)]
         return self.weight_seconds(node, chosen) - least
 
-    def hiding_seconds(self, value: FoldedValue, want: Sequence[int]) -> list[float]:
-        """How long a collective may take unseen where the value is converted to each of these placements."""
+    def hiding(self, value: FoldedValue) -> tuple[fx.Node, ...]:
+        """The products that read a value whose weights' gradients a collective of its gradient may pass beside."""
         if not self.setting.beside or not is_differentiable(value.example):
-            return []
-        products = list(products_reading(value.example))
+            return ()
+        products = [self.analysis.classes[node] for node in products_reading(value.example)]
+        if not self._first:
+            self._first.update({self.analysis.classes[nodes[0]]: nodes[0] for nodes in self.folded.classes})
+        return tuple(self._first[name] for name in products)
+
+    def hiding_seconds(self, products: Sequence[fx.Node], want: Sequence[int]) -> list[float]:
+        """How long a collective may take unseen where such a value is converted to each of these placements."""
         if not products:
             return []
-        first = {self.analysis.classes[nodes[0]]: nodes[0] for nodes in self.folded.classes}
-        products = [first[self.analysis.classes[node]] for node in products]
         return [sum(self.least_weight_seconds(node).get(wanted, 0.0) for node in products) for wanted in want]
 
     # -- edges ----------------------------------------------------------------------------------------------------
@@ -313,15 +322,16 @@ class Builder:
             return Edge(value.source, value.slot, value.uses, {}, value.count)
         have = tuple(sorted({choice.outputs[value.slot] for choice in ops[value.source].choices}))
         want = tuple(sorted({choice.inputs[slot] for op, slot in value.uses for choice in ops[op].choices}))
-        known, key = self.setting.shared.tables, (value.example, have, want)
+        size = self.block_costs.size(value.example).at(self.setting.prices.batch)
+        differentiable, products = is_differentiable(value.example), self.hiding(value)
+        known, key = self.setting.shared.tables, (size, differentiable, products, have, want)
         if key not in known:
-            size = self.block_costs.size(value.example).at(self.setting.prices.batch)
             seconds = self.setting.conversions.table(
                 [placements[item] for item in have],
                 [placements[item] for item in want],
                 size,
-                is_differentiable(value.example),
-                self.hiding_seconds(value, want),
+                differentiable,
+                self.hiding_seconds(products, want),
             )
             known[key] = CostTable(have, want, seconds)
         return Edge(value.source, value.slot, value.uses, known[key], value.count)
