@@ -26,7 +26,7 @@ from autopart.solver.pipeline_floor import Family, Piece, Pipeline, least_step_s
 from autopart.solver.stages_least import least_share
 from autopart.solver.stages_parts import Cut
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, pipeline_floor
-from autopart.tensor_choice import TensorChoice, work_bound
+from autopart.tensor_choice import work_bound
 
 MOST_APART = 24
 """Blocks outside of layers that are alike, up to which a pipeline is bounded piece by piece."""
@@ -296,12 +296,6 @@ class CandidateFloors(CandidateLayers):
         if config.pp > 1:
             return floor
         return max(floor, one_stage_floor(seconds + free, self._sum_seconds(config), config))
-
-    def _least_seconds(self, config: Degrees, choice: TensorChoice) -> float:
-        """Of a step with these strategies, however its blocks are divided."""
-        costs = self._costs(config, choice, self.setting(config))
-        self._add_parameters(costs, config, choice)
-        return self.step_floor(math.fsum(cost.forward_s + cost.backward_s for cost in costs), config)
 
     def _memory_seconds(self, config: Degrees, work: float) -> float:
         """Seconds that memory adds to ``work`` of a microbatch, at least."""

@@ -41,7 +41,9 @@ class Answer:
 class Candidates(CandidateFloors):
     """Solves candidates of one program on one cluster for a global batch."""
 
-    _divisions: dict[object, tuple[StageProblem, StageSolution]] = field(default_factory=dict)  # of one candidate
+    # of the candidate that is evaluated, by strategies
+    _divisions: dict[object, tuple[StageProblem, StageSolution]] = field(default_factory=dict)
+    _worked: dict[object, float] = field(default_factory=dict)
 
     def choose(
         self,
@@ -89,7 +91,7 @@ class Candidates(CandidateFloors):
         Where layers are computed again for the fastest strategies to fit, those are tried too that fit without; where
         memory binds, those at prices for bytes, and mixtures around the other answers as well.
         """
-        self._divisions = {}
+        self._divisions, self._worked = {}, {}
         fastest = self.choose(config)
         plain = replace(config, recompute="none")
         promising = False  # memory surely binds, and the fastest strategies alone take less than ``below``
@@ -219,8 +221,10 @@ class Candidates(CandidateFloors):
         Of answers around which layers have the same ways the first is taken.
         """
         least, known, parts = math.inf, set[object](), self.layer_parts()
+        fastest: dict[object, tuple[float, ...]] = {}
         for answer in answers if parts else ():
-            ways, most = self.layer_strategies(config, answer), below if best is None else min(below, best.objective)
+            ways = self.layer_strategies(config, answer, fastest)
+            most = below if best is None else min(below, best.objective)
             floor = self._mixture_floor(config, *ways.least_seconds(parts.values()))
             around = tuple(map(ways.around, parts.values()))
             least = min(least, floor)
@@ -269,12 +273,17 @@ class Candidates(CandidateFloors):
             *(self.analysis, self._folded, self.setting(config), self._block_costs, self.optimizer, levels, config.pp)
         )
 
-    def layer_strategies(self, config: Degrees, answer: TensorChoice) -> LayerStrategies:
-        """The ways of layers around an answer on tensor axes."""
+    def layer_strategies(
+        self, config: Degrees, answer: TensorChoice, fastest: dict[object, tuple[float, ...]] | None = None
+    ) -> LayerStrategies:
+        """The ways of layers around an answer on tensor axes. fastest: what answers of this candidate share."""
         places, warmup = self.layout.places(config), self.warmup_of(config)
         flying = in_flight(config.schedule, config.stages, config.microbatches, warmup, places)
         counts = sorted({max(flying), min(flying), 0}, reverse=True)
-        return LayerStrategies(self._builder(config), answer, counts, self.time_limit_s, self.kept_sizes(config))
+        sizes = self.kept_sizes(config)
+        return LayerStrategies(
+            self._builder(config), answer, counts, self.time_limit_s, sizes, {} if fastest is None else fastest
+        )
 
     def _evaluate(
         self,
@@ -305,7 +314,7 @@ class Candidates(CandidateFloors):
             least = self._least_seconds(config, choice) if below < math.inf else 0.0
             if least >= below:
                 raise NotBetter(least, least if alone else self.work_floor(whose))
-            alike = (config, *self._priced_by(config, choice), *choice.levels.items())
+            alike = config, self._priced_by(config, choice), *choice.levels.items()
             if alike in self._divisions:
                 problem, cut = self._divisions[alike]
                 break
@@ -353,6 +362,15 @@ class Candidates(CandidateFloors):
         if only and not (choice.levels and self.zero is None):
             floor = seconds  # the only division; slower ways to run its blocks hide no more than they take longer
         return Evaluation(Answer(config, choice, problem, cut), seconds, min(floor, seconds))
+
+    def _least_seconds(self, config: Degrees, choice: TensorChoice) -> float:
+        """Of a step with these strategies, however its blocks are divided."""
+        alike = self._priced_by(config, choice), *choice.levels.items()
+        if alike not in self._worked:
+            costs = self._costs(config, choice, self.setting(config))
+            self._add_parameters(costs, config, choice)
+            self._worked[alike] = math.fsum(cost.forward_s + cost.backward_s for cost in costs)
+        return self.step_floor(self._worked[alike], config)
 
     def _uncut(self, config: Degrees, problem: StageProblem) -> float:
         """Seconds of a step at least as blocks cannot be cut, with these choices, at whatever positions."""

@@ -127,7 +127,8 @@ class LayerStrategies:
     """Finds the ways of layers around one answer; equal layers with equal surroundings share them.
 
     builder: of the answer's problem. in_flight: the measures of memory. kept: by class of ops, bytes that each keeps by
-    choice, where these are not what it keeps by itself.
+    choice, where these are not what it keeps by itself. fastest: by :meth:`around` the least seconds of a layer, with
+    parameters and without; around other answers of the same problem they are the same.
     """
 
     builder: Builder
@@ -135,6 +136,7 @@ class LayerStrategies:
     in_flight: Sequence[int]
     time_limit_s: float = 60.0
     kept: Mapping[tuple[str, ...], NDArray[np.float64]] = field(default_factory=dict)
+    fastest: dict[object, tuple[float, ...]] = field(default_factory=dict)
     _numbers: dict[tuple[str, ...], int] = field(default_factory=dict)  # of folded classes
     _ways: dict[object, tuple[Way, ...]] = field(default_factory=dict)
     _slack: dict[object, Slack] = field(default_factory=dict)
@@ -158,13 +160,12 @@ class LayerStrategies:
     def slack(self, part: FoldedPart) -> Slack:
         key = self.alike(part)
         if key not in self._slack:
-            local = self._local(part)
-            saved = []
-            for free in (False, True):
-                floor = local.floor(free)
-                mine = replace(floor, edges=local.problem.edges).objective(local.own)
-                saved.append(mine - self._least_seconds(floor))
-            self._slack[key] = Slack(*saved)
+            local, around = self._local(part), self.around(part)
+            floors = [local.floor(free) for free in (False, True)]
+            if around not in self.fastest:
+                self.fastest[around] = tuple(map(self._least_seconds, floors))
+            mine = [replace(floor, edges=local.problem.edges).objective(local.own) for floor in floors]
+            self._slack[key] = Slack(*(own - least for own, least in zip(mine, self.fastest[around], strict=True)))
         return self._slack[key]
 
     def _least_seconds(self, problem: TensorProblem) -> float:
