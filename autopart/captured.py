@@ -9,6 +9,7 @@ reads. Programs that no JSON object says (:mod:`autopart.passes.program_json`) a
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import json
@@ -73,15 +74,18 @@ def _read(path: Path) -> Program | None:
         return None
 
 
-def _transformers() -> Iterator[str]:
+@functools.cache
+def _transformers() -> tuple[str, ...]:
     """Of its Python files path, size and time of the last change; it is not imported for that."""
+    states = []
     found = importlib.util.find_spec("transformers")
     for top in (found and found.submodule_search_locations) or ():
         for folder, _, names in sorted(os.walk(top)):
             for name in sorted(names):
                 if name.endswith(".py"):
                     state = os.stat(os.path.join(folder, name))
-                    yield f"{folder}/{name} {state.st_size} {state.st_mtime_ns}"
+                    states.append(f"{folder}/{name} {state.st_size} {state.st_mtime_ns}")
+    return tuple(states)
 
 
 def _environment() -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -34,15 +35,17 @@ def module_path(node: fx.Node) -> str:
 
 def origin(node: fx.Node) -> tuple[str, str]:
     """Module path and ``file:line`` of an exported node, '' where export does not say."""
-    source = ""
-    trace = node.meta.get("stack_trace") or ""
+    return module_path(node), _last_line(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(maxsize=1024)  # ops of copied layers have the same
+def _last_line(trace: str) -> str:
     for line in reversed(trace.splitlines()):
         stripped = line.strip()
         if stripped.startswith("File "):
             file, number = stripped.split(", ")[:2]
-            source = f"{file[6:-1]}:{number.removeprefix('line ')}"
-            break
-    return module_path(node), source
+            return f"{file[6:-1]}:{number.removeprefix('line ')}"
+    return ""
 
 
 def is_copy(target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
