@@ -4,9 +4,9 @@ For planning, where a model of a hundred layers is captured only to be looked at
 do the first and second call of each kind of layer, the second between two marks in the graph. Every other call of a
 layer of that kind, on arguments of the same types and sizes, is one op, which gives tensors of the types and sizes that
 the second gave; the third's and the last's own forward are compared with it (layer_checks.py). The others have no
-tensors while the model is exported. In the exported graph their tensors are added, and copies of the second's ops take
-these ops' places (layer_copies.py). Where that cannot be had, the model is exported as
-a whole.
+tensors while the model is exported; a forward that asks for them, as for a penalty on all parameters, is exported again
+with them. In the exported graph their tensors are added, and copies of the second's ops take these ops' places
+(layer_copies.py). Where that cannot be had, the model is exported as a whole.
 
 Not seen is what a layer does beside its ops, such as counting its calls in a Python object, and an influence of its
 number on its ops that shows neither in its attributes nor in the calls that are compared.
@@ -14,6 +14,7 @@ number on its ops that shows neither in its attributes nor in the calls that are
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -49,21 +50,62 @@ def export_with_copies(
     # the first may be a kind by itself: a model's input has no gradient
     copied = [layer for group in groups for layer in group[_COMPARED + 1 : -1]]
     for unread in (copied, []):
-        calls = _Calls(unread)
+        calls, away = _Calls(), _Away()
         try:
-            with _watched(groups, calls), _without_tensors(unread):
+            with _watched(groups, calls), _without_tensors(unread, root, away):
                 exported = export()
-            add_tensors(exported, root, groups)
-            graph = exported.graph_module.graph
-            for node in graph.find_nodes(op="call_function", target=APART):
-                graph.erase_node(node)  # raises where a layer that was compared left its argument somewhere
-            insert_copies(exported, root, calls.made, MARK, LAYER)
-            return exported
-        except AttributeError:  # perhaps of what these layers are without
-            continue
+            if not away.asked_for:
+                add_tensors(exported, root, groups)
+                graph = exported.graph_module.graph
+                for node in graph.find_nodes(op="call_function", target=APART):
+                    graph.erase_node(node)  # raises where a layer that was compared left its argument somewhere
+                insert_copies(exported, root, calls.made, MARK, LAYER)
+                return exported
         except Exception:  # whatever it is, the export of the whole model goes through or says it better
-            return None
+            if not away.asked_for:
+                return None
     return None
+
+
+@dataclass(slots=True)
+class _Away:
+    """Whether the model's forward runs, and whether it asked for what layers are without."""
+
+    running: bool = False
+    asked_for: bool = False
+
+    def ask(self) -> None:
+        if self.running:
+            self.asked_for = True
+            raise Differs("the model reads a layer's tensors outside of the layer")
+
+
+class _Absent(dict[str, Any]):
+    """In place of a layer's parameters, buffers or modules: none for export, which goes over all of them."""
+
+    def __init__(self, away: _Away):
+        super().__init__()
+        self.away = away
+
+    def __contains__(self, key: object) -> bool:
+        self.away.ask()
+        return False
+
+    def __iter__(self) -> Iterator[str]:
+        self.away.ask()
+        return iter(())
+
+    def __len__(self) -> int:
+        self.away.ask()
+        return 0
+
+    def items(self) -> Any:
+        self.away.ask()
+        return {}.items()
+
+    def values(self) -> Any:
+        self.away.ask()
+        return {}.values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +144,9 @@ class _Kind:
 
 
 class _Calls:
-    """The calls of one export. unread: layers whose forward cannot run."""
+    """The calls of one export."""
 
-    def __init__(self, unread: Sequence[nn.Module]) -> None:
-        self.unread = set(map(id, unread))
+    def __init__(self) -> None:
         self.made: list[Call] = []
         self.kinds: list[_Kind] = []
         self.results: dict[int, list[_Result]] = {}
@@ -123,8 +164,6 @@ class _Calls:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         kind = self.kind(group, [spec, torch.is_grad_enabled(), *_described(leaves)])
         kind.calls += 1
-        if id(layer) in self.unread and (last or kind.calls <= _COMPARED):
-            raise AttributeError("the layer's tensors are away")
         if kind.calls == 1:
             return forward(*args, **kwargs)
         number = len(self.made)
@@ -239,14 +278,29 @@ def _watched(groups: list[list[nn.Module]], calls: _Calls) -> Iterator[None]:
 
 
 @contextmanager
-def _without_tensors(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the layers have no parameters, buffers and modules: export works on each, whether it is read or not."""
+def _without_tensors(layers: Sequence[nn.Module], root: nn.Module, away: _Away) -> Iterator[None]:
+    """Inside, the layers have no parameters, buffers and modules: export works on each, whether it is read or not.
+
+    A forward of ``root`` that asks for them is told so, as it would compute something else without.
+    """
     kept = [(layer, name, vars(layer)[name]) for layer in layers for name in ("_parameters", "_buffers", "_modules")]
+    forward = root.forward
+
+    @functools.wraps(forward)
+    def running(*args: Any, **kwargs: Any) -> Any:
+        away.running = True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            away.running = False
+
     for layer, name, _ in kept:
-        vars(layer)[name] = {}
+        vars(layer)[name] = _Absent(away)
+    vars(root)["forward"] = running
     try:
         yield
     finally:
+        del vars(root)["forward"]
         for layer, name, held in kept:
             vars(layer)[name] = held
 

@@ -156,6 +156,22 @@ def without_gradient(model: Any, x: Tensor) -> Tensor:
     return model.layers[-1](x)
 
 
+def with_penalty(model: Any, x: Tensor) -> Tensor:
+    return in_turn(model, x) + sum(parameter.square().sum() for parameter in model.parameters())
+
+
+def by_their_number(model: Any, x: Tensor) -> Tensor:
+    return in_turn(model, x) / len(list(model.parameters()))
+
+
+def asking(model: Any, x: Tensor) -> Tensor:
+    return in_turn(model, x) * sum(hasattr(layer, "inner") for layer in model.layers)
+
+
+def reading(model: Any, x: Tensor) -> Tensor:
+    return in_turn(model, x) + model.layers[5].inner.weight.sum()
+
+
 class Batched(Counted):
     """Statistics, a draw, a write in place, a view and a result that is the argument."""
 
@@ -251,6 +267,10 @@ TOYS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "lists in a list": (Halves, True),
     "fixed batch": (lambda: FixedBatch(Counted, in_turn), True),
     "shared parameters": (sharing, True),
+    "a penalty on all parameters": (lambda: Stack(Counted, with_penalty), True),
+    "divided by the number of parameters": (lambda: Stack(Counted, by_their_number), True),
+    "asking what layers have": (lambda: Stack(Counted, asking), True),
+    "one layer's weight beside it": (lambda: Stack(Counted, reading), True),
     "ops that depend on the number": (lambda: Stack(Numbered, in_turn), False),
     "ops of odd layers": (lambda: Stack(Odd, in_turn), False),
     "a last layer that returns its argument": (lambda: Stack(UnlikeLast, in_turn), False),
@@ -272,16 +292,18 @@ def test_odd_models_have_the_same_program(name: str) -> None:
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-def test_as_many_forwards_run_for_many_layers_as_for_few() -> None:
-    ran, parameters = [], list[int]()
+def test_as_many_forwards_run_for_many_layers_as_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran, seen = [], list[int]()
+    add_tensors = layer_copies.add_tensors
 
-    def run(model: Any, x: Tensor) -> Tensor:
-        parameters.append(len(list(model.parameters())))
-        return in_turn(model, x)
+    def counted(exported: torch.export.ExportedProgram, *others: Any) -> None:
+        seen.append(len(list(exported.graph.find_nodes(op="placeholder"))))
+        add_tensors(exported, *others)
 
+    monkeypatch.setattr(repeated_layers, "add_tensors", counted)
     for layers in (LAYERS, 40):
         with torch.device("meta"):
-            model, x = Stack(Counted, run, layers), torch.zeros(2, 3, 4)
+            model, x = Stack(Counted, in_turn, layers), torch.zeros(2, 3, 4)
         _RAN.clear()
         program = capture(model, (x,), {}, check_eval=False, copy_layers=True)
         assert sum(node.target is torch.ops.aten.linear.default for node in program.graph.nodes) == layers
@@ -289,7 +311,7 @@ def test_as_many_forwards_run_for_many_layers_as_for_few() -> None:
     # The first layer is a kind by itself, since the model's input has no gradient; then two that are traced, and the
     # next and the last, which are compared.
     assert ran == [5, 5]
-    assert parameters == [4 * 5, 4 * 5]
+    assert seen == [1 + 4 * 5, 1 + 4 * 5]
 
 
 def test_commands_that_only_plan_copy_layers(monkeypatch: pytest.MonkeyPatch) -> None:
