@@ -8,13 +8,10 @@ took to find it.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +19,8 @@ import torch
 from autopart import cache
 from autopart.captured import key as program_key
 from autopart.cluster import Cluster
+from autopart.kept_plans import found_or_made
 from autopart.plan import Plan
-from autopart.runtime.errors import PlanError
-from autopart.solver import time_limits
 
 FOLDER = "asked"
 VERSION = 1
@@ -41,17 +37,8 @@ def asked(
     folder = cache.answers(FOLDER) if spec.startswith("hf:") else None
     if folder is None:
         return choose()
-    name = key(spec, dtype, cluster, limits)
-    path = folder / name[:2] / f"{name}.json"
-    known = _read(path)
-    if known is not None:
-        return replace(known, solve_s=0.0, total_s=time.perf_counter() - start)
-    with time_limits.watched() as reached:
-        plan = choose()
-    if not reached():
-        with contextlib.suppress(OSError):  # a full or read-only disk costs the next run its time, no more
-            cache.write(path, json.dumps({"plan": plan.to_json()}))
-    return plan
+    (plan,), found = found_or_made(folder, key(spec, dtype, cluster, limits), lambda: [choose()])
+    return replace(plan, solve_s=0.0, total_s=time.perf_counter() - start) if found else plan
 
 
 def key(spec: str, dtype: torch.dtype | None, cluster: Cluster, limits: dict[str, Any]) -> str:
@@ -61,14 +48,3 @@ def key(spec: str, dtype: torch.dtype | None, cluster: Cluster, limits: dict[str
     for part in (VERSION, program_key(spec, dtype), cluster, given):
         digest.update(f"{part!r}\n".encode())
     return digest.hexdigest()
-
-
-def _read(path: Path) -> Plan | None:
-    data = cache.read_object(path)
-    text = data.get("plan") if data is not None else None
-    if not isinstance(text, str):
-        return None
-    try:
-        return Plan.from_json(text, str(path))
-    except (PlanError, TypeError):
-        return None

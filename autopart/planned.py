@@ -10,14 +10,11 @@ is planned again and written over. So a cache gives plans that planning gives, o
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,13 +24,12 @@ from autopart.analysis import Analysis
 from autopart.cache_key import installed, sources
 from autopart.cluster import Cluster
 from autopart.frontier import PlanPoint, count_frontier, memory_frontier
+from autopart.kept_plans import found_or_made
 from autopart.passes import program_json
 from autopart.passes.program import Program
 from autopart.passes.rules import RULES
 from autopart.plan import Plan
 from autopart.planner import make_plan
-from autopart.runtime.errors import PlanError
-from autopart.solver import time_limits
 
 FOLDER = "plans"
 VERSION = 1
@@ -93,16 +89,7 @@ def _kept(
         name = None
     if folder is None or name is None:
         return make(), False
-    path = folder / name[:2] / f"{name}.json"
-    known = _read(path, program)
-    if known:
-        return known, True
-    with time_limits.watched() as reached:
-        plans = make()
-    if not reached():
-        with contextlib.suppress(OSError):  # a full or read-only disk costs the next run its time, no more
-            cache.write(path, json.dumps({"plans": [plan.to_json() for plan in plans]}))
-    return plans, False
+    return found_or_made(folder, name, make, program.fingerprint)
 
 
 def key(kind: str, program: Program, cluster: Cluster, limits: dict[str, Any]) -> str:
@@ -113,16 +100,3 @@ def key(kind: str, program: Program, cluster: Cluster, limits: dict[str, Any]) -
     for part in (kind, program_json.content(program), cluster, asked, *versions, *sources(), *installed()):
         digest.update(f"{part!r}\n".encode())
     return digest.hexdigest()
-
-
-def _read(path: Path, program: Program) -> list[Plan]:
-    """What was kept of this program; nothing where that cannot be read."""
-    data = cache.read_object(path)
-    texts = data.get("plans") if data is not None else None
-    if not isinstance(texts, list):
-        return []
-    try:
-        plans = [Plan.from_json(text, str(path)) for text in texts]
-    except (PlanError, TypeError):
-        return []
-    return plans if all(plan.fingerprint == program.fingerprint for plan in plans) else []

@@ -55,7 +55,7 @@ def test_a_question_is_answered_again_without_the_program(
     assert other != first and len(entries(folder)) == 2
     assert answer(capsys, "--no-cache") == first
     for entry in entries(folder):
-        entry.write_text('{"plan": "{}"}')
+        entry.write_text('{"plans": ["{}"]}')
     assert answer(capsys) == first
 
 
