@@ -56,6 +56,17 @@ def test_flops_instead_of_seconds() -> None:
     assert row.seconds == pytest.approx(102.63, rel=0.005)
 
 
+def test_layers_that_do_not_divide_into_the_stages() -> None:
+    """70 layers on 12 stages (BLOOM 176B): the slowest has six, as with 72, and with one layer more it has seven."""
+    head, text = HEAD + ",samples", "{},14336,112,48x8xA100-80GB,2048,4,12,105,2"
+    (fewer,), (even,), (more,) = (
+        read_measurements([head, text.format(layers)], "bloom", "bloom.csv") for layers in (70, 72, 73)
+    )
+    busy = [item.best()[1] for item in (fewer, even, more)]
+    assert busy[0] < busy[1] < busy[2]
+    assert busy[1] / busy[0] < 1.04 and busy[2] / busy[1] > 1.12
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -73,6 +84,8 @@ def test_flops_instead_of_seconds() -> None:
         (f"{HEAD}\n{ROW.replace('16', '15')}", "line 2: .*heads divide the width"),
         (f"{HEAD},recompute\n{ROW},most", "line 2: .*recompute is one of full"),
         (f"{HEAD},overlap\n{ROW},true", "line 2: overlap is yes or no, not 'true'"),
+        (f"{HEAD}\n{ROW.replace('24,', '1,', 1)}", "line 2: 2 stages need as many layers, there are 1"),
+        (f"{HEAD},balanced\n{ROW.replace('24,', '1,', 1).replace('2,2,', '1,8,')},yes", "8 .* halves of layers, .* 2"),
     ],
 )
 def test_what_is_wrong_with_a_file(tmp_path: Path, text: str, said: str) -> None:

@@ -264,8 +264,8 @@ def test_what_does_not_fit_is_refused() -> None:
         step_seconds(GPT, Cluster.parse("4xA100-80GB"), Layout(1, 2, 1, 1), 8)
     with pytest.raises(PlanError, match="does not divide"):
         step_seconds(GPT, cluster, Layout(1, 2, 1, 3), 8)
-    with pytest.raises(PlanError, match="layers do not divide"):
-        step_seconds(GPT, Cluster.parse("3xA100-80GB"), Layout(1, 3, 1, 1), 8)
+    with pytest.raises(PlanError, match="3 stages need as many layers, there are 2"):
+        step_seconds(replace(GPT, layers=2), Cluster.parse("3xA100-80GB"), Layout(1, 3, 1, 1), 8)
 
 
 # -- the report -----------------------------------------------------------------------------------------------------

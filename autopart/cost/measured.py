@@ -29,7 +29,7 @@ from pathlib import Path
 from autopart.cluster import Cluster
 from autopart.cost.gpt import Gpt, Style
 from autopart.cost.published import VOCABULARY, Measurement
-from autopart.cost.training import Layout
+from autopart.cost.training import Layout, step_seconds
 from autopart.runtime.errors import AutopartError, InputError
 
 _SEQUENCE = 2048
@@ -124,7 +124,7 @@ class _Row:
                 style=Style(**{name: self.flag(name) for name in _STYLE_FLAGS}),
                 **{name: self.flag(name) for name in _LAYOUT_FLAGS},
             )
-            layout.microbatches(sizes["batch"])
+            step_seconds(model, cluster, layout, sizes["batch"])
         except InputError as error:
             raise InputError(str(error) if str(error).startswith(self.place) else f"{self.place}: {error}") from None
         except (AutopartError, ValueError) as error:

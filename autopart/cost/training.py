@@ -49,7 +49,7 @@ class Layout:
     stages is sent in ``tp`` pieces and gathered on arrival. overlap: the gradients' reduction hides behind the last
     microbatch's backward. sharded: ranks reduce-scatter gradients and update one share of the weights each.
     balanced: stages are cut where the slowest is fastest, also between a layer's attention and MLP; otherwise they have
-    equally many layers.
+    equally many layers, and where these do not divide, whole layers so that the slowest is fastest.
     """
 
     tp: int
@@ -206,16 +206,16 @@ def _stages(model: Gpt, cluster: Cluster, layout: Layout, device: Device) -> lis
 def _cut(
     halves: Sequence[Part], layout: Layout, seconds: Callable[[Part], float], first: Part, last: Part
 ) -> list[Sequence[Part]]:
-    """The stages' runs of layers' halves. Raises PlanError where layers do not divide and the cut is not free."""
-    count = layout.pp
-    if not layout.balanced:
-        if len(halves) // 2 % count:
-            raise PlanError(f"{len(halves) // 2} layers do not divide into {count} stages")
+    """The stages' runs of layers' halves. Raises PlanError where there are fewer pieces than stages."""
+    count, grain = layout.pp, 1 if layout.balanced else 2
+    pieces = [halves[start : start + grain] for start in range(0, len(halves), grain)]
+    if len(pieces) < count:
+        kind = "halves of layers" if layout.balanced else "layers"
+        raise PlanError(f"{count} stages need as many {kind}, there are {len(pieces)}")
+    if not layout.balanced and len(pieces) % count == 0:
         size = len(halves) // count
         return [halves[start : start + size] for start in range(0, len(halves), size)]
-    if len(halves) < count:
-        raise PlanError(f"{count} stages need as many pieces, there are {len(halves)}")
-    costs = [seconds(part) for part in halves]
+    costs = [sum(map(seconds, piece)) for piece in pieces]
     costs[0] += seconds(first)
     costs[-1] += seconds(last)
     low, high = max(costs), sum(costs)
@@ -227,7 +227,7 @@ def _cut(
     for position in range(1, len(costs)):
         if len(ends) < count and position not in ends:
             ends = sorted([*ends, position])
-    return [halves[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return [halves[grain * start : grain * end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _runs(costs: Sequence[float], limit: float) -> list[int]:
