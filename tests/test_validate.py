@@ -17,7 +17,7 @@ from autopart.analysis import analyze
 from autopart.cli import main
 from autopart.cluster import Cluster
 from autopart.cost import communication as comm
-from autopart.cost.compute import FILL_K, Product, op_seconds, product_seconds
+from autopart.cost.compute import Product, op_seconds, product_seconds
 from autopart.cost.devices import Device, device, link
 from autopart.cost.fit import ETHERNET, START, Fit, fit
 from autopart.cost.gpt import Gpt, Style, layer_products
@@ -125,9 +125,11 @@ def test_the_devices_file_holds_nothing_else() -> None:
 
 
 def test_tiles_and_waves() -> None:
-    plain = Device("d", "cuda", 2**30, {"float32": 1e12}, 1e15, 0.0, processors=4, contraction=1.0)
+    plain = Device("d", "cuda", 2**30, {"float32": 1e12, "float16": 1e12}, 1e12, 0.0, processors=4, contraction=1.0)
     whole = Product(1024, 256, 4096)  # four tiles of 256 x 128 in each of two waves
-    assert product_seconds(plain, whole, "float32") == pytest.approx(whole.flops / 1e12 * (1 + FILL_K / 4096))
+    products = whole.flops / 1e12
+    assert product_seconds(plain, whole, "float32") == pytest.approx(products + 1024 * 256 * 4 / 1e12)
+    assert product_seconds(plain, whole, "float16") == pytest.approx(products + 1024 * 256 * 2 / 1e12)
     one_more = replace(whole, m=1025)
     assert product_seconds(plain, one_more, "float32") > 1.05 * product_seconds(plain, whole, "float32")
     assert product_seconds(replace(plain, processors=0), one_more, "float32") == pytest.approx(one_more.flops / 1e12)

@@ -11,11 +11,14 @@ multiprocessor at a time. What that adds to the roofline (NVIDIA, Matrix Multipl
 
     tiles      = groups ceil(m / tm) ceil(n / tn) parts              tile quantisation: a partial tile costs a whole
     waves      = ceil(tiles / processors)                            wave quantisation: a partial wave costs a whole
-    arithmetic = waves 2 tm tn (ceil(k / parts) + FILL_K) processors / (peak contraction rate(tm, tn))
+    wave       = 2 tm tn ceil(k / parts) processors / (peak contraction rate(tm, tn)) + written
+    written    = tm tn itemsize processors / bandwidth
+    arithmetic = waves wave
     rate       = (1 + OPERAND (1/256 + 1/128)) / (1 + OPERAND (1/tm + 1/tn))
 
-FILL_K is the small-shape floor: a tile fills its pipeline of operands first and writes its sums last, which takes as
-long as that many more steps along k. ``rate``: smaller tiles load more operands per FLOP. ``parts`` (split-k) divides
+``written`` is the small-shape floor: a tile writes its sums last, through its multiprocessor's share of the memory's
+bandwidth, while it computes nothing. That is as long as some 100 steps along k on V100 and A100, 210 on H100, which
+computes more per byte. ``rate``: smaller tiles load more operands per FLOP. ``parts`` (split-k) divides
 k among tiles and pays for adding up partial sums. As cuBLAS does by its heuristics, the best tile and split are taken.
 Nothing of this falls when a size grows.
 
@@ -36,8 +39,6 @@ from math import ceil
 
 from autopart.cost.devices import Device
 
-FILL_K = 96
-"""Steps along k that filling and emptying a tile's pipeline takes: three stages of 32 elements (CUTLASS' default)."""
 OPERAND = 24.0
 """Weight of loading one operand element against one multiply-add per output row or column of the tile."""
 ATTENTION_ROWS = 128
@@ -47,6 +48,7 @@ _LARGEST = 1 / 256 + 1 / 128
 _SPLITS = (1, 2, 3, 4, 6, 8, 16)
 _LEAST_SPLIT_K = 256
 _SUM_BYTES = 4
+_ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float64": 8}  # float32 otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,8 @@ def product_seconds(device: Device, product: Product, dtype: str, efficiency: Ef
     if not device.processors:
         return product.flops / rate
     memory = device.memory_bandwidth * (efficiency.memory if efficiency else device.memory)
-    return _tiled_seconds(product, device.processors, rate, memory)
+    written_s = _ITEM_BYTES.get(dtype, 4) * device.processors / device.memory_bandwidth
+    return _tiled_seconds(product, device.processors, rate, memory, written_s)
 
 
 def _fused_seconds(product: Product, processors: int, rate: float) -> float:
@@ -148,7 +151,8 @@ def _fused_seconds(product: Product, processors: int, rate: float) -> float:
 
 
 @lru_cache(maxsize=65536)
-def _tiled_seconds(product: Product, processors: int, rate: float, memory: float) -> float:
+def _tiled_seconds(product: Product, processors: int, rate: float, memory: float, written_s: float) -> float:
+    """written_s: until an element of a tile is written."""
     best = float("inf")
     sums = _SUM_BYTES * product.groups * product.m * product.n / memory
     for rows, columns in _TILES:
@@ -157,7 +161,7 @@ def _tiled_seconds(product: Product, processors: int, rate: float, memory: float
         per_step = 2 * rows * columns * processors * slowdown / rate
         for parts in _SPLITS:
             share = ceil(product.k / parts)
-            steps = (share if parts == 1 else max(share, _LEAST_SPLIT_K)) + FILL_K
-            waves = ceil(tiles * parts / processors)
-            best = min(best, waves * steps * per_step + (2 * parts * sums if parts > 1 else 0.0))
+            steps = share if parts == 1 else max(share, _LEAST_SPLIT_K)
+            waves, wave = ceil(tiles * parts / processors), steps * per_step + rows * columns * written_s
+            best = min(best, waves * wave + (2 * parts * sums if parts > 1 else 0.0))
     return best
