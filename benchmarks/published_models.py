@@ -1,0 +1,189 @@
+"""The planner's prices against measured steps of plain PyTorch models: fully sharded data parallelism on A100 and H100.
+
+    python benchmarks/published_models.py [--only TEXT] [--every N] [--json]
+
+The rows of ``autopart/cost/published/mpt_fsdp.csv``: a GPT with fused attention in bfloat16 is captured without weights
+and priced by ``make_plan`` with the published batch, microbatches, recomputation and weights divided over all GPUs
+(ZeRO-3). Nothing was fitted to them. Whether memory holds it is not asked, as all of them ran. Beside it what one
+constant says: the median FLOP/s of all rows on that device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from dataclasses import asdict, dataclass
+from statistics import mean, median
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autopart.analysis import Analysis, analyze
+from autopart.cluster import Cluster
+from autopart.cost.gpt import Gpt
+from autopart.cost.published import read_table
+from autopart.cost.validate import rank_correlation
+from autopart.planner import make_plan
+from autopart.tracing import capture
+from autopart.what_if import Change
+
+SIZES = {
+    "125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12), "1b": (24, 2048, 16), "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56), "70b": (80, 8192, 64),
+}  # fmt: skip
+"""Layers, width and heads (scripts/train/yamls/pretrain of the same repository)."""
+VOCABULARY = 50368
+NODE = 8
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        found = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(found.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), Attention(width, heads)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.mlp(x)
+
+
+class Model(nn.Module):
+    """Tokens and labels [batch, sequence] to the mean cross entropy, in float32 as autocast computes it; the head is
+    tied to the embedding.
+    """
+
+    def __init__(self, layers: int, width: int, heads: int, sequence: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(sequence, width)
+        self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions.weight
+        for layer in self.layers:
+            x = layer(x)
+        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A row. flops: of a device in a step, what runs again among it."""
+
+    device: str
+    model: str
+    sequence: int
+    gpus: int
+    samples: int
+    microbatches: int
+    recompute: bool
+    measured_s: float
+    predicted_s: float
+    flops: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+@functools.cache
+def analysis_of(model: str, sequence: int) -> Analysis:
+    with torch.device("meta"):
+        module = Model(*SIZES[model], sequence).bfloat16()
+        tokens = torch.zeros(2, sequence, dtype=torch.long)
+    return analyze(capture(module, (tokens, tokens), {}, check_eval=False, copy_layers=True))
+
+
+def priced(row: dict[str, str]) -> Priced:
+    sequence, gpus, samples = int(row["sequence"]), int(row["gpus"]), int(row["samples"])
+    microbatches, batch, again = int(row["microbatches"]), int(row["batch"]), row["recompute"] == "yes"
+    nodes = f"{gpus // NODE}x{NODE}x{row['device']}"
+    analysis = analysis_of(row["model"], sequence)
+    plan = make_plan(
+        analysis.program,
+        Change(memory=4.0).applied(Cluster.parse(nodes)),
+        analysis=analysis,
+        batch=batch,
+        pp=1,
+        dp=gpus,
+        tp=1,
+        microbatches=microbatches,
+        recompute="full" if again else "none",
+        meshes="equal",
+        zero=3,
+    )
+    flops = Gpt(*SIZES[row["model"]], sequence, VOCABULARY).flops(batch, again) / gpus
+    return Priced(
+        *(row["device"], row["model"], sequence, gpus, samples, microbatches, again),
+        *(batch * sequence / float(row["tokens_per_s"]), plan.step_time_s, flops),
+    )
+
+
+def report(rows: list[Priced]) -> None:
+    print(
+        tabulate(
+            [
+                (
+                    *(row.device, row.model, row.sequence, row.gpus, f"{row.microbatches} x {row.samples}"),
+                    *("full" if row.recompute else "", f"{row.measured_s:.3f}", f"{row.predicted_s:.3f}"),
+                    f"{row.error:+.1%}",
+                )
+                for row in rows
+            ],
+            headers=("device", "model", "sequence", "GPUs", "batch", "again", "measured s", "predicted s", "error"),
+            disable_numparse=True,
+        )
+    )
+    table = []
+    for device in dict.fromkeys(row.device for row in rows):
+        own = [row for row in rows if row.device == device]
+        rate = median(row.flops / row.measured_s for row in own)
+        table.append(
+            (
+                *(device, len(own), f"{mean(abs(row.error) for row in own):.1%}"),
+                f"{median(row.error for row in own):+.1%}",
+                f"{mean(abs(row.flops / rate / row.measured_s - 1) for row in own):.1%}",
+                f"{rank_correlation([row.predicted_s for row in own], [row.measured_s for row in own]):.3f}",
+            )
+        )
+    headers = ("device", "rows", "mean |error|", "median error", "one constant", "rank correlation")
+    print("\n" + tabulate(table, headers=headers, disable_numparse=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose device, model and sequence contain it")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="of these the first of every N rows")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    chosen = [
+        row
+        for row in read_table("mpt_fsdp")
+        if options.only in f"{row['device']} {row['model']} {row['sequence']} {row['gpus']}"
+    ]
+    rows = [priced(row) for row in chosen[:: options.every]]
+    if options.json:
+        print(json.dumps([asdict(row) for row in rows]))
+    else:
+        report(rows)
+
+
+if __name__ == "__main__":
+    main()
