@@ -13,8 +13,8 @@ beyond U, and runs again, at least, whatever the strategies,
     least_S >= least_U + nu a + r
 
 What comes in lies as the layer before makes it, which has the same strategies. Of what else comes in, and of what
-others read too, conversions are left out. A tensor that several ops keep counts where the first of them does that does
-not run again; one that enters a module that runs again, as it is read there.
+others read too, conversions are left out. What ops keep, and what of it is kept twice, :mod:`autopart.kept_in_layers`
+says.
 
 What lies before, between and behind layers is weighed alike, by itself: it does not run again, and no conversion of
 what comes in is known.
@@ -22,9 +22,8 @@ what comes in is known.
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,11 +32,11 @@ from torch import fx
 
 from autopart.analysis import Analysis
 from autopart.folding import FoldedGraph, FoldedPart, fold_part, is_stored
+from autopart.kept_in_layers import Held
 from autopart.memory_bound import BlockFacts, Kind, MemoryBound
 from autopart.module_sets import ModuleSet
-from autopart.passes import graph as graphs
 from autopart.passes.graph import Value
-from autopart.prices import Chosen, share_of, value_shares
+from autopart.prices import Chosen, share_of
 from autopart.solver.pipeline_floor import Price
 from autopart.solver.tensor_problem import CostTable, Edge, Op, TensorProblem
 from autopart.solver.tensor_sums import Eliminator
@@ -160,10 +159,10 @@ def strategy_prices(
 
 def kept_by_choice(builder: Builder, layers: AlikeLayers) -> dict[tuple[str, ...], Array]:
     """By class of a layer's ops, the bytes that one op keeps under each of its choices, where nothing runs again and a
-    tensor that several ops keep counts once, but for what one has more of than the first can do with: a copy.
+    tensor that several ops keep counts as :mod:`autopart.kept_in_layers` says.
     """
-    analysis, costs, setting = builder.analysis, builder.block_costs, builder.setting
-    held = _Held.of(builder, layers, [ModuleSet()], _places(analysis, layers))
+    analysis = builder.analysis
+    held = Held.of(builder, layers.keeps, [ModuleSet()], _places(analysis, layers))
     ways = {
         node: [chosen for chosen, _ in builder.ways(nodes[0])]
         for nodes in layers.part.classes
@@ -171,14 +170,7 @@ def kept_by_choice(builder: Builder, layers: AlikeLayers) -> dict[tuple[str, ...
         for node in nodes
     }
 
-    def kept(node: fx.Node, owner: Value) -> Array:
-        least = (costs.least_kept(node, way, setting.sizes, setting.prices.batch, {owner}, False) for way in ways[node])
-        return np.array(list(least))
-
     sizes = {node: held.bytes(node, own)[:, 0] for node, own in ways.items()}
-    for owner, keepers in layers.keeps.items():
-        for other in keepers[1:]:
-            sizes[other] += np.maximum(kept(other, owner) - kept(keepers[0], owner).min(), 0.0)
     return {
         analysis.classes[nodes[0]]: sum((sizes[node] for node in nodes), np.zeros(len(ways[nodes[0]]))) / len(nodes)
         for nodes in layers.part.classes
@@ -236,7 +228,7 @@ class _Work:
     def of(builder: Builder, layers: AlikeLayers, sets: Sequence[ModuleSet]) -> _Work:
         part, analysis, setting = layers.part, builder.analysis, builder.setting
         place, every = _places(analysis, layers), (*sets, ModuleSet())
-        held = _Held.of(builder, layers, sets, place)
+        held = Held.of(builder, layers.keeps, sets, place)
         numbers = {analysis.classes[nodes[0]]: index for index, nodes in enumerate(builder.folded.classes)}
         ops, seconds, forward, weights, kept, again = [], *(list[Array]() for _ in range(5))
         for nodes in part.classes:
@@ -369,72 +361,6 @@ def _forward_table(builder: Builder, table: CostTable, value: Value) -> CostTabl
         rows, columns = ([placements[at] for at in found] for found in key[1:])
         known[key] = CostTable(*key[1:], setting.conversions.table(rows, columns, size, False))
     return known[key]
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """What a layer's ops keep where sets of modules run again.
-
-    places: by op, the sets for which it is the same: whose memory it keeps, whose memory is kept as it reads it, and
-    whether what it keeps inside stays. constant: as of _Work.
-    """
-
-    builder: Builder
-    places: Mapping[fx.Node, Mapping[tuple[frozenset[Value], frozenset[Value], bool], Sequence[int]]]
-    constant: Array
-
-    @staticmethod
-    def of(builder: Builder, layers: AlikeLayers, sets: Sequence[ModuleSet], place: Mapping[fx.Node, int]) -> _Held:
-        costs, setting = builder.block_costs, builder.setting
-        ops, count = list(place), len(sets)
-        share = 1 / math.prod(setting.sizes)
-        constant = np.zeros(count + 1)
-        kept: list[dict[fx.Node, set[Value]]] = [defaultdict(set) for _ in range(count + 1)]
-        read: list[dict[fx.Node, set[Value]]] = [defaultdict(set) for _ in range(count + 1)]
-        always = frozenset[int]().union(*(item.covered for item in sets))
-        for number, item in enumerate((*sets, None)):
-            for owner, keepers in layers.keeps.items():
-                covered = always if item is None else item.covered
-                outside = next((node for node in keepers if place[node] not in covered), None)
-                if outside is not None:
-                    kept[number][outside].add(owner)
-                elif item is not None and owner in item.entering:
-                    read[number][ops[item.entering[owner]]].add(owner)
-                elif owner.node not in place:  # of another layer, which keeps what it makes by itself
-                    constant[number] += costs.stored(owner).at(setting.prices.batch) * share
-        places: dict[fx.Node, dict[tuple[frozenset[Value], frozenset[Value], bool], list[int]]] = {}
-        for node in ops:
-            found = places[node] = {}
-            for number, item in enumerate((*sets, None)):
-                stays = place[node] not in (always if item is None else item.covered)
-                key = frozenset(kept[number].get(node, ())), frozenset(read[number].get(node, ())), stays
-                found.setdefault(key, []).append(number)
-        return _Held(builder, places, constant)
-
-    def bytes(self, node: fx.Node, ways: Sequence[Chosen]) -> Array:
-        """[choice, set]"""
-        places = self.places[node]
-        found = np.zeros((len(ways), len(self.constant)))
-        for (kept, read, inside), sets in places.items():
-            own = [self._kept(node, chosen, kept, read, inside) for chosen in ways]
-            found[:, sets] = np.array(own)[:, None]
-        return found
-
-    def _kept(
-        self, node: fx.Node, chosen: Chosen, kept: Collection[Value], read: Collection[Value], inside: bool
-    ) -> float:
-        costs, setting = self.builder.block_costs, self.builder.setting
-        batch = setting.prices.batch
-        total = costs.least_kept(node, chosen, setting.sizes, batch, kept, inside)
-        if read:
-            shares, seen = value_shares(node, chosen, setting.sizes), set[Value]()
-            positions = {value: at for at, value in enumerate(graphs.inputs(node))}
-            for value, owner in costs.reads(node):
-                if owner in read and owner not in seen:
-                    seen.add(owner)
-                    size = min(costs.size(value).at(batch), costs.stored(owner).at(batch))
-                    total += size * shares[positions[value]]
-        return total
 
 
 def _repeats(item: ModuleSet, maker: int, readers: Sequence[int]) -> bool:

@@ -279,6 +279,11 @@ class BlockCosts:
             total += (sum if apart else max)(size for _, size in own)
         return total
 
+    def kept_shares(self, node: fx.Node, chosen: Chosen, sizes: Sequence[int], owner: Value) -> list[float]:
+        """The parts that a rank has of the owner's tensors which an op keeps."""
+        facts, shares = self._facts_of(node, chosen), value_shares(node, chosen, sizes)
+        return [shares[facts.position(item)] for item in facts.kept if item.owner == owner]
+
     def costs(
         self,
         prices: Prices,
