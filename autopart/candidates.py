@@ -131,8 +131,9 @@ class Candidates(CandidateFloors):
                     answers.append(choices[-1])
             if best is not None:
                 answers.insert(0, best.answer.choice)
-            best, floor = self._mixed(config, answers, best, below)
-            least = min(least, floor)
+            if best is not None or len(config.axes) < 2:  # on several axes the ways of a layer take a solver long
+                best, floor = self._mixed(config, answers, best, below)
+                least = min(least, floor)
         if best is None or (stopped is not None and best.objective >= below):
             assert stopped is not None
             raise NotBetter(stopped.seconds, least)
