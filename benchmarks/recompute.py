@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -46,7 +45,7 @@ def without(*found: str) -> Iterator[None]:
         if "modules" in found:
             stack.enter_context(mock.patch.object(autopart.layer_frontier, "frontier", lambda *_: ()))
         if "mixtures" in found:
-            stack.enter_context(mock.patch.object(Candidates, "_mixture", lambda *_: (None, math.inf)))
+            stack.enter_context(mock.patch.object(Candidates, "_mixture", lambda *_: None))
         yield
 
 

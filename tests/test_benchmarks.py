@@ -17,12 +17,23 @@ SMALL = {
 }
 
 
-def run(name: str, *arguments: str) -> Any:
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / name), *arguments, "--json"], capture_output=True, text=True, timeout=300
-    )
+def output(name: str, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, str(FOLDER / name), *arguments], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
+
+
+def run(name: str, *arguments: str) -> Any:
+    return json.loads(output(name, *arguments, "--json").splitlines()[-1])
+
+
+def test_recomputation_is_priced() -> None:
+    small = "hf:gpt2?n_layer=4&n_embd=64&n_head=4&n_positions=64&seq=64&vocab_size=256"
+    found = output(
+        *("recompute.py", "--model", small, "--cluster", "2xRTX-4090", "--tp", "2", "--microbatches", "2"),
+        *("--batch", "64"),
+    )
+    assert "all kept" in found and found.splitlines()[-1].startswith("90%")
 
 
 @pytest.mark.slow
