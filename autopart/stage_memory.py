@@ -45,7 +45,7 @@ def stage_peaks(
         peak(
             *(graph, own_axes, count, gradient_roots(program, stage, graph)),
             recompute=own,
-            inlined=_inlined(program, stage, graph, own_axes),
+            inlined=_inlined(program, stage, graph, own_axes, own, shares),
             kind=kind,
             sends=len(stage.sends),
             messages=sent,
@@ -117,9 +117,20 @@ def _divided_message(sent: Scattered, copied: bool) -> Message:
     return Message(sent.names, sent.sent + sent.own, sent.whole, max(made, sent.sent - sent.whole + sent.last + going))
 
 
-def _inlined(program: Program, stage: StageGraph, graph: fx.Graph, axes: Axes) -> set[fx.Node]:
-    """The values that get no name in the stage's code."""
+def _inlined(
+    program: Program,
+    stage: StageGraph,
+    graph: fx.Graph,
+    axes: Axes,
+    recompute: Collection[str],
+    divided: Divided,
+) -> set[fx.Node]:
+    """The values that get no name in the stage's code, in which gathers of divided weights count as well."""
     results = len(stage.sends) + len(stage.outputs)
-    source = StageSource(graph, axes, program.tensors, ("",), results, stage.updates)
+    source = StageSource(
+        *(graph, axes, program.tensors, ("",), results, stage.updates, recompute),
+        cuts=divided.cuts,
+        replicas=divided.replicas,
+    )
     source.write()
     return source.inlined

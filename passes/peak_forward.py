@@ -122,9 +122,17 @@ class ForwardWalk:
                 self.now -= way.flying
 
     def done(self, owner: Value, node: fx.Node) -> bool:
-        """Whether all readers of an unnamed value, which are nested in one statement, are at or before ``node``."""
-        waiting = [user for user in owner.node.users if user is not node]
-        return all(is_view(user) and user in self.code.inlined for user in waiting)
+        """Whether all readers of an unnamed value are at or before ``node``: views of it have no names either, so that
+        they are nested in one statement.
+        """
+        return all(self.unnamed_until(user, node) for user in owner.node.users)
+
+    def unnamed_until(self, user: fx.Node, node: fx.Node) -> bool:
+        if user is node:
+            return True
+        if not (is_view(user) or shares_memory(user)) or user not in self.code.inlined:
+            return False
+        return all(self.unnamed_until(other, node) for other in user.users)
 
     def leave(self, nodes: Sequence[fx.Node], last: bool = False) -> None:
         """The function with these ops returns: what is neither kept nor read elsewhere is freed."""

@@ -170,6 +170,46 @@ def test_cells_keep_their_gates(tmp_path: Path) -> None:
     _check(_Model(_Cell), torch.randn(8, 16, 64), tmp_path / "program", 0.12)
 
 
+class _Rays(nn.Module):
+    """Outside of layers; statements that gather weights are longer, so that more values have names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.layers
+        x = F.relu(first(torch.cat([x.sin(), x.cos()], -1).flatten(-2)))
+        for layer in others:
+            x = F.relu(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_peak_where_names_hang_on_what_is_gathered(level: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    _check(_Rays(), torch.randn(8, 64, 8, 8), tmp_path / "program", 0.02, dp=2, zero=level)
+
+
+class _Scaled(nn.Module):
+    """Queries are scaled first, and a view of that has a name, which holds it until the layer is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.out = nn.Linear(64, 64), nn.Linear(64, 256)
+        self.back = nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = (self.query(x) * 0.25).view(x.shape[0], 16, 4, 16).transpose(1, 2)
+        heads = query.contiguous().sin().transpose(1, 2).reshape(x.shape) * query.sum((1, 3)).unsqueeze(-1)
+        return x + self.back(F.gelu(self.out(heads)))
+
+
+def test_peak_where_a_view_has_a_name(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    _check(_Model(_Scaled), torch.randn(8, 16, 64), tmp_path / "program", 0.02, recompute="full")
+
+
 class _Turned(nn.Module):
     """What its convolutions hand on lies transposed in memory."""
 
