@@ -7,7 +7,7 @@ from torch import fx
 from autopart.passes import graph as graphs
 from autopart.passes.einsum_memory import multiplies
 from autopart.passes.graph import Value
-from autopart.passes.peak_code import is_parameter
+from autopart.passes.program import Role
 from autopart.passes.saved import scaled_by_torch
 from autopart.passes.storage import is_view, op_name
 
@@ -18,10 +18,10 @@ _BROADCASTING = ("mul", "div", "where", "maximum", "minimum")
 # Views whose backward makes a tensor of the operand's size; that of the others is a view.
 _MAKING = {
     *("split", "split_with_sizes", "chunk", "unbind", "select", "slice", "narrow", "tensor_split"),
-    *("expand", "expand_as", "broadcast_tensors"),
+    *("expand", "expand_as", "broadcast_tensors", "hsplit", "vsplit", "dsplit", "diagonal", "unfold", "real", "imag"),
 }
-# Ops whose operands' gradients are parts of the result's.
-CONCATENATING = ("cat", "concat", "concatenate")
+# Ops whose operands' gradients are parts of the result's, or the result's seen in more dims.
+SHARING = ("cat", "concat", "concatenate", "stack", "sum")
 # Ops whose backward hands the result's gradient on as it is, where shapes agree.
 PASSING = ("add", "sub", "clone", "contiguous", "alias")
 # Local forms that compute in float32 on their way, in tensors of their first operand's size: forward, and backward
@@ -60,6 +60,10 @@ def passes_memory(node: fx.Node) -> bool:
 def scales_second(node: fx.Node) -> bool:
     """Of an addition whether its second operand's gradient is a tensor of its own."""
     return op_name(node) in ("add", "sub") and (op_name(node) == "sub" or bool(node.kwargs.get("alpha", 1) != 1))
+
+
+def is_parameter(node: fx.Node) -> bool:
+    return node.op == "placeholder" and node.meta.get("role") is Role.PARAMETER
 
 
 def parameter_read(value: Value, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:

@@ -18,7 +18,7 @@ from autopart.passes.emit.segments import Segment, segments_of
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
 from autopart.passes.saved import WHOLE_INSIDE, copied_inside, saved_inside, saved_tensors
-from autopart.passes.saved_recurrent import recurrent_bytes
+from autopart.passes.saved_recurrent import is_known, recurrent_bytes
 from autopart.passes.storage import shares_memory, storage_of
 from autopart.runtime.placement import Placements
 
@@ -115,8 +115,7 @@ def inside_bytes(node: fx.Node, axes: Axes, batch: int, kind: str) -> float:
     """
     if "transition" in node.meta:
         return 0.0
-    recurrent = str(node.target) in graphs.RECURRENT
-    size = recurrent_bytes(node, kind, batch) if recurrent else saved_inside(node, kind).at(batch)
+    size = recurrent_bytes(node, kind, batch) if is_known(node, kind) else saved_inside(node, kind).at(batch)
     if not size:
         return 0.0
     share = min(share_of_rank(node, axes), share_of_rank(graphs.inputs(node)[0].node, axes))

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopart.passes.backward_memory import is_parameter
 from autopart.passes.conversion import Axes
-from autopart.passes.peak_code import Message, StageCode, is_parameter
+from autopart.passes.peak_code import Message, StageCode
 from autopart.passes.peak_split import SplitWalk, sides
 from autopart.passes.peak_walk import Walk
 from autopart.passes.peak_weights import Divided, Scattered, Unit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,15 +11,18 @@ from torch import fx
 from autopart.passes import graph as graphs
 from autopart.passes.ahead import begun
 from autopart.passes.amounts import stored_bytes, value_bytes
+from autopart.passes.backward_memory import backward_copies, broadcast
 from autopart.passes.beside import products_beside, weight_of
 from autopart.passes.conversion import Axes
 from autopart.passes.emit.layers import Run
 from autopart.passes.emit.segments import Segment, segments_of
 from autopart.passes.graph import Value
 from autopart.passes.kept import entering, inside_bytes, kept_values, owner_of, share_of_rank
+from autopart.passes.op_memory import Passing, passing
 from autopart.passes.peak_conversion import Way, transition_of, way
 from autopart.passes.peak_weights import Divided
 from autopart.passes.program import Role
+from autopart.passes.rules import is_differentiable
 from autopart.passes.saved import saved_tensors
 from autopart.passes.saved_recurrent import Stretch, stretches
 from autopart.passes.storage import op_name
@@ -67,6 +71,7 @@ class StageCode:
     _gradients: dict[Value, float] = field(default_factory=dict)
     _inside: dict[fx.Node, float] = field(default_factory=dict)
     _stretches: dict[fx.Node, list[Stretch]] = field(default_factory=dict)
+    _measured: dict[object, Passing | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.runs = segments_of(self.graph, self.recompute)
@@ -129,6 +134,46 @@ class StageCode:
             self._inside[node] = inside_bytes(node, self.axes, self.batch, self.kind)
         return self._inside[node]
 
+    def passing_forward(self, node: fx.Node) -> float:
+        """Bytes that an op makes besides its results and what it keeps, at most."""
+        found = self._passing(node, tuple(filter(is_differentiable, graphs.inputs(node))))
+        return 0.0 if found is None else found.forward * self._share(node)
+
+    def passing_back(
+        self, node: fx.Node, wanted: Sequence[Value], coming: Sequence[Value], expanded: Collection[Value]
+    ) -> float:
+        """Bytes that an op's backward makes besides gradients, at most.
+
+        wanted: the operands whose gradients are made. coming: the results that have gradients; expanded: those of these
+        that are seen in more dims than they have in memory.
+        """
+        found = self._passing(node, tuple(wanted), tuple((value, value in expanded) for value in coming))
+        if found is not None:
+            return found.backward * self._share(node)
+        largest = max((self.gradient_size(value) for value in wanted), default=0.0)
+        wide = sum(
+            max(0.0, self.gradient_size(Value(node)) - self.gradient_size(value))
+            for value in wanted
+            if broadcast(value, node)
+        )
+        several = Counter(graphs.inputs(node))  # one gradient of each, which are added up behind
+        again = sum((several[value] - 1) * self.gradient_size(value) for value in wanted)
+        return backward_copies(node) * largest + wide + again
+
+    def _passing(
+        self, node: fx.Node, wanted: tuple[Value, ...], coming: tuple[tuple[Value, bool], ...] = ()
+    ) -> Passing | None:
+        key = node, wanted, coming
+        if key not in self._measured:
+            self._measured[key] = passing(node, self.batch, wanted, coming)
+        return self._measured[key]
+
+    def _share(self, node: fx.Node) -> float:
+        """The part that a rank has of the largest tensor of an op."""
+        values = [*graphs.inputs(node), *graphs.outputs(node)]
+        largest = max(values, key=lambda value: value_bytes(value).at(self.batch))
+        return share_of_rank(largest.node, self.axes, largest.index)
+
     def stretches(self, node: fx.Node) -> list[Stretch]:
         """What an op's backward goes through one by one, in the order of the forward; none where it is one piece."""
         if node not in self._stretches:
@@ -169,7 +214,3 @@ def _executed(nodes: Sequence[fx.Node], inlined: Collection[fx.Node]) -> tuple[f
         if node not in inlined or inside.isdisjoint(node.users):
             run(node)
     return tuple(found)
-
-
-def is_parameter(node: fx.Node) -> bool:
-    return node.op == "placeholder" and node.meta.get("role") is Role.PARAMETER

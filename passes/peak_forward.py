@@ -96,6 +96,7 @@ class ForwardWalk:
                     self.add(0.0, form_copies(node, self.code.gradient_size(graphs.inputs(node)[0]))[0])
                 if not again:
                     self.add(self.code.inside(node))
+                self.add(0.0, self.code.passing_forward(node))
             self.holding.leave_op()
             if is_view(node) or shares_memory(node):
                 continue

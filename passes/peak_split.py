@@ -14,9 +14,9 @@ from typing import Self
 from torch import fx
 
 from autopart.passes import graph as graphs
-from autopart.passes.backward_memory import parameter_read, passes_memory
+from autopart.passes.backward_memory import is_parameter, parameter_read, passes_memory
 from autopart.passes.graph import Value
-from autopart.passes.peak_code import StageCode, is_parameter
+from autopart.passes.peak_code import StageCode
 from autopart.passes.peak_walk import Walk
 from autopart.passes.rules import is_differentiable
 
@@ -109,13 +109,14 @@ class SplitWalk(Walk):
         self.left += sum(map(self.code.inside, nodes))
         self.now = self.most = self.left + self.left_received
         for node in nodes:
-            wide = 0.0
+            wanted: list[Value] = []
             for value in () if passes_memory(node) else dict.fromkeys(graphs.inputs(node)):
                 weight = parameter_read(value, node)
                 if weight is not None and self.readers[weight[0]] > 0 and is_differentiable(Value(weight[0])):
                     self.weight_gradient(*weight)
-                    wide += self.widened(value, node)
-            self.add(0.0, wide)
+                    wanted.append(value)
+            if wanted:
+                self.add(0.0, max(0.0, self.code.passing_back(node, wanted, graphs.outputs(node), ())))
             self.merge()
             for value in self.code.saved(node):
                 self.drop(value)

@@ -14,10 +14,8 @@ from torch import fx
 
 from autopart.passes import graph as graphs
 from autopart.passes.backward_memory import (
-    CONCATENATING,
     PASSING,
-    backward_copies,
-    broadcast,
+    SHARING,
     carrier,
     form_copies,
     parameter_read,
@@ -31,16 +29,21 @@ from autopart.passes.kept import owner_of
 from autopart.passes.peak_conversion import transition_of
 from autopart.passes.peak_forward import ForwardWalk
 from autopart.passes.rules import is_differentiable
+from autopart.passes.saved_recurrent import cell_weights
 from autopart.passes.storage import op_name
 
 
 @dataclass(slots=True)
 class _Viewed:
-    """A tensor that the gradients of these values are, or are parts of. aside: W needs one of them."""
+    """A tensor that the gradients of these values are, or are parts of.
+
+    aside: W needs one of them. expanded: they are larger than it.
+    """
 
     size: float
     owners: set[Value]
     aside: bool = False
+    expanded: bool = False
 
 
 @dataclass(slots=True)
@@ -245,12 +248,20 @@ class Walk(ForwardWalk):
         freed = self.pass_back_layers(node)
         operands = graphs.inputs(node)
         scaled = operands[-1] if len(operands) > 1 and scales_second(node) else None
-        pieces, wide = self.code.stretches(node), 0.0
+        pieces = self.code.stretches(node)
         gone = {value for piece in pieces[1:] for value in piece.weights}
-        for value in dict.fromkeys(operands):
-            if value in gone or not is_differentiable(value) or self.skips(value) or value.node is put_off:
-                continue
-            wide += self.widened(value, node)
+        wanted = [
+            value
+            for value in dict.fromkeys(operands)
+            if value not in gone and is_differentiable(value) and not self.skips(value) and value.node is not put_off
+        ]
+        expanded = frozenset(value for value in coming if value in self.views and self.views[value].expanded)
+        besides = 0.0 if name in (*SHARING, *PASSING) else self.code.passing_back(node, wanted, coming, expanded)
+        self.now += min(0.0, besides)  # let go before all gradients are there
+        last = [value for value in cell_weights(node) if value in wanted]
+        for value in [*(value for value in wanted if value not in last), *last]:
+            if last and value == last[0]:
+                self.merge()
             weight = parameter_read(value, node)
             if weight is not None:
                 self.weight_gradient(*weight)
@@ -261,26 +272,18 @@ class Walk(ForwardWalk):
                 continue
             more.append((owner, size))
         self.pass_on(coming[0], same)
-        if name in CONCATENATING and coming[0] not in self.given:
-            self.share(coming[0], [owner for owner, _ in more if owner not in self.pending])
+        if name in SHARING:
+            self.share(coming[0], more, name == "sum")
             return
-        copies = backward_copies(node)
-        largest = max((size for _, size in more), default=0.0)
-        passing = (copies + (pieces[0].beside if pieces else 0)) * largest
+        beside = pieces[0].beside * max((size for _, size in more), default=0.0) if pieces else 0.0
         if "forms" in node.meta:
-            passing += form_copies(node, self.code.gradient_size(graphs.inputs(node)[0]))[1]
+            beside += form_copies(node, self.code.gradient_size(graphs.inputs(node)[0]))[1]
         for _, size in more:
-            self.add(size, passing)
-        self.add(0.0, wide)
-        self.now += freed
+            self.add(size, beside)
+        self.add(0.0, max(0.0, besides))
+        self.now += freed - min(0.0, besides)
         for owner, size in more:
             self.receive(owner, size)
-
-    def widened(self, value: Value, node: fx.Node) -> float:
-        """Bytes by which an operand's gradient is larger until it is added up."""
-        if not broadcast(value, node):
-            return 0.0
-        return max(0.0, self.code.gradient_size(Value(node)) - self.code.gradient_size(value))
 
     def pass_back_layers(self, node: fx.Node) -> float:
         """Goes back through all layers of an op but the first; bytes inside of it that are let go by then."""
@@ -336,13 +339,23 @@ class Walk(ForwardWalk):
             self.pending.update(dict.fromkeys(new, 0.0))
         self.pending[coming] = 0.0
 
-    def share(self, whole: Value, owners: Sequence[Value]) -> None:
-        """The gradients of what is concatenated are views of one tensor, which stays until the last has been used."""
+    def share(self, whole: Value, parts: Sequence[tuple[Value, float]], expanded: bool) -> None:
+        """The gradients of these values are views of one tensor, which stays until the last has been used."""
+        new: list[Value] = []
+        for owner, size in parts:
+            if owner in self.given or owner in self.views:
+                self.add(size)
+                self.receive(owner, size)
+            elif owner not in self.pending:
+                new.append(owner)
+        if not new:
+            return
         self.release(whole)
-        group = _Viewed(self.pending[whole], set(owners))
-        self.pending.update(dict.fromkeys(owners, 0.0))
-        self.views.update(dict.fromkeys(owners, group))
-        self.pending[whole] = 0.0 if owners else self.pending[whole]
+        held = self.given.get(whole, 0.0)
+        group = _Viewed(self.pending[whole] - held, set(new), expanded=expanded)
+        self.pending.update(dict.fromkeys(new, 0.0))
+        self.views.update(dict.fromkeys(new, group))
+        self.pending[whole] = held
 
     def release(self, value: Value) -> None:
         """The gradient of a value is used: if it is the last view of a tensor, that is freed."""

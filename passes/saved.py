@@ -4,7 +4,8 @@ The rules restate for each op what torch's ``derivatives.yaml`` saves, under eag
 outputs (:func:`saved_tensors`), and what it allocates besides, such as a dropout mask (:func:`saved_inside`). A tensor
 that several ops keep, or that is kept through views, is in memory once: :func:`saved_values` unites them.
 
-Ops without a rule are taken to keep every input and output, which errs towards more memory.
+What an op without a rule keeps is found on the meta device (:mod:`autopart.passes.op_memory`); of one that does not run
+there every input and output, which errs towards more memory.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ from torch import fx
 from autopart.passes.amounts import ZERO, Amount, numel, product, stored_bytes, tensor_bytes, total
 from autopart.passes.einsum_memory import copied_operands
 from autopart.passes.graph import RECURRENT, Value, inputs, is_op, is_tensor, may_have_gradient, outputs, value_of
+from autopart.passes.op_memory import keeping
 from autopart.passes.program import Role
-from autopart.passes.saved_recurrent import cell_inside, recurrent_inside
-from autopart.passes.storage import argument, is_view, merges_leading_dims, op_name, storage_of
+from autopart.passes.saved_recurrent import is_known, recurrent_inside
+from autopart.passes.storage import argument, concrete, is_view, merges_leading_dims, op_name, storage_of
 
 _NOTHING = {
-    *("add", "sub", "rsub", "neg", "sum", "mean", "cat", "stack", "concat", "pad", "constant_pad_nd", "clone"),
+    *("add", "sub", "rsub", "neg", "sum", "mean", "cat", "stack", "concat", "constant_pad_nd", "clone"),
     *("contiguous", "reshape", "flatten", "_unsafe_view", "to", "type_as", "_to_copy", "cumsum", "roll", "flip"),
     *("repeat", "tril", "triu", "floor", "ceil", "round", "sign", "fill", "zeros_like", "ones_like", "full_like"),
     *("empty_like", "new_ones", "new_zeros", "new_full", "arange", "full", "zeros", "ones", "masked_select"),
     *("pixel_shuffle", "pixel_unshuffle", "upsample_nearest2d", "upsample_bilinear2d", "logical_not", "ravel"),
-    *("reflection_pad1d", "reflection_pad2d", "replication_pad2d", "im2col", "col2im", "alias", "slice_scatter"),
-    *("select_scatter", "lerp", "where_self", "reshape_as", "hstack", "vstack", "repeat_interleave", "complex"),
-    *("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft", "fft_fftshift", "fft_ifftshift"),
-    *("fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2", "fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn"),
-    "partial_mean",
+    *("im2col", "col2im", "alias", "slice_scatter", "select_scatter", "where_self", "reshape_as", "hstack", "vstack"),
+    *("repeat_interleave", "complex", "partial_mean"),
 }
 _INPUT = {
     *("gelu", "silu", "mish", "hardswish", "hardtanh", "hardsigmoid", "leaky_relu", "elu", "selu", "celu", "softplus"),
     *("softshrink", "hardshrink", "relu6", "threshold", "clamp", "clamp_min", "clamp_max", "abs", "sin", "cos", "log"),
     *("log2", "log10", "log1p", "erf", "log_sigmoid", "glu", "var", "square", "pow_scalar", "avg_pool1d", "atan"),
     *("avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "acos", "asin"),
+    *("reflection_pad1d", "reflection_pad2d", "reflection_pad3d"),
+    *("replication_pad1d", "replication_pad2d", "replication_pad3d"),
 }
 _OUTPUT = {
     *("relu", "tanh", "sigmoid", "exp", "exp2", "expm1", "sqrt", "rsqrt", "reciprocal", "softmax", "log_softmax"),
@@ -55,24 +56,25 @@ _CONVOLUTIONS = {
 }
 _GROUPED = {"_grouped_mm", "grouped_mm", "grouped_mm_fallback"}
 _LOSSES = {
-    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "nll_loss"),
-    *("binary_cross_entropy_with_logits", "nll_loss_nd", "soft_margin_loss"),
+    *("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "nll_loss", "nll_loss_nd"),
+    *("binary_cross_entropy_with_logits", "soft_margin_loss"),
 }
-# Ops whose backward needs only where values went: positions of their index arguments.
+# Ops whose backward needs where values went: positions of their index arguments, and of what it asks for sizes.
 _INDEXED = {
     "embedding": (1,),
     "vocab_embedding": (1,),
-    "gather": (2,),
+    "gather": (0, 2),
     "index_select": (2,),
-    "index_add": (2,),
+    "index_add": (2, 3),
     "scatter": (2,),
     "scatter_add": (2,),
     "masked_fill": (1,),
     "masked_scatter": (1,),
-    "take_along_dim": (1,),
 }
 WHOLE_INSIDE = {"sharded_layer_norm", "sharded_rms_norm", "sharded_group_norm", "vocab_cross_entropy"}
 """Local forms that keep numbers of each row beside their operands, which every rank of their axis has."""
+_SAMPLES = 8
+"""For which, and for twice as many, ops are run on the meta device."""
 _POOLS = {"max_pool1d": 8, "max_pool2d": 8, "max_pool3d": 8, "adaptive_max_pool2d": 8}
 
 
@@ -142,7 +144,21 @@ def _saved_div(node: fx.Node) -> list[Value]:
 
 
 def _saved_pow(node: fx.Node) -> list[Value]:
-    return [*inputs(node), *outputs(node)] if len(inputs(node)) > 1 else _first(node)
+    of_number = not isinstance(node.args[0], fx.Node)
+    return [*inputs(node), *outputs(node)] if len(inputs(node)) > 1 or of_number else _first(node)
+
+
+def _saved_pad(node: fx.Node) -> list[Value]:
+    return [] if argument(node, 2, "mode", "constant") in ("constant", "circular") else _first(node)
+
+
+def _saved_lerp(node: fx.Node) -> list[Value]:
+    return inputs(node) if isinstance(argument(node, 2, "weight"), fx.Node) else []
+
+
+def _saved_pool(node: fx.Node) -> list[Value]:
+    """Of one that returns positions as well these, else they are kept inside."""
+    return [*_first(node), *outputs(node)[1:]]
 
 
 def _saved_where(node: fx.Node) -> list[Value]:
@@ -189,18 +205,21 @@ def _rules() -> dict[str, Callable[[fx.Node], list[Value]]]:
     rules.update(dict.fromkeys(_INPUT, _first))
     rules.update(dict.fromkeys(_OUTPUT, lambda node: outputs(node)[:1]))
     rules.update(dict.fromkeys(_BOTH, lambda node: [*_first(node), *outputs(node)[:1]]))
-    rules.update(dict.fromkeys(_PRODUCTS | _CONVOLUTIONS | _GROUPED, _saved_factors))
+    rules.update(dict.fromkeys(_PRODUCTS | _GROUPED, _saved_factors))
+    rules.update(dict.fromkeys(_CONVOLUTIONS, _operands))  # both, whichever has a gradient
     rules.update(dict.fromkeys(_LOSSES, lambda node: inputs(node)[:2]))
     rules.update(dict.fromkeys(("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"), _saved_norm))
     rules.update(dict.fromkeys(("sharded_layer_norm", "sharded_rms_norm", "sharded_group_norm"), _saved_norm))
     rules.update(dict.fromkeys(("sort", "topk", "max", "min", "median", "kthvalue", "mode"), _saved_chosen))
     rules.update(dict.fromkeys(("index_put", "_unsafe_index_put"), _saved_index_put))
     rules.update(dict.fromkeys(("index", "_unsafe_index"), _saved_index))
-    rules.update(dict.fromkeys(_POOLS, _first))
-    rules.update(dict.fromkeys(("gru_cell", "lstm_cell", "_weight_norm"), inputs))
+    rules.update(dict.fromkeys(_POOLS, _saved_pool))
+    rules["_weight_norm"] = inputs
     rules.update(
         div=_saved_div,
         pow=_saved_pow,
+        pad=_saved_pad,
+        lerp=_saved_lerp,
         where=_saved_where,
         dropout=_saved_nothing,
         native_dropout=_saved_nothing,
@@ -243,8 +262,13 @@ def saved_tensors(node: fx.Node, kind: str = "cuda", form: str = "") -> list[Val
     if not form and _is_unfused_attention(node, kind):
         return [] if _copies_values(node) else inputs(node)[2:3]
     rule = _RULES.get(form or _rule_name(node))
-    kept = rule(node) if rule is not None else [*inputs(node), *outputs(node)]
-    return list(dict.fromkeys(kept))
+    if rule is not None and (form or not _is_found(node, kind)):
+        return list(dict.fromkeys(rule(node)))
+    given, made = inputs(node), outputs(node)
+    found = keeping(node, _SAMPLES, _learning(node)) if not form and _is_found(node, kind) else None
+    if found is None:
+        return list(dict.fromkeys([*given, *made]))
+    return list(dict.fromkeys([*(given[place] for place in found.operands), *(made[place] for place in found.results)]))
 
 
 def saved_inside(node: fx.Node, kind: str = "cuda", form: str = "") -> Amount:
@@ -252,12 +276,14 @@ def saved_inside(node: fx.Node, kind: str = "cuda", form: str = "") -> Amount:
     if not is_op(node) or is_view(node) or not is_differentiated(node):
         return ZERO
     name = form or _rule_name(node)
+    if not form and _is_found(node, kind):
+        return _found_inside(node)
     if name in ("dropout", "native_dropout"):
         # CUDA keeps one byte per element, the CPU multiplies by scaled noise of the input's type.
         return numel(node.meta["val"]) if kind == "cuda" else tensor_bytes(node.meta["val"])
     if name in _POOLS:
-        return numel(outputs(node)[0].fake) * _POOLS[name]
-    if name == "cross_entropy_loss":
+        return numel(outputs(node)[0].fake) * _POOLS[name] if len(outputs(node)) == 1 else ZERO
+    if name == "cross_entropy_loss" or (name == "log_sigmoid" and kind == "cpu"):  # also what its kernel computed
         return tensor_bytes(inputs(node)[0].fake)
     if name in ("matmul", "linear", "einsum"):
         return total(size for _, size in copied_inside(node, kind, form))
@@ -271,13 +297,48 @@ def saved_inside(node: fx.Node, kind: str = "cuda", form: str = "") -> Amount:
         return _weight_norm_inside(node)
     if name == "vocab_cross_entropy":  # a normaliser, where the label is, and whether it is here or counts
         return numel(inputs(node)[1].fake) * 14
+    if name == "instance_norm":
+        return product(node.meta["val"].shape[:2]) * 8
     if name == "batch_norm":
         return product(node.meta["val"].shape[1:2]) * 8
     if name == "scaled_dot_product_attention":
         return _attention_inside(node, kind)
     if str(node.target) in RECURRENT:
         return recurrent_inside(node, kind)
-    return cell_inside(node, kind)
+    return ZERO
+
+
+def _is_found(node: fx.Node, kind: str) -> bool:
+    """Whether what an op keeps is found on the meta device: without a rule, or where torch writes it out."""
+    if str(node.target) in RECURRENT:
+        return kind == "cpu" and not is_known(node, kind)
+    match op_name(node):
+        case "rms_norm":
+            return kind == "cpu"
+        case "einsum":
+            return len(inputs(node)) > 2
+        case "matmul":
+            return _is_broadcast(node)
+    return not has_rule(node)
+
+
+def _is_broadcast(node: fx.Node) -> bool:
+    """Whether one operand of a product of several matrices is there once for several of the other's."""
+    many = [value.fake.shape[:-2] for value in inputs(node) if value.fake.dim() > 2]
+    return len(many) == 2 and concrete(many[0], _SAMPLES) != concrete(many[1], _SAMPLES)
+
+
+def _found_inside(node: fx.Node) -> Amount:
+    """Bytes besides inputs and outputs, from two numbers of samples."""
+    few, many = (keeping(node, samples, _learning(node)) for samples in (_SAMPLES, 2 * _SAMPLES))
+    if few is None or many is None:
+        return ZERO
+    slope = int(many.inside - few.inside) // _SAMPLES
+    return Amount((max(0, int(few.inside) - _SAMPLES * slope), slope))
+
+
+def _learning(node: fx.Node) -> list[Value]:
+    return list(filter(needs_gradient, inputs(node)))
 
 
 def scaled_by_torch(node: fx.Node) -> bool:
@@ -336,7 +397,7 @@ def copied_inside(node: fx.Node, kind: str = "cuda", form: str = "") -> list[tup
     """
     name = form or _rule_name(node)
     if name in ("matmul", "linear", "einsum"):
-        return [(value, tensor_bytes(value.fake)) for value in _copied(node)]
+        return [] if _is_found(node, kind) else [(value, tensor_bytes(value.fake)) for value in _copied(node)]
     if name != "scaled_dot_product_attention":
         return []
     query, *_ = operands = inputs(node)[:3]

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopart.passes.amounts import ZERO, Amount, constant, size, tensor_bytes
-from autopart.passes.graph import RECURRENT, Value, inputs, outputs
+from autopart.passes.amounts import ZERO, Amount, constant, size
+from autopart.passes.graph import RECURRENT, Value, inputs, value_of
 from autopart.passes.storage import argument, op_name
 
-_CELLS = {"gru_cell": 6, "lstm_cell": 5}
+_CELLS = ("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell")
 _PAGE, _LINE = 4096, 64
 _FEW, _MANY = 1024, 2048
 """Samples between which pages do not show."""
@@ -33,8 +33,8 @@ _FEW, _MANY = 1024, 2048
 class Stretch:
     """One layer of a recurrent op in one direction, which autograd goes back through by itself.
 
-    weights: that it reads. kept: bytes inside of the op that are let go behind it. beside: how many gradients of the
-    layer's inputs are there by then, those of directions that went back before.
+    weights: that it reads. kept: bytes inside of the op that are let go behind it, or 1 of each where they are equal.
+    beside: how many gradients of the layer's inputs are there by then, those of directions that went back before.
     """
 
     layer: int
@@ -50,7 +50,7 @@ def stretches(node: fx.Node, kind: str, batch: int) -> list[Stretch]:
     if str(node.target) not in RECURRENT or kind != "cpu":
         return []
     layers, directions = _depth(node)
-    kept = _kept(node, batch) if _is_known(node, kind) else [0] * (layers * directions)
+    kept = _kept(node, batch) if is_known(node, kind) else [1] * (layers * directions)
     listed = node.args[2]
     assert isinstance(listed, list | tuple)
     weights = [Value(item) for item in listed if isinstance(item, fx.Node)]
@@ -71,19 +71,19 @@ def _depth(node: fx.Node) -> tuple[int, int]:
     return int(argument(node, 4, "num_layers")), 1 + bool(argument(node, 7, "bidirectional", False))
 
 
-def cell_inside(node: fx.Node, kind: str) -> Amount:
-    """Bytes that a cell (``gru_cell``, ``lstm_cell``), which torch writes out on the CPU, keeps beside its inputs.
-
-    Of states of H numbers a GRU keeps the 3 H of its gates, those of the new one before they are scaled, the new state,
-    and its distance to the old one; an LSTM 4 H of gates and the new state's tanh.
+def cell_weights(node: fx.Node) -> tuple[Value, ...]:
+    """Of a cell, the weights of the product with its input, back through which autograd goes behind that with its
+    state; none of other ops.
     """
-    parts = _CELLS.get(op_name(node), 0) if kind == "cpu" else 0
-    return tensor_bytes(outputs(node)[0].fake) * parts
+    if op_name(node) not in _CELLS:
+        return ()
+    weights = [item for item in node.args[2:] if isinstance(item, fx.Node)]
+    return tuple(map(value_of, weights[::2]))
 
 
 def recurrent_inside(node: fx.Node, kind: str) -> Amount:
     """Bytes beside inputs and results, pages aside. node: of :data:`autopart.passes.graph.RECURRENT`."""
-    if not _is_known(node, kind):
+    if not is_known(node, kind):
         return ZERO
     if len(_samples(node).coefficients) < 2:
         return constant(recurrent_bytes(node, kind, 1))
@@ -93,7 +93,7 @@ def recurrent_inside(node: fx.Node, kind: str) -> Amount:
 
 def recurrent_bytes(node: fx.Node, kind: str, batch: int) -> int:
     """The same for so many samples."""
-    return sum(_kept(node, batch)) if _is_known(node, kind) else 0
+    return sum(_kept(node, batch)) if is_known(node, kind) else 0
 
 
 def _kept(node: fx.Node, batch: int) -> list[int]:
@@ -112,7 +112,8 @@ def _kept(node: fx.Node, batch: int) -> list[int]:
     return found
 
 
-def _is_known(node: fx.Node, kind: str) -> bool:
+def is_known(node: fx.Node, kind: str) -> bool:
+    """Whether oneDNN runs a recurrent op."""
     if kind != "cpu" or node.target is not torch.ops.aten.lstm.input:
         return False
     sequence, state, cell = (value.fake for value in inputs(node)[:3])

@@ -22,19 +22,9 @@ from autopart.runtime.placement import Placements
 _ALWAYS = {
     *("transpose", "t", "permute", "expand", "expand_as", "slice", "select", "unsqueeze", "squeeze", "narrow"),
     *("split", "split_with_sizes", "chunk", "tensor_split", "unbind", "detach", "alias", "unfold", "diagonal"),
-    *("movedim", "swapaxes", "view", "view_as", "as_strided", "mT", "numpy_T", "adjoint", "unflatten", "lift_fresh"),
-    *(
-        "swapdims",
-        "moveaxis",
-        "hsplit",
-        "vsplit",
-        "dsplit",
-        "real",
-        "imag",
-        "view_as_real",
-        "view_as_complex",
-        "positive",
-    ),
+    *("movedim", "swapaxes", "view", "view_as", "as_strided", "mT", "numpy_T", "adjoint", "mH", "conj", "_conj"),
+    *("unflatten", "lift_fresh", "swapdims", "moveaxis", "hsplit", "vsplit", "dsplit", "real", "imag", "positive"),
+    *("view_as_real", "view_as_complex"),
 }
 _PAIRWISE = {"broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"}
 """Output number i is a view of tensor argument number i."""
@@ -144,7 +134,7 @@ def _layout(value: Value) -> tuple[Sizes, Sizes] | None:
     axes: Sequence[tuple[str, int]] = value.node.meta.get("axes", ())
     parts = [size for _, size in axes]
     samples = _SAMPLE_BATCH * math.prod(parts)
-    sizes, strides = _concrete(value.fake.shape, samples), _concrete(value.fake.stride(), samples)
+    sizes, strides = concrete(value.fake.shape, samples), concrete(value.fake.stride(), samples)
     if sizes is None or strides is None:
         return None
     if axes:
@@ -173,12 +163,13 @@ def _share(
     return own, found
 
 
-def _concrete(sizes: Sequence[int | torch.SymInt], samples: int) -> list[int] | None:
-    found = [_at(size, samples) for size in sizes]
+def concrete(sizes: Sequence[int | torch.SymInt], samples: int) -> list[int] | None:
+    """Sizes or strides for so many samples; None where one of them is not known."""
+    found = [size_at(size, samples) for size in sizes]
     return None if None in found else [item for item in found if item is not None]
 
 
-def _at(size: int | torch.SymInt, samples: int) -> int | None:
+def size_at(size: int | torch.SymInt, samples: int) -> int | None:
     """A size or stride for so many samples; export writes some as ``Min(64, 64*b)``."""
     if isinstance(size, int):
         return size

@@ -136,10 +136,17 @@ def _most(directory: str, weights: Mapping[str, Tensor], leaves: Mapping[str, Te
     return min(found[1:])  # a thread of gloo may hold a message for a moment longer
 
 
-def _check(model: nn.Module, given: Tensor | dict[str, Tensor], folder: Path, rel: float, **limits: Any) -> None:
+def _check(
+    model: nn.Module,
+    given: Tensor | dict[str, Tensor],
+    folder: Path,
+    rel: float,
+    precision: str = "",
+    **limits: Any,
+) -> None:
     """Predicted and counted peaks of all ranks."""
     leaves = {"x": given} if isinstance(given, Tensor) else given
-    program = capture(model, (), leaves)
+    program = capture(model, (), leaves, precision=precision)
     analysis = analyze(program)
     pp, ranks = limits.get("pp", 1), math.prod(limits.get(axis, 1) for axis in ("pp", "dp", "tp"))
     known: dict[str, Any] = {"pp": 1, "dp": 1, "tp": 1, "microbatches": 2, "recompute": "none", **limits}
@@ -164,10 +171,58 @@ def test_weight_norm_keeps_no_product(dim: int, tmp_path: Path) -> None:
     _check(_Model(lambda: _Directed(dim)), torch.randn(8, 16, 64), tmp_path / "program", 0.03)
 
 
-def test_cells_keep_their_gates(tmp_path: Path) -> None:
-    """All of them until the cell's backward is done, where autograd lets go of one after the other."""
+def test_cells_let_go_of_their_gates(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    _check(_Model(_Cell), torch.randn(8, 16, 64), tmp_path / "program", 0.12)
+    _check(_Model(_Cell), torch.randn(8, 16, 64), tmp_path / "program", 0.03)
+
+
+class _States(nn.Module):
+    def __init__(self, inner: nn.GRU) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[0]
+
+
+class _Single(nn.Module):
+    """An op on a tensor that nothing else keeps."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(64) + 0.5)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.function(x * self.scale) * 1.5).mean()
+
+
+SINGLE: dict[str, Callable[[Tensor], Tensor]] = {
+    # formulas of backwards that make tensors on their way
+    "rsqrt": torch.rsqrt,
+    "erf": torch.erf,
+    "square": lambda x: x * x,
+    "std": lambda x: x.std(-1),
+    "cumprod": lambda x: x.cumprod(1),
+    "chunk": lambda x: x.chunk(2, -1)[0],
+    "diagonal": lambda x: x.diagonal(dim1=1, dim2=2),
+    "distances": lambda x: (x.unsqueeze(1) - x.unsqueeze(2)).square().sum(-1),
+    # gradients that are views: of a sum one with more dims than memory
+    "sum": lambda x: torch.sigmoid(x).sum(1),
+    "stack": lambda x: torch.stack([torch.relu(x), torch.tanh(x)], 1),
+    # ops that torch writes out
+    "normalize": lambda x: F.normalize(x, dim=-1),
+    "rms_norm": lambda x: F.rms_norm(x, [64]),
+    "einsum_of_three": lambda x: torch.einsum("bld,de,bme->blm", x, torch.ones(64, 64), x),
+    "spectrum": lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=1), n=32, dim=1),
+    "gru": _States(nn.GRU(64, 64, batch_first=True)),
+}
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_peak_of_a_single_op(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    _check(_Single(SINGLE[name]), torch.rand(8, 32, 64) + 0.2, tmp_path / "program", 0.01)
 
 
 class _Rays(nn.Module):
@@ -208,6 +263,21 @@ class _Scaled(nn.Module):
 def test_peak_where_a_view_has_a_name(tmp_path: Path) -> None:
     torch.manual_seed(0)
     _check(_Model(_Scaled), torch.randn(8, 16, 64), tmp_path / "program", 0.02, recompute="full")
+
+
+class _Patches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.head = nn.Conv1d(64, 256, 8, stride=8), nn.Linear(256, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.gelu(self.patches(x)).transpose(1, 2)).float().square().mean()
+
+
+def test_convolutions_keep_casts_of_weights(tmp_path: Path) -> None:
+    """Also the first, whose input has no gradient."""
+    torch.manual_seed(0)
+    _check(_Patches(), torch.randn(8, 64, 32), tmp_path / "program", 0.02, precision="bf16-mixed")
 
 
 class _Turned(nn.Module):
