@@ -78,14 +78,28 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What autograd keeps instead of a tensor that lies in a unit's whole weight."""
+    """What autograd keeps instead of a tensor that lies in a unit's whole weight.
+
+    dtype: that of the weight, or of pairs of its numbers or of their parts. conjugate, negative: marks of lazy views.
+    """
 
     unit: _Unit
     index: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    dtype: torch.dtype
+    conjugate: bool
+    negative: bool
     version: int
+
+    def seen(self, whole: Tensor) -> Tensor:
+        """The tensor, in the whole weight that has been gathered again."""
+        found = torch.empty(0, dtype=self.dtype, device=whole.device)
+        found.set_(whole.untyped_storage(), self.offset, self.size, self.stride)
+        if self.conjugate:
+            found = found.conj()
+        return torch._neg_view(found) if self.negative else found
 
 
 class Weights:
@@ -261,8 +275,9 @@ class Weights:
         if found is None:
             return tensor
         unit, index = found
-        version = unit.shares[index]._version
-        return _Saved(unit, index, tensor.size(), tensor.stride(), int(tensor.storage_offset()), version)
+        layout = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        marks = tensor.is_conj(), tensor.is_neg()
+        return _Saved(unit, index, *layout, tensor.dtype, *marks, unit.shares[index]._version)
 
     def _at(self, address: int) -> tuple[_Unit, int] | None:
         """Which whole weight lies at an address."""
@@ -280,7 +295,7 @@ class Weights:
             )
         self._ensure(saved.unit)
         assert saved.unit.wholes is not None
-        return saved.unit.wholes[saved.index].as_strided(saved.size, saved.stride, saved.offset)
+        return saved.seen(saved.unit.wholes[saved.index])
 
     def _sum(self, unit: _Unit, gradients: Sequence[Tensor | None]) -> None:
         """Starts summing a unit's gradients; each rank keeps its shares. Ends the sum before."""

@@ -283,6 +283,47 @@ def step_too_early(directory: str) -> str:
     return ""
 
 
+class _Transformed(nn.Module):
+    """Weights that are seen as complex numbers, conjugate in one place and negative in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(16, 16, 2) / 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = torch.view_as_complex(x) @ torch.view_as_complex(self.first)
+        turned = torch.view_as_complex(self.second).conj()
+        return ((seen * seen) @ turned * torch.imag(turned).sum(0)).abs().square().mean()
+
+
+class _Convolutions(nn.Module):
+    """The first has no gradient to hand on, and autograd keeps its weight all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(4, 8, 3), nn.GELU(), nn.Conv2d(8, 8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"), [(_Transformed, (8, 16, 2)), (_Convolutions, (8, 4, 8, 8))], ids=["complex", "convolutions"]
+)
+def test_what_autograd_keeps_of_weights_is_gathered_again(
+    model: type[nn.Module], shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
+    torch.manual_seed(0)
+    subject = prepare(model(), (), {"x": torch.randn(shape)})
+    limits: dict[str, Any] = {"pp": 1, "dp": 2, "tp": 1, "microbatches": 2, "zero": 3, "recompute": "none"}
+    plan = make_plan(subject.program, ideal(2), batch=8, **limits)
+    realize(subject.program, plan).save(tmp_path / "program")
+    result = compare_emitted(tmp_path / "program", subject, plan=plan)
+    assert result.equal, result.groups
+    assert all(stage.as_planned for stage in result.traffic), result.traffic
+
+
 def test_weights_that_change_under_the_backward_are_noticed(tmp_path: Path) -> None:
     for message in launch(step_too_early, 2, str(emitted("gpt2", 3, tmp_path))):
         assert "changed between its forward and its backward" in message
