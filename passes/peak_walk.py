@@ -51,7 +51,8 @@ class Walk(ForwardWalk):
     """summing: gradients are in messages, as the last microbatch's are.
 
     pending: gradients of values that wait for their op, by owner. held: of parameters, that wait for further readers.
-    readers, keepers: how many ops are still to come that read a parameter, or keep a value. merging: new gradients of
+    readers, keepers: how many ops are still to come that read a parameter, or keep a value; arrivals: that hand a
+    gradient to what was received. merging: new gradients of
     parameters that have some, which are added to these when all of an op's are made.
     """
 
@@ -63,6 +64,7 @@ class Walk(ForwardWalk):
     merging: float = 0.0
     readers: Counter[fx.Node] = field(default_factory=Counter)
     keepers: Counter[Value] = field(default_factory=Counter)
+    arrivals: Counter[Value] = field(default_factory=Counter)
     given: dict[Value, float] = field(default_factory=dict)  # gradients of results, by the value whose each is now
     views: dict[Value, _Viewed] = field(default_factory=dict)  # gradients that are not alone in a tensor
     final: set[str] = field(default_factory=set)  # parameters whose gradients are
@@ -85,6 +87,7 @@ class Walk(ForwardWalk):
             if not passes_memory(node):
                 read = [parameter_read(value, node) for value in graphs.inputs(node)]
                 self.readers.update({found[0] for found in read if found is not None})
+                self.arrivals.update(self.entered(node))
         for segment in code.segments:
             if segment.path:
                 self.keepers.update(self.code.entering(segment))
@@ -106,6 +109,8 @@ class Walk(ForwardWalk):
             for node in reversed(segment.nodes):
                 if graphs.is_op(node) and not graphs.is_getitem(node):
                     self.step_back(node, reached)
+                    if node in reached and not passes_memory(node):
+                        self.complete(node)
             if segment.path:
                 for value in made:
                     self.free(value)
@@ -178,6 +183,19 @@ class Walk(ForwardWalk):
                 self.convert_back(source)
                 self.merge()
                 self.let_go_of([Value(source)])
+
+    def entered(self, node: fx.Node) -> set[Value]:
+        """What an op reads of what the stage received."""
+        return {carrier(value) for value in graphs.inputs(node)}.intersection(self.code.received)
+
+    def complete(self, node: fx.Node) -> None:
+        """Gradients of what was received are complete with an op's; one that is a view is copied to be sent."""
+        for owner in self.entered(node):
+            self.arrivals[owner] -= 1
+            if not self.arrivals[owner] and owner in self.views:
+                self.pending[owner] = self.code.gradient_size(owner)
+                self.add(self.pending[owner])
+                self.release(owner)
 
     def let_go_of(self, gradients: Iterable[Value]) -> None:
         """The gradients of these values are used."""

@@ -301,6 +301,25 @@ def test_what_is_not_contiguous_is_sent_as_a_copy(tmp_path: Path) -> None:
     _check(_Turned(), torch.randn(8, 64, 16), tmp_path / "program", 0.02, **limits)
 
 
+class _Joined(nn.Module):
+    """The second stage receives two tensors, whose gradients are parts of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.wide = nn.Conv1d(16, 32, 3, padding=1), nn.Conv1d(32, 128, 3, padding=1)
+        self.narrow = nn.Conv1d(160, 8, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        return self.narrow(torch.cat([x, self.wide(x)], 1)).square().mean()
+
+
+def test_gradients_that_are_parts_are_copied_to_be_sent(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    limits: dict[str, Any] = {"pp": 2, "microbatches": 4, "schedule": "zb-h1"}
+    _check(_Joined(), torch.randn(8, 16, 64), tmp_path / "program", 0.02, **limits)
+
+
 def test_a_head_that_is_gathered_for_itself(tmp_path: Path) -> None:
     """Outside of layers a weight is gathered where it is read, and its gradient not put off."""
     sizes = "num_hidden_layers=1&hidden_size=64&intermediate_size=128&num_attention_heads=2&vocab_size=2048"
