@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from torch import fx
 
 from autopart.passes import graph as graphs
-from autopart.passes.amounts import stored_bytes
+from autopart.passes.amounts import Amount, stored_bytes, value_bytes
 from autopart.passes.conversion import Axes
 from autopart.passes.emit.segments import Segment, segments_of
 from autopart.passes.graph import Value
@@ -29,6 +29,11 @@ def owner_of(value: Value) -> Value:
     while shares_memory(owner.node):
         owner = storage_of(graphs.inputs(owner.node)[0])
     return owner
+
+
+def held_bytes(value: Value) -> Amount:
+    """Bytes of a value's memory; what a collective makes is dense, also of a tensor that is seen in more dims."""
+    return value_bytes(value) if "transition" in value.node.meta else stored_bytes(value.fake)
 
 
 def share_of_rank(node: fx.Node, axes: Axes, index: int = 0) -> float:
@@ -97,7 +102,7 @@ def kept_bytes(graph: fx.Graph, axes: Axes, batch: int, recompute: Collection[st
     """Bytes that a rank keeps of one microbatch of ``batch`` samples."""
     total = 0.0
     for value in kept_values(graph, recompute, kind):
-        total += stored_bytes(value.fake).at(batch) * share_of_rank(value.node, axes, value.index)
+        total += held_bytes(value).at(batch) * share_of_rank(value.node, axes, value.index)
     for segment in _segments(graph, recompute):
         if not segment.path:
             total += sum(inside_bytes(node, axes, batch, kind) for node in segment.nodes)

@@ -10,14 +10,14 @@ from torch import fx
 
 from autopart.passes import graph as graphs
 from autopart.passes.ahead import begun
-from autopart.passes.amounts import stored_bytes, value_bytes
+from autopart.passes.amounts import value_bytes
 from autopart.passes.backward_memory import backward_copies, broadcast
 from autopart.passes.beside import products_beside, weight_of
 from autopart.passes.conversion import Axes
 from autopart.passes.emit.layers import Run
 from autopart.passes.emit.segments import Segment, segments_of
 from autopart.passes.graph import Value
-from autopart.passes.kept import entering, inside_bytes, kept_values, owner_of, share_of_rank
+from autopart.passes.kept import entering, held_bytes, inside_bytes, kept_values, owner_of, share_of_rank
 from autopart.passes.op_memory import Passing, passing
 from autopart.passes.peak_conversion import Way, transition_of, way
 from autopart.passes.peak_weights import Divided
@@ -115,7 +115,7 @@ class StageCode:
         """Bytes of a value on the rank."""
         if value not in self._sizes:
             share = share_of_rank(value.node, self.axes, value.index)
-            held = stored_bytes(value.fake).at(self.batch) * share
+            held = held_bytes(value).at(self.batch) * share
             if op_name(value.node) in _SUMMED_IN_PLACE and not value.fake.dim():
                 held = max(held, self.gradient_size(graphs.inputs(value.node)[0]))
             self._sizes[value] = held

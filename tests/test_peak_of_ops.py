@@ -320,6 +320,25 @@ def test_gradients_that_are_parts_are_copied_to_be_sent(tmp_path: Path) -> None:
     _check(_Joined(), torch.randn(8, 16, 64), tmp_path / "program", 0.02, **limits)
 
 
+class _Neighbours(nn.Module):
+    """Numbers of rows that are seen in more dims, of which a rank's part is no view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = (x[..., :1] > 0).long().expand(-1, -1, 64)
+        for layer in self.layers:
+            x = torch.tanh(layer(x.gather(1, order)))
+        return x.mean()
+
+
+def test_parts_of_what_is_expanded_are_dense(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    _check(_Neighbours(), torch.randn(8, 64, 64), tmp_path / "program", 0.02, tp=2)
+
+
 def test_a_head_that_is_gathered_for_itself(tmp_path: Path) -> None:
     """Outside of layers a weight is gathered where it is read, and its gradient not put off."""
     sizes = "num_hidden_layers=1&hidden_size=64&intermediate_size=128&num_attention_heads=2&vocab_size=2048"
