@@ -315,6 +315,11 @@ class MeshPrices:
         return self.view(kind, rows).work_seconds(ALONE)
 
 
+def have_same_strategies(first: Sequence[Priced], second: Sequence[Priced]) -> bool:
+    """Whether no mesh has other strategies, as where none hold less: what did not fit does not fit again."""
+    return all(one.choice is other.choice for one, other in zip(first, second, strict=True))
+
+
 def merged(shapes: Sequence[Shape]) -> Shape:
     """Of unlike replicas, which go side by side: what takes and holds the most on any of them."""
     if len(shapes) == 1:

@@ -33,7 +33,16 @@ from dataclasses import dataclass, field, replace
 
 from autopart.candidates import TIGHTENINGS, Candidates
 from autopart.device_row import DeviceRow, Run
-from autopart.mesh_prices import ALONE, INSIDE, NETWORK, Mesh, MeshPrices, Part, Priced
+from autopart.mesh_prices import (
+    ALONE,
+    INSIDE,
+    NETWORK,
+    Mesh,
+    MeshPrices,
+    Part,
+    Priced,
+    have_same_strategies,
+)
 from autopart.passes.data_axis import LEVELS
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import in_flight
@@ -208,7 +217,10 @@ class UnlikeCandidates:
                 if error.excess_bytes is None or not sharded or attempt == TIGHTENINGS:
                     raise
                 missing += config.pp * error.excess_bytes
-                problem, priced = self.problem(config, levels, missing)
+                problem, less = self.problem(config, levels, missing)
+                if have_same_strategies(priced, less):
+                    raise
+                priced = less
         slots = [problem.slots[step.slot] for step in cut.way]
         runs = [Run(slot.start, slot.stop, priced[slot.shape].mesh.pieces) for slot in slots]
         return UnlikeAnswer(config, priced, problem, cut, tuple(self.row.devices(runs)))

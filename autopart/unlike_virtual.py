@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from autopart.candidates import TIGHTENINGS
 from autopart.device_row import Run
-from autopart.mesh_prices import INSIDE, NETWORK, Priced
+from autopart.mesh_prices import INSIDE, NETWORK, Priced, have_same_strategies
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import in_flight, places_of
 from autopart.solver import stages as stage_solver
@@ -55,8 +55,8 @@ class VirtualMeshes:
         """Raises InfeasibleError when nothing fits: that of the way that is closest to fitting."""
         unlike, config, missing = self.unlike, self.config, 0.0
         slots, meshes = unlike.slots(config.pp, unlike.candidates.batch // config.microbatches, self.levels)
+        priced = tuple(unlike.prices.limited(mesh, config, missing) for mesh in meshes)
         for attempt in range(TIGHTENINGS + 1):
-            priced = tuple(unlike.prices.limited(mesh, config, missing) for mesh in meshes)
             try:
                 return self._best(slots, priced)
             except InfeasibleError as error:
@@ -64,6 +64,10 @@ class VirtualMeshes:
                 if error.excess_bytes is None or not sharded or attempt == TIGHTENINGS:
                     raise
                 missing += config.stages * error.excess_bytes
+                less = tuple(unlike.prices.limited(mesh, config, missing) for mesh in meshes)
+                if have_same_strategies(priced, less):
+                    raise
+                priced = less
         raise AssertionError("the last attempt returns or raises")
 
     def _best(self, slots: Sequence[Slot], priced: tuple[Priced, ...]) -> UnlikeAnswer:

@@ -1,7 +1,8 @@
 r"""Which choices of a tensor problem can be part of a best assignment at all.
 
 A choice goes when one of its inputs or outputs can be converted from or to nothing that the other end still offers
-(unreachable), or when another of its op does as well whatever the others choose (dominated): c by c' where
+(unreachable), when it exceeds the memory limit with the least that every other op can hold (unaffordable), or when
+another of its op does as well whatever the others choose (dominated): c by c' where
 
     cost[c'] - cost[c] + sum_e max_{what others choose} (conversions of e with c' - with c) <= 0
     memory[c'] <= memory[c]
@@ -13,6 +14,7 @@ others unreachable or dominated, so this repeats until nothing changes.
 
 from __future__ import annotations
 
+import math
 import operator
 
 import numpy as np
@@ -32,6 +34,8 @@ from autopart.solver.tensor_problem import TensorProblem
 
 # Largest array that comparing all placements of a use for all of the other end may take; above, equal ones alone are.
 _MOST_CELLS = 4_000_000
+# By what share of a limit sums of bytes in another order may differ.
+_ROUNDING = 1e-12
 
 
 def live_choices(problem: TensorProblem) -> Live | None:
@@ -47,6 +51,7 @@ def presolved(arrays: ProblemArrays) -> ProblemArrays | None:
     looked: list[tuple[EdgeArrays, ...]] = [()] * len(arrays.cost)  # at which edges an op's choices were last compared
     while True:
         reached = _reachable(arrays)
+        reached = None if reached is None else _affordable(reached)
         if reached is None:
             return None
         arrays, before = reached, reached
@@ -84,6 +89,20 @@ def _reachable(arrays: ProblemArrays) -> ProblemArrays | None:
         if all(mask.all() for mask in kept):
             return arrays
         arrays = arrays.of(kept)
+
+
+def _affordable(arrays: ProblemArrays) -> ProblemArrays | None:
+    """Without choices that do not fit even where all other ops hold the least they can."""
+    limit = arrays.problem.memory_limit
+    if limit is None:
+        return arrays
+    least = [float(memory.min()) for memory in arrays.memory]
+    room = limit - math.fsum(least)
+    room += _ROUNDING * max(abs(limit), math.fsum(least))
+    kept = [memory - own <= room for memory, own in zip(arrays.memory, least, strict=True)]
+    if not all(mask.any() for mask in kept):
+        return None
+    return arrays if all(mask.all() for mask in kept) else arrays.of(kept)
 
 
 def _undominated(
