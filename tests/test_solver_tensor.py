@@ -185,6 +185,17 @@ def test_presolve_drops_dominated_and_unreachable() -> None:
     assert live_choices(TensorProblem((source, sink), (Edge(0, 0, ((1, 0),), {}),))) == [[1], [0]]
 
 
+def test_presolve_drops_what_exceeds_memory_with_the_least_of_all_others() -> None:
+    ops = tuple(
+        Op(f"op{n}", (Choice("whole", 1.0, (0,), memory=8.0), Choice("half", 2.0, (0,), memory=4.0))) for n in range(3)
+    )
+    for limit, live in ((11.0, None), (12.0, [[1]] * 3), (16.0, [[0, 1]] * 3)):
+        assert live_choices(TensorProblem(ops, (), limit)) == live
+        if live is None:
+            with pytest.raises(InfeasibleError, match="hold 12 bytes per device, 1 bytes over the limit of 11"):
+                tensor.solve(TensorProblem(ops, (), limit))
+
+
 def test_presolve_looks_again_at_what_changed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a long chain of ops one of which has a choice that goes: what is far from it is compared once."""
     looked: list[int] = []

@@ -19,6 +19,8 @@ from autopart.predict import simulate_plan
 from autopart.realize import realize
 from autopart.report.table import plan_text
 from autopart.runtime.errors import InfeasibleError, PlanError
+from autopart.solver import stages
+from autopart.solver.stages_problem import StageProblem, StageSolution
 from autopart.verify import Subject, compare_emitted, prepare
 from clusters import ideal
 from families import family
@@ -120,6 +122,21 @@ def test_memory_limits_each_device_by_its_own() -> None:
     missing = math.ceil(caught.value.excess_bytes or 0)
     enough = plan_of("gpt2", unlike((1, 3.0, small[0] + missing), (1, 1.0, small[1] + missing)), pp=2)
     assert all(stage.memory_bytes <= stage.capacity_bytes for stage in enough.stages)
+
+
+def test_what_does_not_fit_is_not_tried_again_with_the_same_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[StageProblem] = []
+    solve = stages.solve
+
+    def counted(problem: StageProblem, *limits: float) -> StageSolution:
+        tried.append(problem)
+        return solve(problem, *limits)
+
+    monkeypatch.setattr(stages, "solve", counted)
+    with pytest.raises(InfeasibleError):
+        plan_of("gpt2", ideal(3, memory_bytes=2 * 2**30 + 2**16), pp=2, microbatches=2, recompute="none")
+    assert 1 < len(tried) < 5
+    assert all(any(one.shapes != other.shapes for other in tried[:at]) for at, one in enumerate(tried) if at)
 
 
 @pytest.mark.slow
