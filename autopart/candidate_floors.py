@@ -41,7 +41,6 @@ class CandidateFloors(CandidateLayers):
     """Lower bounds of candidates; what is found for one is kept for those that share it."""
 
     alike: list[tuple[tuple[fx.Node, bool], int]] = field(init=False)  # an op of each class, in a layer; how many
-    _trained: int = field(init=False)  # bytes of all parameters that have gradients
     _work: dict[tuple[int, int, str], float] = field(default_factory=dict)
     _free: dict[int, float] = field(default_factory=dict)
     _work_bounds: dict[tuple[int, tuple[TensorAxis, ...], bool], float] = field(default_factory=dict)
@@ -55,7 +54,6 @@ class CandidateFloors(CandidateLayers):
         first, layers = self.analysis.first, self.analysis.layers
         alike = Counter((first.get(node, node), bool(layers[at])) for node, at in self.analysis.block_of.items())
         self.alike = list(alike.items())
-        self._trained = sum(value_bytes(Value(node)).at(1) for node in self.readers if node.meta.get("trainable"))
 
     def _with(self, cluster: Cluster, device: Device, whole: frozenset[str]) -> Self:
         found = CandidateLayers._with(self, cluster, device, whole)
@@ -279,7 +277,7 @@ class CandidateFloors(CandidateLayers):
         floor = self.step_floor(work, config)
         if config.pp > 1:
             return floor
-        held = self._trained / config.tp
+        held = self.trained_bytes / config.tp
         updated = held if self.zero == 0 else held / config.dp
         sums = bucketed_all_reduce_seconds(held * self.summed, config.dp, self.layout.data_link(config))
         # a backward hides no more than it takes, however much longer than this
@@ -311,7 +309,7 @@ class CandidateFloors(CandidateLayers):
 
     def _sum_seconds(self, config: Degrees) -> float:
         """Of gradients' sums those over replicas, which start during the last backward, at most: of whole weights."""
-        held = self._trained
+        held = self.trained_bytes
         return bucketed_all_reduce_seconds(held * self.summed, config.dp, self.layout.data_link(config))
 
     def step_floor(self, work: float, config: Degrees) -> float:
@@ -341,7 +339,7 @@ class CandidateFloors(CandidateLayers):
 
     def besides_seconds(self, config: Degrees) -> float:
         """Seconds of one microbatch beside its ops, at least: free ops, and adding its gradients to those before."""
-        added = self.setting(config).data.least_seconds(self._trained / config.tp, self.levels(config))
+        added = self.setting(config).data.least_seconds(self.trained_bytes / config.tp, self.levels(config))
         return self.free_seconds(config) + added
 
     def free_seconds(self, config: Degrees) -> float:

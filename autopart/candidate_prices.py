@@ -11,6 +11,7 @@ from torch import fx
 
 from autopart.analysis import Analysis
 from autopart.block_costs import BlockCost, BlockCosts
+from autopart.bucket_size import bucket_bytes
 from autopart.cluster import Cluster
 from autopart.conversion_prices import ConversionPrices, TensorAxis
 from autopart.cost.communication import send_seconds
@@ -69,11 +70,13 @@ class CandidatePrices:
     zero: int | None = 0  # the level of all parameters; None: 0 where that fits, else chosen for each
     scheme: TensorScheme = TensorScheme.AUTO
     whole: frozenset[str] = frozenset()  # parameters that neither tensor axes nor replicas divide
+    bucket: int | None = None  # bytes that fill a message of gradients; None: by what these take to sum
     device: Device = field(init=False)
     layout: DeviceLayout = field(init=False)
     shared: SharedHosts | None = field(init=False)
     positions: Positions = field(init=False)
     readers: dict[fx.Node, tuple[int, ...]] = field(init=False)  # blocks that read a parameter or buffer
+    trained_bytes: int = field(init=False)  # of all parameters that have gradients
     _prices: dict[int, Prices] = field(default_factory=dict)
     _conversions: dict[tuple[TensorAxis, ...], ConversionPrices] = field(default_factory=dict)
     _offers: dict[tuple[int, ...], Offers] = field(default_factory=dict)
@@ -96,6 +99,7 @@ class CandidatePrices:
                 if value.node.op == "placeholder" and value.node.meta["role"] in (Role.PARAMETER, Role.BUFFER):
                     readers.setdefault(value.node, set()).add(index)
         self.readers = {node: tuple(sorted(found)) for node, found in readers.items()}
+        self.trained_bytes = sum(value_bytes(Value(node)).at(1) for node in readers if node.meta.get("trainable"))
 
     def on(self, cluster: Cluster, device: Device, batch: int, whole: frozenset[str] = frozenset()) -> Self:
         """One stage of the same program on other devices, priced on ``device``; facts about the program are shared.
@@ -162,6 +166,13 @@ class CandidatePrices:
         prices, dp, microbatches = self.prices(config), config.dp, config.microbatches
         return Setting(prices, conversions, offers, dp, data, microbatches, shared, self.summed, beside)
 
+    def bucket_bytes(self, config: Degrees) -> int:
+        """What fills a message of gradients."""
+        if self.bucket is not None:
+            return self.bucket
+        gradients = self.trained_bytes / (config.tp * config.pp)
+        return bucket_bytes(gradients, self.summed, config.dp, self.layout.data_link(config))
+
     def _divides(self, config: Degrees) -> bool:
         """Whether parameters may be divided over replicas where they do not fit; 2BW keeps versions of whole ones."""
         return self.zero is None and config.dp > 1 and config.schedule != "2bw"
@@ -216,7 +227,9 @@ class CandidatePrices:
         # tied gradients are summed between the first and the last stage that may hold them
         ends = self.layout.stage_link(config, 0, config.pp - 1) if config.pp > 1 else None
         priced = priced_parameters(
-            self.analysis, self.readers, choice, setting, self.optimizer, ends, versions=1 + (config.schedule == "2bw")
+            *(self.analysis, self.readers, choice, setting, self.optimizer, ends),
+            versions=1 + (config.schedule == "2bw"),
+            limit=self.bucket_bytes(config),
         )
         own = zip(costs, held.blocks, priced.private, strict=True)
         blocks = [

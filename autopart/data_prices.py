@@ -81,6 +81,11 @@ class DataPrices:
         kind = {0: ALL_REDUCE, 1: REDUCE_SCATTER}.get(level)
         return self._bytes_seconds(kind, self._sent(kind, weight)) if kind else 0.0
 
+    def call_seconds(self, level: int) -> float:
+        """Of a message in which such sums pass, besides its bytes."""
+        kind = {0: ALL_REDUCE, 1: REDUCE_SCATTER}.get(level)
+        return collective_seconds(kind, 0, self.replicas, self.link) if kind else 0.0
+
     def microbatch_seconds(
         self, weight: float, level: int, trained: bool, again: bool, messages: float
     ) -> tuple[float, float]:

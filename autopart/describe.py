@@ -43,7 +43,9 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
     found = build(analysis, boundaries, axes, choice.strategies, choice.storage, cuts, order)
     places = candidates.layout.places(config)
     again, recompute = recomputed(candidates, config, answer.cut.way, problem, found)
-    exchanged = exchanges(analysis, found, config.dp, candidates.samples(config), again, places)
+    exchanged = exchanges(
+        *(analysis, found, config.dp, candidates.samples(config), again, places), candidates.bucket_bytes(config)
+    )
     stages = []
     for index, (stage, graph) in enumerate(zip(found.stages, found.local, strict=True)):
         first, last = boundaries[index], boundaries[index + 1]
@@ -80,6 +82,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
         recompute=recompute,
         zero=level_names(analysis, choice.levels),
         warmup=candidates.warmup_of(config),
+        bucket_bytes=candidates.bucket_bytes(config),
         order=order if order != tuple(range(len(order))) else (),
     )
 
@@ -96,6 +99,7 @@ def timed_plan(
     zero: Mapping[str, int],
     recompute: str,
     warmup: tuple[int, ...],
+    bucket_bytes: int,
     order: tuple[int, ...] = (),
 ) -> Plan:
     """The plan of these stages with the step's simulated seconds."""
@@ -125,6 +129,7 @@ def timed_plan(
         shared_host=shared.size if shared else 0,
         alone=shared.alone if shared else 1.0,
         optimizer=candidates.optimizer,
+        bucket_bytes=bucket_bytes,
     )
     return replace(plan, step_time_s=simulate_plan(plan).makespan_s + plan.tied_s)
 

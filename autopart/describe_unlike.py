@@ -30,7 +30,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
     found = replace(build_unlike(analysis, boundaries, settings, order), cuts=_cuts(answer, held))
     rows = [max(item.mesh.rows) for item in priced]
     again, recompute = recomputed(candidates, config, answer.cut.way, problem, found)
-    exchanged = exchanges_unlike(analysis, found, settings, rows, again, answer.places)
+    exchanged = exchanges_unlike(*(analysis, found, settings, rows, again, answer.places), unlike.prices.bucket_bytes)
     named = [
         (strategy_names(analysis, own.strategies), storage_names(analysis, own.storage)) if own.axes else ({}, {})
         for own in settings
@@ -83,6 +83,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
         recompute=recompute,
         zero=level_names(analysis, {name: level for own in held for name, level in own.items()}),
         warmup=candidates.warmup_of(config.equal),
+        bucket_bytes=unlike.prices.bucket_bytes,
         order=order if order != tuple(range(len(order))) else (),
     )
 

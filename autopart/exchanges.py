@@ -15,7 +15,7 @@ from autopart.passes.program import reached_by_gradients
 from autopart.passes.shard import collective_counts
 from autopart.passes.unlike_meshes import StageSetting
 from autopart.realize import Realization
-from autopart.runtime.buckets import pass_counts, update_counts
+from autopart.runtime.buckets import BUCKET_BYTES, pass_counts, update_counts
 from autopart.runtime.links import dtype_of
 from autopart.runtime.manifest import ParameterSpec
 
@@ -38,16 +38,21 @@ def exchanges(
     samples: int,
     recompute: Sequence[Collection[str]],
     places: Sequence[int] | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> list[Exchanges]:
     """For every stage; a microbatch has ``samples`` samples on one replica.
 
     recompute: the layers of each stage that run again in the backward. places: default, each stage on its own.
+    bucket_bytes: of a message of gradients.
     """
     places = range(len(found.stages)) if places is None else places
     layout = Layout((), replicas, found.axes, "", 1, (), (), cuts=found.cuts)
     in_order = _specs(analysis, found, layout)
     return [
-        _of_stage(analysis, found, index, in_order, (("dp", replicas), *found.axes), samples, recompute[index], places)
+        _of_stage(
+            *(analysis, found, index, in_order, (("dp", replicas), *found.axes)),
+            *(samples, recompute[index], places, bucket_bytes),
+        )
         for index in range(len(found.stages))
     ]
 
@@ -59,12 +64,13 @@ def exchanges_unlike(
     rows: Sequence[int],
     recompute: Sequence[Collection[str]],
     places: Sequence[int],
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> list[Exchanges]:
     """For every stage by its own setting. rows: samples of a microbatch on the largest replica of each stage."""
     seen = specs_by_stage(analysis, found, settings)
     meshes = [(("dp", own.dp), *own.axes) for own in settings]
     return [
-        _of_stage(analysis, found, index, seen[index], mesh, rows[index], recompute[index], places)
+        _of_stage(analysis, found, index, seen[index], mesh, rows[index], recompute[index], places, bucket_bytes)
         for index, mesh in enumerate(meshes)
     ]
 
@@ -102,6 +108,7 @@ def _of_stage(
     samples: int,
     recompute: Collection[str],
     places: Sequence[int],
+    bucket_bytes: int,
 ) -> Exchanges:
     stage, graph, axes = found.stages[index], found.local[index], mesh[1:]
     runs = runs_of(graph)
@@ -114,9 +121,10 @@ def _of_stage(
     for part in (collective_counts(graph, axes, samples, rerun(graph, recompute)), gathered):
         for operations in part.values():
             _add(microbatch, operations)
-    _add(microbatch, {key[0]: value for key, value in pass_counts(in_order, stage.index, mesh, places).items()})
+    passed = pass_counts(in_order, stage.index, mesh, places, bucket_bytes)
+    _add(microbatch, {key[0]: value for key, value in passed.items()})
     step: Collectives = {}
-    for (operation, _), count in update_counts(in_order, stage.index, mesh, places).items():
+    for (operation, _), count in update_counts(in_order, stage.index, mesh, places, bucket_bytes).items():
         _add(step, {operation: count})
     return Exchanges(microbatch, step)
 

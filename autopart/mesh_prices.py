@@ -120,11 +120,13 @@ class MeshPrices:
     _divisible: dict[int, bool] = field(default_factory=dict)
     _pairs: dict[tuple[Mesh, Mesh], tuple[tuple[Cut, ...], ...]] = field(default_factory=dict)  # without tensor axes
     positions: tuple[int, ...] = field(init=False)  # numbers of those between which stages lie
+    bucket_bytes: int = field(init=False)  # of all meshes' messages of gradients: as of replicas of the whole model
     _tied: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         candidates = self.candidates
         self.row = DeviceRow(candidates.cluster)
+        self.bucket_bytes = candidates.bucket_bytes(Degrees(1, candidates.cluster.device_count, (), 1, "1f1b"))
         crossings = candidates.positions.crossings
         self.positions = tuple(number for number, values in enumerate(crossings) if all(map(crosses_unlike, values)))
         self._tied = frozenset(node.meta["name"] for node, found in candidates.readers.items() if len(found) > 1)
@@ -197,7 +199,7 @@ class MeshPrices:
                 most = max(rows for rows, own in zip(mesh.rows, mesh.kinds, strict=True) if own == kind)
                 base = self._base(kind)
                 view = base.on(cluster, base.device, most * mesh.dp * config.microbatches, self._tied)
-                view.zero = mesh.zero
+                view.zero, view.bucket = mesh.zero, self.bucket_bytes
                 found.append((self._kind_work(kind, most), Part(view, degrees)))
             found.sort(key=lambda item: -item[0])
             self._parts[key] = tuple(part for _, part in found)

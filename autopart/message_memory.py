@@ -1,9 +1,9 @@
 """What a rank holds of messages in which gradients are summed and whole weights gathered, beside what it always holds.
 
 As :mod:`autopart.runtime.gradients` and :mod:`autopart.runtime.data_weights` send them: tensors that are treated alike
-share messages of up to 25 MiB, or of one larger tensor. Of parameters with G bytes of gradients on a rank, at a level
-of ZeRO over r replicas, a message takes b = min(G, max(25 MiB, the largest)) bytes of gradients, and one of several
-c = min(G, 25 MiB). Besides what :mod:`autopart.data_prices` says of them a rank holds
+share messages of up to l bytes (25 MiB or less, :mod:`autopart.bucket_size`), or of one larger tensor. Of parameters
+with G bytes of gradients on a rank, at a level of ZeRO over r replicas, a message takes b = min(G, max(l, the largest))
+bytes of gradients, and one of several c = min(G, l). Besides what :mod:`autopart.data_prices` says of them a rank holds
 
 =====  ===========  ===================  ====================================================================
 level  all step     while one is made    which is
@@ -46,10 +46,9 @@ class Alike:
     bytes: Bytes
     largest: Bytes
 
-    @property
-    def message(self) -> Bytes:
-        """Bytes of gradients in one message, at most."""
-        return np.minimum(self.bytes, np.maximum(BUCKET_BYTES, self.largest))
+    def message(self, limit: float) -> Bytes:
+        """Bytes of gradients in one message of no more than ``limit``, or of one larger tensor, at most."""
+        return np.minimum(self.bytes, np.maximum(limit, self.largest))
 
 
 def staying_bytes(level: int, gradient: float, replicas: int, summed: float) -> float:
@@ -62,15 +61,17 @@ def staying_bytes(level: int, gradient: float, replicas: int, summed: float) -> 
     return converted + (summed * gradient / replicas if level else 0.0)
 
 
-def message_bytes(parameters: Iterable[Alike], replicas: int, summed: float) -> Bytes:
-    """What is held for a while. summed: bytes in the type of the sum for each byte of a gradient."""
+def message_bytes(parameters: Iterable[Alike], replicas: int, summed: float, limit: float = BUCKET_BYTES) -> Bytes:
+    """What is held for a while. summed: bytes in the type of the sum for each byte of a gradient. limit: bytes that
+    fill a message.
+    """
     making: Bytes = 0.0
     arriving: Bytes = 0.0
     for alike in parameters:
-        size, whole = alike.message, alike.bytes
+        size, whole = alike.message(limit), alike.bytes
         converted = summed * size if summed != 1.0 else 0.0
         if alike.level == 0:
-            making = np.maximum(making, np.minimum(whole, BUCKET_BYTES) + converted)
+            making = np.maximum(making, np.minimum(whole, limit) + converted)
         elif alike.level == 1:
             making = np.maximum(making, size + converted)
         elif alike.level == 2:

@@ -15,6 +15,7 @@ from autopart.message_memory import staying_bytes
 from autopart.passes.annotate import ParameterBytes, parameter_bytes
 from autopart.passes.program import TensorInfo
 from autopart.prices import share_of
+from autopart.runtime.buckets import BUCKET_BYTES
 from autopart.runtime.placement import BROADCAST, REPLICATE, Placements
 from autopart.solver.overlap import GradientSum
 from autopart.solver.stages_parts import TiedGroup
@@ -78,9 +79,10 @@ def priced_parameters(
     optimizer: str,
     between: Link | None,
     versions: int = 1,
+    limit: float = BUCKET_BYTES,
 ) -> PricedParameters:
     """readers: the blocks that read each. between: where gradients of several stages are summed; None: one stage.
-    versions: of the weights, beside which as many gradients are held.
+    versions: of the weights, beside which as many gradients are held. limit: bytes that fill a message.
     """
     private = [[0.0, 0.0] for _ in analysis.blocks]
     tied: list[TiedGroup] = []
@@ -102,7 +104,8 @@ def priced_parameters(
         if price.kind is not None:
             trained[info.name] = found, price.sum_bytes / (setting.dp if level else 1)
         if price.sum_s:
-            sums[info.name] = GradientSum(found, price.sum_bytes, price.sum_s, price.kind)
+            call_s = setting.data.call_seconds(level)
+            sums[info.name] = GradientSum(found, price.sum_bytes, price.sum_s, price.kind, call_s)
         if len(found) == 1:
             (index,) = found
             private[index][0] += price.held.total + (versions - 1) * (price.held.weight + price.held.gradient) + stays
@@ -122,5 +125,5 @@ def priced_parameters(
             found, size = trained[info.name]
             updated.append((found, made.together * size if together else made.own * size + made.before * before))
             before = size
-    held = passing(sent, updated, setting.dp, setting.summed, not together)
+    held = passing(sent, updated, setting.dp, setting.summed, not together, limit)
     return PricedParameters([(size, seconds) for size, seconds in private], tuple(tied), in_order, held)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopart.plan_file import build, pretty
+from autopart.runtime.buckets import BUCKET_BYTES
 from autopart.runtime.errors import PlanError, ScheduleError
 from autopart.runtime.placement import Placement
 from autopart.runtime.schedule import NAMES, deeper_warmup, in_flight, make_schedule
@@ -141,7 +142,7 @@ class Plan:
     :mod:`autopart.pins`. The stages follow them; nothing else reads them when the plan is run.
     shared_host: devices of each host, where these share its cores; 0: they have cores of their own. alone: how many
     times as fast as the stages' seconds say they are while no other device of the host computes.
-    optimizer: by which memory is counted; any may be used.
+    optimizer: by which memory is counted; any may be used. bucket_bytes: of gradients that share a message.
     tokens, flops: of one step; peak_flops: FLOP/s of all its devices in the type of most products; 0 when unknown.
     considered: other candidates, as rows for the report.
     """
@@ -178,6 +179,7 @@ class Plan:
     shared_host: int = 0
     alone: float = 1.0
     optimizer: str = "adamw"
+    bucket_bytes: int = BUCKET_BYTES
 
     def __post_init__(self) -> None:
         _require(self.schedule in SCHEDULES, f"schedule: {self.schedule!r} is not one of {', '.join(SCHEDULES)}")
@@ -189,6 +191,7 @@ class Plan:
         )
         _require(self.dropout in DROPOUT, f"dropout: {self.dropout!r} is not one of {', '.join(DROPOUT)}")
         _require(self.batch >= 1 and self.microbatches >= 1, "batch and microbatches: at least 1")
+        _require(self.bucket_bytes >= 1, f"bucket_bytes: at least 1, found {self.bucket_bytes}")
         _require(bool(self.stages), "stages: a plan has at least one stage")
         if self.warmup:
             check_warmup(self.schedule, self.warmup, len(self.stages))

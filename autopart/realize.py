@@ -393,6 +393,7 @@ def realize(program: Program, plan: Plan, analysis: Analysis | None = None, rule
         recompute=again,
         invariant_dropout=plan.dropout == "invariant",
         cuts=found.cuts,
+        bucket_bytes=plan.bucket_bytes,
         headings=tuple(_heading(program, plan, index) for index in range(len(plan.stages))),
         unlike=()
         if plan.is_uniform

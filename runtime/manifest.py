@@ -201,7 +201,8 @@ class Manifest:
     assumptions: of which the function ``conditions(*, b, B, <assumption_inputs>)`` of ``assumptions.py`` computes the
     values for a whole batch, in this order.
     outline: equal for programs of one model that are made for inputs of other sizes; '': unknown. fixed_batch: samples,
-    where the program takes no other number; 0: any. most_samples: of a microbatch, 0: any.
+    where the program takes no other number; 0: any. most_samples: of a microbatch, 0: any. bucket_bytes: of gradients
+    that share a message; 0: :data:`autopart.runtime.buckets.BUCKET_BYTES`.
     """
 
     fingerprint: str
@@ -234,6 +235,7 @@ class Manifest:
     outline: str = ""
     fixed_batch: int = 0
     most_samples: int = 0
+    bucket_bytes: int = 0
 
     @property
     def is_uniform(self) -> bool:

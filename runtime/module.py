@@ -66,6 +66,7 @@ class ParallelModule(HeldStages):
     batch: "global": every rank is called with the same whole batch; "local": each replica with its own part.
     outputs: "loss": in training only the loss is returned, all other outputs are None; "all": all of them.
     seed: of the random numbers; by default rank 0's ``torch.initial_seed()``.
+    bucket_bytes: of gradients that share a message; by default the plan's.
 
     In training a call runs the whole schedule, forward and backward, and returns the loss of the whole batch;
     ``loss.backward()`` adds the gradients, times the gradient that comes in, to this rank's parameters. Where the model
@@ -88,7 +89,7 @@ class ParallelModule(HeldStages):
         outputs: Returned = "loss",
         device: torch.device | None = None,
         seed: int | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
     ) -> None:
         check_modes(batch, outputs)
         directory = Path(directory)
@@ -108,6 +109,7 @@ class ParallelModule(HeldStages):
         }
         specs = {spec.name: spec for spec in self.manifest.parameters}
         in_order = [specs[name] for name in self.manifest.parameter_order]
+        bucket_bytes = bucket_bytes or manifest.bucket_bytes or BUCKET_BYTES
         self.mesh.weights = Weights(in_order, self.mesh, self._parameters_in_order, bucket_bytes)
         self._sums = GradientSums(self.manifest, self.mesh, self._parameters_in_order, self.mesh.weights, bucket_bytes)
         self._scale = LossScale(self.mesh) if _computes_in_float16(self.manifest) else None

@@ -101,7 +101,7 @@ def test_floors_count_it_and_stay_below(zero: int | None, dp: int) -> None:
     found = of.evaluate(config)
     assert of.lower_bound(config) <= of.work_floor(config) * (1 + 1e-9) <= found.objective * (1 + 1e-9)
     besides = of.besides_seconds(config) - of.free_seconds(config)
-    whole = of.setting(config).data.adding_seconds(of._trained / config.tp, 0)
+    whole = of.setting(config).data.adding_seconds(of.trained_bytes / config.tp, 0)
     assert 0 < besides <= whole * (1 + 1e-9)
     if dp == 1:
         assert besides == pytest.approx(whole)  # nothing that replicas could divide

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 import autopart
 from autopart.analysis import Analysis, analyze
+from autopart.bucket_size import UNIT, bucket_bytes
 from autopart.candidates import Candidates
+from autopart.cost.communication import collective_seconds
+from autopart.cost.devices import Link
 from autopart.planner import make_plan
 from autopart.predict import simulate_plan
 from autopart.realize import emit
@@ -58,6 +61,31 @@ def test_a_message_waits_for_those_before_it() -> None:
     assert hidden_seconds(kinds, UNITS, 9.0) == pytest.approx(1.0)
 
 
+def test_a_message_takes_time_besides_its_bytes() -> None:
+    sums = [GradientSum((block,), 1.0, 3.0, call_s=0.5) for block in (2, 1, 0)]
+    assert hidden_seconds(sums, UNITS, 1.0) == pytest.approx(5.5)  # the last one leaves with the end, 0.5 + 3.0
+    assert hidden_seconds(sums, UNITS, 9.0) == pytest.approx(-0.5)  # all leave with it
+
+
+def test_small_models_and_slow_networks_have_smaller_messages() -> None:
+    """As many as make the sum of their own times and of the last one's bytes the least."""
+    slow, fast = Link("slow", 1e9, 1e-4), Link("fast", 1e10, 1e-5)
+    for link in (slow, fast):
+        for held in (1e7, 1e8, 1e9):
+            chosen = bucket_bytes(held, 1.0, 4, link)
+            call = collective_seconds("all_reduce", 0, 4, link)
+            whole = collective_seconds("all_reduce", held, 4, link) - call
+
+            def exposed(size: float, call: float = call, whole: float = whole, all_of: float = held) -> float:
+                return call * all_of / size + whole * size / all_of
+
+            others = range(UNIT, BUCKET_BYTES + 1, UNIT)
+            assert chosen % UNIT == 0 and exposed(chosen) <= min(map(exposed, others)) * 1.15
+    assert bucket_bytes(1e8, 1.0, 1, slow) == bucket_bytes(1e10, 1.0, 4, fast) == BUCKET_BYTES
+    assert bucket_bytes(0.0, 1.0, 4, slow) == BUCKET_BYTES
+    assert bucket_bytes(1e8, 2.0, 4, slow) < bucket_bytes(1e8, 1.0, 4, slow), "twice the bytes to send"
+
+
 class Layers(nn.Module):
     """Linear layers, registered in the order of their use or in the opposite one."""
 
@@ -94,10 +122,12 @@ def test_plans_credit_the_order_that_is_emitted(backwards: bool) -> None:
     assert step_end_seconds(problem, step, "zb-h1") == problem.step_end_seconds(step), "split backwards: no credit"
     assert plan.step_time_s == simulate_plan(plan).makespan_s and plan.gap == pytest.approx(0.0, abs=1e-6)
     size = 4 * WIDTH * (WIDTH + 1)
-    in_full = candidates.setting(CONFIG).data.sum_seconds(size, 0)
-    # a layer fills a message with the bias of the one before, so the last two end with the first layer's gradients
-    assert BUCKET_BYTES / 2 < size < BUCKET_BYTES
-    assert hidden == pytest.approx(0.0 if backwards else (LAYERS - 2) * in_full, rel=2e-3)
+    data = candidates.setting(CONFIG).data
+    in_full, call = data.sum_seconds(size, 0), data.call_seconds(0)
+    # a message takes little besides its bytes here, so they are small: each layer's weight has its own, and its bias
+    assert plan.bucket_bytes < size < BUCKET_BYTES
+    assert hidden == pytest.approx(0.0 if backwards else (LAYERS - 1) * in_full, abs=2 * LAYERS * call)
+    assert 0 < 2 * LAYERS * call < in_full / 2
 
 
 def test_no_configuration_is_faster_than_its_cheap_bound() -> None:

@@ -5,8 +5,10 @@ gradients and the messages before it have started; messages pass one after the o
 of a layer) that makes the last gradient of message k, b_u the seconds of a unit's backward, which goes from the last
 unit to the first, and c_k those of the message::
 
-    end_k  = max(end_{k-1}, sum_{u >= u_k} b_u) + c_k
+    end_k  = max(end_{k-1}, sum_{u >= u_k} b_u) + c_k + a
     hidden = sum_k c_k - max(0, end_last - sum_u b_u)
+
+where a are the seconds that a message takes besides its bytes. Where little is hidden, these may be more.
 
 No contention of messages and computation is counted.
 """
@@ -29,13 +31,15 @@ class GradientSum:
     """A gradient whose sum over ranks starts during the last backward.
 
     blocks: those that add to it. bytes: by which messages are filled. seconds: its part of the message's, and of what
-    its blocks have at the end of a step. kind: equal for gradients that may share a message.
+    its blocks have at the end of a step. kind: equal for gradients that may share a message. call_s: what a message
+    takes besides.
     """
 
     blocks: tuple[int, ...]
     bytes: float
     seconds: float
     kind: Hashable = None
+    call_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.blocks:
@@ -47,7 +51,8 @@ class GradientSum:
 def hidden_seconds(
     sums: Sequence[GradientSum], units: Sequence[tuple[Sequence[int], float]], limit: float = BUCKET_BYTES
 ) -> float:
-    """What of a stage's sums passes before its last backward is over; see the module.
+    """What of a stage's sums passes before its last backward is over; see the module. Less than nothing where messages
+    take longer by themselves than they hide.
 
     sums: of all blocks, in the order in which messages take them. units: of the stage, in the order of its forward,
     with the seconds of their backwards. limit: bytes that fill a message.
@@ -61,9 +66,10 @@ def hidden_seconds(
     end = total = 0.0
     for message, _ in messages_of(own, limit):
         seconds = math.fsum(item.seconds for item in message)
+        call = max(item.call_s for item in message)
         ready = max(made_at[block] for item in message for block in item.blocks if block in made_at)
-        end, total = max(end, ready) + seconds, total + seconds
-    return max(0.0, total - max(0.0, end - now))
+        end, total = max(end, ready) + seconds + call, total + seconds
+    return total - max(0.0, end - now)
 
 
 def sums_between(sums: Sequence[GradientSum], member: NDArray[np.bool_], runs: Runs) -> NDArray[np.float64]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopart.message_memory import Alike, message_bytes
+from autopart.runtime.buckets import BUCKET_BYTES
 from autopart.solver.stages_runs import Array, Bits, Runs
 
 
@@ -31,6 +32,7 @@ class ParameterGroup:
 @dataclass(frozen=True, slots=True)
 class Passing:
     """sent: by level of ZeRO, what shares messages over ``replicas``; see :mod:`autopart.message_memory` for summed.
+    limit: bytes that fill a message.
 
     updated: what the optimizer makes; apart: of one parameter after the other, else of all together.
     """
@@ -40,6 +42,7 @@ class Passing:
     summed: float = 1.0
     updated: tuple[ParameterGroup, ...] = ()
     apart: bool = False
+    limit: float = BUCKET_BYTES
 
     @property
     def parameters(self) -> tuple[ParameterGroup, ...]:
@@ -63,7 +66,7 @@ class Passing:
 
     def _messages(self, total: _Reduce, most: _Reduce) -> Array | float:
         found = [Alike(level, total(_sums(some)), most(_largest(some))) for level, some in self.sent]
-        return message_bytes(found, self.replicas, self.summed)
+        return message_bytes(found, self.replicas, self.summed, self.limit)
 
     def _update(self, total: _Reduce, most: _Reduce) -> Array | float:
         return most(_largest(self.updated)) if self.apart else total(_sums(self.updated))
@@ -130,9 +133,10 @@ def passing(
     replicas: int,
     summed: float,
     apart: bool,
+    limit: float = BUCKET_BYTES,
 ) -> Passing:
     """sent: by parameter its blocks, what those of one message have in common, its level of ZeRO, and bytes of its
-    gradient on a rank. updated: its blocks, and what the optimizer makes for it.
+    gradient on a rank. updated: its blocks, and what the optimizer makes for it. limit: bytes that fill a message.
     """
     kinds: dict[tuple[Hashable, int], dict[tuple[int, ...], list[float]]] = {}
     for blocks, kind, level, size in sent:
@@ -141,9 +145,8 @@ def passing(
     for blocks, size in updated:
         if size:
             made.setdefault(blocks, []).append(size)
-    return Passing(
-        tuple((level, _groups(found)) for (_, level), found in kinds.items()), replicas, summed, _groups(made), apart
-    )
+    groups = tuple((level, _groups(found)) for (_, level), found in kinds.items())
+    return Passing(groups, replicas, summed, _groups(made), apart, limit)
 
 
 def _groups(found: dict[tuple[int, ...], list[float]]) -> tuple[ParameterGroup, ...]:

@@ -256,8 +256,8 @@ class StageProblem:
         """The same without what the stage's last backward hides of sums of gradients, where it is one whole pass."""
         made = dict(step.choices)
         units = [(part, family[made.get(part[0], 0)].backward_s) for part, family in self.units(step)]
-        sums = self.shapes[self.slots[step.slot].shape].sums
-        return max(0.0, self.step_end_seconds(step) - hidden_seconds(sums, units))
+        shape = self.shapes[self.slots[step.slot].shape]
+        return max(0.0, self.step_end_seconds(step) - hidden_seconds(shape.sums, units, shape.passing.limit))
 
     def crossings(self, before: Step, after: Step) -> tuple[Cut, ...]:
         """What either side does between two stages, and what the two do together."""

@@ -62,7 +62,7 @@ class Layout:
     devices: ranks of each stage, row-major over (dp, tensor axes). dp: size of the data axis.
     recompute: the layers of each stage that are computed again in the backward.
     headings: first lines of each stage's docstring. unlike: the mesh of each stage; empty: dp and axes for all.
-    cuts: of the parameters that are divided over the data axis.
+    cuts: of the parameters that are divided over the data axis. bucket_bytes: as of the manifest.
     """
 
     devices: tuple[tuple[int, ...], ...]
@@ -76,6 +76,7 @@ class Layout:
     invariant_dropout: bool = False
     cuts: Mapping[str, DataCut] = field(default_factory=dict, hash=False)
     unlike: tuple[StageMesh, ...] = ()
+    bucket_bytes: int = 0
 
     def mesh_of(self, stage: int, storage: Mapping[str, Placements]) -> StageMesh:
         return self.unlike[stage] if self.unlike else StageMesh(self.dp, self.axes, storage)
@@ -164,6 +165,7 @@ def emit_program(
         assumption_inputs=assumption_inputs,
         fixed_batch=program.batch if program.static_batch else 0,
         most_samples=program.most_samples,
+        bucket_bytes=layout.bucket_bytes,
     )
     return Emitted(files, manifest, dict(program.constants))
 
