@@ -328,7 +328,7 @@ def _conversions(
         if not isinstance(edge.cost, CostTable):
             doubled.append(edge)
             continue
-        there = _forward_table(builder, edge.cost, value.example)
+        there = forward_table(builder, edge.cost, value.example)
         both = CostTable(there.rows, there.columns, edge.cost.seconds + there.seconds)
         doubled.append(replace(edge, cost=both))
         touched = [part.classes[at] for at in dict.fromkeys((source, *(at for at, _ in value.uses)))]
@@ -351,7 +351,7 @@ def _forward_seconds(builder: Builder, node: fx.Node, ways: Sequence[Chosen]) ->
     return np.array(found)
 
 
-def _forward_table(builder: Builder, table: CostTable, value: Value) -> CostTable:
+def forward_table(builder: Builder, table: CostTable, value: Value) -> CostTable:
     """Of a conversion without the gradient's."""
     setting = builder.setting
     size = builder.block_costs.size(value).at(setting.prices.batch)

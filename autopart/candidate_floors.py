@@ -9,8 +9,8 @@ from typing import Self
 
 from torch import fx
 
-from autopart.candidate_layers import CandidateLayers
 from autopart.candidate_prices import same_but_for_memory
+from autopart.candidate_sums import CandidateSums
 from autopart.cluster import Cluster
 from autopart.conversion_prices import TensorAxis
 from autopart.cost.communication import bucketed_all_reduce_seconds
@@ -24,7 +24,6 @@ from autopart.solver.degrees import Config, Degrees
 from autopart.solver.pipeline_cuts import Boundary, Place, Row, Tied, least_divided_seconds
 from autopart.solver.pipeline_floor import Family, Piece, Pipeline, least_step_seconds
 from autopart.solver.stages_least import least_share
-from autopart.solver.stages_parts import Cut
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, pipeline_floor
 from autopart.tensor_choice import work_bound
 
@@ -37,29 +36,29 @@ _MOST_LONGER = 3.0
 
 
 @dataclass(slots=True)
-class CandidateFloors(CandidateLayers):
+class CandidateFloors(CandidateSums):
     """Lower bounds of candidates; what is found for one is kept for those that share it."""
 
-    alike: list[tuple[tuple[fx.Node, bool], int]] = field(init=False)  # an op of each class, in a layer; how many
+    alike: list[tuple[tuple[fx.Node, bool], int]] = field(init=False)  # an op of each class, computed again; how many
     _work: dict[tuple[int, int, str], float] = field(default_factory=dict)
-    _free: dict[int, float] = field(default_factory=dict)
     _work_bounds: dict[tuple[int, tuple[TensorAxis, ...], bool], float] = field(default_factory=dict)
     _enough: dict[object, float] = field(default_factory=dict)  # from where such a bound was not raised further
     _added: dict[tuple[Degrees, float], float] = field(default_factory=dict)
     _floors: dict[tuple[Degrees, float], float] = field(default_factory=dict)  # of pipelines that end whole
-    _shared_cuts: dict[tuple[int, int, Link], tuple[Cut, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        CandidateLayers.__post_init__(self)
-        first, layers = self.analysis.first, self.analysis.layers
-        alike = Counter((first.get(node, node), bool(layers[at])) for node, at in self.analysis.block_of.items())
+        CandidateSums.__post_init__(self)
+        first = self.analysis.first
+        again = [self.runs_again(block) for block in range(len(self.analysis.blocks))]
+        alike = Counter((first.get(node, node), again[at]) for node, at in self.analysis.block_of.items())
         self.alike = list(alike.items())
 
     def _with(self, cluster: Cluster, device: Device, whole: frozenset[str]) -> Self:
-        found = CandidateLayers._with(self, cluster, device, whole)
+        found = CandidateSums._with(self, cluster, device, whole)
         found._added, found._floors = {}, {}
         if not same_but_for_memory(device, self.device):
             found._work, found._free, found._work_bounds, found._enough = {}, {}, {}, {}
+            found._shares, found._last = {}, {}
         return found
 
     def lower_bound(self, config: Degrees) -> float:
@@ -173,7 +172,7 @@ class CandidateFloors(CandidateLayers):
         }
         places |= {block: Place(-1, -1, number) for number, block in enumerate(self._apart(layers))}
         links = self._stage_links(config)
-        cuts = {link: self._least_cuts(config, link) for link in dict.fromkeys(links)}
+        cuts = {link: self.least_cuts(config, link) for link in dict.fromkeys(links)}
         boundaries = (
             Boundary(
                 mask.bit_count(),
@@ -196,17 +195,10 @@ class CandidateFloors(CandidateLayers):
         links = self._stage_links(config) if config.pp > 1 else []
         found = dict[Link, tuple[float, float]]()
         for link in dict.fromkeys(links):
-            cuts = self._least_cuts(config, link)[1:-1]
+            cuts = self.least_cuts(config, link)[1:-1]
             there, back = ((cut.forward_s for cut in cuts), (cut.backward_s for cut in cuts))
             found[link] = min(there, default=0.0), min(back, default=0.0)
         return tuple(found[link][0] for link in links), tuple(found[link][1] for link in links)
-
-    def _least_cuts(self, config: Degrees, link: Link) -> tuple[Cut, ...]:
-        """At each position, all values shared perfectly."""
-        key = self.samples(config), config.tp, link
-        if key not in self._shared_cuts:
-            self._shared_cuts[key] = self._cuts(config, None, link)
-        return self._shared_cuts[key]
 
     def _tied_floor(self, config: Degrees, found: float) -> float:
         """With sums of gradients of parameters that several stages read, or all in between in one stage."""
@@ -237,11 +229,22 @@ class CandidateFloors(CandidateLayers):
     def last_floor(self, config: Degrees, below: float) -> float:
         """The best bound there is, which takes the longest. below: seconds from which more are of no interest."""
         if self._pipeline(config, 0.0, priced=False) is None:
-            return self.strategy_floor(config)
+            found = self.strategy_floor(config)
+            return max(found, self.sums_floor(config, below)) if found < below else found
         found = self.divided_floor(config, below)
+        if config.pp > 1 or found >= below:
+            return found
         # on several axes the solver takes a minute for what prices of layers say as well
-        solvable = config.pp == 1 and len(config.axes) <= 1
-        return max(found, self.strategy_floor(config)) if solvable and found < below else found
+        found = max(found, self.strategy_floor(config)) if len(config.axes) <= 1 else found
+        return max(found, self.sums_floor(config, below)) if found < below else found
+
+    def sums_floor(self, config: Degrees, below: float) -> float:
+        """The best of those that count sums of gradients. below: seconds from which more are of no interest."""
+        if config.dp == 1 or config.schedule not in WHOLE_SCHEDULES:
+            return 0.0
+        if config.pp > 1:
+            return self._tied_floor(config, self.divided_sums(config) / self.faster(config))
+        return self.late_sums(config, below) if len(config.axes) == 1 else 0.0
 
     def strategy_floor(self, config: Degrees) -> float:
         """The same from the best strategies whose parameters fit, which takes a solver for every candidate."""
@@ -282,8 +285,10 @@ class CandidateFloors(CandidateLayers):
         sums = bucketed_all_reduce_seconds(held * self.summed, config.dp, self.layout.data_link(config))
         # a backward hides no more than it takes, however much longer than this
         hiding = work if config.schedule in WHOLE_SCHEDULES else 0.0
-        exposed = max(0.0, sums - hiding) if summed else 0.0
-        return floor + self.prices(config).optimizer_seconds(updated) + exposed
+        floor += max(0.0, sums - hiding) if summed else 0.0
+        if summed and hiding and config.dp > 1:
+            floor = max(floor, (config.microbatches - 1) * work + self.last_microbatch(config)[0])
+        return floor + self.prices(config).optimizer_seconds(updated)
 
     def _mixture_floor(self, config: Degrees, seconds: float, work: float) -> float:
         """Under a step whose microbatches take at least so many seconds, all in all and without parameters."""
@@ -293,7 +298,7 @@ class CandidateFloors(CandidateLayers):
         floor = max(self.lower_bound(config), self._floor(work, config), asked)
         if config.pp > 1:
             return floor
-        return max(floor, one_stage_floor(seconds + free, self._sum_seconds(config), config))
+        return max(floor, one_stage_floor(seconds + free, self.sum_seconds(config), config))
 
     def _memory_seconds(self, config: Degrees, work: float) -> float:
         """Seconds that memory adds to ``work`` of a microbatch, at least."""
@@ -306,11 +311,6 @@ class CandidateFloors(CandidateLayers):
             timed = whole and self.faster(config) == 1.0
             self._added[config, work] = least_added(blocks, rooms, flying, m if timed else 1, work)
         return self._added[config, work]
-
-    def _sum_seconds(self, config: Degrees) -> float:
-        """Of gradients' sums those over replicas, which start during the last backward, at most: of whole weights."""
-        held = self.trained_bytes
-        return bucketed_all_reduce_seconds(held * self.summed, config.dp, self.layout.data_link(config))
 
     def step_floor(self, work: float, config: Degrees) -> float:
         """Least seconds of a step whose microbatches take ``work`` seconds each through all stages."""
@@ -328,12 +328,12 @@ class CandidateFloors(CandidateLayers):
         if key not in self._work:
             prices, share = self.prices(config), 1 / config.tp
             work = 0.0
-            for (node, in_layer), count in self.alike:
+            for (node, again), count in self.alike:
                 if config.tp == 1:
                     forward, backward = prices.op_seconds(node)
                 else:
                     forward, backward = prices.shared_seconds(node, share, share)
-                work += count * (forward + backward + (forward if config.recompute == "full" and in_layer else 0.0))
+                work += count * (forward + backward + (forward if config.recompute == "full" and again else 0.0))
             self._work[key] = work
         return self._work[key]
 
@@ -341,11 +341,3 @@ class CandidateFloors(CandidateLayers):
         """Seconds of one microbatch beside its ops, at least: free ops, and adding its gradients to those before."""
         added = self.setting(config).data.least_seconds(self.trained_bytes / config.tp, self.levels(config))
         return self.free_seconds(config) + added
-
-    def free_seconds(self, config: Degrees) -> float:
-        """Seconds of one microbatch's free ops, which some stage has to compute at least once."""
-        samples = self.samples(config)
-        if samples not in self._free:
-            prices = self.prices(config)
-            self._free[samples] = sum(prices.op_seconds(node)[0] for node in self.analysis.free_block)
-        return self._free[samples]

@@ -29,6 +29,7 @@ from autopart.layer_pieces import LayerPieces, PieceSetting
 from autopart.memory_bound import MemoryBound
 from autopart.module_sets import ModuleSet, ModuleSets
 from autopart.passes.data_axis import LEVELS
+from autopart.passes.emit.layers import MOST_INLINE
 from autopart.runtime.errors import PlanError
 from autopart.solver.degrees import Degrees
 from autopart.solver.pipeline_floor import Family, Piece, Price
@@ -167,14 +168,20 @@ class CandidateLayers(CandidatePrices):
             self._kept_sizes[key] = {name: sizes for own in found for name, sizes in own.items()}
         return self._kept_sizes[key]
 
+    def runs_again(self, block: int) -> bool:
+        """Whether a block surely does where all layers do: in whatever part of its layer a stage has."""
+        return bool(self.analysis.layers[block]) and len(self.analysis.blocks[block].nodes) > MOST_INLINE
+
     def _again_sets(self, layers: AlikeLayers, recompute: str) -> Sequence[ModuleSet]:
         """The sets of a layer's modules that may run again."""
         if recompute == "none" or not layers.layer:
             return [ModuleSet()]
         blocks = layers.blocks[0]
+        count = sum(len(self.analysis.blocks[number].nodes) for number in blocks)
+        if recompute == "full" and count <= MOST_INLINE:
+            return [ModuleSet()]
         if blocks not in self._module_sets:
             found = ModuleSets.of(self._memory, blocks)
-            count = sum(len(self.analysis.blocks[number].nodes) for number in blocks)
             whole = ModuleSet((frozenset(range(count)),))  # frees all, and runs nothing again
             self._module_sets[blocks] = [ModuleSet(), whole] if found is None else found.undominated()
         sets = self._module_sets[blocks]

@@ -81,7 +81,7 @@ class Candidates(CandidateFloors):
             return math.inf
         m, prices, share = config.microbatches, self.prices(config), 1 / config.tp
         forward = math.fsum(count * prices.shared_seconds(node, share, share)[0] for (node, _), count in self.alike)
-        most = (below + self._sum_seconds(config)) / m
+        most = (below + self.sum_seconds(config)) / m
         return (min(most, (below - forward) / (m - 1)) if m > 1 else most) - self.free_seconds(config)
 
     def evaluate(self, config: Degrees, below: float = math.inf) -> Evaluation[Answer]:
@@ -303,7 +303,7 @@ class Candidates(CandidateFloors):
         if choice.solution is None:
             floor = 0.0
         elif config.pp == 1:
-            sums = self._sum_seconds(config)
+            sums = self.sum_seconds(config)
             floor = one_stage_floor(choice.solution.bound + free, sums, config)
             floor = max(floor, self.work_floor(whose)) if sums else floor
         else:

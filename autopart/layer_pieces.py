@@ -23,6 +23,7 @@ from autopart.data_prices import DataPrices
 from autopart.memory_bound import BlockFacts, Kind, MemoryBound, Parameters, summed
 from autopart.message_memory import staying_bytes
 from autopart.module_sets import ModuleSets
+from autopart.passes.emit.layers import MOST_INLINE
 from autopart.prices import Prices
 from autopart.solver.pipeline_floor import Piece, Run, Way, Weights
 from autopart.solver.tensor_hull import corners
@@ -100,7 +101,8 @@ class LayerPieces:
         forward, backward = self._seconds(own, setting)
         transient, wholes = _transient(own, setting), tuple[Run, ...]()
         runs = self._alone(own, setting)
-        if setting.recompute == "full" and layer:
+        again = layer and sum(len(facts.ops) for facts in own) > MOST_INLINE
+        if setting.recompute == "full" and again:
             runs = (Way(forward, 0.0, runs[-1].kept_bytes),)
         elif setting.recompute == "auto" and layer:
             if found := self._again(own, blocks, setting):

@@ -49,7 +49,7 @@ from autopart.runtime.schedule import in_flight
 from autopart.solver import stages as stage_solver
 from autopart.solver.degrees import UnlikeMeshes
 from autopart.solver.search import Evaluation
-from autopart.solver.stages_parts import Block, Cut, Shape
+from autopart.solver.stages_parts import Block, Shape
 from autopart.solver.stages_problem import Slot, StageProblem
 from autopart.step_time import WHOLE_SCHEDULES, simulated_seconds
 from autopart.unlike_answer import UnlikeAnswer
@@ -262,13 +262,13 @@ class UnlikeCandidates:
             prices = [view.prices(ALONE) for view in views]
             launches = work = 0.0
             speeds = [0.0] * len(views)
-            for (node, in_layer), count in self.candidates.alike:
+            for (node, again), count in self.candidates.alike:
                 seconds = []
                 for own in prices:
                     fixed, whole = own.shared_seconds(node, 0.0, 0.0), own.shared_seconds(node, 1.0, 1.0)
-                    again = recompute == "full" and in_layer
-                    start = sum(fixed) + (fixed[0] if again else 0.0)
-                    seconds.append((start, max(0.0, sum(whole) + (whole[0] if again else 0.0) - start)))
+                    times = 1.0 if again and recompute == "full" else 0.0
+                    start = sum(fixed) + times * fixed[0]
+                    seconds.append((start, max(0.0, sum(whole) + times * whole[0] - start)))
                 least = min(rest for _, rest in seconds)
                 launches += count * min(start for start, _ in seconds)
                 work += count * least
@@ -285,30 +285,25 @@ class UnlikeCandidates:
         shapes = []
         for item, shape in zip(priced, problem.shapes, strict=True):
             part = item.parts[0]
-            if not item.mesh.axes and len(item.parts) == 1:
-                shapes.append(shape)
-                continue
-            cuts = tuple(tuple(replace(cut, buffer_bytes=0.0) for cut in cuts) for cuts in shape.cuts)
             if item.mesh.axes:
-                blocks = self._shared_blocks(part, shape.blocks)
-                cuts = tuple((Cut(),) * len(own) for own in shape.cuts)  # other strategies may send less
+                shapes.append(self._shared(item, part))
+            elif len(item.parts) == 1:
+                shapes.append(shape)
             else:
+                cuts = tuple(tuple(replace(cut, buffer_bytes=0.0) for cut in cuts) for cuts in shape.cuts)
                 own = part.candidates.problem(part.config, item.choice).shapes[0].blocks
-                blocks = tuple(_weightless(block, block.forward_s, block.backward_s) for block in own)
-            free = tuple(replace(group, bytes=0.0, seconds=0.0, step_end_s=0.0) for group in shape.tied)
-            shapes.append(Shape(blocks, cuts, 0.0, free, shape.name))
-        return replace(problem, shapes=tuple(shapes))
+                blocks = tuple(Block(block.name, block.forward_s, block.backward_s) for block in own)
+                free = tuple(replace(group, bytes=0.0, seconds=0.0, step_end_s=0.0) for group in shape.tied)
+                shapes.append(Shape(blocks, cuts, 0.0, free, shape.name))
+        # what other strategies have to convert between unlike meshes may be less
+        alike = {pair: cuts for pair, cuts in problem.pairs.items() if not any(priced[at].mesh.axes for at in pair)}
+        return replace(problem, shapes=tuple(shapes), pairs=alike)
 
-    def _shared_blocks(self, part: Part, blocks: Sequence[Block]) -> tuple[Block, ...]:
-        prices, share = part.candidates.prices(part.config), 1 / part.config.tp
-        times = [[0.0, 0.0] for _ in blocks]
-        for node, index in self.candidates.analysis.block_of.items():
-            forward, backward = prices.shared_seconds(node, share, share)
-            again = part.config.recompute == "full" and self.candidates.analysis.layers[index]
-            times[index][0] += forward
-            times[index][1] += backward + (forward if again else 0.0)
-        return tuple(_weightless(block, *own) for block, own in zip(blocks, times, strict=True))
-
-
-def _weightless(block: Block, forward_s: float, backward_s: float) -> Block:
-    return Block(block.name, forward_s, backward_s)
+    def _shared(self, item: Priced, part: Part) -> Shape:
+        """A mesh with tensor axes under whatever strategies, and at whatever level of ZeRO."""
+        candidates, mesh = part.candidates, item.mesh
+        parts = candidates.least_parts(part.config)
+        links = (self.prices.between(mesh, mesh, level) for level in (INSIDE, NETWORK))
+        every = [candidates.least_cuts(part.config, link) for link in links]
+        cuts = tuple(tuple(replace(own[at], buffer_bytes=0.0) for at in self.prices.positions) for own in every)
+        return Shape(parts.blocks, cuts, 0.0, parts.tied, item.shape.name, sums=parts.sums)

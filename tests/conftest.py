@@ -21,7 +21,7 @@ def no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans count no memory of messages, as of models that are so large that these are next to nothing, nor of the
     optimizer's step, as of optimizers that make nothing in it.
     """
-    monkeypatch.setattr("autopart.solver.stages_passing.message_bytes", lambda parameters, replicas, summed: 0.0)
+    monkeypatch.setattr("autopart.solver.stages_passing.message_bytes", lambda *_: 0.0)
     monkeypatch.setattr("autopart.parameter_prices.temporaries", lambda optimizer: Temporaries())
     for reader in ("parameter_prices", "layer_pieces", "tensor_choice"):
         monkeypatch.setattr(f"autopart.{reader}.staying_bytes", lambda level, gradient, replicas, summed: 0.0)

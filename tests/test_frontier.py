@@ -43,7 +43,7 @@ class Small(nn.Module):
 
 
 def small():
-    return Small(), (torch.randn(4, 32),), {}
+    return Small(), (torch.randn(256, 32),), {}
 """
 
 
@@ -196,7 +196,7 @@ def test_command(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     file, picture = tmp_path / "cluster.toml", tmp_path / "frontier.svg"
     overhead_free().save(file)
     command = ["frontier", model, "--cluster", str(file), "--microbatches", "1"]
-    assert main([*command, "--step", "0.4", "--json", "-o", str(picture)]) == 0
+    assert main([*command, "--step", "0.05", "--json", "-o", str(picture)]) == 0
     points = json.loads(capsys.readouterr().out)["points"]
     assert points == sorted(points, key=lambda item: item["step_time_s"])
     circles = [item for item in ElementTree.parse(picture).iter() if item.tag.endswith("circle")]

@@ -63,13 +63,13 @@ def hidden_seconds(
         now += backward_s
         made_at.update(dict.fromkeys(blocks, now))
     own = [(item, item.kind, item.bytes) for item in sums if not made_at.keys().isdisjoint(item.blocks)]
-    end = total = 0.0
+    end = total = calls = 0.0
     for message, _ in messages_of(own, limit):
         seconds = math.fsum(item.seconds for item in message)
         call = max(item.call_s for item in message)
         ready = max(made_at[block] for item in message for block in item.blocks if block in made_at)
-        end, total = max(end, ready) + seconds + call, total + seconds
-    return total - max(0.0, end - now)
+        end, total, calls = max(end, ready) + seconds + call, total + seconds, calls + call
+    return max(-calls, total - max(0.0, end - now))
 
 
 def sums_between(sums: Sequence[GradientSum], member: NDArray[np.bool_], runs: Runs) -> NDArray[np.float64]:

@@ -197,6 +197,8 @@ def search(
         if tighten is not None and lowest not in tightened and len(tightened) < most_tightened:
             tightened.add(lowest)
             bounds[lowest] = max(bounds[lowest], tighten(config, best[1].objective))
+            if outcome is None:
+                found[lowest] = config, bounds[lowest], None
             continue
         untried = [at for at in bounds if found[at][2] is None and bounds[at] < best[1].objective]
         if not untried or len(last) == most_last:

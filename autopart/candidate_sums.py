@@ -1,0 +1,164 @@
+"""Least seconds of a configuration's step with the sums of its gradients, which a network of some speed passes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from autopart.candidate_layers import CandidateLayers
+from autopart.cost.communication import bucketed_all_reduce_seconds
+from autopart.cost.devices import Link
+from autopart.late_sums import late_seconds
+from autopart.passes.amounts import value_bytes
+from autopart.passes.graph import Value
+from autopart.runtime.buckets import BUCKET_BYTES
+from autopart.runtime.schedule import in_flight
+from autopart.solver import stages as stage_solver
+from autopart.solver.degrees import Degrees
+from autopart.solver.overlap import GradientSum
+from autopart.solver.stages_parts import Block, Cut, TiedGroup
+from autopart.solver.stages_problem import StageProblem
+from autopart.tensor_choice import Builder
+
+
+@dataclass(frozen=True, slots=True)
+class LeastParts:
+    """Blocks with the seconds of their parameters' sums, those of parameters that several blocks read, and the sums."""
+
+    blocks: tuple[Block, ...]
+    tied: tuple[TiedGroup, ...]
+    sums: tuple[GradientSum, ...]
+
+
+@dataclass(slots=True)
+class CandidateSums(CandidateLayers):
+    """Lower bounds in which the sums of gradients count that nothing hides."""
+
+    _free: dict[int, float] = field(default_factory=dict)
+    _shares: dict[object, tuple[tuple[float, ...], tuple[float, ...]]] = field(default_factory=dict)  # of blocks
+    _shared_cuts: dict[tuple[int, int, Link], tuple[Cut, ...]] = field(default_factory=dict)
+    _last: dict[object, tuple[float, int]] = field(default_factory=dict)  # of last microbatches with sums
+
+    def free_seconds(self, config: Degrees) -> float:
+        """Seconds of one microbatch's free ops, which some stage has to compute at least once."""
+        samples = self.samples(config)
+        if samples not in self._free:
+            prices = self.prices(config)
+            self._free[samples] = sum(prices.op_seconds(node)[0] for node in self.analysis.free_block)
+        return self._free[samples]
+
+    def sum_seconds(self, config: Degrees) -> float:
+        """Of gradients' sums those over replicas, which start during the last backward, at most: of whole weights."""
+        sent = self.trained_bytes * self.summed
+        return bucketed_all_reduce_seconds(sent, config.dp, self.layout.data_link(config))
+
+    def block_seconds(self, config: Degrees) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Of each block, forward and backward, shared perfectly."""
+        key = self.samples(config), config.tp, config.recompute
+        if key not in self._shares:
+            prices, analysis, share = self.prices(config), self.analysis, 1 / config.tp
+            forward, backward = [0.0] * len(analysis.blocks), [0.0] * len(analysis.blocks)
+            known: dict[fx.Node, tuple[float, float]] = {}
+            for node, block in analysis.block_of.items():
+                first = analysis.first.get(node, node)
+                if first not in known:
+                    alone = prices.op_seconds(first) if config.tp == 1 else prices.shared_seconds(first, share, share)
+                    known[first] = alone[0], alone[1]
+                there, back = known[first]
+                forward[block] += there
+                backward[block] += back + (there if config.recompute == "full" and self.runs_again(block) else 0.0)
+            self._shares[key] = tuple(forward), tuple(backward)
+        return self._shares[key]
+
+    def byte_seconds(self, config: Degrees) -> float:
+        """Of a byte of all weights, to sum its gradient over replicas where tensor axes divide it."""
+        return self.sum_seconds(config) / (self.trained_bytes or 1) / config.tp
+
+    def last_microbatch(self, config: Degrees) -> tuple[float, int]:
+        """Seconds of the last microbatch and of sums of gradients in one stage, at least, and the block that says so.
+
+        As :mod:`autopart.late_sums` says, with all shared perfectly.
+        """
+        key = self.samples(config), config.tp, config.dp, config.recompute, self.layout.data_link(config)
+        if key not in self._last:
+            forward, backward = self.block_seconds(config)
+            sent = [0.0] * len(forward)
+            for node, blocks in self.readers.items():
+                if node.meta.get("trainable"):
+                    sent[blocks[0]] += value_bytes(Value(node)).at(1)
+            byte_s, inside = self.byte_seconds(config), self._inside_layers()
+            behind, best = math.fsum(backward), (0.0, 0)
+            for block, (back, size) in enumerate(zip(backward, itertools.accumulate(sent), strict=True)):
+                if block not in inside:
+                    best = max(best, (behind + size * byte_s, block))
+                behind -= back
+            self._last[key] = math.fsum(forward) + best[0], best[1]
+        return self._last[key]
+
+    def _inside_layers(self) -> set[int]:
+        """Blocks before which a layer has begun, so that it may run as one with others behind them."""
+        spans: dict[str, list[int]] = {}
+        for block, layer in enumerate(self.analysis.layers):
+            if layer:
+                spans.setdefault(layer, []).append(block)
+        return {block for own in spans.values() for block in range(own[0] + 1, own[-1] + 1)}
+
+    def late_sums(self, config: Degrees, below: float) -> float:
+        """Of one stage, under any strategies."""
+        builder = Builder(
+            *(self.analysis, self._folded, self.setting(config), self._block_costs, self.optimizer, (0,), config.pp)
+        )
+        block_of = {node: blocks[0] for node, blocks in self.readers.items()} | self.analysis.block_of
+        free = config.microbatches * self.free_seconds(config)
+        block = self.last_microbatch(config)[1]
+        divides = self._divides(config) or bool(self.zero)
+        return free + late_seconds(builder, block_of, block, divides, self.time_limit_s, below - free)
+
+    def least_parts(self, config: Degrees) -> LeastParts:
+        """What stages of this configuration are made of, shared perfectly, without the optimizer and any memory."""
+        byte_s, (forward, backward) = self.byte_seconds(config), self.block_seconds(config)
+        ends = [0.0] * len(forward)
+        sums, tied = list[GradientSum](), list[TiedGroup]()
+        for node, blocks in self.readers.items():
+            if node.meta.get("trainable"):
+                seconds = value_bytes(Value(node)).at(1) * byte_s
+                sums.append(GradientSum(blocks, 2.0 * BUCKET_BYTES, seconds))  # in a message of its own
+                if len(blocks) == 1:
+                    ends[blocks[0]] += seconds
+                else:
+                    tied.append(TiedGroup(node.name, blocks, 0.0, 0.0, seconds))
+        own = enumerate(zip(forward, backward, ends, strict=True))
+        shared = (Block(f"block {at}", there, back, step_end_s=end) for at, (there, back, end) in own)
+        return LeastParts(tuple(shared), tuple(tied), tuple(sums))
+
+    def least_cuts(self, config: Degrees, link: Link) -> tuple[Cut, ...]:
+        """At each position, all values shared perfectly."""
+        key = self.samples(config), config.tp, link
+        if key not in self._shared_cuts:
+            self._shared_cuts[key] = self._cuts(config, None, link)
+        return self._shared_cuts[key]
+
+    def divided_sums(self, config: Degrees) -> float:
+        """Of all divisions into stages, with everything shared perfectly and no memory needed."""
+        parts = self.least_parts(config)
+        problem = StageProblem.row(
+            parts.blocks,
+            self.positions.sets,
+            (Cut(),) * len(self.positions.sets),
+            config.microbatches,
+            in_flight(
+                *(config.schedule, config.stages, config.microbatches, self.warmup_of(config)),
+                self.layout.places(config),
+            ),
+            (math.inf,) * config.stages,
+            tied=parts.tied,
+            pins=self.pins.stages if self.pins else (),
+        )
+        links = self._stage_links(config)
+        kinds = list(dict.fromkeys(links))
+        cuts = tuple(self.least_cuts(config, link) for link in kinds)
+        shapes = tuple(replace(shape, sums=parts.sums, cuts=cuts) for shape in problem.shapes)
+        return stage_solver.least_seconds(replace(problem, shapes=shapes, links=(0, *map(kinds.index, links), 0)))

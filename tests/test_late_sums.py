@@ -1,0 +1,108 @@
+"""Lower bounds with sums of gradients that nothing hides: below what any strategies, divisions and levels take."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopart.analysis import Analysis, analyze
+from autopart.candidates import Candidates
+from autopart.runtime.errors import InfeasibleError, PlanError
+from autopart.solver.degrees import Degrees
+from autopart.tensor_scheme import TensorScheme
+from autopart.tracing import capture
+from clusters import ideal
+
+BATCH, WIDTH, TOKENS = 16, 32, 64
+
+
+class Tied(nn.Module):
+    """An embedding that the output layer reads too, and layers of unlike widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, width), nn.GELU(), nn.Linear(width, WIDTH))
+            for width in (64, 128, 32, 96)
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        logits = x @ self.embed.weight.T
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+class Funnel(nn.Module):
+    """Most of the weights lie where the backward ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (512, 256, 64, 32, 32, 32)
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+@functools.cache
+def analysis_of(model: type[nn.Module]) -> Analysis:
+    torch.manual_seed(0)
+    example = torch.zeros(BATCH, 8, dtype=torch.long) if model is Tied else torch.zeros(BATCH, 512)
+    return analyze(capture(model(), (example,)))
+
+
+SCHEMES = (TensorScheme.AUTO, TensorScheme.MEGATRON, TensorScheme.SEQUENCE)
+CONFIGS = [
+    Degrees(pp, dp, axes, microbatches, schedule, recompute)
+    for pp, dp, axes in ((1, 4, ()), (1, 2, (2,)), (2, 2, ()), (4, 1, ()), (2, 1, (2,)))
+    for microbatches, schedule in ((1, "1f1b"), (2, "1f1b"), (2, "gpipe"))
+    for recompute in ("none", "full")
+]
+
+
+@pytest.mark.parametrize("model", [Tied, Funnel])
+@pytest.mark.parametrize("zero", [None, 0, 1, 2, 3])
+def test_no_strategies_or_division_take_less(model: type[nn.Module], zero: int | None) -> None:
+    higher = 0
+    for bandwidth in (3e6, 3e8):
+        cluster = ideal(4, bandwidth=bandwidth)
+        of = [Candidates(analysis_of(model), cluster, BATCH, "adamw", zero=zero, scheme=own) for own in SCHEMES]
+        for config in CONFIGS:
+            floor = of[0].sums_floor(config, float("inf"))
+            known = of[0].work_floor(config)
+            found = []
+            for candidates in of:
+                try:
+                    found.append(candidates.evaluate(config).objective)
+                except (InfeasibleError, PlanError):
+                    continue
+            assert max(floor, known) <= min(found) * (1 + 1e-9), (bandwidth, config)
+            higher += floor > known * 1.01 and len(config.axes) == 1
+    assert higher, "some of them say more than what is known without a solver"
+
+
+def test_without_replicas_nothing_is_summed() -> None:
+    candidates = Candidates(analysis_of(Tied), ideal(4), BATCH, "adamw")
+    for config in (Degrees(1, 1, (4,), 1, "1f1b"), Degrees(1, 4, (), 2, "zb-h1")):
+        assert candidates.sums_floor(config, 1.0) == 0.0
+
+
+def test_the_last_sums_are_those_of_what_the_first_block_reads() -> None:
+    """The tied embedding, on a slow network: its gradient is complete when the backward is over."""
+    candidates = Candidates(analysis_of(Tied), ideal(4, bandwidth=1e7), BATCH, "adamw")
+    config = Degrees(1, 4, (), 1, "1f1b")
+    seconds, block = candidates.last_microbatch(config)
+    every = candidates.sum_seconds(config)
+    embedding = every * TOKENS * WIDTH / (candidates.trained_bytes / 4)
+    work = candidates.work_seconds(config)
+    assert seconds >= work + embedding and seconds <= work + every
+    assert block == 0 or seconds > work + embedding
