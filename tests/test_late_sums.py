@@ -54,10 +54,10 @@ class Funnel(nn.Module):
 
 
 @functools.cache
-def analysis_of(model: type[nn.Module]) -> Analysis:
-    torch.manual_seed(0)
-    example = torch.zeros(BATCH, 8, dtype=torch.long) if model is Tied else torch.zeros(BATCH, 512)
-    return analyze(capture(model(), (example,)))
+def analysis_of(name: str) -> Analysis:
+    if name == "tied":
+        return analyze(capture(Tied(), (torch.zeros(BATCH, 8, dtype=torch.long),)))
+    return analyze(capture(Funnel(), (torch.zeros(BATCH, 512),)))
 
 
 SCHEMES = (TensorScheme.AUTO, TensorScheme.MEGATRON, TensorScheme.SEQUENCE)
@@ -69,9 +69,9 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("model", [Tied, Funnel])
+@pytest.mark.parametrize("model", ["tied", "funnel"])
 @pytest.mark.parametrize("zero", [None, 0, 1, 2, 3])
-def test_no_strategies_or_division_take_less(model: type[nn.Module], zero: int | None) -> None:
+def test_no_strategies_or_division_take_less(model: str, zero: int | None) -> None:
     higher = 0
     for bandwidth in (3e6, 3e8):
         cluster = ideal(4, bandwidth=bandwidth)
@@ -91,14 +91,14 @@ def test_no_strategies_or_division_take_less(model: type[nn.Module], zero: int |
 
 
 def test_without_replicas_nothing_is_summed() -> None:
-    candidates = Candidates(analysis_of(Tied), ideal(4), BATCH, "adamw")
+    candidates = Candidates(analysis_of("tied"), ideal(4), BATCH, "adamw")
     for config in (Degrees(1, 1, (4,), 1, "1f1b"), Degrees(1, 4, (), 2, "zb-h1")):
         assert candidates.sums_floor(config, 1.0) == 0.0
 
 
 def test_the_last_sums_are_those_of_what_the_first_block_reads() -> None:
     """The tied embedding, on a slow network: its gradient is complete when the backward is over."""
-    candidates = Candidates(analysis_of(Tied), ideal(4, bandwidth=1e7), BATCH, "adamw")
+    candidates = Candidates(analysis_of("tied"), ideal(4, bandwidth=1e7), BATCH, "adamw")
     config = Degrees(1, 4, (), 1, "1f1b")
     seconds, block = candidates.last_microbatch(config)
     every = candidates.sum_seconds(config)
