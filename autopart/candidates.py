@@ -51,11 +51,13 @@ class Candidates(CandidateFloors):
         memory_limit: float | None = None,
         below: float = math.inf,
         level: int | None = None,
+        gap: float = 0.0,
     ) -> TensorChoice:
         """The fastest strategies; under a limit, those whose bytes over all stages stay below it.
 
         Parameters are divided over replicas only under a limit, unless a level is given. below: seconds of a step that
-        are of interest; raises NotBetter where it is found that strategies take longer. level: of ZeRO, of all.
+        are of interest; raises NotBetter where it is found that strategies take longer. level: of ZeRO, of all. gap:
+        how far from the fastest they may be.
         """
         levels = LEVELS if self._divides(config) and memory_limit is not None else (level or self.zero or 0,)
         return choose(
@@ -69,6 +71,7 @@ class Candidates(CandidateFloors):
             levels,
             config.pp,
             self._most_seconds(config, below),
+            gap,
         )
 
     def _most_seconds(self, config: Degrees, below: float) -> float:

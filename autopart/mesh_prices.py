@@ -67,6 +67,10 @@ class Mesh:
         return tuple(ranks[:: self.tp])
 
 
+_LIMITED_GAP = 0.01
+"""How near to the fastest, strategies are sought that hold less: no bound hangs on them, and nearer takes seconds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """The replicas of a mesh on devices of one kind, as a candidate of their own: prices with the most rows of any."""
@@ -210,7 +214,8 @@ class MeshPrices:
         parts = self.parts(mesh, config)
         key = mesh, config.microbatches, memory_limit
         if key not in self._choices:
-            self._choices[key] = parts[0].candidates.choose(parts[0].config, memory_limit)
+            gap = _LIMITED_GAP if memory_limit is not None else 0.0
+            self._choices[key] = parts[0].candidates.choose(parts[0].config, memory_limit, gap=gap)
         choice = self._choices[key]
         whole = [part.candidates.problem(part.config, choice).shapes[0] for part in parts]
         shape = merged(whole)

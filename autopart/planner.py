@@ -195,7 +195,7 @@ def make_plan(
             taken[config] = evaluation.objective
             return cast(Any, evaluation)
         assert unlike is not None
-        return cast(Any, unlike.evaluate(config))
+        return cast(Any, unlike.evaluate(config, below))
 
     def lower_bound(config: Degrees | UnlikeMeshes) -> float:
         if isinstance(config, Degrees):

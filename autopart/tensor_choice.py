@@ -147,6 +147,7 @@ def choose(
     levels: Sequence[int] = (0,),
     stages: int = 1,
     below: float = math.inf,
+    gap: float = 0.0,
 ) -> TensorChoice:
     """The strategies with the least time per microbatch.
 
@@ -158,7 +159,7 @@ def choose(
     builder = Builder(analysis, folded, setting, block_costs, optimizer, levels, stages)
     if not setting.axes and len(levels) == 1:
         return builder.unsharded(levels[0])
-    return builder.solve(memory_limit, time_limit_s, below)
+    return builder.solve(memory_limit, time_limit_s, below, gap)
 
 
 def work_bound(
@@ -349,11 +350,13 @@ class Builder:
                 levels.update({node.meta["name"]: found for node in nodes if found})
         return TensorChoice({}, {}, None, memory_bytes=memory, levels=levels)
 
-    def solve(self, memory_limit: float | None, time_limit_s: float, below: float = math.inf) -> TensorChoice:
+    def solve(
+        self, memory_limit: float | None, time_limit_s: float, below: float = math.inf, gap: float = 0.0
+    ) -> TensorChoice:
         classes: Sequence[tuple[fx.Node, ...]] = self.folded.classes
         if not self.setting.axes:
             return self.solve_levels([nodes for nodes in classes if is_stored(nodes[0])], memory_limit, time_limit_s)
-        return self._chosen(*self.solution(memory_limit, time_limit_s, below=below))
+        return self._chosen(*self.solution(memory_limit, time_limit_s, below=below, gap=gap))
 
     def _chosen(self, problem: TensorProblem, solution: TensorSolution) -> TensorChoice:
         strategies: dict[fx.Node, Chosen] = {}
@@ -412,18 +415,23 @@ class Builder:
         return Op(op.name, tuple(self.stored(nodes[0], *way, len(nodes), ends=False) for way in ways))
 
     def solution(
-        self, memory_limit: float | None, time_limit_s: float, free: bool = False, below: float = math.inf
+        self,
+        memory_limit: float | None,
+        time_limit_s: float,
+        free: bool = False,
+        below: float = math.inf,
+        gap: float = 0.0,
     ) -> tuple[TensorProblem, TensorSolution]:
         """The problem of all classes, and its solution. free: parameters cost what they exchange, and alone hold.
 
-        below: as in :func:`choose`.
+        below, gap: as in :func:`choose`.
         """
         problem = self.problem(memory_limit, free)
         least = math.fsum(min(choice.cost for choice in op.choices) for op in problem.ops)
         if least >= below:
             raise NotBetter(least, least)
         solver = tensor_transient.solve if below == math.inf else partial(tensor_transient.solve, below=below)
-        return problem, cache.solve(problem, time_limit_s, self.gap, solver)
+        return problem, cache.solve(problem, time_limit_s, max(self.gap, gap), solver)
 
     def problem(self, memory_limit: float | None, free: bool = False) -> TensorProblem:
         """Of all classes, and of what leaves the graph. free: as of :meth:`solution`."""

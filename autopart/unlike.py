@@ -28,6 +28,7 @@ each op, whatever the strategies.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -48,7 +49,7 @@ from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import in_flight
 from autopart.solver import stages as stage_solver
 from autopart.solver.degrees import UnlikeMeshes
-from autopart.solver.search import Evaluation
+from autopart.solver.search import Evaluation, NotBetter
 from autopart.solver.stages_parts import Block, Shape
 from autopart.solver.stages_problem import Slot, StageProblem
 from autopart.step_time import WHOLE_SCHEDULES, simulated_seconds
@@ -171,18 +172,22 @@ class UnlikeCandidates:
         slots = [replace(slot, shape=numbers.setdefault(mesh, len(numbers))) for slot, mesh in used]
         return slots, list(numbers)
 
-    def evaluate(self, config: UnlikeMeshes) -> Evaluation[UnlikeAnswer]:
-        """Meshes, order and cut of a configuration. Raises InfeasibleError when nothing fits in memory."""
+    def evaluate(self, config: UnlikeMeshes, below: float = math.inf) -> Evaluation[UnlikeAnswer]:
+        """Meshes, order and cut of a configuration.
+
+        below: seconds of a step that are of interest; NotBetter may be raised where it takes no fewer. Raises
+        InfeasibleError when nothing fits in memory.
+        """
         found: list[Evaluation[UnlikeAnswer]] = []
-        failure: InfeasibleError | None = None
+        failure: InfeasibleError | NotBetter | None = None
         rows, meshes = self.candidates.batch // config.microbatches, 0
         for levels in self.levels(config):
             known, meshes = meshes, len(self.slots(config.pp, rows, levels)[1])
             if known == meshes:
                 break  # no stage has replicas
             try:
-                found.append(self._evaluate(config, levels))
-            except InfeasibleError as error:
+                found.append(self._evaluate(config, levels, below))
+            except (InfeasibleError, NotBetter) as error:
                 failure = error
             else:
                 if not found[-1].answer.is_tight:
@@ -194,18 +199,23 @@ class UnlikeCandidates:
         # with all levels offered no more than before are ruled out
         return replace(best, bound=min(found[-1].bound, best.objective))
 
-    def _evaluate(self, config: UnlikeMeshes, levels: Sequence[int]) -> Evaluation[UnlikeAnswer]:
+    def _evaluate(self, config: UnlikeMeshes, levels: Sequence[int], below: float) -> Evaluation[UnlikeAnswer]:
         several = config.virtual > 1
-        answer = VirtualMeshes(self, config, levels).solve() if several else self._solve(config, levels)
+        answer = VirtualMeshes(self, config, levels).solve() if several else self._solve(config, levels, below)
         seconds, floor = self.step_seconds(answer), self.lower_bound(config)
-        # of positions that are left out the solver's bound says nothing
-        every = self.candidates.positions
-        if config.schedule in WHOLE_SCHEDULES and every.complete and len(self.prices.positions) == len(every.sets):
-            least = stage_solver.least_seconds(self._relaxed(answer.problem, answer.priced))
-            floor = max(floor, least / self.candidates.faster(config))
+        floor = max(floor, self._least_seconds(config, answer.problem, answer.priced))
         return Evaluation(answer, seconds, min(floor, seconds))
 
-    def _solve(self, config: UnlikeMeshes, levels: Sequence[int]) -> UnlikeAnswer:
+    def _least_seconds(self, config: UnlikeMeshes, problem: StageProblem, priced: Sequence[Priced]) -> float:
+        """Seconds of a step on these meshes at least, under any strategies. Raises InfeasibleError where none fits."""
+        # of positions that are left out the solver's bound says nothing
+        every = self.candidates.positions
+        whole = every.complete and len(self.prices.positions) == len(every.sets)
+        if config.schedule not in WHOLE_SCHEDULES or not whole:
+            return 0.0
+        return stage_solver.least_seconds(self._relaxed(problem, priced)) / self.candidates.faster(config)
+
+    def _solve(self, config: UnlikeMeshes, levels: Sequence[int], below: float) -> UnlikeAnswer:
         missing = 0.0
         problem, priced = self.problem(config, levels)
         for attempt in range(TIGHTENINGS + 1):
@@ -216,6 +226,8 @@ class UnlikeCandidates:
                 sharded = any(item.choice.solution is not None for item in priced)
                 if error.excess_bytes is None or not sharded or attempt == TIGHTENINGS:
                     raise
+                if not attempt and (least := self._least_seconds(config, problem, priced)) >= below:
+                    raise NotBetter(least, least) from None
                 missing += config.pp * error.excess_bytes
                 problem, less = self.problem(config, levels, missing)
                 if have_same_strategies(priced, less):
