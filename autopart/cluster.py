@@ -26,6 +26,9 @@ from autopart.runtime.errors import ClusterError
 
 __all__ = ["Cluster", "Device", "Link", "Node"]
 
+MOST_DEVICES = 2**20
+"""Of a cluster: more is a slip of the pen, of which not even the list of nodes would fit into memory."""
+
 _NODES = re.compile(r"(?:(\d+)x)?(\d+)x([^@x][^@]*)(?:@(?:(\d+)\*)?([^@]+))?")
 
 
@@ -65,6 +68,21 @@ class Node:
         return Node(device, count, default.inside, port, 1 if ports is None else ports)
 
     def __str__(self) -> str:
+        """A description that :meth:`Cluster.parse` reads; where that would give another node, one that it refuses."""
+        text = self._text()
+        try:
+            (read,) = Cluster.parse(text).nodes
+        except (ClusterError, ValueError):  # of a name that a file gave
+            return text
+        return text if self._is_like(read) else f"{text} (as described)"
+
+    def _is_like(self, other: Node) -> bool:
+        """Whether they are equal; a GPU's driver keeps a little of its memory."""
+        memory = other.device.memory_bytes
+        held = memory if 0.9 * memory <= self.device.memory_bytes <= memory else self.device.memory_bytes
+        return replace(self, device=replace(self.device, memory_bytes=held)) == other
+
+    def _text(self) -> str:
         text = f"{self.count}x{self.device.name}"
         if self.device.name == "CPU" and self.device != presets.device("CPU"):
             text = f"cpu:{self.count}"
@@ -84,6 +102,7 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.nodes:
             raise ClusterError("a cluster has at least one node")
+        check_size(sum(node.count for node in self.nodes))
         node_of = tuple(index for index, node in enumerate(self.nodes) for _ in range(node.count))
         object.__setattr__(self, "_node_of", node_of)
 
@@ -160,6 +179,7 @@ class Cluster:
             if part.lower().startswith("cpu:"):
                 if not part[4:].isdecimal() or int(part[4:]) < 1:
                     raise ClusterError(f"cannot read {part!r}: expected cpu:COUNT, such as cpu:4")
+                check_size(int(part[4:]))
                 nodes.append(_host_node(int(part[4:])))
                 continue
             match = _NODES.fullmatch(part)
@@ -168,6 +188,7 @@ class Cluster:
                     f"cannot read the cluster {text!r} at {part!r}: expected NODESxDEVICESxNAME (4x8xA100-80GB), "
                     "DEVICESxNAME (8xH100) or cpu:COUNT, joined with '+', network ports after '@' (@Ethernet-25)"
                 )
+            check_size(sum(node.count for node in nodes) + int(match[1] or 1) * int(match[2]))
             device = presets.device(match[3])
             port = presets.link(match[5]) if match[5] else None
             node = Node.of(device, int(match[2]), port, int(match[4]) if match[4] else None)
@@ -222,22 +243,33 @@ class Cluster:
             raise ClusterError(f"{path} is not a text file; expected is a cluster file (.toml)") from error
         except tomllib.TOMLDecodeError as error:
             raise ClusterError(f"{path} is not valid TOML: {error}") from error
+        rows = read_nodes(data, str(path))
+        try:
+            check_size(sum(repeat * count for repeat, _, count, _, _, _ in rows))
+        except ClusterError as error:
+            raise ClusterError(f"{path}: nodes: {error}") from error
         return Cluster(
             tuple(
                 Node(device, count, inside, port, ports)
-                for repeat, device, count, inside, port, ports in read_nodes(data, str(path))
+                for repeat, device, count, inside, port, ports in rows
                 for _ in range(repeat)
             )
         )
 
     def save(self, path: str | Path) -> None:
-        """Writes the cluster as TOML: its devices, its links, and the nodes that use them by name."""
+        """Writes the cluster as TOML: its devices, its links, and the nodes that use them by name. Raises OSError."""
         from autopart.cost.cluster_file import write_nodes
 
         nodes = [
             (count, node.device, node.count, node.inside, node.port, node.ports) for node, count in _runs(self.nodes)
         ]
         Path(path).write_text(write_nodes(nodes))
+
+
+def check_size(devices: int) -> None:
+    """Raises ClusterError where no cluster has so many."""
+    if devices > MOST_DEVICES:
+        raise ClusterError(f"{devices:,} devices; a cluster has at most {MOST_DEVICES:,}: check count and devices")
 
 
 # Planning asks for the links of all pairs of ranks, of which a cluster has few different ones.

@@ -62,13 +62,13 @@ class Change:
 
 
 def read_factor(text: str) -> float:
-    """``2x``, ``0.5x``. Raises ClusterError."""
+    """``2x``, ``0.5x``, from a millionth to a million. Raises ClusterError."""
     try:
         value = float(text[:-1]) if text.endswith("x") else 0.0
     except ValueError:
         value = 0.0
-    if not 0 < value < float("inf"):
-        raise ClusterError(f"{text!r} is no factor such as 2x or 0.5x")
+    if not 1e-6 <= value <= 1e6:
+        raise ClusterError(f"{text!r} is no factor such as 2x or 0.5x, from 0.000001x to 1000000x")
     return value
 
 
@@ -84,6 +84,6 @@ def read_memory(text: str) -> float | int:
         size = round(float(found[1]) * unit)
     except ValueError as error:
         raise ClusterError(f"{text!r} is no size such as 80GB") from error
-    if size < 1:
-        raise ClusterError(f"a device has some memory, not {text}")
+    if not 1 <= size <= 2**20 * GIB:
+        raise ClusterError(f"a device has some memory, and no more than 1024 TB, not {text}")
     return size

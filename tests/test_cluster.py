@@ -99,6 +99,8 @@ def test_nodes_may_differ() -> None:
         ("0x8xH100", ["expected"]),
         ("8xH100@0*Ethernet-25", ["one network port"]),
         ("", ["expected"]),
+        ("99999999999x8xH100", ["799,999,999,992 devices", "at most"]),
+        ("cpu:99999999999", ["99,999,999,999 devices", "at most"]),
     ],
 )
 def test_errors_say_what_to_do(text: str, words: list[str]) -> None:
@@ -150,12 +152,32 @@ def test_own_devices(tmp_path: Path) -> None:
         ("devices = 4", "device_count = 4", "nodes[0].device_count"),
         ('device = "Mine"', 'device = "Yours"', "nodes[0].device"),
         ('device = "Mine"', "device = 3", "nodes[0].device"),
+        ('device = "Mine"', 'device = "mine"', "(this file describes Mine)"),
+        ("devices = 4", "devices = 4000000", "nodes[0].devices: expected a whole number from 1 to 1,048,576"),
+        ("devices = 4", "devices = 1000000", "nodes: 2,000,000 devices"),
+        ("count = 2", f"count = {10**400}", "nodes[0].count"),
+        ("ports = 2", f"ports = {10**400}", "nodes[0].ports"),
+        ("devices = 4", "", "nodes[0].devices: missing"),
+        ('"PCIe-4"', "4", "nodes[0].inside: expected the name of a link"),
+        ("memory_gib = 24", "memory_gib = 24e9", "devices.Mine.memory_gib: expected a number from"),
+        ("memory_bandwidth = 900e9", f"memory_bandwidth = {10**400}", "devices.Mine.memory_bandwidth"),
+        ("memory_bandwidth = 900e9", "memory_bandwidth = 1e-300", "devices.Mine.memory_bandwidth"),
+        ("launch_s = 5e-6", "launch_s = 1e308", "devices.Mine.launch_s"),
+        ("launch_s = 5e-6", "launch_s = 5e-6\nalone = 0.5", "devices.Mine.alone"),
+        ("launch_s = 5e-6", "launch_s = 5e-6\nprocessors = inf", "devices.Mine.processors"),
+        ("bandwidth = 20e9", 'bandwidth = "20GB"', "links.Wire.bandwidth"),
+        ("latency_s = 3e-6", "latency_s = 3e-6\ndirect = -1", "links.Wire.direct"),
+        ("[links.Wire]", '[links."a\\nb"]', "expected a name of printable characters"),
         ('"PCIe-4"', '"PCIe-9"', "nodes[0].inside"),
         ("memory_gib = 24", 'memory_gib = "24"', "devices.Mine.memory_gib"),
         ("memory_gib = 24", "memory_gib = -1", "devices.Mine"),
         ("memory_gib = 24", "", "devices.Mine.memory_gib"),
         ("memory_gib = 24", "memory_gib = nan", "devices.Mine"),
-        ("float32 = 30e12", "float32 = nan", "devices.Mine: expected a finite number, found nan"),
+        (
+            "float32 = 30e12",
+            "float32 = nan",
+            "devices.Mine.peak_flops.float32: expected a number from 1 to 1e+30, found nan",
+        ),
         ("float32 = 30e12", 'float32 = "fast"', "devices.Mine"),
         ("float32 = 30e12", "float23 = 30e12", "devices.Mine.peak_flops.float23"),
         ('kind = "cuda"', 'kind = "tpu"', "devices.Mine"),
@@ -173,6 +195,28 @@ def test_file_errors_name_file_and_key(old: str, new: str, words: str, tmp_path:
         Cluster.load(path)
     assert str(path) in str(error.value)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("memory_gib = 80.0", "memory_gib = 24"), ('inside = "NVLink4"', 'inside = "PCIe-4"'), ("", "")]
+)
+def test_text_of_what_a_file_describes_under_a_presets_name(old: str, new: str, tmp_path: Path) -> None:
+    """A plan keeps the text, by which commands look the cluster up later: the preset's numbers would be others."""
+    path = tmp_path / "cluster.toml"
+    Cluster.parse("2x4xH100").save(path)
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+    text = str(Cluster.load(path))
+    assert text == ("2x4xH100 (as described)" if new else "2x4xH100")
+    if new:
+        with pytest.raises(ClusterError):
+            Cluster.parse(text)
+
+
+def test_text_of_a_device_whose_driver_keeps_some_memory() -> None:
+    (node,) = Cluster.parse("4xH100").nodes
+    some = replace(node.device, memory_bytes=round(0.99 * node.device.memory_bytes))
+    assert str(Cluster((replace(node, device=some),))) == "4xH100"
 
 
 def test_missing_file(tmp_path: Path) -> None:

@@ -80,10 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
     check_output(arguments.output)
     cluster = change.applied(base)
     program = read_program(arguments, plan=plan)
-    with working(f"planning for {cluster}{f' with {change}' if str(change) else ''}"):
+    named = f"{base} ({change})" if str(change) else str(base)
+    with working(f"planning for {named}"):
         analysis = analyze(program)
         check_plan(program, analysis, plan)
-        named = f"{cluster} ({change})" if str(change) else str(cluster)
         pinned: dict[str, Any] = {"pins": plan.pins, "together": plan.together, "optimizer": plan.optimizer}
         best = replace(planned(program, cluster, batch=batch, analysis=analysis, **pinned), cluster=named)
         recompute = "auto" if plan.recompute == "some" else plan.recompute

@@ -32,7 +32,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autopart.cost import devices as presets
@@ -45,6 +45,17 @@ _DEVICE = ("kind", "memory_gib", "peak_flops", "memory_bandwidth", "launch_s")
 _LINK = ("bandwidth", "latency_s")
 _DEVICE_OPTIONS = ("processors", "contraction", "memory", "attention", "alone")
 _LINK_OPTIONS = ("efficiency", "direct")
+_MOST = 2**20
+"""Of anything that is counted, and of GiB."""
+_RANGES = {
+    "memory_gib": (2.0**-30, float(_MOST)),
+    **dict.fromkeys(("memory_bandwidth", "bandwidth", "direct", *presets.DTYPES), (1.0, 1e30)),
+    **dict.fromkeys(("launch_s", "latency_s"), (0.0, 3600.0)),
+    **dict.fromkeys(("contraction", "memory", "attention", "efficiency"), (1e-6, 1.0)),
+    "processors": (0.0, float(_MOST)),
+    "alone": (1.0, float(_MOST)),
+}
+"""Least and most by key: what lies outside is a slip of the pen or in another unit, and no seconds come of it."""
 
 Row = tuple[int, Device, int, Link, Link, int]
 """How many nodes, their device, devices per node, inner link, network port, ports per node."""
@@ -66,12 +77,14 @@ def read_nodes(data: Mapping[str, Any], file: str) -> list[Row]:
 def _read_row(row: Mapping[str, Any], devices: Mapping[str, Device], links: Mapping[str, Link], where: str) -> Row:
     _check_keys(row, _NODE, where, ".")
     device_name = row.get("device")
+    if device_name is None:
+        raise ClusterError(f"{where}.device: missing; expected the name of a device")
     if not isinstance(device_name, str):
         raise ClusterError(f"{where}.device: expected the name of a device, found {device_name!r}")
     try:
         device = devices.get(device_name) or presets.device(device_name)
     except ClusterError as error:
-        raise ClusterError(f"{where}.device: {error}") from error
+        raise ClusterError(f"{where}.device: {error}{_own(devices)}") from error
     count = _count(row, "devices", where, None)
     usual = presets.defaults(device.name)
 
@@ -79,10 +92,12 @@ def _read_row(row: Mapping[str, Any], devices: Mapping[str, Device], links: Mapp
         name = row.get(key)
         if name is None:
             return default
+        if not isinstance(name, str):
+            raise ClusterError(f"{where}.{key}: expected the name of a link, found {name!r}")
         try:
-            return links.get(str(name)) or presets.link(str(name))
+            return links.get(name) or presets.link(name)
         except ClusterError as error:
-            raise ClusterError(f"{where}.{key}: {error}") from error
+            raise ClusterError(f"{where}.{key}: {error}{_own(links)}") from error
 
     ports = _count(row, "ports", where, max(1, round(usual.ports_per_device * count)))
     return (
@@ -95,11 +110,35 @@ def _read_row(row: Mapping[str, Any], devices: Mapping[str, Device], links: Mapp
     )
 
 
+def _own(described: Mapping[str, Device | Link]) -> str:
+    """What the file itself describes, for an error about a name."""
+    return f" (this file describes {', '.join(described)})" if described else ""
+
+
 def _count(row: Mapping[str, Any], key: str, where: str, default: int | None) -> int:
     value = row.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ClusterError(f"{where}.{key}: expected a whole number of at least 1, found {value!r}")
+    if value is None:
+        raise ClusterError(f"{where}.{key}: missing; expected a whole number of at least 1")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+        raise ClusterError(f"{where}.{key}: expected a whole number from 1 to {_MOST:,}, found {_shown(value)}")
     return value
+
+
+def _check_numbers(table: Mapping[str, Any], keys: Iterable[str], where: str) -> None:
+    for key in keys:
+        if key not in table:
+            continue
+        value = table[key]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ClusterError(f"{where}.{key}: expected a number, found {_shown(value)}")
+        least, most = _RANGES[key]
+        if not least <= value <= most and not (key == "direct" and value == 0):
+            raise ClusterError(f"{where}.{key}: expected a number from {least:g} to {most:g}, found {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _read_device(name: str, table: object, where: str) -> Device:
@@ -108,15 +147,14 @@ def _read_device(name: str, table: object, where: str) -> Device:
     for key in _DEVICE:
         if key not in table:
             raise ClusterError(f"{where}.{key}: missing")
-        numeric = key not in ("kind", "peak_flops")
-        if numeric and (isinstance(table[key], bool) or not isinstance(table[key], int | float)):
-            raise ClusterError(f"{where}.{key}: expected a number, found {table[key]!r}")
+    _check_numbers(table, [key for key in (*_DEVICE, *_DEVICE_OPTIONS) if key not in ("kind", "peak_flops")], where)
     if not isinstance(table["peak_flops"], dict):
         raise ClusterError(f"{where}.peak_flops: expected a table of FLOP/s by dtype, such as {{ float32 = 10e12 }}")
     _check_keys(table["peak_flops"], presets.DTYPES, f"{where}.peak_flops", ".")
+    _check_numbers(table["peak_flops"], table["peak_flops"], f"{where}.peak_flops")
     try:
         return presets.device_from_table(name, table)
-    except (TypeError, ValueError, OverflowError) as error:
+    except ClusterError as error:
         raise ClusterError(f"{where}: {error}") from error
 
 
@@ -126,9 +164,10 @@ def _read_link(name: str, table: object, where: str) -> Link:
     for key in _LINK:
         if key not in table:
             raise ClusterError(f"{where}.{key}: missing")
+    _check_numbers(table, (*_LINK, *_LINK_OPTIONS), where)
     try:
         return presets.link_from_table(name, table)
-    except (TypeError, ValueError, OverflowError) as error:
+    except ClusterError as error:
         raise ClusterError(f"{where}: {error}") from error
 
 
@@ -137,6 +176,8 @@ def _tables(data: Mapping[str, Any], key: str, file: str) -> list[tuple[str, Any
     if not isinstance(found, dict):
         raise ClusterError(f"{file}: {key}: expected tables [{key}.NAME]")
     for name, table in found.items():
+        if not name.strip() or not name.isprintable():
+            raise ClusterError(f"{file}: {key}.{name!r}: expected a name of printable characters")
         if not isinstance(table, dict):
             raise ClusterError(f"{file}: {key}.{name}: expected a table, found {table!r}")
     return list(found.items())
