@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,6 +14,7 @@ from autopart.runtime.errors import ClusterError
 _OUTCOMES = {"step_time_s", "bound_s", "gap", "solve_s", "total_s", "tokens", "flops", "notes", "considered", "tied_s"}
 _OUTCOMES |= {"transfers", "peak_flops"}
 _STAGE_OUTCOMES = {"forward_s", "backward_s", "memory_bytes", "capacity_bytes", "parameters", "collectives"}
+_LIMITS = ("pp", "dp", "tp", "meshes", "microbatches")
 _STAGE_OUTCOMES |= {"step_end_s", "hidden_s", "first_op", "last_op", "device"}
 
 
@@ -116,16 +116,15 @@ def infeasible(plan: Plan) -> list[dict[str, Any]]:
 
 def limits_of(config: str) -> dict[str, Any]:
     """A candidate's description (``pp=2 dp=4 tp=1 microbatches=8 1f1b recompute``) as limits of ``make_plan``."""
-    from autopart.planner import make_plan
-
-    known = inspect.signature(make_plan).parameters
     found: dict[str, Any] = {"recompute": "auto"}
     for word in config.split():
         name, equals, value = word.partition("=")
-        if equals and name in known:
+        if equals and name in _LIMITS:
             found[name] = int(value) if value.isdecimal() else value
         elif word in SCHEDULES:
             found["schedule"] = word
+        elif word[:1] == "x" and word[1:].isdecimal() and found.get("schedule") == "interleaved":
+            found["virtual"] = int(word[1:])
         elif word in ("recompute", "no-recompute"):
             found["recompute"] = "full" if word == "recompute" else "none"
     return found

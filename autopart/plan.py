@@ -15,9 +15,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from autopart.cost.communication import KINDS
 from autopart.plan_file import build, pretty
 from autopart.runtime.buckets import BUCKET_BYTES
 from autopart.runtime.errors import PlanError, ScheduleError
+from autopart.runtime.manifest import MIXED
 from autopart.runtime.placement import Placement
 from autopart.runtime.schedule import NAMES, deeper_warmup, in_flight, make_schedule
 from autopart.update_memory import OPTIMIZERS
@@ -30,6 +34,8 @@ VERSION = 1
 SCHEDULES = NAMES
 RECOMPUTE = ("none", "full", "some")
 DROPOUT = ("torch", "invariant")
+_MOST = 2**20
+"""Of blocks and of microbatches: no more of a schedule would fit into memory."""
 
 Mesh = tuple[tuple[str, int], ...]
 Transfers = tuple[tuple[int, int, float, float | None], ...]
@@ -94,8 +100,13 @@ class StagePlan:
         )
         _require(len(set(self.devices)) == len(self.devices), "devices: a device is named twice; each has one place")
         _require(all(device >= 0 for device in self.devices), "devices: numbers count from 0")
+        for name, counts in (("collectives", self.collectives), ("step_collectives", self.step_collectives)):
+            unknown = next((kind for kind in counts if kind not in KINDS), None)
+            _require(unknown is None, f"{name}: {unknown!r} is none of {', '.join(KINDS)}")
+            least = min((number for count in counts.values() for number in count.values()), default=0)
+            _require(least >= 0, f"{name}: calls and bytes are at least 0, found {least}")
         first, end = self.blocks
-        _require(0 <= first < end, f"blocks: expected [first, end) with first < end, found [{first}, {end})")
+        _require(0 <= first < end <= _MOST, f"blocks: expected [first, end) with first < end, found [{first}, {end})")
         for name in (
             "forward_s",
             "backward_s",
@@ -192,6 +203,15 @@ class Plan:
         _require(self.dropout in DROPOUT, f"dropout: {self.dropout!r} is not one of {', '.join(DROPOUT)}")
         _require(self.batch >= 1 and self.microbatches >= 1, "batch and microbatches: at least 1")
         _require(self.bucket_bytes >= 1, f"bucket_bytes: at least 1, found {self.bucket_bytes}")
+        _require(
+            self.shared_host >= 0 and 1 <= self.alone <= _MOST,
+            f"shared_host: at least 0, and alone: at least 1, found {self.shared_host} and {self.alone}",
+        )
+        _require(self.microbatches <= _MOST, f"microbatches: at most {_MOST}, found {self.microbatches}")
+        _require(
+            self.dtype in MIXED or isinstance(getattr(torch, self.dtype, None), torch.dtype),
+            f"dtype: one of torch's, such as bfloat16, or {', '.join(MIXED)}, found {self.dtype!r}",
+        )
         _require(bool(self.stages), "stages: a plan has at least one stage")
         if self.warmup:
             check_warmup(self.schedule, self.warmup, len(self.stages))
@@ -380,7 +400,11 @@ class Plan:
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise PlanError(f"{where}:{error.lineno}: not readable as JSON: {error.msg}") from error
+            raise PlanError(
+                f"{where}:{error.lineno}: not readable as JSON: {error.msg}; make the plan again"
+            ) from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, or lists in lists
+            raise PlanError(f"{where}: not readable as JSON: {error}; make the plan again") from error
         if not isinstance(data, dict):
             raise PlanError(f"{where}: expected an object, found {type(data).__name__}")
         version = data.pop("version", None)
@@ -388,7 +412,7 @@ class Plan:
             raise PlanError(f"{where}: version: found {version!r}, this autopart reads {VERSION}; make the plan again")
         raw_stages = data.get("stages")
         if not isinstance(raw_stages, list):
-            raise PlanError(f"{where}: stages: expected a list of stages, found {raw_stages!r}")
+            raise PlanError(f"{where}: stages: expected a list of stages, found {str(raw_stages)[:120]}")
         stages = tuple(build(StagePlan, item, f"{where}: stages[{index}]") for index, item in enumerate(raw_stages))
         return build(Plan, {**data, "stages": stages}, where)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +18,7 @@ Built = TypeVar("Built", bound="DataclassInstance")
 def build(kind: type[Built], data: object, where: str) -> Built:
     """A dataclass from a JSON object, each field's type checked."""
     if not isinstance(data, dict):
-        raise PlanError(f"{where}: expected an object, found {data!r}")
+        raise PlanError(f"{where}: expected an object, found {_shown(data)}")
     known = {item.name: item for item in fields(kind)}
     for key in data:
         if key not in known:
@@ -36,7 +37,7 @@ def _convert(kind: str, value: Any, where: str) -> Any:
     """A JSON value as the annotated type; ``kind`` is the annotation's text."""
     expected = _CHECKS[kind]
     if not expected[1](value):
-        raise PlanError(f"{where}: expected {expected[0]}, found {json.dumps(value)}")
+        raise PlanError(f"{where}: expected {expected[0]}, found {_shown(value)}")
     if kind == "float":
         return float(value)
     if kind == "Mesh":
@@ -48,12 +49,30 @@ def _convert(kind: str, value: Any, where: str) -> Any:
     return tuple(value) if kind.startswith("tuple") else value
 
 
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_rows(value: object) -> bool:
+    """Rows of a report: with a candidate's seconds, and words."""
+    return isinstance(value, list) and all(
+        isinstance(row, dict)
+        and all(_is_number(cell) or cell is None if key == "seconds" else _is_cell(cell) for key, cell in row.items())
+        for row in value
+    )
+
+
+def _is_cell(value: object) -> bool:
+    return isinstance(value, str | bool) or value is None or _is_number(value)
 
 
 def _is_mesh(value: object) -> bool:
@@ -103,8 +122,8 @@ _CHECKS: dict[str, tuple[str, Any]] = {
     ),
     "tuple[StagePlan, ...]": ("stages", lambda value: isinstance(value, tuple)),
     "tuple[Mapping[str, Any], ...]": (
-        "a list of objects",
-        lambda value: isinstance(value, list) and all(isinstance(item, dict) for item in value),
+        'a list of rows such as {"config": "pp=2 dp=1 tp=1", "status": "pruned", "seconds": 0.5}',
+        _is_rows,
     ),
     "Mapping[str, str]": (
         "an object of strings",

@@ -174,6 +174,8 @@ def test_runners_up() -> None:
         "schedule": "gpipe",
         "recompute": "auto",
     }
+    assert limits_of("pp=2 dp=1 tp=1 microbatches=8 interleaved x4 no-recompute")["virtual"] == 4
+    assert limits_of("pp=2 batch=7 program=3") == {"pp": 2, "recompute": "auto"}  # decisions of a candidate alone
 
 
 def test_limits_of_what_the_search_writes(plan: Plan) -> None:

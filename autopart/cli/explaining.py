@@ -137,7 +137,7 @@ def _with_model(
         sent = reshardings(plan, analysis, cluster)
         peaks = rank_peaks(plan, analysis, cluster.device(0).kind)
     with working("planning the runner-up"):
-        for row in rows[:3]:  # a pruned one may turn out not to fit
+        for row in [row for row in rows if "config" in row][:3]:  # a pruned one may turn out not to fit
             try:
                 same = {"pins": plan.pins, "together": plan.together, "optimizer": plan.optimizer}
                 limits = {**limits_of(str(row["config"])), **same}

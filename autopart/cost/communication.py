@@ -94,6 +94,7 @@ _SECONDS = {
     BROADCAST: chain_seconds,
     REDUCE: chain_seconds,
 }
+KINDS = tuple(_SECONDS)
 
 
 def collective_seconds(

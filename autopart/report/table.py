@@ -54,12 +54,15 @@ def format_layers(paths: Sequence[str]) -> str:
     lists: dict[tuple[str, str], list[int]] = {}
     for path in paths:
         names = path.split(".")
-        at = max(index for index, name in enumerate(names) if name.isdigit())
+        at = max((index for index, name in enumerate(names) if name.isdecimal()), default=None)
+        if at is None:
+            lists.setdefault((path, ""), [])
+            continue
         lists.setdefault((".".join(names[:at]), ".".join(names[at + 1 :])), []).append(int(names[at]))
     return ", ".join(
         ".".join(filter(None, (before, run, behind)))
         for (before, behind), numbers in lists.items()
-        for run in format_devices(sorted(numbers)).split(", ")
+        for run in (format_devices(sorted(numbers)).split(", ") if numbers else ("",))
     )
 
 
