@@ -23,6 +23,7 @@ from autopart.cost import calibrated
 from autopart.cost import devices as presets
 from autopart.cost.devices import Device, Link
 from autopart.runtime.errors import ClusterError
+from autopart.runtime.files import write_whole
 
 __all__ = ["Cluster", "Device", "Link", "Node"]
 
@@ -236,7 +237,7 @@ class Cluster:
         from autopart.cost.cluster_file import read_nodes
 
         try:
-            data = tomllib.loads(Path(path).read_text())
+            data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ClusterError(f"cannot read the cluster file {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
@@ -263,7 +264,7 @@ class Cluster:
         nodes = [
             (count, node.device, node.count, node.inside, node.port, node.ports) for node, count in _runs(self.nodes)
         ]
-        Path(path).write_text(write_nodes(nodes))
+        write_whole(path, write_nodes(nodes))
 
 
 def check_size(devices: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from autopart.cost.communication import KINDS
 from autopart.plan_file import build, pretty
 from autopart.runtime.buckets import BUCKET_BYTES
 from autopart.runtime.errors import PlanError, ScheduleError
+from autopart.runtime.files import write_whole
 from autopart.runtime.manifest import MIXED
 from autopart.runtime.placement import Placement
 from autopart.runtime.schedule import NAMES, deeper_warmup, in_flight, make_schedule
@@ -385,14 +385,8 @@ class Plan:
         return pretty({"version": VERSION, **asdict(self)}) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan; a reader finds the old file or the whole new one, never a part."""
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            temporary.write_text(self.to_json())
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        """Writes the plan; a reader finds the old file or the whole new one, never a part. Raises OSError."""
+        write_whole(path, self.to_json())
 
     @staticmethod
     def from_json(text: str, where: str = "plan") -> Plan:

@@ -9,7 +9,6 @@ gradient sums) and one lane for what is sent to each peer stage. Events bear the
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopart.runtime.files import write_whole
 from autopart.runtime.schedule import Action, Work
 
 _COMPUTE, _COMMUNICATION = "compute", "communication"
@@ -193,13 +193,7 @@ def _arrow(span: Span, event: dict[str, Any], first_pid: int) -> dict[str, Any]:
 
 def save_trace(path: str | Path, trace: dict[str, Any]) -> None:
     """Writes a trace; a reader finds the whole file or none. Raises OSError."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(trace))
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, json.dumps(trace))
 
 
 def gather_timelines(own: Timeline) -> list[Timeline] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
@@ -221,14 +222,21 @@ def refuse_limits(arguments: argparse.Namespace, but: Collection[str] = ()) -> N
         raise PlanError(f"a plan file has its own {', '.join(given)}; leave that out, or give the model without a plan")
 
 
-def check_output(path: Path | None) -> None:
-    """Raises PlanError, before any work is done, when a file cannot be written there."""
+def check_output(path: Path | None, suffix: str = "") -> None:
+    """Raises PlanError, before any work is done, when a file cannot be written there, or its name says another format.
+
+    suffix: of the only format that is written.
+    """
     from autopart.runtime.errors import PlanError
 
+    if path is not None and suffix and path.suffix.lower() not in ("", suffix):
+        raise PlanError(f"cannot write {path}: what is written is {suffix[1:].upper()}; name a {suffix} file")
     if path is not None and path.is_dir():
         raise PlanError(f"cannot write {path}: it is a folder; name a file")
     if path is not None and not path.absolute().parent.is_dir():
         raise PlanError(f"cannot write {path}: there is no folder {path.parent}")
+    if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise PlanError(f"cannot write {path}: no permission")
 
 
 def read_cluster(text: str) -> Cluster:

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     from autopart.runtime.errors import ClusterError
     from autopart.runtime.mesh import connect, pick_device
 
-    check_output(arguments.output)
+    check_output(arguments.output, ".toml")
     world, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if world != local:
         raise ClusterError(

@@ -68,9 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
     from autopart.analysis import analyze
     from autopart.frontier import first_devices
     from autopart.planned import planned_frontier
+    from autopart.runtime.files import write_whole
 
     cluster = read_cluster(arguments.cluster)
-    check_output(arguments.output)
+    check_output(arguments.output, ".svg")
     for count in arguments.devices or ():
         first_devices(cluster, count)  # more than there are is said before the capture
     program = read_program(arguments)
@@ -88,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
             **limits(arguments),
         )
     if arguments.output is not None:
-        arguments.output.write_text(picture(points, program.name, bool(arguments.devices), arguments.price))
+        write_whole(arguments.output, picture(points, program.name, bool(arguments.devices), arguments.price))
         print(f"picture written to {arguments.output}", file=sys.stderr)
     if arguments.json:
         print(json.dumps({"points": [point.to_json_object() for point in points]}))
