@@ -37,7 +37,7 @@ def asked(
     folder = cache.answers(FOLDER) if spec.startswith("hf:") else None
     if folder is None:
         return choose()
-    (plan,), found = found_or_made(folder, key(spec, dtype, cluster, limits), lambda: [choose()])
+    (plan,), found = found_or_made(folder, key(spec, dtype, cluster, limits), lambda: [choose()], count=1)
     return replace(plan, solve_s=0.0, total_s=time.perf_counter() - start) if found else plan
 
 

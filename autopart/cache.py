@@ -70,6 +70,6 @@ def read_object(path: Path) -> dict[str, Any] | None:
     """A file's JSON object; None where there is no file, or something else is in it."""
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # the last where lists lie in lists by the thousands
         return None
     return found if isinstance(found, dict) else None

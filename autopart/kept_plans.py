@@ -16,17 +16,17 @@ from autopart.solver import time_limits
 
 
 def found_or_made(
-    folder: Path, name: str, make: Callable[[], list[Plan]], fingerprint: str = ""
+    folder: Path, name: str, make: Callable[[], list[Plan]], fingerprint: str = "", count: int | None = None
 ) -> tuple[list[Plan], bool]:
     """Plans, and whether they were in the folder under this name; those of ``make`` otherwise, which are kept there.
 
-    fingerprint: of the program that they are for, where it is known. What cannot be read, or is for another, is made
-    and written over. Not kept is what a solver's time limit decided, as it need not come
-    out again. Raises what ``make`` does.
+    fingerprint: of the program that they are for, where it is known. count: how many they are, where it is known.
+    What cannot be read, or is for another, is made and written over. Not kept is what a solver's time limit decided,
+    as it need not come out again. Raises what ``make`` does.
     """
     path = folder / name[:2] / f"{name}.json"
     known = _read(path)
-    if known and all(fingerprint in ("", plan.fingerprint) for plan in known):
+    if known and count in (None, len(known)) and all(fingerprint in ("", plan.fingerprint) for plan in known):
         return known, True
     with time_limits.watched() as reached:
         plans = make()

@@ -89,7 +89,7 @@ def _kept(
         name = None
     if folder is None or name is None:
         return make(), False
-    return found_or_made(folder, name, make, program.fingerprint)
+    return found_or_made(folder, name, make, program.fingerprint, 1 if kind == "plan" else None)
 
 
 def key(kind: str, program: Program, cluster: Cluster, limits: dict[str, Any]) -> str:
