@@ -1,7 +1,7 @@
 """What a rank holds of messages in which gradients are summed and whole weights gathered, beside what it always holds.
 
 As :mod:`autopart.runtime.gradients` and :mod:`autopart.runtime.data_weights` send them: tensors that are treated alike
-share messages of up to l bytes (25 MiB or less, :mod:`autopart.bucket_size`), or of one larger tensor. Of parameters
+share messages of up to l bytes (:mod:`autopart.bucket_size`), or of one larger tensor. Of parameters
 with G bytes of gradients on a rank, at a level of ZeRO over r replicas, a message takes b = min(G, max(l, the largest))
 bytes of gradients, and one of several c = min(G, l). Besides what :mod:`autopart.data_prices` says of them a rank holds
 
