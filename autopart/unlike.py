@@ -21,8 +21,8 @@ speed v, so that with S the sum of all v_d, and r = (m - 1) / m, the argument of
 
     F >= R / (v (1 - r^p) + (S - p v) / m)    and    F >= (L + R / (S - (p - 1) v)) / (1 - r^p)
 
-After an evaluation the bound is the stage solver's, with the blocks of tensor-parallel shapes at a perfect share of
-each op, whatever the strategies.
+After an evaluation the bound is the stage solver's, with tensor-parallel shapes at a perfect share of each op, of each
+gradient's sum and of what crosses, whatever the strategies.
 """
 
 from __future__ import annotations
