@@ -19,9 +19,12 @@ import itertools
 import math
 from collections.abc import Iterator
 
+from torch import fx
+
 from autopart.candidates import Candidates
 from autopart.cost.communication import all_gather_seconds, bucketed_all_reduce_seconds, reduce_scatter_seconds
 from autopart.passes import graph as graphs
+from autopart.passes.graph import Value
 from autopart.scheme_choices import weight_of
 from autopart.solver.degrees import Degrees
 
@@ -56,16 +59,36 @@ def least_exchange_seconds(candidates: Candidates, config: Degrees, by_rows: boo
     return total
 
 
+def gathered_bytes(candidates: Candidates) -> float:
+    """Bytes of a sample's operands that are smaller than the results of all products with weights that read them.
+
+    On a tensor axis such an operand is what goes over it, so that each rank has and keeps all of it.
+    """
+    results = dict[Value, float]()
+    for node in candidates.analysis.block_of:
+        if (product := _product(candidates, node, 1)) is not None:
+            operand, _, result = product
+            results[operand] = results.get(operand, 0.0) + result
+    sizes = ((candidates.whole_bytes(operand, 1), result) for operand, result in results.items())
+    return sum(operand for operand, result in sizes if operand < result)
+
+
 def _products(candidates: Candidates, samples: int) -> Iterator[tuple[tuple[float, float, float], int]]:
-    """Bytes of operand, weight and result of each product of two with a weight, and how many are alike."""
-    costs = candidates.analysis.costs(candidates.device.kind)
+    """Bytes of operand, weight and result of each product with a weight, and how many are alike."""
     for (node, _), count in candidates.alike:
-        cost = costs.get(node)
-        weight = weight_of(node) if cost is not None and cost.contraction else None
-        if weight is None:
-            continue
-        others = [value for index, value in enumerate(graphs.inputs(node)) if index != weight]
-        operand = max(candidates.whole_bytes(value, samples) for value in others)
-        held = candidates.whole_bytes(graphs.inputs(node)[weight], samples)
-        result = sum(candidates.whole_bytes(value, samples) for value in graphs.outputs(node))
-        yield (operand, held, result), count
+        if (product := _product(candidates, node, samples)) is not None:
+            operand, held, result = product
+            yield (candidates.whole_bytes(operand, samples), held, result), count
+
+
+def _product(candidates: Candidates, node: fx.Node, samples: int) -> tuple[Value, float, float] | None:
+    """Of a product of two with a weight the operand, and the bytes of weight and result."""
+    cost = candidates.analysis.costs(candidates.device.kind).get(node)
+    weight = weight_of(node) if cost is not None and cost.contraction else None
+    if weight is None:
+        return None
+    values = graphs.inputs(node)
+    others = (value for index, value in enumerate(values) if index != weight)
+    result = sum(candidates.whole_bytes(value, samples) for value in graphs.outputs(node))
+    operand = max(others, key=lambda value: candidates.whole_bytes(value, samples))
+    return operand, candidates.whole_bytes(values[weight], samples), result

@@ -3,20 +3,19 @@
 A cheap lower bound knows nothing of memory, so that what it puts first often does not fit. Here a candidate that holds
 too much recomputes or divides its parameters over replicas, whatever costs less, products exchange on tensor axes what
 they have to if none is shared by rows, and blocks are whole; each costs what it roughly costs. A good plan is then
-found early; bounds alone decide what is not worth trying.
+found early; bounds alone decide what is not worth trying. A bound that knows more takes the estimate's place.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from autopart.analysis import FLOPS_PER_BYTE, Analysis
-from autopart.axes_volume import least_exchange_seconds
-from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
+from autopart.axes_volume import gathered_bytes, least_exchange_seconds
 from autopart.candidates import Candidates
 from autopart.conversion_prices import ConversionPrices
 from autopart.cost.communication import (
@@ -35,6 +34,9 @@ from autopart.solver.degrees import Degrees
 _FORWARD, _INPUTS = 1 / 3, 1 / 10
 # The seconds of what seems to fit in no way, which comes last.
 _HOPELESS = 100.0
+# How far above their bounds candidates end that compute some of the forward again, over others: bounds let any part of
+# a layer do so.
+_AGAIN = 1.03
 
 
 @dataclass(slots=True)
@@ -46,9 +48,11 @@ class Estimates:
     _gradients: float = field(init=False, default=0.0)
     _optimizer: float = field(init=False, default=0.0)
     _kept: float = field(init=False)
+    _gathered: float = field(init=False)  # those of them that each of the ranks that share a stage's tensors has whole
     _block: float = field(init=False)  # the largest block's share of the work
     _crossing: float = field(init=False)  # bytes of a sample
     _exchanged: dict[object, float] = field(default_factory=dict)
+    _estimated: dict[Degrees, tuple[float, bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         candidates = self.candidates
@@ -58,30 +62,42 @@ class Estimates:
             self._gradients += found.gradient
             self._optimizer += found.optimizer
         self._kept = candidates.kept_bytes(ConversionPrices((), candidates.device))
+        self._gathered = gathered_bytes(candidates)
         self._block = _largest_share(candidates.analysis)
         crossing = [sum(candidates.whole_bytes(value, 1) for value in row) for row in candidates.positions.crossings]
         self._crossing = min((size for size in crossing if size), default=0.0)
 
-    def seconds(self, config: Degrees) -> float:
-        """Of a step."""
+    def expected(self, config: Degrees, floor: float) -> float:
+        """Seconds of a step, of which ``floor`` is a bound."""
+        if config not in self._estimated:
+            self._estimated[config] = self._estimate(config)
+        seconds, again = self._estimated[config]
+        return max(seconds, floor * _AGAIN) if again else seconds
+
+    def _estimate(self, config: Degrees) -> tuple[float, bool]:
+        """Seconds of a step, and whether some of the forward runs again."""
         candidates = self.candidates
         warmup, places = candidates.warmup_of(config), candidates.layout.places(config)
         flights = in_flight(config.schedule, config.stages, config.microbatches, warmup, places)
-        flying = sum(flights) / len(flights)  # stages that hold more microbatches get fewer layers
-        kept = self._kept * candidates.samples(config) * flying / config.pp / config.tp
-        overhead = CUDA_OVERHEAD_BYTES if candidates.device.kind == "cuda" else 0
-        room = candidates.layout.capacity(config, 0) * config.virtual - overhead
+        sizes = self.kept_bytes(config) / config.stages
+        overhead = candidates.overhead_bytes / config.virtual
+        kept = [flying * sizes for flying in flights]
+        rooms = [capacity - overhead for capacity in candidates.layout.capacities(config)]
         work = candidates.besides_seconds(config) + candidates.work_seconds(config) + self._tensor_seconds(config)
         uneven = work * self._block / 2 if config.pp > 1 else 0.0  # a stage ends up to half a block late
         passes, sent = config.microbatches + (config.pp - 1) / config.virtual, self._sent_seconds(config)
         possible = []
         for held, exchanged in self._parameters(config):
-            missing, freed = max(0.0, held + kept - room), kept * (1 - _INPUTS)
-            share = {"none": 0.0, "full": 1.0, "auto": min(1.0, missing / freed) if freed else 0.0}[config.recompute]
-            seconds = work * (1 + _FORWARD * share**2) / config.pp + uneven
-            possible.append((missing > share * freed, (seconds + sent) * passes + exchanged))
-        too_much, seconds = min(possible)
-        return seconds * (_HOPELESS if too_much else 1.0)
+            too_much, shares = _run_again(config.recompute, held / config.virtual, kept, rooms)
+            mean = math.fsum(share**2 for share in shares) / len(shares)  # those that run less again get more layers
+            seconds = work * (1 + _FORWARD * mean) / config.pp + uneven
+            possible.append((too_much, (seconds + sent) * passes + exchanged, max(shares) > 0))
+        too_much, seconds, again = min(possible)
+        return seconds * (_HOPELESS if too_much else 1.0), again
+
+    def kept_bytes(self, config: Degrees) -> float:
+        """Of a microbatch's activations, what ranks keep of it in all stages, one of each, where nothing runs again."""
+        return (self._kept + self._gathered * (config.tp - 1)) / config.tp * self.candidates.samples(config)
 
     def _tensor_seconds(self, config: Degrees) -> float:
         """Of a microbatch, for what products exchange on tensor axes."""
@@ -115,6 +131,20 @@ class Estimates:
             else:
                 exchanged = 3 * m * collective_seconds(ALL_GATHER, weights, dp, data)
             yield held, exchanged + candidates.prices(config).optimizer_seconds(weights / dp if level else weights)
+
+
+def _run_again(recompute: str, held: float, kept: Sequence[float], rooms: Sequence[float]) -> tuple[bool, list[float]]:
+    """Whether stages have too little room all together, and of what each keeps the share that it computes again.
+
+    held, kept, rooms: bytes of a stage's parameters, of all it keeps where nothing runs again, and for both.
+    """
+    missing = [max(0.0, held + size - room) for size, room in zip(kept, rooms, strict=True)]
+    freed = [size * (1 - _INPUTS) if recompute != "none" else 0.0 for size in kept]
+    if recompute == "auto":
+        shares = [min(1.0, short / size) if size else 0.0 for short, size in zip(missing, freed, strict=True)]
+    else:
+        shares = [float(recompute == "full") for _ in kept]
+    return sum(missing) > sum(freed), shares
 
 
 def _largest_share(analysis: Analysis) -> float:

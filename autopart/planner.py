@@ -183,14 +183,15 @@ def make_plan(
                 raise
     solving = time.perf_counter()
 
-    taken: dict[Degrees, float] = {}  # seconds of what was evaluated, at least
+    estimates = Estimates(candidates)
+    taken: dict[Degrees, float] = {}  # seconds of what was evaluated; as expected of what was stopped
 
     def evaluate(config: Degrees | UnlikeMeshes, below: float) -> Evaluation[Answer | UnlikeAnswer]:
         if isinstance(config, Degrees):
             try:
                 evaluation = known.evaluate(config, below)
             except NotBetter as error:
-                taken[config] = error.seconds
+                taken[config] = max(error.seconds, estimates.expected(config, error.seconds))
                 raise
             taken[config] = evaluation.objective
             return cast(Any, evaluation)
@@ -219,12 +220,10 @@ def make_plan(
     def tighten(config: Degrees | UnlikeMeshes, below: float) -> float:
         return candidates.last_floor(config, below) if isinstance(config, Degrees) else lower_bound(config)
 
-    estimates = Estimates(candidates)
-
-    def order(config: Degrees | UnlikeMeshes) -> float:
+    def order(config: Degrees | UnlikeMeshes, floor: float) -> float:
         if config == known.best:
             return 0.0
-        return estimates.seconds(config) if isinstance(config, Degrees) else lower_bound(config)
+        return estimates.expected(config, floor) if isinstance(config, Degrees) else floor
 
     described: dict[int, Plan] = {}  # by identity of the answer
 

@@ -44,7 +44,8 @@ def several_axes(
 ) -> tuple[Degrees, ...]:
     """Configurations on several axes to try after those on one.
 
-    best: of these; None: none of them fits into memory. taken: seconds of those that were evaluated, at least.
+    best: of these; None: none of them fits into memory. taken: seconds of those that were evaluated, as expected where
+    that was stopped.
     """
     if best is not None:
         config = best.answer.config

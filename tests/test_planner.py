@@ -42,6 +42,7 @@ def analysis_of(spec: str) -> Analysis:
 # GPT-2's own width: its weights outweigh the activations of a small batch.
 BLOCK = "hf:gpt2?n_layer=4&vocab_size=512&n_positions=128&seq=128&batch=2"
 GPT2 = "hf:gpt2?n_layer=4&n_embd=256&n_head=4&vocab_size=512&n_positions=128&seq=128&batch=2"
+LLAMA = "hf:llama?num_hidden_layers=4&hidden_size=256&intermediate_size=512&num_attention_heads=4&seq=128"
 
 
 def plan_of(spec: str, cluster: Cluster, **limits: object) -> Plan:
@@ -153,8 +154,34 @@ def test_estimates_know_memory() -> None:
     seconds = []
     for room in (2**40, 2**26, 2**20):
         cluster = ideal(2, memory_bytes=CUDA_OVERHEAD_BYTES + room)
-        seconds.append(Estimates(Candidates(analysis, cluster, 4, "adamw", zero=None)).seconds(config))
+        seconds.append(Estimates(Candidates(analysis, cluster, 4, "adamw", zero=None)).expected(config, 0.0))
     assert seconds[0] < seconds[1] < seconds[2] / 10
+
+
+def test_estimates_know_what_each_stage_holds() -> None:
+    """Layers are expected to run again from about the memory at which the first stage, which has the most microbatches,
+    does so in plans."""
+    analysis, config = analysis_of(GPT2), Degrees(4, 1, (), 8, "1f1b")
+    expected, found = list[int](), list[int]()
+    for room in (2**26 * 20 // (20 + step) for step in range(0, 40, 3)):
+        cluster = ideal(4, memory_bytes=CUDA_OVERHEAD_BYTES + room)
+        candidates = Candidates(analysis, cluster, 8, "adamw", zero=None)
+        if Estimates(candidates).expected(config, 1e9) > 1e9:
+            expected.append(room)
+        if any(step.choices for step in candidates.evaluate(config).answer.cut.way):
+            found.append(room)
+    assert max(expected) < 2**25 and max(expected) == pytest.approx(max(found), rel=0.2)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("spec", [GPT2, LLAMA])
+def test_estimates_know_what_tensor_ranks_keep_whole(spec: str, tp: int) -> None:
+    config = Degrees(1, 1, (tp,), 2, "1f1b", "none")
+    candidates = Candidates(analysis_of(spec), ideal(tp), 8, "adamw")
+    costs = candidates._costs(config, candidates.choose(config), candidates.setting(config))
+    kept = {owner: size for cost in costs for owner, size in cost.kept.items()}
+    whole = sum(kept.values()) + sum(cost.inside_bytes for cost in costs)
+    assert Estimates(candidates).kept_bytes(config) == pytest.approx(whole, rel=0.1)
 
 
 @pytest.mark.slow

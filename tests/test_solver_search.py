@@ -71,13 +71,13 @@ def test_what_is_left_untried_stays_in_the_bound() -> None:
     def floor(config: Degrees) -> float:
         return float(config.microbatches)
 
-    result = search(configs(10), evaluate, floor, order=lambda config: -config.microbatches, most=3)
+    result = search(configs(10), evaluate, floor, order=lambda config, _: -config.microbatches, most=3)
     # 10, 9 and 8 were evaluated; of the others those that may be faster than 8 + 5 are untried
     assert result.objective == 13.0 and result.bound == 1.0
     assert [item.status for item in result.considered] == [
         Status.SLOWER, Status.INFEASIBLE, Status.CHOSEN, *[Status.UNTRIED] * 7
     ]  # fmt: skip
-    pruned = search(configs(20), evaluate, floor, order=lambda config: -abs(config.microbatches - 15), most=1)
+    pruned = search(configs(20), evaluate, floor, order=lambda config, _: -abs(config.microbatches - 15), most=1)
     assert {item.status for item in pruned.considered} == {Status.CHOSEN, Status.UNTRIED, Status.PRUNED}
     whole = search(configs(10), evaluate, floor, most=3)
     assert whole.objective == 6.0
@@ -230,7 +230,7 @@ def test_refined_bounds_say_what_is_evaluated_next() -> None:
         evaluate,
         lambda config: 6.0 if config.microbatches == 6 else 1.0,
         refine=refine,
-        order=lambda config: float(config.microbatches),
+        order=lambda config, _: float(config.microbatches),
     )
     assert result.objective == 6.0 and asked == [4]
     # each up to the smallest that is known; once 4 takes 6.0 all are up to that, and 6 takes as long without
@@ -281,7 +281,7 @@ def test_the_last_to_be_tried_are_those_of_the_smallest_bounds() -> None:
             [Degrees(1, 1, (), count, "1f1b") for count in taken],
             evaluate,
             lambda config: 5.0 - 0.5 * config.microbatches,
-            order=lambda config: float(config.microbatches),
+            order=lambda config, _: float(config.microbatches),
             most=1,
             tighten=lambda config, below: 20.0 if config.microbatches == 4 else 0.0,
             most_tightened=most_tightened,

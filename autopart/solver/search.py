@@ -88,16 +88,12 @@ class SearchResult(Generic[Answer]):
 
 @dataclass(slots=True, eq=False)
 class _Ahead(Generic[Candidate]):
-    """A candidate that may be next. first: what it is ordered by; known: seconds up to which its bound was refined."""
+    """A candidate that may be next. key: what it is ordered by; known: seconds up to which its bound was refined."""
 
     config: Candidate
-    first: float
+    key: float
     floor: float
     known: float = 0.0
-
-    @property
-    def key(self) -> float:
-        return max(self.first, self.floor)
 
     def wants(self, most_seconds: float) -> bool:
         """Whether its bound is to be refined, where seconds below these are of interest."""
@@ -113,7 +109,7 @@ def search(
     lower_bound: Callable[[Candidate], float],
     *,
     refine: Callable[[Candidate, float], float] | None = None,
-    order: Callable[[Candidate], float] | None = None,
+    order: Callable[[Candidate, float], float] | None = None,
     most: int | None = None,
     more: Callable[[Evaluation[Answer] | None], Iterable[Candidate]] | None = None,
     tighten: Callable[[Candidate, float], float] | None = None,
@@ -126,17 +122,20 @@ def search(
     evaluate: solves one candidate; raises InfeasibleError when it has no solution, and may raise NotBetter where it
     takes as long as the seconds that are given. lower_bound: cheap seconds that a candidate takes at least, infinite
     when it cannot run at all. refine: a better bound, for those that it may rule out or put behind others; of no
-    interest beyond the seconds that are given. order: what comes first is smallest in it, the lower bound by default;
-    of the AHEAD first, where bounds are refined, in the larger of both. most: evaluations, after which the rest is left
-    untried once something
-    fits. more: further candidates, asked for with the best evaluation of the first. tighten: a bound that takes
-    longer, for up to ``most_tightened`` of those whose bound is the smallest in the end. most_last: further evaluations
-    then, of those left untried whose bound is the smallest. settle: seconds of an answer that were not known while it
-    was evaluated; of the MOST_SETTLED fastest within NEAR of the best the one is chosen that takes the fewest. Raises
+    interest beyond the seconds that are given. order: seconds that a candidate of such a bound is expected to take, the
+    bound by default; who is expected to take the fewest comes first, and of the AHEAD first what is expected is asked
+    again where bounds are refined. most: evaluations, after which the rest is left untried once something fits. more:
+    further candidates, asked for with the best evaluation of the first. tighten: a bound that takes longer, for up to
+    ``most_tightened`` of those whose bound is the smallest in the end. most_last: further evaluations then, of those
+    left untried whose bound is the smallest. settle: seconds of an answer that were not known while it was evaluated;
+    of the MOST_SETTLED fastest within NEAR of the best the one is chosen that takes the fewest. Raises
     InfeasibleError, with what the closest candidates lack, when none has a solution.
     """
     best: tuple[Candidate, Evaluation[Answer]] | None = None
     found: list[tuple[Candidate, float, _Outcome[Answer]]] = []
+
+    def expected(config: Candidate, floor: float) -> float:
+        return floor if order is None else order(config, floor)
 
     def outcome_of(config: Candidate) -> _Outcome[Answer]:
         nonlocal best
@@ -152,18 +151,19 @@ def search(
         ranked = []
         for at, config in enumerate(configs):
             floor = lower_bound(config)
-            ranked.append((floor if order is None else order(config), floor, at, config))
+            ranked.append((expected(config, floor), floor, at, config))
         left = deque(sorted(ranked, key=lambda item: item[:3]))
         tried, ahead = 0, list[_Ahead[Candidate]]()
         while left or ahead:
             while left and len(ahead) < (1 if refine is None else AHEAD):
                 first, floor, _, config = left.popleft()
-                ahead.append(_Ahead(config, first, floor))
+                ahead.append(_Ahead(config, max(first, floor), floor))
             next_ = min(ahead, key=lambda item: item.key)
             of_interest = [best[1].objective] if best is not None else [item.key for item in ahead if item.known]
             if refine is not None and next_.wants(most_seconds := min(of_interest, default=math.inf)):
                 next_.floor = max(next_.floor, refine(next_.config, most_seconds))
                 next_.known = most_seconds
+                next_.key = max(next_.floor, expected(next_.config, next_.floor))
                 continue
             ahead.remove(next_)
             config, floor = next_.config, next_.floor
