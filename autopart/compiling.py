@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from autopart.analysis import analyze
 from autopart.cluster import Cluster
 from autopart.collection import seldom_collected
-from autopart.fewer_devices import advised
+from autopart.fewer_devices import advised_plan
 from autopart.other_sizes import Outline, carry
 from autopart.passes.emit.program import Emitted
 from autopart.passes.rules import RULES
 from autopart.plan import Plan
-from autopart.planned import planned
 from autopart.realize import realize
 from autopart.report.table import plan_text
 from autopart.runtime.errors import ClusterError, PlanError
@@ -81,7 +80,7 @@ class Compiler:
                 limits["batch"] = program.batch * limits["dp"]
                 limits["meshes"] = "equal"  # each replica's own part goes through all stages
             cluster = _cluster(settings["cluster"])
-            plan = advised(planned(program, cluster, analysis=analysis, **limits), cluster, analysis, **limits)
+            plan = advised_plan(cluster, analysis, **limits)
         elif not isinstance(plan, Plan):
             plan = Plan.load(plan)
         emitted = realize(program, plan, analysis)

@@ -17,6 +17,7 @@ from autopart.analysis import Analysis
 from autopart.candidates import Candidates
 from autopart.cluster import Cluster, Node
 from autopart.cost.devices import Device
+from autopart.earlier_plans import EarlierPlans
 from autopart.frontier import first_devices
 from autopart.plan import Plan
 from autopart.planned import planned
@@ -30,17 +31,18 @@ MOST_TRIED = 3
 """Further plans that are made at most."""
 
 
-def advised(plan: Plan, cluster: Cluster, analysis: Analysis, **limits: Any) -> Plan:
-    """The plan, with a note where fewer of the cluster's devices would take less time.
+def advised_plan(cluster: Cluster, analysis: Analysis, **limits: Any) -> Plan:
+    """As :func:`autopart.planned.planned`, with a note where fewer of the cluster's devices would take less time.
 
-    limits: what the plan was made with; where they name degrees, or devices share a host's cores, nothing is looked
-    for. Further plans are made for parts that may be faster alone, the MOST_TRIED largest of them.
+    Where limits name degrees, or devices share a host's cores, nothing is looked for. Further plans are made for parts
+    that may be faster alone, the MOST_TRIED largest of them.
     """
+    known = EarlierPlans()
+    plan = planned(analysis.program, cluster, analysis=analysis, earlier=known, **limits)
     if any(limits.get(name) is not None for name in ("pp", "dp", "tp")) or cluster.device(0).kind != "cuda":
         return plan
-    seconds = {
-        node.device: least_seconds(analysis, node, plan.batch, plan.optimizer) for node in dict.fromkeys(cluster.nodes)
-    }
+    candidates = known.candidates or Candidates(analysis, cluster, plan.batch, plan.optimizer)
+    seconds = {node.device: least_seconds(candidates, node) for node in dict.fromkeys(cluster.nodes)}
     best, where = plan, cluster
     tried = 0
     for part in parts(cluster, seconds):
@@ -63,10 +65,10 @@ def advised(plan: Plan, cluster: Cluster, analysis: Analysis, **limits: Any) -> 
     return replace(plan, notes=(*plan.notes, note))
 
 
-def least_seconds(analysis: Analysis, node: Node, batch: int, optimizer: str = "adamw") -> float:
-    """What one device of a node takes at least for a step of so many samples, in any microbatches; memory aside."""
-    candidates = Candidates(analysis, first_devices(Cluster((node,)), 1), batch, optimizer)
-    return min(candidates.lower_bound(config) for config in degrees(1, batch))
+def least_seconds(candidates: Candidates, node: Node) -> float:
+    """What one device of a node takes at least for the same step, in any microbatches; memory aside."""
+    alone = candidates.elsewhere(first_devices(Cluster((node,)), 1))
+    return min(alone.lower_bound(config) for config in degrees(1, alone.batch))
 
 
 def parts(cluster: Cluster, seconds: Mapping[Device, float]) -> Iterator[Cluster]:

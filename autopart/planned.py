@@ -23,6 +23,7 @@ from autopart import cache
 from autopart.analysis import Analysis
 from autopart.cache_key import installed, sources
 from autopart.cluster import Cluster
+from autopart.earlier_plans import EarlierPlans
 from autopart.frontier import PlanPoint, count_frontier, memory_frontier
 from autopart.kept_plans import found_or_made
 from autopart.passes import program_json
@@ -35,12 +36,17 @@ FOLDER = "plans"
 VERSION = 1
 
 
-def planned(program: Program, cluster: Cluster, *, analysis: Analysis, **limits: Any) -> Plan:
-    """As :func:`autopart.planner.make_plan`, from the cache where the plan is there. Raises what it does."""
+def planned(
+    program: Program, cluster: Cluster, *, analysis: Analysis, earlier: EarlierPlans | None = None, **limits: Any
+) -> Plan:
+    """As :func:`autopart.planner.make_plan`, from the cache where the plan is there. Raises what it does.
+
+    earlier: filled where a plan is made.
+    """
     start = time.perf_counter()
 
     def make() -> list[Plan]:
-        return [make_plan(program, cluster, analysis=analysis, **limits)]
+        return [make_plan(program, cluster, analysis=analysis, earlier=earlier, **limits)]
 
     plans, found = _kept("plan", program, cluster, limits, analysis, make)
     (plan,) = plans

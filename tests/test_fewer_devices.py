@@ -10,11 +10,13 @@ import pytest
 import autopart
 from autopart import fewer_devices
 from autopart.analysis import Analysis, analyze
+from autopart.candidates import Candidates
 from autopart.cluster import Cluster
-from autopart.fewer_devices import advised, least_seconds, parts
+from autopart.fewer_devices import advised_plan, least_seconds, parts
 from autopart.models import load_model
+from autopart.passes.program import Program
 from autopart.plan import Plan
-from autopart.planner import make_plan
+from autopart.planned import planned
 from autopart.runtime.errors import InfeasibleError
 
 
@@ -27,12 +29,13 @@ def analysis() -> Analysis:
 
 def plan_on(cluster: Cluster, **limits: Any) -> Plan:
     given: dict[str, Any] = {"batch": 64, **limits}
-    return advised(make_plan(analysis().program, cluster, analysis=analysis(), **given), cluster, analysis(), **given)
+    return advised_plan(cluster, analysis(), **given)
 
 
 def test_the_fastest_devices_first() -> None:
     cluster = Cluster.parse("2xV100-32GB+2x4xH100+3xA100-80GB")
-    seconds = {node.device: least_seconds(analysis(), node, 64) for node in cluster.nodes}
+    candidates = Candidates(analysis(), cluster, 64, "adamw")
+    seconds = {node.device: least_seconds(candidates, node) for node in cluster.nodes}
     assert [str(part) for part in parts(cluster, seconds)] == [
         "2x4xH100+3xA100-80GB",
         "2x4xH100",
@@ -50,7 +53,9 @@ def test_one_node_without_the_slow_network() -> None:
 def test_no_plan_is_made_for_parts_that_cannot_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Cluster] = []
 
-    def noted(program: object, cluster: Cluster, **limits: object) -> Plan:
+    def noted(program: Program, cluster: Cluster, **limits: Any) -> Plan:
+        if "earlier" in limits:
+            return planned(program, cluster, **limits)
         made.append(cluster)
         raise InfeasibleError("none")
 

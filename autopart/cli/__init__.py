@@ -8,7 +8,9 @@ it runs, so that ``autopart --help`` is there at once.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
+import gc
 import os
 import sys
 import traceback
@@ -39,6 +41,8 @@ _COMMANDS = (
 )
 FAILED = 2
 INTERRUPTED = 130
+
+atexit.register(gc.freeze)  # what a large plan leaves behind takes a second to search for cycles when the process ends
 
 
 class _Parser(argparse.ArgumentParser):

@@ -300,8 +300,6 @@ def choose_plan(arguments: argparse.Namespace, program: Program) -> Plan:
     cluster = read_cluster(arguments.cluster)
     with working(f"planning for {cluster}"):
         from autopart.analysis import analyze
-        from autopart.fewer_devices import advised
-        from autopart.planned import planned
+        from autopart.fewer_devices import advised_plan
 
-        analysis, given = analyze(program), limits(arguments)
-        return advised(planned(program, cluster, analysis=analysis, **given), cluster, analysis, **given)
+        return advised_plan(cluster, analyze(program), **limits(arguments))
