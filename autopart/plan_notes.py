@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from autopart.analysis import pattern_of
 from autopart.candidates import Answer, Candidates
+from autopart.cluster import Cluster
 from autopart.passes.program import TensorInfo
 from autopart.report.units import format_bytes, format_seconds
 from autopart.several_axes import uncovered
@@ -29,6 +30,13 @@ def notes(candidates: Candidates, answer: Answer | UnlikeAnswer) -> list[str]:
         f"zero={candidates.zero} leaves these whole on all replicas of a stage, as several blocks read them or none of "
         f"their sizes on a rank divides by its replicas: {left}"
     ]
+
+
+def speeds(cluster: Cluster) -> list[str]:
+    """A note of where the speeds of devices are from, where they were measured."""
+    ranks = sorted({device.measured for device in cluster.devices if device.measured})
+    text = " and ".join("1 rank" if count == 1 else f"{count} ranks at once" for count in ranks)
+    return [f"speeds are those that autopart calibrate measured with {text}"] if ranks else []
 
 
 def untried(considered: Sequence[Considered]) -> list[str]:

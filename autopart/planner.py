@@ -29,7 +29,7 @@ from autopart.passes.program import Program
 from autopart.passes.rules import RULES, RuleBook
 from autopart.pins import read_pins
 from autopart.plan import DROPOUT, Plan, check_warmup
-from autopart.plan_notes import notes, unfactored, untried
+from autopart.plan_notes import notes, speeds, unfactored, untried
 from autopart.recomputation import RECOMPUTE
 from autopart.runtime.errors import BatchError, ClusterError, PlanError
 from autopart.runtime.schedule import NAMES
@@ -262,6 +262,7 @@ def make_plan(
         together=tuple(map(tuple, together or ())),
         notes=(
             *plan.notes,
+            *speeds(cluster),
             *notes(candidates, answer),
             *(unfactored(candidates, configs, result.considered, bound) if free_axes else ()),
             *untried(result.considered),

@@ -21,7 +21,10 @@ from autopart.cost.compute import Product
 from autopart.cost.devices import Device, Link, device
 from autopart.cost.measure import Effort, hold_aside, product_shapes
 from autopart.cost.samples import ATTENTION, LAUNCH, PRODUCT, STREAM, Sample, predicted_seconds
+from autopart.models import load_model
+from autopart.planner import make_plan
 from autopart.runtime.errors import ClusterError
+from autopart.tracing import capture
 from launch import launch
 
 TINY = Effort(0.0001, 4, 1e7, ("float32",), 1)
@@ -37,7 +40,9 @@ def samples_of(machine: Device, link: Link | None) -> list[Sample]:
     found += [Sample(LAUNCH, "", 1.0, num_bytes=64.0) for _ in range(4)]
     for heads in (8, 96, 512):
         shape = Product(512, 512, 64, heads, fused=True)
-        found += [Sample(ATTENTION, "", 1.0, products=(shape, *shape.backward), launches=3) for _ in range(2)]
+        for dtype in machine.peak_flops:
+            products = (shape, *shape.backward)
+            found += [Sample(ATTENTION, "", 1.0, dtype, products, launches=3) for _ in range(2)]
     if link is not None:
         for kind in (*COLLECTIVES, SEND):
             found += [Sample(kind, "", 1.0, num_bytes=2.0**power, parts=4) for power in range(10, 27, 3)]
@@ -55,7 +60,7 @@ def test_the_fit_recovers_known_parameters(preset: str) -> None:
         launch_s=3 * base.launch_s,
         contraction=1.0,
         memory=1.0,
-        attention=0.37,
+        attention_by={"float32": 0.37, "bfloat16": 0.81},
     )
     link = Link("true", 3.3e9, 41e-6, efficiency=1.0)
     samples = samples_of(machine, link)
@@ -68,7 +73,7 @@ def test_the_fit_recovers_known_parameters(preset: str) -> None:
         assert found.device.peak_flops == pytest.approx(rates, rel=near)
         assert found.device.memory_bandwidth == pytest.approx(machine.memory_bandwidth, rel=near)
         assert found.device.launch_s == pytest.approx(machine.launch_s, rel=near)
-        assert found.device.attention == pytest.approx(0.37, rel=near)
+        assert found.device.attention_by == pytest.approx(machine.attention_by, rel=near)
         assert found.link.bandwidth == pytest.approx(link.bandwidth, rel=near)
         assert found.link.latency_s == pytest.approx(link.latency_s, rel=near)
 
@@ -94,7 +99,7 @@ def made_up(processes: int = 4, **more: Any) -> Calibration:
         rates={"float32": 1e11 / processes},
         memory_bandwidth=8e9 / processes,
         launch_s=1e-5,
-        attention=0.5,
+        attention={"float32": 0.5},
         link=link,
     )
     return replace(found, **more)
@@ -119,6 +124,23 @@ def test_stored_and_used(cached: Path) -> None:
         assert node.device.memory_bandwidth == 2e9 and node.device.memory_bytes == preset.nodes[0].device.memory_bytes
     calibrated.store(replace(found, launch_s=2e-5))  # in the older one's place
     assert len(list(path.parent.iterdir())) == 1 and Cluster.local(4).nodes[0].device.launch_s == 2e-5
+
+
+def test_plans_say_whether_speeds_were_measured(cached: Path) -> None:
+    loaded = load_model("hf:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64&seq=8", meta=True)
+    program = capture(loaded.model, loaded.args, loaded.kwargs)
+    for measured in (False, True):
+        if measured:
+            calibrated.store(made_up())
+        notes = [note for note in make_plan(program, Cluster.local(2), batch=4).notes if "calibrate" in note]
+        assert notes == (["speeds are those that autopart calibrate measured with 4 ranks at once"] if measured else [])
+
+
+def test_attention_by_type() -> None:
+    found = made_up(attention={"float32": 0.8, "bfloat16": 0.2}, rates={"float32": 1e11, "bfloat16": 4e11})
+    applied = found.applied(device("CPU"), 4)
+    assert [applied.attention_rate(dtype) for dtype in ("float32", "bfloat16")] == pytest.approx([8e10, 8e10])
+    assert applied.attention_rate("float64") == applied.peak("float64") * device("CPU").attention
 
 
 def test_the_nearest_number_of_ranks_counts(cached: Path) -> None:
@@ -179,7 +201,7 @@ def test_command(cached: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     printed = json.loads(capsys.readouterr().out)
     assert printed["processes"] == 1 and printed["link"] is None
     assert {item["kind"] for item in printed["accuracy"]} == {PRODUCT, STREAM, LAUNCH, ATTENTION}
-    assert Cluster.load(written) == Cluster.local(1)
+    assert Cluster.load(written) == Cluster.local(1) and Cluster.local(1).nodes[0].device.attention_by
     assert Cluster.local(1).nodes[0].device.launch_s == printed["launch_s"]
     assert main(["calibrate"]) == 0
     assert "FLOP/s" in capsys.readouterr().out

@@ -88,7 +88,8 @@ def calibration_text(found: Calibration, kind: str) -> str:
     lines = [f"{found.device}, {ranks}, {', '.join(f'{name} {text}' for name, text in found.libraries.items())}"]
     lines += [f"{name}: {format_count(rate)}FLOP/s" for name, rate in found.rates.items()]
     lines.append(f"memory: {format_bytes(found.memory_bandwidth)}/s; launch: {format_seconds(found.launch_s)}")
-    lines.append(f"attention: {format_share(found.attention)} of the matrix products' rate")
+    shares = [f"{format_share(share)} in {name}" for name, share in found.attention.items()]
+    lines += [f"attention: {', '.join(shares)} of the matrix products' rate"] if shares else []
     if found.link is not None:
         bandwidth = format_bytes(found.link.bandwidth)
         lines.append(f"collectives: {bandwidth}/s, {format_seconds(found.link.latency_s)} a step")

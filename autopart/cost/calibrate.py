@@ -31,7 +31,7 @@ def calibrate(device: torch.device, quick: bool, progress: Callable[[str], None]
         rates=dict(found.device.peak_flops),
         memory_bandwidth=found.device.memory_bandwidth,
         launch_s=found.device.launch_s,
-        attention=found.device.attention,
+        attention=dict(found.device.attention_by),
         link=found.link,
         samples=tuple(samples),
     )

@@ -2,7 +2,7 @@
 
 Fitted are the parameters of a :class:`Device` and a :class:`Link` that a measurement can see: the FLOP/s that large
 matrix products reach by type, the bytes/s of memory-bound ops, the seconds of a launch, the share of the matrix
-products' rate that fused attention reaches, bandwidth and latency of the link. Measured rates take the place of
+products' rate that fused attention reaches by type, bandwidth and latency of the link. Measured rates take the place of
 datasheets' peaks times shares, so that the fitted device's shares are 1.
 
 The fit is the minimum over the samples that are not kept aside of ::
@@ -25,8 +25,9 @@ from autopart.cost.devices import Device, Link
 from autopart.cost.samples import ATTENTION, KERNELS, LAUNCH, PRODUCT, STREAM, Sample, predicted_seconds
 from autopart.runtime.errors import ClusterError
 
-VERSION = 1
+VERSION = 2
 DELTA = 0.3
+_RATE = "rate"
 _FIRST_STEP, _LAST_STEP, _GROWTH = 0.5, 1e-4, 1.5
 _ROUNDS = 300
 
@@ -51,8 +52,8 @@ class Calibration:
     """One machine under one load.
 
     device: as its driver or operating system names it. kind: "cpu" or "cuda". processes: ranks per host that measured
-    at once; threads: of each; cores: of the host. libraries: versions by name. rates: FLOP/s by type. link: None where
-    one rank measured alone.
+    at once; threads: of each; cores: of the host. libraries: versions by name. rates: FLOP/s by type. attention: the
+    share of these that fused attention reaches, by type. link: None where one rank measured alone.
     """
 
     device: str
@@ -64,12 +65,12 @@ class Calibration:
     rates: Mapping[str, float] = field(hash=False)
     memory_bandwidth: float
     launch_s: float
-    attention: float
+    attention: Mapping[str, float] = field(hash=False)
     link: Link | None
     samples: tuple[Sample, ...] = ()
 
     def __post_init__(self) -> None:
-        positive = [self.memory_bandwidth, self.launch_s, self.attention, *self.rates.values()]
+        positive = [self.memory_bandwidth, self.launch_s, *self.attention.values(), *self.rates.values()]
         if "float32" not in self.rates or min(positive) <= 0 or min(self.processes, self.threads, self.cores) < 1:
             raise ClusterError(f"a calibration has numbers above zero, a rate for float32 among them: {self}")
 
@@ -95,8 +96,9 @@ class Calibration:
             launch_s=self.launch_s * launches,
             contraction=1.0,
             memory=1.0,
-            attention=min(1.0, self.attention),
+            attention_by=self.attention,
             alone=alone,
+            measured=self.processes,
         )
 
     def accuracy(self, device: Device) -> tuple[Accuracy, ...]:
@@ -184,16 +186,20 @@ def _start(by_kind: Mapping[str, Sequence[Sample]], device: Device) -> dict[str,
             for sample in by_kind[PRODUCT]
             if sample.dtype == dtype
         ]
-        found[f"rate {dtype}"] = sorted(rates)[len(rates) * 3 // 4]
-    if "float32" not in device.peak_flops or "rate float32" not in found:
+        found[f"{_RATE} {dtype}"] = sorted(rates)[len(rates) * 3 // 4]
+    if "float32" not in device.peak_flops or f"{_RATE} float32" not in found:
         raise ClusterError("cannot fit: no matrix product in float32 was measured")
-    if ATTENTION in by_kind:
-        found["attention"] = device.attention
+    for dtype in dict.fromkeys(sample.dtype for sample in by_kind.get(ATTENTION, ())):
+        found[f"{ATTENTION} {dtype}"] = device.attention
     if "link" in by_kind:
         collectives = by_kind["link"]
         found["bandwidth"] = max(sample.num_bytes / sample.seconds for sample in collectives)
         found["latency_s"] = min(sample.seconds for sample in collectives) / 2
     return found
+
+
+def _by_dtype(values: Mapping[str, float], what: str) -> dict[str, float]:
+    return {name.partition(" ")[2]: value for name, value in values.items() if name.partition(" ")[0] == what}
 
 
 @dataclass(slots=True)
@@ -206,7 +212,7 @@ class _Model:
     link_name: str
 
     def built(self, values: Mapping[str, float]) -> tuple[Device, Link | None]:
-        rates = {name.removeprefix("rate "): value for name, value in values.items() if name.startswith("rate ")}
+        rates, shares = _by_dtype(values, _RATE), _by_dtype(values, ATTENTION)
         device = replace(
             self.device,
             peak_flops=rates,
@@ -214,7 +220,7 @@ class _Model:
             launch_s=values["launch_s"],
             contraction=1.0,
             memory=1.0,
-            attention=min(1.0, values.get("attention", self.device.attention)),
+            attention_by={dtype: min(1.0, share) for dtype, share in shares.items()},
         )
         if "bandwidth" not in values:
             return device, None
@@ -230,9 +236,10 @@ class _Model:
         if name in ("bandwidth", "latency_s"):
             return [sample for sample in self.samples if sample.is_collective]
         kernels = [sample for sample in self.samples if not sample.is_collective]
-        if name.startswith("rate "):
-            return [sample for sample in kernels if sample.products and sample.dtype == name.removeprefix("rate ")]
-        return [sample for sample in kernels if sample.kind == ATTENTION] if name == "attention" else kernels
+        what, _, dtype = name.partition(" ")
+        if what not in (_RATE, ATTENTION):
+            return kernels
+        return [item for item in kernels if item.products and item.dtype == dtype and what in (_RATE, item.kind)]
 
     def descend(self) -> None:
         """Tries each parameter larger and smaller by a step, which grows where that helps and shrinks where not."""

@@ -20,7 +20,9 @@
     contraction = 0.65                                     # optional: shares of the peaks that are reached
     memory = 0.8
     attention = 0.5                                        # optional: of the peak, what fused attention reaches
+    attention_by = { bfloat16 = 0.4 }                      # optional: the same by type, where types differ
     alone = 2                                              # optional: times as fast while the host's others wait
+    measured = 4                                           # optional: with how many ranks these were calibrated
 
     [links.Mine]
     bandwidth = 20e9                                       # bytes/s of one device in one direction
@@ -43,19 +45,22 @@ _TOP = ("nodes", "devices", "links")
 _NODE = ("count", "device", "devices", "inside", "port", "ports")
 _DEVICE = ("kind", "memory_gib", "peak_flops", "memory_bandwidth", "launch_s")
 _LINK = ("bandwidth", "latency_s")
-_DEVICE_OPTIONS = ("processors", "contraction", "memory", "attention", "alone")
+_DEVICE_OPTIONS = ("processors", "contraction", "memory", "attention", "alone", "measured")
 _LINK_OPTIONS = ("efficiency", "direct")
 _MOST = 2**20
 """Of anything that is counted, and of GiB."""
 _RANGES = {
     "memory_gib": (2.0**-30, float(_MOST)),
-    **dict.fromkeys(("memory_bandwidth", "bandwidth", "direct", *presets.DTYPES), (1.0, 1e30)),
+    **dict.fromkeys(("memory_bandwidth", "bandwidth", "direct"), (1.0, 1e30)),
     **dict.fromkeys(("launch_s", "latency_s"), (0.0, 3600.0)),
     **dict.fromkeys(("contraction", "memory", "attention", "efficiency"), (1e-6, 1.0)),
-    "processors": (0.0, float(_MOST)),
+    **dict.fromkeys(("processors", "measured"), (0.0, float(_MOST))),
     "alone": (1.0, float(_MOST)),
 }
 """Least and most by key: what lies outside is a slip of the pen or in another unit, and no seconds come of it."""
+
+_BY_DTYPE = {"peak_flops": ("FLOP/s", "10e12", (1.0, 1e30)), "attention_by": ("shares", "0.4", (1e-6, 1.0))}
+"""By key what its table has for each dtype, an example, and least and most."""
 
 Row = tuple[int, Device, int, Link, Link, int]
 """How many nodes, their device, devices per node, inner link, network port, ports per node."""
@@ -124,14 +129,17 @@ def _count(row: Mapping[str, Any], key: str, where: str, default: int | None) ->
     return value
 
 
-def _check_numbers(table: Mapping[str, Any], keys: Iterable[str], where: str) -> None:
+def _check_numbers(
+    table: Mapping[str, Any], keys: Iterable[str], where: str, limits: tuple[float, float] | None = None
+) -> None:
+    """limits: of all; by key where there are none."""
     for key in keys:
         if key not in table:
             continue
         value = table[key]
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ClusterError(f"{where}.{key}: expected a number, found {_shown(value)}")
-        least, most = _RANGES[key]
+        least, most = limits or _RANGES[key]
         if not least <= value <= most and not (key == "direct" and value == 0):
             raise ClusterError(f"{where}.{key}: expected a number from {least:g} to {most:g}, found {_shown(value)}")
 
@@ -143,15 +151,17 @@ def _shown(value: object) -> str:
 
 def _read_device(name: str, table: object, where: str) -> Device:
     assert isinstance(table, dict)
-    _check_keys(table, (*_DEVICE, *_DEVICE_OPTIONS), where, ".")
+    _check_keys(table, (*_DEVICE, *_DEVICE_OPTIONS, "attention_by"), where, ".")
     for key in _DEVICE:
         if key not in table:
             raise ClusterError(f"{where}.{key}: missing")
     _check_numbers(table, [key for key in (*_DEVICE, *_DEVICE_OPTIONS) if key not in ("kind", "peak_flops")], where)
-    if not isinstance(table["peak_flops"], dict):
-        raise ClusterError(f"{where}.peak_flops: expected a table of FLOP/s by dtype, such as {{ float32 = 10e12 }}")
-    _check_keys(table["peak_flops"], presets.DTYPES, f"{where}.peak_flops", ".")
-    _check_numbers(table["peak_flops"], table["peak_flops"], f"{where}.peak_flops")
+    for key, (what, example, limits) in _BY_DTYPE.items():
+        by_dtype = table.get(key, {})
+        if not isinstance(by_dtype, dict):
+            raise ClusterError(f"{where}.{key}: expected a table of {what} by dtype, such as {{ float32 = {example} }}")
+        _check_keys(by_dtype, presets.DTYPES, f"{where}.{key}", ".")
+        _check_numbers(by_dtype, by_dtype, f"{where}.{key}", limits)
     try:
         return presets.device_from_table(name, table)
     except ClusterError as error:
@@ -201,9 +211,11 @@ def write_nodes(rows: Sequence[Row]) -> str:
         lines += ["", "[[nodes]]", f"count = {repeat}", f"device = {_text(device.name)}", f"devices = {count}"]
         lines += [f"inside = {_text(inside.name)}", f"port = {_text(port.name)}", f"ports = {ports}"]
     for device in devices.values():
-        peaks = ", ".join(f"{_text(name)} = {rate!r}" for name, rate in device.peak_flops.items())
         lines += ["", f"[devices.{_text(device.name)}]", f"kind = {_text(device.kind)}"]
-        lines += [f"memory_gib = {device.memory_bytes / GIB!r}", f"peak_flops = {{ {peaks} }}"]
+        lines.append(f"memory_gib = {device.memory_bytes / GIB!r}")
+        for key in _BY_DTYPE:
+            numbers = ", ".join(f"{_text(name)} = {number!r}" for name, number in getattr(device, key).items())
+            lines += [f"{key} = {{ {numbers} }}"] if numbers else []
         lines += [f"memory_bandwidth = {device.memory_bandwidth!r}", f"launch_s = {device.launch_s!r}"]
         lines += [f"{key} = {getattr(device, key)!r}" for key in _DEVICE_OPTIONS]
     for link in links.values():

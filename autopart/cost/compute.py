@@ -130,7 +130,7 @@ def copy_seconds(device: Device, num_bytes: float, efficiency: Efficiency | None
 def product_seconds(device: Device, product: Product, dtype: str, efficiency: Efficiency | None = None) -> float:
     """Seconds of a matrix product's arithmetic, without traffic and launch."""
     if product.fused:
-        return _fused_seconds(product, device.processors, device.peak(dtype) * device.attention)
+        return _fused_seconds(product, device.processors, device.attention_rate(dtype))
     rate = device.peak(dtype) * (efficiency.contraction if efficiency else device.contraction)
     if not device.processors:
         return product.flops / rate

@@ -26,8 +26,10 @@ class Device:
     memory_bandwidth: bytes/s. launch_s: seconds from the start of one small op to the start of the next.
     processors: streaming multiprocessors, over which a matrix product's tiles are dealt (0: no tiles, as on a CPU).
     contraction, memory: shares of the peaks that large matrix products and streaming kernels reach. attention: share
-    of the peak FLOP/s that fused attention reaches on long sequences, forward and backward together.
-    alone: times as fast while no other device of its host computes, for CPUs that share fewer cores.
+    of the peak FLOP/s that fused attention reaches on long sequences, forward and backward together; attention_by: by
+    dtype name, where types differ in it.
+    alone: times as fast while no other device of its host computes, for CPUs that share fewer cores. measured: with how
+    many ranks at once ``autopart calibrate`` measured the speeds (0: not at all, they are of datasheets).
     """
 
     name: str
@@ -41,6 +43,8 @@ class Device:
     memory: float = 0.8
     attention: float = 0.5
     alone: float = 1.0
+    measured: int = 0
+    attention_by: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.kind not in ("cpu", "cuda"):
@@ -49,18 +53,22 @@ class Device:
             raise ClusterError(f"device {self.name}: memory and bandwidth are above zero, launch_s is not below")
         if "float32" not in self.peak_flops or min(self.peak_flops.values()) <= 0:
             raise ClusterError(f"device {self.name}: peak_flops has rates above zero, float32 among them")
-        shares = (self.contraction, self.memory, self.attention)
+        shares = (self.contraction, self.memory, self.attention, *self.attention_by.values())
         if self.alone < 1:
             raise ClusterError(f"device {self.name}: alone is at least 1, as other devices make none faster")
-        if self.processors < 0 or not all(0 < share <= 1 for share in shares):
+        if min(self.processors, self.measured) < 0 or not all(0 < share <= 1 for share in shares):
             raise ClusterError(
-                f"device {self.name}: contraction, memory and attention are above 0 and at most 1, processors is not "
-                "negative"
+                f"device {self.name}: contraction, memory and attention are above 0 and at most 1, processors and "
+                "measured are not negative"
             )
 
     def peak(self, dtype: str) -> float:
         """FLOP/s in a dtype ("bfloat16"); float32's rate for dtypes that are not listed."""
         return self.peak_flops.get(dtype, self.peak_flops["float32"])
+
+    def attention_rate(self, dtype: str) -> float:
+        """FLOP/s of fused attention in a dtype."""
+        return self.peak(dtype) * self.attention_by.get(dtype, self.attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +126,8 @@ def device_from_table(name: str, table: Mapping[str, Any]) -> Device:
         _number(table["launch_s"]),
         **{key: _number(table[key]) for key in ("contraction", "memory", "attention", "alone") if key in table},
         processors=round(_number(table.get("processors", 0))),
+        measured=round(_number(table.get("measured", 0))),
+        attention_by={str(key): _number(share) for key, share in table.get("attention_by", {}).items()},
     )
 
 

@@ -8,9 +8,10 @@ rank's median over a few spans, and a span is long enough for the operating syst
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import cycle
 from statistics import median
 
 import torch
@@ -29,7 +30,9 @@ _HELD_EVERY = 3
 """Every third sample of a kind is kept aside from the fit."""
 _TOKENS = (32, 128, 512, 2048, 8192)
 _WIDTHS = (128, 384, 768, 1536, 4096)
-_ELEMENTS = tuple(2**power for power in (15, 17, 19, 21, 23))
+_ELEMENTS = tuple(2**power for power in (15, 17, 19, 21, 22))
+_COLD, _LEAST_COLD = 2**26, 2**24
+"""Numbers that memory-bound ops go through before they come to the first again, those of all ranks; and of each."""
 _COLLECTIVE_BYTES = tuple(2**power for power in (12, 15, 18, 20, 22, 23, 24))
 _HEADS = ((4, 8, 128, 64), (1, 12, 512, 64), (2, 8, 256, 32), (1, 8, 1024, 64), (2, 4, 512, 128), (8, 4, 64, 32))
 
@@ -99,8 +102,12 @@ def _averaged(samples: list[Sample]) -> list[Sample]:
     return [replace(sample, seconds=mean) for sample, mean in zip(samples, means, strict=True)]
 
 
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def _in_job() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return _ranks() > 1
 
 
 @dataclass(slots=True)
@@ -186,18 +193,29 @@ def _product_call(
 
 
 def _streams(clock: _Clock, effort: Effort) -> Iterator[Sample]:
+    """Each call reads and writes other memory than those before, as in training, of which no cache has much."""
     name = effort.dtypes[0]
+    numbers = torch.randn(max(_LEAST_COLD, _COLD // _ranks()), device=clock.device).to(getattr(torch, name))
     for elements in _ELEMENTS[: effort.sizes]:
-        x = torch.randn(elements // 512, 512, device=clock.device).to(getattr(torch, name))
-        ops: tuple[tuple[str, int, Callable[[], Tensor]], ...] = (
-            ("add", 3, partial(torch.add, x, x)),
-            ("copy", 2, x.clone),
-            ("gelu", 2, partial(F.gelu, x, approximate="tanh")),
-            ("layer_norm", 2, partial(F.layer_norm, x, (512,))),
-            ("softmax", 2, partial(F.softmax, x, -1)),
+        tensors = numbers.view(-1, elements // 512, 512).unbind(0)
+        ops: tuple[tuple[str, int, Callable[[Tensor, Tensor], Tensor]], ...] = (
+            ("add", 3, torch.add),
+            ("copy", 2, lambda x, _: x.clone()),
+            ("gelu", 2, lambda x, _: F.gelu(x, approximate="tanh")),
+            ("layer_norm", 2, lambda x, _: F.layer_norm(x, (512,))),
+            ("softmax", 2, lambda x, _: F.softmax(x, -1)),
         )
-        for op, tensors, call in ops:
-            moved = float(tensors * x.numel() * x.element_size())
+        for op, count, function in ops:
+            following, made = cycle(zip(tensors[1::2], tensors[::2], strict=True)), deque[Tensor](maxlen=len(tensors))
+
+            def call(
+                function: Callable[[Tensor, Tensor], Tensor] = function,
+                following: Iterator[tuple[Tensor, Tensor]] = following,
+                made: deque[Tensor] = made,
+            ) -> None:
+                made.append(function(*next(following)))
+
+            moved = float(count * elements * numbers.element_size())
             yield Sample(STREAM, f"{op} of {elements} {name}", clock.seconds(call), name, (), moved)
 
 
