@@ -23,6 +23,9 @@ from autopart.planner import make_plan
 from autopart.runtime.errors import ClusterError, InfeasibleError, PlanError
 from autopart.solver.tensor_problem import relative_gap
 
+MOST_PLANS = 50
+_ENDED = "plans that hold less were not looked for, as"
+
 
 @dataclass(frozen=True, slots=True)
 class PlanPoint:
@@ -70,14 +73,15 @@ def memory_frontier(
     cluster: Cluster,
     *,
     step: float = 0.1,
-    most: int = 50,
+    most: int = MOST_PLANS,
     analysis: Analysis | None = None,
     report: Callable[[PlanPoint], None] = lambda _: None,
     **limits: Any,
 ) -> list[PlanPoint]:
     """Undominated plans, the fastest first.
 
-    step: share of the last plan's bytes by which the next has to hold less; 0 for all plans. most: plans made at most.
+    step: share of the last plan's bytes by which the next has to hold less; 0 for all plans. most: plans made at most;
+    where there may be more the last one's notes say so (:func:`ended_early`).
     limits: as ``make_plan`` takes them. Raises InfeasibleError where nothing fits in the cluster at all, PlanError.
     """
     if not 0 <= step < 1:
@@ -98,7 +102,15 @@ def memory_frontier(
         capacity = min(held - 1, int(held * (1 - step)))
         if capacity < 1:
             break
+    else:
+        plan = points[-1].plan
+        points[-1] = replace(points[-1], plan=replace(plan, notes=(*plan.notes, f"{_ENDED} {most} were made")))
     return undominated(points, lambda point: point.memory_bytes)
+
+
+def ended_early(points: Sequence[PlanPoint]) -> str | None:
+    """Why plans that hold less than the last were not looked for; None where none fits."""
+    return next((note for note in points[-1].plan.notes if note.startswith(_ENDED)), None)
 
 
 def count_frontier(

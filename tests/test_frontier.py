@@ -17,7 +17,15 @@ from autopart.analysis import Analysis, analyze
 from autopart.candidates import Candidates
 from autopart.cli import main
 from autopart.cluster import Cluster
-from autopart.frontier import PlanPoint, capped, count_frontier, first_devices, memory_frontier, undominated
+from autopart.frontier import (
+    PlanPoint,
+    capped,
+    count_frontier,
+    ended_early,
+    first_devices,
+    memory_frontier,
+    undominated,
+)
 from autopart.models import load_model
 from autopart.plan import Plan, StagePlan
 from autopart.planner import make_plan
@@ -86,6 +94,9 @@ def test_every_forced_plan_is_covered(program: Any, analysis: Analysis) -> None:
                 point.seconds * (1 - point.gap) <= plan.step_time_s * (1 + 1e-9) and point.memory_bytes <= held
                 for point in found
             ), (pp, dp, tp, count)
+    assert ended_early(found) is None
+    (only,) = memory_frontier(program, cluster, step=0.0, most=1, analysis=analysis)
+    assert only.seconds == found[0].seconds and ended_early([only])
     coarse = memory_frontier(program, cluster, step=0.3, analysis=analysis)
     assert len(coarse) <= len(found)
     for point in found:
@@ -201,7 +212,10 @@ def test_command(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert points == sorted(points, key=lambda item: item["step_time_s"])
     circles = [item for item in ElementTree.parse(picture).iter() if item.tag.endswith("circle")]
     assert len(circles) == len(points) > 1
+    assert main([*command, "--step", "0.05", "--most", "1"]) == 0
+    assert "note: plans that hold less were not looked for, as 1 were made" in capsys.readouterr().out
     assert main([*command, "--devices", "1,2", "--price", "3.6", "-o", str(picture)]) == 0
     assert "cost of a step" in capsys.readouterr().out and "cost of a step" in picture.read_text()
+    assert main([*command, "--most", "0"]) == 2
     for wrong in (["--devices", "4"], ["--devices", "0"], ["--step", "2"], ["--price", "-1"], ["-o", "no/where.svg"]):
         assert main([*command, *wrong]) == 2

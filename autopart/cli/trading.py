@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopart.cli.arguments import add_json, add_limits, add_model, check_output, limits, read_cluster, read_program
+from autopart.cli.arguments import (
+    add_json,
+    add_limits,
+    add_model,
+    check_output,
+    limits,
+    positive,
+    read_cluster,
+    read_program,
+)
 from autopart.cli.progress import working
 
 if TYPE_CHECKING:
@@ -35,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step", type=_share, default=0.1, metavar="PART", help="memory saved from plan to plan (default: %(default)s)"
     )
+    parser.add_argument("--most", type=positive, metavar="N", help="plans made at most (default: 50)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="draw the plans as SVG")
     add_json(parser)
 
@@ -66,7 +76,7 @@ def _number(text: str, below: float, what: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     from autopart.analysis import analyze
-    from autopart.frontier import first_devices
+    from autopart.frontier import ended_early, first_devices
     from autopart.planned import planned_frontier
     from autopart.runtime.files import write_whole
 
@@ -79,6 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
     def report(point: PlanPoint) -> None:
         print(f"{_layout(point)}: {point.seconds:.4g} s, {point.memory_bytes / 2**30:.3g} GiB", file=sys.stderr)
 
+    given = limits(arguments)
+    if arguments.most is not None and not arguments.devices:
+        given["most"] = arguments.most
     with working(f"planning for {cluster}"):
         points = planned_frontier(
             *(program, cluster),
@@ -86,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
             counts=arguments.devices,
             step=arguments.step,
             report=report,
-            **limits(arguments),
+            **given,
         )
     if arguments.output is not None:
         write_whole(arguments.output, picture(points, program.name, bool(arguments.devices), arguments.price))
@@ -95,6 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"points": [point.to_json_object() for point in points]}))
     else:
         print(table(points, bool(arguments.devices), arguments.price))
+        if (reason := ended_early(points)) is not None:
+            print(f"note: {reason}; --most makes more")
     return 0
 
 
