@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.describe import held_numbers, recomputed, timed_plan
 from autopart.device_layout import TENSOR_AXIS
 from autopart.exchanges import exchanges_unlike
@@ -77,7 +77,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
         config,
         stages,
         transfers=_transfers(unlike, answer, found),
-        tied_s=_tied_seconds(unlike, answer),
+        tied_s=unlike.tied_seconds(answer),
         strategies=shared[0],
         storage=shared[1],
         recompute=recompute,
@@ -115,29 +115,10 @@ def _transfers(unlike: UnlikeCandidates, answer: UnlikeAnswer, found: Realizatio
             add_traffic(there, more[0])
             add_traffic(back, more[1])
     # between stages of one rank crossing_seconds finds nothing to send
-    link = unlike.candidates.cluster.link
-    return tuple(
-        (*edge, crossing_seconds(there, link), crossing_seconds(back, link) if back else None)
-        for edge, (there, back) in sorted(sent.items())
-    )
-
-
-def _tied_seconds(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> float:
-    """Of summing the gradients of parameters of several stages, over the ranks that the runtime sums them over."""
-    candidates = unlike.candidates
-    inside = [set(answer.problem.blocks_between(step.first, step.last)) for step in answer.cut.way]
-    total = 0.0
-    for node, blocks in candidates.readers.items():
-        homes = list({answer.places[index]: index for index, own in enumerate(inside) if own & set(blocks)}.values())
-        if len(homes) < 2:
-            continue
-        stages = [answer.stages[index] for index in homes]
-        devices = [answer.devices[index] for index in homes]
-        groups = [tuple(rank for ranks in devices for rank in ranks)]
-        if len({(item.mesh.dp, item.mesh.axes) for item in stages}) == 1:
-            groups = list(zip(*devices, strict=True))
-        size = stages[0].parts[0].gradient_bytes(node.meta["name"], stages[0].choice)
-        total += max(
-            bucketed_all_reduce_seconds(size, len(ranks), candidates.cluster.group_link(ranks)) for ranks in groups
-        )
-    return total
+    timed = []
+    for (source_at, target_at), (there, back) in sorted(sent.items()):
+        senders = max(priced[source_at].mesh.size, priced[target_at].mesh.size)
+        link = functools.partial(unlike.candidates.cluster.link, senders=senders)
+        seconds = crossing_seconds(there, link), crossing_seconds(back, link) if back else None
+        timed.append((source_at, target_at, *seconds))
+    return tuple(timed)

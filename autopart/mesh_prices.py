@@ -219,8 +219,8 @@ class MeshPrices:
         choice = self._choices[key]
         whole = [part.candidates.problem(part.config, choice).shapes[0] for part in parts]
         shape = merged(whole)
-        link = self.between(mesh, mesh, NETWORK)
-        # with one rank of another stage at least; the plan's own time counts all that there are
+        # with one rank of another stage, over the slowest link; UnlikeCandidates.tied_seconds counts what there is
+        link = self._tied_link()
         tied = tuple(
             replace(
                 group,
@@ -262,6 +262,11 @@ class MeshPrices:
             return found[0].inside.among(2)
         shares = [node.network_among(max(first.size, second.size)) for node in found]
         return replace(min(shares, key=lambda link: link.bandwidth), latency_s=max(link.latency_s for link in shares))
+
+    def _tied_link(self) -> Link:
+        """The slowest that a group of ranks of several stages may cross."""
+        cluster = self.candidates.cluster
+        return cluster.group_link(range(cluster.device_count))
 
     def pair(self, before: Priced, after: Priced) -> tuple[tuple[Cut, ...], ...]:
         """What crosses between two unlike meshes: partial sums are added up, then the pieces are sent."""

@@ -33,6 +33,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopart.candidates import TIGHTENINGS, Candidates
+from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.device_row import DeviceRow, Run
 from autopart.mesh_prices import (
     ALONE,
@@ -50,7 +51,7 @@ from autopart.runtime.schedule import in_flight
 from autopart.solver import stages as stage_solver
 from autopart.solver.degrees import UnlikeMeshes
 from autopart.solver.search import Evaluation, NotBetter
-from autopart.solver.stages_parts import Block, Shape
+from autopart.solver.stages_parts import Block, Shape, TiedGroup
 from autopart.solver.stages_problem import Slot, StageProblem
 from autopart.step_time import WHOLE_SCHEDULES, simulated_seconds
 from autopart.unlike_answer import UnlikeAnswer
@@ -246,7 +247,33 @@ class UnlikeCandidates:
         ]
         warmup, shared = self.candidates.warmup_of(config.equal), self.candidates.shared
         durations = shared.durations(tuple(dict.fromkeys(answer.devices))) if shared is not None else None
-        return simulated_seconds(problem, way, config.schedule, shares, warmup, answer.places, durations)
+        seconds = simulated_seconds(problem, way, config.schedule, shares, warmup, answer.places, durations)
+        return seconds - problem.tied_seconds(way) + self.tied_seconds(answer)
+
+    def tied_seconds(self, answer: UnlikeAnswer) -> float:
+        """Of summing the gradients of parameters of several stages, over the ranks that the runtime sums them over."""
+        inside = [set(answer.problem.blocks_between(step.first, step.last)) for step in answer.cut.way]
+        cluster, total = self.candidates.cluster, 0.0
+        for node, blocks in self.candidates.readers.items():
+            homes = list(
+                {answer.places[index]: index for index, own in enumerate(inside) if own & set(blocks)}.values()
+            )
+            if len(homes) < 2 or not node.meta.get("trainable"):
+                continue
+            stages = [answer.stages[index] for index in homes]
+            devices = [answer.devices[index] for index in homes]
+            groups = [tuple(rank for ranks in devices for rank in ranks)]
+            if len({(item.mesh.dp, item.mesh.axes) for item in stages}) == 1:
+                groups = list(zip(*devices, strict=True))
+            links = [
+                cluster.link(*ranks, senders=len(groups)) if len(ranks) == 2 else cluster.group_link(ranks)
+                for ranks in groups
+            ]
+            size = stages[0].parts[0].gradient_bytes(node.meta["name"], stages[0].choice)
+            total += max(
+                bucketed_all_reduce_seconds(size, len(ranks), link) for ranks, link in zip(groups, links, strict=True)
+            )
+        return total
 
     # -- bounds ---------------------------------------------------------------------------------------------------
 
@@ -300,12 +327,12 @@ class UnlikeCandidates:
             if item.mesh.axes:
                 shapes.append(self._shared(item, part))
             elif len(item.parts) == 1:
-                shapes.append(shape)
+                shapes.append(replace(shape, tied=_free(shape.tied)))
             else:
                 cuts = tuple(tuple(replace(cut, buffer_bytes=0.0) for cut in cuts) for cuts in shape.cuts)
                 own = part.candidates.problem(part.config, item.choice).shapes[0].blocks
                 blocks = tuple(Block(block.name, block.forward_s, block.backward_s) for block in own)
-                free = tuple(replace(group, bytes=0.0, seconds=0.0, step_end_s=0.0) for group in shape.tied)
+                free = tuple(replace(group, bytes=0.0, step_end_s=0.0) for group in _free(shape.tied))
                 shapes.append(Shape(blocks, cuts, 0.0, free, shape.name))
         # what other strategies have to convert between unlike meshes may be less
         alike = {pair: cuts for pair, cuts in problem.pairs.items() if not any(priced[at].mesh.axes for at in pair)}
@@ -319,3 +346,8 @@ class UnlikeCandidates:
         every = [candidates.least_cuts(part.config, link) for link in links]
         cuts = tuple(tuple(replace(own[at], buffer_bytes=0.0) for at in self.prices.positions) for own in every)
         return Shape(parts.blocks, cuts, 0.0, parts.tied, item.shape.name, sums=parts.sums)
+
+
+def _free(tied: Sequence[TiedGroup]) -> tuple[TiedGroup, ...]:
+    """Groups that may as well lie in stages whose links take no time."""
+    return tuple(replace(group, seconds=0.0) for group in tied)

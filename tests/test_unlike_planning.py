@@ -11,8 +11,12 @@ import pytest
 
 import autopart.verify
 from autopart.analysis import Analysis, analyze
+from autopart.candidates import Candidates
 from autopart.cli import main as run
 from autopart.cluster import Cluster, Node
+from autopart.describe_unlike import describe_unlike
+from autopart.mesh_prices import MeshPrices
+from autopart.models import load_model
 from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.predict import simulate_plan
@@ -21,6 +25,8 @@ from autopart.report.table import plan_text
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver import stages
 from autopart.solver.stages_problem import StageProblem, StageSolution
+from autopart.tracing import capture
+from autopart.unlike import UnlikeCandidates
 from autopart.verify import Subject, compare_emitted, prepare
 from clusters import ideal
 from families import family
@@ -105,6 +111,24 @@ def test_unlike_devices_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     replicas = plan_of("gpt2", cluster, pp=1, dp=3)
     assert replicas.stages[0].shares[2] > max(replicas.stages[0].shares[:2])
     check_equal("gpt2", replicas, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("text", ["2xA100-40GB+3xRTX-3090@Ethernet-25", "3xRTX-3090"])
+def test_configurations_are_compared_by_what_their_plans_take(text: str) -> None:
+    """Sums of tied gradients over a slow network among it, which only some devices of a node may use at a time."""
+    spec = "hf:gpt2?n_layer=4&n_embd=256&n_head=4&vocab_size=4096&n_positions=128&seq=128"
+    loaded = load_model(spec, meta=True)
+    analysis = analyze(capture(loaded.model, loaded.args, loaded.kwargs))
+    candidates = Candidates(analysis, Cluster.parse(text), 32, "adamw")
+    unlike = UnlikeCandidates(MeshPrices(candidates, None, None))
+    configs = unlike.configs(None, None, (("1f1b", 1),), "auto")
+    ratios = []
+    for config in configs:
+        found = unlike.evaluate(config)
+        seconds = describe_unlike(unlike, found.answer).step_time_s
+        assert found.bound <= seconds * (1 + 1e-9), config
+        ratios.append(seconds / found.objective)
+    assert len(ratios) > 5 and min(ratios) > 0.9 and max(ratios) < 1.1, sorted(ratios)
 
 
 def test_memory_limits_each_device_by_its_own() -> None:
