@@ -166,11 +166,15 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [rank["in_flight"] for rank in summary["ranks"]] == [[3], [2], [1]]
     events = json.loads(both.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == set(range(6))
+    (tmp_path / "number").write_text('{"traceEvents": [{"pid": 1}, 4]}')
+    (tmp_path / "text").write_text('{"traceEvents": [{"pid": "a"}]}')
     for wrong, words in (
         ([str(plan), "--pp", "2"], "has its own pp"),
         (["hf:gpt2"], "give a plan file, or a model with --cluster"),
         ([str(plan), "--beside", str(trace)], "with -o"),
         ([str(plan), "--beside", str(plan), "-o", str(both)], "no list traceEvents"),
+        ([str(plan), "--beside", str(tmp_path / "number"), "-o", str(both)], "traceEvents[1] is no object"),
+        ([str(plan), "--beside", str(tmp_path / "text"), "-o", str(both)], "traceEvents[0] is no object"),
         ([str(plan), "-o", str(tmp_path / "none" / "x")], "there is no folder"),
     ):
         assert main(["simulate", *wrong]) == 2

@@ -85,8 +85,16 @@ def _read_trace(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except ValueError as error:
         raise PlanError(f"{path} is not readable as JSON: {error}; write one with ParallelModule.trace") from error
-    if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
+    events = found.get("traceEvents") if isinstance(found, dict) else None
+    if not isinstance(events, list):
         raise PlanError(f"{path} is no trace: it has no list traceEvents; write one with ParallelModule.trace")
+    for at, event in enumerate(events):
+        if not isinstance(event, dict) or not isinstance(event.get("pid", 0), int):
+            raise PlanError(
+                f"{path} is no trace: traceEvents[{at}] is no object whose pid is a whole number; write one with "
+                "ParallelModule.trace"
+            )
+    assert isinstance(found, dict)
     return found
 
 
