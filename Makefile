@@ -19,10 +19,10 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 -m "slow or not slow"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "slow or not slow"
 
 # Tiny models of all families of transformers through all stages, into docs/coverage.md. What is there is kept.
 coverage: $(STAMP)

@@ -18,7 +18,7 @@ from autopart.runtime.errors import InputError
 
 HEAD = "layers,hidden,heads,cluster,batch,tp,pp,seconds"
 ROW = "24,1024,16,8xA100-80GB,64,2,2,1.5"
-LIMITS = {"megatron_sc21_table2": 0.06, "megatron_recomputation": 0.10}
+LIMITS = {"megatron_sc21_table2": 0.06, "megatron_recomputation": 0.10, "nemo_gpt": 0.04}
 
 
 @pytest.mark.parametrize("name", KEPT_ASIDE)

@@ -164,5 +164,5 @@ def _fitting(model: Gpt, cluster: Cluster, batch: int) -> list[Layout]:
 
 TABLES = {"megatron_sc21_table1": sc21, "megatron_tp_only": tensor_only, "alpa_gpt": alpa}
 """Tables of which halves are fitted to."""
-KEPT_ASIDE = ("megatron_sc21_table2", "megatron_recomputation")
+KEPT_ASIDE = ("megatron_sc21_table2", "megatron_recomputation", "nemo_gpt")
 """Tables that nothing was fitted to, in the form of :mod:`autopart.cost.measured`."""
