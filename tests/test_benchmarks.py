@@ -27,6 +27,7 @@ def run(name: str, *arguments: str) -> Any:
     return json.loads(output(name, *arguments, "--json").splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_recomputation_is_priced() -> None:
     small = "hf:gpt2?n_layer=4&n_embd=64&n_head=4&n_positions=64&seq=64&vocab_size=256"
     found = output(
@@ -43,7 +44,10 @@ def test_benchmark_runs(name: str) -> None:
     assert set(run(name, *arguments)) == kinds
 
 
-@pytest.mark.parametrize("device", ["H100", "A100-80GB", "A100-40GB"])
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("H100", marks=pytest.mark.slow), "A100-80GB", pytest.param("A100-40GB", marks=pytest.mark.slow)],
+)
 def test_measured_steps_of_plain_models_are_priced(device: str) -> None:
     """A width of 2,560 on eight: the planner's prices, to which nothing of this was fitted."""
     rows = run("published_models.py", "--only", f"{device} 3b 2048")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -27,14 +28,20 @@ SPECS = {
     "mixtral": "hf:mixtral?num_hidden_layers=3&hidden_size=32&intermediate_size=64&num_attention_heads=2"
     "&num_key_value_heads=1&num_local_experts=4&vocab_size=64&seq=16",
     "t5": "hf:t5?num_layers=2&d_model=32&d_ff=64&num_heads=2&d_kv=16&vocab_size=64&seq=16",
-    "resnet": "hf:resnet?image=32",
+    "resnet": "hf:resnet?image=32&depths=1,1&hidden_sizes=32,64",
 }
 CLUSTER = Cluster.parse("4xA100-40GB")
 
 
-def taken(spec: str, dtype: torch.dtype | None = None) -> Program:
-    loaded = load_model(spec, meta=True, dtype=dtype)
+def taken(spec: str) -> Program:
+    loaded = load_model(spec, meta=True)
     return capture(loaded.model, loaded.args, loaded.kwargs, name=loaded.name, check_eval=False, copy_layers=True)
+
+
+@functools.cache
+def once(spec: str) -> Program:
+    """Of all tests that leave it as it is."""
+    return taken(spec)
 
 
 def plan(program: Program) -> dict[str, Any]:
@@ -54,7 +61,7 @@ def entries(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("family", SPECS)
 def test_what_is_read_is_what_was_written(family: str) -> None:
-    program = taken(SPECS[family])
+    program = once(SPECS[family])
     data = program_json.written(program)
     again = program_json.read(json.loads(json.dumps(data)))
     again.graph.lint()
@@ -76,7 +83,7 @@ def test_a_model_is_captured_once(folder: Path) -> None:
 
     def take() -> Program:
         calls.append(GPT2)
-        return taken(GPT2)
+        return once(GPT2)
 
     programs = [captured.captured(GPT2, None, take) for _ in range(3)]
     assert len(calls) == len(entries(folder)) == 1
@@ -98,23 +105,23 @@ def test_the_key_changes_with_what_the_program_follows_from(monkeypatch: pytest.
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"nodes": [["placeholder"]]}'])
 def test_a_broken_entry_is_captured_again(folder: Path, text: str) -> None:
-    first = captured.captured(GPT2, None, lambda: taken(GPT2))
+    first = captured.captured(GPT2, None, lambda: once(GPT2))
     (entry,) = entries(folder)
     good = entry.read_text()
     entry.write_text(text)
-    assert captured.captured(GPT2, None, lambda: taken(GPT2)).fingerprint == first.fingerprint
+    assert captured.captured(GPT2, None, lambda: once(GPT2)).fingerprint == first.fingerprint
     assert entry.read_text() == good
 
 
 def test_an_entry_that_names_other_nodes_is_captured_again(folder: Path) -> None:
-    captured.captured(GPT2, None, lambda: taken(GPT2))
+    captured.captured(GPT2, None, lambda: once(GPT2))
     (entry,) = entries(folder)
     data = json.loads(entry.read_text())
     data["nodes"][1][2] = data["nodes"][0][2]
     entry.write_text(json.dumps(data))
     with pytest.raises(ValueError, match="became"):
         program_json.read(data)
-    assert captured.captured(GPT2, None, lambda: taken(GPT2)).fingerprint == taken(GPT2).fingerprint
+    assert captured.captured(GPT2, None, lambda: once(GPT2)).fingerprint == once(GPT2).fingerprint
 
 
 def test_functions_of_files_are_captured_each_time(folder: Path) -> None:
@@ -122,7 +129,7 @@ def test_functions_of_files_are_captured_each_time(folder: Path) -> None:
 
     def take() -> Program:
         calls.append(1)
-        return taken(GPT2)
+        return once(GPT2)
 
     for _ in range(2):
         captured.captured("model.py:build", None, take)
@@ -184,6 +191,6 @@ def test_runtime_loads_what_is_asked_for() -> None:
 
 def test_torch_makes_a_symbol_of_a_dynamic_dim() -> None:
     """What a read program's batch size is; torch names none of these in its public documentation."""
-    program = program_json.read(program_json.written(taken(GPT2)))
+    program = program_json.read(program_json.written(once(GPT2)))
     batch = next(node for node in program.graph.nodes if node.meta.get("name") == "b").meta["val"]
     assert isinstance(batch, torch.SymInt) and str(2 * batch).startswith("2*s") and isinstance(program.graph, fx.Graph)

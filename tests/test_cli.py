@@ -111,7 +111,7 @@ def test_help_loads_no_torch() -> None:
 
 
 def test_plan_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "plan", TINY, "--cluster", "4x8xA100-80GB", "--batch", 64, "--dtype", "bf16", "--json")
+    status, out, _ = run(capsys, "plan", TINY, "--cluster", "2x4xA100-80GB", "--batch", 16, "--dtype", "bf16", "--json")
     assert status == 0
     found: dict[str, Any] = json.loads(out)
     keys = (
@@ -125,7 +125,7 @@ def test_plan_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     )
     for stage in found["stages"]:
         assert list(stage) == stage_keys.split()
-    assert found["dp"] * found["tp"] * found["pp"] == 32
+    assert found["dp"] * found["tp"] * found["pp"] == 8
     assert 0 < found["bound_s"] <= found["step_time_s"]
 
 

@@ -70,7 +70,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("model", ["tied", "funnel"])
-@pytest.mark.parametrize("zero", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [None, 0, *(pytest.param(level, marks=pytest.mark.slow) for level in (1, 2)), 3])
 def test_no_strategies_or_division_take_less(model: str, zero: int | None) -> None:
     higher = 0
     for bandwidth in (3e6, 3e8):
