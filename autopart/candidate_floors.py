@@ -21,7 +21,7 @@ from autopart.passes.graph import Value
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import in_flight
 from autopart.solver.degrees import Config, Degrees
-from autopart.solver.pipeline_cuts import Boundary, Place, Row, Tied, least_divided_seconds
+from autopart.solver.pipeline_cuts import Boundary, Place, Row, Tied, least_divided_seconds, takes_as_long
 from autopart.solver.pipeline_floor import Family, Piece, Pipeline, least_step_seconds
 from autopart.solver.stages_least import least_share
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, pipeline_floor
@@ -152,15 +152,28 @@ class CandidateFloors(CandidateSums):
 
     def divided_floor(self, config: Degrees, below: float) -> float:
         """The same, of stages that are runs of whole blocks, with the strategies of layers that few are alike to."""
-        work = self._work_bounds.get(self._strategies_key(config), 0.0)
-        known = self._pipeline_floor(config, work)
-        parts = self._pipeline(config, work, others=True) if known < below else None
+        known, parts = self._divided_parts(config, below)
         if parts is None:
             return known
         if config.pp == 1:
             return max(known, least_step_seconds(*parts, below))
         found = least_divided_seconds(*parts[:2], self._row(config), parts[2], known, below)
         return max(known, self._tied_floor(config, found))
+
+    def surely_takes(self, config: Degrees, seconds: float) -> bool:
+        """Whether :meth:`divided_floor` is known to be as much, which is sooner told, for several stages."""
+        if config.pp == 1:
+            return False
+        known, parts = self._divided_parts(config, seconds)
+        return known >= seconds if parts is None else takes_as_long(*parts[:2], self._row(config), parts[2], seconds)
+
+    def _divided_parts(
+        self, config: Degrees, below: float
+    ) -> tuple[float, tuple[list[Family], list[Piece], Pipeline] | None]:
+        """A bound without whole blocks, and the parts for one with them, where it is below that."""
+        work = self._work_bounds.get(self._strategies_key(config), 0.0)
+        known = self._pipeline_floor(config, work)
+        return known, self._pipeline(config, work, others=True) if known < below else None
 
     def _row(self, config: Degrees) -> Row:
         layers = [*self.alike_layers(), *self._other_layers(config)]

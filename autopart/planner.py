@@ -217,6 +217,9 @@ def make_plan(
     def refine(config: Degrees | UnlikeMeshes, below: float) -> float:
         return candidates.work_floor(config, below) if isinstance(config, Degrees) else lower_bound(config)
 
+    def rules_out(config: Degrees | UnlikeMeshes, below: float) -> bool:
+        return isinstance(config, Degrees) and candidates.surely_takes(config, below)
+
     def tighten(config: Degrees | UnlikeMeshes, below: float) -> float:
         return candidates.last_floor(config, below) if isinstance(config, Degrees) else lower_bound(config)
 
@@ -240,6 +243,7 @@ def make_plan(
     result = search(
         *(configs, evaluate, lower_bound),
         refine=refine,
+        rules_out=rules_out,
         order=order,
         most=most,
         more=more,

@@ -227,4 +227,7 @@ def test_no_candidate_takes_less_than_its_pipelines_floor(
             assert floor <= evaluation.objective * (1 + 1e-9), config
             last = candidates.last_floor(config, 2 * evaluation.objective)
             assert floor * (1 - 1e-9) <= last <= evaluation.objective * (1 + 1e-9), config
+            assert not candidates.surely_takes(config, evaluation.objective * (1 + 1e-6)), config
+            known = floor / (1 + 1e-6)
+            assert pp == 1 or candidates.surely_takes(config, known), config
     assert raised, fitting

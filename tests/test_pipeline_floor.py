@@ -12,7 +12,7 @@ import pytest
 
 from autopart.runtime.schedule import Action, in_flight, make_schedule
 from autopart.simulate import StageTimes, makespan
-from autopart.solver.pipeline_cuts import Boundary, Place, Row, Tied, least_divided_seconds
+from autopart.solver.pipeline_cuts import Boundary, Place, Row, Tied, least_divided_seconds, takes_as_long
 from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price, Run, Way, Weights, least_step_seconds
 from autopart.solver.stages_floor import least_step
 
@@ -137,6 +137,10 @@ def test_no_cut_is_simulated_faster(
     cut_row = Row(places, boundaries, transfers, (tied,))
     divided = least_divided_seconds([layers], rest, cut_row, pipeline, floor, 1.5 * floor)
     assert divided >= floor
+    for share in (1.01, 1.1, 1.5) if stages > 1 else ():
+        longer = takes_as_long([layers], rest, cut_row, pipeline, share * floor)
+        least = least_divided_seconds([layers], rest, cut_row, pipeline, floor, share * floor)
+        assert longer == (least == share * floor)
     for cuts in itertools.combinations(range(1, len(row)), stages - 1):
         for _ in range(8):
             times = []

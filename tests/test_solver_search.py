@@ -238,6 +238,29 @@ def test_refined_bounds_say_what_is_evaluated_next() -> None:
     assert [count for count, _ in refined[5:]] == [5]
 
 
+def test_what_is_ruled_out_is_not_evaluated() -> None:
+    """It is asked of those that come next, once something fits, and what it says is a bound."""
+    asked: list[tuple[int, float]] = []
+    tried: list[int] = []
+
+    def evaluate(config: Degrees, below: float) -> Evaluation[None]:
+        tried.append(config.microbatches)
+        if config.microbatches == 1:
+            raise InfeasibleError("too large")
+        return Evaluation(None, {2: 10.0, 4: 9.0}[config.microbatches], 8.5)
+
+    def rules_out(config: Degrees, seconds: float) -> bool:
+        asked.append((config.microbatches, seconds))
+        return config.microbatches != 4
+
+    floors = {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0, 6: 9.5}
+    result = search(configs(6), evaluate, lambda config: floors[config.microbatches], rules_out=rules_out)
+    assert tried == [1, 2, 4] and asked == [(3, 10.0), (4, 10.0), (5, 9.0)]
+    assert (result.objective, result.bound) == (9.0, 8.5)
+    known = {item.config.microbatches: (item.status, item.seconds) for item in result.considered}
+    assert known[3] == (Status.PRUNED, 10.0) and known[5] == (Status.PRUNED, 9.0) and known[6] == (Status.PRUNED, 9.5)
+
+
 def test_the_smallest_bounds_are_tightened() -> None:
     """One after the other, until one stays the smallest or there have been enough."""
     configs = [Degrees(1, 1, (), count, "1f1b") for count in (1, 2, 3)]

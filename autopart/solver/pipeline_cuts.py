@@ -125,6 +125,13 @@ def least_divided_seconds(
     return low
 
 
+def takes_as_long(
+    families: Sequence[Family], rest: Sequence[Piece], row: Row, pipeline: Pipeline, seconds: float
+) -> bool:
+    """Whether a step is known to take so many seconds: what :func:`least_divided_seconds` asks of some."""
+    return _Divided(families, rest, row, pipeline).takes(seconds)
+
+
 _Content = tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...], tuple[int, ...]]
 """Of a stage: by family the layers that lie in it, pieces of others, pieces of the rest, and what is tied to blocks
 before it."""

@@ -109,6 +109,7 @@ def search(
     lower_bound: Callable[[Candidate], float],
     *,
     refine: Callable[[Candidate, float], float] | None = None,
+    rules_out: Callable[[Candidate, float], bool] | None = None,
     order: Callable[[Candidate, float], float] | None = None,
     most: int | None = None,
     more: Callable[[Evaluation[Answer] | None], Iterable[Candidate]] | None = None,
@@ -122,14 +123,15 @@ def search(
     evaluate: solves one candidate; raises InfeasibleError when it has no solution, and may raise NotBetter where it
     takes as long as the seconds that are given. lower_bound: cheap seconds that a candidate takes at least, infinite
     when it cannot run at all. refine: a better bound, for those that it may rule out or put behind others; of no
-    interest beyond the seconds that are given. order: seconds that a candidate of such a bound is expected to take, the
-    bound by default; who is expected to take the fewest comes first, and of the AHEAD first what is expected is asked
-    again where bounds are refined. most: evaluations, after which the rest is left untried once something fits. more:
-    further candidates, asked for with the best evaluation of the first. tighten: a bound that takes longer, for up to
-    ``most_tightened`` of those whose bound is the smallest in the end. most_last: further evaluations then, of those
-    left untried whose bound is the smallest. settle: seconds of an answer that were not known while it was evaluated;
-    of the MOST_SETTLED fastest within NEAR of the best the one is chosen that takes the fewest. Raises
-    InfeasibleError, with what the closest candidates lack, when none has a solution.
+    interest beyond the seconds that are given. rules_out: whether a candidate surely takes as long as the seconds that
+    are given, asked of each that would be evaluated next, once something fits. order: seconds that a candidate of such
+    a bound is expected to take, the bound by default; who is expected to take the fewest comes first, and of the AHEAD
+    first what is expected is asked again where bounds are refined. most: evaluations, after which the rest is left
+    untried once something fits. more: further candidates, asked for with the best evaluation of the first. tighten: a
+    bound that takes longer, for up to ``most_tightened`` of those whose bound is the smallest in the end. most_last:
+    further evaluations then, of those left untried whose bound is the smallest. settle: seconds of an answer that were
+    not known while it was evaluated; of the MOST_SETTLED fastest within NEAR of the best the one is chosen that takes
+    the fewest. Raises InfeasibleError, with what the closest candidates lack, when none has a solution.
     """
     best: tuple[Candidate, Evaluation[Answer]] | None = None
     found: list[tuple[Candidate, float, _Outcome[Answer]]] = []
@@ -169,6 +171,9 @@ def search(
             config, floor = next_.config, next_.floor
             if best is not None and (floor >= best[1].objective or (most is not None and tried >= most)):
                 found.append((config, floor, None))
+                continue
+            if rules_out is not None and best is not None and rules_out(config, best[1].objective):
+                found.append((config, best[1].objective, None))
                 continue
             tried += 1
             found.append((config, floor, outcome_of(config)))
