@@ -21,7 +21,7 @@ from autopart.passes.graph import Value
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import in_flight
 from autopart.solver.degrees import Config, Degrees
-from autopart.solver.pipeline_cuts import Boundary, Place, Row, Tied, least_divided_seconds, takes_as_long
+from autopart.solver.pipeline_cuts import Boundary, Divisions, Place, Row, Tied
 from autopart.solver.pipeline_floor import Family, Piece, Pipeline, least_step_seconds
 from autopart.solver.stages_least import least_share
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, pipeline_floor
@@ -45,6 +45,7 @@ class CandidateFloors(CandidateSums):
     _enough: dict[object, float] = field(default_factory=dict)  # from where such a bound was not raised further
     _added: dict[tuple[Degrees, float], float] = field(default_factory=dict)
     _floors: dict[tuple[Degrees, float], float] = field(default_factory=dict)  # of pipelines that end whole
+    _rows: dict[tuple[Degrees, float], Divisions | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         CandidateSums.__post_init__(self)
@@ -55,7 +56,7 @@ class CandidateFloors(CandidateSums):
 
     def _with(self, cluster: Cluster, device: Device, whole: frozenset[str]) -> Self:
         found = CandidateSums._with(self, cluster, device, whole)
-        found._added, found._floors = {}, {}
+        found._added, found._floors, found._rows = {}, {}, {}
         if not same_but_for_memory(device, self.device):
             found._work, found._free, found._work_bounds, found._enough = {}, {}, {}, {}
             found._shares, found._last = {}, {}
@@ -152,28 +153,37 @@ class CandidateFloors(CandidateSums):
 
     def divided_floor(self, config: Degrees, below: float) -> float:
         """The same, of stages that are runs of whole blocks, with the strategies of layers that few are alike to."""
-        known, parts = self._divided_parts(config, below)
-        if parts is None:
+        known = self._pipeline_floor(config, self._work_bound(config))
+        if known >= below:
             return known
         if config.pp == 1:
-            return max(known, least_step_seconds(*parts, below))
-        found = least_divided_seconds(*parts[:2], self._row(config), parts[2], known, below)
-        return max(known, self._tied_floor(config, found))
+            parts = self._pipeline(config, self._work_bound(config), others=True)
+            return known if parts is None else max(known, least_step_seconds(*parts, below))
+        divisions = self._divisions_of(config)
+        return (
+            known if divisions is None else max(known, self._tied_floor(config, divisions.least_seconds(known, below)))
+        )
 
     def surely_takes(self, config: Degrees, seconds: float) -> bool:
-        """Whether :meth:`divided_floor` is known to be as much, which is sooner told, for several stages."""
+        """Whether :meth:`divided_floor` is known to be as much, which is sooner told, of several stages."""
         if config.pp == 1:
             return False
-        known, parts = self._divided_parts(config, seconds)
-        return known >= seconds if parts is None else takes_as_long(*parts[:2], self._row(config), parts[2], seconds)
+        if self._pipeline_floor(config, self._work_bound(config)) >= seconds:
+            return True
+        divisions = self._divisions_of(config)
+        return divisions is not None and divisions.take(seconds)
 
-    def _divided_parts(
-        self, config: Degrees, below: float
-    ) -> tuple[float, tuple[list[Family], list[Piece], Pipeline] | None]:
-        """A bound without whole blocks, and the parts for one with them, where it is below that."""
-        work = self._work_bounds.get(self._strategies_key(config), 0.0)
-        known = self._pipeline_floor(config, work)
-        return known, self._pipeline(config, work, others=True) if known < below else None
+    def _work_bound(self, config: Degrees) -> float:
+        """Of the ops of a microbatch, as far as a solver was asked."""
+        return self._work_bounds.get(self._strategies_key(config), 0.0)
+
+    def _divisions_of(self, config: Degrees) -> Divisions | None:
+        work = self._work_bound(config)
+        if (config, work) not in self._rows:
+            parts = self._pipeline(config, work, others=True)
+            found = None if parts is None else Divisions(*parts[:2], self._row(config), parts[2])
+            self._rows[config, work] = found
+        return self._rows[config, work]
 
     def _row(self, config: Degrees) -> Row:
         layers = [*self.alike_layers(), *self._other_layers(config)]
@@ -282,7 +292,7 @@ class CandidateFloors(CandidateSums):
 
     def known_floor(self, config: Degrees) -> float:
         """The best lower bound that is known already, memory left aside."""
-        work = max(self._work_bounds.get(self._strategies_key(config), 0.0), self.work_seconds(config))
+        work = max(self._work_bound(config), self.work_seconds(config))
         return self._floor(work + self.besides_seconds(config), config)
 
     def _floor(self, work: float, config: Degrees, summed: bool = True) -> float:

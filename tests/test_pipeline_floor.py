@@ -12,7 +12,7 @@ import pytest
 
 from autopart.runtime.schedule import Action, in_flight, make_schedule
 from autopart.simulate import StageTimes, makespan
-from autopart.solver.pipeline_cuts import Boundary, Place, Row, Tied, least_divided_seconds, takes_as_long
+from autopart.solver.pipeline_cuts import Boundary, Divisions, Place, Row, Tied
 from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price, Run, Way, Weights, least_step_seconds
 from autopart.solver.stages_floor import least_step
 
@@ -135,12 +135,12 @@ def test_no_cut_is_simulated_faster(
         (0, *sorted(rng.sample(range(len(row)), rng.randint(0, len(row))))), Piece(0.0, 0.0, row_tied(rng, levels))
     )
     cut_row = Row(places, boundaries, transfers, (tied,))
-    divided = least_divided_seconds([layers], rest, cut_row, pipeline, floor, 1.5 * floor)
+    divided = Divisions([layers], rest, cut_row, pipeline).least_seconds(floor, 1.5 * floor)
     assert divided >= floor
     for share in (1.01, 1.1, 1.5) if stages > 1 else ():
-        longer = takes_as_long([layers], rest, cut_row, pipeline, share * floor)
-        least = least_divided_seconds([layers], rest, cut_row, pipeline, floor, share * floor)
-        assert longer == (least == share * floor)
+        divisions = Divisions([layers], rest, cut_row, pipeline)
+        longer = divisions.take(share * floor)
+        assert longer == (divisions.least_seconds(floor, share * floor) == share * floor)
     for cuts in itertools.combinations(range(1, len(row)), stages - 1):
         for _ in range(8):
             times = []
@@ -271,7 +271,7 @@ def test_layers_that_cannot_be_cut_leave_one_stage_with_more() -> None:
         assert known == pytest.approx(15 + 15 * 7.5, rel=1e-5)
         places = tuple(Place(0, number, piece) for number in range(5) for piece in range(len(pieces)))
         row = Row(places, tuple(Boundary(blocks) for blocks in range(len(places) + 1)))
-        return least_divided_seconds(families, [], row, pipeline, known, 200.0)
+        return Divisions(families, [], row, pipeline).least_seconds(known, 200.0)
 
     assert least((layer,)) == pytest.approx(15 * 9 + 2 * 6, rel=2e-3)
     assert least((Piece(0.5, 1.0), Piece(0.5, 1.0))) == pytest.approx(15 + 15 * 7.5, rel=2e-3)

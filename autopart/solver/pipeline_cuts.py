@@ -99,39 +99,6 @@ class Row:
         return [(boundary.there, boundary.back) for boundary in self.boundaries]
 
 
-def least_divided_seconds(
-    families: Sequence[Family],
-    rest: Sequence[Piece],
-    row: Row,
-    pipeline: Pipeline,
-    known: float,
-    below: float,
-) -> float:
-    """Seconds of a step at least. known: that it takes at least. below: seconds from which more are of no interest."""
-    if pipeline.stages == 1 or not math.isfinite(below) or below <= known:
-        return known
-    divided = _Divided(families, rest, row, pipeline)
-    low, high = known, below
-    if divided.takes(high):
-        return high
-    if not divided.takes(low + _LEAST_GAIN * (high - low)):
-        return low
-    while high - low > _NEAR * below:
-        middle = (low + high) / 2
-        if divided.takes(middle):
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def takes_as_long(
-    families: Sequence[Family], rest: Sequence[Piece], row: Row, pipeline: Pipeline, seconds: float
-) -> bool:
-    """Whether a step is known to take so many seconds: what :func:`least_divided_seconds` asks of some."""
-    return _Divided(families, rest, row, pipeline).takes(seconds)
-
-
 _Content = tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...], tuple[int, ...]]
 """Of a stage: by family the layers that lie in it, pieces of others, pieces of the rest, and what is tied to blocks
 before it."""
@@ -153,7 +120,9 @@ class _Arcs:
 
 
 @dataclass(slots=True)
-class _Divided:
+class Divisions:
+    """All ways to divide a row of blocks into a pipeline's stages. Kept is what its stages are found to take."""
+
     families: Sequence[Family]
     rest: Sequence[Piece]
     row: Row
@@ -204,7 +173,24 @@ class _Divided:
             [_endless(piece) for piece in self.rest],
         )
 
-    def takes(self, seconds: float) -> bool:
+    def least_seconds(self, known: float, below: float) -> float:
+        """Of a step, at least. known: that it takes at least. below: seconds from which more are of no interest."""
+        if self.pipeline.stages == 1 or not math.isfinite(below) or below <= known:
+            return known
+        low, high = known, below
+        if self.take(high):
+            return high
+        if not self.take(low + _LEAST_GAIN * (high - low)):
+            return low
+        while high - low > _NEAR * below:
+            middle = (low + high) / 2
+            if self.take(middle):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def take(self, seconds: float) -> bool:
         """Whether every division takes so many seconds, as far as this proves it."""
         arcs = self._arcs(seconds)
         while arcs is not None:
