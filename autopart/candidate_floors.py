@@ -130,7 +130,9 @@ class CandidateFloors(CandidateSums):
         others: families of layers that few are alike to come after these, and of what lies beside layers; and pieces of
         layers that are cut have prices too. priced: with prices of layers' strategies.
         """
-        if config.schedule not in WHOLE_SCHEDULES or self.faster(config) != 1.0 or not self.positions.in_row:
+        if config.schedule not in WHOLE_SCHEDULES or self.faster(config) != 1.0:
+            return None
+        if config.stages > 1 and not self.positions.in_row:
             return None
         alike, apart = self.alike_layers(), self._apart(self.alike_layers())
         if not alike or len(apart) > MOST_APART:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -230,6 +231,7 @@ class MemoryBound:
             if (made_at := analysis.block_of.get(owner.node)) is not None and layers[made_at] != layers[index]
         }
         left = {owner.node for owner in self.leaving}
+        first = analysis.first | _free_alike(node for own in made for node in own if node not in analysis.block_of)
         parameters: list[list[fx.Node]] = [[] for _ in layers]
         for node, blocks in self.readers.items():
             parameters[blocks[0]].append(node)
@@ -238,7 +240,7 @@ class MemoryBound:
                 tuple(analysis.first.get(node, node) for node in block.nodes),
                 self._parameters(own),
                 tuple(kept[index]),
-                tuple((analysis.first.get(node, node), tuple(amounts)) for node, amounts in made[index].items()),
+                tuple((first.get(node, node), tuple(amounts)) for node, amounts in made[index].items()),
                 tuple(at for at, node in enumerate(block.nodes) if node in left),
             )
             for index, (block, own) in enumerate(zip(analysis.blocks, parameters, strict=True))
@@ -258,3 +260,17 @@ class MemoryBound:
             Parameters(sizes[*kind, "weight"], sizes[*kind, "gradient"], sizes[*kind, "optimizer"], *kind)
             for kind in dict.fromkeys(key[:-1] for key in sizes)
         )
+
+
+def _free_alike(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """For every free op, such as each layer's own mask, the first that is the same of operands of the same sizes."""
+    seen: dict[object, fx.Node] = {}
+    return {node: seen.setdefault(_kind_of(node), node) for node in nodes}
+
+
+def _kind_of(node: fx.Node) -> str:
+    def written(operand: fx.Node) -> Any:
+        found = operand.meta.get("val")
+        return str((found.dtype, found.shape)) if isinstance(found, torch.Tensor) else str(found)
+
+    return f"{node.target} {fx.map_arg((node.args, node.kwargs), written)}"

@@ -91,8 +91,12 @@ class ModuleSets:
                 for value, owner in costs.reads(node):
                     if value.node not in among:
                         entering.setdefault(owner, place[node])
-            ran = frozenset(place[node] for node in own[: last + 1])
-            modules.append(ModuleSet((frozenset(place[node] for node in own),), ran, entering))
+            ran, covered = frozenset(place[node] for node in own[: last + 1]), frozenset(place[node] for node in own)
+            # what keeps only what enters it frees nothing, in no set
+            if any(owner not in entering and not covered.isdisjoint(keeps) for owner, keeps in keepers.items()) or any(
+                place[node] in covered for node in inside
+            ):
+                modules.append(ModuleSet((covered,), ran, entering))
         sets = list[ModuleSet]()
         for chosen in _apart(modules):
             sets.append(_joined(chosen))
@@ -155,18 +159,24 @@ class ModuleSets:
         was not, and no conversion inside a module runs again that did not. The empty one is first, the whole layer
         last.
         """
-        again, freed, kept = self.again > 0, self.freed > 0, set(self.kept)
+        again, freed, kept = _as_bits(self.again > 0), _as_bits(self.freed > 0), set(self.kept)
         found: list[int] = []
-        for at in sorted(range(len(self.sets) - 1), key=lambda item: (again[item].sum(), -freed[item].sum(), item)):
+        for at in sorted(
+            range(len(self.sets) - 1), key=lambda item: (again[item].bit_count(), -freed[item].bit_count())
+        ):
             if not any(
-                (again[other] <= again[at]).all()
-                and (freed[other] >= freed[at]).all()
+                not again[other] & ~again[at]
+                and not freed[at] & ~freed[other]
                 and _within(self.sets[other], self.sets[at])
                 and self.sets[other].entering.keys() - kept <= self.sets[at].entering.keys()
                 for other in found
             ):
                 found.append(at)
         return [*(self.sets[at] for at in found), self.sets[-1]]
+
+
+def _as_bits(rows: NDArray[np.bool_]) -> list[int]:
+    return [int.from_bytes(np.packbits(row).tobytes()) for row in rows]
 
 
 def _within(one: ModuleSet, other: ModuleSet) -> bool:

@@ -17,6 +17,7 @@ from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
 from autopart.candidates import Candidates
 from autopart.folding import is_stored
 from autopart.models import load_model
+from autopart.passes.graph import module_path
 from autopart.prices import Chosen, share_of
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.placement import REPLICATE
@@ -30,6 +31,7 @@ MODELS = (
     "hf:llama?num_hidden_layers=7&hidden_size=64&intermediate_size=128&num_attention_heads=4&num_key_value_heads=4"
     "&seq=16&vocab_size=128",
 )
+T5 = "hf:t5?num_layers=6&d_model=64&d_ff=128&num_heads=4&d_kv=16&seq=16&vocab_size=128"
 BATCH = 16
 
 
@@ -128,17 +130,32 @@ def test_no_strategies_undercut_the_prices_of_a_layer(model: str, bandwidth: flo
     assert near[-1] < 1.02
 
 
-@pytest.mark.parametrize("model", MODELS)
+def test_layers_of_a_decoder_with_masks_of_their_own_are_alike() -> None:
+    """Each makes its mask for what the encoder gave it, of nothing that is its own."""
+    candidates = Candidates(analysis_of(T5), ideal(4), BATCH, "adamw", zero=None)
+    analysis = candidates.analysis
+    masks = {node.target for node in analysis.free if len(node.users) == 1 and "decoder.block.3" in module_path(node)}
+    assert masks
+    names = [[analysis.layers[own[0]] for own in item.blocks] for item in candidates.alike_layers()]
+    assert names == [[f"{part}.block.{number}" for number in range(1, 6)] for part in ("encoder", "decoder")]
+    for item in candidates.alike_layers():
+        found = candidates._pieces.module_sets(item.facts, item.blocks[0])
+        # products that keep what enters them free nothing, in no set
+        assert found is not None and len(found.sets) < 2000
+
+
+@pytest.mark.parametrize("model", [*MODELS, T5])
 def test_modules_that_run_again_free_and_hold_what_blocks_say(model: str) -> None:
     """Of a layer and of its blocks, without tensor axes: no way undercuts those of bounds, and most are near."""
     candidates = Candidates(analysis_of(model), ideal(4), BATCH, "adamw", zero=None)
     config = Degrees(4, 1, (), 4, "1f1b")
     shape = candidates.problem(config, candidates.choose(config)).shapes[0]
     setting = candidates._piece_setting(config, transients=True)
-    (alike,) = candidates.alike_layers()
     found = {layer.blocks: layer.parts for layer in shape.layers}
     near = count = 0
-    for own in alike.blocks:
+    layers = [(alike, own) for alike in candidates.alike_layers() for own in alike.blocks]
+    assert len(layers) >= 5
+    for alike, own in layers:
         pieces = {own: candidates._family(config, alike, setting).whole}
         pieces |= {(number,): candidates._pieces.block(number, setting) for number in own}
         for part, piece in pieces.items():
@@ -199,9 +216,11 @@ MESHES = ((1, 4, 2), (2, 2, 2), (4, 1, 2), (2, 1, 4), (4, 2, 1), (2, 4, 1), (1, 
     [
         (MODELS[0], ROOMS[1], 1e8, MESHES[1:2]),
         (MODELS[0], ROOMS[2], 1e9, ((4, 2, 1),)),
+        pytest.param(T5, ROOMS[0], 1e8, ((1, 4, 2),), marks=pytest.mark.slow),
+        (T5, ROOMS[1], 1e9, ((1, 8, 1),)),
         *(
             pytest.param(model, room, speed, MESHES, marks=pytest.mark.slow)
-            for model in MODELS
+            for model in (*MODELS, T5)
             for room in ROOMS
             for speed in (1e7, 1e9)
         ),
