@@ -132,8 +132,6 @@ class CandidateFloors(CandidateSums):
         """
         if config.schedule not in WHOLE_SCHEDULES or self.faster(config) != 1.0:
             return None
-        if config.stages > 1 and not self.positions.in_row:
-            return None
         alike, apart = self.alike_layers(), self._apart(self.alike_layers())
         if not alike or len(apart) > MOST_APART:
             return None
@@ -158,9 +156,9 @@ class CandidateFloors(CandidateSums):
         known = self._pipeline_floor(config, self._work_bound(config))
         if known >= below:
             return known
-        if config.pp == 1:
+        if not self._in_runs(config):
             parts = self._pipeline(config, self._work_bound(config), others=True)
-            return known if parts is None else max(known, least_step_seconds(*parts, below))
+            return known if parts is None else max(known, self._tied_floor(config, least_step_seconds(*parts, below)))
         divisions = self._divisions_of(config)
         return (
             known if divisions is None else max(known, self._tied_floor(config, divisions.least_seconds(known, below)))
@@ -170,10 +168,16 @@ class CandidateFloors(CandidateSums):
         """Whether :meth:`divided_floor` is known to be as much, which is sooner told, of several stages."""
         if config.pp == 1:
             return False
+        if not self._in_runs(config):
+            return self.divided_floor(config, seconds) >= seconds
         if self._pipeline_floor(config, self._work_bound(config)) >= seconds:
             return True
         divisions = self._divisions_of(config)
         return divisions is not None and divisions.take(seconds)
+
+    def _in_runs(self, config: Degrees) -> bool:
+        """Whether stages are several and each a run of block numbers."""
+        return config.pp > 1 and self.positions.in_row
 
     def _work_bound(self, config: Degrees) -> float:
         """Of the ops of a microbatch, as far as a solver was asked."""
@@ -236,7 +240,7 @@ class CandidateFloors(CandidateSums):
             if len(blocks) > 1 and node.meta.get("trainable"):
                 size = value_bytes(Value(node)).at(1) / ranks
                 tied = bucketed_all_reduce_seconds(size * self.summed, 2, ends)
-                between = self.analysis.blocks[blocks[0] : blocks[-1] + 1]
+                between = (self.analysis.blocks[number] for number in self.positions.between(blocks))
                 alone = math.fsum(sum(seconds(first.get(op, op))) for block in between for op in block.nodes)
                 found = min(found + tied, max(found, config.microbatches * alone))
         return found
@@ -257,7 +261,7 @@ class CandidateFloors(CandidateSums):
             found = self.strategy_floor(config)
             return max(found, self.sums_floor(config, below)) if found < below else found
         found = self.divided_floor(config, below)
-        if config.pp > 1 or found >= below:
+        if self._in_runs(config) or found >= below:
             return found
         # on several axes the solver takes a minute for what prices of layers say as well
         found = max(found, self.strategy_floor(config)) if len(config.axes) <= 1 else found

@@ -123,7 +123,16 @@ class CandidateLayers(CandidatePrices):
         whole = self._pieces.layer(alike.facts, alike.blocks[0], setting, alike.priced, alike.layer)
         pieces = tuple(self._pieces.block(number, setting, alike.priced) for number in alike.blocks[0])
         prices = self._layer_prices(config, alike, whole) if priced else ()
-        return Family(len(alike.blocks), whole, pieces, prices)
+        return Family(len(alike.blocks), whole, pieces, prices, parted=self._parted(alike))
+
+    def _parted(self, alike: AlikeLayers) -> int:
+        """Of these layers those that one cut parts, at most: of blocks in a row that is one."""
+        if self.positions.in_row:
+            return 1
+        if not self.positions.complete:
+            return len(alike.blocks)
+        layers = [sum(1 << block for block in own) for own in alike.blocks]
+        return max(sum(0 < mask & layer < layer for layer in layers) for mask in self.positions.sets)
 
     def _with_pieces(self, config: Degrees, alike: AlikeLayers, family: Family) -> Family:
         """With prices of what layers that are cut leave in a stage."""

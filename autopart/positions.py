@@ -23,17 +23,32 @@ from autopart.solver.stages_order import positions
 @dataclass(frozen=True, slots=True)
 class Positions:
     """sets: of blocks as bits, the empty one first and the full one last. crossings: per position the values made in
-    it and read outside of it. complete: whether no convex division is left out.
+    it and read outside of it. complete: whether no convex division is left out. edges: (block, block that reads a value
+    of it), lower numbers first.
     """
 
     sets: tuple[int, ...]
     crossings: tuple[tuple[Value, ...], ...]
     complete: bool
+    edges: tuple[tuple[int, int], ...]
 
     @property
     def in_row(self) -> bool:
         """Whether stages are runs of block numbers."""
         return all(mask & (mask + 1) == 0 for mask in self.sets)
+
+    def between(self, blocks: Sequence[int]) -> Sequence[int]:
+        """What a stage surely has that has all of these blocks."""
+        if self.in_row:
+            return range(min(blocks), max(blocks) + 1)
+        behind, before = set(blocks), set(blocks)
+        for source, target in self.edges:
+            if source in behind:
+                behind.add(target)
+        for source, target in sorted(self.edges, key=lambda edge: -edge[1]):
+            if target in before:
+                before.add(source)
+        return sorted(behind & before)
 
     @staticmethod
     def of(analysis: Analysis, together: Sequence[Sequence[int]] = ()) -> Positions:
@@ -52,9 +67,10 @@ class Positions:
                 if outside >> index & 1:
                     pair = block_of[value.node], index
                     sent[pair] = sent.get(pair, 0.0) + size
+        edges = block_edges(analysis.blocks)
         found, complete = positions(
             len(analysis.blocks),
-            block_edges(analysis.blocks),
+            edges,
             together,
             weights=[_weight(analysis, block.nodes) for block in analysis.blocks],
             sent=sent,
@@ -63,7 +79,7 @@ class Positions:
             tuple(value for value, outside in readers.items() if makers[value] & mask and outside & ~mask)
             for mask in found
         )
-        return Positions(found, crossings, complete)
+        return Positions(found, crossings, complete, edges)
 
 
 def _weight(analysis: Analysis, nodes: Sequence[fx.Node]) -> float:

@@ -241,6 +241,18 @@ def test_memory_that_does_not_hold_all_is_paid_for() -> None:
     ) == float("inf")
 
 
+def test_layers_that_no_cut_parts_obey_their_prices() -> None:
+    """Of four layers that take a second for each byte less that they keep, those that a cut may part need not."""
+    piece, prices = Piece(1.0, 2.0, (), (Way(0.0, 0.0, 1.0), Way(0.0))), (Price(0.0, 1.0, 4.0),)
+    pipeline = Pipeline(1, (1, 1), (1.0, 1.0))
+
+    def seconds(parted: int) -> float:
+        return least_step_seconds([Family(4, piece, (piece,), prices, parted=parted)], [], pipeline)
+
+    # two layers keep nothing, as there is room for two
+    assert [seconds(parted) for parted in (0, 1, 2, 3)] == pytest.approx([14.0, 13.0, 12.0, 12.0], rel=1e-5)
+
+
 def test_strategies_that_hold_less_are_slower() -> None:
     """Whole weights on each rank take 3 s a layer, halves 4 s."""
     prices = (Price(0.0, 0.0, 3.0), Price(1.0, 0.0, 5.0))

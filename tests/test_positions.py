@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 import autopart.verify
 from autopart.analysis import Analysis, analyze
+from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
+from autopart.candidates import Candidates
 from autopart.passes import graph as graphs
 from autopart.passes.blocks import block_edges
 from autopart.pins import read_pins
@@ -22,7 +25,8 @@ from autopart.planner import make_plan
 from autopart.positions import Positions
 from autopart.realize import realize
 from autopart.report.table import stage_table
-from autopart.runtime.errors import PlanError
+from autopart.runtime.errors import InfeasibleError, PlanError
+from autopart.solver.degrees import Degrees
 from autopart.solver.stages_coarse import coarsen
 from autopart.solver.stages_order import positions
 from autopart.verify import compare_emitted, prepare
@@ -63,6 +67,42 @@ def towers() -> tuple[Subject, Analysis]:
     x, y = (torch.randn(8, 8, generator=generator, dtype=torch.float64) for _ in range(2))
     subject = prepare(Towers().double(), (), {"x": x, "y": y})
     return subject, analyze(subject.program)
+
+
+def test_what_lies_between_blocks_is_on_ways_from_one_to_another() -> None:
+    edges = ((0, 2), (1, 3), (2, 4), (3, 4), (4, 5))
+    found, complete = positions(6, edges)
+    of = Positions(found, ((),) * len(found), complete, edges)
+    assert not of.in_row and complete
+    assert list(of.between((0, 4))) == [0, 2, 4] and list(of.between((1, 2))) == [1, 2]
+    assert list(of.between((0, 1, 5))) == list(range(6))
+    row = Positions((0, 1, 3, 7), ((),) * 4, True, ((0, 1), (1, 2)))
+    assert row.in_row and list(row.between((0, 2))) == [0, 1, 2]
+
+
+def test_bounds_hold_where_a_cut_parts_layers_of_two_towers() -> None:
+    analysis = towers()[1]
+    room, raised = analysis.program.batch * 2**12, 0
+    for memory in (room, 2 * room, 64 * room):
+        cluster = ideal(8, bandwidth=1e8, memory_bytes=CUDA_OVERHEAD_BYTES + memory)
+        candidates = Candidates(analysis, cluster, analysis.program.batch, "adamw", zero=None)
+        assert not candidates.positions.in_row
+        (alike,) = candidates.alike_layers()
+        assert len(alike.blocks) == 4 and candidates._parted(alike) == 2
+        for pp, dp, microbatches in itertools.product((2, 4), (1, 2), (1, 2)):
+            config = Degrees(pp, dp, (), microbatches, "1f1b")
+            floor = candidates.work_floor(config)
+            try:
+                found = candidates.evaluate(config)
+            except InfeasibleError:
+                continue
+            last = candidates.last_floor(config, 2 * found.objective)
+            assert floor <= last * (1 + 1e-9) and last <= found.objective * (1 + 1e-9), config
+            assert not candidates.surely_takes(config, found.objective * (1 + 1e-6))
+            divided = candidates.divided_floor(config, 2 * found.objective)
+            assert divided <= last * (1 + 1e-9) and candidates.surely_takes(config, divided * (1 - 1e-3))
+            raised += last > candidates.known_floor(config) * 1.01
+    assert raised
 
 
 def towers_of(analysis: Analysis, name: str) -> list[int]:

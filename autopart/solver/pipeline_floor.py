@@ -18,8 +18,8 @@ strategies are, their seconds t, bytes of weights v and bytes a that a microbatc
     t + mu v + nu a >= D(mu, nu)        t + f + mu v + nu a >= D'(mu, nu)
 
 for each layer that lies in one stage, where t has what runs again and a what is kept then, and f are the seconds of the
-forward, which hides no sums. A stage's layers obey them together. p - 1 layers may be cut: their pieces lie in any
-stages, and obey prices of t with nu = 0 over all stages. Stages are runs of a row of pieces, so that no more are.
+forward, which hides no sums. A stage's layers obey them together. Each of p - 1 cuts parts a layer, or, where pieces
+are in no row, a few of them: the pieces of these lie in any stages, and obey prices of t with nu = 0 over all stages.
 
 Prices are used as far as an answer violates them. Of a family whose prices are unknown all is shared perfectly.
 """
@@ -119,7 +119,8 @@ class Price:
 @dataclass(frozen=True, slots=True)
 class Family:
     """``count`` equal layers. whole: one that lies in one stage. pieces: of one that is cut. prices: of strategies and
-    the ways to run them. piece_prices: the same of each piece by itself, if known.
+    the ways to run them. piece_prices: the same of each piece by itself, if known. parted: layers that one cut parts,
+    at most.
     """
 
     count: int
@@ -127,6 +128,7 @@ class Family:
     pieces: tuple[Piece, ...]
     prices: tuple[Price, ...] = ()
     piece_prices: tuple[tuple[Price, ...], ...] = ()
+    parted: int = 1
 
     def alone(self, piece: int, count: int) -> Family:
         """So many of a piece, as if each was a layer."""
@@ -220,7 +222,7 @@ class _Program:
             self._add(piece, self._shares(piece))
         self.layers: list[tuple[Family, list[_Layers]]] = []
         for item in families:
-            cut = min(item.count, pipeline.stages - 1)
+            cut = min(item.count, item.parted * (pipeline.stages - 1))
             found = [*self._whole(item, item.count - cut), *self._cut(item, cut)]
             self.layers.append((item, found))
         self._time()
