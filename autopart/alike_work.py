@@ -157,6 +157,12 @@ def strategy_prices(
     return tuple(Price(*price) for price in zip(*columns, strict=True))
 
 
+def least_seconds(builder: Builder, layers: AlikeLayers) -> float:
+    """Of the ops and conversions of one layer, forward and backward, under any strategies."""
+    none = np.zeros(1)
+    return float(_Work.of(builder, layers, [ModuleSet()]).least(none, none, np.array([False]))[0])
+
+
 def kept_by_choice(builder: Builder, layers: AlikeLayers) -> dict[tuple[str, ...], Array]:
     """By class of a layer's ops, the bytes that one op keeps under each of its choices, where nothing runs again and a
     tensor that several ops keep counts as :mod:`autopart.kept_in_layers` says.

@@ -17,6 +17,7 @@ from autopart.alike_work import (
     alike_layers,
     beside_layers,
     kept_by_choice,
+    least_seconds,
     pieces_of,
     strategy_prices,
 )
@@ -50,6 +51,7 @@ class CandidateLayers(CandidatePrices):
     _alike_layers: list[AlikeLayers] | None = None
     _beside_layers: tuple[AlikeLayers, ...] | None = None
     _piece_layers: dict[tuple[int, ...], tuple[AlikeLayers, ...]] = field(default_factory=dict)
+    _least_blocks: dict[object, dict[int, float]] = field(default_factory=dict)
     _module_sets: dict[tuple[int, ...], Sequence[ModuleSet]] = field(default_factory=dict)
     _kept_sizes: dict[object, dict[tuple[str, ...], NDArray[np.float64]]] = field(default_factory=dict)
     _parts: dict[str, FoldedPart] = field(default_factory=dict)  # by layer
@@ -64,6 +66,7 @@ class CandidateLayers(CandidatePrices):
         found = CandidatePrices._with(self, cluster, device, whole)
         if not same_but_for_memory(device, self.device) or whole != self.whole:
             found._priced_layers, found._least_op_seconds, found._least_transients = {}, {}, {}
+            found._least_blocks = {}
         if device.kind != self.device.kind:
             found._memory = MemoryBound(self.analysis, found._block_costs, self.readers, self.optimizer)
             found._pieces, found._alike_layers, found._beside_layers = LayerPieces(found._memory), None, None
@@ -138,12 +141,32 @@ class CandidateLayers(CandidatePrices):
         """With prices of what layers that are cut leave in a stage."""
         if len(family.pieces) == 1:
             return replace(family, piece_prices=(family.prices,))
+        own = zip(self._pieces_of(alike), family.pieces, strict=True)
+        return replace(family, piece_prices=tuple(self._layer_prices(config, *pair) for pair in own))
+
+    def _pieces_of(self, alike: AlikeLayers) -> tuple[AlikeLayers, ...]:
         own = self._piece_layers.get(alike.blocks[0])
         if own is None:
             own = pieces_of(alike, self._folded, self._memory)
             self._piece_layers[alike.blocks[0]] = own
-        prices = (self._layer_prices(config, layers, piece) for layers, piece in zip(own, family.pieces, strict=True))
-        return replace(family, piece_prices=tuple(prices))
+        return own
+
+    def least_block_seconds(self, config: Degrees) -> dict[int, float]:
+        """Of blocks of alike layers, forward and backward, under any strategies, as far as layers are not too wide."""
+        key = self._strategies_key(config)
+        if key not in self._least_blocks:
+            builder = Builder(
+                self.analysis, self._folded, self.setting(config), self._block_costs, self.optimizer, (0,)
+            )
+            found: dict[int, float] = {}
+            for piece in (piece for alike in self.alike_layers() for piece in self._pieces_of(alike)):
+                try:
+                    seconds = least_seconds(builder, piece)
+                except PlanError:
+                    continue
+                found |= dict.fromkeys((block for own in piece.blocks for block in own), seconds)
+            self._least_blocks[key] = found
+        return self._least_blocks[key]
 
     def _layer_prices(self, config: Degrees, layers: AlikeLayers, whole: Piece) -> tuple[Price, ...]:
         """Of the strategies of alike layers and the modules that run again.

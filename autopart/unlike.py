@@ -22,7 +22,8 @@ speed v, so that with S the sum of all v_d, and r = (m - 1) / m, the argument of
     F >= R / (v (1 - r^p) + (S - p v) / m)    and    F >= (L + R / (S - (p - 1) v)) / (1 - r^p)
 
 After an evaluation the bound is the stage solver's, with tensor-parallel shapes at a perfect share of each op, of each
-gradient's sum and of what crosses, whatever the strategies.
+gradient's sum and of what crosses, whatever the strategies; a block of layers that are alike takes what its fastest
+strategies do with their collectives. To that come sums of gradients that the first and the last stage share.
 """
 
 from __future__ import annotations
@@ -46,12 +47,14 @@ from autopart.mesh_prices import (
     have_same_strategies,
 )
 from autopart.passes.data_axis import LEVELS
+from autopart.passes.graph import Value
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import in_flight
 from autopart.solver import stages as stage_solver
 from autopart.solver.degrees import UnlikeMeshes
 from autopart.solver.search import Evaluation, NotBetter
-from autopart.solver.stages_parts import Block, Shape, TiedGroup
+from autopart.solver.stages_parts import Block, Cut, Shape, TiedGroup
+from autopart.solver.stages_passing import Passing
 from autopart.solver.stages_problem import Slot, StageProblem
 from autopart.step_time import WHOLE_SCHEDULES, simulated_seconds
 from autopart.unlike_answer import UnlikeAnswer
@@ -214,7 +217,8 @@ class UnlikeCandidates:
         whole = every.complete and len(self.prices.positions) == len(every.sets)
         if config.schedule not in WHOLE_SCHEDULES or not whole:
             return 0.0
-        return stage_solver.least_seconds(self._relaxed(problem, priced)) / self.candidates.faster(config)
+        divided = stage_solver.least_seconds(self._relaxed(problem, priced)) + self._least_tied_seconds(config)
+        return divided / self.candidates.faster(config)
 
     def _solve(self, config: UnlikeMeshes, levels: Sequence[int], below: float) -> UnlikeAnswer:
         missing = 0.0
@@ -330,13 +334,26 @@ class UnlikeCandidates:
                 shapes.append(replace(shape, tied=_free(shape.tied)))
             else:
                 cuts = tuple(tuple(replace(cut, buffer_bytes=0.0) for cut in cuts) for cuts in shape.cuts)
-                own = part.candidates.problem(part.config, item.choice).shapes[0].blocks
-                blocks = tuple(Block(block.name, block.forward_s, block.backward_s) for block in own)
-                free = tuple(replace(group, bytes=0.0, step_end_s=0.0) for group in _free(shape.tied))
-                shapes.append(Shape(blocks, cuts, 0.0, free, shape.name))
+                shapes.append(_of_one(part.candidates.problem(part.config, item.choice).shapes[0], cuts, shape.name))
         # what other strategies have to convert between unlike meshes may be less
         alike = {pair: cuts for pair, cuts in problem.pairs.items() if not any(priced[at].mesh.axes for at in pair)}
         return replace(problem, shapes=tuple(shapes), pairs=alike)
+
+    def _least_tied_seconds(self, config: UnlikeMeshes) -> float:
+        """Of summing gradients of parameters that the first and the last block read, at least: that crosses a network,
+        as the first and the last of several stages lie at the ends of a row of all devices.
+        """
+        cluster, last = self.candidates.cluster, len(self.candidates.analysis.blocks) - 1
+        if len(cluster.nodes) < 2 or config.pp == 1:
+            return 0.0
+        ends = itertools.accumulate(own.count for own in cluster.nodes)
+        links = [cluster.link(*pair, senders=1) for pair in itertools.combinations((end - 1 for end in ends), 2)]
+        found = 0.0
+        for node, blocks in self.candidates.readers.items():
+            if node.meta.get("trainable") and {0, last} <= set(blocks):
+                size = self.candidates.whole_bytes(Value(node), 1) * self.candidates.summed
+                found += min(bucketed_all_reduce_seconds(size, 2, link) for link in links)
+        return found
 
     def _shared(self, item: Priced, part: Part) -> Shape:
         """A mesh with tensor axes under whatever strategies, and at whatever level of ZeRO."""
@@ -345,7 +362,21 @@ class UnlikeCandidates:
         links = (self.prices.between(mesh, mesh, level) for level in (INSIDE, NETWORK))
         every = [candidates.least_cuts(part.config, link) for link in links]
         cuts = tuple(tuple(replace(own[at], buffer_bytes=0.0) for at in self.prices.positions) for own in every)
-        return Shape(parts.blocks, cuts, 0.0, parts.tied, item.shape.name, sums=parts.sums)
+        # what collectives add may as well be part of the backward, which hides the more
+        least = candidates.least_block_seconds(part.config)
+        blocks = tuple(
+            replace(block, backward_s=max(block.backward_s, least.get(at, 0.0) - block.forward_s))
+            for at, block in enumerate(parts.blocks)
+        )
+        return Shape(blocks, cuts, 0.0, parts.tied, item.shape.name, sums=parts.sums)
+
+
+def _of_one(shape: Shape, cuts: tuple[tuple[Cut, ...], ...], name: str) -> Shape:
+    """What one of unlike replicas does, and sums with the others, without any memory."""
+    blocks = (Block(own.name, own.forward_s, own.backward_s, step_end_s=own.step_end_s) for own in shape.blocks)
+    tied = tuple(replace(group, bytes=0.0) for group in _free(shape.tied))
+    passing = Passing(limit=shape.passing.limit)
+    return Shape(tuple(blocks), cuts, 0.0, tied, name, sums=shape.sums, passing=passing)
 
 
 def _free(tied: Sequence[TiedGroup]) -> tuple[TiedGroup, ...]:

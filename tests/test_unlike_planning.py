@@ -122,13 +122,15 @@ def test_configurations_are_compared_by_what_their_plans_take(text: str) -> None
     candidates = Candidates(analysis, Cluster.parse(text), 32, "adamw")
     unlike = UnlikeCandidates(MeshPrices(candidates, None, None))
     configs = unlike.configs(None, None, (("1f1b", 1),), "auto")
-    ratios = []
+    ratios, bounds = [], []
     for config in configs:
         found = unlike.evaluate(config)
         seconds = describe_unlike(unlike, found.answer).step_time_s
         assert found.bound <= seconds * (1 + 1e-9), config
         ratios.append(seconds / found.objective)
+        bounds.append(found.bound / seconds)
     assert len(ratios) > 5 and min(ratios) > 0.9 and max(ratios) < 1.1, sorted(ratios)
+    assert max(bounds) > 0.8, "the parts of a step that nothing hides count"
 
 
 def test_memory_limits_each_device_by_its_own() -> None:
