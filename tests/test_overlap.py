@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,7 +25,8 @@ from autopart.realize import emit
 from autopart.runtime import gradients
 from autopart.runtime.buckets import BUCKET_BYTES, messages_of
 from autopart.solver.degrees import Degrees
-from autopart.solver.overlap import GradientSum, hidden_seconds
+from autopart.solver.overlap import GradientSum, hidden_seconds, late_between
+from autopart.solver.stages_runs import Runs
 from autopart.step_time import step_end_seconds
 from autopart.tracing import capture
 from clusters import ideal
@@ -65,6 +68,32 @@ def test_a_message_takes_time_besides_its_bytes() -> None:
     sums = [GradientSum((block,), 1.0, 3.0, call_s=0.5) for block in (2, 1, 0)]
     assert hidden_seconds(sums, UNITS, 1.0) == pytest.approx(5.5)  # the last one leaves with the end, 0.5 + 3.0
     assert hidden_seconds(sums, UNITS, 9.0) == pytest.approx(-0.5)  # all leave with it
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_passes_the_backward_at_least_is_what_does_where_each_gradient_goes_by_itself(seed: int) -> None:
+    """Of every run of blocks; in larger messages, or another order, more passes."""
+    rng = random.Random(seed)
+    count = rng.randint(1, 7)
+    backwards = [rng.random() for _ in range(count)]
+    blocks = [(block,) for block in range(count)] + [
+        tuple(sorted(rng.sample(range(count), rng.randint(2, count)))) for _ in range(2 if count > 1 else 0)
+    ]
+    sums = [GradientSum(own, 1.0, 2 * rng.random()) for own in blocks if rng.random() < 0.8]
+    member = np.tri(count + 1, count, -1, dtype=bool)
+    runs = Runs.of(member)
+    late = late_between(sums, member, runs, backwards)
+    for first, last, least in zip(runs.first.tolist(), runs.last.tolist(), late.tolist(), strict=True):
+        units = [((block,), backwards[block]) for block in range(first, last)]
+        # as they are made: the last blocks first
+        own = [item for item in sums if any(first <= block < last for block in item.blocks)]
+        own.sort(key=lambda item: -min(block for block in item.blocks if block >= first))
+        total = sum(item.seconds for item in own)
+        assert total - hidden_seconds(own, units, 1.0) == pytest.approx(least)
+        rng.shuffle(own)
+        assert total - hidden_seconds(own, units, rng.choice([1.0, 2.0, 9.0])) >= least * (1 - 1e-9)
+    apart = np.array([[False, False], [False, True], [True, True]])
+    assert not late_between([GradientSum((0,), 1.0, 1.0)], apart, Runs.of(apart), [0.0, 0.0]).any(), "no row"
 
 
 def test_small_models_and_slow_networks_have_smaller_messages() -> None:

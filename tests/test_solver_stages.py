@@ -245,6 +245,7 @@ def check_against_all(problem: StageProblem, edges: Edges, max_programs: int) ->
     assert solution.gap == 0
     least = brute.lower_bound_seconds(problem, edges)
     assert solution.lower_bound_s <= least * (1 + 1e-9)
+    assert solution.lower_bound_s <= stages.least_seconds(problem) * (1 + 1e-9) <= least * (1 + 2e-9)
     assert solution.lower_bound_s <= solution.objective * (1 + 1e-9)
     assert problem.excess_bytes(solution.way) <= 0 and problem.respects_pins(solution.way)
 

@@ -84,3 +84,36 @@ def sums_between(sums: Sequence[GradientSum], member: NDArray[np.bool_], runs: R
     for blocks, seconds in shared.items():
         found += seconds * (runs.between(member[:, list(blocks)].sum(axis=1)) > 0)
     return found
+
+
+def late_between(
+    sums: Sequence[GradientSum], member: NDArray[np.bool_], runs: Runs, hiding: Sequence[float]
+) -> NDArray[np.float64]:
+    """By run, seconds by which its sums pass the end of its last backward, at least.
+
+    Once a block's gradients are there, backwards of the blocks before it hide its sums and those of these blocks. With
+    h the seconds of backwards, ``hiding``, and c those of sums, a gradient that several blocks add to with the first of
+    these, max_b sum_{i <= b} c_i - sum_{i < b} h_i over the blocks b of the run. 0 where blocks are in no row.
+    """
+    sizes = member.sum(axis=1)
+    found = np.zeros(len(runs))
+    if not sums or not all(row[:size].all() for row, size in zip(member, sizes.tolist(), strict=True)):
+        return found
+    own, several = np.zeros(member.shape[1]), list[tuple[tuple[int, ...], float]]()
+    for item in sums:
+        blocks = tuple(sorted(set(item.blocks)))
+        if len(blocks) == 1:
+            own[blocks[0]] += item.seconds
+        else:
+            several.append((blocks, item.seconds))
+    for first in np.unique(runs.first):
+        start = int(sizes[first])
+        made = own.copy()
+        for blocks, seconds in several:
+            inside = [block for block in blocks if block >= start]
+            if inside:
+                made[inside[0]] += seconds
+        passing = np.cumsum(made[start:]) - np.concatenate([[0.0], np.cumsum(hiding[start:-1])])
+        mine = runs.first == first
+        found[mine] = np.maximum.accumulate(passing)[sizes[runs.last[mine]] - start - 1]
+    return np.maximum(found, 0.0)

@@ -135,8 +135,8 @@ def solve(
 
 
 def least_seconds(problem: StageProblem) -> float:
-    """StageSolution.lower_bound_s alone. Raises as :func:`solve` does."""
-    return _floor(_graph(problem))[0]
+    """StageSolution.lower_bound_s alone, with sums that pass the last backward. Raises as :func:`solve` does."""
+    return _floor(_graph(problem, late=True))[0]
 
 
 def _few_positions(problem: StageProblem, until: float) -> Way:
@@ -153,13 +153,13 @@ def _few_positions(problem: StageProblem, until: float) -> Way:
     return tuple(replace(step, first=kept[step.first], last=kept[step.last]) for step in search.way)
 
 
-def _graph(problem: StageProblem, most_seconds: float = math.inf) -> StageGraph:
+def _graph(problem: StageProblem, most_seconds: float = math.inf, late: bool = False) -> StageGraph:
     if problem.stages > len(problem.blocks):
         raise PlanError(
             f"{problem.stages} stages need as many blocks, but there are {len(problem.blocks)}; "
             f"use at most {len(problem.blocks)} stages"
         )
-    return StageGraph.build(problem, most_seconds)
+    return StageGraph.build(problem, most_seconds, late)
 
 
 def _floor(graph: StageGraph) -> Found:

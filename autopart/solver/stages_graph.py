@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopart.solver.overlap import sums_between
+from autopart.solver.overlap import late_between, sums_between
 from autopart.solver.stages_choices import Fastest, Held, least_excess, least_seconds, relaxed_seconds
 from autopart.solver.stages_floor import arc_floors, source_ends
 from autopart.solver.stages_parts import Choice, Family, Shape, hiding_seconds
@@ -76,8 +76,10 @@ class StageGraph:
     _kinds: dict[int, NDArray[np.int64]] = field(default_factory=dict)
 
     @staticmethod
-    def build(problem: StageProblem, most_seconds: float = math.inf) -> StageGraph:
-        """most_seconds: runs whose blocks take more at their fastest are left out."""
+    def build(problem: StageProblem, most_seconds: float = math.inf, late: bool = False) -> StageGraph:
+        """most_seconds: runs whose blocks take more at their fastest are left out. late: sums of gradients that pass
+        the last backward count in floors, as :func:`autopart.solver.overlap.late_between` says.
+        """
         used = _slots_in_use(problem)
         keys: dict[_Key, int] = {}
         slots: list[list[tuple[int, int]]] = []
@@ -91,7 +93,7 @@ class StageGraph:
         crossing = np.array([[[cut.seconds for cut in cuts] for cuts in s.cuts] for s in problem.shapes])
         member, runs = _all_runs(problem.positions, len(problem.blocks))
         runs = _fast_enough(problem, member, runs, most_seconds)
-        shapes = [_Costs.of(shape, member, runs) for shape in problem.shapes]
+        shapes = [_Costs.of(shape, member, runs, late) for shape in problem.shapes]
         allowed = [_allowed(problem, stage, member, runs) for stage in range(problem.stages)]
         shape_ = (len(keys), len(runs))
         made = {name: np.empty(shape_) for name in ("seconds", "busy", "step_end", "once", "excess", "room")}
@@ -264,7 +266,7 @@ class _Costs:
     peak: Array  # the largest transient of the fastest choices
 
     @staticmethod
-    def of(shape: Shape, member: Bits, runs: Runs) -> _Costs:
+    def of(shape: Shape, member: Bits, runs: Runs, late: bool) -> _Costs:
         families, held = Held.of(shape, member, runs)
         quickest = [_fastest(family) for family in families]
         fastest = held.summed([choice.seconds for choice in quickest])
@@ -282,7 +284,10 @@ class _Costs:
         for kept in shape.kept:
             kept_bytes += kept.bytes * (runs.between(member[:, list(set(kept.blocks))].sum(axis=1)) > 0)
         hiding = held.summed([hiding_seconds(family) for family in families])
-        exposed = step_end - np.minimum(sums_between(shape.sums, member, runs), hiding)
+        sums = sums_between(shape.sums, member, runs)
+        exposed = step_end - np.minimum(sums, hiding)
+        if late and (alone := _hiding_alone(shape)):
+            exposed = np.maximum(exposed, step_end - sums + late_between(shape.sums, member, runs, alone))
         peak = held.largest([choice.transient_bytes for choice in quickest])
         messages = shape.passing.messages_of(member, runs)
         updating = held.summed([min(choice.state_bytes for choice in family) for family in families]) + tied_bytes
@@ -321,6 +326,16 @@ def _rounded(room: Array) -> Array:
     unit = 2.0 ** (math.frexp(most)[1] - 44)
     rounded: Array = np.round(room / unit) * unit
     return rounded
+
+
+def _hiding_alone(shape: Shape) -> list[float]:
+    """Of each block; none where layers' blocks do not follow each other, or parts hide more than their blocks do."""
+    if any(layer.blocks[-1] - layer.blocks[0] >= len(layer.blocks) for layer in shape.layers):
+        return []
+    found = [hiding_seconds(block.choices) for block in shape.blocks]
+    parts = (item for layer in shape.layers for item in layer.parts.items())
+    more = any(hiding_seconds(own) > (1 + 1e-9) * math.fsum(found[block] for block in part) for part, own in parts)
+    return [] if more else found
 
 
 def _fastest(family: Family) -> Choice:
