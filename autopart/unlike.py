@@ -341,10 +341,11 @@ class UnlikeCandidates:
 
     def _least_tied_seconds(self, config: UnlikeMeshes) -> float:
         """Of summing gradients of parameters that the first and the last block read, at least: that crosses a network,
-        as the first and the last of several stages lie at the ends of a row of all devices.
+        as the first and the last of several stages lie at the ends of a row of all devices. 0 where other blocks may be
+        in these stages.
         """
         cluster, last = self.candidates.cluster, len(self.candidates.analysis.blocks) - 1
-        if len(cluster.nodes) < 2 or config.pp == 1:
+        if len(cluster.nodes) < 2 or config.pp == 1 or not self.candidates.positions.in_row:
             return 0.0
         ends = itertools.accumulate(own.count for own in cluster.nodes)
         links = [cluster.link(*pair, senders=1) for pair in itertools.combinations((end - 1 for end in ends), 2)]

@@ -5,7 +5,7 @@
 Each line runs the command line as a user would, several times, and prints the fastest: in all, and what of it was
 spent inside ``make_plan`` and in its solvers; CPU seconds are means, the peak of memory is that of all
 runs so far.
-Nothing that earlier runs kept is used. --large: models of 70 B parameters and more, a minute each.
+Nothing that earlier runs kept is used. --large: larger models, a minute each.
 --phases: one process; seconds of the processor by phase, of the cases that force nothing, without imports, which
 torch and transformers go on with when they are first used. --growth: the same for models of more and more layers, ops
 in a layer, and devices. --again: whole commands with a cache that is empty at first: the same, again, with twice the
@@ -54,11 +54,16 @@ _MIXTRAL = (
     "hf:mixtral?num_hidden_layers=24&hidden_size=4096&intermediate_size=8192&num_attention_heads=32"
     "&num_key_value_heads=8&num_local_experts=8&experts_implementation=grouped_mm&seq=1024"
 )
+_T5 = "hf:t5?num_layers=24&d_model=1024&d_ff=16384&num_heads=32&d_kv=128&seq=512"
 LARGE = {
     "Llama-70B-like on 32x8 H100": [_LLAMA_70B, "--cluster", "32x8xH100", "--batch", "512", "--dtype", "bf16"],
+    "Llama-70B-like on 32x8 H100, batch 2,048": [
+        *(_LLAMA_70B, "--cluster", "32x8xH100", "--batch", "2048", "--dtype", "bf16"),
+    ],
     "GPT-3 175B on 128x8 A100-80GB": [_GPT3, "--cluster", "128x8xA100-80GB", "--batch", "1536", "--dtype", "bf16"],
     "GPT 1T on 384x8 A100-80GB": [_1T, "--cluster", "384x8xA100-80GB", "--batch", "3072", "--dtype", "bf16"],
     "Llama-70B-like on 32x8 RTX-4090": [_LLAMA_70B, "--cluster", "32x8xRTX-4090", "--batch", "512", "--dtype", "bf16"],
+    "T5 2.9B on 2x8 V100-16GB": [_T5, "--cluster", "2x8xV100-16GB", "--batch", "256"],
     "Mixtral on 4x8 A100-40GB": [_MIXTRAL, "--cluster", "4x8xA100-40GB", "--batch", "256", "--dtype", "bf16"],
 }
 
@@ -150,7 +155,7 @@ def phases(only: str, cases: Mapping[str, Sequence[str]]) -> None:
         given = dict(zip(options[::2], options[1::2], strict=True))
         if only in name and given.keys() <= FREE:
             dtype = {"bf16": "bfloat16"}.get(given.get("--dtype", ""), "float32")
-            print(f"{name:34} {phase_seconds(model, given['--cluster'], int(given['--batch']), dtype)}", flush=True)
+            print(f"{name:40} {phase_seconds(model, given['--cluster'], int(given['--batch']), dtype)}", flush=True)
 
 
 def run(arguments: Sequence[str], kept: str = "off") -> tuple[float, dict[str, float]]:
@@ -181,7 +186,7 @@ def again(only: str, cases: Mapping[str, Sequence[str]]) -> None:
             for what, asked in questions.items():
                 seconds, plan = run([model, *itertools.chain.from_iterable(asked.items())], kept)
                 found.append(f"{what} {seconds:.1f} s, of it planner {plan['total_s']:.1f} s")
-        print(f"{name:34} {'; '.join(found)}", flush=True)
+        print(f"{name:40} {'; '.join(found)}", flush=True)
 
 
 def main() -> None:
