@@ -288,3 +288,29 @@ def test_layers_that_cannot_be_cut_leave_one_stage_with_more() -> None:
     assert least((layer,)) == pytest.approx(15 * 9 + 2 * 6, rel=2e-3)
     assert least((Piece(0.5, 1.0), Piece(0.5, 1.0))) == pytest.approx(15 + 15 * 7.5, rel=2e-3)
     assert least((Piece(0.25, 0.5), Piece(0.75, 1.5))) == pytest.approx(6.75 + 16 * 8.25, rel=2e-3)
+
+
+def proved(row: Row, rest: list[Piece], pipeline: Pipeline) -> float:
+    """The most seconds that all divisions are proved to take, nearly."""
+    low, high = 0.0, 1e3
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if Divisions([], rest, row, pipeline).take(middle) else (low, middle)
+    return low
+
+
+@pytest.mark.parametrize("seed", [10, 13, 22, 34])
+def test_it_is_as_much_as_of_the_division_that_takes_the_least(seed: int) -> None:
+    """The least before and behind a stage may be of different divisions, of which each takes longer as a whole."""
+    rng = random.Random(seed)
+    rest = [Piece(rng.random(), 2 * rng.random()) for _ in range(9)]
+    places = tuple(Place(-1, -1, number) for number in range(9))
+    boundaries = [Boundary(blocks, rng.random(), rng.random()) for blocks in range(10)]
+    stages, m = rng.randint(3, 5), rng.choice([4, 8, 16])
+    pipeline = Pipeline(m, tuple(in_flight("1f1b", stages, m)), (1e9,) * stages)
+    found = proved(Row(places, tuple(boundaries)), rest, pipeline)
+    alone = (
+        proved(Row(places, tuple(boundaries[at] for at in (0, *cuts, 9))), rest, pipeline)
+        for cuts in itertools.combinations(range(1, 9), stages - 1)
+    )
+    assert found == pytest.approx(min(alone), rel=3e-4)

@@ -10,8 +10,10 @@ that has one of these.
 
 That no division takes less than T seconds is proved for a given T: of all arcs (stage, first, last boundary) those
 are left out that :mod:`autopart.solver.stages_floor` says to take longer, with the least seconds of ways before and
-behind them over the arcs left, and with what the first stage has to do at the end of a step. Where no way through all
-stages is left, T is proved. T is sought between what is known and what is of interest.
+behind them over the arcs left, and with what the first stage has to do at the end of a step. The least before and
+behind a stage may be of different divisions: where the shortest way left takes T by itself, the arcs are parted in two
+by where a stage ends, and each part is looked at by itself. Where no way through all stages is left, T is proved. T is
+sought between what is known and what is of interest.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ _LEAST_GAIN = 0.1
 """Of the way to that: where not so much of it is proved, nothing more is sought."""
 _MOST_PROGRAMS, _MOST_ARCS = 160, 20_000
 """Linear programs of one stage, and arcs, beyond which no more is proved."""
+_MOST_PARTS = 100
+"""Ways that are looked at by themselves in one proof."""
 _END_PRICE = 2
 """What a second of the first stage's microbatches counts, where the least end of its step is sought."""
 _MOST_WHOLE = 16
@@ -193,20 +197,29 @@ class Divisions:
     def take(self, seconds: float) -> bool:
         """Whether every division takes so many seconds, as far as this proves it."""
         arcs = self._arcs(seconds)
-        while arcs is not None:
-            arcs, way = self._shorter(arcs, seconds)
+        if arcs is None:
+            return False
+        parts, seen = [arcs], 0
+        while parts:
+            arcs, way = self._shorter(parts.pop(), seconds)
             if way is None:
-                return True
+                continue
             if self._programs > _MOST_PROGRAMS:
                 return False
             # programs only for what may be part of a division that takes less
             before = self._programs
             for stage, (first, last) in enumerate(way):
                 self._price(stage, first, last)
-            if self._programs == before:
-                return False
             self._raise(arcs, seconds)
-        return False
+            if self._programs > before:
+                parts.append(arcs)
+                continue
+            alone = [own.left((own.first == arc[0]) & (own.last == arc[1])) for own, arc in zip(arcs, way, strict=True)]
+            seen += 1
+            if seen > _MOST_PARTS or self._shorter(alone, seconds)[1] is not None:
+                return False
+            parts += _parted(arcs, way)
+        return True
 
     def _shorter(self, arcs: list[_Arcs], seconds: float) -> tuple[list[_Arcs], list[tuple[int, int]] | None]:
         """The arcs that may be part of a division that takes less, and of these the way of the least seconds."""
@@ -437,6 +450,20 @@ class Divisions:
 
     def _piece(self, place: Place) -> Piece:
         return self.rest[place.piece] if place.family < 0 else self.families[place.family].pieces[place.piece]
+
+
+def _parted(arcs: Sequence[_Arcs], way: Sequence[tuple[int, int]]) -> list[list[_Arcs]]:
+    """The divisions that arcs allow in two parts, by where the stage ends that has the most boundaries to end at; none
+    where there is no other than this one.
+    """
+    ends = [np.unique(own.last) for own in arcs]
+    stage = max(range(len(arcs)), key=lambda number: len(ends[number]))
+    if len(ends[stage]) < 2:
+        return []
+    before = arcs[stage].last <= min(way[stage][1], int(ends[stage][-2]))
+    return [
+        [own.left(which) if number == stage else own for number, own in enumerate(arcs)] for which in (~before, before)
+    ]
 
 
 def _least(piece: Piece) -> float:
