@@ -314,3 +314,13 @@ def test_it_is_as_much_as_of_the_division_that_takes_the_least(seed: int) -> Non
         for cuts in itertools.combinations(range(1, 9), stages - 1)
     )
     assert found == pytest.approx(min(alone), rel=3e-4)
+
+
+def test_what_ends_sooner_takes_longer_before() -> None:
+    """The first stage takes 3 s and 10 s in the end, or 4 s: eight microbatches take 32 s at least, not 24."""
+    first = Piece(1.0, 2.0, (Weights(1.0, (Way(end_s=10.0), Way(1.0))),))
+    row = Row((Place(-1, -1, 0), Place(-1, -1, 1)), (Boundary(0), Boundary(1), Boundary(2)))
+    pipeline = Pipeline(8, (2, 1), (100.0, 100.0))
+    assert proved(row, [first, Piece(0.5, 1.0)], pipeline) == pytest.approx(32, rel=1e-3)
+    # the second stage waits for the first one's forward and backward, and for its end: 4 + 8 * 5
+    assert proved(row, [first, Piece(2.0, 3.0)], pipeline) == pytest.approx(44, rel=1e-3)

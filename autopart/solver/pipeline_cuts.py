@@ -34,12 +34,10 @@ _NEAR = 5e-4
 """How near to the best that it proves a bound is sought, in parts of what is of interest."""
 _LEAST_GAIN = 0.1
 """Of the way to that: where not so much of it is proved, nothing more is sought."""
-_MOST_PROGRAMS, _MOST_ARCS = 160, 20_000
+_MOST_PROGRAMS, _MOST_ARCS = 400, 20_000
 """Linear programs of one stage, and arcs, beyond which no more is proved."""
 _MOST_PARTS = 100
 """Ways that are looked at by themselves in one proof."""
-_END_PRICE = 2
-"""What a second of the first stage's microbatches counts, where the least end of its step is sought."""
 _MOST_WHOLE = 16
 """Pieces of a stage with several ways to run them, up to which each is run in one, where no strategies are priced."""
 _ALIKE = 1e-5
@@ -110,8 +108,8 @@ before it."""
 
 @dataclass(slots=True)
 class _Arcs:
-    """Of one stage. first, last: boundaries. own: seconds of a microbatch, at least. ends: of the first stage, those
-    after its last backward, else 0.
+    """Of one stage. first, last: boundaries. own: seconds of a microbatch, at least. ends: of the first stage, what as
+    many microbatches as :meth:`Divisions._counts` says and the end of its step take together beyond these, else 0.
     """
 
     first: NDArray[np.int64]
@@ -139,7 +137,7 @@ class Divisions:
     _endless: tuple[list[Family], list[Piece]] = field(init=False)
     _contents: dict[tuple[int, int], _Content] = field(default_factory=dict)
     _owns: dict[tuple[_Content, float], dict[int, float]] = field(default_factory=dict)
-    _ends: dict[int, float] = field(default_factory=dict)  # by boundary behind the first stage
+    _ends: dict[int, dict[int, float]] = field(default_factory=dict)  # by boundary behind the first stage, and count
     _transfers: dict[int, Array] = field(default_factory=dict)
     _whole: WholeRuns = field(default_factory=WholeRuns)
     _programs: int = 0
@@ -229,10 +227,7 @@ class Divisions:
                 return arcs, None
             ways = self._ways(arcs)
             found = [
-                own.left(
-                    before[stage][own.first] + own.ends + self._body(stage, own, behind[stage + 1], ways[stage])
-                    < seconds
-                )
+                own.left(before[stage][own.first] + self._body(stage, own, behind[stage + 1], ways[stage]) < seconds)
                 for stage, own in enumerate(arcs)
             ]
             if sum(len(own.own) for own in found) == sum(len(own.own) for own in arcs):
@@ -255,8 +250,8 @@ class Divisions:
                 if known:
                     fewer = max((found for held, found in known.items() if held <= flying), default=0.0)
                     own.own[number] = max(own.own[number], fewer)
-                if not stage and last in self._ends:
-                    own.ends[number] = self._end(last, seconds)
+                if not stage and last in self._ends and math.isfinite(own.own[number]):
+                    own.ends[number] = self._end(last, float(own.own[number]), seconds)
 
     def _arcs(self, seconds: float) -> list[_Arcs] | None:
         """All that may be part of a division that takes less, as far as blocks alone say it; None: too many."""
@@ -275,7 +270,7 @@ class Divisions:
             )
             first, stop = first[kept], stop[kept]
             own = self.least[stop] - self.least[first] + self._inside(first, stop)
-            arcs = _Arcs(first, stop, own, np.zeros(len(own)))
+            arcs = _Arcs(first, stop, own, np.zeros((len(own), len(self._counts()))))
             behind = total[-1] - self.least[:] - self.begun + cheapest * max(0, count - 2 - stage)
             behind = np.where(np.arange(last + 1) == last, 0.0, behind)
             before = total[first] + cheapest * stage
@@ -319,7 +314,7 @@ class Divisions:
         for stage, own in enumerate(arcs):
             more, crossing = np.full(size, math.inf), self._crossing(stage)
             closed = self.missing[own.last] - self.missing[own.first] - self._inside(own.first, own.last)
-            seconds = own.own + closed + crossing[own.last] + own.ends
+            seconds = own.own + closed + crossing[own.last] + own.ends[:, 0]
             np.minimum.at(more, own.last, before[-1][own.first] + seconds)
             before.append(more)
         for stage in reversed(range(len(arcs))):
@@ -351,17 +346,34 @@ class Divisions:
         return found[::-1]
 
     def _body(self, stage: int, arcs: _Arcs, behind: Array, ways: Sequence[tuple[int, Array]] = ()) -> Array:
-        """Seconds of a stage from its first forward to its last backward. behind: without the cut behind the stage."""
+        """Seconds of a stage from its first forward to its last backward, of the first one to the end of its step.
+
+        behind: without the cut behind the stage.
+        """
         flying, m = self.pipeline.in_flight, self.pipeline.microbatches
         there, back = self._sent(stage)[arcs.last].T
         if stage == self.pipeline.stages - 1:
             there = back = np.zeros(len(arcs.last))
-        return body_seconds(
-            *(m, flying[stage], flying[-1] >= m, arcs.own),
+        drained, after = flying[-1] >= m, behind[arcs.last] + there + back
+        found = body_seconds(
+            *(m, flying[stage], drained, arcs.own),
             *(self.forward[arcs.last] - self.forward[arcs.first], self.backward[arcs.last] - self.backward[arcs.first]),
-            *(behind[arcs.last] + there + back, np.maximum(there, back)),
+            *(after, np.maximum(there, back)),
             ways,
         )
+        if not stage:  # whatever it waits for, at least one microbatch comes with its end; in two cases more do
+            one, some, all_ = arcs.ends.T
+            found = np.maximum(found + one, m * arcs.own + all_ + (after if drained else 0.0))
+            if flying[0] < m:
+                found = np.maximum(found, self._counts()[1] * arcs.own + some + 2 * after)
+        return found
+
+    def _counts(self) -> tuple[int, int, int]:
+        """Microbatches of the first stage that follow each other up to the end of its step: one, those that (2) of
+        :mod:`autopart.solver.stages_floor` counts, and all.
+        """
+        m = self.pipeline.microbatches
+        return 1, 1 + m - min(self.pipeline.in_flight[0], m), m
 
     # -- one stage ------------------------------------------------------------------------------------------------
 
@@ -407,21 +419,23 @@ class Divisions:
                 alike = more <= fewer * (1 + _ALIKE)
                 known[held] = fewer if alike else max(fewer, self._least(content, room, held, 1, ends=False))
         if not stage and last not in self._ends:
-            self._ends[last] = self._least(content, room, flying, _END_PRICE, ends=True)
+            counts = dict.fromkeys((*self._counts(), 2))
+            self._ends[last] = {count: self._least(content, room, flying, count, ends=True) for count in counts}
 
-    def _end(self, last: int, seconds: float) -> float:
-        """Seconds after the last backward of a first stage up to a boundary, where a step takes fewer than ``seconds``.
+    def _end(self, last: int, own: float, seconds: float) -> list[float]:
+        """Of a first stage up to a boundary, what its microbatches and the end of its step take beyond ``own`` seconds
+        for each of :meth:`_counts`, where a step takes fewer than ``seconds``.
 
         Its microbatches take no more than the step leaves them, which is less the longer the end.
         """
-        m, held, end = self.pipeline.microbatches, self.pipeline.in_flight[0], 0.0
+        (_, some, m), end, least = self._counts(), 0.0, self._ends[last]
         behind = float(self.least[-1] + self.missing[-1] - self.least[last] - self.begun[last])
         for _ in range(2):
             cap = (seconds - end) / m
-            if held < m:
-                cap = min(cap, (seconds - end - 2 * behind) / (1 + m - held))
-            end = max(end, self._ends[last] - _END_PRICE * cap)
-        return end
+            if some > 1:
+                cap = min(cap, (seconds - end - 2 * behind) / some)
+            end = max(end, *(found - count * cap for count, found in least.items()))
+        return [max(end, least[count] - count * own) for count in self._counts()]
 
     def _least(self, content: _Content, room: float, flying: int, microbatches: int, *, ends: bool) -> float:
         """Seconds of one stage at least. ends: with the end of the step."""
