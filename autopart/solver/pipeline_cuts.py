@@ -36,7 +36,7 @@ _LEAST_GAIN = 0.1
 """Of the way to that: where not so much of it is proved, nothing more is sought."""
 _MOST_PROGRAMS, _MOST_ARCS = 400, 20_000
 """Linear programs of one stage, and arcs, beyond which no more is proved."""
-_MOST_PARTS = 100
+_MOST_PARTS = 20
 """Ways that are looked at by themselves in one proof."""
 _MOST_WHOLE = 16
 """Pieces of a stage with several ways to run them, up to which each is run in one, where no strategies are priced."""
@@ -202,21 +202,21 @@ class Divisions:
             arcs, way = self._shorter(parts.pop(), seconds)
             if way is None:
                 continue
-            if self._programs > _MOST_PROGRAMS:
+            if self._programs > _MOST_PROGRAMS or seen > _MOST_PARTS:
                 return False
             # programs only for what may be part of a division that takes less
             before = self._programs
             for stage, (first, last) in enumerate(way):
                 self._price(stage, first, last)
             self._raise(arcs, seconds)
+            alone = [own.left((own.first == arc[0]) & (own.last == arc[1])) for own, arc in zip(arcs, way, strict=True)]
+            if self._shorter(alone, seconds)[1] is not None:
+                return False
             if self._programs > before:
                 parts.append(arcs)
-                continue
-            alone = [own.left((own.first == arc[0]) & (own.last == arc[1])) for own, arc in zip(arcs, way, strict=True)]
-            seen += 1
-            if seen > _MOST_PARTS or self._shorter(alone, seconds)[1] is not None:
-                return False
-            parts += _parted(arcs, way)
+            else:
+                seen += 1
+                parts += _parted(arcs, way)
         return True
 
     def _shorter(self, arcs: list[_Arcs], seconds: float) -> tuple[list[_Arcs], list[tuple[int, int]] | None]:
