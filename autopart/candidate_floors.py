@@ -21,8 +21,9 @@ from autopart.passes.graph import Value
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import in_flight
 from autopart.solver.degrees import Config, Degrees
-from autopart.solver.pipeline_cuts import Boundary, Divisions, Place, Row, Tied
+from autopart.solver.pipeline_cuts import Divisions
 from autopart.solver.pipeline_floor import Family, Piece, Pipeline, least_step_seconds
+from autopart.solver.pipeline_row import Boundary, Place, Row, Tied
 from autopart.solver.stages_least import least_share
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, pipeline_floor
 from autopart.tensor_choice import work_bound

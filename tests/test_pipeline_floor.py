@@ -12,8 +12,9 @@ import pytest
 
 from autopart.runtime.schedule import Action, in_flight, make_schedule
 from autopart.simulate import StageTimes, makespan
-from autopart.solver.pipeline_cuts import Boundary, Divisions, Place, Row, Tied
+from autopart.solver.pipeline_cuts import Divisions
 from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price, Run, Way, Weights, least_step_seconds
+from autopart.solver.pipeline_row import Boundary, Place, Row, Tied
 from autopart.solver.stages_floor import least_step
 
 

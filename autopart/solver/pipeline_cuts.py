@@ -19,16 +19,16 @@ sought between what is known and what is of interest.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price, Way, least_step_seconds
+from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price
+from autopart.solver.pipeline_row import Place, Row
+from autopart.solver.pipeline_stage import StageFloors
 from autopart.solver.stages_floor import NEIGHBOURS, body_seconds
-from autopart.solver.whole_runs import WholeRuns, ways_of
 
 _NEAR = 5e-4
 """How near to the best that it proves a bound is sought, in parts of what is of interest."""
@@ -38,78 +38,14 @@ _MOST_PROGRAMS, _MOST_ARCS = 400, 20_000
 """Linear programs of one stage, and arcs, beyond which no more is proved."""
 _MOST_PARTS = 20
 """Ways that are looked at by themselves in one proof."""
-_MOST_WHOLE = 16
-"""Pieces of a stage with several ways to run them, up to which each is run in one, where no strategies are priced."""
-_ALIKE = 1e-5
-"""Seconds that differ by a smaller part are not told apart."""
 
 Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A block of the row: a piece of a layer of a family, or, where this is -1, a piece of the rest."""
-
-    family: int
-    layer: int
-    piece: int
-
-
-@dataclass(frozen=True, slots=True)
-class Boundary:
-    """Where stages may begin and end. blocks: before it. there, back: seconds of a transfer. buffers: bytes of a rank
-    on either side. All at least.
-    """
-
-    blocks: int
-    there: float = 0.0
-    back: float = 0.0
-    buffers: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Tied:
-    """Parameters that several blocks read, by number from the first on: a stage with one of these holds them. piece: of
-    a stage without the first block, which has them as its own.
-    """
-
-    blocks: tuple[int, ...]
-    piece: Piece
-
-    def is_more(self, start: int, stop: int) -> bool:
-        """Whether a stage of these blocks has them besides its blocks' own."""
-        return self.blocks[0] < start and any(start <= block < stop for block in self.blocks)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The blocks in order, all layers' pieces in a row, and the boundaries, both ends among them.
-
-    transfers: by cut, seconds there and back at each boundary, no less than the boundaries' own; none: these.
-    tied: parameters that several blocks read.
-    """
-
-    places: tuple[Place, ...]
-    boundaries: tuple[Boundary, ...]
-    transfers: tuple[Sequence[tuple[float, float]], ...] = ()
-    tied: tuple[Tied, ...] = ()
-
-    def sent(self, stage: int) -> Sequence[tuple[float, float]]:
-        """At each boundary, of the cut behind a stage."""
-        if stage < len(self.transfers):
-            return self.transfers[stage]
-        return [(boundary.there, boundary.back) for boundary in self.boundaries]
-
-
-_Content = tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...], tuple[int, ...]]
-"""Of a stage: by family the layers that lie in it, pieces of others, pieces of the rest, and what is tied to blocks
-before it."""
 
 
 @dataclass(slots=True)
 class _Arcs:
     """Of one stage. first, last: boundaries. own: seconds of a microbatch, at least. ends: of the first stage, what as
-    many microbatches as :meth:`Divisions._counts` says and the end of its step take together beyond these, else 0.
+    many microbatches as the stages' ``counts`` say and the end of its step take together beyond these, else 0.
     """
 
     first: NDArray[np.int64]
@@ -134,13 +70,8 @@ class Divisions:
     least: Array = field(init=False)  # and with what their parameters exchange at least
     missing: Array = field(init=False)  # of those with all of their layer before it, what strategies take besides
     begun: Array = field(init=False)  # the same of layers of which a part lies before it
-    _endless: tuple[list[Family], list[Piece]] = field(init=False)
-    _contents: dict[tuple[int, int], _Content] = field(default_factory=dict)
-    _owns: dict[tuple[_Content, float], dict[int, float]] = field(default_factory=dict)
-    _ends: dict[int, dict[int, float]] = field(default_factory=dict)  # by boundary behind the first stage, and count
+    _stages: StageFloors = field(init=False)
     _transfers: dict[int, Array] = field(default_factory=dict)
-    _whole: WholeRuns = field(default_factory=WholeRuns)
-    _programs: int = 0
 
     def __post_init__(self) -> None:
         pieces = [self._piece(place) for place in self.row.places]
@@ -167,13 +98,7 @@ class Divisions:
             ended[blocks[-1] + 1] += more
             begun[blocks[0] + 1] += more
         self.missing, self.begun = np.cumsum(ended)[at], np.cumsum(begun)[at]
-        self._endless = (
-            [
-                replace(item, whole=_endless(item.whole), pieces=tuple(map(_endless, item.pieces)))
-                for item in self.families
-            ],
-            [_endless(piece) for piece in self.rest],
-        )
+        self._stages = StageFloors(self.families, self.rest, self.row, self.pipeline)
 
     def least_seconds(self, known: float, below: float) -> float:
         """Of a step, at least. known: that it takes at least. below: seconds from which more are of no interest."""
@@ -202,17 +127,17 @@ class Divisions:
             arcs, way = self._shorter(parts.pop(), seconds)
             if way is None:
                 continue
-            if self._programs > _MOST_PROGRAMS or seen > _MOST_PARTS:
+            if self._stages.programs > _MOST_PROGRAMS or seen > _MOST_PARTS:
                 return False
             # programs only for what may be part of a division that takes less
-            before = self._programs
+            before = self._stages.programs
             for stage, (first, last) in enumerate(way):
-                self._price(stage, first, last)
+                self._stages.price(stage, first, last)
             self._raise(arcs, seconds)
             alone = [own.left((own.first == arc[0]) & (own.last == arc[1])) for own, arc in zip(arcs, way, strict=True)]
             if self._shorter(alone, seconds)[1] is not None:
                 return False
-            if self._programs > before:
+            if self._stages.programs > before:
                 parts.append(arcs)
             else:
                 seen += 1
@@ -243,15 +168,13 @@ class Divisions:
 
     def _raise(self, arcs: list[_Arcs], seconds: float) -> None:
         """To what programs found, in place."""
+        total = self.least[-1] + self.missing[-1]
         for stage, own in enumerate(arcs):
-            flying = self.pipeline.in_flight[stage]
             for number, (first, last) in enumerate(zip(own.first.tolist(), own.last.tolist(), strict=True)):
-                known = self._owns.get((self._content(first, last), self._room(stage, first, last)))
-                if known:
-                    fewer = max((found for held, found in known.items() if held <= flying), default=0.0)
-                    own.own[number] = max(own.own[number], fewer)
-                if not stage and last in self._ends and math.isfinite(own.own[number]):
-                    own.ends[number] = self._end(last, float(own.own[number]), seconds)
+                own.own[number] = max(own.own[number], self._stages.known(stage, first, last))
+                if not stage:
+                    behind = float(total - self.least[last] - self.begun[last])
+                    own.ends[number] = self._stages.ends(last, float(own.own[number]), behind, seconds)
 
     def _arcs(self, seconds: float) -> list[_Arcs] | None:
         """All that may be part of a division that takes less, as far as blocks alone say it; None: too many."""
@@ -270,7 +193,7 @@ class Divisions:
             )
             first, stop = first[kept], stop[kept]
             own = self.least[stop] - self.least[first] + self._inside(first, stop)
-            arcs = _Arcs(first, stop, own, np.zeros((len(own), len(self._counts()))))
+            arcs = _Arcs(first, stop, own, np.zeros((len(own), len(self._stages.counts))))
             behind = total[-1] - self.least[:] - self.begun + cheapest * max(0, count - 2 - stage)
             behind = np.where(np.arange(last + 1) == last, 0.0, behind)
             before = total[first] + cheapest * stage
@@ -365,97 +288,8 @@ class Divisions:
             one, some, all_ = arcs.ends.T
             found = np.maximum(found + one, m * arcs.own + all_ + (after if drained else 0.0))
             if flying[0] < m:
-                found = np.maximum(found, self._counts()[1] * arcs.own + some + 2 * after)
+                found = np.maximum(found, self._stages.counts[1] * arcs.own + some + 2 * after)
         return found
-
-    def _counts(self) -> tuple[int, int, int]:
-        """Microbatches of the first stage that follow each other up to the end of its step: one, those that (2) of
-        :mod:`autopart.solver.stages_floor` counts, and all.
-        """
-        m = self.pipeline.microbatches
-        return 1, 1 + m - min(self.pipeline.in_flight[0], m), m
-
-    # -- one stage ------------------------------------------------------------------------------------------------
-
-    def _content(self, first: int, last: int) -> _Content:
-        if (first, last) not in self._contents:
-            self._contents[first, last] = self._gather(first, last)
-        return self._contents[first, last]
-
-    def _gather(self, first: int, last: int) -> _Content:
-        boundaries = self.row.boundaries
-        whole, cut, rest = [0] * len(self.families), list[tuple[int, int]](), []
-        layers: dict[tuple[int, int], list[int]] = {}
-        start, stop = boundaries[first].blocks, boundaries[last].blocks
-        for place in self.row.places[start:stop]:
-            if place.family < 0:
-                rest.append(place.piece)
-            else:
-                layers.setdefault((place.family, place.layer), []).append(place.piece)
-        for (family, _), pieces in layers.items():
-            if len(pieces) == len(self.families[family].pieces):
-                whole[family] += 1
-            else:
-                cut += [(family, piece) for piece in pieces]
-        tied = (number for number, item in enumerate(self.row.tied) if item.is_more(start, stop))
-        return tuple(whole), tuple(sorted(cut)), tuple(rest), tuple(tied)
-
-    def _room(self, stage: int, first: int, last: int) -> float:
-        boundaries = self.row.boundaries
-        return self.pipeline.capacity_bytes[stage] - boundaries[first].buffers - boundaries[last].buffers
-
-    def _price(self, stage: int, first: int, last: int) -> None:
-        """Finds the seconds of a microbatch in a stage of these blocks, at least; infinite where they do not fit.
-
-        The fewer microbatches are in flight, the fewer seconds.
-        """
-        content = self._content(first, last)
-        room, flying = self._room(stage, first, last), self.pipeline.in_flight[stage]
-        known = self._owns.setdefault((content, room), {})
-        for held in (min(self.pipeline.in_flight), flying):
-            fewer = max((own for w, own in known.items() if w < held), default=0.0)
-            more = min((own for w, own in known.items() if w > held), default=math.inf)
-            if held not in known:
-                alike = more <= fewer * (1 + _ALIKE)
-                known[held] = fewer if alike else max(fewer, self._least(content, room, held, 1, ends=False))
-        if not stage and last not in self._ends:
-            counts = dict.fromkeys((*self._counts(), 2))
-            self._ends[last] = {count: self._least(content, room, flying, count, ends=True) for count in counts}
-
-    def _end(self, last: int, own: float, seconds: float) -> list[float]:
-        """Of a first stage up to a boundary, what its microbatches and the end of its step take beyond ``own`` seconds
-        for each of :meth:`_counts`, where a step takes fewer than ``seconds``.
-
-        Its microbatches take no more than the step leaves them, which is less the longer the end.
-        """
-        (_, some, m), end, least = self._counts(), 0.0, self._ends[last]
-        behind = float(self.least[-1] + self.missing[-1] - self.least[last] - self.begun[last])
-        for _ in range(2):
-            cap = (seconds - end) / m
-            if some > 1:
-                cap = min(cap, (seconds - end - 2 * behind) / some)
-            end = max(end, *(found - count * cap for count, found in least.items()))
-        return [max(end, least[count] - count * own) for count in self._counts()]
-
-    def _least(self, content: _Content, room: float, flying: int, microbatches: int, *, ends: bool) -> float:
-        """Seconds of one stage at least. ends: with the end of the step."""
-        whole, cut, rest, tied = content
-        of, others = (self.families, self.rest) if ends else self._endless
-        families = [replace(of[number], count=count) for number, count in enumerate(whole) if count]
-        families += [of[family].alone(piece, count) for (family, piece), count in Counter(cut).items()]
-        pieces = [others[piece] for piece in rest]
-        pieces += [own if ends else _endless(own) for own in (self.row.tied[number].piece for number in tied)]
-        if room <= 0:
-            return math.inf
-        self._programs += 1
-        if not ends and not any(item.prices for item in families):
-            counts = Counter(pieces)
-            for item in families:
-                counts[item.whole] += item.count
-            several = (count for piece, count in counts.items() if len(piece.runs) > 1)
-            if all(map(ways_of, counts)) and sum(several) <= _MOST_WHOLE:
-                return self._whole.least_seconds(counts, flying, room)
-        return least_step_seconds(families, pieces, Pipeline(microbatches, (flying,), (room,)))
 
     def _more(self, place: Place) -> float:
         """What strategies of a piece of a layer take besides its seconds."""
@@ -492,10 +326,3 @@ def _missing(piece: Piece, prices: Sequence[Price]) -> float:
     bare = (price.seconds for price in prices if not price.weights and not price.kept and not price.forward)
     priced = max(bare, default=0.0)
     return max(0.0, priced - piece.forward_s - piece.backward_s)
-
-
-def _endless(piece: Piece) -> Piece:
-    def of(way: Way) -> Way:
-        return replace(way, end_s=0.0, sum_s=0.0)
-
-    return replace(piece, weights=tuple(replace(own, levels=tuple(map(of, own.levels))) for own in piece.weights))
