@@ -12,6 +12,7 @@ import pytest
 
 from autopart.runtime.schedule import Action, in_flight, make_schedule
 from autopart.simulate import StageTimes, makespan
+from autopart.solver.linear import LinearModel, Relaxation
 from autopart.solver.pipeline_cuts import Divisions
 from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price, Run, Way, Weights, least_step_seconds
 from autopart.solver.pipeline_row import Boundary, Place, Row, Tied
@@ -272,6 +273,32 @@ def test_strategies_keep_what_modules_that_run_again_do_not_free() -> None:
     families = [Family(10, piece, (piece,), prices)]
     seconds = [least_step_seconds(families, [], Pipeline(1, (1,), (room,))) for room in (40, 20, 10)]
     assert seconds == pytest.approx([30, 40, 50], rel=1e-5)
+
+
+def test_prices_that_an_alike_program_needed_spare_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least seconds are the same, whatever prices are begun with."""
+    piece, strategies = Piece(1.0, 2.0, (), (Way(0.0, 0.0, 1.0),)), ((3.0, 4.0), (4.0, 3.0), (5.5, 2.0), (8.0, 1.0))
+    prices = tuple(
+        Price(0.0, nu, min(seconds + nu * kept for seconds, kept in strategies))
+        for nu in (0.0, 0.5, 1.0, 1.5, 2.5, 4.0)
+    )
+    relax, solved = LinearModel.relax, list[int]()
+
+    def counted(model: LinearModel, *limits: float, **how: bool) -> Relaxation | None:
+        solved.append(model.rows)
+        return relax(model, *limits, **how)
+
+    monkeypatch.setattr(LinearModel, "relax", counted)
+    tight, families = [set[Price]()], equal_layers(10, piece, prices)
+    pipelines = [Pipeline(4, (1,), (room,)) for room in (38, 34, 26, 14, 12)]
+    alone = [least_step_seconds(families, [], pipeline) for pipeline in pipelines]
+    count = len(solved)
+    first = [least_step_seconds(families, [], pipeline, tight=tight) for pipeline in pipelines]
+    fewer = len(solved) - count
+    again = [least_step_seconds(families, [], pipeline, tight=tight) for pipeline in pipelines]
+    assert first == pytest.approx(alone, rel=1e-6) and again == pytest.approx(alone, rel=1e-6)
+    assert len(pipelines) == len(solved) - count - fewer < fewer < count
+    assert 0 < len(tight[0]) < len(prices)
 
 
 def test_layers_that_cannot_be_cut_leave_one_stage_with_more() -> None:

@@ -75,14 +75,17 @@ class LinearModel:
         self._proto.solution_hint.var_index.extend(values.keys())
         self._proto.solution_hint.var_value.extend(values.values())
 
-    def relax(self, time_limit_s: float = math.inf, *, primal: bool = False) -> Relaxation | None:
+    def relax(
+        self, time_limit_s: float = math.inf, *, primal: bool = False, preprocess: bool = True
+    ) -> Relaxation | None:
         """Solves with every variable continuous. None: infeasible. Raises TimeoutError when not solved in time.
 
-        primal: by the primal simplex, which takes twice as long as the dual for strategies, and half as long where few
-        variables have costs.
+        primal: by the primal simplex, which takes twice as long as the dual for strategies, and half as long for the
+        stages of a pipeline. preprocess: which takes half of the time of a small model.
         """
-        simplex = f"use_dual_simplex: {'false' if primal else 'true'}"
-        found = self._solved(_Request.GLOP_LINEAR_PROGRAMMING, time_limit_s, simplex)
+        flags = {"use_dual_simplex": not primal, "use_preprocessing": preprocess}
+        parameters = " ".join(f"{name}: {str(flag).lower()}" for name, flag in flags.items())
+        found = self._solved(_Request.GLOP_LINEAR_PROGRAMMING, time_limit_s, parameters)
         if found.status == linear_solver_pb2.MPSOLVER_INFEASIBLE:
             return None
         if found.status != linear_solver_pb2.MPSOLVER_OPTIMAL:

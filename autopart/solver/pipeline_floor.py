@@ -163,12 +163,18 @@ _Terms = dict[int, float]
 
 
 def least_step_seconds(
-    families: Sequence[Family], rest: Sequence[Piece], pipeline: Pipeline, below: float = math.inf, each: bool = False
+    families: Sequence[Family],
+    rest: Sequence[Piece],
+    pipeline: Pipeline,
+    below: float = math.inf,
+    each: bool = False,
+    tight: Sequence[set[Price]] = (),
 ) -> float:
     """Seconds of a step at least; infinite where nothing fits. below: seconds from which more are of no interest.
 
     One stage has every piece, and beside all that it holds the largest transient. each: every stage by itself, else
-    alike ones in groups (:mod:`autopart.solver.pipeline_groups`).
+    alike ones in groups (:mod:`autopart.solver.pipeline_groups`). tight: by family, prices to begin with, which
+    alike programs needed; those that this one needs join them.
     """
     if pipeline.stages == 1:
         pieces = (*(item.whole for item in families if item.count), *rest)
@@ -176,7 +182,7 @@ def least_step_seconds(
         if room <= 0:
             return math.inf
         pipeline = replace(pipeline, capacity_bytes=(room,))
-    return _Program(families, rest, pipeline, each).solve(below)
+    return _Program(families, rest, pipeline, each).solve(below, tight or [set() for _ in families])
 
 
 @dataclass(slots=True)
@@ -227,13 +233,13 @@ class _Program:
             self.layers.append((item, found))
         self._time()
 
-    def solve(self, below: float) -> float:
+    def solve(self, below: float, tight: Sequence[set[Price]]) -> float:
         found, used = 0.0, set[tuple[int, Price]]()
         new = {
             (number, price)
             for number, (item, _) in enumerate(self.layers)
             for price in item.prices
-            if not price.kept and not price.forward
+            if price in tight[number] or (not price.kept and not price.forward)
         }
         for _ in range(max(_LEAST_ROUNDS, min(_ROUNDS, _STAGE_ROUNDS // len(self.stages)))):
             for number, price in new:
@@ -241,7 +247,7 @@ class _Program:
                     self._charge(own, price)
             used |= new
             try:
-                answer = self.model.relax(primal=True)
+                answer = self.model.relax(primal=len(self.stages) > 1, preprocess=False)
             except TimeoutError:
                 break
             if answer is None:
@@ -250,6 +256,7 @@ class _Program:
             found = max(found, answer.objective)
             new = self._violated(answer.values) - used
             if not new or idle or found * self.unit_s >= below:
+                self._keep(answer.values, used, tight)
                 break
         return found * self.unit_s * (1 - _ROUNDING)
 
@@ -401,6 +408,15 @@ class _Program:
                         least[kind], worst[kind] = short, price
                 found |= {(number, price) for price in worst if price is not None}
         return found
+
+    def _keep(self, values: Sequence[float], used: set[tuple[int, Price]], tight: Sequence[set[Price]]) -> None:
+        """Of the prices that were used those that some layers just obey."""
+        for number, price in used:
+            for layers in self.layers[number][1] if price not in tight[number] else ():
+                if price in layers.prices:
+                    beyond = sum(by * values[at] for at, by in self._charged(layers, price).items())
+                    if beyond < _ROUNDING:
+                        tight[number].add(price)
 
     # -- time -----------------------------------------------------------------------------------------------------
 

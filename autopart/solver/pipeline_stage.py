@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Way, least_step_seconds
+from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price, Way, least_step_seconds
 from autopart.solver.pipeline_row import Row
 from autopart.solver.whole_runs import WholeRuns, ways_of
 
@@ -44,6 +44,7 @@ class StageFloors:
     _owns: dict[tuple[_Content, float], dict[int, float]] = field(default_factory=dict)
     _ends: dict[int, dict[int, float]] = field(default_factory=dict)  # by boundary behind the first stage, and count
     _whole: WholeRuns = field(default_factory=WholeRuns)
+    _tight: dict[tuple[int, int], set[Price]] = field(default_factory=dict)  # by family and piece, of programs before
 
     def __post_init__(self) -> None:
         m = self.pipeline.microbatches
@@ -144,7 +145,9 @@ class StageFloors:
             several = (count for piece, count in counts.items() if len(piece.runs) > 1)
             if all(map(ways_of, counts)) and sum(several) <= _MOST_WHOLE:
                 return self._whole.least_seconds(counts, flying, room)
-        return least_step_seconds(families, pieces, Pipeline(microbatches, (flying,), (room,)))
+        kinds = [(number, -1) for number, count in enumerate(whole) if count] + list(dict.fromkeys(cut))
+        tight = [self._tight.setdefault(kind, set()) for kind in kinds]
+        return least_step_seconds(families, pieces, Pipeline(microbatches, (flying,), (room,)), tight=tight)
 
 
 def _endless(piece: Piece) -> Piece:
