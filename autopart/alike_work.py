@@ -2,15 +2,11 @@
 
 Of layers that are alike, all strategies of one are weighed at once, together with the sets of its modules that may run
 again (:mod:`autopart.module_sets`): with seconds t of its ops and conversions, those that run again twice, bytes v of
-its parameters on a rank and bytes a that it keeps of a microbatch, an elimination for each set finds the least of
+its parameters on a rank and bytes a that it keeps of a microbatch, :mod:`autopart.solver.layer_sums` finds the least of
 
     t + mu v + nu a        t + f + mu v + nu a
 
-for a grid of prices mu, nu, the second, with the seconds f of the forward, for a coarse one. Sets that surely have
-more than others are left out: with U a set that frees what any frees and runs nothing again, and a, r what set S keeps
-beyond U, and runs again, at least, whatever the strategies,
-
-    least_S >= least_U + nu a + r
+for a grid of prices mu, nu, the second, with the seconds f of the forward, for a coarse one.
 
 What comes in lies as the layer before makes it, which has the same strategies. Of what else comes in, and of what
 others read too, conversions are left out. What ops keep, and what of it is kept twice, :mod:`autopart.kept_in_layers`
@@ -37,6 +33,7 @@ from autopart.memory_bound import BlockFacts, Kind, MemoryBound
 from autopart.module_sets import ModuleSet
 from autopart.passes.graph import Value
 from autopart.prices import Chosen, share_of
+from autopart.solver.layer_sums import LayerSums
 from autopart.solver.pipeline_floor import Price
 from autopart.solver.tensor_problem import CostTable, Edge, Op, TensorProblem
 from autopart.solver.tensor_sums import Eliminator
@@ -152,7 +149,7 @@ def strategy_prices(
     parts_of_weights, parts_of_kept = (np.concatenate(parts) for parts in zip(*grids, strict=True))
     mu, nu = parts_of_weights * seconds / max(weights, 1.0), parts_of_kept * seconds / max(kept, 1.0)
     twice = np.repeat([False, True], [len(own) for own, _ in grids])
-    least = _Work.of(builder, layers, sets).least(mu, nu, twice)
+    least = _work(builder, layers, sets).least(mu, nu, twice)
     columns = (mu.tolist(), nu.tolist(), least.tolist(), twice.astype(np.float64).tolist())
     return tuple(Price(*price) for price in zip(*columns, strict=True))
 
@@ -160,7 +157,7 @@ def strategy_prices(
 def least_seconds(builder: Builder, layers: AlikeLayers) -> float:
     """Of the ops and conversions of one layer, forward and backward, under any strategies."""
     none = np.zeros(1)
-    return float(_Work.of(builder, layers, [ModuleSet()]).least(none, none, np.array([False]))[0])
+    return float(_work(builder, layers, [ModuleSet()]).least(none, none, np.array([False]))[0])
 
 
 def kept_by_choice(builder: Builder, layers: AlikeLayers) -> dict[tuple[str, ...], Array]:
@@ -212,101 +209,52 @@ def _entering(part: FoldedPart, classes: Mapping[fx.Node, tuple[str, ...]]) -> t
     return tuple(classes[node] if classes[node] in own else None for node in part.outside)
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """A layer's problem. Of the choices of all ops in a row: seconds, the same with the forward twice, bytes of
-    weights, and [choice, set] bytes kept where a set of modules runs again, and seconds of what runs again. The last
-    set is none that may run again: it frees what any does, and runs nothing again. constant: by set, bytes kept
-    whatever the strategies. times: [conversion that runs again, set] whether it does. first: choice of each op.
-    """
-
-    eliminator: Eliminator
-    seconds: Array
-    twice: Array
-    weights: Array
-    kept: Array
-    again: Array
-    constant: Array
-    times: Array
-    first: NDArray[np.intp]
-
-    @staticmethod
-    def of(builder: Builder, layers: AlikeLayers, sets: Sequence[ModuleSet]) -> _Work:
-        part, analysis, setting = layers.part, builder.analysis, builder.setting
-        place, every = _places(analysis, layers), (*sets, ModuleSet())
-        held = Held.of(builder, layers.keeps, sets, place)
-        numbers = {analysis.classes[nodes[0]]: index for index, nodes in enumerate(builder.folded.classes)}
-        ops, seconds, forward, weights, kept, again = [], *(list[Array]() for _ in range(5))
-        for nodes in part.classes:
-            folded = builder.folded.classes[numbers[analysis.classes[nodes[0]]]]
-            ways = [chosen for chosen, _ in builder.ways(folded[0])]
-            op, none, nothing = builder.op(folded), np.zeros(len(ways)), np.zeros((len(ways), len(every)))
-            ops.append(op)
-            if is_stored(nodes[0]):
-                info = analysis.program.tensors[nodes[0].meta["name"]]
-                size = builder.block_costs.size(Value(nodes[0])).at(1) * len(nodes)
-                priced = (bool(info.trainable), not info.buffer, info.dtype) == (*layers.priced[:2], layers.priced[3])
-                shares = [size * share_of(stored_as(chosen), setting.sizes) if priced else 0.0 for chosen in ways]
-                for own, found in zip(
-                    (seconds, forward, weights, kept, again),
-                    (none, none, np.array(shares), nothing, nothing),
-                    strict=True,
-                ):
-                    own.append(found)
-                continue
-            seconds.append(np.array([choice.cost for choice in op.choices]) * (len(nodes) / len(folded)))
-            forward.append(len(nodes) * _forward_seconds(builder, nodes[0], ways))
-            weights.append(none)
-            kept.append(sum((held.bytes(node, ways) for node in nodes), nothing))
-            times = np.array([sum(place[node] in item.run for node in nodes) for item in every])
-            if times.any():
-                run = [setting.prices.op_seconds(nodes[0], chosen, setting.sizes)[0] for chosen in ways]
-                nothing = np.array(run)[:, None] * times
-            again.append(nothing)
-        edges, doubled, repeated = _conversions(builder, layers, ops, place, every)
-        once = np.concatenate(seconds)
-        return _Work(
-            Eliminator(TensorProblem(tuple(ops), tuple(edges)), others=doubled, more=[item for item, _ in repeated]),
-            once,
-            once + np.concatenate(forward),
-            np.concatenate(weights),
-            np.concatenate(kept),
-            np.concatenate(again),
-            held.constant,
-            np.array([times for _, times in repeated]).reshape(-1, len(every)),
-            np.cumsum([0, *(len(op.choices) for op in ops)])[:-1],
-        )
-
-    def least(self, mu: Array, nu: Array, twice: NDArray[np.bool_]) -> Array:
-        """By pair of prices the least over all strategies and sets. twice: where the forward counts so."""
-        count, columns = len(self.constant) - 1, np.arange(len(mu))
-        if count == 1:
-            return self._sums(np.zeros(len(mu), dtype=np.intp), columns, mu, nu, twice)
-        free = self._sums(np.full(len(mu), count), columns, mu, nu, twice)
-        more = self.constant - self.constant[-1]
-        more = more + np.minimum.reduceat(self.kept - self.kept[:, -1:], self.first, axis=0).sum(axis=0)
-        ran = np.minimum.reduceat(self.again, self.first, axis=0).sum(axis=0)
-        # where nothing is free of what is kept, it costs nothing to keep it
-        bounds = np.where(nu > 0, free + nu * more[:count, None] + ran[:count, None], np.inf)
-        bounds[0] = free + nu * more[0]
-        found = np.full(len(mu), np.inf)
-        first = np.argmin(bounds, axis=0)
-        found = np.minimum(found, self._sums(first, columns, mu, nu, twice))
-        bounds[first, columns] = np.inf
-        which, column = np.nonzero(bounds < found)
-        np.minimum.at(found, column, self._sums(which, column, mu, nu, twice))
-        return found
-
-    def _sums(
-        self, sets: NDArray[np.intp], columns: NDArray[np.intp], mu: Array, nu: Array, twice: NDArray[np.bool_]
-    ) -> Array:
-        """With one set and the prices of one of these columns each, the least over all strategies."""
-        if not len(sets):
-            return np.zeros(0)
-        mu, nu, twice = mu[columns], nu[columns], twice[columns]
-        costs = np.where(twice, self.twice[:, None], self.seconds[:, None]) + self.weights[:, None] * mu
-        kept, again, times = (np.take(own, sets, axis=1) for own in (self.kept, self.again, self.times))
-        return self.eliminator.totals(costs + kept * nu + again, twice, times) + self.constant[sets] * nu
+def _work(builder: Builder, layers: AlikeLayers, sets: Sequence[ModuleSet]) -> LayerSums:
+    """The problem of one of the layers. sets: that may run again."""
+    part, analysis, setting = layers.part, builder.analysis, builder.setting
+    place, every = _places(analysis, layers), (*sets, ModuleSet())
+    held = Held.of(builder, layers.keeps, sets, place)
+    numbers = {analysis.classes[nodes[0]]: index for index, nodes in enumerate(builder.folded.classes)}
+    ops, seconds, forward, weights, kept, again = [], *(list[Array]() for _ in range(5))
+    for nodes in part.classes:
+        folded = builder.folded.classes[numbers[analysis.classes[nodes[0]]]]
+        ways = [chosen for chosen, _ in builder.ways(folded[0])]
+        op, none, nothing = builder.op(folded), np.zeros(len(ways)), np.zeros((len(ways), len(every)))
+        ops.append(op)
+        if is_stored(nodes[0]):
+            info = analysis.program.tensors[nodes[0].meta["name"]]
+            size = builder.block_costs.size(Value(nodes[0])).at(1) * len(nodes)
+            priced = (bool(info.trainable), not info.buffer, info.dtype) == (*layers.priced[:2], layers.priced[3])
+            shares = [size * share_of(stored_as(chosen), setting.sizes) if priced else 0.0 for chosen in ways]
+            for own, found in zip(
+                (seconds, forward, weights, kept, again),
+                (none, none, np.array(shares), nothing, nothing),
+                strict=True,
+            ):
+                own.append(found)
+            continue
+        seconds.append(np.array([choice.cost for choice in op.choices]) * (len(nodes) / len(folded)))
+        forward.append(len(nodes) * _forward_seconds(builder, nodes[0], ways))
+        weights.append(none)
+        kept.append(sum((held.bytes(node, ways) for node in nodes), nothing))
+        times = np.array([sum(place[node] in item.run for node in nodes) for item in every])
+        if times.any():
+            run = [setting.prices.op_seconds(nodes[0], chosen, setting.sizes)[0] for chosen in ways]
+            nothing = np.array(run)[:, None] * times
+        again.append(nothing)
+    edges, doubled, repeated = _conversions(builder, layers, ops, place, every)
+    once = np.concatenate(seconds)
+    return LayerSums(
+        Eliminator(TensorProblem(tuple(ops), tuple(edges)), others=doubled, more=[item for item, _ in repeated]),
+        once,
+        once + np.concatenate(forward),
+        np.concatenate(weights),
+        np.concatenate(kept),
+        np.concatenate(again),
+        held.constant,
+        np.array([times for _, times in repeated]).reshape(-1, len(every)),
+        np.cumsum([0, *(len(op.choices) for op in ops)])[:-1],
+    )
 
 
 def _conversions(

@@ -1,4 +1,4 @@
-"""The folder of what is worth keeping between runs: calibrations, captured programs and solved problems.
+"""The folder of what is worth keeping between runs: calibrations, captured programs, solved problems, plans.
 
 It is ``AUTOPART_CACHE``; without that ``$XDG_CACHE_HOME/autopart``, else ``~/.cache/autopart``. ``AUTOPART_CACHE=off``
 keeps nothing and reads nothing. Files are written whole or not at all, and what cannot be read counts as absent.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from autopart import cache
@@ -20,7 +23,10 @@ from autopart.runtime.errors import InfeasibleError
 from autopart.solver import cache as solved
 from autopart.solver import tensor
 from autopart.solver.tensor_problem import Choice, Edge, Op, TensorProblem, TensorSolution
+from autopart.solver.tensor_sums import Eliminator
 from autopart.tracing import capture
+
+Array = NDArray[np.float64]
 
 
 def problem(seed: int, ops: int = 4) -> TensorProblem:
@@ -195,6 +201,56 @@ def test_infeasible_problems_and_broken_folders(folder: Path, monkeypatch: pytes
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "file"))
     assert solved.solve(problem(1)).choices == tensor.solve(problem(1)).choices
+
+
+def test_numbers_are_found_again(folder: Path) -> None:
+    """A number that follows from an array and a table is made once; what is read is one list of as many numbers."""
+    made = list[float]()
+
+    def numbers(content: object, count: int = 3) -> list[float]:
+        def make() -> list[float]:
+            made.append(len(made))
+            return [1 / 3, 0.1 + 0.2, math.inf][:count]
+
+        return solved.numbers(content, count, make)
+
+    content = (np.array([[1.0, 2.0]]), {"a": 1}, [True])
+    assert [numbers(content) for _ in range(3)] == 3 * [[1 / 3, 0.1 + 0.2, math.inf]] and len(made) == 1
+    others: list[object] = [
+        (np.array([[1.0, np.nextafter(2.0, 3.0)]]), {"a": 1}, [True]),
+        (np.array([[1.0], [2.0]]), {"a": 1}, [True]),
+        (np.array([[1, 2]]), {"a": 1}, [True]),
+        (np.array([[1.0, 2.0]]), {"a": 2}, [True]),
+    ]
+    for count, other in enumerate(others, 2):
+        numbers(other)
+        assert len(made) == count
+    for spoilt in ("", "[]", '{"numbers": 3}', '{"numbers": [1.0, 2.0]}', '{"numbers": [1.0, 2.0, "3"]}'):
+        for path in entries(folder.parent / solved.NUMBERS):
+            path.write_text(spoilt)
+        count = len(made)
+        assert numbers(content) == numbers(content) == [1 / 3, 0.1 + 0.2, math.inf] and len(made) == count + 1
+
+
+def test_prices_of_layers_are_found_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With twice the batch in twice the microbatches no layer is weighed again."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(8)))
+    totals, weighed = Eliminator.totals, list[int]()
+
+    def counted(self: Eliminator, costs: Array, other: NDArray[np.bool_], times: Array) -> Array:
+        weighed.append(costs.shape[1])
+        return totals(self, costs, other, times)
+
+    monkeypatch.setattr(Eliminator, "totals", counted)
+    cluster, counts, bounds = Cluster.parse("4xA100-40GB"), list[int](), list[float]()
+    for batch, used in ((16, True), (32, True), (32, False)):
+        analysis = analyze(capture(model, (torch.randn(batch, 64),), {}, check_eval=False))
+        weighed.clear()
+        with cache.used(used):
+            plan = make_plan(analysis.program, cluster, tp=2, pp=2, microbatches=batch // 4, analysis=analysis)
+        counts.append(len(weighed))
+        bounds.append(plan.bound_s)
+    assert 0 == counts[1] < counts[0] <= counts[2] and bounds[1] == bounds[2]
 
 
 def test_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

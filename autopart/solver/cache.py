@@ -1,10 +1,11 @@
-"""Solved tensor problems on disk, so that the same problem is not solved twice.
+"""Solved problems on disk, so that the same problem is not solved twice: those of tensor splits, and numbers of others.
 
 An entry's name is a hash of everything that the answer follows from: the problem's whole content, the solver's limits
 (a search that was cut short would go on under a longer one), and the versions of autopart, of its solvers' sources and
 of OR-Tools. Only answers that are proved as good as was asked for are kept: one that time cut short need not come out
-again. What is read is checked against the problem, its objective computed anew; an entry that does not fit, or that
-cannot be read, is solved again and written over. So a cache gives an answer that solving gives, or none.
+again. What is read is checked against the problem, its objective computed anew, and numbers by how many they are; an
+entry that does not fit, or that cannot be read, is solved again and written over. So a cache gives an answer that
+solving gives, or none.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from autopart import cache
 from autopart.solver import tensor_transient
 from autopart.solver.tensor_problem import CostTable, Op, TensorProblem, TensorSolution, relative_gap
 
-FOLDER = "solved"
+FOLDER, NUMBERS = "solved", "numbers"
 VERSION = 1
 _NEAR = 1e-12
 _PROVED = 1e-7
@@ -57,12 +60,28 @@ def solve(
     return solution
 
 
-def key(problem: TensorProblem, *limits: float) -> str:
-    """The hash by which an answer is found."""
+def numbers(content: object, count: int, make: Callable[[], list[float]]) -> list[float]:
+    """``count`` numbers that follow from the content, and from the sources of solvers: from the cache, or made."""
+    folder = cache.answers(NUMBERS)
+    if folder is None:
+        return make()
+    name = key(content)
+    path = folder / name[:2] / f"{name}.json"
+    known = (cache.read_object(path) or {}).get("numbers")
+    if isinstance(known, list) and len(known) == count and all(isinstance(item, float) for item in known):
+        return known
+    made = make()
+    with contextlib.suppress(OSError):
+        cache.write(path, json.dumps({"numbers": made}))
+    return made
+
+
+def key(content: object, *limits: float) -> str:
+    """The hash by which an answer is found: that to a problem, or what follows from something else."""
     digest = hashlib.sha256()
     for part in (VERSION, *_versions(), limits):
         digest.update(f"{part!r}\n".encode())
-    _feed(problem, digest.update)
+    _feed(content, digest.update)
     return digest.hexdigest()
 
 
@@ -97,6 +116,8 @@ def _feed(item: Any, update: Callable[[bytes], None]) -> None:
         update(b"]")
     elif isinstance(item, CostTable):
         update(f"table {list(item.rows)} {list(item.columns)}".encode() + item.seconds.tobytes())
+    elif isinstance(item, np.ndarray):
+        update(f"array {item.dtype} {item.shape} ".encode() + item.tobytes())
     elif isinstance(item, Mapping):
         update(f"{sorted(item.items())!r};".encode())
     else:

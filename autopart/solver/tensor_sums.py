@@ -97,6 +97,11 @@ class Eliminator:
         self._starts = np.cumsum([0, *map(len, rows)])[:-1]
         self._places = np.cumsum([0, *map(len, self._groups)]).tolist()
 
+    @property
+    def content(self) -> tuple[object, ...]:
+        """Everything that :meth:`totals` follows from, beside what it is given."""
+        return (self._edges, self._more, self._steps, self._left, self._rows, self._starts, self._places)
+
     def least(self, weights: Sequence[Weights]) -> list[tuple[int, ...] | None]:
         """By pair of weights the choices with the least weighted sum of seconds and bytes; None: none is possible."""
         counts, picked = np.array(weights, dtype=np.float64), list[list[NDArray[np.int64]]]()
