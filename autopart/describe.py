@@ -44,7 +44,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
     places = candidates.layout.places(config)
     again, recompute = recomputed(candidates, config, answer.cut.way, problem, found)
     exchanged = exchanges(
-        *(analysis, found, config.dp, candidates.samples(config), again, places), candidates.bucket_bytes(config)
+        *(analysis, found, config.dp, candidates.samples(config), again, candidates.bucket_bytes(config)), places
     )
     stages = []
     for index, (stage, graph) in enumerate(zip(found.stages, found.local, strict=True)):

@@ -15,7 +15,7 @@ from autopart.passes.program import reached_by_gradients
 from autopart.passes.shard import collective_counts
 from autopart.passes.unlike_meshes import StageSetting
 from autopart.realize import Realization
-from autopart.runtime.buckets import BUCKET_BYTES, pass_counts, update_counts
+from autopart.runtime.buckets import pass_counts, update_counts
 from autopart.runtime.links import dtype_of
 from autopart.runtime.manifest import ParameterSpec
 
@@ -37,13 +37,13 @@ def exchanges(
     replicas: int,
     samples: int,
     recompute: Sequence[Collection[str]],
+    bucket_bytes: int,
     places: Sequence[int] | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
 ) -> list[Exchanges]:
     """For every stage; a microbatch has ``samples`` samples on one replica.
 
-    recompute: the layers of each stage that run again in the backward. places: default, each stage on its own.
-    bucket_bytes: of a message of gradients.
+    recompute: the layers of each stage that run again in the backward. bucket_bytes: of a message of gradients.
+    places: default, each stage on its own.
     """
     places = range(len(found.stages)) if places is None else places
     layout = Layout((), replicas, found.axes, "", 1, (), (), cuts=found.cuts)
@@ -64,7 +64,7 @@ def exchanges_unlike(
     rows: Sequence[int],
     recompute: Sequence[Collection[str]],
     places: Sequence[int],
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int,
 ) -> list[Exchanges]:
     """For every stage by its own setting. rows: samples of a microbatch on the largest replica of each stage."""
     seen = specs_by_stage(analysis, found, settings)

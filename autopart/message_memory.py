@@ -31,7 +31,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopart.runtime.buckets import BUCKET_BYTES
 from autopart.runtime.data_weights import AHEAD
 
 Bytes = float | NDArray[np.float64]
@@ -61,7 +60,7 @@ def staying_bytes(level: int, gradient: float, replicas: int, summed: float) -> 
     return converted + (summed * gradient / replicas if level else 0.0)
 
 
-def message_bytes(parameters: Iterable[Alike], replicas: int, summed: float, limit: float = BUCKET_BYTES) -> Bytes:
+def message_bytes(parameters: Iterable[Alike], replicas: int, summed: float, limit: float) -> Bytes:
     """What is held for a while. summed: bytes in the type of the sum for each byte of a gradient. limit: bytes that
     fill a message.
     """

@@ -15,7 +15,6 @@ from autopart.message_memory import staying_bytes
 from autopart.passes.annotate import ParameterBytes, parameter_bytes
 from autopart.passes.program import TensorInfo
 from autopart.prices import share_of
-from autopart.runtime.buckets import BUCKET_BYTES
 from autopart.runtime.placement import BROADCAST, REPLICATE, Placements
 from autopart.solver.overlap import GradientSum
 from autopart.solver.stages_parts import TiedGroup
@@ -78,11 +77,11 @@ def priced_parameters(
     setting: Setting,
     optimizer: str,
     between: Link | None,
+    limit: float,
     versions: int = 1,
-    limit: float = BUCKET_BYTES,
 ) -> PricedParameters:
     """readers: the blocks that read each. between: where gradients of several stages are summed; None: one stage.
-    versions: of the weights, beside which as many gradients are held. limit: bytes that fill a message.
+    limit: bytes that fill a message. versions: of the weights, beside which as many gradients are held.
     """
     private = [[0.0, 0.0] for _ in analysis.blocks]
     tied: list[TiedGroup] = []

@@ -64,15 +64,21 @@ def stage_peaks(
 
 
 def gradient_messages(
-    specs: Sequence[ParameterSpec], stage: int, stages: Sequence[int], replicas: int, axes: Axes, kind: str
+    specs: Sequence[ParameterSpec],
+    stage: int,
+    stages: Sequence[int],
+    replicas: int,
+    axes: Axes,
+    bucket_bytes: int,
+    kind: str,
 ) -> list[Message]:
     """Of the gradients of a stage, one of a rank's ``stages``; those that ZeRO-2 and -3 sum in each backward left out.
 
-    specs: all parameters of the program, as the stage stores them, in the model's order. kind: of devices, "cuda" or
-    "cpu".
+    specs: all parameters of the program, as the stage stores them, in the model's order. bucket_bytes: of gradients
+    that share a message. kind: of devices, "cuda" or "cpu".
     """
     sizes, found = [size for _, size in axes], []
-    for bucket in gradient_buckets(learning_at(specs, stage, stages), replicas, sizes):
+    for bucket in gradient_buckets(learning_at(specs, stage, stages), replicas, sizes, bucket_bytes):
         if bucket.zero >= 2:
             continue
         if bucket.zero == 1:

@@ -119,11 +119,11 @@ def step_peaks(analysis: Analysis, plan: Plan, found: Realization, kind: str) ->
     specs = specs_by_stage(analysis, found, settings_of(analysis, plan))
     together = [[other for other, there in enumerate(plan.places) if there == place] for place in plan.places]
     messages = [
-        gradient_messages(specs[index], index, together[index], stage.dp, axes[index], kind)
+        gradient_messages(specs[index], index, together[index], stage.dp, axes[index], plan.bucket_bytes, kind)
         for index, stage in enumerate(plan.stages)
     ]
     divided = [
-        divided_weights(specs[index], index, together[index], stage.dp, axes[index], found.cuts)
+        divided_weights(specs[index], index, together[index], stage.dp, axes[index], plan.bucket_bytes, found.cuts)
         for index, stage in enumerate(plan.stages)
     ]
     there = [made_before(specs[index], index, together[index]) for index in range(len(plan.stages))]

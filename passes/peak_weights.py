@@ -170,11 +170,13 @@ def divided_weights(
     stages: Sequence[int],
     replicas: int,
     axes: Axes,
+    bucket_bytes: int,
     cuts: Mapping[str, DataCut],
 ) -> Divided:
     """Of a stage, one of a rank's ``stages``.
 
-    specs: all parameters of the program, as the stage stores them, in the model's order.
+    specs: all parameters of the program, as the stage stores them, in the model's order. bucket_bytes: of gradients, or
+    of weights, that share a message.
     """
     if replicas == 1:
         return Divided()
@@ -183,12 +185,12 @@ def divided_weights(
     home = [spec for spec in by_name.values() if home_of(spec, stages) == stage]
     buckets = [
         scattered(bucket.specs, sizes, replicas)
-        for bucket in gradient_buckets(learning_at(specs, stage, stages), replicas, sizes)
+        for bucket in gradient_buckets(learning_at(specs, stage, stages), replicas, sizes, bucket_bytes)
         if bucket.zero == 2
     ]
     own = {name: cut for name, cut in cuts.items() if name in by_name}
     found = Divided(by_name, own, sizes, replicas, buckets)
-    found.kept = [found.unit(run, 2) for run in kept_buckets(home, sizes)]
+    found.kept = [found.unit(run, 2) for run in kept_buckets(home, sizes, bucket_bytes)]
     return found
 
 

@@ -53,9 +53,7 @@ def summed_over(spec: ParameterSpec, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(index for index, (text, size) in placed if text == "B" and size > 1)
 
 
-def gradient_buckets(
-    specs: Sequence[ParameterSpec], replicas: int, sizes: Sequence[int], limit: int = BUCKET_BYTES
-) -> list[Bucket]:
+def gradient_buckets(specs: Sequence[ParameterSpec], replicas: int, sizes: Sequence[int], limit: int) -> list[Bucket]:
     """The buckets of parameters with gradients, given in the model's order; those that need no sum are left out.
 
     replicas, sizes: of the data axis and of the tensor axes. ZeRO-3's gradients are summed over replicas where they
@@ -70,9 +68,7 @@ def gradient_buckets(
     return [Bucket(members, zero, partial) for members, (_, zero, partial) in messages_of(found, limit)]
 
 
-def messages_of(
-    items: Sequence[tuple[_Item, _Key, float]], limit: float = BUCKET_BYTES
-) -> list[tuple[tuple[_Item, ...], _Key]]:
+def messages_of(items: Sequence[tuple[_Item, _Key, float]], limit: float) -> list[tuple[tuple[_Item, ...], _Key]]:
     """Items with what those of one message have in common and with their bytes, as messages in the order of sending.
 
     Items come in the order in which they are expected, messages in that of their last items.
@@ -85,9 +81,7 @@ def messages_of(
     return [(tuple(item for _, item in run), key) for run, key in runs]
 
 
-def kept_buckets(
-    specs: Iterable[ParameterSpec], sizes: Sequence[int], limit: int = BUCKET_BYTES
-) -> list[tuple[ParameterSpec, ...]]:
+def kept_buckets(specs: Iterable[ParameterSpec], sizes: Sequence[int], limit: int) -> list[tuple[ParameterSpec, ...]]:
     """The weights that are kept whole but updated in shares (ZeRO-1, -2), as they are gathered after an update."""
     groups: dict[str, list[tuple[ParameterSpec, int]]] = {}
     for spec in specs:
@@ -96,7 +90,7 @@ def kept_buckets(
     return [bucket for found in groups.values() for bucket in split_by_bytes(found, limit)]
 
 
-def split_by_bytes(items: Iterable[tuple[_Item, float]], limit: float = BUCKET_BYTES) -> list[tuple[_Item, ...]]:
+def split_by_bytes(items: Iterable[tuple[_Item, float]], limit: float) -> list[tuple[_Item, ...]]:
     """Runs of items of at most ``limit`` bytes together, or of one item."""
     runs: list[list[_Item]] = []
     filled = 0.0
@@ -114,9 +108,7 @@ Counts = dict[tuple[Operation, str], list[int]]
 Mesh = Sequence[tuple[str, int]]
 
 
-def pass_counts(
-    specs: Sequence[ParameterSpec], stage: int, mesh: Mesh, places: Sequence[int], limit: int = BUCKET_BYTES
-) -> Counts:
+def pass_counts(specs: Sequence[ParameterSpec], stage: int, mesh: Mesh, places: Sequence[int], limit: int) -> Counts:
     """What a rank exchanges in every backward of a stage for ZeRO-2: sums of gradients, divided.
 
     specs: all parameters of the program, in the model's order. mesh: the data axis and the tensor axes. places: the
@@ -131,9 +123,7 @@ def pass_counts(
     return counts
 
 
-def update_counts(
-    specs: Sequence[ParameterSpec], stage: int, mesh: Mesh, places: Sequence[int], limit: int = BUCKET_BYTES
-) -> Counts:
+def update_counts(specs: Sequence[ParameterSpec], stage: int, mesh: Mesh, places: Sequence[int], limit: int) -> Counts:
     """What a rank exchanges once a step for a stage: gradients are summed, updated weights gathered (ZeRO-1, -2).
 
     Arguments as for :func:`pass_counts`. Parameters of several ranks of the pipeline are summed over these at the end,
@@ -207,7 +197,7 @@ def ties_of(specs: Iterable[ParameterSpec]) -> list[tuple[int, ...]]:
 
 
 def tied_buckets(
-    specs: Iterable[ParameterSpec], replicas: int, sizes: Sequence[int], limit: int = BUCKET_BYTES
+    specs: Iterable[ParameterSpec], replicas: int, sizes: Sequence[int], limit: int
 ) -> list[tuple[ParameterSpec, ...]]:
     """The gradients of parameters of several stages, as they are summed over these: what one rank holds of them."""
     groups: dict[str, list[tuple[ParameterSpec, int]]] = {}

@@ -28,7 +28,7 @@ def alike(level: int, *sizes: float) -> Alike:
 def held(parameters: Sequence[Alike], replicas: int, summed: float) -> float:
     """All step, and while a message is made."""
     stays = sum(staying_bytes(own.level, float(own.bytes), replicas, summed) for own in parameters)
-    return stays + float(message_bytes(parameters, replicas, summed))
+    return stays + float(message_bytes(parameters, replicas, summed, BUCKET_BYTES))
 
 
 @pytest.mark.parametrize(("level", "bytes_held"), [(0, SMALL), (1, SMALL + SMALL / 4), (2, 3.25 * SMALL), (3, 0.0)])
@@ -70,13 +70,14 @@ def test_stages_have_what_their_own_parameters_take(seed: int) -> None:
         (tuple(sorted(rng.sample(range(count), rng.choice([1, 1, 2])))), rng.choice(sizes), rng.randint(0, 2))
         for _ in range(12)
     ]
-    apart, summed = rng.random() < 0.5, rng.choice([0.5, 1.0, 2.0])
+    apart, summed, limit = rng.random() < 0.5, rng.choice([0.5, 1.0, 2.0]), rng.choice([SMALL, BUCKET_BYTES])
     found = passing(
         [(blocks, level, level, size) for blocks, size, level in parameters],
         [(blocks, size) for blocks, size, _ in parameters],
         4,
         summed,
         apart,
+        limit,
     )
     member = np.array([[block < end for block in range(count)] for end in range(count + 1)])
     runs = Runs.of(member)
@@ -85,7 +86,7 @@ def test_stages_have_what_their_own_parameters_take(seed: int) -> None:
         inside = set(range(first, last))
         own = [(size, level) for blocks, size, level in parameters if inside & set(blocks)]
         by_level = [[size for size, other in own if other == level] for level in (0, 1, 2)]
-        wanted = message_bytes([alike(level, *some) for level, some in enumerate(by_level) if some], 4, summed)
+        wanted = message_bytes([alike(level, *some) for level, some in enumerate(by_level) if some], 4, summed, limit)
         assert messages[number] == pytest.approx(wanted) == found.message_bytes(inside)
         made = (max if apart else sum)([0.0, *(size for size, _ in own)])
         assert updates[number] == pytest.approx(made) == found.update_bytes(inside)

@@ -48,7 +48,7 @@ def divided(analysis: Analysis, plan: Plan, level: int) -> Plan:
     plan = replace(plan, zero=fold(levels))
     samples = plan.batch // (plan.dp * plan.microbatches)
     found = realized(analysis, plan)
-    counted = exchanges(analysis, found, plan.dp, samples, recomputed(plan, found.local))
+    counted = exchanges(analysis, found, plan.dp, samples, recomputed(plan, found.local), plan.bucket_bytes)
     stages = tuple(
         replace(stage, collectives=item.microbatch, step_collectives=item.step)
         for stage, item in zip(plan.stages, counted, strict=True)

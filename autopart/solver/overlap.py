@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopart.runtime.buckets import BUCKET_BYTES, messages_of
+from autopart.runtime.buckets import messages_of
 from autopart.solver.stages_runs import Runs
 
 
@@ -48,9 +48,7 @@ class GradientSum:
             raise ValueError(f"a sum of {self.bytes} bytes in {self.seconds} seconds: both are finite, not negative")
 
 
-def hidden_seconds(
-    sums: Sequence[GradientSum], units: Sequence[tuple[Sequence[int], float]], limit: float = BUCKET_BYTES
-) -> float:
+def hidden_seconds(sums: Sequence[GradientSum], units: Sequence[tuple[Sequence[int], float]], limit: float) -> float:
     """What of a stage's sums passes before its last backward is over; see the module. Less than nothing where messages
     take longer by themselves than they hide.
 

@@ -133,7 +133,7 @@ def passing(
     replicas: int,
     summed: float,
     apart: bool,
-    limit: float = BUCKET_BYTES,
+    limit: float,
 ) -> Passing:
     """sent: by parameter its blocks, what those of one message have in common, its level of ZeRO, and bytes of its
     gradient on a rank. updated: its blocks, and what the optimizer makes for it. limit: bytes that fill a message.
