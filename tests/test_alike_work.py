@@ -134,7 +134,8 @@ def test_no_strategies_undercut_the_prices_of_a_layer(model: str, bandwidth: flo
                     near[number] = min(near[number], taken / price.seconds)
     assert near[0] < 1.001 or bandwidth < 1e8, "links so slow that nothing is shared: weights' gradients are hidden"
     assert near[-1] < 1.02
-    assert near_blocks.keys() == {number for own in first.blocks for number in own} and min(near_blocks.values()) < 1.02
+    assert near_blocks.keys() == {number for own in first.blocks for number in own}
+    assert min(near_blocks.values()) < 1.02 or bandwidth < 1e8, "blocks share what comes in for nothing"
 
 
 def test_layers_of_a_decoder_with_masks_of_their_own_are_alike() -> None:
