@@ -1,7 +1,7 @@
 """Which parameters share a message when gradients are summed or weights gathered; all ranks and the plan agree on it.
 
-A bucket's message holds tensors of one dtype that are treated alike, up to ``BUCKET_BYTES`` or one tensor. Gradients
-are taken from the last parameter to the first, about the order in which a backward makes them.
+A bucket's message holds tensors of one dtype that are treated alike, up to a limit, a plan's ``bucket_bytes``, or one
+tensor. Gradients are taken from the last parameter to the first, about the order in which a backward makes them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from autopart.runtime.placement import Placement
 from autopart.runtime.traffic import Operation
 
 BUCKET_BYTES = 25 * 2**20
+"""Of plans that say nothing else."""
 
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key", bound=Hashable)
