@@ -31,13 +31,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopart.solver.linear import LinearModel
-from autopart.solver.pipeline_groups import groups
+from autopart.solver.pipeline_groups import Grouping, groups
 
 _ROUNDING = 1e-6
 _ROUNDS, _LEAST_ROUNDS, _STAGE_ROUNDS = 25, 4, 160
 """In which violated prices join: fewer where stages are many, so that stages times rounds are no more than the last."""
 _MANY, _GAINED = 20, 1e-5
 """Of so many stages no further round is worth its time where one gained no more than that share."""
+_COARSE_FIRST = 8
+"""Stages from which few groups of them are asked first, where seconds of interest are known."""
 _VIOLATED = 1e-4
 """Of a family's seconds: prices that an answer violates by less are left out."""
 
@@ -167,22 +169,28 @@ def least_step_seconds(
     rest: Sequence[Piece],
     pipeline: Pipeline,
     below: float = math.inf,
-    each: bool = False,
+    grouping: Grouping = Grouping.FINE,
     tight: Sequence[set[Price]] = (),
 ) -> float:
     """Seconds of a step at least; infinite where nothing fits. below: seconds from which more are of no interest.
 
-    One stage has every piece, and beside all that it holds the largest transient. each: every stage by itself, else
-    alike ones in groups (:mod:`autopart.solver.pipeline_groups`). tight: by family, prices to begin with, which
-    alike programs needed; those that this one needs join them.
+    One stage has every piece, and beside all that it holds the largest transient. grouping: of stages, at the finest
+    (:mod:`autopart.solver.pipeline_groups`); where few groups reach ``below`` that is enough. tight: by family, prices
+    to begin with, which alike programs needed; those that this one needs join them.
     """
+    tight = tight or [set() for _ in families]
     if pipeline.stages == 1:
         pieces = (*(item.whole for item in families if item.count), *rest)
         room = pipeline.capacity_bytes[0] - max((piece.transient_bytes for piece in pieces), default=0.0)
         if room <= 0:
             return math.inf
         pipeline = replace(pipeline, capacity_bytes=(room,))
-    return _Program(families, rest, pipeline, each).solve(below, tight or [set() for _ in families])
+    coarse = 0.0
+    if grouping is Grouping.FINE and pipeline.stages >= _COARSE_FIRST and below < math.inf:
+        coarse = _Program(families, rest, pipeline, Grouping.COARSE).solve(below, tight)
+        if coarse >= below:
+            return coarse
+    return max(coarse, _Program(families, rest, pipeline, grouping).solve(below, tight))
 
 
 @dataclass(slots=True)
@@ -215,14 +223,16 @@ class _Layers:
 
 
 class _Program:
-    def __init__(self, families: Sequence[Family], rest: Sequence[Piece], pipeline: Pipeline, each: bool) -> None:
+    def __init__(
+        self, families: Sequence[Family], rest: Sequence[Piece], pipeline: Pipeline, grouping: Grouping
+    ) -> None:
         self.pipeline, self.model = pipeline, LinearModel()
         alone = [_seconds(item.whole) * item.count for item in families]
         self.unit_s = max(pipeline.work, math.fsum(alone), math.fsum(map(_seconds, rest))) or 1.0
         self.unit_bytes = max(*pipeline.capacity_bytes, 1.0)
         self.step = self.model.add_variable(1.0, upper=math.inf)
         there, back = pipeline.transfers(self.unit_s)
-        self.groups = groups(pipeline.microbatches, pipeline.in_flight, pipeline.capacity_bytes, there, back, each)
+        self.groups = groups(pipeline.microbatches, pipeline.in_flight, pipeline.capacity_bytes, there, back, grouping)
         self.stages = [_Stage() for _ in self.groups]
         for piece in rest:
             self._add(piece, self._shares(piece))
