@@ -37,7 +37,7 @@ _ROUNDING = 1e-6
 _ROUNDS, _LEAST_ROUNDS, _STAGE_ROUNDS = 25, 4, 160
 """In which violated prices join: fewer where stages are many, so that stages times rounds are no more than the last."""
 _MANY, _GAINED = 20, 1e-5
-"""Of so many stages no further round is worth its time where one gained no more than that share."""
+"""Of so many stages, or coarse groups, no further round is worth its time where one gained no more than that share."""
 _COARSE_FIRST = 8
 """Stages from which few groups of them are asked first, where seconds of interest are known."""
 _VIOLATED = 1e-4
@@ -234,6 +234,7 @@ class _Program:
         there, back = pipeline.transfers(self.unit_s)
         self.groups = groups(pipeline.microbatches, pipeline.in_flight, pipeline.capacity_bytes, there, back, grouping)
         self.stages = [_Stage() for _ in self.groups]
+        self.hasty = grouping is Grouping.COARSE or len(self.groups) >= _MANY
         for piece in rest:
             self._add(piece, self._shares(piece))
         self.layers: list[tuple[Family, list[_Layers]]] = []
@@ -262,7 +263,7 @@ class _Program:
                 break
             if answer is None:
                 return math.inf
-            idle = len(self.stages) >= _MANY and answer.objective <= found * (1 + _GAINED)
+            idle = self.hasty and answer.objective <= found * (1 + _GAINED)
             found = max(found, answer.objective)
             new = self._violated(answer.values) - used
             if not new or idle or found * self.unit_s >= below:

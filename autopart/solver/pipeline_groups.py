@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 class Grouping(enum.Enum):
     """Which neighbouring stages are taken together: none; those with nearly as many microbatches in flight; or those
-    with a quarter as many too, which takes a tenth of the time to solve, and loses a tenth where memory is tight.
+    with a quarter as many too, which takes down to a tenth of the time to solve, and loses more where memory is tight.
     """
 
     EACH = enum.auto()
@@ -34,7 +34,7 @@ class Grouping(enum.Enum):
 
 ALIKE = {Grouping.FINE: 8.0, Grouping.COARSE: 1.3}
 """Microbatches in flight in a group differ by less than that part of them: with as many, a stage is by itself."""
-_LONGEST = 5
+_LONGEST = {Grouping.FINE: 5, Grouping.COARSE: 1}
 """Stages by themselves, of those with microbatches in flight between two powers of two, as their rounds take long."""
 
 
@@ -78,11 +78,10 @@ def groups(
     """
     count = len(in_flight)
     bodies = [_bodies(microbatches, in_flight, number) for number in range(count)]
-    alone = {0, count - 1}
     if grouping is Grouping.EACH:
-        alone.update(range(count))
-    elif grouping is Grouping.FINE:
-        alone |= _longest(microbatches, in_flight)
+        alone = set(range(count))
+    else:
+        alone = {0, count - 1, *_longest(microbatches, in_flight, _LONGEST[grouping])}
     found: list[list[int]] = []
     for number, flying in enumerate(in_flight):
         first = found[-1][0] if found else 0
@@ -142,13 +141,13 @@ def _rounds(microbatches: int, flying: int) -> tuple[int, int]:
     return rounds, microbatches - 1 - (rounds - 1) * held
 
 
-def _longest(microbatches: int, in_flight: Sequence[int]) -> set[int]:
-    """Stages whose round trips take the longest, as the last round is as full as the others."""
+def _longest(microbatches: int, in_flight: Sequence[int], most: int) -> set[int]:
+    """Stages whose round trips take the longest, as the last round is as full as the others: ``most`` of a kind."""
     found: dict[int, list[tuple[int, int]]] = {}
     for number, flying in enumerate(in_flight):
         if ALIKE[Grouping.FINE] < flying < microbatches:
             found.setdefault(flying.bit_length(), []).append((_rounds(microbatches, flying)[1] - flying, number))
-    return {number for own in found.values() for _, number in sorted(own)[:_LONGEST]}
+    return {number for own in found.values() for _, number in sorted(own)[:most]}
 
 
 def _chain(bodies: Sequence[_Body], there: Sequence[float], back: Sequence[float], whole: bool) -> Chain:
