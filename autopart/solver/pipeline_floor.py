@@ -39,7 +39,7 @@ _ROUNDS, _LEAST_ROUNDS, _STAGE_ROUNDS = 25, 4, 160
 _MANY, _GAINED = 20, 1e-5
 """Of so many stages, or coarse groups, no further round is worth its time where one gained no more than that share."""
 _COARSE_FIRST = 8
-"""Stages from which few groups of them are asked first, where seconds of interest are known."""
+"""Stages from which coarse groups of them are asked first, where seconds of interest are known."""
 _VIOLATED = 1e-4
 """Of a family's seconds: prices that an answer violates by less are left out."""
 
@@ -175,7 +175,7 @@ def least_step_seconds(
     """Seconds of a step at least; infinite where nothing fits. below: seconds from which more are of no interest.
 
     One stage has every piece, and beside all that it holds the largest transient. grouping: of stages, at the finest
-    (:mod:`autopart.solver.pipeline_groups`); where few groups reach ``below`` that is enough. tight: by family, prices
+    (:mod:`autopart.solver.pipeline_groups`); where coarse ones reach ``below``, that is all. tight: by family, prices
     to begin with, which alike programs needed; those that this one needs join them.
     """
     tight = tight or [set() for _ in families]

@@ -32,7 +32,7 @@ class Grouping(enum.Enum):
     COARSE = enum.auto()
 
 
-ALIKE = {Grouping.FINE: 8.0, Grouping.COARSE: 1.3}
+_ALIKE = {Grouping.FINE: 8.0, Grouping.COARSE: 1.3}
 """Microbatches in flight in a group differ by less than that part of them: with as many, a stage is by itself."""
 _LONGEST = {Grouping.FINE: 5, Grouping.COARSE: 1}
 """Stages by themselves, of those with microbatches in flight between two powers of two, as their rounds take long."""
@@ -85,14 +85,11 @@ def groups(
     found: list[list[int]] = []
     for number, flying in enumerate(in_flight):
         first = found[-1][0] if found else 0
-        if first not in alone and number not in alone and len(bodies[first]) == len(bodies[number]):
-            alike = abs(in_flight[first] - flying) < in_flight[first] / ALIKE[grouping]
-        else:
-            alike = False
-        if alike:
-            found[-1].append(number)
-        else:
+        apart = first in alone or number in alone or len(bodies[first]) != len(bodies[number])
+        if apart or abs(in_flight[first] - flying) >= in_flight[first] / _ALIKE[grouping]:
             found.append([number])
+        else:
+            found[-1].append(number)
     result = []
     for own in found:
         kinds = list(zip(*(bodies[number] for number in own), strict=True))
@@ -145,7 +142,7 @@ def _longest(microbatches: int, in_flight: Sequence[int], most: int) -> set[int]
     """Stages whose round trips take the longest, as the last round is as full as the others: ``most`` of a kind."""
     found: dict[int, list[tuple[int, int]]] = {}
     for number, flying in enumerate(in_flight):
-        if ALIKE[Grouping.FINE] < flying < microbatches:
+        if _ALIKE[Grouping.FINE] < flying < microbatches:
             found.setdefault(flying.bit_length(), []).append((_rounds(microbatches, flying)[1] - flying, number))
     return {number for own in found.values() for _, number in sorted(own)[:most]}
 
