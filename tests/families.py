@@ -71,12 +71,12 @@ def _seeded(item: Family) -> Family:
     return replace(item, build=build)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=64)
 def captured(name: str, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> Program:
-    """A family's program; passes do not change it, so that the tests of one process share it."""
+    """A family's program, not asked about evaluation; passes do not change it: the tests of one process share it."""
     item = family(name, dropout, dtype)
     with float64_throughout() if dtype == torch.float64 else nullcontext():
-        return capture(item.build(), (), item.inputs(item.batch))
+        return capture(item.build(), (), item.inputs(item.batch), check_eval=False)
 
 
 def gpt2(dropout: float, dtype: torch.dtype, layers: int = 4) -> Family:

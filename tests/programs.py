@@ -158,9 +158,11 @@ def compile_program(
     return Compiled(program, split, stages, graphs, crossings, emitted, axes)
 
 
-def compile_model(directory: Path, model: nn.Module, kwargs: Mapping[str, Any], **options: Any) -> Compiled:
-    """Captures, compiles and writes a model."""
-    compiled = compile_program(capture(model, (), kwargs), **options)
+def compile_model(
+    directory: Path, model: nn.Module, kwargs: Mapping[str, Any], check_eval: bool = False, **options: Any
+) -> Compiled:
+    """Captures, compiles and writes a model. check_eval: as of ``capture``, for programs that are to be evaluated."""
+    compiled = compile_program(capture(model, (), kwargs, check_eval=check_eval), **options)
     compiled.emitted.save(directory)
     return compiled
 

@@ -138,7 +138,7 @@ def test_equal_on_processes(gqa: bool, rows: int, processes: int) -> None:
 
 def test_the_solver_takes_it_for_long_sequences() -> None:
     """One sample, weights that are small beside the activations: keys and values are the least that can be moved."""
-    program = capture(Causal(sequence=4096), (), causal_inputs(4096, 1))
+    program = capture(Causal(sequence=4096), (), causal_inputs(4096, 1), check_eval=False)
     plan = make_plan(program, ideal(4, bandwidth=1e11), pp=1, dp=1, tp=4, batch=1)
     assert plan.strategies["layers.*:scaled_dot_product_attention"] == "q"
     exchanged = plan.stages[0].collectives

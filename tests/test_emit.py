@@ -266,7 +266,7 @@ def test_random_numbers_and_evaluation(tmp_path: Path, recompute: bool) -> None:
     """In one process the same numbers are drawn as by the plain model; in evaluation none."""
     torch.manual_seed(0)
     model = Noisy().double()
-    compile_model(tmp_path, model, x_only(), recompute=recompute)
+    compile_model(tmp_path, model, x_only(), check_eval=True, recompute=recompute)
     parallel = ParallelModule(tmp_path, tensors_of(copy.deepcopy(model)))
     torch.manual_seed(7)
     expected, gradients = train(model, x_only())
@@ -388,7 +388,7 @@ class Levels(nn.Module):
 
 def test_a_stage_may_begin_inside_nested_lists(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    program = capture(Levels().double(), (), x_only())
+    program = capture(Levels().double(), (), x_only(), check_eval=False)
     blocks = len(analyze(program).blocks)
     assert blocks > 3
     for cut in range(1, blocks):

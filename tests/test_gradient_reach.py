@@ -25,7 +25,7 @@ class Picks(nn.Module):
 
 
 def test_only_what_the_loss_is_differentiated_by() -> None:
-    program = capture(Picks(), (torch.randn(4, 6, 8),))
+    program = capture(Picks(), (torch.randn(4, 6, 8),), check_eval=False)
     for graph in (program.graph, analyze(program).split.graph):
         trained = {n.meta["name"] for n in graph.nodes if n.op == "placeholder" and n.meta.get("differentiable")}
         assert trained == {"body.weight", "body.bias"}
@@ -38,7 +38,7 @@ def test_without_a_loss_all_outputs_are() -> None:
         def forward(self, x: Tensor) -> dict[str, Tensor]:
             return {"rows": super().forward(x)["scores"]}
 
-    graph = capture(Scores(), (torch.randn(4, 6, 8),)).graph
+    graph = capture(Scores(), (torch.randn(4, 6, 8),), check_eval=False).graph
     trained = {n.meta["name"] for n in graph.nodes if n.op == "placeholder" and n.meta.get("differentiable")}
     assert trained == {"scores.weight", "scores.bias"}
 
@@ -60,7 +60,7 @@ class FirstWithout(nn.Module):
 
 
 def test_layers_without_gradient_are_no_copies_of_others() -> None:
-    analysis = analyze(capture(FirstWithout(), (torch.randn(4, 8),)))
+    analysis = analyze(capture(FirstWithout(), (torch.randn(4, 8),), check_eval=False))
     linear = [node for node in analysis.block_of if node.target == torch.ops.aten.linear.default]
     assert [bool(node.meta["differentiable"]) for node in linear] == [False, False, True, True]
     assert not {analysis.classes[node] for node in linear[:2]} & {analysis.classes[node] for node in linear[2:]}

@@ -62,7 +62,7 @@ class LastState(nn.Module):
 def test_last_states_are_captured_or_refused() -> None:
     """torch 2.11 and 2.12 export them with a dim too many, which must not be taken for theirs."""
     try:
-        program = capture(LastState(), (torch.randn(4, 5, 6),))
+        program = capture(LastState(), (torch.randn(4, 5, 6),), check_eval=False)
     except CaptureError as error:
         assert torch.__version__ < "2.13" and "lstm" in str(error) and "later version" in str(error)
         return

@@ -91,7 +91,7 @@ def test_the_solver_takes_it_between_a_column_and_a_row_split() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.down(F.gelu(self.norm(self.up(x)))).square().sum()
 
-    program = capture(Block(), (torch.randn(4, 64),))
+    program = capture(Block(), (torch.randn(4, 64),), check_eval=False)
     plan = make_plan(program, ideal(4, bandwidth=1e9), pp=1, dp=1, tp=4)
     assert plan.strategies["norm:layer_norm"] == "n0"
     assert {plan.storage[f"norm.{name}"] for name in ("weight", "bias")} == {"S0"}

@@ -86,7 +86,7 @@ def test_a_plan_in_another_precision(tmp_path: Path) -> None:
 
     gpt2 = family("gpt2", dtype=torch.float32)
     model, inputs = gpt2.build(), gpt2.inputs(BATCH)
-    plan = make_plan(capture(model, (), inputs), Cluster.parse("cpu:2"), pp=2, microbatches=1)
+    plan = make_plan(capture(model, (), inputs, check_eval=False), Cluster.parse("cpu:2"), pp=2, microbatches=1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert verify(model, (), inputs, plan=plan, steps=1).equal
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())

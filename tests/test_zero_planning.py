@@ -25,7 +25,7 @@ LIMITS: dict[str, Any] = {"pp": 1, "dp": 4, "tp": 1, "microbatches": 2, "recompu
 @functools.lru_cache(maxsize=1)
 def analysis() -> Analysis:
     item = family("gpt2")
-    return analyze(capture(item.build(), (), item.inputs(8)))
+    return analyze(capture(item.build(), (), item.inputs(8), check_eval=False))
 
 
 def plan(memory: float = 2**40, **limits: Any) -> Plan:
