@@ -16,7 +16,7 @@ from autopart.cli import main
 from autopart.cluster import Cluster
 from autopart.solver import tensor, time_limits
 
-GPT2 = "hf:gpt2?n_layer=4&n_embd=32&n_head=2&vocab_size=64&n_positions=16&seq=16"
+GPT2 = "hf:gpt2?n_layer=2&n_embd=32&n_head=2&vocab_size=64&n_positions=16&seq=16"
 COMMAND = ["plan", GPT2, "--cluster", "4xA100-40GB", "--batch", "16", "--json"]
 CLUSTER = Cluster.parse("4xA100-40GB")
 

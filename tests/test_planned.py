@@ -172,7 +172,13 @@ def test_that_nothing_fits_is_found_again_each_time(folder: Path) -> None:
     assert not entries(folder)
 
 
-@pytest.mark.parametrize("given", [["--step", "0.3"], ["--devices", "1,2,4"]], ids=["memory", "devices"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(["--step", "0.3"], id="memory", marks=pytest.mark.slow),
+        pytest.param(["--devices", "1,2,4"], id="devices"),
+    ],
+)
 def test_a_frontier_is_found_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: list[str]
 ) -> None:

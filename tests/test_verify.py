@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autopart.verify
 from autopart.cluster import Cluster
 from autopart.local_job import JobError, run_local_job
 from autopart.planner import make_plan
@@ -18,6 +19,7 @@ from autopart.realize import realize
 from autopart.runtime.errors import PlanError
 from autopart.verify import Subject, VerifyError, compare_emitted, disable_dropout, prepare, verify
 from families import BATCH, family
+from launch import run_kept_job
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,13 @@ def test_two_stages_are_equal(subject: Subject, emitted: Path) -> None:
     assert compare_emitted(emitted, subject, steps=1).reference_losses == found.reference_losses[:1]
 
 
+@pytest.fixture
+def kept_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs run in processes that tests share: those of a job's own, which take seconds to start, are another's."""
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
+
+
+@pytest.mark.usefixtures("kept_jobs")
 def test_a_wrong_program_is_not_equal(subject: Subject, emitted: Path, tmp_path: Path) -> None:
     broken = tmp_path / "stages"
     broken.mkdir()
@@ -107,6 +116,7 @@ class WithNorm(nn.Module):
 @pytest.mark.parametrize(
     "limits", [{"dp": 2, "microbatches": 2}, pytest.param({"pp": 2, "microbatches": 2}, marks=pytest.mark.slow)]
 )
+@pytest.mark.usefixtures("kept_jobs")
 def test_batch_norm_and_a_loss_outside(limits: dict[str, Any]) -> None:
     torch.manual_seed(0)
     data = {"targets": torch.randint(4, (8,))}
