@@ -113,7 +113,7 @@ def test_help_loads_no_torch() -> None:
 
 
 def test_plan_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "plan", TINY, "--cluster", "2x4xA100-80GB", "--batch", 16, "--dtype", "bf16", "--json")
+    status, out, _ = run(capsys, "plan", TINY, "--cluster", "2x2xA100-80GB", "--batch", 16, "--dtype", "bf16", "--json")
     assert status == 0
     found: dict[str, Any] = json.loads(out)
     keys = (
@@ -127,7 +127,7 @@ def test_plan_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     )
     for stage in found["stages"]:
         assert list(stage) == stage_keys.split()
-    assert found["dp"] * found["tp"] * found["pp"] == 8
+    assert found["dp"] * found["tp"] * found["pp"] == 4
     assert 0 < found["bound_s"] <= found["step_time_s"]
 
 
