@@ -60,6 +60,8 @@ def read_pins(
                     f"pins: {_named(analysis, block)} has ops of {before!r}, pinned on stage {other}, and of "
                     f"{pattern!r}, pinned on stage {stage}; a block is on one stage"
                 )
+    if not groups and not wanted:
+        return Pins((), (), len(analysis.blocks))  # a stage for each
     fixed = tuple((block, stage) for block, (stage, _) in sorted(wanted.items()))
     edges = block_edges(analysis.blocks)
     if all((block - 1, block) in edges for block in range(1, len(analysis.blocks))):

@@ -17,6 +17,7 @@ from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
 from autopart.passes.blocks import block_edges
 from autopart.passes.graph import Value
+from autopart.solver.stages_coarse import bits_of
 from autopart.solver.stages_order import positions
 
 
@@ -63,10 +64,9 @@ class Positions:
         sent: dict[tuple[int, int], float] = {}
         for value, outside in readers.items():
             size = value_bytes(value).at(max(analysis.program.batch, 1))
-            for index in range(len(analysis.blocks)):
-                if outside >> index & 1:
-                    pair = block_of[value.node], index
-                    sent[pair] = sent.get(pair, 0.0) + size
+            for index in bits_of(outside):
+                pair = block_of[value.node], index
+                sent[pair] = sent.get(pair, 0.0) + size
         edges = block_edges(analysis.blocks)
         found, complete = positions(
             len(analysis.blocks),

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import networkx as nx
 import pytest
 import torch
 from torch import Tensor, nn
@@ -158,6 +159,30 @@ def test_coarser_graphs_stay_convex(seed: int) -> None:
         found, _ = positions(count, edges, most=most, weights=weights)
         assert found[0] == 0 and found[-1] == before and len(found) <= max(most, most // 2 + 4 * (count + 1))
         assert all(mask >> a & 1 or not mask >> b & 1 for mask in found for a, b in edges)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_lightest_neighbours_are_merged(seed: int) -> None:
+    """Against looking through all pairs of pieces, and all ways between them, before each merge."""
+    dice = random.Random(seed)
+    count = dice.randint(5, 30)
+    edges = {(dice.randint(max(0, b - 6), b - 1), b) for b in range(1, count) for _ in range(dice.randint(1, 3))}
+    sent = {edge: float(dice.randint(1, 3)) for edge in sorted(edges)}
+    weights = [float(dice.randint(1, 3)) for _ in range(count)]
+    needs = [sum(1 << a for a, b in edges if b == block) for block in range(count)]
+    pieces = [frozenset({block}) for block in range(count)]
+    for most in range(count - 1, 0, -1):
+        graph = nx.DiGraph((p, q) for p in pieces for q in pieces for a, b in edges if p != q and a in p and b in q)
+        pairs = []
+        for p, q in graph.edges:
+            if len(list(itertools.islice(nx.all_simple_paths(graph, p, q), 2))) == 1:
+                traffic = sum(size for (a, b), size in sent.items() if a in p and b in q)
+                pairs.append((sum(weights[b] for b in p | q), -traffic, min(p), min(q), p, q))
+        if pairs:
+            *_, p, q = min(pairs, key=lambda pair: pair[:4])
+            pieces = [piece for piece in pieces if piece not in (p, q)] + [p | q]
+        found = coarsen([1 << block for block in range(count)], needs, weights, sent, most)
+        assert set(found) == {sum(1 << block for block in piece) for piece in pieces}
 
 
 def test_long_branches_share_a_stage() -> None:

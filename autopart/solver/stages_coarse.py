@@ -9,7 +9,11 @@ positions of fine orders join those of the coarse graph (:func:`autopart.solver.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
+
+_Pair = tuple[float, float, int, int, int, int]
+"""Weight of both, less than nothing by the bytes that they exchange, their lowest blocks, and how often each grew."""
 
 
 def coarsen(
@@ -24,40 +28,111 @@ def coarsen(
     pieces: to begin with, convex and in an order of the graph. needs: by block the blocks it depends on directly, as
     bits. weights: by block. sent: bytes from block to block.
     """
-    found = list(pieces)
-    while len(found) > most:
-        home = {block: index for index, piece in enumerate(found) for block in bits_of(piece)}
-        after = _after(found, needs, home)
-        beyond = [0] * len(found)  # pieces that a piece leads to, itself not included
-        for index in reversed(range(len(found))):
-            for target in bits_of(after[index]):
-                beyond[index] |= 1 << target | beyond[target]
-        weight = [sum(weights[block] for block in bits_of(piece)) for piece in found]
-        traffic: dict[tuple[int, int], float] = {}
+    graph = _Pieces(pieces, needs, weights, sent)
+    while len(graph.blocks) > most and graph.merge_lightest():
+        pass
+    return _ordered([sum(1 << block for block in own) for own in graph.blocks.values()], needs)
+
+
+class _Pieces:
+    """Pieces by a number each, the lowest of their blocks.
+
+    blocks: of each, rising. before, after: the pieces it reads from, and that read from it. beyond: all that it leads
+    to, itself not included, as bits; bits of pieces that are in others now stay and mean nothing.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[int],
+        needs: Sequence[int],
+        weights: Sequence[float],
+        sent: Mapping[tuple[int, int], float],
+    ) -> None:
+        self.weights = weights
+        self.blocks = {own[0]: own for own in map(bits_of, pieces)}
+        home = {block: piece for piece, own in self.blocks.items() for block in own}
+        self.before: dict[int, set[int]] = {piece: set() for piece in self.blocks}
+        self.after: dict[int, set[int]] = {piece: set() for piece in self.blocks}
+        for block, target in home.items():
+            for source in map(home.__getitem__, bits_of(needs[block])):
+                if source != target:
+                    self.before[target].add(source)
+                    self.after[source].add(target)
+        self.beyond = dict.fromkeys(self.blocks, 0)
+        for piece in reversed(self.blocks):
+            for target in self.after[piece]:
+                self.beyond[piece] |= 1 << target | self.beyond[target]
+        self.traffic: dict[int, dict[int, float]] = {piece: {} for piece in self.blocks}
         for (source, target), size in sent.items():
-            pair = home[source], home[target]
-            traffic[pair] = traffic.get(pair, 0.0) + size
-        pairs = sorted(
-            (weight[a] + weight[b], -traffic.get((a, b), 0.0), a, b)
-            for a in range(len(found))
-            for b in bits_of(after[a])
-            if not any(beyond[other] >> b & 1 for other in bits_of(after[a]))
-        )
-        if not pairs:
-            break
-        _, _, a, b = pairs[0]
-        found = _ordered([*(p for i, p in enumerate(found) if i not in (a, b)), found[a] | found[b]], needs)
+            if home[source] != home[target]:
+                self._exchange(home[source], home[target], size)
+        self.weight = {piece: self._weight(piece) for piece in self.blocks}
+        self.grown = dict.fromkeys(self.blocks, 0)
+        self.pairs = [self._pair(a, b) for a in self.blocks for b in self.after[a]]
+        heapq.heapify(self.pairs)
+
+    def merge_lightest(self) -> bool:
+        """Merges a pair; whether there was one."""
+        while self.pairs:
+            *_, a, b, grown_a, grown_b = heapq.heappop(self.pairs)
+            # a pair with another way between can be merged once that is in one of the two: it is then asked for anew
+            if self.grown.get(a) == grown_a and self.grown.get(b) == grown_b and not self._other_way(a, b):
+                self._merge(a, b)
+                return True
+        return False
+
+    def _other_way(self, a: int, b: int) -> bool:
+        return any(self.beyond[other] >> b & 1 for other in self.after[a])
+
+    def _merge(self, a: int, b: int) -> None:
+        piece, gone = min(a, b), max(a, b)
+        before, after = self.before[a] | self.before[b], self.after[a] | self.after[b]
+        for source in before - {a, b}:
+            self.after[source] = self.after[source] - {a, b} | {piece}
+        for target in after - {a, b}:
+            self.before[target] = self.before[target] - {a, b} | {piece}
+        beyond = (self.beyond[a] | self.beyond[b]) & ~(1 << a | 1 << b)
+        either = 1 << a | 1 << b
+        for other, reached in self.beyond.items():
+            if reached & either:
+                self.beyond[other] = reached | beyond | 1 << piece
+        self.blocks[piece] = sorted(self.blocks[a] + self.blocks[b])
+        self.before[piece], self.after[piece], self.beyond[piece] = before - {a, b}, after - {a, b}, beyond
+        for other, size in self.traffic[gone].items():
+            del self.traffic[other][gone]
+            if other != piece:
+                self._exchange(piece, other, size)
+        for kept in (self.blocks, self.before, self.after, self.beyond, self.grown, self.weight, self.traffic):
+            del kept[gone]
+        self.weight[piece] = self._weight(piece)
+        self.grown[piece] += 1
+        for source in self.before[piece]:
+            heapq.heappush(self.pairs, self._pair(source, piece))
+        for target in self.after[piece]:
+            heapq.heappush(self.pairs, self._pair(piece, target))
+
+    def _exchange(self, one: int, other: int, size: float) -> None:
+        for here, there in ((one, other), (other, one)):
+            self.traffic[here][there] = self.traffic[here].get(there, 0.0) + size
+
+    def _weight(self, piece: int) -> float:
+        return sum(self.weights[block] for block in self.blocks[piece])
+
+    def _pair(self, a: int, b: int) -> _Pair:
+        traffic = self.traffic[a].get(b, 0.0)
+        return self.weight[a] + self.weight[b], -traffic, a, b, self.grown[a], self.grown[b]
+
+
+def pieces_needs(pieces: Sequence[int], needs: Sequence[int]) -> list[int]:
+    """By piece the pieces that it depends on directly, as bits of their indices."""
+    home = {block: index for index, piece in enumerate(pieces) for block in bits_of(piece)}
+    found = []
+    for piece in pieces:
+        wanted = 0
+        for block in bits_of(_needs_of(piece, needs)):
+            wanted |= 1 << home[block]
+        found.append(wanted)
     return found
-
-
-def _after(pieces: Sequence[int], needs: Sequence[int], home: Mapping[int, int]) -> list[int]:
-    """By piece the pieces that read from it, as bits."""
-    after = [0] * len(pieces)
-    for index, piece in enumerate(pieces):
-        for block in bits_of(piece):
-            for source in bits_of(needs[block] & ~piece):
-                after[home[source]] |= 1 << index
-    return after
 
 
 def _ordered(pieces: Sequence[int], needs: Sequence[int]) -> list[int]:

@@ -9,9 +9,10 @@ stage: divisions that cut neither are then not considered.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from autopart.solver.stages_coarse import coarsen
+from autopart.solver.stages_coarse import bits_of, coarsen, pieces_needs
 
 MOST_POSITIONS = 300
 
@@ -60,12 +61,7 @@ def _coarse(
         if len(fewer) == len(pieces):
             break
         pieces = fewer
-        inside = [0] * len(pieces)
-        for index, piece in enumerate(pieces):
-            wanted = 0
-            for block, need in enumerate(needs):
-                wanted |= need if piece >> block & 1 else 0
-            inside[index] = sum(1 << other for other, own in enumerate(pieces) if wanted & own and other != index)
+        inside = pieces_needs(pieces, needs)
         found = _ideals(inside, most)
         if found is not None:
             return {sum(piece for index, piece in enumerate(pieces) if mask >> index & 1) for mask in found}
@@ -99,29 +95,37 @@ def _ideals(needs: Sequence[int], most: int) -> set[int] | None:
 
 def _orders(needs: Sequence[int]) -> list[list[int]]:
     """Topological orders: as numbered, the deepest branch first, and level by level."""
-    count = len(needs)
+    count, sources = len(needs), [bits_of(need) for need in needs]
     depth, height = [0] * count, [0] * count
     for block in range(count):
-        depth[block] = max((depth[other] + 1 for other in range(block) if needs[block] >> other & 1), default=0)
+        depth[block] = max((depth[other] + 1 for other in sources[block]), default=0)
     for block in reversed(range(count)):
-        for other in range(block):
-            if needs[block] >> other & 1:
-                height[other] = max(height[other], height[block] + 1)
+        for other in sources[block]:
+            height[other] = max(height[other], height[block] + 1)
     ranks: list[Callable[[int], tuple[int, int]]] = [
         lambda block: (0, block),
         lambda block: (-height[block], block),
         lambda block: (depth[block], block),
         lambda block: (depth[block], -block),
     ]
-    return [_order(needs, rank) for rank in ranks]
+    return [_order(sources, rank) for rank in ranks]
 
 
-def _order(needs: Sequence[int], rank: Callable[[int], tuple[int, int]]) -> list[int]:
+def _order(sources: Sequence[Sequence[int]], rank: Callable[[int], tuple[int, int]]) -> list[int]:
+    """All blocks, of those whose sources are there the one of the lowest rank first. sources: by block."""
+    targets: list[list[int]] = [[] for _ in sources]
+    for block, own in enumerate(sources):
+        for source in own:
+            targets[source].append(block)
+    waits = [len(own) for own in sources]
+    ready = [(rank(block), block) for block, left in enumerate(waits) if not left]
+    heapq.heapify(ready)
     order: list[int] = []
-    done, left = 0, set(range(len(needs)))
-    while left:
-        ready = min((block for block in left if needs[block] & ~done == 0), key=rank)
-        order.append(ready)
-        done |= 1 << ready
-        left.remove(ready)
+    while ready:
+        _, block = heapq.heappop(ready)
+        order.append(block)
+        for target in targets[block]:
+            waits[target] -= 1
+            if not waits[target]:
+                heapq.heappush(ready, (rank(target), target))
     return order
