@@ -98,11 +98,11 @@ class Candidates(CandidateFloors):
         fastest = self.choose(config)
         plain = replace(config, recompute="none")
         promising = False  # memory surely binds, and the fastest strategies alone take less than ``below``
-        if config.recompute == "auto" and config.stages == 1:
-            problem = self.problem(plain, fastest)
-            if problem.excess_bytes([Step(0, 0, len(problem.positions) - 1)]) <= 0:
-                return self._evaluate(plain, fastest, below, problem)
-            promising = self._least_seconds(config, fastest) < below
+        if config.recompute == "auto":
+            problem = self._fits_anyhow(plain, fastest)
+            if problem is not None:
+                return self._evaluate(plain, fastest, below, problem, among=config if config.stages > 1 else None)
+            promising = config.stages == 1 and self._least_seconds(config, fastest) < below
         found: Evaluation[Answer] | None = None
         stopped: NotBetter | None = None
         try:
@@ -155,6 +155,16 @@ class Candidates(CandidateFloors):
                 if mixture is not None and mixture.objective < found.objective:
                     found = mixture
         return found if found is not None and found.objective < below else None
+
+    def _fits_anyhow(self, config: Degrees, choice: TensorChoice) -> StageProblem | None:
+        """The problem of dividing these strategies, if they fit however they are: with all of them on every stage."""
+        if config.stages > 1 and choice.memory_bytes > max(self.layout.capacities(config)):
+            return None
+        problem = self.problem(config, choice)
+        last = len(problem.positions) - 1
+        sent = 2 * max(cut.buffer_bytes for shape in problem.shapes for cuts in shape.cuts for cut in cuts)
+        whole = (problem.excess_bytes([Step(slot, 0, last)] * problem.stages) for slot in range(len(problem.slots)))
+        return problem if max(whole) + (sent if config.stages > 1 else 0.0) <= 0 else None
 
     def _leaner(self, config: Degrees, seconds: float) -> list[TensorChoice]:
         """The best strategies at prices for bytes, rising.
