@@ -205,7 +205,7 @@ class UnlikeCandidates:
 
     def _evaluate(self, config: UnlikeMeshes, levels: Sequence[int], below: float) -> Evaluation[UnlikeAnswer]:
         several = config.virtual > 1
-        answer = VirtualMeshes(self, config, levels).solve() if several else self._solve(config, levels, below)
+        answer = VirtualMeshes(self, config, levels, below).solve() if several else self._solve(config, levels, below)
         seconds, floor = self.step_seconds(answer), self.lower_bound(config)
         floor = max(floor, self._least_seconds(config, answer.problem, answer.priced))
         return Evaluation(answer, seconds, min(floor, seconds))

@@ -10,14 +10,16 @@ least
 
     m sum_b r_b / sum_k v_k
 
-A way for which that is no less than the best step found is not cut. :data:`MOST_WAYS` are cut at most; where more are
-left, what they may gain is seen in the configuration's bound, which holds for all ways.
+A way for which that is no less than the best step found is not cut. :data:`MOST_WAYS` are cut at most, and where the
+best of the first :data:`FEW_WAYS` takes :data:`FAR` times as long as what another configuration does, no more; where
+ways are left, what they may gain is seen in the configuration's bound, which holds for all ways.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -38,18 +40,23 @@ from autopart.unlike_answer import UnlikeAnswer
 if TYPE_CHECKING:
     from autopart.unlike import UnlikeCandidates
 
-MOST_WAYS = 64
+FEW_WAYS, MOST_WAYS = 8, 64
+FAR = 2.0
 _SAME_RANK = 2
 """The list of cuts between two stages of one rank, behind those of INSIDE and NETWORK."""
 
 
 @dataclass(frozen=True, slots=True)
 class VirtualMeshes:
-    """The ways to lay meshes for one configuration. levels: of ZeRO that are offered."""
+    """The ways to lay meshes for one configuration.
+
+    levels: of ZeRO that are offered. below: seconds of a step that are of interest.
+    """
 
     unlike: UnlikeCandidates
     config: UnlikeMeshes
     levels: Sequence[int]
+    below: float = math.inf
 
     def solve(self) -> UnlikeAnswer:
         """Raises InfeasibleError when nothing fits: that of the way that is closest to fitting."""
@@ -78,7 +85,7 @@ class VirtualMeshes:
         closest: InfeasibleError | None = None
         known: set[object] = set()
         for way in ways(slots, [estimates[slot.shape] for slot in slots], unlike.row.end, config.pp):
-            if best is not None and (len(known) >= MOST_WAYS or time.perf_counter() > until):
+            if best is not None and (len(known) >= self._most_ways(best[0]) or time.perf_counter() > until):
                 break
             row = [slots[number] for number in way]
             least = config.microbatches * work / sum(paces[slot.shape] for slot in row)
@@ -99,6 +106,10 @@ class VirtualMeshes:
         if best is None:
             raise closest or InfeasibleError("no meshes can be laid on the devices; use another number of stages")
         return best[1]
+
+    def _most_ways(self, seconds: float) -> int:
+        """How many are cut, where the best of some takes so many seconds a step."""
+        return FEW_WAYS if seconds >= FAR * self.below else MOST_WAYS
 
     def cut(self, row: Sequence[Slot], priced: tuple[Priced, ...], known: set[object]) -> UnlikeAnswer | None:
         """The division where the ranks of the pipeline have these slots; None for a problem that is known.

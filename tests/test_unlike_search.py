@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_unlike_planning import ROOMY, check_equal, plan_of, subject_of, unlike
@@ -102,6 +103,25 @@ def test_meshes_of_several_stages_equal_trying_all(
     evaluation = found.evaluate(config)
     assert len(steps) > 4 and evaluation.objective == pytest.approx(min(steps), rel=1e-12)
     assert evaluation.bound <= min(steps)
+
+
+def test_few_ways_are_cut_where_the_first_take_far_longer_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = unlike_candidates(unlike((2, 1.0, ROOMY), (2, 2.0, ROOMY)))
+    config = UnlikeMeshes(2, 4, "interleaved", "none", 2)
+    cuts = []
+
+    def noted(search: VirtualMeshes, *rest: Any) -> Any:
+        cuts.append(rest)
+        return cut(search, *rest)
+
+    cut = VirtualMeshes.cut
+    monkeypatch.setattr(VirtualMeshes, "cut", noted)
+    monkeypatch.setattr(unlike_virtual, "FEW_WAYS", 2)
+    best = found.evaluate(config)
+    many = len(cuts)
+    assert found.evaluate(config, best.objective).objective == best.objective and len(cuts) == 2 * many
+    few = found.evaluate(config, best.objective / 4)
+    assert len(cuts) == 2 * many + 2 < 3 * many and few.objective >= best.objective and few.bound == best.bound
 
 
 def test_levels_of_a_stage_equal_trying_all() -> None:
