@@ -24,6 +24,7 @@ from autopart.planned import planned
 from autopart.report.units import format_seconds
 from autopart.runtime.errors import BatchError, PlanError
 from autopart.solver.degrees import degrees
+from autopart.solver.search import NotBetter
 
 WORTH = 0.01
 """The share of a step that fewer devices have to save to be worth a note."""
@@ -43,23 +44,22 @@ def advised_plan(cluster: Cluster, analysis: Analysis, **limits: Any) -> Plan:
         return plan
     candidates = known.candidates or Candidates(analysis, cluster, plan.batch, plan.optimizer)
     seconds = {node.device: least_seconds(candidates, node) for node in dict.fromkeys(cluster.nodes)}
-    best, where = plan, cluster
+    below, where = (1 - WORTH) * plan.step_time_s, cluster
     tried = 0
     for part in parts(cluster, seconds):
-        if 1 / math.fsum(1 / seconds[device] for device in part.devices) >= best.step_time_s or tried == MOST_TRIED:
+        if 1 / math.fsum(1 / seconds[device] for device in part.devices) >= below or tried == MOST_TRIED:
             continue
         tried += 1
         try:
-            found = planned(analysis.program, part, analysis=analysis, **limits)
-        except (PlanError, BatchError):  # nothing fits there, or what is asked for cannot be had
+            found = planned(analysis.program, part, analysis=analysis, below=below, **limits)
+        except (NotBetter, PlanError, BatchError):  # slower, nothing fits, or what is asked for cannot be had
             continue
-        if found.step_time_s < best.step_time_s:
-            best, where = found, part
-    less = 1 - best.step_time_s / plan.step_time_s
-    if less < WORTH:
+        if found.step_time_s < below:
+            below, where = found.step_time_s, part
+    if where is cluster:
         return plan
     note = (
-        f"{where} alone takes {format_seconds(best.step_time_s)} a step, {less:.0%} less than all "
+        f"{where} alone takes {format_seconds(below)} a step, {1 - below / plan.step_time_s:.0%} less than all "
         f"{cluster.device_count} devices; to leave the others out, plan for that cluster and start ranks on it alone"
     )
     return replace(plan, notes=(*plan.notes, note))

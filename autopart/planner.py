@@ -10,6 +10,7 @@ graphs that will be emitted (:mod:`autopart.describe`), which know what passes b
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -76,6 +77,7 @@ def make_plan(
     dropout: str = "torch",
     time_limit_s: float = 60.0,
     thorough: bool = False,
+    below: float = math.inf,
     analysis: Analysis | None = None,
     rules: RuleBook = RULES,
     earlier: EarlierPlans | None = None,
@@ -102,10 +104,11 @@ def make_plan(
     unlike where that can win (:func:`unlike_can_win`).
     time_limit_s: for each solver call. thorough: of a large model too, try all configurations that may be faster than
     the best; else some (:data:`MOST_OPS`), and the gap says what those that are left may gain.
+    below: seconds that a step has to stay below to be of interest.
     rules: what ops allow (``RULES.extended({...})`` adds a user's own); an ``analysis`` that is given has its own.
     earlier: of plans with this analysis and these limits on other clusters, whose work is not repeated.
     Raises InfeasibleError when nothing fits in memory, BatchError when the model's batch may not be split that way,
-    PlanError for contradicting limits.
+    PlanError for contradicting limits, NotBetter of :mod:`autopart.solver.search` when no plan found stays below.
     """
     start = time.perf_counter()
     if not isinstance(cluster, Cluster):
@@ -251,6 +254,7 @@ def make_plan(
         most_tightened=MOST_TIGHTENED,
         most_last=LAST_TRIED,
         settle=settle,
+        below=below,
     )
     solved = time.perf_counter()
     answer, plan, known.best = result.answer, described[id(result.answer)], result.config

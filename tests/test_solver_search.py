@@ -51,6 +51,33 @@ def test_finds_what_evaluating_everything_finds(seed: int) -> None:
     assert len(result.considered) == len(candidates)
 
 
+def test_what_takes_longer_than_asked_for_is_not_evaluated() -> None:
+    calls: list[int] = []
+
+    def evaluate(config: Degrees, below: float) -> Evaluation[None]:
+        calls.append(config.microbatches)
+        if config.microbatches + 0.5 >= below:
+            raise NotBetter(config.microbatches + 0.5, config.microbatches + 0.25)
+        return Evaluation(None, config.microbatches + 0.5, config.microbatches + 0.25)
+
+    def floor(config: Degrees) -> float:
+        return float(config.microbatches)
+
+    found = search(configs(10), evaluate, floor, below=3.4)
+    assert found.objective == 1.5 and calls == [1]
+    with pytest.raises(NotBetter) as caught:
+        search(configs(10)[2:], evaluate, floor, below=3.4)
+    assert calls == [1, 3] and (caught.value.seconds, caught.value.bound) == (3.4, 3.25)
+
+    def slower(config: Degrees, below: float) -> Evaluation[None]:
+        calls.append(config.microbatches)
+        raise NotBetter(9.0, 8.0)
+
+    with pytest.raises(NotBetter):  # something fits elsewhere: no more are tried than then
+        search(configs(10), slower, floor, below=3.4, most=2)
+    assert calls == [1, 3, 1, 2]
+
+
 def test_prunes_what_cannot_be_faster() -> None:
     calls: list[Degrees] = []
 

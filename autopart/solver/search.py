@@ -48,7 +48,7 @@ class Evaluation(Generic[Answer]):
 
 
 class NotBetter(Exception):
-    """An evaluation that was stopped, as it would have taken no less than what was asked for.
+    """An evaluation or a search that was stopped, as it would have taken no less than what was asked for.
 
     seconds: that it would have taken at least. bound: as Evaluation.bound.
     """
@@ -117,6 +117,7 @@ def search(
     most_tightened: int = 0,
     most_last: int = 0,
     settle: Callable[[Answer], float] | None = None,
+    below: float = math.inf,
 ) -> SearchResult[Answer]:
     """Evaluates candidates until no other can be faster.
 
@@ -131,10 +132,14 @@ def search(
     bound that takes longer, for up to ``most_tightened`` of those whose bound is the smallest in the end. most_last:
     further evaluations then, of those left untried whose bound is the smallest. settle: seconds of an answer that were
     not known while it was evaluated; of the MOST_SETTLED fastest within NEAR of the best the one is chosen that takes
-    the fewest. Raises InfeasibleError, with what the closest candidates lack, when none has a solution.
+    the fewest. below: seconds that an answer has to stay below to be of interest; raises NotBetter when none does.
+    Raises InfeasibleError, with what the closest candidates lack, when none has a solution.
     """
     best: tuple[Candidate, Evaluation[Answer]] | None = None
     found: list[tuple[Candidate, float, _Outcome[Answer]]] = []
+
+    def most_seconds() -> float:
+        return below if best is None else best[1].objective
 
     def expected(config: Candidate, floor: float) -> float:
         return floor if order is None else order(config, floor)
@@ -142,10 +147,10 @@ def search(
     def outcome_of(config: Candidate) -> _Outcome[Answer]:
         nonlocal best
         try:
-            evaluation = evaluate(config, best[1].objective if best is not None else math.inf)
+            evaluation = evaluate(config, most_seconds())
         except (InfeasibleError, NotBetter) as error:
             return error
-        if best is None or evaluation.objective < best[1].objective:
+        if evaluation.objective < most_seconds():
             best = config, evaluation
         return evaluation
 
@@ -161,20 +166,23 @@ def search(
                 first, floor, _, config = left.popleft()
                 ahead.append(_Ahead(config, max(first, floor), floor))
             next_ = min(ahead, key=lambda item: item.key)
-            of_interest = [best[1].objective] if best is not None else [item.key for item in ahead if item.known]
-            if refine is not None and next_.wants(most_seconds := min(of_interest, default=math.inf)):
-                next_.floor = max(next_.floor, refine(next_.config, most_seconds))
-                next_.known = most_seconds
+            of_interest = most_seconds()
+            if best is None:
+                of_interest = min((item.key for item in ahead if item.known), default=of_interest)
+            if refine is not None and next_.wants(of_interest):
+                next_.floor = max(next_.floor, refine(next_.config, of_interest))
+                next_.known = of_interest
                 next_.key = max(next_.floor, expected(next_.config, next_.floor))
                 continue
             ahead.remove(next_)
             config, floor = next_.config, next_.floor
-            if best is not None and (floor >= best[1].objective or (most is not None and tried >= most)):
-                found.append((config, floor, None))
-                continue
-            if rules_out is not None and best is not None and rules_out(config, best[1].objective):
-                found.append((config, best[1].objective, None))
-                continue
+            if (limit := most_seconds()) < math.inf:  # something fits
+                if floor >= limit or (most is not None and tried >= most):
+                    found.append((config, floor, None))
+                    continue
+                if rules_out is not None and rules_out(config, limit):
+                    found.append((config, limit, None))
+                    continue
             tried += 1
             found.append((config, floor, outcome_of(config)))
 
@@ -183,15 +191,17 @@ def search(
         go_over(more(best[1] if best is not None else None))
     if not found:
         raise PlanError("no configuration to search; allow more degrees of parallelism or schedules")
-    if best is None:
-        raise _none_feasible(
-            [(config, outcome) for config, _, outcome in found if isinstance(outcome, InfeasibleError)]
-        )
     bounds = {
         at: floor if outcome is None else max(floor, outcome.bound)
         for at, (_, floor, outcome) in enumerate(found)
         if not isinstance(outcome, InfeasibleError)
     }
+    if best is None and bounds:
+        raise NotBetter(below, min(bounds.values()))
+    if best is None:
+        raise _none_feasible(
+            [(config, outcome) for config, _, outcome in found if isinstance(outcome, InfeasibleError)]
+        )
     tightened: set[int] = set()
     last: set[int] = set()
     while bounds:
