@@ -43,6 +43,10 @@ CASES = {
         *("hf:gpt2?n_layer=48&n_embd=1600&n_head=25&seq=1024", "--cluster", "4x8xA100-80GB"),
         *("--batch", "512", "--dtype", "bf16"),
     ],
+    "Swin of 4 layers on 4 RTX-4090": [
+        "hf:swin?image=64&patch_size=4&embed_dim=48&depths=2,2&num_heads=2,4",
+        *("--cluster", "4xRTX-4090", "--batch", "48"),
+    ],
 }
 _LLAMA_70B = (
     "hf:llama?num_hidden_layers=80&hidden_size=8192&intermediate_size=28672&num_attention_heads=64"
@@ -55,6 +59,11 @@ _MIXTRAL = (
     "&num_key_value_heads=8&num_local_experts=8&experts_implementation=grouped_mm&seq=1024"
 )
 _T5 = "hf:t5?num_layers=24&d_model=1024&d_ff=16384&num_heads=32&d_kv=128&seq=512"
+_SMALL_MIXTRAL = (
+    "hf:mixtral?num_hidden_layers=4&hidden_size=256&intermediate_size=512&num_attention_heads=4&num_key_value_heads=2"
+    "&num_local_experts=4&experts_implementation=grouped_mm&vocab_size=1000&seq=128"
+)
+_MAMBA = "hf:mamba?num_hidden_layers=6&hidden_size=128&vocab_size=500&seq=64"
 LARGE = {
     "Llama-70B-like on 32x8 H100": [_LLAMA_70B, "--cluster", "32x8xH100", "--batch", "512", "--dtype", "bf16"],
     "Llama-70B-like on 32x8 H100, batch 2,048": [
@@ -65,6 +74,12 @@ LARGE = {
     "Llama-70B-like on 32x8 RTX-4090": [_LLAMA_70B, "--cluster", "32x8xRTX-4090", "--batch", "512", "--dtype", "bf16"],
     "T5 2.9B on 2x8 V100-16GB": [_T5, "--cluster", "2x8xV100-16GB", "--batch", "256"],
     "Mixtral on 4x8 A100-40GB": [_MIXTRAL, "--cluster", "4x8xA100-40GB", "--batch", "256", "--dtype", "bf16"],
+    "Mixtral of 4 small layers on 4x4 RTX-4090": [
+        *(_SMALL_MIXTRAL, "--cluster", "4x4xRTX-4090", "--batch", "96"),
+    ],
+    "Mamba of 6 layers, 64 steps unrolled, on 2x4 V100": [
+        *(_MAMBA, "--cluster", "2x4xV100-32GB", "--batch", "16", "--dtype", "fp16"),
+    ],
 }
 
 

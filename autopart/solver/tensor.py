@@ -55,7 +55,7 @@ from autopart.solver.tensor_problem import IMPOSSIBLE, Edge, Op, TensorProblem, 
 __all__ = ["TOLERANCE", "solve"]
 
 # Below this number of pairs the whole relaxation is solved at once.
-_FEW_PAIRS = 3000
+_FEW_PAIRS = 20_000
 # Choices of an op that join the part in one round at most.
 _MOST_NEW = 12
 # Passes of message passing before the first relaxation, and after each.
