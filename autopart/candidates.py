@@ -101,7 +101,7 @@ class Candidates(CandidateFloors):
         if config.recompute == "auto":
             problem = self._fits_anyhow(plain, fastest)
             if problem is not None:
-                return self._evaluate(plain, fastest, below, problem, among=config if config.stages > 1 else None)
+                return self._evaluate(plain, fastest, below, problem, among=config)
             promising = config.stages == 1 and self._least_seconds(config, fastest) < below
         found: Evaluation[Answer] | None = None
         stopped: NotBetter | None = None

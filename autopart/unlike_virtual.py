@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 FEW_WAYS, MOST_WAYS = 8, 64
 FAR = 2.0
+"""Ways that are cut, and how many times as long as of interest the best of the first few may take; see the module."""
 _SAME_RANK = 2
 """The list of cuts between two stages of one rank, behind those of INSIDE and NETWORK."""
 
@@ -210,4 +211,4 @@ def _paces(shapes: Sequence[Shape]) -> tuple[float, list[float], list[float]]:
 
 
 def _excess(error: InfeasibleError) -> float:
-    return float("inf") if error.excess_bytes is None else error.excess_bytes
+    return math.inf if error.excess_bytes is None else error.excess_bytes

@@ -5,7 +5,7 @@
 Each line runs the command line as a user would, several times, and prints the fastest: in all, and what of it was
 spent inside ``make_plan`` and in its solvers; CPU seconds are means, the peak of memory is that of all
 runs so far.
-Nothing that earlier runs kept is used. --large: larger models, a minute each.
+Nothing that earlier runs kept is used. --large: larger models and longer graphs, up to a minute each.
 --phases: one process; seconds of the processor by phase, of the cases that force nothing, without imports, which
 torch and transformers go on with when they are first used. --growth: the same for models of more and more layers, ops
 in a layer, and devices. --again: whole commands with a cache that is empty at first: the same, again, with twice the

@@ -33,15 +33,11 @@ SPECS = {
 CLUSTER = Cluster.parse("2xA100-40GB")
 
 
-def taken(spec: str) -> Program:
-    loaded = load_model(spec, meta=True)
-    return capture(loaded.model, loaded.args, loaded.kwargs, name=loaded.name, check_eval=False, copy_layers=True)
-
-
 @functools.cache
 def once(spec: str) -> Program:
-    """Of all tests that leave it as it is."""
-    return taken(spec)
+    """Of all tests, which leave it as it is."""
+    loaded = load_model(spec, meta=True)
+    return capture(loaded.model, loaded.args, loaded.kwargs, name=loaded.name, check_eval=False, copy_layers=True)
 
 
 def plan(program: Program) -> dict[str, Any]:

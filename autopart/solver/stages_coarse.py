@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 
 _Pair = tuple[float, float, int, int, int, int]
-"""Weight of both, less than nothing by the bytes that they exchange, their lowest blocks, and how often each grew."""
+"""Weight of both, minus the bytes that they exchange, their numbers, and how often each had grown."""
 
 
 def coarsen(
@@ -38,7 +38,8 @@ class _Pieces:
     """Pieces by a number each, the lowest of their blocks.
 
     blocks: of each, rising. before, after: the pieces it reads from, and that read from it. beyond: all that it leads
-    to, itself not included, as bits; bits of pieces that are in others now stay and mean nothing.
+    to, itself not included, as bits; bits of pieces that are in others now stay and mean nothing. traffic: bytes
+    between two, in whichever direction. grown: how often a piece was merged. pairs: a heap, with some that are no more.
     """
 
     def __init__(
@@ -86,18 +87,19 @@ class _Pieces:
 
     def _merge(self, a: int, b: int) -> None:
         piece, gone = min(a, b), max(a, b)
-        before, after = self.before[a] | self.before[b], self.after[a] | self.after[b]
-        for source in before - {a, b}:
+        before = (self.before[a] | self.before[b]) - {a, b}
+        after = (self.after[a] | self.after[b]) - {a, b}
+        for source in before:
             self.after[source] = self.after[source] - {a, b} | {piece}
-        for target in after - {a, b}:
+        for target in after:
             self.before[target] = self.before[target] - {a, b} | {piece}
-        beyond = (self.beyond[a] | self.beyond[b]) & ~(1 << a | 1 << b)
         either = 1 << a | 1 << b
+        beyond = (self.beyond[a] | self.beyond[b]) & ~either
         for other, reached in self.beyond.items():
             if reached & either:
                 self.beyond[other] = reached | beyond | 1 << piece
         self.blocks[piece] = sorted(self.blocks[a] + self.blocks[b])
-        self.before[piece], self.after[piece], self.beyond[piece] = before - {a, b}, after - {a, b}, beyond
+        self.before[piece], self.after[piece], self.beyond[piece] = before, after, beyond
         for other, size in self.traffic[gone].items():
             del self.traffic[other][gone]
             if other != piece:
@@ -106,9 +108,9 @@ class _Pieces:
             del kept[gone]
         self.weight[piece] = self._weight(piece)
         self.grown[piece] += 1
-        for source in self.before[piece]:
+        for source in before:
             heapq.heappush(self.pairs, self._pair(source, piece))
-        for target in self.after[piece]:
+        for target in after:
             heapq.heappush(self.pairs, self._pair(piece, target))
 
     def _exchange(self, one: int, other: int, size: float) -> None:
