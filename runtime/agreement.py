@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,8 @@ from autopart.runtime.mesh import job_size
 
 Result = TypeVar("Result")
 
-# By purpose: all ranks' group when it was made, for a process may connect anew, and the group.
-_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+# By all ranks' group, as a process may connect anew, and purpose. Torch holds them until the process disconnects.
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, ref[dist.ProcessGroup]]] = WeakKeyDictionary()
 
 
 def checkpoint_group() -> dist.ProcessGroup | None:
@@ -30,9 +31,12 @@ def _group(purpose: str) -> dist.ProcessGroup | None:
         return None
     world = dist.group.WORLD
     assert world is not None
-    if purpose not in _groups or _groups[purpose][0] is not world:
-        _groups[purpose] = world, dist.new_group(backend="gloo")
-    return _groups[purpose][1]
+    groups = _groups.setdefault(world, {})
+    if purpose not in groups:
+        groups[purpose] = ref(dist.new_group(backend="gloo"))
+    group = groups[purpose]()
+    assert group is not None
+    return group
 
 
 def unlike(value: object, told: str) -> list[str]:

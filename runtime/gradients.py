@@ -22,6 +22,7 @@ from autopart.runtime.buckets import BUCKET_BYTES, Bucket, gradient_buckets, lea
 from autopart.runtime.collectives import scatter_message, sum_in_place, sum_message
 from autopart.runtime.data_weights import Pass, Weights, add_gradient, in_sum_type
 from autopart.runtime.flat import FlatShares
+from autopart.runtime.hooks import weakly
 from autopart.runtime.manifest import Manifest, ParameterSpec
 from autopart.runtime.mesh import Axis, Mesh
 from autopart.runtime.norms import counted, plain, reduce_norms
@@ -118,7 +119,7 @@ class GradientSums:
                 self._stages_of[id(leaf)] = [stage for stage in stages if spec.learns(stage)]
                 if id(leaf) not in self._hooked:
                     self._hooked.add(id(leaf))
-                    leaf.register_post_accumulate_grad_hook(self._arrived)
+                    leaf.register_post_accumulate_grad_hook(weakly(self._arrived))
 
     def _whole_buckets(self) -> list[Bucket]:
         """Those of gradients that autograd makes whole."""

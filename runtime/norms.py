@@ -12,12 +12,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopart.runtime.errors import InputError
+from autopart.runtime.hooks import weakly
 from autopart.runtime.loading import cuts_of
 from autopart.runtime.manifest import Manifest, ParameterSpec
 from autopart.runtime.mesh import Mesh
@@ -57,7 +59,7 @@ class GradientNorms:
         if len(manifest.stages) > 1 or any(divided(spec, mesh) for spec in manifest.parameters):
             for name, parameter in parameters.items():
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._hook(name))
+                    parameter.register_post_accumulate_grad_hook(weakly(self._hook, name))
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -68,14 +70,11 @@ class GradientNorms:
         finally:
             self._running = False
 
-    def _hook(self, name: str) -> Callable[[Tensor], None]:
-        def wrap(parameter: Tensor) -> None:
-            if not self._running and type(parameter.grad) is Tensor:
-                share = parameter.grad.as_subclass(Share)
-                share.owner = (self, name)
-                parameter.grad = share
-
-        return wrap
+    def _hook(self, name: str, parameter: Tensor) -> None:
+        if not self._running and type(parameter.grad) is Tensor:
+            share = parameter.grad.as_subclass(Share)
+            share.owner = (ref(self), name)
+            parameter.grad = share
 
     def of_share(self, name: str, norm: Tensor, order: float) -> ShareNorm:
         """The norm of this rank's share of one gradient."""
@@ -130,7 +129,8 @@ def plain(gradient: Tensor) -> Tensor:
 class Share(Tensor):
     """A gradient that a program handed out. Results of all functions are plain tensors, but for norms."""
 
-    owner: tuple[GradientNorms, str] | None = None
+    # Weakly, as the parameter holds its gradient, and the norms' object the parameter.
+    owner: tuple[ref[GradientNorms], str] | None = None
 
     @classmethod
     def __torch_function__(
@@ -191,7 +191,14 @@ def _share_norm(norm: Tensor, norms: GradientNorms, names: tuple[str, ...], orde
 
 def _named(share: Any, norm: Tensor, order: float) -> Tensor:
     owner = getattr(share, "owner", None) if isinstance(share, Share) else None
-    return norm if owner is None else owner[0].of_share(owner[1], norm, order)
+    if owner is None:
+        return norm
+    norms, name = owner[0](), owner[1]
+    if norms is None:
+        raise InputError(
+            f"the norm of {name!r}'s gradient, whose model is gone; keep the model for as long as its parameters train"
+        )
+    return norms.of_share(name, norm, order)
 
 
 def _order(args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
