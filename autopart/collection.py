@@ -15,14 +15,18 @@ _OBJECTS = 1_000_000
 
 @contextlib.contextmanager
 def seldom_collected() -> Iterator[None]:
-    """Collections wait for a million objects and leave alone those that are there now; afterwards all is as before."""
-    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    """Collections wait for a million objects and leave alone those that are there now; afterwards all is as before.
+
+    Where the process has frozen objects itself, which cannot be told from others later, only these are left alone.
+    """
+    before, freezes = gc.get_threshold(), not gc.get_freeze_count()
     if before[0]:  # else the process collects nothing
         gc.set_threshold(_OBJECTS, *before[1:])
-    gc.freeze()
+    if freezes:
+        gc.freeze()
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        if not frozen:
+        if freezes:
             gc.unfreeze()

@@ -36,3 +36,15 @@ def test_errors_leave_nothing_changed() -> None:
         raise ValueError("wrong")
     assert gc.get_threshold() == before
     assert gc.get_freeze_count() == 0
+
+
+def test_what_a_process_has_frozen_stays_so_and_nothing_else() -> None:
+    gc.freeze()
+    try:
+        count = gc.get_freeze_count()
+        made = [[index] for index in range(1000)]
+        with seldom_collected():
+            assert gc.get_freeze_count() <= count
+        assert made and gc.get_freeze_count() <= count
+    finally:
+        gc.unfreeze()
