@@ -7,6 +7,7 @@ because importing it takes seconds.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import itertools
 import multiprocessing
@@ -24,8 +25,6 @@ from typing import Any
 import torch
 
 _MOST_KEPT = 9
-# Calls between which processes connect anew: until then the groups of every call keep their threads and sockets.
-_CALLS = 8
 _IMPORTED = ["torch", "torch.export", "transformers", "autopart.verify", "autopart.planner"]
 
 
@@ -115,17 +114,16 @@ def _serve(pipe: Connection, rank: int, processes: int, store: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported is not gone over again after every call
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
     for call in itertools.count():
-        if call % _CALLS == 0:
-            if call:
-                dist.destroy_process_group()
-            dist.init_process_group("gloo", init_method=f"file://{store}{call}", rank=rank, world_size=processes)
         try:
             request = pipe.recv_bytes()
         except EOFError:
             return
         try:
+            # Anew for each call: a group's thread wakes a hundred times a second for as long as it is there.
+            dist.init_process_group("gloo", init_method=f"file://{store}{call}", rank=rank, world_size=processes)
             function, args = pickle.loads(request)
             answer = True, function(*args)
         except BaseException:
@@ -133,6 +131,9 @@ def _serve(pipe: Connection, rank: int, processes: int, store: str) -> None:
             # Without leaving properly: connections close, and peers that wait for this rank fail as well.
             os._exit(1)
         pipe.send_bytes(pickle.dumps(answer))
+        del function, args, answer
+        gc.collect()  # groups that garbage holds would not end
+        dist.destroy_process_group()
 
 
 def _gather(pipes: list[Connection], timeout: float) -> list[Any]:
