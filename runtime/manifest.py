@@ -244,6 +244,11 @@ class Manifest:
             len(set(stage.replica_shares)) == 1 for stage in self.stages
         )
 
+    @property
+    def delays_gradients(self) -> bool:
+        """Whether a call returns the loss, and its backward hands out the gradients, of the batch before (2BW)."""
+        return self.schedule == "2bw" and self.loss is not None
+
     def seen_from(self, stages: Sequence[int]) -> Manifest:
         """The manifest as ranks of these stages see it: parameters with the placements that they have there.
 

@@ -119,7 +119,7 @@ class ParallelModule(HeldStages):
         self.variants = Variants(planned, self.mesh)
         self.schedule = planned.schedules.planned
         self._buffer: DoubleBuffer | None = None
-        if self.manifest.schedule == "2bw" and self.manifest.loss is not None:
+        if self.manifest.delays_gradients:
             if outputs == "all" or self._scale is not None:
                 raise PlanError(
                     "the schedule 2bw returns the loss of the batch before and repeats no step, so it gives no other "

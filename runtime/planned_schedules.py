@@ -41,8 +41,8 @@ class PlannedSchedules:
     def receipts(self, microbatches: int) -> Receipts:
         """What arrivals prove to this rank under the schedule :meth:`of` so many microbatches."""
         if microbatches not in self._receipts:
-            repeats = self._manifest.schedule == "2bw" and self._manifest.loss is not None
-            found = receipts(self.of(microbatches), self._mesh.pipeline.index, microbatches if repeats else None)
+            repeats = microbatches if self._manifest.delays_gradients else None
+            found = receipts(self.of(microbatches), self._mesh.pipeline.index, repeats)
             self._receipts[microbatches] = found
         return self._receipts[microbatches]
 

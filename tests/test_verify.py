@@ -176,3 +176,18 @@ def test_local_jobs(tmp_path: Path) -> None:
         run_local_job(function, 2, {"rank": 1, "how": "exit"}, tmp_path, timeout_s=120)
     with pytest.raises(JobError, match="did not finish within 8 s"):
         run_local_job(function, 2, {"rank": 1, "how": "hang"}, tmp_path, timeout_s=8)
+
+
+@pytest.mark.usefixtures("kept_jobs")
+@pytest.mark.parametrize("limits", [{"pp": 2}, {"pp": 2, "dp": 2}, {"dp": 2, "microbatches": 2}], ids=str)
+def test_gradients_that_come_a_step_late_are_equal_to_such(
+    subject: Subject, limits: dict[str, Any], tmp_path: Path
+) -> None:
+    devices = limits.get("pp", 1) * limits.get("dp", 1)
+    plan = make_plan(subject.program, Cluster.parse(f"cpu:{devices}"), schedule="2bw", tp=1, **limits)
+    realize(subject.program, plan).save(tmp_path)
+    found = compare_emitted(tmp_path, subject, plan=plan)
+    assert found.equal and len(found.losses) == len(found.reference_losses) == 3
+    assert found.losses[0] == pytest.approx(found.losses[1], rel=1e-12), "no gradient is there in the first step"
+    assert found.losses[2] < found.losses[1] and any("one step late" in note for note in found.notes)
+    assert all(stage.as_planned for stage in found.traffic), found.traffic

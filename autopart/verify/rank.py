@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ def train_and_compare(directory: str, job: str, steps: int, learning_rate: float
     REFERENCE (the original's ``gradients`` after the first step and ``state`` after the last, by name). model_file: a
     user's file that defines custom ops or output classes, "" for none.
 
-    Returns the rank's stages, its losses, the traffic of the first step inside the stages, and the largest absolute
-    difference of each of its own tensors: of the share that it holds, so that replicas and tied copies all count.
+    Returns the rank's stages, its losses, the traffic of a step inside the stages, and the largest absolute difference
+    of each of its own tensors: of the share that it holds, so that replicas and tied copies all count.
     """
     if model_file:
         models._import(Path(model_file))
@@ -43,14 +44,16 @@ def train_and_compare(directory: str, job: str, steps: int, learning_rate: float
     optimizer = adamw(parameters, learning_rate)
     losses: list[float] = []
     gradients: dict[str, float] = {}
-    traffic: list[tuple[str, str, str, int, int]] = []
-    for step in range(steps):
-        model.traffic.reset()
-        loss = loss_of(flatten(model(**leaves))[0], model.manifest.loss)
+    late = model.manifest.delays_gradients
+    calls: list[Callable[[], Any]] = [partial(model, **leaves)] * steps
+    model.traffic.reset()
+    for number, call in enumerate([*calls, model.finish] if late else calls):
+        loss = loss_of(flatten(call())[0], model.manifest.loss)
         loss.backward()
+        if late and number == 0:
+            continue  # the loss of no batch, without gradients
         losses.append(loss.item())
-        if step == 0:
-            traffic = [(*key, count.calls, count.bytes) for key, count in model.traffic.counts().items()]
+        if len(losses) == 1:
             for name, tensor in own.items():
                 if tensor.requires_grad:
                     expected = _share(reference["gradients"].get(name), specs[name], model)
@@ -58,6 +61,9 @@ def train_and_compare(directory: str, job: str, steps: int, learning_rate: float
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
+    # Of one step, by all of them: a step may begin in one call and end in the next.
+    counts = model.traffic.counts().items()
+    traffic = [(*key, count.calls // steps, count.bytes // steps) for key, count in counts]
     # Read anew: a stage may assign a new tensor to a buffer that it updates.
     state = {
         name: _difference(tensor.detach(), _share(reference["state"][name], specs[name], model))

@@ -53,7 +53,11 @@ def divide(manifest: Manifest, subject: Subject) -> Division:
 def train_reference(
     subject: Subject, manifest: Manifest, division: Division, steps: int, learning_rate: float
 ) -> Reference:
-    """Trains the plain model in this process. Replica by replica, microbatch by microbatch, where pieces are asked."""
+    """Trains the plain model in this process. Replica by replica, microbatch by microbatch, where pieces are asked.
+
+    Where the program's gradients are those of the batch before, each is applied one step late (PipeDream-2BW, arXiv
+    2006.09503, section 3.1): W(t+1) = W(t) - lr * grad(W(t-1)), and the last after the last step.
+    """
     in_pieces = any(note.startswith(_BATCH_STATISTICS) for note in manifest.notes)
     specs = [spec for spec in manifest.inputs if spec.kind == "tensor"]
     pieces: list[dict[str, Any]] = [subject.leaves]
@@ -71,6 +75,7 @@ def train_reference(
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = adamw(parameters, learning_rate)
     result = Reference([], {}, {})
+    waiting: list[Tensor | None] = [None] * len(parameters)
     with eager_in_float64(model):
         for step in range(steps):
             losses = []
@@ -85,9 +90,18 @@ def train_reference(
             if step == 0:
                 named = model.named_parameters()
                 result.gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+            if manifest.delays_gradients:
+                made = [parameter.grad for parameter in parameters]
+                for parameter, gradient in zip(parameters, waiting, strict=True):
+                    parameter.grad = gradient
+                waiting = made
             if optimizer is not None:
                 optimizer.step()
                 optimizer.zero_grad()
+    if manifest.delays_gradients and optimizer is not None:
+        for parameter, gradient in zip(parameters, waiting, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
     if not all(map(math.isfinite, result.losses)):
         raise VerifyError(f"the plain model's losses are not finite: {result.losses}; give other inputs")
     ignored = {spec.name for spec in manifest.parameters if spec.mutated} if division.replicas > 1 else set()
