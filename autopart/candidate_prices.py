@@ -77,6 +77,7 @@ class CandidatePrices:
     positions: Positions = field(init=False)
     readers: dict[fx.Node, tuple[int, ...]] = field(init=False)  # blocks that read a parameter or buffer
     trained_bytes: int = field(init=False)  # of all parameters that have gradients
+    least_samples: int = field(init=False)  # in a microbatch on one replica
     _prices: dict[int, Prices] = field(default_factory=dict)
     _conversions: dict[tuple[TensorAxis, ...], ConversionPrices] = field(default_factory=dict)
     _offers: dict[tuple[int, ...], Offers] = field(default_factory=dict)
@@ -91,6 +92,7 @@ class CandidatePrices:
         self.layout, self.shared = DeviceLayout(self.cluster), SharedHosts.of(self.cluster)
         self.device = _slowest_device(self.cluster)
         self.positions = Positions.of(self.analysis, self.pins.together if self.pins else ())
+        self.least_samples = graphs.least_samples(self.analysis.program.graph)
         self._block_costs = BlockCosts(self.analysis, self.device.kind)
         self._folded = fold_graph(self.analysis)
         readers: dict[fx.Node, set[int]] = {}

@@ -172,7 +172,7 @@ class MeshPrices:
         return self._divisible[tp]
 
     def _shared(self, kinds: Sequence[int], rows: int) -> tuple[int, ...] | None:
-        """Whole rows of a microbatch for each replica, so that the slowest is done first; None if one had none.
+        """Whole rows of a microbatch for each replica, so that the slowest is done first; None if one had too few.
 
         One row after the other goes to the replica that would be done with it first.
         """
@@ -181,7 +181,7 @@ class MeshPrices:
         for _ in range(rows):
             first = min(range(len(kinds)), key=lambda index: ((given[index] + 1) * seconds[kinds[index]], index))
             given[first] += 1
-        return tuple(given) if min(given) else None
+        return tuple(given) if min(given) >= self.candidates.least_samples else None
 
     # -- prices on some devices -----------------------------------------------------------------------------------
 

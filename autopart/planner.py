@@ -343,6 +343,14 @@ def _equal(
                 f"{candidates.batch} have more; give more microbatches, or leave them open"
             )
         configs = held
+    least = candidates.least_samples
+    held = tuple(config for config in configs if candidates.batch >= config.dp * config.microbatches * least)
+    if configs and not held:
+        raise PlanError(
+            f"a batch norm of the model needs {least} samples at a time, and microbatches of a batch of "
+            f"{candidates.batch} have fewer; give fewer microbatches or replicas, or a larger batch"
+        )
+    configs = held
     if not configs:
         raise PlanError(
             f"pins: stage {pinned.least_stages - 1} is named, but these limits and devices allow {stages} "

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from autopart.passes.sizes import Extent, extent
+
 RECURRENT = tuple(f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
 """Ops that are all layers of a recurrent module, called with ``(sequence, states, weights, has_biases, num_layers,
 dropout, train, bidirectional, batch_first)``."""
@@ -140,6 +142,16 @@ def source_line(node: fx.Node) -> str:
 def updates_statistics(node: fx.Node) -> bool:
     """Whether the op writes into running statistics, and so has to stay even if nothing reads its result."""
     return node.op == "call_function" and "batch_norm" in str(node.target)
+
+
+def least_samples(graph: fx.Graph) -> int:
+    """Samples with which each batch norm in training has two values of each channel, without which torch refuses."""
+    for node in graph.nodes:
+        if updates_statistics(node) and node.args[5]:
+            samples, _, *places = Value(node.args[0]).fake.shape
+            if extent(samples) == Extent(1, batched=True) and all(place == 1 for place in places):
+                return 2
+    return 1
 
 
 def prune(graph: fx.Graph, keep: Collection[fx.Node] = ()) -> None:
