@@ -44,6 +44,7 @@ def train_and_compare(directory: str, job: str, steps: int, learning_rate: float
     optimizer = adamw(parameters, learning_rate)
     losses: list[float] = []
     gradients: dict[str, float] = {}
+    traffic: list[tuple[str, str, str, int, int]] = []
     late = model.manifest.delays_gradients
     calls: list[Callable[[], Any]] = [partial(model, **leaves)] * steps
     model.traffic.reset()
@@ -54,6 +55,7 @@ def train_and_compare(directory: str, job: str, steps: int, learning_rate: float
             continue  # the loss of no batch, without gradients
         losses.append(loss.item())
         if len(losses) == 1:
+            traffic = _traffic(model)
             for name, tensor in own.items():
                 if tensor.requires_grad:
                     expected = _share(reference["gradients"].get(name), specs[name], model)
@@ -61,9 +63,8 @@ def train_and_compare(directory: str, job: str, steps: int, learning_rate: float
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
-    # Of one step, by all of them: a step may begin in one call and end in the next.
-    counts = model.traffic.counts().items()
-    traffic = [(*key, count.calls // steps, count.bytes // steps) for key, count in counts]
+    if late:  # a step begins in one call and ends in the next
+        traffic = _traffic(model, steps)
     # Read anew: a stage may assign a new tensor to a buffer that it updates.
     state = {
         name: _difference(tensor.detach(), _share(reference["state"][name], specs[name], model))
@@ -77,6 +78,11 @@ def train_and_compare(directory: str, job: str, steps: int, learning_rate: float
         "state": state,
         "traffic": traffic,
     }
+
+
+def _traffic(model: ParallelModule, steps: int = 1) -> list[tuple[str, str, str, int, int]]:
+    """Kind, axis, phase, calls and bytes of a step's collectives, of so many that were counted."""
+    return [(*key, count.calls // steps, count.bytes // steps) for key, count in model.traffic.counts().items()]
 
 
 def adamw(parameters: Sequence[Tensor], learning_rate: float) -> torch.optim.AdamW | None:
