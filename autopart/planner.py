@@ -172,8 +172,9 @@ def make_plan(
 
     if meshes == "unlike" and not others():
         raise PlanError(
-            "meshes=unlike: stages of unlike meshes need several devices and one tensor axis at most; leave out what "
-            "is forced, or meshes"
+            "meshes=unlike: no stages of unlike meshes are left under these limits; they need several devices, one "
+            "tensor axis at most, and degrees and microbatches that leave them a choice: leave out what is forced, or "
+            "meshes"
         )
     free_axes = scheme is TensorScheme.AUTO and tp is None
     configs: tuple[Degrees | UnlikeMeshes, ...] = ()

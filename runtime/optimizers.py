@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopart.runtime.errors import PlanError
+from autopart.runtime.hooks import weakly
 from autopart.runtime.loading import local_share
 from autopart.runtime.manifest import Manifest
 from autopart.runtime.mesh import Mesh
@@ -42,15 +43,10 @@ class OptimizerCheck:
         self._apart = len(manifest.stages) > 1 or bool(self._divided)
         self._tried: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         if self._apart or any(divided(spec, mesh) for spec in manifest.parameters):
-            check = weakref.WeakMethod(self._check)
+            weakref.finalize(self, register_optimizer_step_pre_hook(weakly(self._check)).remove)
 
-            def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-                if (method := check()) is not None:
-                    method(optimizer)
-
-            weakref.finalize(self, register_optimizer_step_pre_hook(before).remove)
-
-    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """A hook before an optimizer's step."""
         if self._tried.get(optimizer) == len(optimizer.param_groups):
             return
         for group in optimizer.param_groups:

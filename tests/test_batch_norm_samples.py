@@ -44,5 +44,5 @@ def test_plans_give_every_rank_as_many() -> None:
         make_plan(program, ideal(4), batch=4, dp=4)
     shares = make_plan(program, ideal(3, bandwidth=1e9), batch=7, pp=1, tp=1).stages[0].shares
     assert sorted(shares) == [2, 2, 3]
-    with pytest.raises(PlanError):
+    with pytest.raises(PlanError, match="a batch of 5 does not divide"):  # and shares of 2, 2 and 1 are too few
         make_plan(program, ideal(3), batch=5, pp=1, tp=1)

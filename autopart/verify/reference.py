@@ -76,6 +76,14 @@ def train_reference(
     optimizer = adamw(parameters, learning_rate)
     result = Reference([], {}, {})
     waiting: list[Tensor | None] = [None] * len(parameters)
+
+    def update(gradients: list[Tensor | None]) -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+
     with eager_in_float64(model):
         for step in range(steps):
             losses = []
@@ -90,18 +98,11 @@ def train_reference(
             if step == 0:
                 named = model.named_parameters()
                 result.gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
-            if manifest.delays_gradients:
-                made = [parameter.grad for parameter in parameters]
-                for parameter, gradient in zip(parameters, waiting, strict=True):
-                    parameter.grad = gradient
-                waiting = made
-            if optimizer is not None:
-                optimizer.step()
-                optimizer.zero_grad()
-    if manifest.delays_gradients and optimizer is not None:
-        for parameter, gradient in zip(parameters, waiting, strict=True):
-            parameter.grad = gradient
-        optimizer.step()
+            made = [parameter.grad for parameter in parameters]
+            update(waiting if manifest.delays_gradients else made)
+            waiting = made
+    if manifest.delays_gradients:
+        update(waiting)
     if not all(map(math.isfinite, result.losses)):
         raise VerifyError(f"the plain model's losses are not finite: {result.losses}; give other inputs")
     ignored = {spec.name for spec in manifest.parameters if spec.mutated} if division.replicas > 1 else set()
