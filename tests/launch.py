@@ -7,25 +7,29 @@ because importing it takes seconds.
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import importlib
 import itertools
 import multiprocessing
 import os
 import pickle
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import pytest
 import torch
 
 _MOST_KEPT = 9
-_IMPORTED = ["torch", "torch.export", "transformers", "autopart.verify", "autopart.planner"]
 
 
 class ChildFailure(AssertionError):
@@ -66,12 +70,22 @@ def _call(function: str, arguments: dict[str, Any]) -> Any:
     return getattr(importlib.import_module(module), name)(**arguments)
 
 
+@functools.cache
+def _forking() -> ForkServerContext:
+    """Processes come from one that has loaded :mod:`preloaded`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["preloaded"])
+    with pytest.MonkeyPatch.context() as patch:  # where it finds the module, and says nothing where it does not
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        forkserver.ensure_running()
+    return context
+
+
 class _Job:
     """Processes that wait for functions to run."""
 
     def __init__(self, processes: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED)
+        context = _forking()
         self.pipes: list[Connection] = []
         self.children: list[BaseProcess] = []
         # A file, not a port: tests that run side by side never meet.
@@ -113,6 +127,7 @@ def _stop_all() -> None:
 def _serve(pipe: Connection, rank: int, processes: int, store: str) -> None:
     import torch.distributed as dist
 
+    assert "preloaded" in sys.modules
     torch.set_num_threads(1)
     gc.freeze()  # what is imported is not gone over again after every call
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
