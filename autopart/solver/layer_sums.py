@@ -21,6 +21,8 @@ from autopart.solver import cache
 from autopart.solver.tensor_sums import Eliminator
 
 Array = NDArray[np.float64]
+_AT_ONCE = 2**18
+"""Sums that are found at once, times choices: more take gigabytes where sets are many, and longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,10 @@ class LayerSums:
         found = np.minimum(found, self._sums(first, columns, mu, nu, twice))
         bounds[first, columns] = np.inf
         which, column = np.nonzero(bounds < found)
-        np.minimum.at(found, column, self._sums(which, column, mu, nu, twice))
+        most = max(1, _AT_ONCE // len(self.seconds))
+        for start in range(0, len(which), most):
+            now = slice(start, start + most)
+            np.minimum.at(found, column[now], self._sums(which[now], column[now], mu, nu, twice))
         return found
 
     def _sums(
