@@ -16,6 +16,7 @@ from autopart.passes.batch import BatchSplit, split_batch
 from autopart.passes.blocks import Block, find_blocks, free_nodes
 from autopart.passes.draws import number_draws
 from autopart.passes.emit.layers import find_runs, is_recomputable, mark_layers
+from autopart.passes.emit.segments import is_inside
 from autopart.passes.program import Program, Role
 from autopart.passes.rules import (
     RULES,
@@ -44,6 +45,8 @@ class Analysis:
     graph: the program's graph for one share of the batch (``split.graph``). free: nodes that every stage computes for
     itself. blocks: what stages are made of. free_block: the first block that needs a free op.
     layers: the layer that each block belongs to, whose inputs alone are kept when layers are recomputed; '' for none.
+    kinds: each block's signature, and in one text the modules inside its layer that its ops are of: where both are
+    equal the same modules can run again.
     classes: for every op and tensor the class of equal ones it belongs to (blocks that repeat are folded). first: for
     ops that are not the first of their class, the first, if that has gradients for the same operands and results: what
     is found for it holds for them. keys: a readable name for every op, ``transformer.h.0.mlp.c_fc:addmm``. routings:
@@ -59,6 +62,7 @@ class Analysis:
     block_of: dict[fx.Node, int]
     free_block: dict[fx.Node, int]
     layers: tuple[str, ...]
+    kinds: tuple[tuple[str, str], ...]
     classes: dict[fx.Node, tuple[str, ...]]
     keys: dict[fx.Node, str]
     first: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -154,6 +158,7 @@ def analyze(program: Program, rules: RuleBook = RULES) -> Analysis:
     mark_layers(graph, [node for block in blocks for node in block.nodes])
     block_of = {node: block.index for block in blocks for node in block.nodes}
     classes = _classes(graph, blocks, block_of)
+    layers = _layers(blocks)
     return Analysis(
         program=program,
         rules=rules,
@@ -163,7 +168,8 @@ def analyze(program: Program, rules: RuleBook = RULES) -> Analysis:
         blocks=blocks,
         block_of=block_of,
         free_block=_first_use(graph, free, block_of),
-        layers=_layers(blocks),
+        layers=layers,
+        kinds=tuple((block.signature, _modules(block, layer)) for block, layer in zip(blocks, layers, strict=True)),
         classes=classes,
         first=_first_alike(classes, block_of),
         keys=op_keys(graph),
@@ -181,6 +187,11 @@ def _layers(blocks: Sequence[Block]) -> tuple[str, ...]:
         paths = {layer_of.get(node, "") for node in block.nodes}
         found.append(paths.pop() if len(paths) == 1 else "")
     return tuple(found)
+
+
+def _modules(block: Block, layer: str) -> str:
+    paths = (graphs.module_path(node) for node in block.nodes)
+    return "\n".join(path.removeprefix(layer) if layer and is_inside(path, layer) else "" for path in paths)
 
 
 def _first_use(graph: fx.Graph, free: set[fx.Node], block_of: Mapping[fx.Node, int]) -> dict[fx.Node, int]:

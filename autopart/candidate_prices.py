@@ -261,7 +261,7 @@ class CandidatePrices:
             held.groups,
             layers(
                 *(blocks, held, costs, again_s, layer_of, block_of),
-                [block.signature for block in self.analysis.blocks],
+                self.analysis.kinds,
                 config.recompute,
                 self.positions.sets,
                 self._frontiers(config, choice, costs, held),

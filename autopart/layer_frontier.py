@@ -83,8 +83,8 @@ class Frontiers:
             for item in items
         ]
         priced = [(id(op.chosen), *[seconds for _, seconds in op.converting_s]) for op in ops]
-        signatures = tuple(self.analysis.blocks[index].signature for index in part)
-        alike = signatures, tuple(sizes), tuple(priced), keep.activation_bytes
+        kinds = tuple(self.analysis.kinds[index] for index in part)
+        alike = kinds, tuple(sizes), tuple(priced), keep.activation_bytes
         if alike not in self.known:
             beyond = frontier(layer, ops, self.reads, held.shared, keep.activation_bytes)
             self.known[alike] = beyond, [op.chosen for op in ops]

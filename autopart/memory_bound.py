@@ -117,7 +117,8 @@ def summed(parameters: Sequence[Parameters], replicas: int) -> list[tuple[Kind, 
 @dataclass(frozen=True, slots=True)
 class BlockFacts:
     """Of a block. ops: an equal one for each. kept: always. made: the op that has to run again, and what that frees.
-    leaving: the numbers of ops of whose results ops outside of the block's layer read some.
+    leaving: the numbers of ops of whose results ops outside of the block's layer read some. modules: those that its ops
+    are of, as :class:`autopart.analysis.Analysis` says.
     """
 
     ops: tuple[fx.Node, ...]
@@ -125,6 +126,7 @@ class BlockFacts:
     kept: tuple[Amount, ...]
     made: tuple[tuple[fx.Node, tuple[Amount, ...]], ...]
     leaving: tuple[int, ...] = ()
+    modules: str = ""
 
 
 @dataclass(slots=True)
@@ -242,6 +244,7 @@ class MemoryBound:
                 tuple(kept[index]),
                 tuple((first.get(node, node), tuple(amounts)) for node, amounts in made[index].items()),
                 tuple(at for at, node in enumerate(block.nodes) if node in left),
+                analysis.kinds[index][1],
             )
             for index, (block, own) in enumerate(zip(analysis.blocks, parameters, strict=True))
         ]

@@ -78,7 +78,7 @@ def layers(
     again_s: Sequence[float],
     layer_of: Sequence[str],
     block_of: Mapping[fx.Node, int],
-    signatures: Sequence[str],
+    kinds: Sequence[object],
     recompute: str,
     positions: Sequence[int],
     modules: Callable[[str, Sequence[int], Choice], Family],
@@ -88,8 +88,8 @@ def layers(
     again_s: seconds of running a block's forward again. recompute: "none", "full" (every layer is computed again) or
     "auto": each part of a layer is kept, which is choice 0, or computed again, whole or in modules; or KEPT.
     positions: sets of blocks between two of which a stage lies; beginnings of the row of blocks are taken to be among
-    them. modules: further choices of a layer's blocks, beside the one in which all is kept. signatures: equal for
-    blocks that compute the same.
+    them. modules: further choices of a layer's blocks, beside the one in which all is kept. kinds: equal for blocks
+    that compute the same in modules of the same names.
     """
     if recompute == "none":
         return ()
@@ -101,9 +101,7 @@ def layers(
     result = []
     for layer, own in members.items():
         start, possible = own[0], _parts(own, positions)
-        amounts = tuple(
-            (signatures[at], *blocks[at].choices, costs[at].inside_bytes, again_s[at], at - start) for at in own
-        )
+        amounts = tuple((kinds[at], *blocks[at].choices, costs[at].inside_bytes, again_s[at], at - start) for at in own)
         alike = possible, amounts, _tensors(found, own, block_of)
         if alike not in known:
             known[alike] = {

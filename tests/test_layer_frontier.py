@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,16 @@ import torch
 from chains import chain_of, subject_of
 from test_planner import GPT2, analysis_of
 from test_saved_in_runs import watch
+from torch import Tensor, nn
+from torch.nn import functional
 
 import autopart.verify
+from autopart.analysis import analyze
 from autopart.api import load
+from autopart.block_costs import BlockCosts
 from autopart.candidates import Candidates
 from autopart.layer_frontier import MOST_POINTS, paths
+from autopart.memory_bound import MemoryBound
 from autopart.passes.emit.segments import recomputable, segments_of
 from autopart.passes.kept import kept_bytes
 from autopart.plan import Plan
@@ -32,7 +39,7 @@ from autopart.solver.stages_parts import Choice, Family
 from autopart.solver.stages_problem import StageProblem
 from autopart.step_memory import step_peaks
 from autopart.tensor_scheme import TensorScheme
-from autopart.verify import compare_emitted
+from autopart.verify import compare_emitted, prepare
 from autopart.verify.live_bytes import LiveBytes
 from clusters import ideal
 from launch import run_kept_job
@@ -138,6 +145,59 @@ def test_each_choice_keeps_what_its_stage_keeps(name: str, tp: tuple[int, ...]) 
         freed = plain - kept_bytes(graph, axes, 2, again)
         expected = family[0].activation_bytes - point.activation_bytes
         assert freed == pytest.approx(expected, rel=0.05, abs=0.01 * family[0].activation_bytes), point.name
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class Named(nn.Module):
+    """Layers of equal ops, each in two modules that have names, or a part of the ops, of their own."""
+
+    def __init__(self, names: Sequence[tuple[str, str]], ends: Sequence[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for (first, second), end in zip(names, ends, strict=True):
+            pairs = ([nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)] for _ in range(2))
+            ops = list(itertools.chain.from_iterable(pairs))
+            parts = {first: nn.Sequential(*ops[:end]), second: nn.Sequential(*ops[end:])}
+            self.layers.append(Residual(OrderedDict(parts)))
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = inputs
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": functional.mse_loss(x, labels)}
+
+
+@pytest.mark.parametrize(
+    ("names", "ends"),
+    [([("one", "two"), ("left", "right")] * 3, [4] * 6), ([("one", "two")] * 6, [4, 4, 6, 6, 4, 6])],
+)
+def test_modules_of_layers_of_equal_ops(names: list[tuple[str, str]], ends: list[int]) -> None:
+    """What may run again is each layer's own, not that of another with the same ops; bounds know it too."""
+    model = Named(names, ends).double()
+    batch = {"inputs": torch.randn(8, 8).double(), "labels": torch.randn(8, 8).double()}
+    analysis = analyze(prepare(model, (), batch).program)
+    assert len({block.signature for block in analysis.blocks}) < len(set(analysis.kinds))
+    candidates = Candidates(analysis, ideal(1, memory_bandwidth=1e15), 8, "adamw")
+    config = Degrees(1, 1, (), 1, "1f1b", "auto")
+    problem = candidates.problem(config, candidates.choose(config))
+    (graph,) = build(analysis, (0, len(analysis.blocks)), (), {}, {}, None, ()).local
+    offered, plain = recomputable(graph), kept_bytes(graph, (), 8)
+    assert len(problem.shapes[0].layers) == 6
+    for layer in problem.shapes[0].layers[:-1]:  # the last one ends in a block with the loss
+        keep, *others = layer.parts[layer.blocks]
+        for point in others:
+            path = analysis.layers[layer.blocks[0]]
+            again = [path] if point.name == WHOLE else paths(path, point.name)
+            assert set(again) <= set(offered)
+            freed = plain - kept_bytes(graph, (), 8, again)
+            assert freed == pytest.approx(keep.activation_bytes - point.activation_bytes)
+    row = MemoryBound(analysis, BlockCosts(analysis, "cuda"), candidates.readers, "adamw").row
+    facts = {tuple(row[number] for number in layer.blocks) for layer in problem.shapes[0].layers[1:-1]}
+    assert len(facts) == 2
 
 
 def test_a_frontier_rises_in_seconds_and_falls_in_bytes() -> None:

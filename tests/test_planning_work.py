@@ -83,10 +83,11 @@ def test_mixtures_are_looked_for_once_around_answers_that_leave_layers_the_same_
 
 
 def test_costs_of_copied_layers_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = [analysis_of(layers).graph for layers in (SHALLOW, DEEP)]
     found, calls = annotate.op_cost, calls_of("op_cost", annotate, monkeypatch)
     counts = []
-    for layers in (SHALLOW, DEEP):
-        costs = annotate.annotate(analysis_of(layers).graph.nodes)
+    for graph in graphs:
+        costs = annotate.annotate(graph.nodes)
         assert costs == {node: found(node) for node in costs}
         counts.append(len(calls))
         calls.clear()
