@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from autopart.cost.devices import Link
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.placement import BROADCAST, PARTIAL, REPLICATE, nested, shard
 from autopart.solver import brute, tensor
+from autopart.solver.linear import LinearModel
 from autopart.solver.tensor_arrays import compiled
 from autopart.solver.tensor_ascent import Ascent
 from autopart.solver.tensor_bound import completed, free
@@ -67,6 +69,7 @@ def two_axes(rng: random.Random, ops: int, choices: int, memory: bool) -> Tensor
 def test_equals_brute_force(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if seed % 2:
         monkeypatch.setattr(tensor, "_FEW_PAIRS", 0)  # however small: by column generation
+        monkeypatch.setattr(tensor, "_AT_ONCE", 0)  # and what the proof has little against first
         monkeypatch.setattr(tensor, "_MOST_NEW", 1)
     rng = random.Random(seed)
     problem = two_axes(rng, rng.randint(2, 6), rng.randint(2, 4), memory=rng.random() < 0.6)
@@ -88,6 +91,26 @@ def test_column_generation_finds_what_the_whole_model_does(seed: int, monkeypatc
     monkeypatch.setattr(tensor, "_FEW_PAIRS", 0)
     parts = tensor.solve(problem)
     assert parts.objective == pytest.approx(whole.objective, rel=1e-6) and parts.gap == whole.gap == 0
+
+
+@pytest.mark.parametrize("seed", [0, 9])
+def test_no_rounds_and_no_integers_that_lower_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The relaxation ends when the bound is as high as a part's optimum, long before nothing is priced below zero; the
+    integer solver begins with little.
+    """
+    relaxed, solved = list[int](), list[int]()
+    for name, sizes in (("relax", relaxed), ("solve", solved)):
+        found = getattr(LinearModel, name)
+
+        def counting(model: LinearModel, *args: Any, found: Any = found, sizes: Any = sizes, **more: Any) -> Any:
+            sizes.append(model.variables)
+            return found(model, *args, **more)
+
+        monkeypatch.setattr(LinearModel, name, counting)
+    solution = tensor.solve(two_axes(random.Random(seed), 30, 50, memory=True), gap=0.005)
+    assert solution.gap <= 0.005 and solution.method == "mip"
+    assert len(relaxed) <= 8 and len(solved) > 3
+    assert solved == sorted(solved) and solved[0] < max(relaxed) / 8
 
 
 @pytest.mark.parametrize("seed", range(16))

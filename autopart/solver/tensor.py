@@ -24,9 +24,9 @@ Wolfe, Operations Research 8(1), 1960):
 2. GLOP solves the model over a part of the choices and pairs, which contains the best assignment known   _Search._relax
 3. Its prices, completed to all choices, give a bound that holds for the whole problem
    (:mod:`autopart.solver.tensor_bound`). What prices below zero joins the part, and 2 repeats;              _grow
-   when nothing does, the relaxation of the whole problem is solved.
+   when nothing does, or the bound is as high as the part's optimum, the relaxation of the whole problem is solved.
 4. Where the best assignment does not meet the bound, choices and pairs whose excess over the bound is more than the
-   distance between the two are left out, and SCIP solves the rest                                      _Search._finish
+   distance between the two are left out, and SCIP solves the rest, that with little excess first       _Search._finish
 
 Seconds are scaled by a known assignment's, so that tolerances are relative to the answer: objective and bound count as
 equal when they differ by less than TOLERANCE of the objective.
@@ -54,10 +54,16 @@ from autopart.solver.tensor_problem import IMPOSSIBLE, Edge, Op, TensorProblem, 
 
 __all__ = ["TOLERANCE", "solve"]
 
-# Below this number of pairs the whole relaxation is solved at once.
+# Below this number of pairs the whole relaxation is solved at once, and the integer solver ends in seconds.
 _FEW_PAIRS = 20_000
+# Below this number of pairs the integer solver is given all at once.
+_AT_ONCE = 2_000
 # Choices of an op that join the part in one round at most.
 _MOST_NEW = 12
+# The relaxation is solved where a part's is above the bound by no more than this share of the gap that is asked for.
+_RELAXED = 0.1
+# Shares of the distance between the best known and the bound, for which the integer solver is given what is within.
+_ROOMS = (0.0005, 0.0025, 0.0125, 0.0625, 0.25, 1.0)
 # Passes of message passing before the first relaxation, and after each.
 _PASSES = 30
 _FEW_PASSES = 3
@@ -198,23 +204,50 @@ class _Search:
             prices, violated = completed(arrays, flow.duals(relaxed))
             found = prices.bound(arrays)
             self._prove(found.seconds, found)
+            seconds = relaxed.objective * flow.unit
             solved = all_at_once or not _grow(arrays, part, found, violated, TOLERANCE * unit)
             if solved:
-                self.bound = max(self.bound, relaxed.objective * flow.unit)
+                self.bound = max(self.bound, seconds)
             elif not best.meets(self.bound):
                 self._ascend(prices, _FEW_PASSES)
-            if solved or best.meets(self.bound):
+            # the whole's relaxation lies between the bound and the part's
+            near = seconds - self.bound <= max(TOLERANCE, _RELAXED * self.gap) * seconds
+            if solved or near or best.meets(self.bound):
                 return "lp" if integral else "lp rounded"
 
     def _finish(self) -> None:
-        """The integer optimum of what may still be part of something better."""
+        """The integer optimum of what may still be part of something better.
+
+        Where that is much, what the proof has least against is tried first: the optimum of little is found soon, and
+        all else takes at least what was allowed for. Where a gap is allowed that is all.
+        """
+        best, proof = self.best, self._proof
+        if best.choices is None or proof is None:
+            self._integer(whole(self.arrays), math.inf)
+            return
+        few = self._within(proof, best.objective - proof.seconds).size <= _AT_ONCE
+        for share in _ROOMS[-1:] if few else _ROOMS:
+            room = share * (best.objective - proof.seconds)
+            part = self._within(proof, room)
+            if self.gap > TOLERANCE and part.size > _FEW_PAIRS:
+                return
+            self._integer(part, proof.seconds + room)
+            if best.meets(self.bound) or time.perf_counter() >= self.until:
+                return
+
+    def _within(self, proof: Bound, room: float) -> Part:
+        """What takes no more than so many seconds beyond the proof's, and the best assignment."""
+        room *= 1 + 1e-6
+        part = Part(
+            [proof.excess(op) <= room for op in range(len(self.arrays.cost))],
+            [[slack <= room for slack in uses] for uses in proof.slack],
+        )
+        _join(self.arrays, part, self.best.choices or ())
+        return part
+
+    def _integer(self, part: Part, outside: float) -> None:
+        """The integer optimum of a part. outside: seconds that all takes that is not in it."""
         arrays, best = self.arrays, self.best
-        part = whole(arrays)
-        if best.choices is not None and self._proof is not None:
-            room = (best.objective - self._proof.seconds) * (1 + 1e-6)
-            part.choices[:] = [self._proof.excess(op) <= room for op in range(len(arrays.cost))]
-            part.pairs[:] = [[slack <= room for slack in uses] for uses in self._proof.slack]
-            _join(arrays, part, best.choices)
         flow = Flow(arrays, part, best.objective if 0 < best.objective < math.inf else largest_seconds(arrays))
         if best.choices is not None:
             flow.hint(best.choices)
@@ -227,8 +260,7 @@ class _Search:
                 if not arrays.problem.fits(found) and time.perf_counter() < self.until:
                     flow.exclude(found)
                     continue
-            # nothing in the part is better than the bound of the part, and nothing outside than the best known
-            self.bound = max(self.bound, min(proved, best.objective))
+            self.bound = max(self.bound, min(proved, outside, best.objective))
             return
 
 

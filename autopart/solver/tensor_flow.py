@@ -23,6 +23,11 @@ class Part:
     choices: list[Mask]
     pairs: list[list[Mask]]
 
+    @property
+    def size(self) -> int:
+        """Pairs, over all uses."""
+        return sum(int(mask.sum()) for uses in self.pairs for mask in uses)
+
 
 @dataclass(frozen=True, slots=True)
 class Duals:
