@@ -19,7 +19,7 @@ from autopart.cost.devices import Device, Link
 from autopart.data_prices import TRANSIENT_COPIES
 from autopart.device_layout import DeviceLayout, slowest
 from autopart.folding import FoldedGraph, fold_graph
-from autopart.layer_frontier import Frontiers, KnownFrontiers
+from autopart.layer_frontier import Frontiers, KnownFrontiers, Spans
 from autopart.layer_frontier import paths as modules_again
 from autopart.offers import Offers
 from autopart.parameter_prices import priced_parameters
@@ -84,6 +84,7 @@ class CandidatePrices:
     _shared: dict[tuple[int, tuple[TensorAxis, ...], bool], Shared] = field(default_factory=dict)
     _priced: dict[object, tuple[TensorChoice, list[BlockCost]]] = field(default_factory=dict)
     _families: dict[object, KnownFrontiers] = field(default_factory=dict)  # those of layers, by how ops are priced
+    _spans: dict[tuple[int, ...], Spans] = field(default_factory=dict)
     _gradients: dict[object, list[float]] = field(default_factory=dict)  # by strategies, bytes of each block on a rank
     _block_costs: BlockCosts = field(init=False)
     _folded: FoldedGraph = field(init=False)
@@ -287,6 +288,7 @@ class CandidatePrices:
             held,
             self._block_costs.read,
             self._families.setdefault(self._prices_by(config), {}),
+            self._spans,
             {self.analysis.layers[block] for own in gathered for block in own},
         )
 

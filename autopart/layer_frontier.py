@@ -18,6 +18,9 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from torch import fx
+
 from autopart.analysis import Analysis
 from autopart.block_costs import BlockCost, PricedOp
 from autopart.passes.emit.layers import Run
@@ -37,17 +40,22 @@ Reads = Callable[[PricedOp], Iterable[tuple[Value, Kept, float]]]
 """What an op reads besides inputs, parameters and buffers: value, tensor in memory, bytes."""
 KnownFrontiers = dict[object, tuple[Family, Sequence[Chosen]]]
 """Frontiers, with the strategies by whose identity they are known, which have to live as long."""
+Spans = Mapping[str, Sequence[fx.Node]]
+"""The modules of a part of a layer that can run again by themselves, by path from the layer on, with their ops."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """A module as it may be computed again. path: from the layer on. numbers: of its ops in the part.
+    """A module as it may be computed again. path: from the layer on. numbers: of its ops in the part, from first to
+    last.
 
     seconds: of running it again. held: bytes that its ops keep. entering: what is kept instead.
     """
 
     path: str
-    numbers: frozenset[int]
+    numbers: tuple[int, ...]
+    first: int
+    last: int
     seconds: float
     held: float
     entering: Mapping[Kept, float]
@@ -58,8 +66,8 @@ class Frontiers:
     """The frontiers of a candidate's layers, as :func:`autopart.recomputation.layers` asks for them.
 
     known: those found before where ops are priced alike, by what they follow from besides; parts of layers that cost
-    the same share one, also under strategies that differ elsewhere. whole: layers whose modules do not run again by
-    themselves.
+    the same share one, also under strategies that differ elsewhere. spans: those of parts, once found. whole: layers
+    whose modules do not run again by themselves.
     """
 
     analysis: Analysis
@@ -67,6 +75,7 @@ class Frontiers:
     held: Activations
     reads: Reads
     known: KnownFrontiers
+    spans: dict[tuple[int, ...], Spans]
     whole: Collection[str] = ()
 
     def __call__(self, layer: str, part: Sequence[int], keep: Choice) -> Family:
@@ -86,7 +95,8 @@ class Frontiers:
         kinds = tuple(self.analysis.kinds[index] for index in part)
         alike = kinds, tuple(sizes), tuple(priced), keep.activation_bytes
         if alike not in self.known:
-            beyond = frontier(layer, ops, self.reads, held.shared, keep.activation_bytes)
+            spans = self._spans(layer, tuple(part), ops)
+            beyond = frontier(spans, ops, self.reads, held.shared, keep.activation_bytes)
             self.known[alike] = beyond, [op.chosen for op in ops]
         return tuple(
             replace(
@@ -99,24 +109,38 @@ class Frontiers:
             for other in self.known[alike][0]
         )
 
+    def _spans(self, layer: str, part: tuple[int, ...], ops: Sequence[PricedOp]) -> Spans:
+        if part not in self.spans:
+            found = spans_of(Run(layer, [op.node for op in ops]))
+            self.spans[part] = {path.removeprefix(f"{layer}."): nodes for path, nodes in found.items()}
+        return self.spans[part]
 
-def frontier(layer: str, ops: Sequence[PricedOp], reads: Reads, shared: Collection[Kept], all_bytes: float) -> Family:
+
+def frontier(spans: Spans, ops: Sequence[PricedOp], reads: Reads, shared: Collection[Kept], all_bytes: float) -> Family:
     """The undominated ways to compute modules of a layer's part again, without the one in which all is kept.
 
     Of seconds and of transients what they take beyond that one. ops: of the part, in order. shared: tensors that are
     counted elsewhere. all_bytes: where nothing is computed again.
     """
-    keep = Choice(0.0, 0.0, 0.0, all_bytes, 0.0)
-    modules = _modules(layer, ops, reads, shared)
-    while _sets(modules) > MOST_SETS:
+    modules = _modules(spans, ops, reads, shared)
+    while _count(modules) > MOST_SETS:
         modules.remove(min(modules, key=lambda module: module.held))
-    held = [[item for item in op.kept.items() if item[0] not in shared] for op in ops]
-    points = [_choice(ops, held, chosen, keep) for chosen in _disjoint(modules) if chosen]
-    kept: list[Choice] = []
-    for point in sorted(points, key=lambda item: (item.seconds, item.activation_bytes, item.transient_bytes)):
-        if not any(other.undercuts(point) for other in (keep, *kept)):
+    sets = [chosen for chosen in _disjoint(modules) if chosen]
+    keep = Choice(0.0, 0.0, 0.0, all_bytes, 0.0)
+    kept = [(0.0, all_bytes, 0.0)]
+    found: list[Choice] = []
+    amounts = zip(
+        (math.fsum(module.seconds for module in chosen) for chosen in sets),
+        _kept_bytes(modules, sets, ops, shared),
+        (max(module.held for module in chosen) for chosen in sets),
+        strict=True,
+    )
+    for point, chosen in sorted(zip(amounts, sets, strict=True), key=lambda item: item[0]):
+        if not any(all(a <= b for a, b in zip(other, point, strict=True)) for other in kept):
             kept.append(point)
-    return tuple(_few(keep, kept))
+            name = ",".join(module.path for module in sorted(chosen, key=lambda module: module.first))
+            found.append(Choice(0.0, point[0], 0.0, *point[1:], name))
+    return tuple(_few(keep, found))
 
 
 def paths(layer: str, name: str) -> list[str]:
@@ -124,12 +148,13 @@ def paths(layer: str, name: str) -> list[str]:
     return [f"{layer}.{path}" for path in name.split(",")] if name else []
 
 
-def _modules(layer: str, ops: Sequence[PricedOp], reads: Reads, shared: Collection[Kept]) -> list[_Module]:
+def _modules(spans: Spans, ops: Sequence[PricedOp], reads: Reads, shared: Collection[Kept]) -> list[_Module]:
     number = {op.node: index for index, op in enumerate(ops)}
+    read = [tuple(reads(op)) for op in ops] if spans else []
     found = []
-    for path, nodes in spans_of(Run(layer, [op.node for op in ops])).items():
-        inside = set(nodes)
-        own = [ops[number[node]] for node in nodes if node in number]
+    for path, nodes in spans.items():
+        inside, numbers = set(nodes), [number[node] for node in nodes if node in number]
+        own = [ops[index] for index in numbers]
         held = {item: size for op in own for item, size in op.kept.items() if item not in shared}
         last = max((index for index, op in enumerate(own) if op.kept or op.inside_bytes), default=-1)
         size = math.fsum(held.values()) + math.fsum(op.inside_bytes for op in own)
@@ -139,45 +164,53 @@ def _modules(layer: str, ops: Sequence[PricedOp], reads: Reads, shared: Collecti
         seconds += math.fsum(s for op in own[: last + 1] for value, s in op.converting_s if value.node in inside)
         entering = {
             item: bytes_
-            for op in own
-            for value, item, bytes_ in reads(op)
+            for index in numbers
+            for value, item, bytes_ in read[index]
             if value.node not in inside and item not in shared
         }
-        numbers = frozenset(number[op.node] for op in own)
-        found.append(_Module(path.removeprefix(f"{layer}."), numbers, seconds, size, entering))
+        found.append(_Module(path, tuple(numbers), min(numbers), max(numbers), seconds, size, entering))
     return found
 
 
-def _choice(
-    ops: Sequence[PricedOp], held: Sequence[Sequence[tuple[Kept, float]]], chosen: Sequence[_Module], keep: Choice
-) -> Choice:
-    """The modules run again. held: by op the tensors that it keeps and that are counted here."""
-    again = frozenset[int]().union(*(module.numbers for module in chosen))
-    tensors: dict[Kept, float] = {}
-    inside = 0.0
-    for number, op in enumerate(ops):
-        if number not in again:
-            tensors.update(held[number])
-            inside += op.inside_bytes
-    for module in chosen:
-        tensors.update(module.entering)
-    return replace(
-        keep,
-        backward_s=math.fsum(module.seconds for module in chosen),
-        activation_bytes=math.fsum(tensors.values()) + inside,
-        transient_bytes=max(module.held for module in chosen),
-        name=",".join(module.path for module in sorted(chosen, key=lambda module: min(module.numbers))),
-    )
+def _kept_bytes(
+    modules: Sequence[_Module], sets: Sequence[Sequence[_Module]], ops: Sequence[PricedOp], shared: Collection[Kept]
+) -> list[float]:
+    """Of sets of modules that run again: what the other ops keep, and what enters the modules, each tensor once."""
+    places: dict[Kept, int] = {}
+    sizes: list[float] = []
+
+    def incidence(rows: Sequence[Mapping[Kept, float]]) -> list[list[int]]:
+        for row in rows:
+            for item, size in row.items():
+                if item not in shared and places.setdefault(item, len(sizes)) == len(sizes):
+                    sizes.append(size)
+        return [[places[item] for item in row if item not in shared] for row in rows]
+
+    held, entering = incidence([op.kept for op in ops]), incidence([module.entering for module in modules])
+    by_op, by_module = (np.zeros((len(rows), len(sizes))) for rows in (held, entering))
+    for matrix, rows in ((by_op, held), (by_module, entering)):
+        for row, own in enumerate(rows):
+            matrix[row, own] = 1.0
+    ran, taken = np.zeros((len(modules), len(ops))), np.zeros((len(sets), len(modules)))
+    row_of = {id(module): row for row, module in enumerate(modules)}
+    for row, module in enumerate(modules):
+        ran[row, list(module.numbers)] = 1.0
+    for row, chosen in enumerate(sets):
+        taken[row, [row_of[id(module)] for module in chosen]] = 1.0
+    stays = 1.0 - taken @ ran
+    tensors = (stays @ by_op + taken @ by_module > 0) @ np.array(sizes, dtype=float)
+    found: list[float] = (tensors + stays @ np.array([op.inside_bytes for op in ops], dtype=float)).tolist()
+    return found
 
 
-def _sets(modules: Sequence[_Module]) -> int:
-    """How many sets of disjoint modules there are, counted up to beyond MOST_SETS."""
-    count = 0
-    for _ in _disjoint(modules):
-        count += 1
-        if count > MOST_SETS:
-            break
-    return count
+def _count(modules: Sequence[_Module]) -> int:
+    """How many sets of disjoint modules there are, with the empty one."""
+    order = sorted(modules, key=lambda module: module.first)
+    counts = [1] * (len(order) + 1)
+    for index in range(len(order) - 1, -1, -1):
+        after = next((at for at in range(index + 1, len(order)) if order[at].first > order[index].last), len(order))
+        counts[index] = counts[index + 1] + counts[after]
+    return counts[0]
 
 
 def _disjoint(modules: Sequence[_Module]) -> Iterator[tuple[_Module, ...]]:
@@ -189,7 +222,7 @@ def _disjoint(modules: Sequence[_Module]) -> Iterator[tuple[_Module, ...]]:
 
 
 def _apart(one: _Module, other: _Module) -> bool:
-    return max(one.numbers) < min(other.numbers) or max(other.numbers) < min(one.numbers)
+    return one.last < other.first or other.last < one.first
 
 
 def _few(keep: Choice, points: Sequence[Choice]) -> list[Choice]:
