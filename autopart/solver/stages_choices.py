@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -81,10 +82,14 @@ def relaxed_seconds(families: Sequence[Family], counts: Array, room: Array, in_f
     # Beyond some levels of the largest transient neighbours are taken as one: the smaller charged, the larger allowed.
     edges = values if len(values) <= _LEVELS else [values[i * (len(values) - 1) // _LEVELS] for i in range(_LEVELS + 1)]
     below = -math.inf
+    hulls: list[list[tuple[float, float, int]]] = [[] for _ in families]
+    own = [sorted(choice.transient_bytes for choice in family) for family in families]
     for highest in edges:
         charged = next(value for value in values if value > below)
+        for number, sizes in enumerate(own):
+            if bisect_right(sizes, highest) > bisect_right(sizes, below):
+                hulls[number] = hull(families[number], in_flight, highest)
         below = highest
-        hulls = [hull(family, in_flight, highest) for family in families]
         barred = np.array([float(not points) for points in hulls]) @ counts > 0
         seconds = np.array([points[0][0] if points else 0.0 for points in hulls]) @ counts
         need = charged - room + np.array([points[0][1] if points else 0.0 for points in hulls]) @ counts
@@ -93,7 +98,10 @@ def relaxed_seconds(families: Sequence[Family], counts: Array, room: Array, in_f
             for number, points in enumerate(hulls)
             for a, b in itertools.pairwise(points)
         ]
+        need[barred] = 0.0
         for price, freed, number in sorted(steps):
+            if need.max(initial=0.0) <= 0.0:
+                break
             taken = np.clip(need, 0.0, counts[number] * freed)
             seconds, need = seconds + taken * price, need - taken
         # rounding: what is freed altogether is as much as is needed
@@ -106,16 +114,23 @@ def least_excess(families: Sequence[Family], counts: Array, room: Array, in_flig
 
     counts: [family, run]. room: [run] bytes.
     """
+    values = transients(families)
+    fewest = np.array([_fewest_bytes(family, in_flight, values) for family in families]).T
     least = np.full(room.shape, np.inf)
-    for highest in transients(families):
-        fewest = [
-            min((c.kept_bytes(in_flight) for c in family if c.transient_bytes <= highest), default=None)
-            for family in families
-        ]
-        barred = np.array([float(size is None) for size in fewest]) @ counts > 0
-        kept = np.array([size or 0.0 for size in fewest]) @ counts
+    for highest, sizes in zip(values, fewest, strict=True):
+        none = np.isinf(sizes)
+        barred = none.astype(float) @ counts > 0
+        kept = np.where(none, 0.0, sizes) @ counts
         least = np.minimum(least, np.where(barred, np.inf, kept + highest - room))
     return least
+
+
+def _fewest_bytes(family: Family, in_flight: int, most_transient: Sequence[float]) -> Array:
+    """What is kept at least under each limit of transients; infinite where none is allowed."""
+    order = sorted(family, key=lambda choice: choice.transient_bytes)
+    fewest = np.minimum.accumulate([math.inf, *(choice.kept_bytes(in_flight) for choice in order)])
+    found: Array = fewest[np.searchsorted([choice.transient_bytes for choice in order], most_transient, side="right")]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
