@@ -42,7 +42,7 @@ from autopart.tensor_choice import Builder, stored_as
 LEAST_LAYERS = 4
 """Layers that are alike, from which on they are bounded together."""
 _WEIGHTS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64)
-_KEPT = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
+_KEPT = (0.0, 0.02, 0.05, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8)
 """Prices of a layer's bytes, in parts of its least seconds: of all that a rank holds where it is shared perfectly."""
 _FORWARD_WEIGHTS, _FORWARD_KEPT = (0.0, 0.01, 0.04, 0.16), (0.0, 0.1, 0.4)
 """The same where a second of the forward counts twice."""
@@ -285,11 +285,14 @@ def _conversions(
         there = forward_table(builder, edge.cost, value.example)
         both = CostTable(there.rows, there.columns, edge.cost.seconds + there.seconds)
         doubled.append(replace(edge, cost=both))
-        touched = [part.classes[at] for at in dict.fromkeys((source, *(at for at, _ in value.uses)))]
-        if outside or any(len(nodes) > 1 for nodes in touched) or is_stored(touched[0][0]):
+        if outside or is_stored(part.classes[source][0]):
             continue
-        made_at, *read_at = (place[nodes[0]] for nodes in touched)
-        times = np.array([_repeats(item, made_at, read_at) for item in sets], dtype=float)
+        made_and_read = [
+            (place[own.node], [place[node] for node, _ in builder.folded.readers[own] if node in inside])
+            for own in value.every
+        ]
+        # of the values, each of which has a part of the edge's seconds
+        times = np.array([np.mean([_repeats(item, *places) for places in made_and_read]) for item in sets])
         if times.any() and (np.isfinite(there.seconds) & (there.seconds > 0.0)).any():
             repeated.append(((len(edges) - 1, replace(edge, cost=there)), times))
     return edges, doubled, repeated

@@ -21,17 +21,19 @@ from autopart.passes.graph import Value
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import in_flight
 from autopart.solver.degrees import Config, Degrees
-from autopart.solver.pipeline_cuts import Divisions
+from autopart.solver.pipeline_cuts import LONG, SHORT, Divisions, Effort
 from autopart.solver.pipeline_floor import Family, Piece, Pipeline, least_step_seconds
 from autopart.solver.pipeline_row import Boundary, Place, Row, Tied
 from autopart.solver.stages_least import least_share
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, pipeline_floor
 from autopart.tensor_choice import work_bound
 
-MOST_APART = 24
+MOST_APART = 64
 """Blocks outside of layers that are alike, up to which a pipeline is bounded piece by piece."""
 MOST_UNPRICED = 8
 """Stages up to which a pipeline is bounded without prices of layers' strategies before these are found."""
+_NEAR = 0.01
+"""Of the seconds of interest: a bound that is nearer to them is good enough."""
 _MOST_LONGER = 3.0
 """How many times as long as without memory: more is not told apart."""
 
@@ -152,7 +154,7 @@ class CandidateFloors(CandidateSums):
         rooms, transfers = tuple(self._rooms(config)), self._least_transfers(config)
         return families, rest, Pipeline(config.microbatches, tuple(flying), rooms, work, *transfers)
 
-    def divided_floor(self, config: Degrees, below: float) -> float:
+    def divided_floor(self, config: Degrees, below: float, effort: Effort = SHORT) -> float:
         """The same, of stages that are runs of whole blocks, with the strategies of layers that few are alike to."""
         known = self._pipeline_floor(config, self._work_bound(config))
         if known >= below:
@@ -161,9 +163,9 @@ class CandidateFloors(CandidateSums):
             parts = self._pipeline(config, self._work_bound(config), others=True)
             return known if parts is None else max(known, self._tied_floor(config, least_step_seconds(*parts, below)))
         divisions = self._divisions_of(config)
-        return (
-            known if divisions is None else max(known, self._tied_floor(config, divisions.least_seconds(known, below)))
-        )
+        if divisions is None:
+            return known
+        return max(known, self._tied_floor(config, divisions.least_seconds(known, below, effort)))
 
     def surely_takes(self, config: Degrees, seconds: float) -> bool:
         """Whether :meth:`divided_floor` is known to be as much, which is sooner told, of several stages."""
@@ -262,7 +264,9 @@ class CandidateFloors(CandidateSums):
             found = self.strategy_floor(config)
             return max(found, self.sums_floor(config, below)) if found < below else found
         found = self.divided_floor(config, below)
-        if self._in_runs(config) or found >= below:
+        if self._in_runs(config):
+            return self.divided_floor(config, below, LONG) if found < below * (1 - _NEAR) else found
+        if found >= below:
             return found
         # on several axes the solver takes a minute for what prices of layers say as well
         found = max(found, self.strategy_floor(config)) if len(config.axes) <= 1 else found

@@ -24,16 +24,24 @@ class FoldedValue:
     """Values that come from one output of one class and are read by the same classes.
 
     source: class index; slot: its output. uses: (class index, operand) of every reader; the class behind the last
-    stands for the model's outputs. example: one of the values. count: how many there are. as_stored: statistics that
-    an op updates in place, so that they have to be stored as they are used.
+    stands for the model's outputs. every: the values. as_stored: statistics that an op updates in place, so that they
+    have to be stored as they are used.
     """
 
     source: int
     slot: int
     uses: tuple[tuple[int, int], ...]
-    example: Value
-    count: int
+    every: tuple[Value, ...]
     as_stored: bool
+
+    @property
+    def example(self) -> Value:
+        """One of the values."""
+        return self.every[0]
+
+    @property
+    def count(self) -> int:
+        return len(self.every)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +113,7 @@ def fold_graph(analysis: Analysis) -> FoldedGraph:
     return FoldedGraph(
         tuple(tuple(nodes) for nodes in members.values()),
         tuple(
-            FoldedValue(source, slot, uses, values[0], len(values), as_stored)
+            FoldedValue(source, slot, uses, tuple(values), as_stored)
             for (source, slot, uses, as_stored), values in groups.items()
         ),
         readers,
@@ -133,7 +141,7 @@ def fold_part(analysis: Analysis, folded: FoldedGraph, nodes: Sequence[fx.Node])
         for value in made
         if any(node not in inside for node, _ in folded.readers.get(value, ()))
     )
-    values = tuple(FoldedValue(*key, found[0], len(found), False) for key, found in groups.items())
+    values = tuple(FoldedValue(*key, tuple(found), False) for key, found in groups.items())
     alike = tuple((key, len(nodes)) for key, nodes in members.items())
     # what enters may be of unlike kinds: what is converted back is its gradient
     enters = tuple((*key, len(found), is_differentiable(found[0])) for key, found in groups.items())

@@ -9,9 +9,10 @@ import random
 from collections.abc import Sequence
 
 import pytest
+import torch
 from torch import fx
 
-from autopart.alike_work import AlikeLayers
+from autopart.alike_work import AlikeLayers, _conversions, _places
 from autopart.analysis import Analysis, analyze
 from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
 from autopart.candidates import Candidates
@@ -36,8 +37,8 @@ BATCH = 16
 
 
 @functools.cache
-def analysis_of(model: str) -> Analysis:
-    loaded = load_model(model, meta=True)
+def analysis_of(model: str, dtype: torch.dtype = torch.float32) -> Analysis:
+    loaded = load_model(model, meta=True, dtype=dtype)
     return analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False))
 
 
@@ -50,17 +51,23 @@ def take(choice: TensorChoice, nodes: Sequence[fx.Node], chosen: Chosen) -> None
 
 
 @pytest.mark.parametrize(
-    ("model", "bandwidth"),
+    ("model", "bandwidth", "dtype"),
     [
-        (MODELS[0], 1e9),
-        *(pytest.param(model, speed, marks=pytest.mark.slow) for model in MODELS for speed in (1e7, 1e8)),
+        (MODELS[0], 1e9, torch.float32),
+        (MODELS[1], 1e9, torch.bfloat16),
+        *(
+            pytest.param(model, speed, dtype, marks=pytest.mark.slow)
+            for model in MODELS
+            for speed in (1e7, 1e8)
+            for dtype in (torch.float32, torch.bfloat16)
+        ),
     ],
 )
-def test_no_strategies_undercut_the_prices_of_a_layer(model: str, bandwidth: float) -> None:
+def test_no_strategies_undercut_the_prices_of_a_layer(model: str, bandwidth: float, dtype: torch.dtype) -> None:
     """Random strategies, and those that the solver takes for their speed or their bytes, as blocks are priced, with and
     without modules that run again. The same of blocks that lie before and behind layers.
     """
-    candidates = Candidates(analysis_of(model), ideal(4, bandwidth=bandwidth), BATCH, "adamw", zero=None)
+    candidates = Candidates(analysis_of(model, dtype), ideal(4, bandwidth=bandwidth), BATCH, "adamw", zero=None)
     analysis, config = candidates.analysis, Degrees(1, 1, (4,), 2, "1f1b")
     setting = candidates.setting(config)
     (first,), others = candidates.alike_layers(), candidates._other_layers(config)
@@ -90,10 +97,11 @@ def test_no_strategies_undercut_the_prices_of_a_layer(model: str, bandwidth: flo
             kept = {item: size for number in own for item, size in costs[number].kept.items()}
             held = [analysis.program.tensors[name] for name in mine]
             weights = sum(
-                math.prod(info.shape) * 4 * share_of(choice.storage.get(info.name, (REPLICATE,)), setting.sizes)
+                math.prod(info.shape) * share_of(choice.storage.get(info.name, (REPLICATE,)), setting.sizes)
                 for info in held
                 if info.trainable
             )
+            weights *= dtype.itemsize
             seconds = sum(costs[number].forward_s + costs[number].backward_s for number in own)
             forward = sum(costs[number].forward_s for number in own)
             size = sum(kept.values()) + sum(costs[number].inside_bytes for number in own)
@@ -138,6 +146,30 @@ def test_no_strategies_undercut_the_prices_of_a_layer(model: str, bandwidth: flo
     assert min(near_blocks.values()) < 1.02 or bandwidth < 1e8, "blocks share what comes in for nothing"
 
 
+def test_what_both_norms_of_a_layer_make_is_converted_again_with_it() -> None:
+    """They are one class of ops here: each of its values is converted again where all that reads it runs again too."""
+    analysis = analysis_of(MODELS[1], torch.bfloat16)
+    candidates, config = Candidates(analysis, ideal(4), BATCH, "adamw"), Degrees(1, 1, (4,), 2, "1f1b")
+    setting, (alike,) = candidates.setting(config), candidates.alike_layers()
+    classes, number = alike.part.classes, {own[0]: at for at, own in enumerate(candidates._folded.classes)}
+    builder = Builder(analysis, candidates._folded, setting, candidates._block_costs, "adamw", (0,))
+    first = {analysis.classes[own]: at for own, at in number.items()}
+    ops = [builder.op(candidates._folded.classes[first[analysis.classes[nodes[0]]]]) for nodes in classes]
+    sets = [item for item in candidates._again_sets(alike, "auto") if item.modules]
+    _, _, repeated = _conversions(builder, alike, ops, _places(analysis, alike), sets)
+    several = {
+        tuple(len(classes[op]) for op, _ in edge.uses): times.tolist()
+        for (_, edge), times in repeated
+        if len(classes[edge.source]) == 2
+    }
+    only_whole = [*(0.0 for _ in sets[:-1]), 1.0]
+    assert several[1, 1, 1] == several[1, 1] == only_whole  # to the products of attention, and of the MLP
+    norms = [at for at, item in enumerate(sets) if len(item.modules) == 1 and len(item.covered) == 8]
+    assert len(norms) == 2
+    inside = several[(2,)]
+    assert [inside[at] for at in norms] == [0.5, 0.5] and inside[-1] == 1.0
+
+
 def test_layers_of_a_decoder_with_masks_of_their_own_are_alike() -> None:
     """Each makes its mask for what the encoder gave it, of nothing that is its own."""
     candidates = Candidates(analysis_of(T5), ideal(4), BATCH, "adamw", zero=None)
@@ -150,6 +182,16 @@ def test_layers_of_a_decoder_with_masks_of_their_own_are_alike() -> None:
         found = candidates._pieces.module_sets(item.facts, item.blocks[0])
         # products that keep what enters them free nothing, in no set
         assert found is not None and len(found.sets) < 2000
+
+
+def test_pipelines_are_bounded_where_the_first_and_last_layers_have_many_blocks() -> None:
+    """As of Gemma 2, whose first and last layer are like no other."""
+    model = "hf:gemma2?num_hidden_layers=7&hidden_size=64&intermediate_size=128&num_attention_heads=4&head_dim=16"
+    analysis = analysis_of(f"{model}&num_key_value_heads=2&seq=16&vocab_size=128", torch.bfloat16)
+    candidates = Candidates(analysis, ideal(4), BATCH, "adamw")
+    (alike,) = candidates.alike_layers()
+    assert len(candidates._apart([alike])) >= 25
+    assert candidates._pipeline(Degrees(2, 1, (2,), 2, "1f1b"), 0.0) is not None
 
 
 @pytest.mark.parametrize("model", [*MODELS, T5])

@@ -13,7 +13,7 @@ import pytest
 from autopart.runtime.schedule import Action, in_flight, make_schedule
 from autopart.simulate import StageTimes, makespan
 from autopart.solver.linear import LinearModel, Relaxation
-from autopart.solver.pipeline_cuts import Divisions
+from autopart.solver.pipeline_cuts import Divisions, Effort
 from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price, Run, Way, Weights, least_step_seconds
 from autopart.solver.pipeline_row import Boundary, Place, Row, Tied
 from autopart.solver.stages_floor import least_step
@@ -316,6 +316,17 @@ def test_layers_that_cannot_be_cut_leave_one_stage_with_more() -> None:
     assert least((layer,)) == pytest.approx(15 * 9 + 2 * 6, rel=2e-3)
     assert least((Piece(0.5, 1.0), Piece(0.5, 1.0))) == pytest.approx(15 + 15 * 7.5, rel=2e-3)
     assert least((Piece(0.25, 0.5), Piece(0.75, 1.5))) == pytest.approx(6.75 + 16 * 8.25, rel=2e-3)
+
+
+def test_more_is_proved_with_more_effort() -> None:
+    """Where more arcs are left than are looked at no more is proved."""
+    layer, pipeline = Piece(1.0, 2.0), Pipeline(16, (2, 1), (1e9, 1e9))
+    families = [Family(5, layer, (layer,))]
+    row = Row(tuple(Place(0, number, 0) for number in range(5)), tuple(Boundary(blocks) for blocks in range(6)))
+    divisions = Divisions(families, [], row, pipeline)
+    least, known = 15 * 9 + 2 * 6, least_step_seconds(families, [], pipeline)
+    assert known < divisions.least_seconds(known, 200.0, Effort(programs=400, arcs=0)) < 0.99 * least
+    assert divisions.least_seconds(known, 200.0) == pytest.approx(least, rel=2e-3)
 
 
 def proved(row: Row, rest: list[Piece], pipeline: Pipeline) -> float:

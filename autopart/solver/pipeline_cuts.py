@@ -34,12 +34,22 @@ _NEAR = 5e-4
 """How near to the best that it proves a bound is sought, in parts of what is of interest."""
 _LEAST_GAIN = 0.1
 """Of the way to that: where not so much of it is proved, nothing more is sought."""
-_MOST_PROGRAMS, _MOST_ARCS = 400, 20_000
-"""Linear programs of one stage, and arcs, beyond which no more is proved."""
 _MOST_PARTS = 20
 """Ways that are looked at by themselves in one proof."""
 
 Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """Linear programs of one stage, of all proofs together, and arcs, beyond which no more is proved."""
+
+    programs: int
+    arcs: int
+
+
+SHORT, LONG = Effort(400, 20_000), Effort(1_500, 200_000)
+"""To rule out a configuration, and for the bound that is reported."""
 
 
 @dataclass(slots=True)
@@ -100,26 +110,26 @@ class Divisions:
         self.missing, self.begun = np.cumsum(ended)[at], np.cumsum(begun)[at]
         self._stages = StageFloors(self.families, self.rest, self.row, self.pipeline)
 
-    def least_seconds(self, known: float, below: float) -> float:
+    def least_seconds(self, known: float, below: float, effort: Effort = SHORT) -> float:
         """Of a step, at least. known: that it takes at least. below: seconds from which more are of no interest."""
         if self.pipeline.stages == 1 or not math.isfinite(below) or below <= known:
             return known
         low, high = known, below
-        if self.take(high):
+        if self.take(high, effort):
             return high
-        if not self.take(low + _LEAST_GAIN * (high - low)):
+        if not self.take(low + _LEAST_GAIN * (high - low), effort):
             return low
         while high - low > _NEAR * below:
             middle = (low + high) / 2
-            if self.take(middle):
+            if self.take(middle, effort):
                 low = middle
             else:
                 high = middle
         return low
 
-    def take(self, seconds: float) -> bool:
+    def take(self, seconds: float, effort: Effort = SHORT) -> bool:
         """Whether every division takes so many seconds, as far as this proves it."""
-        arcs = self._arcs(seconds)
+        arcs = self._arcs(seconds, effort.arcs)
         if arcs is None:
             return False
         parts, seen = [arcs], 0
@@ -127,7 +137,7 @@ class Divisions:
             arcs, way = self._shorter(parts.pop(), seconds)
             if way is None:
                 continue
-            if self._stages.programs > _MOST_PROGRAMS or seen > _MOST_PARTS:
+            if self._stages.programs > effort.programs or seen > _MOST_PARTS:
                 return False
             # programs only for what may be part of a division that takes less
             before = self._stages.programs
@@ -176,20 +186,20 @@ class Divisions:
                     behind = float(total - self.least[last] - self.begun[last])
                     own.ends[number] = self._stages.ends(last, float(own.own[number]), behind, seconds)
 
-    def _arcs(self, seconds: float) -> list[_Arcs] | None:
-        """All that may be part of a division that takes less, as far as blocks alone say it; None: too many."""
+    def _arcs(self, seconds: float, most: int) -> list[_Arcs] | None:
+        """All that may be part of a division that takes less, as far as blocks alone say it; None: more than ``most``."""
         count, m, last = self.pipeline.stages, self.pipeline.microbatches, len(self.row.boundaries) - 1
         total = self.least + self.missing
         cheapest = min((item.there + item.back for item in self.row.boundaries[1:-1]), default=math.inf)
         found, reached = [], np.array([0])
-        most = seconds / m
+        share = seconds / m
         for stage in range(count):
             stops = np.arange(1, last + 1) if stage < count - 1 else np.array([last])
             first, stop = (item.ravel() for item in np.meshgrid(reached, stops, indexing="ij"))
             kept = stop > first
             first, stop = first[kept], stop[kept]
-            kept = (self.least[stop] - self.least[first] <= most) & (
-                self.least[-1] - self.least[stop] <= most * (count - 1 - stage)
+            kept = (self.least[stop] - self.least[first] <= share) & (
+                self.least[-1] - self.least[stop] <= share * (count - 1 - stage)
             )
             first, stop = first[kept], stop[kept]
             own = self.least[stop] - self.least[first] + self._inside(first, stop)
@@ -200,7 +210,7 @@ class Divisions:
             arcs = arcs.left(before + self._body(stage, arcs, behind) < seconds)
             found.append(arcs)
             reached = np.unique(arcs.last)
-            if sum(len(item.own) for item in found) > _MOST_ARCS:
+            if sum(len(item.own) for item in found) > most:
                 return None
         self._raise(found, seconds)
         return found
