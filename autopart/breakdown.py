@@ -37,7 +37,8 @@ class StageBreakdown:
     stages: numbers of the stages, one unless a rank runs several. collectives_s: by kind, unless hidden; None where
     links are unknown or where several tensor axes share the plan's counts: then they are within compute. hidden_s: of
     collectives beside products, no part of the step.
-    state_bytes: parameters, gradients and optimizer state, if each device held those of its parameters whole.
+    state_bytes: parameters, gradients and optimizer state, of a plan that does not tell them as if each device held
+    those of its parameters whole.
     working_bytes: the rest, activations, temporary tensors and what the libraries take.
     """
 
@@ -113,7 +114,7 @@ def break_down(plan: Plan, cluster: Cluster | None) -> Breakdown:
         busy = plan.microbatches * sum(stage.forward_s + stage.backward_s for stage in own)
         collectives = _joined([_collectives(stage, plan.microbatches, cluster) for stage in own])
         used = sum(stage.memory_bytes for stage in own)
-        state = min(used, _state_bytes(sum(stage.parameters for stage in own), plan.dtype, plan.optimizer))
+        state = min(used, sum(_state_bytes(stage, plan.dtype, plan.optimizer) for stage in own))
         stages.append(
             StageBreakdown(
                 numbers,
@@ -179,9 +180,9 @@ def _joined(found: Sequence[dict[str, float] | None]) -> dict[str, float] | None
     return total
 
 
-def _state_bytes(parameters: int, dtype: str, optimizer: str) -> int:
+def _state_bytes(stage: StagePlan, dtype: str, optimizer: str) -> int:
     kept = torch.float32 if dtype in MIXED else getattr(torch, dtype)
-    return parameter_bytes((parameters,), kept, optimizer).total
+    return stage.state_bytes or parameter_bytes((stage.parameters,), kept, optimizer).total
 
 
 def columns(stages: Iterable[StageBreakdown]) -> list[str]:

@@ -62,6 +62,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
                 hidden_s=times.hidden_s,
                 weight_s=times.backward_s * candidates.weight_share(config, answer.cut.way[index], problem),
                 memory_bytes=round(problem.stage_bytes(index, answer.cut.way[index])),
+                state_bytes=round(problem.state_bytes(answer.cut.way[index])),
                 capacity_bytes=candidates.layout.capacity(config, index),
                 parameters=held_numbers(graph, axes, found.cuts, config.dp),
                 collectives=exchanged[index].microbatch,

@@ -60,6 +60,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
                 hidden_s=slowest.hidden_s,
                 weight_s=slowest.backward_s * weight,
                 memory_bytes=round(problem.stage_bytes(index, step)),
+                state_bytes=round(problem.state_bytes(step)),
                 capacity_bytes=int(slot.capacity_bytes),
                 parameters=held_numbers(graph, own.axes, found.cuts, own.dp),
                 collectives=exchanged[index].microbatch,

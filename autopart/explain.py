@@ -13,9 +13,9 @@ from autopart.runtime.errors import ClusterError
 
 _OUTCOMES = {"step_time_s", "bound_s", "gap", "solve_s", "total_s", "tokens", "flops", "notes", "considered", "tied_s"}
 _OUTCOMES |= {"transfers", "peak_flops"}
-_STAGE_OUTCOMES = {"forward_s", "backward_s", "memory_bytes", "capacity_bytes", "parameters", "collectives"}
+_STAGE_OUTCOMES = {"forward_s", "backward_s", "memory_bytes", "state_bytes", "capacity_bytes", "parameters"}
 _LIMITS = ("pp", "dp", "tp", "meshes", "microbatches")
-_STAGE_OUTCOMES |= {"step_end_s", "hidden_s", "first_op", "last_op", "device"}
+_STAGE_OUTCOMES |= {"collectives", "step_end_s", "hidden_s", "first_op", "last_op", "device"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ class StagePlan:
     are computed meanwhile, in neither of them. step_end_s: seconds once per step, for the optimizer and those of the
     gradients' sums that the last backward does not hide.
     memory_bytes, capacity_bytes: predicted peak and what a device has (an even share where it runs several stages).
+    state_bytes: of the peak, parameters, gradients and optimizer state that one device holds; 0: not told.
     parameters: numbers held by one device. collectives: by kind, calls and payload bytes per microbatch, such as
     ``{"all_reduce": {"calls": 4, "bytes": 8388608}}``. shares: of each microbatch, the part of every replica, such as
     [3, 1] where one device is faster; empty: equal parts. strategies, storage: this stage's own, where its tensor axes
@@ -83,6 +84,7 @@ class StagePlan:
     hidden_s: Mapping[str, float] = field(default_factory=dict, hash=False)
     recompute: tuple[str, ...] = ()
     device: str = ""
+    state_bytes: int = 0
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.mesh]
@@ -114,6 +116,7 @@ class StagePlan:
             "weight_s",
             "memory_bytes",
             "capacity_bytes",
+            "state_bytes",
             "parameters",
         ):
             value = getattr(self, name)

@@ -84,6 +84,17 @@ def test_parts_add_up_to_the_step(plan: Plan) -> None:
             assert stage.state_bytes + stage.working_bytes == given.memory_bytes
 
 
+def test_state_that_replicas_divide_counts_as_a_rank_holds_it(program: Any) -> None:
+    whole, divided = (
+        break_down(make_plan(program, CLUSTER, pp=1, dp=4, tp=1, microbatches=1, recompute="none", zero=level), CLUSTER)
+        for level in (0, 1)
+    )
+    (each,), (share,) = whole.stages, divided.stages
+    # float32: weights and gradients; of AdamW's two moments and of summed gradients each of four ranks has a part
+    assert each.state_bytes * (2 + 3 / 4) / 4 == pytest.approx(share.state_bytes, rel=0.05)
+    assert each.working_bytes == pytest.approx(share.working_bytes, rel=0.05)
+
+
 def test_by_hand() -> None:
     plan = by_hand()
     cluster = cluster_of(plan)

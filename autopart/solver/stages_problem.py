@@ -222,12 +222,17 @@ class StageProblem:
 
     def stage_bytes(self, stage: int, step: Step) -> float:
         """Bytes that a rank of stage number ``stage`` holds at its peak; see :mod:`autopart.solver.stages_passing`."""
-        shape, chosen = self.shapes[self.slots[step.slot].shape], self.chosen(step)
+        shape = self.shapes[self.slots[step.slot].shape]
         inside = set(self.blocks_between(step.first, step.last))
-        state = math.fsum(choice.state_bytes for choice in chosen)
-        state += math.fsum(group.bytes for group in shape.tied if inside & set(group.blocks))
         update = shape.passing.update_bytes(inside)
-        return shape.overhead_bytes + state + max(self.running_bytes(stage, step), update)
+        return shape.overhead_bytes + self.state_bytes(step) + max(self.running_bytes(stage, step), update)
+
+    def state_bytes(self, step: Step) -> float:
+        """Of these weights, gradients and what the optimizer keeps."""
+        inside = set(self.blocks_between(step.first, step.last))
+        state = math.fsum(choice.state_bytes for choice in self.chosen(step))
+        tied = self.shapes[self.slots[step.slot].shape].tied
+        return state + math.fsum(group.bytes for group in tied if inside & set(group.blocks))
 
     def running_bytes(self, stage: int, step: Step) -> float:
         """Of these what is there while microbatches run, and gone when the optimizer does."""
