@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from autopart.candidate_floors import CandidateFloors
 from autopart.layer_strategies import LayerStrategies
-from autopart.mixed_strategies import Samples, applied, chosen_ways, merged, most_layers
+from autopart.mixed_strategies import Samples, applied, carried, chosen_ways, merged, most_layers
 from autopart.passes.data_axis import LEVELS
 from autopart.recomputation import KEPT
 from autopart.runtime.errors import InfeasibleError
@@ -273,8 +273,9 @@ class Candidates(CandidateFloors):
         try:
             cut = self._cut(config, problem, most)
             mixture = applied(answer, chosen_ways(problem, cut, ways, self.analysis), parts)
-            problem = self.problem(config, mixture)
-            cut = self._cut(config, problem, most)
+            problem, whole = self.problem(config, mixture), problem
+            known = carried(whole, cut, problem)
+            cut = self._cut(config, problem, most, known or ())
         except (NotBetter, InfeasibleError):  # the merged problem counts messages as of its first way alone
             return None
         seconds = self._step_seconds(problem, cut.way, config)
@@ -296,7 +297,13 @@ class Candidates(CandidateFloors):
         counts = sorted({max(flying), min(flying), 0}, reverse=True)
         sizes = self.kept_sizes(config)
         return LayerStrategies(
-            self._builder(config), answer, counts, self.time_limit_s, sizes, {} if fastest is None else fastest
+            self._builder(config),
+            answer,
+            counts,
+            self.time_limit_s,
+            sizes,
+            config.recompute != "none",
+            {} if fastest is None else fastest,
         )
 
     def _evaluate(
@@ -390,15 +397,15 @@ class Candidates(CandidateFloors):
         """Seconds of a step at least as blocks cannot be cut, with these choices, at whatever positions."""
         return blocks_floor(problem) / self.faster(config) if config.schedule in WHOLE_SCHEDULES else 0.0
 
-    def _cut(self, config: Degrees, problem: StageProblem, below: float) -> StageSolution:
-        """The best division that is found, of interest where it takes less than ``below``."""
+    def _cut(self, config: Degrees, problem: StageProblem, below: float, known: Way = ()) -> StageSolution:
+        """The best division that is found, of interest where it takes less than ``below``. known: to begin with."""
         timed = None
         if config.schedule in WHOLE_SCHEDULES and 1 < config.stages == config.pp:
 
             def timed(way: Way) -> float:
                 return self._step_seconds(problem, way, config)
 
-        return stage_solver.solve(problem, self.time_limit_s, below=below, timed=timed)
+        return stage_solver.solve(problem, self.time_limit_s, below=below, timed=timed, known=known)
 
     def _step_seconds(self, problem: StageProblem, way: Way, config: Degrees) -> float:
         places = self.layout.places(config)

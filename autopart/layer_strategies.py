@@ -11,8 +11,8 @@ each exactly by elimination (:mod:`autopart.solver.elimination`); where the laye
 several axes, by memory limits one below the other (:mod:`autopart.solver.tensor_frontier`), the next STEP below the
 last, and for every choice of strategies with (s, b) there is a way with at most (s / (1 - g), b / (1 - STEP)), g being
 the solver's gap. By this measure each op's kept tensors count by themselves, unless ``kept`` says otherwise, and the
-largest transient does not. Of more than MOST_WAYS those stay that free the most bytes for their seconds (hulls), then
-evenly by bytes; and the answer's own.
+largest transient does not. Of more than MOST_WAYS those stay that free the most bytes for their seconds (hulls), also
+where the layer is computed again, then evenly by bytes; and the answer's own.
 
 Where parameters choose levels of ZeRO, a layer has hundreds of undominated ways, one near the other. Then it is the
 corners of their lower convex hull (:mod:`autopart.solver.tensor_hull`).
@@ -51,13 +51,14 @@ class Way:
     """How a layer is run. taken: of each class of the layer its strategies, or its storage with a level of ZeRO.
 
     seconds: per microbatch, the step's end divided among them. state_bytes: of parameters. kept_bytes: of one
-    microbatch for its backward.
+    microbatch for its backward. again_s: of its ops' forward, which the layer takes more where it is computed again.
     """
 
     seconds: float
     state_bytes: float
     kept_bytes: float
     taken: tuple[tuple[Chosen, int], ...]
+    again_s: float = 0.0
 
     def undercuts(self, other: Way) -> bool:
         """Neither slower nor larger."""
@@ -87,12 +88,13 @@ class Slack:
 class _Local:
     """A layer's problem. Memory of choices: of parameters, or of what one microbatch keeps.
 
-    ways: of each class what its choices are. own: the answer's choices. elsewhere: edges of values that come in, and
-    that others read too.
+    ways: of each class what its choices are. forward: seconds of a class's ops under one of them. own: the answer's
+    choices. elsewhere: edges of values that come in, and that others read too.
     """
 
     problem: TensorProblem
     ways: tuple[tuple[tuple[Chosen, int], ...], ...]
+    forward: Callable[[int, Chosen], float]
     stored: tuple[bool, ...]
     own: tuple[int, ...]
     elsewhere: frozenset[int]
@@ -119,7 +121,12 @@ class _Local:
         pairs = list(zip(chosen, self.stored, strict=True))
         state, kept = (math.fsum(choice.memory for choice, own in pairs if own is stored) for stored in (True, False))
         taken = tuple(own[index] for own, index in zip(self.ways, choices, strict=False))
-        return Way(self.problem.objective(choices), state, kept, taken)
+        again = math.fsum(
+            self.forward(at, chosen)
+            for at, ((chosen, _), stored) in enumerate(zip(taken, self.stored, strict=False))
+            if not stored
+        )
+        return Way(self.problem.objective(choices), state, kept, taken, again)
 
 
 @dataclass(slots=True)
@@ -127,8 +134,9 @@ class LayerStrategies:
     """Finds the ways of layers around one answer; equal layers with equal surroundings share them.
 
     builder: of the answer's problem. in_flight: the measures of memory. kept: by class of ops, bytes that each keeps by
-    choice, where these are not what it keeps by itself. fastest: by :meth:`around` the least seconds of a layer, with
-    parameters and without; around other answers of the same problem they are the same.
+    choice, where these are not what it keeps by itself. again: whether layers may be computed again. fastest: by
+    :meth:`around` the least seconds of a layer, with parameters and without; around other answers of the same problem
+    they are the same.
     """
 
     builder: Builder
@@ -136,6 +144,7 @@ class LayerStrategies:
     in_flight: Sequence[int]
     time_limit_s: float = 60.0
     kept: Mapping[tuple[str, ...], NDArray[np.float64]] = field(default_factory=dict)
+    again: bool = True
     fastest: dict[object, tuple[float, ...]] = field(default_factory=dict)
     _numbers: dict[tuple[str, ...], int] = field(default_factory=dict)  # of folded classes
     _ways: dict[object, tuple[Way, ...]] = field(default_factory=dict)
@@ -151,7 +160,7 @@ class LayerStrategies:
         if key not in self._ways:
             local = self._local(part)
             found = {way: None for flying in self.in_flight for way in self._frontier(local, flying)}
-            few, own = _few(list(found), self.in_flight), local.way(local.own)
+            few, own = _few(list(found), self.in_flight, self.again), local.way(local.own)
             if not any(way.undercuts(own) for way in few):
                 few = sorted((*few, own), key=lambda way: (way.seconds, way.held(max(self.in_flight))))
             self._ways[key] = tuple(few)
@@ -288,22 +297,27 @@ class LayerStrategies:
             and any(node not in inner for node, _ in builder.folded.readers[value.example])
         )
         stored = (*(is_stored(nodes[0]) for nodes in part.classes), *(True for _ in part.outside))
-        return _Local(
-            TensorProblem(tuple(ops), edges), tuple(ways), stored, (*own, *(0 for _ in part.outside)), elsewhere
-        )
+        prices, sizes = builder.setting.prices, builder.setting.sizes
+
+        def forward(at: int, chosen: Chosen) -> float:
+            return len(part.classes[at]) * prices.op_seconds(part.classes[at][0], chosen, sizes)[0]
+
+        problem, own_choices = TensorProblem(tuple(ops), edges), (*own, *(0 for _ in part.outside))
+        return _Local(problem, tuple(ways), forward, stored, own_choices, elsewhere)
 
 
-def _few(ways: Sequence[Way], in_flight: Sequence[int]) -> list[Way]:
-    """At most MOST_WAYS of the undominated ways, the fastest first."""
-    hulls = []
-    for flying in in_flight:
-
-        def at(way: Way, flying: int = flying) -> Weights:
-            return way.seconds, way.held(flying)
-
-        hulls.append(tensor_hull.farthest_first(tensor_hull.corners(ways, at), at))
-    hull = dict.fromkeys(way for column in itertools.zip_longest(*hulls) for way in column if way is not None)
-    most = max(in_flight)
+def _few(ways: Sequence[Way], in_flight: Sequence[int], again: bool) -> list[Way]:
+    """At most MOST_WAYS of the undominated ways, the fastest first: those that lie farthest below others on the hulls
+    of seconds and bytes, with so many microbatches in flight, of layers that are kept and, with ``again``, of those
+    that are computed again.
+    """
+    hulls, most = [], max(in_flight)
+    for flying in (count for count in in_flight if count or not most):
+        points = [(way.seconds, way.held(flying), way) for way in ways]
+        if again:
+            points += [(way.seconds + way.again_s, way.state_bytes, way) for way in ways]
+        hulls.append(tensor_hull.farthest_first(tensor_hull.corners(points, lambda at: at[:2]), lambda at: at[:2]))
+    hull = dict.fromkeys(point[2] for column in itertools.zip_longest(*hulls) for point in column if point is not None)
     chosen, rest = list(hull)[:MOST_WAYS], sorted((way for way in ways if way not in hull), key=lambda w: w.held(most))
     missing = MOST_WAYS - len(chosen)
     if missing and rest:

@@ -24,7 +24,7 @@ from autopart.folding import FoldedPart, is_stored
 from autopart.layer_strategies import Way
 from autopart.solver.stages_choices import hull
 from autopart.solver.stages_parts import Choice, Family, Layer, Shape
-from autopart.solver.stages_problem import StageProblem, StageSolution
+from autopart.solver.stages_problem import StageProblem, StageSolution, Step
 from autopart.tensor_choice import TensorChoice, stored_as
 
 MOST_POINTS = 16
@@ -153,6 +153,25 @@ def chosen_ways(
                 layer = analysis.layers[part[0]]
                 found[layer] = ways[layer][min(way_of(choice), len(ways[layer]) - 1)]
     return found
+
+
+def carried(problem: StageProblem, cut: StageSolution, priced: StageProblem) -> tuple[Step, ...] | None:
+    """A solution of the merged problem as one of that in which each layer has its way alone; None where a layer cannot
+    be run so there.
+    """
+    found = []
+    for step in cut.way:
+        choices, families = dict[int, int](), dict(priced.units(step))
+        for (part, _), choice in zip(problem.units(step), problem.chosen(step), strict=True):
+            name = choice.name.rpartition(":")[2]
+            if not name:  # all is kept, which is the first choice of each
+                continue
+            number = next((at for at, other in enumerate(families.get(part, ())) if other.name == name), None)
+            if number is None:
+                return None
+            choices.update(dict.fromkeys(part, number))
+        found.append(replace(step, choices=tuple(sorted(choices.items()))))
+    return tuple(found)
 
 
 def _counted(first: Shape, shape: Shape, layer: Layer, choice: Choice, microbatches: int) -> Choice:

@@ -187,7 +187,10 @@ class Divisions:
                     own.ends[number] = self._stages.ends(last, float(own.own[number]), behind, seconds)
 
     def _arcs(self, seconds: float, most: int) -> list[_Arcs] | None:
-        """All that may be part of a division that takes less, as far as blocks alone say it; None: more than ``most``."""
+        """All that may be part of a division that takes less, as far as blocks alone say it; None: too many.
+
+        most: arcs.
+        """
         count, m, last = self.pipeline.stages, self.pipeline.microbatches, len(self.row.boundaries) - 1
         total = self.least + self.missing
         cheapest = min((item.there + item.back for item in self.row.boundaries[1:-1]), default=math.inf)

@@ -82,12 +82,14 @@ def solve(
     max_programs: int = MAX_PROGRAMS,
     below: float = math.inf,
     timed: Timed | None = None,
+    known: Way = (),
 ) -> StageSolution:
     """The division into stages with the shortest step, or the best found in ``time_limit_s``.
 
     max_programs: boxes to go over before the integer solver takes the rest. below: of interest are only divisions whose
     steps take fewer seconds under some 1F1B or GPipe order; NotBetter is raised where surely none does. timed: what
     steps take under such an order, by which divisions are compared in the end; what is best by the formula may not be.
+    known: a division that fits, than which the one returned is no worse.
     Raises InfeasibleError, with the stage and the bytes that bind and the capacity that would do, when none fits;
     PlanError when there are too few blocks.
     """
@@ -95,20 +97,21 @@ def solve(
     until = start + time_limit_s
     last = len(problem.positions) - 1
     if problem.stages == 1 and last > 1:  # there is one division
-        found = solve(problem.at((0, last)), time_limit_s, max_programs=max_programs, below=below)
+        known = tuple(replace(step, last=1) for step in known)
+        found = solve(problem.at((0, last)), time_limit_s, max_programs=max_programs, below=below, known=known)
         return replace(found, way=tuple(replace(step, last=last) for step in found.way))
-    known: Way = ()
+    begun = [known] if known else []
     most = below / problem.microbatches
     if most == math.inf:
-        known = _few_positions(problem, until)
-        most = most_seconds(problem, known)
+        begun.append(_few_positions(problem, until))
+        most = most_seconds(problem, begun[-1])
     graph = _graph(problem, most)
     floor = min(_floor(graph)[0], problem.microbatches * most)
     if floor >= below:
         raise NotBetter(floor, floor)
     search = _BoxSearch(problem, graph, until)
-    if known:
-        search.offer(known)
+    for way in filter(None, begun):
+        search.offer(way)
     bound = search.run(max_programs)
     method = "dynamic program"
     if not search.meets(bound):
@@ -119,6 +122,8 @@ def solve(
     time_limits.ended(until)
     way, objective = search.way, search.objective
     if timed is not None and is_row(graph):
+        if known and problem.excess_bytes(known) <= 0:
+            way = min(way, known, key=timed)
         way, least = faster_way(graph, way, floor, timed)
         floor = min(least, problem.microbatches * most)
         objective = problem.objective(way)
