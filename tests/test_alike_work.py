@@ -255,6 +255,18 @@ def test_what_ops_keep_by_choice_adds_up_to_what_layers_keep(model: str) -> None
     assert 0.95 * held <= counted <= held * (1 + 1e-9) < alone
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_bounds_hold_where_all_layers_run_again(model: str) -> None:
+    """What runs again counts once in them."""
+    candidates = Candidates(analysis_of(model), ideal(8, bandwidth=1e9), BATCH, "adamw", zero=0)
+    for pp, tp in ((1, 8), (2, 4), (4, 2)):
+        config = Degrees(pp, 1, (tp,), 4, "1f1b", "full")
+        found = candidates.evaluate(config)
+        for floor in (candidates.work_floor(config), candidates.last_floor(config, 2 * found.objective)):
+            assert candidates.known_floor(config) <= floor <= found.objective
+        assert not candidates.surely_takes(config, found.objective * (1 + 1e-6))
+
+
 ROOMS = (2**22, 2**20, 3 * 2**18)
 
 

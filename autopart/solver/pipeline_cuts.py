@@ -330,12 +330,15 @@ def _parted(arcs: Sequence[_Arcs], way: Sequence[tuple[int, int]]) -> list[list[
 def _least(piece: Piece) -> float:
     """Seconds of a microbatch, whatever a stage's memory."""
     exchanged = (own.bytes * min(level.seconds for level in own.levels) for own in piece.weights)
-    again = min(way.seconds for way in piece.runs)
-    return piece.forward_s + piece.backward_s + math.fsum(exchanged) + again
+    return _computed(piece) + math.fsum(exchanged)
+
+
+def _computed(piece: Piece) -> float:
+    """With what always runs again."""
+    return piece.forward_s + piece.backward_s + min(way.seconds for way in piece.runs)
 
 
 def _missing(piece: Piece, prices: Sequence[Price]) -> float:
     """What strategies take besides the seconds of a layer or a piece."""
     bare = (price.seconds for price in prices if not price.weights and not price.kept and not price.forward)
-    priced = max(bare, default=0.0)
-    return max(0.0, priced - piece.forward_s - piece.backward_s)
+    return max(0.0, max(bare, default=0.0) - _computed(piece))
