@@ -7,6 +7,7 @@ A collective belongs to the first block that needs it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -47,12 +48,22 @@ class BlockCost:
     entering: dict[Kept, float] = field(default_factory=dict)
     ops: list[PricedOp] = field(default_factory=list)
 
+    @property
+    def again_s(self) -> tuple[float, float | None]:
+        """Seconds of running its forward again, and up to the last op that keeps something; None: none does."""
+        last = max((at for at, op in enumerate(self.ops) if op.keeps), default=None)
+        if last is None:
+            return self.forward_s, None
+        behind = (op.forward_s + math.fsum(seconds for _, seconds in op.converting_s) for op in self.ops[last + 1 :])
+        return self.forward_s, max(0.0, self.forward_s - math.fsum(behind))
+
 
 @dataclass(slots=True)
 class PricedOp:
     """An op of a block under its strategies. memory: of the rank.
 
-    converting_s: seconds of the forward conversions that belong to it, with the values converted.
+    keeps: whether it keeps anything, be it parameters. converting_s: seconds of the forward conversions that belong to
+    it, with the values converted.
     """
 
     node: fx.Node
@@ -60,6 +71,7 @@ class PricedOp:
     forward_s: float
     inside_bytes: float
     memory: RankMemory
+    keeps: bool = False
     kept: dict[Kept, float] = field(default_factory=dict)
     converting_s: list[tuple[Value, float]] = field(default_factory=list)
 
@@ -239,6 +251,11 @@ class BlockCosts:
         """Whether an op keeps anything for its backward."""
         return bool(self._facts[node].kept) or bool(self._facts[node].inside)
 
+    def again(self, nodes: Sequence[fx.Node]) -> Sequence[fx.Node]:
+        """Of ops that run again together those that do: up to the last that keeps something."""
+        last = max((at for at, node in enumerate(nodes) if self.keeps(node)), default=-1)
+        return nodes[: last + 1]
+
     def inside(self, node: fx.Node) -> Amount:
         """Bytes that an op keeps besides."""
         return self._facts[node].inside
@@ -316,7 +333,7 @@ class BlockCosts:
             block.forward_s += run.forward_s
             block.backward_s += run.backward_s
             block.transient_bytes = max(block.transient_bytes, run.transient_bytes)
-            op = PricedOp(node, chosen, run.forward_s, run.inside_bytes, memory)
+            op = PricedOp(node, chosen, run.forward_s, run.inside_bytes, memory, self.keeps(node))
             block.ops.append(op)
             for item in facts.kept:
                 position = facts.position(item)

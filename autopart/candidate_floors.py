@@ -53,8 +53,7 @@ class CandidateFloors(CandidateSums):
     def __post_init__(self) -> None:
         CandidateSums.__post_init__(self)
         first = self.analysis.first
-        again = [self.runs_again(block) for block in range(len(self.analysis.blocks))]
-        alike = Counter((first.get(node, node), again[at]) for node, at in self.analysis.block_of.items())
+        alike = Counter((first.get(node, node), self.runs_again(node)) for node in self.analysis.block_of)
         self.alike = list(alike.items())
 
     def _with(self, cluster: Cluster, device: Device, whole: frozenset[str]) -> Self:

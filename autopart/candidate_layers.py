@@ -54,6 +54,7 @@ class CandidateLayers(CandidatePrices):
     _least_blocks: dict[object, dict[int, float]] = field(default_factory=dict)
     _module_sets: dict[tuple[int, ...], Sequence[ModuleSet]] = field(default_factory=dict)
     _kept_sizes: dict[object, dict[tuple[str, ...], NDArray[np.float64]]] = field(default_factory=dict)
+    _surely_again: frozenset[fx.Node] | None = None
     _parts: dict[str, FoldedPart] = field(default_factory=dict)  # by layer
     _pieces: LayerPieces = field(init=False)
 
@@ -71,6 +72,7 @@ class CandidateLayers(CandidatePrices):
             found._memory = MemoryBound(self.analysis, found._block_costs, self.readers, self.optimizer)
             found._pieces, found._alike_layers, found._beside_layers = LayerPieces(found._memory), None, None
             found._module_sets, found._piece_layers, found._kept_sizes = {}, {}, {}
+            found._surely_again = None
         return found
 
     def levels(self, config: Degrees) -> tuple[int, ...]:
@@ -200,9 +202,17 @@ class CandidateLayers(CandidatePrices):
             self._kept_sizes[key] = {name: sizes for own in found for name, sizes in own.items()}
         return self._kept_sizes[key]
 
-    def runs_again(self, block: int) -> bool:
-        """Whether a block surely does where all layers do: in whatever part of its layer a stage has."""
-        return bool(self.analysis.layers[block]) and len(self.analysis.blocks[block].nodes) > MOST_INLINE
+    def runs_again(self, node: fx.Node) -> bool:
+        """Whether an op surely does where all layers do: in whatever part of its layer a stage has."""
+        if self._surely_again is None:
+            found = set[fx.Node]()
+            for layer, block in zip(self.analysis.layers, self.analysis.blocks, strict=True):
+                if layer and len(block.nodes) > MOST_INLINE:
+                    found.update(
+                        self._block_costs.again([node for node in block.nodes if node in self.analysis.block_of])
+                    )
+            self._surely_again = frozenset(found)
+        return node in self._surely_again
 
     def _again_sets(self, layers: AlikeLayers, recompute: str) -> Sequence[ModuleSet]:
         """The sets of a layer's modules that may run again."""

@@ -223,7 +223,7 @@ class CandidatePrices:
         """How to cut the blocks into stages, for a candidate and its strategies."""
         setting = self.setting(config)
         costs = self._costs(config, choice, setting)
-        again_s = [cost.forward_s for cost in costs]
+        again_s = [cost.again_s for cost in costs]
         self._add_parameters(costs, config, choice)
         layer_of, block_of = self.analysis.layers, self.analysis.block_of
         held = activations(costs, layer_of, block_of, config.recompute)

@@ -69,7 +69,7 @@ class CandidateSums(CandidateLayers):
                     known[first] = alone[0], alone[1]
                 there, back = known[first]
                 forward[block] += there
-                backward[block] += back + (there if config.recompute == "full" and self.runs_again(block) else 0.0)
+                backward[block] += back + (there if config.recompute == "full" and self.runs_again(node) else 0.0)
             self._shares[key] = tuple(forward), tuple(backward)
         return self._shares[key]
 

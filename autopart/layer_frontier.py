@@ -156,7 +156,7 @@ def _modules(spans: Spans, ops: Sequence[PricedOp], reads: Reads, shared: Collec
         inside, numbers = set(nodes), [number[node] for node in nodes if node in number]
         own = [ops[index] for index in numbers]
         held = {item: size for op in own for item, size in op.kept.items() if item not in shared}
-        last = max((index for index, op in enumerate(own) if op.kept or op.inside_bytes), default=-1)
+        last = max((index for index, op in enumerate(own) if op.keeps), default=-1)
         size = math.fsum(held.values()) + math.fsum(op.inside_bytes for op in own)
         if last < 0 or not size:
             continue

@@ -103,7 +103,7 @@ class LayerPieces:
         runs = self._alone(own, setting)
         again = layer and sum(len(facts.ops) for facts in own) > MOST_INLINE
         if setting.recompute == "full" and again:
-            runs = (Way(forward, 0.0, runs[-1].kept_bytes),)
+            runs = (Way(self._again_seconds(blocks, setting), 0.0, runs[-1].kept_bytes),)
         elif setting.recompute == "auto" and layer:
             if found := self._again(own, blocks, setting):
                 wholes = tuple(replace(run, transient_bytes=transient + run.transient_bytes) for run in found)
@@ -112,6 +112,13 @@ class LayerPieces:
         else:
             runs = runs[:1]
         return Piece(forward, backward, self._weights(own, setting, priced), runs, transient, wholes)
+
+    def _again_seconds(self, blocks: Sequence[int], setting: PieceSetting) -> float:
+        """Of all that surely runs again of blocks."""
+        analysis = self.memory.analysis
+        nodes = [node for number in blocks for node in analysis.blocks[number].nodes if node in analysis.block_of]
+        again = self.memory.block_costs.again(nodes)
+        return math.fsum(setting.seconds(analysis.first.get(node, node))[0] for node in again)
 
     def _seconds(self, own: Sequence[BlockFacts], setting: PieceSetting) -> tuple[float, float]:
         seconds = [setting.seconds(node) for facts in own for node in facts.ops]

@@ -83,15 +83,14 @@ class ModuleSets:
         modules: list[ModuleSet] = []
         for span in spans_of(Run(analysis.layers[numbers[0]], nodes)).values():
             own = [node for node in span if node in place]
-            last = max((at for at, node in enumerate(own) if costs.keeps(node)), default=-1)
-            if last < 0:
+            if not (repeated := costs.again(own)):
                 continue
             among, entering = set(span), dict[Value, int]()
             for node in own:
                 for value, owner in costs.reads(node):
                     if value.node not in among:
                         entering.setdefault(owner, place[node])
-            ran, covered = frozenset(place[node] for node in own[: last + 1]), frozenset(place[node] for node in own)
+            ran, covered = frozenset(place[node] for node in repeated), frozenset(place[node] for node in own)
             # what keeps only what enters it frees nothing, in no set
             if any(owner not in entering and not covered.isdisjoint(keeps) for owner, keeps in keepers.items()) or any(
                 place[node] in covered for node in inside
@@ -109,8 +108,7 @@ class ModuleSets:
             ]
             for item in sets
         ]
-        last = max((at for at, node in enumerate(nodes) if costs.keeps(node)), default=-1)
-        sets.append(ModuleSet((frozenset(range(len(nodes))),), frozenset(range(last + 1))))
+        sets.append(ModuleSet((frozenset(range(len(nodes))),), frozenset(range(len(costs.again(nodes))))))
         freed.append([True] * (len(keepers) + len(inside)))
         again = [[at in item.run for at in range(len(nodes))] for item in sets]
         # what the layer alone makes and reads, and keeps only where it enters a module

@@ -75,7 +75,7 @@ def layers(
     blocks: Sequence[Block],
     found: Activations,
     costs: Sequence[BlockCost],
-    again_s: Sequence[float],
+    again_s: Sequence[tuple[float, float | None]],
     layer_of: Sequence[str],
     block_of: Mapping[fx.Node, int],
     kinds: Sequence[object],
@@ -85,7 +85,8 @@ def layers(
 ) -> tuple[Layer, ...]:
     """The layers with the ways to run each part of them that a stage can have, found once for layers that are alike.
 
-    again_s: seconds of running a block's forward again. recompute: "none", "full" (every layer is computed again) or
+    again_s: seconds of running a block's forward again, and up to its last op that keeps something, None where none
+    does: what runs again ends there. recompute: "none", "full" (every layer is computed again) or
     "auto": each part of a layer is kept, which is choice 0, or computed again, whole or in modules; or KEPT.
     positions: sets of blocks between two of which a stage lies; beginnings of the row of blocks are taken to be among
     them. modules: further choices of a layer's blocks, beside the one in which all is kept. kinds: equal for blocks
@@ -118,7 +119,7 @@ def _ways(
     blocks: Sequence[Block],
     found: Activations,
     costs: Sequence[BlockCost],
-    again_s: Sequence[float],
+    again_s: Sequence[tuple[float, float | None]],
     block_of: Mapping[fx.Node, int],
     recompute: str,
     modules: Callable[[str, Sequence[int], Choice], Family],
@@ -141,7 +142,7 @@ def _ways(
     )
     again = Choice(
         keep.forward_s,
-        keep.backward_s + math.fsum(again_s[index] for index in part),
+        keep.backward_s + _again_seconds([again_s[index] for index in part]),
         keep.state_bytes,
         math.fsum(entering.values()),
         keep.transient_bytes + keep.activation_bytes,
@@ -153,6 +154,14 @@ def _ways(
         return (again,)
     others = (keep, *modules(layer, part, keep))
     return others if any(other.undercuts(again) for other in others) else (*others, again)
+
+
+def _again_seconds(blocks: Sequence[tuple[float, float | None]]) -> float:
+    """Of blocks that run again one after the other, up to the last op that keeps something."""
+    kept = [at for at, (_, last) in enumerate(blocks) if last is not None]
+    if not kept:
+        return 0.0
+    return math.fsum(whole for whole, _ in blocks[: kept[-1]]) + (blocks[kept[-1]][1] or 0.0)
 
 
 def _tensors(found: Activations, own: Sequence[int], block_of: Mapping[fx.Node, int]) -> object:
