@@ -250,12 +250,15 @@ def check_against_all(problem: StageProblem, edges: Edges, max_programs: int) ->
     assert problem.excess_bytes(solution.way) <= 0 and problem.respects_pins(solution.way)
 
 
-@pytest.mark.parametrize("seed", range(300))
+SEEDS = [*range(120), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(120, 300))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_equals_brute_force_on_chains(seed: int) -> None:
     check_against_all(*small_problem(seed, dag=False), stages.MAX_PROGRAMS)
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_equals_brute_force_on_graphs(seed: int) -> None:
     """Up to 10 blocks of up to three choices, on four uneven devices."""
     check_against_all(*small_problem(seed, dag=True), stages.MAX_PROGRAMS)

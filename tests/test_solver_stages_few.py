@@ -13,8 +13,10 @@ from autopart.solver.search import NotBetter
 from autopart.solver.stages_few import most_seconds, spread
 from autopart.solver.stages_graph import StageGraph
 
+SEEDS = [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 100))]
 
-@pytest.mark.parametrize("seed", range(100))
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_few_positions_first_equals_brute_force(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A division at few positions narrows the search, and loses nothing."""
     monkeypatch.setattr(stages, "_FEW", 2)
@@ -22,7 +24,7 @@ def test_few_positions_first_equals_brute_force(seed: int, monkeypatch: pytest.M
     check_against_all(*small_problem(seed, dag=seed % 2 == 0), stages.MAX_PROGRAMS)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_asked_for_below_is_not_missed(seed: int) -> None:
     """No division that may be faster than what is asked for is left out."""
     problem, edges = small_problem(seed, dag=seed % 2 == 0)
