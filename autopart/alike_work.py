@@ -289,7 +289,7 @@ def _conversions(
             continue
         made_and_read = [
             (place[own.node], [place[node] for node, _ in builder.folded.readers[own] if node in inside])
-            for own in value.every
+            for own in value.members
         ]
         # of the values, each of which has a part of the edge's seconds
         times = np.array([np.mean([_repeats(item, *places) for places in made_and_read]) for item in sets])

@@ -52,13 +52,17 @@ class CandidateFloors(CandidateSums):
 
     def __post_init__(self) -> None:
         CandidateSums.__post_init__(self)
+        self.alike = self._counted()
+
+    def _counted(self) -> list[tuple[tuple[fx.Node, bool], int]]:
         first = self.analysis.first
-        alike = Counter((first.get(node, node), self.runs_again(node)) for node in self.analysis.block_of)
-        self.alike = list(alike.items())
+        return list(Counter((first.get(node, node), self.runs_again(node)) for node in self.analysis.block_of).items())
 
     def _with(self, cluster: Cluster, device: Device, whole: frozenset[str]) -> Self:
         found = CandidateSums._with(self, cluster, device, whole)
         found._added, found._floors, found._rows = {}, {}, {}
+        if device.kind != self.device.kind:
+            found.alike = found._counted()
         if not same_but_for_memory(device, self.device):
             found._work, found._free, found._work_bounds, found._enough = {}, {}, {}, {}
             found._shares, found._last = {}, {}

@@ -24,24 +24,24 @@ class FoldedValue:
     """Values that come from one output of one class and are read by the same classes.
 
     source: class index; slot: its output. uses: (class index, operand) of every reader; the class behind the last
-    stands for the model's outputs. every: the values. as_stored: statistics that an op updates in place, so that they
+    stands for the model's outputs. members: the values. as_stored: statistics that an op updates in place, so that they
     have to be stored as they are used.
     """
 
     source: int
     slot: int
     uses: tuple[tuple[int, int], ...]
-    every: tuple[Value, ...]
+    members: tuple[Value, ...]
     as_stored: bool
 
     @property
     def example(self) -> Value:
         """One of the values."""
-        return self.every[0]
+        return self.members[0]
 
     @property
     def count(self) -> int:
-        return len(self.every)
+        return len(self.members)
 
 
 @dataclass(frozen=True, slots=True)

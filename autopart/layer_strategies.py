@@ -311,12 +311,16 @@ def _few(ways: Sequence[Way], in_flight: Sequence[int], again: bool) -> list[Way
     of seconds and bytes, with so many microbatches in flight, of layers that are kept and, with ``again``, of those
     that are computed again.
     """
+
+    def place(point: tuple[float, float, Way]) -> Weights:
+        return point[:2]
+
     hulls, most = [], max(in_flight)
     for flying in (count for count in in_flight if count or not most):
         points = [(way.seconds, way.held(flying), way) for way in ways]
         if again:
             points += [(way.seconds + way.again_s, way.state_bytes, way) for way in ways]
-        hulls.append(tensor_hull.farthest_first(tensor_hull.corners(points, lambda at: at[:2]), lambda at: at[:2]))
+        hulls.append(tensor_hull.farthest_first(tensor_hull.corners(points, place), place))
     hull = dict.fromkeys(point[2] for column in itertools.zip_longest(*hulls) for point in column if point is not None)
     chosen, rest = list(hull)[:MOST_WAYS], sorted((way for way in ways if way not in hull), key=lambda w: w.held(most))
     missing = MOST_WAYS - len(chosen)

@@ -52,6 +52,14 @@ _LLAMA_70B = (
     "hf:llama?num_hidden_layers=80&hidden_size=8192&intermediate_size=28672&num_attention_heads=64"
     "&num_key_value_heads=8&max_position_embeddings=4096&seq=4096"
 )
+_LLAMA_405B = (
+    "hf:llama?num_hidden_layers=126&hidden_size=16384&intermediate_size=53248&num_attention_heads=128"
+    "&num_key_value_heads=8&max_position_embeddings=8192&seq=8192&vocab_size=128256"
+)
+_GEMMA2_27B = (
+    "hf:gemma2?num_hidden_layers=46&hidden_size=4608&intermediate_size=36864&num_attention_heads=32"
+    "&num_key_value_heads=16&head_dim=128&vocab_size=256000&seq=4096"
+)
 _GPT3 = "hf:gpt2?n_layer=96&n_embd=12288&n_head=96&n_positions=2048&seq=2048"
 _1T = "hf:gpt2?n_layer=128&n_embd=25600&n_head=160&n_positions=2048&seq=2048"
 _MIXTRAL = (
@@ -72,6 +80,8 @@ LARGE = {
     "GPT-3 175B on 128x8 A100-80GB": [_GPT3, "--cluster", "128x8xA100-80GB", "--batch", "1536", "--dtype", "bf16"],
     "GPT 1T on 384x8 A100-80GB": [_1T, "--cluster", "384x8xA100-80GB", "--batch", "3072", "--dtype", "bf16"],
     "Llama-70B-like on 32x8 RTX-4090": [_LLAMA_70B, "--cluster", "32x8xRTX-4090", "--batch", "512", "--dtype", "bf16"],
+    "Llama-405B on 256x8 H100": [_LLAMA_405B, "--cluster", "256x8xH100", "--batch", "2048", "--dtype", "bf16"],
+    "Gemma2-27B on 4x8 A100-80GB": [_GEMMA2_27B, "--cluster", "4x8xA100-80GB", "--batch", "256", "--dtype", "bf16"],
     "T5 2.9B on 2x8 V100-16GB": [_T5, "--cluster", "2x8xV100-16GB", "--batch", "256"],
     "Mixtral on 4x8 A100-40GB": [_MIXTRAL, "--cluster", "4x8xA100-40GB", "--batch", "256", "--dtype", "bf16"],
     "Mixtral of 4 small layers on 4x4 RTX-4090": [

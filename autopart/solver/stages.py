@@ -89,7 +89,7 @@ def solve(
     max_programs: boxes to go over before the integer solver takes the rest. below: of interest are only divisions whose
     steps take fewer seconds under some 1F1B or GPipe order; NotBetter is raised where surely none does. timed: what
     steps take under such an order, by which divisions are compared in the end; what is best by the formula may not be.
-    known: a division that fits, than which the one returned is no worse.
+    known: a division, than which the one returned is no worse where it fits.
     Raises InfeasibleError, with the stage and the bytes that bind and the capacity that would do, when none fits;
     PlanError when there are too few blocks.
     """
