@@ -129,11 +129,11 @@ def _most(directory: str, weights: Mapping[str, Tensor], leaves: Mapping[str, Te
     model = load(directory, dict(weights), device=torch.device("cpu")).train()
     found = []
     with scattering_in_sight(), LiveBytes([*model.parameters(), *model.buffers(), *leaves.values()]) as live:
-        for _ in range(3):
+        for _ in range(6):
             live.most = live.now
             model(**leaves)
             found.append(live.most)
-    return min(found[1:])  # a thread of gloo may hold a message for a moment longer
+    return min(found[1:])  # a thread of gloo may hold a message for a moment longer, on a busy machine in several calls
 
 
 def _check(
