@@ -42,7 +42,7 @@ from autopart.tensor_choice import Builder, TensorChoice, stored_as
 
 STEP = 0.1
 MOST_WAYS = 8
-MOST_SETTINGS = 20_000
+MOST_SETTINGS = 50_000
 """Of a table of elimination; with more, memory limits are faster."""
 
 

@@ -63,6 +63,14 @@ def test_each_equals_the_other_on_larger_ones(seed: int) -> None:
     assert len(first) > 3 or seed
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_few_sums_at_a_time_are_as_good(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = draw(seed, ops=6, choices=4, placements=2)
+    whole = elimination.frontier(problem, epsilon=0.1 * (seed % 2))
+    monkeypatch.setattr(elimination, "_MOST_SUMS", 3)
+    assert elimination.frontier(problem, epsilon=0.1 * (seed % 2)) == whole
+
+
 @pytest.mark.parametrize("seed", range(15))
 def test_epsilon_is_kept(seed: int) -> None:
     problem = replace(draw(seed), memory_limit=None)

@@ -7,10 +7,9 @@ over its choices::
 
     F(rest) = pareto( union over c of  sum of the tables at (c, rest) )
 
-An op with two neighbours is TensorOpt's node elimination, tables over the same ops that are added its edge elimination,
-an op with more neighbours its branch elimination: one rule does all three. It is exact, since sums of dominated points
-are dominated. Time grows with the number of ops that a joined table spans, the width of the graph, and ops are taken in
-the order that keeps the next table smallest.
+It is exact, since sums of dominated points are dominated. Choices that cannot be part of an undominated point are left
+out first (:mod:`autopart.solver.tensor_presolve`); the order, and how wide a graph is, are those of
+:mod:`autopart.solver.elimination_steps`.
 
 Sets of points can grow without limit. With ``epsilon`` each set keeps one point per step of (1 + epsilon)^(1/n) in
 seconds, the one with the fewest bytes, n being the number of ops. A point passes through at most n sets, and seconds
@@ -19,16 +18,21 @@ only add up, so for every undominated point (s, b) the answer has one with at mo
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from autopart.runtime.errors import PlanError
+import numpy as np
+from numpy.typing import NDArray
+
+from autopart.solver.elimination_steps import MOST_SETTINGS, EliminationSteps, Floats, Step
 from autopart.solver.tensor_presolve import live_choices
-from autopart.solver.tensor_problem import IMPOSSIBLE, TensorProblem
+from autopart.solver.tensor_problem import Op, TensorProblem
 
-MOST_SETTINGS = 300_000
+Ints = NDArray[np.int64]
+
+_MOST_SUMS = 1 << 20
+"""Sums that are made at a time, where those of one setting are no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +44,32 @@ class Point:
     choices: tuple[int, ...]
 
 
-# Seconds, bytes, and what was picked: (op, choice) pairs of eliminated ops as a tree, so that joining copies nothing.
-_Picks = tuple["_Picks", "_Picks"] | tuple[int, int] | None
-_Partial = tuple[float, float, _Picks]
-_Set = tuple[_Partial, ...]
+@dataclass(frozen=True, slots=True)
+class _Sets:
+    """Undominated points by setting, those of setting i from ``starts[i]`` to ``starts[i + 1]``; none: impossible.
+
+    sizes: groups of each op that settings are of. op, picked: of a table over one op, it and its choice by point. sums:
+    of other tables, those that were joined and which of their points was added, by point.
+    """
+
+    sizes: tuple[int, ...]
+    starts: Ints
+    seconds: Floats
+    memory: Floats
+    op: int = -1
+    picked: Ints | None = None
+    sums: tuple[tuple[_Sets, Ints], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
-    """Undominated sums by the choices of ``ops``; a setting that is missing is impossible."""
+class _Thin:
+    """What is left out of sets beside what is dominated. step: of the logarithm of seconds; 0: nothing."""
 
-    ops: tuple[int, ...]
-    sums: dict[tuple[int, ...], _Set]
+    limit: float | None = None
+    step: float = 0.0
+
+
+_NONE = _Thin()
 
 
 def frontier(problem: TensorProblem, epsilon: float = 0.0, most_settings: int = MOST_SETTINGS) -> tuple[Point, ...]:
@@ -63,140 +81,133 @@ def frontier(problem: TensorProblem, epsilon: float = 0.0, most_settings: int = 
         raise ValueError(f"epsilon is not negative: {epsilon}")
     if problem.transients:
         raise ValueError("elimination adds bytes up, and takes no largest transient; use the frontier by memory limits")
-    domains = _domains(problem)
-    if domains is None:
+    live = live_choices(problem)
+    if live is None:
         return ()
-    step = math.log1p(epsilon) / len(problem.ops) if epsilon else 0.0
-    tables = [*_op_tables(problem, domains), *_edge_tables(problem, domains, most_settings)]
-    left = set(range(len(problem.ops)))
-    while left:
-        op = min(left, key=lambda item: _settings(_neighbours(tables, item), domains))
-        left.remove(op)
-        joined = [table for table in tables if op in table.ops]
-        tables = [table for table in tables if op not in table.ops]
-        _check_size(_settings(_neighbours(joined, op), domains) * len(domains[op]), most_settings)
-        tables.append(_eliminated(op, joined, domains, step, problem.memory_limit))
-    sums: _Set = ((0.0, 0.0, None),)
-    for table in tables:
-        sums = _thinned(_added(sums, table.sums.get((), ())), 0.0, problem.memory_limit)
-    return tuple(_point(problem, partial) for partial in sums)
+    ops = (Op(op.name, tuple(op.choices[choice] for choice in own)) for op, own in zip(problem.ops, live, strict=True))
+    smaller = replace(problem, ops=tuple(ops))
+    elimination = EliminationSteps(smaller, most_settings)
+    thin = _Thin(problem.memory_limit, math.log1p(epsilon) / len(problem.ops))
+    tables: list[_Sets | Floats] = [_of_op(smaller, op, groups) for op, groups in enumerate(elimination.groups)]
+    tables += [elimination.edge(edge) for edge in problem.edges]
+    for step in elimination.steps:
+        tables.append(_eliminated(step, tables, tuple(elimination.size[op] for op in step.rest), thin))
+    left = [table for number in elimination.left if isinstance(table := tables[number], _Sets)]
+    whole = _joined(np.zeros(1), [(table, np.zeros(1, dtype=np.int64)) for table in left], 1, (), replace(thin, step=0))
+    return tuple(_point(problem, live, whole, point) for point in range(len(whole.seconds)))
 
 
-def _domains(problem: TensorProblem) -> list[tuple[int, ...]] | None:
-    """The choices that can take part in some assignment at all; None where there is none."""
-    if problem.memory_limit is None and not any(c.memory for op in problem.ops for c in op.choices):
-        live = live_choices(problem)  # it drops what is dominated in seconds alone, which is all that counts here
-        return None if live is None else [tuple(choices) for choices in live]
-    return [tuple(range(len(op.choices))) for op in problem.ops]
+def _of_op(problem: TensorProblem, op: int, groups: Sequence[Sequence[int]]) -> _Sets:
+    choices = problem.ops[op].choices
+    picked = np.concatenate([np.array(group) for group in groups])
+    group = np.repeat(np.arange(len(groups)), [len(own) for own in groups])
+    seconds = np.array([choices[choice].cost for choice in picked])
+    memory = np.array([float(choices[choice].memory) for choice in picked])
+    kept = _undominated(group, seconds, memory, _NONE)
+    return _Sets((len(groups),), _starts(group[kept], len(groups)), seconds[kept], memory[kept], op, picked[kept])
 
 
-def _op_tables(problem: TensorProblem, domains: Sequence[Sequence[int]]) -> Iterator[_Table]:
-    for index, (op, domain) in enumerate(zip(problem.ops, domains, strict=True)):
-        yield _Table((index,), {(c,): ((op.choices[c].cost, op.choices[c].memory, None),) for c in domain})
-
-
-def _edge_tables(problem: TensorProblem, domains: Sequence[Sequence[int]], most_settings: int) -> Iterator[_Table]:
-    """A value is converted once per placement that is wanted: its table spans all that read it."""
-    for edge in problem.edges:
-        ops = tuple(dict.fromkeys((edge.source, *(op for op, _ in edge.uses))))
-        _check_size(math.prod(len(domains[op]) for op in ops), most_settings)
-        sums: dict[tuple[int, ...], _Set] = {}
-        for setting in itertools.product(*(domains[op] for op in ops)):
-            chosen = {op: problem.ops[op].choices[c] for op, c in zip(ops, setting, strict=True)}
-            have = chosen[edge.source].outputs[edge.output]
-            seconds = sum(edge.seconds(have, want) for want in {chosen[op].inputs[slot] for op, slot in edge.uses})
-            if seconds != IMPOSSIBLE:
-                sums[setting] = ((seconds, 0.0, None),)
-        yield _Table(ops, sums)
-
-
-def _neighbours(tables: Sequence[_Table], op: int) -> tuple[int, ...]:
-    found = dict.fromkeys(other for table in tables if op in table.ops for other in table.ops)
-    return tuple(other for other in found if other != op)
-
-
-def _settings(ops: Sequence[int], domains: Sequence[Sequence[int]]) -> int:
-    return math.prod(len(domains[op]) for op in ops)
-
-
-def _check_size(settings: int, most: int) -> None:
-    if settings > most:
-        raise PlanError(
-            f"the graph is too wide for elimination: a table of {settings} settings; use the frontier by memory limits"
-        )
-
-
-def _eliminated(
-    op: int, tables: Sequence[_Table], domains: Sequence[Sequence[int]], step: float, limit: float | None
-) -> _Table:
-    rest = _neighbours(tables, op)
-    sums: dict[tuple[int, ...], _Set] = {}
-    for setting in itertools.product(*(domains[other] for other in rest)):
-        at = dict(zip(rest, setting, strict=True))
-        found: list[_Partial] = []
-        for choice in domains[op]:
-            at[op] = choice
-            total: _Set | None = ((0.0, 0.0, (op, choice)),)
-            for table in tables:
-                part = table.sums.get(tuple(at[other] for other in table.ops))
-                if part is None:
-                    total = None
-                    break
-                assert total is not None
-                total = _added(total, part)
-            if total is not None:
-                found += total
-        if found:
-            kept = _thinned(tuple(found), step, limit)
-            if kept:
-                sums[setting] = kept
-    return _Table(rest, sums)
-
-
-def _added(first: _Set, second: _Set) -> _Set:
-    """Every point of one with every point of the other."""
-    if len(second) == 1 and second[0][2] is None:
-        seconds, memory, _ = second[0]
-        return tuple((s + seconds, m + memory, picks) for s, m, picks in first)
-    return _thinned(
-        tuple((s + t, m + n, (picks, more) if more else picks) for s, m, picks in first for t, n, more in second),
-        0.0,
-        None,
-    )
-
-
-def _thinned(points: _Set, step: float, limit: float | None) -> _Set:
-    """The undominated ones, in the order of seconds; with a step one for each interval of the logarithm of seconds."""
-    kept: list[_Partial] = []
-    for point in sorted(points, key=lambda item: item[:2]):
-        if limit is not None and point[1] > limit:
-            continue
-        if kept and point[1] >= kept[-1][1]:
-            continue
-        if step and kept and point[0] and kept[-1][0] and _interval(point[0], step) == _interval(kept[-1][0], step):
-            kept[-1] = point
+def _eliminated(step: Step, tables: Sequence[_Sets | Floats], sizes: tuple[int, ...], thin: _Thin) -> _Sets:
+    """The table over the other ops, of which there are so many groups each."""
+    conversions, sets = np.zeros(()), list[tuple[_Sets, Ints]]()
+    shape = step.joined[0].shape
+    for item in step.joined:
+        shape = tuple(map(max, shape, item.shape))
+    for item in step.joined:
+        table = tables[item.table]
+        if isinstance(table, _Sets):
+            settings = np.arange(math.prod(table.sizes)).reshape(*table.sizes, 1)
+            sets.append((table, np.broadcast_to(item.spread(settings)[..., 0], shape).ravel()))
         else:
-            kept.append(point)
-    return tuple(kept)
+            conversions = conversions + item.spread(table[..., None])[..., 0]
+    return _joined(np.broadcast_to(conversions, shape).ravel(), sets, shape[-1], sizes, thin)
 
 
-def _interval(seconds: float, step: float) -> int:
-    return math.floor(math.log(seconds) / step)
+def _joined(
+    seconds: Floats, tables: Sequence[tuple[_Sets, Ints]], together: int, sizes: tuple[int, ...], thin: _Thin
+) -> _Sets:
+    """Sums of a point of each table, for settings that take so many ``seconds`` besides; infinite: impossible.
+
+    tables: each with its own setting by setting. together: how many settings that follow each other share a set.
+    sizes: what the settings of these sets are of.
+    """
+    found = [
+        _sums(chunk, seconds[chunk], [(table, settings[chunk]) for table, settings in tables], together, thin)
+        for chunk in _chunks(seconds, tables, together)
+    ]
+    shared, total, memory = (np.concatenate([part[at] for part in found]) for at in range(3))
+    points = [np.concatenate([part[3][at] for part in found]) for at in range(len(tables))]
+    sums = tuple((table, own) for (table, _), own in zip(tables, points, strict=True))
+    return _Sets(sizes, _starts(shared, math.prod(sizes)), total, memory, sums=sums)
 
 
-def _point(problem: TensorProblem, partial: _Partial) -> Point:
-    picked: dict[int, int] = {}
-    stack: list[_Picks] = [partial[2]]
+def _chunks(seconds: Floats, tables: Sequence[tuple[_Sets, Ints]], together: int) -> Iterator[Ints]:
+    """Settings that are possible, a part at a time, none parted from those that share its set."""
+    count = np.where(np.isinf(seconds), 0.0, 1.0)
+    for table, settings in tables:
+        count *= np.diff(table.starts)[settings]
+    possible = np.flatnonzero(count)
+    shared = possible // together
+    first = np.flatnonzero(np.diff(shared, prepend=-1))
+    before = np.cumsum(count[possible]) - count[possible]
+    part = before[first] // _MOST_SUMS
+    yield from np.split(possible, first[np.flatnonzero(np.diff(part)) + 1])
+
+
+def _sums(
+    settings: Ints, seconds: Floats, tables: Sequence[tuple[_Sets, Ints]], together: int, thin: _Thin
+) -> tuple[Ints, Floats, Floats, list[Ints]]:
+    """By undominated point its set, seconds, bytes, and the points of tables that it is the sum of."""
+    row, memory, points = np.arange(len(settings)), np.zeros(len(settings)), list[Ints]()
+    for table, own in tables:
+        many, start = np.diff(table.starts)[own][row], table.starts[own][row]
+        several = bool((many > 1).any())
+        grown = several and len(row) > len(settings)
+        if several:
+            each = np.repeat(np.arange(len(row)), many)
+            within = np.arange(len(each)) - np.repeat(np.cumsum(many) - many, many)
+            row, seconds, memory = row[each], seconds[each], memory[each]
+            points, start = [known[each] for known in points], start[each] + within
+        seconds, memory = seconds + table.seconds[start], memory + table.memory[start]
+        points.append(start)
+        if grown:  # sums of one set with one point each are undominated
+            kept = _undominated(row, seconds, memory, _NONE)
+            row, seconds, memory, points = row[kept], seconds[kept], memory[kept], [known[kept] for known in points]
+    shared = settings[row] // together
+    kept = _undominated(shared, seconds, memory, thin)
+    return shared[kept], seconds[kept], memory[kept], [known[kept] for known in points]
+
+
+def _undominated(shared: Ints, seconds: Floats, memory: Floats, thin: _Thin) -> Ints:
+    """Which points stay of each set, in the order of sets and seconds. shared: the set of each, in order."""
+    kept = np.arange(len(shared)) if thin.limit is None else np.flatnonzero(memory <= thin.limit)
+    if not (shared[kept][1:] == shared[kept][:-1]).any():
+        return kept
+    kept = kept[np.lexsort((memory[kept], seconds[kept], shared[kept]))]
+    # the fewest bytes so far: ranks, those of a later set below all before it
+    ranks = np.unique(memory[kept], return_inverse=True)[1].reshape(-1)
+    number = np.cumsum(np.diff(shared[kept], prepend=-1) != 0)
+    ranks = ranks - number * (len(kept) + 1)
+    fewest = np.minimum.accumulate(ranks)
+    kept = kept[np.flatnonzero(np.concatenate([[True], ranks[1:] < fewest[:-1]]))]
+    if not thin.step:
+        return kept
+    with np.errstate(divide="ignore"):
+        interval = np.floor(np.log(seconds[kept]) / thin.step)
+    alike = (interval[1:] == interval[:-1]) & (shared[kept][1:] == shared[kept][:-1]) & np.isfinite(interval[1:])
+    return kept[np.flatnonzero(np.concatenate([~alike, [True]]))]
+
+
+def _starts(shared: Ints, count: int) -> Ints:
+    return np.concatenate([[0], np.cumsum(np.bincount(shared, minlength=count))])
+
+
+def _point(problem: TensorProblem, live: Sequence[Sequence[int]], whole: _Sets, point: int) -> Point:
+    picked, stack = dict[int, int](), [(whole, point)]
     while stack:
-        item = stack.pop()
-        if item is None:
-            continue
-        first, second = item
-        if isinstance(first, int):
-            assert isinstance(second, int)
-            picked[first] = second
-        else:
-            assert not isinstance(second, int)
-            stack += [first, second]
+        table, at = stack.pop()
+        if table.picked is not None:
+            picked[table.op] = live[table.op][int(table.picked[at])]
+        stack += [(other, int(points[at])) for other, points in table.sums]
     choices = tuple(picked[op] for op in range(len(problem.ops)))
     return Point(problem.objective(choices), problem.memory(choices), choices)

@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from autopart.solver.elimination import MOST_SETTINGS, Point
+from autopart.solver.elimination import Point
+from autopart.solver.elimination_steps import MOST_SETTINGS
 from autopart.solver.tensor_problem import Op, TensorProblem
 from autopart.solver.tensor_sums import Eliminator, Weights
 

@@ -14,46 +14,19 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopart.runtime.errors import PlanError
-from autopart.solver.elimination import MOST_SETTINGS
+from autopart.solver.elimination_steps import MOST_SETTINGS, EliminationSteps, Floats
 from autopart.solver.tensor_problem import IMPOSSIBLE, Edge, TensorProblem
 
-Number = TypeVar("Number", np.int64, np.float64)
-Floats = NDArray[np.float64]
 Weights = tuple[float, float]
 """What a second and a byte count, or a point's seconds and bytes."""
 
 
 _LARGE = 1 << 15
 """Numbers of a sum of tables that is not held as a whole."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Joined:
-    """A table that an op is eliminated from: its number, and how its axes become those of the joined tables."""
-
-    table: int
-    axes: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    def spread(self, sums: Floats) -> Floats:
-        found: Floats = sums.transpose(self.axes).reshape(*self.shape, -1)
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """Eliminates an op. rest: the ops of the table that is left, which is numbered behind all before it."""
-
-    op: int
-    rest: tuple[int, ...]
-    joined: tuple[_Joined, ...]
 
 
 class Eliminator:
@@ -71,25 +44,11 @@ class Eliminator:
         more: Sequence[tuple[int, Edge]] = (),
     ) -> None:
         self._problem = problem
-        slots: list[set[tuple[bool, int]]] = [set() for _ in problem.ops]  # of inputs (true) and outputs with an edge
-        for edge in problem.edges:
-            slots[edge.source].add((False, edge.output))
-            for op, slot in edge.uses:
-                slots[op].add((True, slot))
-        self._groups: list[list[list[int]]] = []  # by op, the choices that read and yield alike
-        for item, own in zip(problem.ops, slots, strict=True):
-            alike: dict[tuple[int, ...], list[int]] = {}
-            read = sorted(own)
-            for index, choice in enumerate(item.choices):
-                key = tuple([(choice.inputs if at_input else choice.outputs)[slot] for at_input, slot in read])
-                alike.setdefault(key, []).append(index)
-            self._groups.append(list(alike.values()))
-        order = self._order(most_settings)
+        found = EliminationSteps(problem, most_settings, [number for number, _ in more])
+        self._groups, self._steps, self._left = found.groups, found.steps, found.left
         columns = [problem.edges, others] if others else [problem.edges]
-        self._edges = [np.stack([self._edge(edge) for edge in own], axis=-1) for own in zip(*columns, strict=True)]
-        self._more = [self._edge(edge) for _, edge in more]
-        spans = [_span(edge) for edge in problem.edges]
-        self._steps = self._planned(order, [*spans, *(spans[number] for number, _ in more)])
+        self._edges = [np.stack([found.edge(edge) for edge in own], axis=-1) for own in zip(*columns, strict=True)]
+        self._more = [found.edge(edge) for _, edge in more]
         # choices of all ops in a row, those of a group beside each other
         first = np.cumsum([0, *(len(op.choices) for op in problem.ops)])
         rows = [first[op] + np.array(group) for op, own in enumerate(self._groups) for group in own]
@@ -144,28 +103,6 @@ class Eliminator:
             tables.append(total.min(axis=-2))
         return _sum([table for number in self._left if (table := tables[number]) is not None])
 
-    def _planned(self, order: Sequence[int], spans: Sequence[tuple[int, ...]]) -> list[_Step]:
-        """The steps. spans: ops of the tables of edges and of further conversions."""
-        size = [len(groups) for groups in self._groups]
-        tables = dict(enumerate([*((op,) for op in range(len(size))), *spans]))
-        count, found = len(tables), list[_Step]()
-        for op in order:
-            joined = {number: ops for number, ops in tables.items() if op in ops}
-            rest = tuple(dict.fromkeys(other for ops in joined.values() for other in ops if other != op))
-            axes = (*rest, op)
-            place = {item: at for at, item in enumerate(axes)}
-            parts = []
-            for number, ops in joined.items():
-                del tables[number]
-                turned = sorted(range(len(ops)), key=lambda at: place[ops[at]])
-                shape = tuple(size[item] if item in ops else 1 for item in axes)
-                parts.append(_Joined(number, (*turned, len(ops)), shape))
-            found.append(_Step(op, rest, tuple(parts)))
-            tables[count] = rest
-            count += 1
-        self._left = list(tables)
-        return found
-
     def _choices(
         self, best: Sequence[NDArray[np.int64]], picked: Sequence[Sequence[NDArray[np.int64]]], at: int
     ) -> tuple[int, ...]:
@@ -173,62 +110,6 @@ class Eliminator:
         for step, places in zip(reversed(self._steps), reversed(best), strict=True):
             found[step.op] = int(places[(*(found[other] for other in step.rest), at)])
         return tuple(int(picked[op][found[op]][at]) for op in range(len(picked)))
-
-    def _order(self, most_settings: int) -> list[int]:
-        """Ops in the order that keeps the next table smallest."""
-        size = [len(groups) for groups in self._groups]
-        spans = [set(_span(edge)) for edge in self._problem.edges]
-        left, found = set(range(len(size))), list[int]()
-        settings = {op: _settings(spans, op, size) for op in left}
-        for span in spans:
-            _check(math.prod(size[op] for op in span), most_settings)
-        while left:
-            op = min(left, key=lambda item: (settings[item], item))
-            _check(settings[op], most_settings)
-            left.remove(op)
-            found.append(op)
-            joined = {other for span in spans if op in span for other in span} - {op}
-            spans = [span for span in spans if op not in span]
-            if joined:
-                spans.append(joined)
-            settings.update({other: _settings(spans, other, size) for other in joined})
-        return found
-
-    def _edge(self, edge: Edge) -> Floats:
-        """Seconds of a value's conversions, each target once, by the groups of the ops of its span."""
-        ops = _span(edge)
-
-        def placements(op: int, slot: int, read: bool) -> list[int]:
-            choices = self._problem.ops[op].choices
-            if read:
-                return [choices[group[0]].inputs[slot] for group in self._groups[op]]
-            return [choices[group[0]].outputs[slot] for group in self._groups[op]]
-
-        def spread(op: int, found: NDArray[Number]) -> NDArray[Number]:
-            """Along the dims of the source, where there are any besides, and of ``op``."""
-            shape = [len(self._groups[other]) if other in (op, edge.source)[: found.ndim] else 1 for other in ops]
-            return found.reshape(shape)
-
-        have = placements(edge.source, edge.output, read=False)
-        total: Floats = np.zeros([len(self._groups[op]) for op in ops])
-        wanted: list[NDArray[np.int64]] = []
-        for op, slot in edge.uses:
-            want = placements(op, slot, read=True)
-            seconds = edge.table(have, want)
-            if op == edge.source:
-                seconds = np.diagonal(seconds)
-            if len(edge.uses) == 1:
-                return total + spread(op, seconds)
-            again = np.zeros((1,) * len(ops), dtype=bool)
-            wanted.append(spread(op, np.array(want)))
-            for other in wanted[:-1]:
-                again = again | (other == wanted[-1])
-            total = total + np.where(again, 0.0, spread(op, seconds))
-        return total
-
-
-def _span(edge: Edge) -> tuple[int, ...]:
-    return tuple(dict.fromkeys((edge.source, *(op for op, _ in edge.uses))))
 
 
 def _sum(tables: Sequence[Floats]) -> Floats:
@@ -263,13 +144,3 @@ def _weighted(seconds: Floats, weights: Floats) -> Floats:
     """Impossible stays so where a second counts nothing."""
     spread = seconds[..., None]
     return np.where(np.isinf(spread), IMPOSSIBLE, np.where(np.isinf(spread), 0.0, spread) * weights)
-
-
-def _settings(spans: Sequence[set[int]], op: int, size: Sequence[int]) -> int:
-    joined = set[int]().union({op}, *(span for span in spans if op in span))
-    return math.prod(size[other] for other in joined)
-
-
-def _check(settings: int, most: int) -> None:
-    if settings > most:
-        raise PlanError(f"the graph is too wide for elimination: a table of {settings} settings")
