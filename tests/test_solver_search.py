@@ -150,6 +150,29 @@ def test_the_fastest_change_places_once_they_are_settled() -> None:
     assert (slower.objective, slower.bound) == (11.0, 9.1)
 
 
+def test_others_are_looked_at_where_what_is_settled_takes_longer_than_they_may() -> None:
+    objectives = {1: 10.0, 2: 10.5, 3: 10.6, 4: 10.7, 5: 10.8, 6: 11.5, 7: 11.2, 8: 10.9}
+    asked: list[tuple[int, float]] = []
+
+    def evaluate(config: Degrees, below: float) -> Evaluation[int]:
+        number = config.microbatches
+        asked.append((number, below))
+        if objectives[number] >= below > 10.95 or (number > 5 and below < 11.0):
+            raise NotBetter(below, 9.0)
+        return Evaluation(number, objectives[number], 9.0)
+
+    def settle(answer: int) -> float:
+        return {1: 12.0, 5: 11.4, 7: 11.3, 8: 11.6}.get(answer, 13.0)
+
+    floors = {8: 10.9, 9: 11.35}
+    result = search(configs(9), evaluate, lambda config: floors.get(config.microbatches, 1.0), settle=settle)
+    # the four fastest come out slower than 5, what was stopped (6 and 7), and what was ruled out (8) are known to be
+    assert (result.answer, result.objective) == (7, 11.3)
+    assert [item for item in asked if item[1] > 10.0] == [(1, math.inf), (6, 12.0), (7, 12.0), (8, 11.3)]
+    statuses = {item.config.microbatches: item.status for item in result.considered}
+    assert statuses[7] is Status.CHOSEN and statuses[9] is Status.PRUNED and statuses[6] is Status.SLOWER
+
+
 def test_a_gap_of_one_candidate_is_the_gap_of_the_search() -> None:
     """The slower candidate may hide a better answer than the one found for it."""
     answers = {1: Evaluation("a", 10.0, 10.0), 2: Evaluation("b", 12.0, 8.0)}

@@ -22,8 +22,10 @@ Answer = TypeVar("Answer")
 Candidate = TypeVar("Candidate", bound=Config)
 AHEAD = 8
 """Candidates whose bounds are compared before one of them is evaluated."""
-NEAR, MOST_SETTLED = 0.1, 4
-"""The share of the best within which answers may change places once they are settled, and how many are."""
+NEAR, MOST_SETTLED, MOST_MORE = 0.1, 4, 12
+"""The share of the best within which answers may change places once they are settled, how many are, and how many more
+where what was settled takes longer than these are known to.
+"""
 
 
 class Status(enum.Enum):
@@ -132,7 +134,8 @@ def search(
     bound that takes longer, for up to ``most_tightened`` of those whose bound is the smallest in the end. most_last:
     further evaluations then, of those left untried whose bound is the smallest. settle: seconds of an answer that were
     not known while it was evaluated; of the MOST_SETTLED fastest within NEAR of the best the one is chosen that takes
-    the fewest. below: seconds that an answer has to stay below to be of interest; raises NotBetter when none does.
+    the fewest, and up to MOST_MORE others are looked at that may take fewer still. below: seconds that an answer has to
+    stay below to be of interest; raises NotBetter when none does.
     Raises InfeasibleError, with what the closest candidates lack, when none has a solution.
     """
     best: tuple[Candidate, Evaluation[Answer]] | None = None
@@ -228,23 +231,9 @@ def search(
         else:
             assert outcome is not None
             bounds[lowest] = max(bounds[lowest], outcome.bound)
-    ruled_out = best[1].objective
     if settle is not None:
-        fastest = sorted(
-            (outcome.objective, at)
-            for at, (_, _, outcome) in enumerate(found)
-            if isinstance(outcome, Evaluation) and outcome.objective <= (1 + NEAR) * best[1].objective
-        )
-        settled = []
-        for _, at in fastest[:MOST_SETTLED]:
-            config, floor, outcome = found[at]
-            assert isinstance(outcome, Evaluation)
-            outcome = replace(outcome, objective=settle(outcome.answer))
-            found[at] = config, floor, outcome
-            settled.append((config, outcome))
-        best = min(settled, key=lambda item: item[1].objective)
+        best = _settled(found, bounds, best[1].objective, evaluate, settle)
     config, chosen = best
-    ruled_out = min(ruled_out, chosen.objective)
     bound = min([*bounds.values(), chosen.objective])
     return SearchResult(
         config=config,
@@ -252,17 +241,69 @@ def search(
         objective=chosen.objective,
         bound=bound,
         gap=relative_gap(chosen.objective, bound),
-        considered=tuple(_considered(*item, chosen, ruled_out) for item in found),
+        considered=tuple(_considered(*item, chosen) for item in found),
     )
 
 
-def _considered(
-    config: Config, floor: float, outcome: _Outcome[Answer], chosen: Evaluation[Answer], ruled_out: float
-) -> Considered:
-    """ruled_out: seconds from which a bound kept candidates from being tried."""
+def _settled(
+    found: list[tuple[Candidate, float, _Outcome[Answer]]],
+    bounds: dict[int, float],
+    ruled_out: float,
+    evaluate: Callable[[Candidate, float], Evaluation[Answer]],
+    settle: Callable[[Answer], float],
+) -> tuple[Candidate, Evaluation[Answer]]:
+    """The best once the fastest are settled, and then what may be faster than these came out.
+
+    found, bounds: of :func:`search`, brought up to date. ruled_out: seconds from which candidates were left out.
+    """
+    best: tuple[Candidate, Evaluation[Answer]] | None = None
+    looked: set[int] = set()
+    while len(looked) < MOST_SETTLED + MOST_MORE:
+        least = math.inf if best is None else best[1].objective
+        most = max(least, (1 + NEAR) * ruled_out) if len(looked) < MOST_SETTLED else least
+        known = [
+            (outcome.objective, at)
+            for at, (_, _, outcome) in enumerate(found)
+            if at not in looked and isinstance(outcome, Evaluation) and outcome.objective < most
+        ]
+        if len(looked) >= MOST_SETTLED or not known:
+            for at, (_, floor, outcome) in enumerate(found):
+                seconds = outcome.seconds if isinstance(outcome, NotBetter) else floor if outcome is None else math.inf
+                if at not in looked and ruled_out <= seconds < least:
+                    known.append((seconds, at))
+        if not known:
+            break
+        _, at = min(known)
+        looked.add(at)
+        config, floor, outcome = found[at]
+        if not isinstance(outcome, Evaluation):
+            try:
+                outcome = evaluate(config, least)
+            except (InfeasibleError, NotBetter) as error:
+                outcome = error
+        if isinstance(outcome, Evaluation):
+            outcome = replace(outcome, objective=settle(outcome.answer))
+            if outcome.objective < least:
+                best = config, outcome
+        found[at] = config, floor, outcome
+        if isinstance(outcome, InfeasibleError):
+            del bounds[at]
+        else:
+            assert outcome is not None
+            bounds[at] = max(bounds[at], outcome.bound)
+    assert best is not None, "the best is settled first"
+    return best
+
+
+def _considered(config: Candidate, floor: float, outcome: _Outcome[Answer], chosen: Evaluation[Answer]) -> Considered:
+    if outcome is None and floor < chosen.objective:
+        reason = (
+            f"not tried, as enough others were; takes at least {floor:.6g} s, the chosen one {chosen.objective:.6g} s"
+        )
+        return Considered(config, Status.UNTRIED, floor, reason)
     if outcome is None:
         reason = f"takes at least {floor:.6g} s, the chosen one {chosen.objective:.6g} s"
-        return Considered(config, Status.PRUNED if floor >= ruled_out else Status.UNTRIED, floor, reason)
+        return Considered(config, Status.PRUNED, floor, reason)
     if isinstance(outcome, NotBetter):
         reason = f"{outcome}, the chosen one {chosen.objective:.6g} s"
         return Considered(config, Status.PRUNED, outcome.seconds, reason)
@@ -271,6 +312,9 @@ def _considered(
     if outcome is chosen:
         return Considered(config, Status.CHOSEN, outcome.objective, "the fastest")
     share = outcome.objective / chosen.objective - 1 if chosen.objective else 0.0
+    if share < 0:
+        reason = f"an estimate not made sure of, as enough others were; the chosen one {chosen.objective:.6g} s"
+        return Considered(config, Status.SLOWER, outcome.objective, reason)
     return Considered(config, Status.SLOWER, outcome.objective, f"{share:.1%} slower than the chosen one")
 
 
