@@ -132,10 +132,7 @@ class Analysis:
     @property
     def dtype(self) -> torch.dtype:
         """The type that most of the parameters have."""
-        sizes: dict[torch.dtype, int] = {}
-        for info in self.program.parameters:
-            sizes[info.dtype] = sizes.get(info.dtype, 0) + torch.Size(info.shape).numel()
-        return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else torch.float32
+        return self.program.dtype
 
 
 def analyze(program: Program, rules: RuleBook = RULES) -> Analysis:

@@ -237,7 +237,7 @@ class Cluster:
         from autopart.cost.cluster_file import read_nodes
 
         try:
-            data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # some editors begin with a mark
         except OSError as error:
             raise ClusterError(f"cannot read the cluster file {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:

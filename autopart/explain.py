@@ -9,7 +9,7 @@ from typing import Any
 from autopart.breakdown import Breakdown, break_down, columns
 from autopart.cluster import Cluster
 from autopart.plan import SCHEDULES, Plan
-from autopart.runtime.errors import ClusterError
+from autopart.what_if import cluster_named
 
 _OUTCOMES = {"step_time_s", "bound_s", "gap", "solve_s", "total_s", "tokens", "flops", "notes", "considered", "tied_s"}
 _OUTCOMES |= {"transfers", "peak_flops"}
@@ -48,11 +48,8 @@ class Comparison:
 
 def cluster_of(plan: Plan) -> Cluster | None:
     """The cluster that a plan names; None for one that was described in a file."""
-    try:
-        found = Cluster.parse(plan.cluster)
-    except ClusterError:
-        return None
-    return found if found.device_count >= plan.device_count else None
+    found = cluster_named(plan.cluster)
+    return found if found is not None and found.device_count >= plan.device_count else None
 
 
 def compare(plans: Sequence[Plan], clusters: Sequence[Cluster | None]) -> Comparison:

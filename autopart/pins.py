@@ -76,6 +76,26 @@ def read_pins(
     return Pins(groups, fixed, counts.bit_length() - 1)
 
 
+def check_stages(
+    analysis: Analysis,
+    pp: int | None,
+    together: Sequence[Sequence[str]] | None = None,
+    pins: Mapping[str, int] | None = None,
+) -> None:
+    """Raises PlanError where a pipeline has more stages than what is pinned allows, and what :func:`read_pins` does."""
+    if pp is None or not (together or pins):
+        return
+    most = read_pins(analysis, together or (), pins).most_stages
+    if pp <= most:
+        return
+    asked = [f"together {','.join(group)}" for group in together or ()]
+    asked += [f"pin {pattern}={stage}" for pattern, stage in (pins or {}).items()]
+    raise PlanError(
+        f"pp={pp} needs {pp} stages, but {' with '.join(asked)} allow{'s' if len(asked) == 1 else ''} {most} at most; "
+        f"use pp={most}, or leave more modules free"
+    )
+
+
 def _stage_counts(sets: Sequence[int], pins: Sequence[tuple[int, int]]) -> int:
     """Into how many stages all blocks can be divided, as bits: count c is bit c.
 

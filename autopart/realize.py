@@ -10,6 +10,7 @@ from torch import fx
 
 from autopart.analysis import Analysis, analyze, fold, look_up, pattern_of
 from autopart.mixed_precision import SUMS
+from autopart.other_model import other_model
 from autopart.passes import graph as graphs
 from autopart.passes.blocks import block_edges
 from autopart.passes.conversion import Axes
@@ -276,11 +277,7 @@ def check_fingerprint(program: Program, plan: Plan) -> None:
             f"that apart), the program adds them up in {program.reduce_dtype or 'their own types'}, which has other "
             f"prices; capture with reduce_dtype={sums!r}, or plan again"
         )
-    raise PlanError(
-        f"the plan is for another model: its fingerprint is {plan.fingerprint}, that of {program.name} is "
-        f"{program.fingerprint}; plan this model with 'autopart plan'; if it was planned, plan it with "
-        "--whole-capture, as its layers are not as alike as they look"
-    )
+    raise PlanError(other_model(program, plan))
 
 
 def planned_sums(program: Program, plan: Plan) -> str | None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from autopart.initialize import Init, fill, prepare
 from autopart.runtime.errors import InputError
+from autopart.runtime.files import named
 from autopart.runtime.holding import Entry, holding_of
 from autopart.runtime.module import ParallelModule
 from autopart.runtime.state import whole_tensors
@@ -166,7 +167,8 @@ def save_weights(folder: str | Path, model: ParallelModule, shard_bytes: int = S
             waiting[spec.name] = tensor.to("cpu", copy=True)
     if first:
         write()
-        _name_files(target, files)
+        with named(target):
+            _name_files(target, files)
     if model.mesh.world_size > 1:
         dist.barrier()
 

@@ -9,6 +9,7 @@ from autopart.cluster import Cluster, Node
 from autopart.cost.devices import GIB, Device
 from autopart.runtime.errors import ClusterError
 
+_CHANGED = re.compile(r"(.+) \(([^()]+)\)")
 _MEMORY = re.compile(r"([0-9.]+)\s*(G|GB|GiB|T|TB|TiB)", re.IGNORECASE)
 
 
@@ -59,6 +60,40 @@ class Change:
         elif self.memory != 1:
             texts.append(f"memory {self.memory:g}x")
         return ", ".join(texts)
+
+
+def cluster_named(name: str, given: Cluster | None = None) -> Cluster | None:
+    """The cluster that a plan calls so: the given one if that is its name, without one by its description.
+
+    ``4xH100 (memory 2x)`` is the changed one, as a plan made under a :class:`Change` calls its cluster. None where
+    ``given`` has another name, or the name is no description.
+    """
+    try:
+        described = Cluster.parse(name)
+    except (ClusterError, ValueError):  # of a name that a file gave
+        described = None
+    if given is None and described is not None:
+        return described
+    if given is not None and str(given) in (name, str(described)):
+        return given
+    found = _CHANGED.fullmatch(name)
+    change = read_change(found[2]) if found is not None else None
+    base = cluster_named(found[1], given) if found is not None and change is not None else None
+    return None if base is None or change is None else change.applied(base)
+
+
+def read_change(text: str) -> Change | None:
+    """What ``str`` of a change gives; None for another text."""
+    values: dict[str, float | int] = {}
+    for part in text.split(", "):
+        name, _, value = part.partition(" ")
+        if name not in ("network", "inside", "flops", "bandwidth", "memory") or name in values:
+            return None
+        try:
+            values[name] = read_memory(value) if name == "memory" else read_factor(value)
+        except ClusterError:
+            return None
+    return Change(**values)
 
 
 def read_factor(text: str) -> float:

@@ -104,6 +104,19 @@ class Program:
         return sum(torch.Size(info.shape).numel() for info in self.parameters)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The type that most of the parameters have."""
+        sizes: dict[torch.dtype, int] = {}
+        for info in self.parameters:
+            sizes[info.dtype] = sizes.get(info.dtype, 0) + torch.Size(info.shape).numel()
+        return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else torch.float32
+
+    @property
+    def computes_in(self) -> str:
+        """``precision``, or the name of ``dtype`` where there is none."""
+        return self.precision or str(self.dtype).removeprefix("torch.")
+
+    @property
     def fingerprint(self) -> str:
         """Changes with ops, sizes, constants, parameters' names and ``reduce_dtype``; not with weights or devices."""
         return self.fingerprint_under(self.reduce_dtype)

@@ -16,6 +16,7 @@ import shutil
 from pathlib import Path
 
 from autopart.runtime.errors import CheckpointError
+from autopart.runtime.files import named
 
 POINTER = "latest"
 COMMON = "common.pt"
@@ -87,7 +88,7 @@ def _age(folder: Path) -> int:
 
 
 def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
+    with named(path), path.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

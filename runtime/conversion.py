@@ -15,6 +15,7 @@ from torch import Tensor
 from autopart.runtime.checkpoint import MODEL, STATE, read_common
 from autopart.runtime.checkpoint_folder import resolve
 from autopart.runtime.errors import CheckpointError
+from autopart.runtime.files import named
 from autopart.runtime.stored_shares import Folder
 
 # torch's dtypes as the safetensors format spells them.
@@ -86,10 +87,11 @@ def convert(path: Path, out: Path) -> int:
         raise CheckpointError(f"{out.name} should end in .safetensors or .pt, which says the format to write")
     with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}-") as scratch:
         partial = Path(scratch) / "whole"
-        if out.suffix == ".safetensors":
-            _write_safetensors(folder, aliases, partial)
-        else:
-            _write_torch(folder, aliases, partial, Path(scratch))
+        with named(out):
+            if out.suffix == ".safetensors":
+                _write_safetensors(folder, aliases, partial)
+            else:
+                _write_torch(folder, aliases, partial, Path(scratch))
         partial.replace(out)
     return sum(map(len, aliases.values()))
 
@@ -133,7 +135,8 @@ def _write_torch(folder: Folder, aliases: dict[str, list[str]], path: Path, scra
     for name, found in aliases.items():
         tensor = folder.tensor(MODEL + name, mapped)
         state.update(dict.fromkeys(found, tensor))
-    torch.save(state, path)
+    with path.open("wb") as file:  # of a full disk torch itself says nothing that can be read
+        torch.save(state, file)
 
 
 def _bytes(folder: Folder, name: str) -> int:

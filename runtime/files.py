@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -13,17 +16,31 @@ def write_whole(path: str | Path, text: str) -> None:
     the path.
     """
     given = Path(path)
+    if str(path).endswith(os.sep):  # which Path leaves out
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if given.exists() and not given.is_file():
-        given.write_text(text, encoding="utf-8")
+        with named(path):
+            given.write_text(text, encoding="utf-8")
         return
     target = given.resolve()
     temporary = target.with_name(f".{target.name[:200]}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, target)
-    except OSError as error:
-        if error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        with named(path, but=(temporary,)):
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def named(path: str | Path, but: tuple[Path, ...] = ()) -> Iterator[None]:
+    """Inside, an error of the system that names no file, such as that of a full disk, is raised with this path.
+
+    but: temporary files, whose names nobody knows; this path is named instead.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, *but, *map(str, but)):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error

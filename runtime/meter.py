@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopart.runtime.errors import InputError, PlanError
+from autopart.runtime.files import named
 from autopart.runtime.holding import Starting
 from autopart.runtime.module import ParallelModule
 from autopart.runtime.tally import Tally
@@ -180,7 +181,7 @@ class Meter:
         if self._progress is not None:
             self._progress.set_postfix(_short(reading))
         if self._json_lines is not None:
-            with self._json_lines.open("a") as file:
+            with named(self._json_lines), self._json_lines.open("a") as file:
                 file.write(json.dumps(found) + "\n")
         if self._writer is not None:
             for name, value in found.items():

@@ -12,10 +12,11 @@ import torch
 
 from autopart import cache
 from autopart.cli import main
+from autopart.cli.calibrating import calibration_text
 from autopart.cluster import Cluster
 from autopart.cost import calibrated
 from autopart.cost.calibrate import calibrate
-from autopart.cost.calibration import Calibration, fit
+from autopart.cost.calibration import Calibration, doubts, fit
 from autopart.cost.communication import COLLECTIVES, SEND
 from autopart.cost.compute import Product
 from autopart.cost.devices import Device, Link, device
@@ -194,12 +195,22 @@ def test_json_round_trip() -> None:
     assert accuracy[PRODUCT].samples > 0 < accuracy[PRODUCT].fitted
 
 
+def test_a_fit_that_says_little_is_told() -> None:
+    found = made_up(samples=tuple(samples_of(made_up().applied(device("CPU"), 4), made_up().link)))
+    assert "warning" not in calibration_text(found, "cpu") and not doubts(found.accuracy(device("CPU")))
+    busy = [replace(item, seconds=item.seconds * (4 if item.kind == STREAM else 1.2)) for item in found.samples]
+    text = calibration_text(replace(found, samples=tuple(busy)), "cpu")
+    assert "warning: the median error on what was kept aside is 75% of stream, more than 50%" in text
+    assert "when it is idle" in text and text.count("warning") == 1
+
+
 def test_command(cached: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("autopart.cost.calibrate.effort_for", lambda *_: TINY)
     written = cached / "here.toml"
     assert main(["calibrate", "--quick", "--json", "-o", str(written)]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["processes"] == 1 and printed["link"] is None
+    assert len(printed["warnings"]) == any(item["median"] > 0.5 for item in printed["accuracy"])
     assert {item["kind"] for item in printed["accuracy"]} == {PRODUCT, STREAM, LAUNCH, ATTENTION}
     assert Cluster.load(written) == Cluster.local(1) and Cluster.local(1).nodes[0].device.attention_by
     assert Cluster.local(1).nodes[0].device.launch_s == printed["launch_s"]

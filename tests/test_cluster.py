@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from autopart.cli.arguments import read_cluster
 from autopart.cluster import Cluster, Device, Link, Node
 from autopart.cost import devices as presets
 from autopart.runtime.errors import ClusterError
@@ -225,6 +226,15 @@ def test_text_of_a_device_whose_driver_keeps_some_memory() -> None:
     (node,) = Cluster.parse("4xH100").nodes
     some = replace(node.device, memory_bytes=round(0.99 * node.device.memory_bytes))
     assert str(Cluster((replace(node, device=some),))) == "4xH100"
+
+
+def test_files_of_any_name_and_with_a_mark_at_their_start(tmp_path: Path) -> None:
+    marked, plain = tmp_path / "marked.toml", tmp_path / "cluster"
+    marked.write_text(GOOD, encoding="utf-8-sig")
+    plain.write_text(GOOD)
+    assert read_cluster(str(marked)) == read_cluster(str(plain)) == Cluster.load(plain)
+    with pytest.raises(ClusterError, match="cannot read the cluster"):
+        read_cluster(str(tmp_path / "none"))
 
 
 def test_missing_file(tmp_path: Path) -> None:

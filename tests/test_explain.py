@@ -18,13 +18,15 @@ from autopart.cost.communication import collective_seconds
 from autopart.cost.devices import GIB
 from autopart.explain import cluster_of, compare, limits_of, runners_up
 from autopart.models import load_model
+from autopart.other_model import other_model
 from autopart.plan import Plan, StagePlan
 from autopart.planner import make_plan
 from autopart.rank_peaks import rank_peaks
+from autopart.report.explanation import comparison_text
 from autopart.reshardings import reshardings
 from autopart.runtime.errors import ClusterError
 from autopart.tracing import capture
-from autopart.what_if import Change, read_factor, read_memory
+from autopart.what_if import Change, cluster_named, read_factor, read_memory
 from clusters import ideal
 
 MODEL = "hf:gpt2?n_layer=2&n_embd=32&n_head=4&vocab_size=96&n_positions=32&seq=16&batch=8"
@@ -161,6 +163,38 @@ def test_compare() -> None:
     assert not compare((one, one), (None, None)).decisions
 
 
+def test_decisions_as_text() -> None:
+    one, long = by_hand(), "hf:gpt2?n_layer=4&n_embd=128&n_head=4&vocab_size=512&seq="
+    other = replace(
+        one,
+        model=f"{long}64",
+        bucket_bytes=2**20,
+        stages=(
+            replace(one.stages[0], step_collectives={"all_reduce": {"calls": 3, "bytes": 2**19}}, recompute=()),
+            replace(
+                one.stages[1], strategies={"head:linear": "n"}, step_collectives={"broadcast": {"calls": 1, "bytes": 8}}
+            ),
+        ),
+    )
+    found = compare((replace(one, model=f"{long}128"), other), (None, None))
+    text = comparison_text(("a", "b"), found)
+    assert "3 all_reduce 512 KiB" in text and "1 broadcast 8 B" in text and "1 MiB" in text
+    assert "seq=64" in text and "seq=128" in text and "stage 1 strategies of head:linear" in text
+    assert not any(mark in text for mark in "{['…")
+    more = replace(other.stages[0], step_collectives={"all_reduce": {"calls": 3, "bytes": 2**19 + 1}})
+    text = comparison_text(("a", "b"), compare((other, replace(other, stages=(more, other.stages[1]))), (None, None)))
+    assert "524,288 B" in text and "524,289 B" in text
+    whole = replace(one, stages=(StagePlan((0, 1), (("dp", 1), ("tp", 2)), (0, 2)),), order=(1, 0))
+    text = comparison_text(("a", "b"), compare((one, whole), (None, None)))
+    assert "dp 1 x tp 2" in text and "stage 1 shares" not in text and "{" not in text
+
+
+def test_many_strategies_as_text() -> None:
+    one = by_hand(strategies={f"h.{layer}.act:gelu": "n" for layer in range(4)} | {"head:linear": "k"})
+    text = comparison_text(("a", "b"), compare((one, by_hand()), (None, None)), most=2)
+    assert "of head:linear" in text and text.count(":gelu") == 1 and "and 3 more strategies" in text
+
+
 def test_runners_up() -> None:
     rows = (
         {"config": "a", "status": "slower", "seconds": 3.0, "reason": ""},
@@ -229,8 +263,49 @@ def test_explain_command(plan_file: Path, plan: Plan, cluster_file: str, capsys:
     assert "give its file with --cluster" in capsys.readouterr().err
     assert main([*command[:2], "--model", MODEL.replace("=32", "=64"), "--cluster", cluster_file]) == 2
     assert "another model" in capsys.readouterr().err
-    assert main(["explain", str(plan_file), "--cluster", "2xH100"]) == 2
-    assert "4 devices" in capsys.readouterr().err
+    assert main([*command, "--cluster", "4xH100"]) == 2
+    text = capsys.readouterr().err
+    assert f"made for {CLUSTER}, not for 4xH100" in text and "give the file" in text
+
+
+def test_a_cluster_that_is_not_the_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    by_hand().save(one)
+    replace(by_hand(), cluster="4xH100 (network 2x, memory 40 GiB)").save(other)
+    assert main(["explain", str(one), "--cluster", "4xH100"]) == 2
+    text = capsys.readouterr().err
+    assert "made for 4xV100-32GB, not for 4xH100" in text and "leave out --cluster" in text
+    assert main(["explain", str(one), "--cluster", "1x4xV100-32GB"]) == 0
+    assert main(["compare", str(one), str(other), "--cluster", "4xH100"]) == 0
+    assert main(["compare", str(one), str(other), "--cluster", "4xA100-40GB"]) == 2
+    assert "4xV100-32GB and 4xH100 (network 2x, memory 40 GiB), not for" in capsys.readouterr().err
+
+
+def test_clusters_of_plans_that_were_made_under_a_change() -> None:
+    change = Change(network=2.0, memory=40 * GIB)
+    cluster = Cluster.parse("4xH100")
+    for given in (None, cluster):
+        found = cluster_named(f"4xH100 ({change})", given)
+        assert found == change.applied(cluster)
+        assert cluster_named(f"4xH100 ({change}) (flops 3x)", given) == Change(flops=3.0).applied(
+            change.applied(cluster)
+        )
+    assert cluster_named(f"{CLUSTER} ({change})") is None
+    assert cluster_named(f"{CLUSTER} ({change})", CLUSTER) == change.applied(CLUSTER)
+    for name in ("4xH100 (as described)", "4xH100 (memory)", "4xH100 (speed 2x)", "8xH100", "4xMine"):
+        assert cluster_named(name, cluster) is None
+
+
+def test_in_what_a_model_is_another(program: Any, plan: Plan) -> None:
+    assert "in bfloat16, this model is in float32; add --dtype bf16" in other_model(
+        program, replace(plan, dtype="bfloat16")
+    )
+    assert "precision='bf16-mixed'" in other_model(program, replace(plan, dtype="bf16-mixed"))
+    mixed = replace(program, precision="fp16-mixed")
+    assert "leave out precision='fp16-mixed', or plan" in other_model(mixed, plan)
+    text = other_model(program, replace(plan, model="hf:other"))
+    assert "hf:other" in text and program.name in text and "--dtype" not in text
+    assert "--whole-capture" in other_model(program, plan)
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,14 @@ def test_what_is_wrong_with_a_file(tmp_path: Path, text: str, said: str) -> None
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"missing\.csv: cannot be read"):
         read_file(tmp_path / "missing.csv")
+    with pytest.raises(InputError, match="is a folder; expected is a file"):
+        read_file(tmp_path)
+
+
+def test_a_file_of_a_spreadsheet(tmp_path: Path) -> None:
+    file = tmp_path / "runs.csv"
+    file.write_text(f"{HEAD}\n{ROW}\n", encoding="utf-8-sig")
+    assert len(read_file(file)) == 1
 
 
 def test_sums_beside_weights_gradients_hide_no_more_than_these_take() -> None:

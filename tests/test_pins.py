@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from autopart.analysis import Analysis, analyze
 from autopart.cli.arguments import pin
+from autopart.fewer_devices import advised_plan
 from autopart.passes import graph as graphs
-from autopart.pins import read_pins
+from autopart.pins import check_stages, read_pins
 from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.report.table import plan_text
@@ -131,6 +132,16 @@ def test_least_and_most_stages() -> None:
     pins = read_pins(analysis, stages={"layers.2": 0})
     assert pins.most_stages == count - first
     assert chain_positions(5, [(1, 3), (3, 2)]) == (0, 1, 4, 5)
+
+
+def test_stages_that_pins_leave_no_room_for() -> None:
+    for pp in (None, 1):
+        check_stages(tower(), pp, [["*"]])
+    check_stages(tower(), 2)
+    with pytest.raises(PlanError, match=r"pp=2 needs 2 stages, but together \* allows 1 at most; use pp=1"):
+        check_stages(tower(), 2, [["*"]])
+    with pytest.raises(PlanError, match=r"together \* with pin .*=0 allow 1 at most"):
+        advised_plan(ideal(3), tower(), pp=2, together=[["*"]], pins={"*": 0})
 
 
 def test_a_pin_on_the_command_line() -> None:

@@ -16,6 +16,7 @@ from autopart.analysis import Analysis, analyze, fold, look_up, pattern_of
 from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
 from autopart.candidates import Candidates
 from autopart.cluster import Cluster
+from autopart.cost.devices import GIB
 from autopart.estimates import Estimates
 from autopart.models import load_model
 from autopart.passes.program import Program
@@ -28,6 +29,7 @@ from autopart.runtime.schedule import NAMES
 from autopart.runtime.transitions import Transition
 from autopart.solver.degrees import Degrees, degrees
 from autopart.tracing import capture
+from autopart.what_if import Change
 from branching import branches
 from clusters import ideal
 from families import family
@@ -316,6 +318,18 @@ def test_a_model_that_mixes_samples_is_named_and_not_split() -> None:
     assert any("aten.matmul" in note for note in plan.notes)
     with pytest.raises(BatchError, match=r"aten\.matmul"):
         make_plan(program, ideal(2), batch=8, dp=2)
+
+
+def test_what_libraries_take_counts() -> None:
+    """A GPU with no more than a process takes: what is advised is more, and does."""
+    limits = {"batch": 8, "pp": 2, "dp": 1, "tp": 1, "microbatches": 8}
+    cluster = Cluster.parse("2xRTX-3090")
+    with pytest.raises(InfeasibleError, match="2 GiB are what a process takes besides its tensors") as error:
+        plan_of(GPT2, Change(memory=2 * GIB).applied(cluster), **limits)
+    advised = re.search(r"Devices with (2\.\d+) GiB would do; .* where they have several samples", str(error.value))
+    assert advised is not None
+    memory = round(float(advised[1]) * GIB)
+    assert plan_of(GPT2, Change(memory=memory).applied(cluster), **limits).pp == 2
 
 
 def test_a_plan_survives_its_file_and_is_refused_by_another_model(tmp_path: Path) -> None:

@@ -16,7 +16,16 @@ from autopart.report.table import (
     plan_text,
     stage_table,
 )
-from autopart.report.units import format_bytes, format_count, format_seconds, format_share
+from autopart.report.units import format_bytes, format_count, format_enough, format_seconds, format_share
+
+
+def test_enough_bytes_are_not_fewer() -> None:
+    assert [format_enough(number) for number in (0, 1023, 2**10, 2**31, 2**31 + 1, 100.2 * 2**30)] == [
+        *("0 B", "1023 B", "1 KiB", "2 GiB", "2.01 GiB", "101 GiB"),
+    ]
+    for number in (1025, 10 * 2**20 - 1, 10 * 2**20 + 1, 2**40 - 1, 123456789):
+        size, unit = format_enough(number).split()
+        assert number <= float(size) * 1024 ** ["B", "KiB", "MiB", "GiB"].index(unit) < 1.01 * number + 2
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import errno
 import gc
 import os
 import sys
@@ -41,6 +42,7 @@ _COMMANDS = (
 )
 FAILED = 2
 INTERRUPTED = 130
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 atexit.register(gc.freeze)  # what a large plan leaves behind takes a second to search for cycles when the process ends
 
@@ -86,12 +88,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader of stdout has seen enough, as with "| head"
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence()
         return 0
     except KeyboardInterrupt:
         _failed(arguments.command, "interrupted")
         return INTERRUPTED
     except Exception as error:
+        if _is_full(error):
+            _silence()
         return _failed(arguments.command, _message(error))
 
 
@@ -104,6 +108,16 @@ def _caching(arguments: argparse.Namespace) -> contextlib.AbstractContextManager
     return cache.used(False)
 
 
+def _silence() -> None:
+    """Lets what is still to be printed go nowhere, as it would fail again when the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether there was no room for what was printed: writers of files name theirs."""
+    return isinstance(error, OSError) and error.errno in _NO_ROOM and not error.filename
+
+
 def _message(error: Exception) -> str:
     """What the user is told; before it, on stderr, what the failing processes said, or where autopart itself broke."""
     from autopart.runtime.errors import AutopartError  # loads torch
@@ -113,9 +127,15 @@ def _message(error: Exception) -> str:
             print(details, file=sys.stderr)
         return str(error)
     if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
+        return f"{error.filename}: {error.strerror}{_advice(error)}"
+    if isinstance(error, OSError) and _is_full(error):
+        return f"cannot write its output: {error.strerror}{_advice(error)}"
     traceback.print_exception(error)
     return "a defect of autopart, not of what it was given; the lines above say where"
+
+
+def _advice(error: OSError) -> str:
+    return "; make room, or name another place" if error.errno in _NO_ROOM else ""
 
 
 def _failed(command: str, message: str) -> int:

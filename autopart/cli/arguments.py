@@ -222,6 +222,13 @@ def refuse_limits(arguments: argparse.Namespace, but: Collection[str] = ()) -> N
         raise PlanError(f"a plan file has its own {', '.join(given)}; leave that out, or give the model without a plan")
 
 
+def file_path(text: str) -> Path:
+    """Of a file to write. A slash at its end, which Path would leave out, says that a folder is meant."""
+    if text.endswith(os.sep):
+        raise argparse.ArgumentTypeError(f"{text!r} is the name of a folder; name a file")
+    return Path(text)
+
+
 def check_output(path: Path | None, suffix: str = "") -> None:
     """Raises PlanError, before any work is done, when a file cannot be written there, or its name says another format.
 
@@ -240,10 +247,18 @@ def check_output(path: Path | None, suffix: str = "") -> None:
 
 
 def read_cluster(text: str) -> Cluster:
-    """Raises ClusterError."""
+    """Of a description, else of a file. Raises ClusterError."""
     from autopart.cluster import Cluster
+    from autopart.runtime.errors import ClusterError
 
-    return Cluster.load(text) if text.endswith(".toml") else Cluster.parse(text)
+    if text.endswith(".toml"):
+        return Cluster.load(text)
+    try:
+        return Cluster.parse(text)
+    except ClusterError:
+        if os.path.isfile(text):  # whatever its name ends in
+            return Cluster.load(text)
+        raise
 
 
 def read_dtype(arguments: argparse.Namespace) -> torch.dtype | None:

@@ -7,10 +7,9 @@ import json
 import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopart.cli.arguments import add_json, check_output
+from autopart.cli.arguments import add_json, check_output, file_path
 from autopart.cli.progress import Progress
 
 if TYPE_CHECKING:
@@ -29,9 +28,8 @@ EXAMPLE = "torchrun --nproc-per-node 4 -m autopart.cli calibrate"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer shapes, the usual types alone, shorter spans")
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="also write this host as a cluster file (.toml) for --cluster"
-    )
+    written = "also write this host as a cluster file (.toml) for --cluster"
+    parser.add_argument("-o", "--output", type=file_path, metavar="FILE", help=written)
     add_json(parser)
 
 
@@ -41,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from autopart.cost.calibrate import calibrate
     from autopart.cost.calibrated import base_device, store
+    from autopart.cost.calibration import doubts
     from autopart.runtime.errors import ClusterError
     from autopart.runtime.mesh import connect, pick_device
 
@@ -70,18 +69,20 @@ def run(arguments: argparse.Namespace) -> int:
 
         Cluster.local(found.processes).save(arguments.output)
     if arguments.json:
-        accuracy = [asdict(item) for item in found.accuracy(base_device(device.type))]
-        print(json.dumps({**found.to_json_object(), "accuracy": accuracy}))
+        accuracy = found.accuracy(base_device(device.type))
+        more = {"accuracy": [asdict(item) for item in accuracy], "warnings": doubts(accuracy)}
+        print(json.dumps({**found.to_json_object(), **more}))
     else:
         print(calibration_text(found, torch.device(device).type))
     return 0
 
 
 def calibration_text(found: Calibration, kind: str) -> str:
-    """The fitted parameters, and a line for each kind of sample with its errors."""
+    """The fitted parameters, a line for each kind of sample with its errors, and a warning where these are large."""
     from tabulate import tabulate
 
     from autopart.cost.calibrated import base_device
+    from autopart.cost.calibration import doubts
     from autopart.report.units import format_bytes, format_count, format_seconds, format_share
 
     ranks = "1 process" if found.processes == 1 else f"{found.processes} processes at once"
@@ -93,6 +94,7 @@ def calibration_text(found: Calibration, kind: str) -> str:
     if found.link is not None:
         bandwidth = format_bytes(found.link.bandwidth)
         lines.append(f"collectives: {bandwidth}/s, {format_seconds(found.link.latency_s)} a step")
+    accuracy = found.accuracy(base_device(kind))
     rows = [
         (
             item.kind.replace("_", "-"),
@@ -101,7 +103,9 @@ def calibration_text(found: Calibration, kind: str) -> str:
             item.samples,
             *((format_share(item.median), format_share(item.largest)) if item.samples else ("-", "-")),
         )
-        for item in found.accuracy(base_device(kind))
+        for item in accuracy
     ]
     headers = ("kind", "fitted", "median error", "kept aside", "median error", "largest")
-    return "\n".join([*lines, "", tabulate(rows, headers=headers, disable_numparse=True)])
+    table = tabulate(rows, headers=headers, disable_numparse=True)
+    warnings = [f"warning: {text}" for text in doubts(accuracy)]
+    return "\n".join([*lines, "", table, *([""] if warnings else []), *warnings])

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from autopart.cli.arguments import add_json
+from autopart.cli.arguments import add_json, file_path
 from autopart.cli.progress import working
 
 NAME = "checkpoint"
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for action in (show, convert):
         action.add_argument("directory", type=Path, metavar="DIR")
     add_json(show)
-    convert.add_argument("out", type=Path, metavar="OUT", help="a file that ends in .safetensors or .pt")
+    convert.add_argument("out", type=file_path, metavar="OUT", help="a file that ends in .safetensors or .pt")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from autopart.cli.arguments import add_json
+from autopart.cli.arguments import add_json, read_cluster
 
 NAME = "compare"
 HELP = "lay two plans beside each other"
@@ -17,18 +17,31 @@ EXAMPLE = "autopart compare a.json b.json"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plans", type=Path, nargs=2, metavar="plan.json")
-    parser.add_argument("--cluster", metavar="CLUSTER", help="the plans' cluster, where it was described in a file")
+    parser.add_argument(
+        "--cluster",
+        metavar="CLUSTER",
+        help="the plans' cluster, where it was described in a file",
+    )
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from autopart.cli.explaining import plan_cluster
-    from autopart.explain import compare
+    from autopart.cli.explaining import not_made_for
+    from autopart.explain import cluster_of, compare
     from autopart.plan import Plan
     from autopart.report.explanation import comparison_text
+    from autopart.runtime.errors import PlanError
+    from autopart.what_if import cluster_named
 
     plans = [Plan.load(path) for path in arguments.plans]
-    found = compare(plans, [plan_cluster(plan, arguments.cluster) for plan in plans])
+    clusters = [cluster_of(plan) for plan in plans]
+    if arguments.cluster is not None:
+        given = read_cluster(arguments.cluster)
+        matching = [cluster_named(plan.cluster, given) for plan in plans]
+        if not any(matching):
+            raise PlanError(not_made_for(plans, given))
+        clusters = [match or known for match, known in zip(matching, clusters, strict=True)]
+    found = compare(plans, clusters)
     if arguments.json:
         print(json.dumps(found.to_json_object()))
     else:

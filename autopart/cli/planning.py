@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopart.cli.arguments import (
@@ -14,6 +13,7 @@ from autopart.cli.arguments import (
     add_model,
     check_output,
     choose_plan,
+    file_path,
     limits,
     read_cluster,
     read_dtype,
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="trace every layer; by default few of the layers that are alike are traced and the others' ops copied",
     )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan as JSON")
+    parser.add_argument("-o", "--output", type=file_path, metavar="FILE", help="write the plan as JSON")
     add_json(parser)
 
 

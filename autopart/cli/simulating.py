@@ -14,6 +14,7 @@ from autopart.cli.arguments import (
     add_model,
     check_output,
     choose_plan,
+    file_path,
     read_cluster,
     read_program,
     refuse_limits,
@@ -36,7 +37,7 @@ EXAMPLE = "autopart simulate plan.json -o predicted.json"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, or_plan=True)
     add_limits(parser, cluster_required=False)
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the timeline as a trace")
+    parser.add_argument("-o", "--output", type=file_path, metavar="FILE", help="write the timeline as a trace")
     parser.add_argument(
         "--beside", type=Path, metavar="FILE", help="the trace of a real run, to be written to -o as well"
     )

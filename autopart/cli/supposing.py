@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autopart.cli.arguments import add_json, check_output, positive, read_cluster, read_program
+from autopart.cli.arguments import add_json, check_output, file_path, positive, read_cluster, read_program
 from autopart.cli.explaining import add_model_option
 from autopart.cli.progress import working
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{name}", type=_read("read_factor"), default=1.0, metavar="2x", help=what)
     parser.add_argument("--memory", type=_read("read_memory"), default=1.0, metavar="80GB|2x", help="of a device")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the new plan")
+    parser.add_argument("-o", "--output", type=file_path, metavar="FILE", help="write the new plan")
     add_json(parser)
 
 
@@ -64,11 +64,14 @@ def run(arguments: argparse.Namespace) -> int:
     from autopart.realize import check_plan
     from autopart.report.explanation import comparison_text
     from autopart.runtime.errors import InfeasibleError, PlanError
-    from autopart.what_if import Change
+    from autopart.what_if import Change, cluster_named
 
     plan = Plan.load(arguments.plan)
-    before = cluster_of(plan)
-    base = read_cluster(arguments.cluster) if arguments.cluster is not None else before
+    before = base = cluster_of(plan)
+    named = plan.cluster
+    if arguments.cluster is not None:
+        base = read_cluster(arguments.cluster)
+        named, before = str(base), cluster_named(plan.cluster, base) or before
     if base is None:
         raise PlanError(f"{plan.cluster} is no cluster that can be looked up by name; give its file with --cluster")
     change = Change(arguments.network, arguments.inside, arguments.flops, arguments.bandwidth, arguments.memory)
@@ -80,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_output(arguments.output)
     cluster = change.applied(base)
     program = read_program(arguments, plan=plan)
-    named = f"{base} ({change})" if str(change) else str(base)
+    named += f" ({change})" if str(change) else ""
     with working(f"planning for {named}"):
         analysis = analyze(program)
         check_plan(program, analysis, plan)

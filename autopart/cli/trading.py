@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopart.cli.arguments import (
@@ -14,6 +13,7 @@ from autopart.cli.arguments import (
     add_limits,
     add_model,
     check_output,
+    file_path,
     limits,
     positive,
     read_cluster,
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step", type=_share, default=0.1, metavar="PART", help="memory saved from plan to plan (default: %(default)s)"
     )
     parser.add_argument("--most", type=positive, metavar="N", help="plans made at most (default: 50)")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="draw the plans as SVG")
+    parser.add_argument("-o", "--output", type=file_path, metavar="FILE", help="draw the plans as SVG")
     add_json(parser)
 
 

@@ -19,6 +19,7 @@ from autopart.cost import devices as presets
 from autopart.cost.calibration import Calibration
 from autopart.cost.devices import Device
 from autopart.runtime.errors import ClusterError
+from autopart.runtime.files import named
 
 FOLDER = "calibration"
 
@@ -89,7 +90,8 @@ def store(found: Calibration) -> Path | None:
     """Writes it, in place of an older one of the same. Raises OSError; None where the cache is off."""
     path = path_of(found)
     if path is not None:
-        cache.write(path, json.dumps(found.to_json_object(), indent=1))
+        with named(path):
+            cache.write(path, json.dumps(found.to_json_object(), indent=1))
     return path
 
 

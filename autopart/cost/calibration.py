@@ -27,6 +27,8 @@ from autopart.runtime.errors import ClusterError
 
 VERSION = 2
 DELTA = 0.3
+MOST_OFF = 0.5
+"""The median error on samples kept aside from which a fit says little of the machine."""
 _RATE = "rate"
 _FIRST_STEP, _LAST_STEP, _GROWTH = 0.5, 1e-4, 1.5
 _ROUNDS = 300
@@ -45,6 +47,17 @@ class Accuracy:
     largest: float
     fitted: int
     fit_median: float
+
+
+def doubts(rows: Iterable[Accuracy]) -> tuple[str, ...]:
+    """What is said of a fit that is far off on what was kept aside; nothing of a good one."""
+    far = [f"{row.median:.0%} of {row.kind.replace('_', '-')}" for row in rows if row.median > MOST_OFF]
+    if not far:
+        return ()
+    return (
+        f"the median error on what was kept aside is {', '.join(far)}, more than {MOST_OFF:.0%}: the machine was "
+        "likely busy with other work; calibrate again when it is idle, as plans for it use what was measured",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,12 @@ _COLUMNS = ("name", "cluster", "recompute", *_SIZES, *_MORE_SIZES, *_LAYOUT_FLAG
 def read_file(path: Path) -> list[Measurement]:
     """The rows of a file. Raises InputError naming the line and the column."""
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8-sig")  # spreadsheets begin with a mark
+    except IsADirectoryError:
+        raise InputError(f"{path} is a folder; expected is a file, a table of runs as CSV") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}; expected is a table of runs as CSV") from None
+    except UnicodeDecodeError as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
     return read_measurements(text.splitlines(), path.stem, str(path))
 

@@ -9,6 +9,7 @@ from tabulate import tabulate
 
 from autopart.breakdown import Breakdown, StageBreakdown, columns
 from autopart.plan import Plan
+from autopart.report.decisions import decision_rows
 from autopart.report.units import format_bytes, format_count, format_seconds, format_share
 
 if TYPE_CHECKING:
@@ -17,16 +18,6 @@ if TYPE_CHECKING:
     from autopart.reshardings import Resharding
 
 _REASON_WIDTH = 90
-_TELLING = (
-    ":linear",
-    ":addmm",
-    ":matmul",
-    ":mm",
-    ":bmm",
-    ":scaled_dot_product_attention",
-    ":embedding",
-    ":convolution",
-)
 _FORMATS: Mapping[str, Callable[[float], str]] = {
     "step time": format_seconds,
     "lower bound": format_seconds,
@@ -160,15 +151,10 @@ def comparison_text(names: Sequence[str], found: Comparison, most: int = 12) -> 
     """
     lines = []
     if found.decisions:
-        # Strategies and storage by op can be many: those of matrix products say most.
-        by_op = [item for item in found.decisions if item.what.startswith(("strategies of", "storage of"))]
-        shown = sorted(by_op, key=lambda item: not item.what.endswith(_TELLING))[:most]
-        rows = [
-            (item.what, *map(_decision, item.values)) for item in found.decisions if item not in by_op or item in shown
-        ]
+        rows, left = decision_rows(found.decisions, most)
         lines.append(tabulate(rows, headers=("decision", *names), disable_numparse=True))
-        if len(shown) < len(by_op):
-            lines.append(f"… and {len(by_op) - len(shown)} more strategies and storages (all of them with --json)")
+        if left:
+            lines.append(f"… and {left} more strategies and storages (all of them with --json)")
         lines.append("")
     else:
         lines += ["the same decisions", ""]
@@ -184,11 +170,6 @@ def comparison_text(names: Sequence[str], found: Comparison, most: int = 12) -> 
     added = [f"{name} - {names[0]}" for name in names[1:]]
     lines.append(tabulate(rows, headers=("time of the slowest stage", *names, *added), disable_numparse=True))
     return "\n".join(lines)
-
-
-def _decision(value: Any) -> str:
-    text = "-" if value is None else str(value)
-    return text if len(text) <= 40 else text[:39] + "…"
 
 
 def _changes(values: Sequence[float]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _COUNTS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3))
 _SECONDS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
@@ -13,6 +15,17 @@ def format_bytes(number: float) -> str:
     while abs(size) >= 1024 and unit < len(_BYTES) - 1:
         size, unit = size / 1024, unit + 1
     return f"{int(number)} B" if unit == 0 else f"{_digits(size)} {_BYTES[unit]}"
+
+
+def format_enough(number: float) -> str:
+    """Bytes of which there are not fewer than ``number``: ``2.01 GiB`` for one byte more than 2 GiB."""
+    size, unit = math.ceil(number), 0
+    while size >= 1024 ** (unit + 1) and unit < len(_BYTES) - 1:
+        unit += 1
+    whole = 1024**unit
+    steps = next(steps for steps in (100, 10, 1) if steps == 1 or size < 1000 * whole // steps)
+    size = -(-size * steps // whole)
+    return f"{size / steps:.3f}".rstrip("0").rstrip(".") + f" {_BYTES[unit]}"
 
 
 def format_count(number: float) -> str:

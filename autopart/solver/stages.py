@@ -54,7 +54,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autopart.report.units import format_bytes
+from autopart.report.units import format_bytes, format_enough
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver import time_limits
 from autopart.solver.search import NotBetter
@@ -441,15 +441,18 @@ def _infeasible(problem: StageProblem, graph: StageGraph) -> InfeasibleError:
     update = problem.shapes[slot.shape].passing.update_bytes(inside)
     if update > problem.running_bytes(stage, step):
         what = f"{format_bytes(update)} are made by the optimizer for its step"
-    enough = f"Devices with {format_bytes(slot.capacity_bytes + over)}"
+    overhead = problem.shapes[slot.shape].overhead_bytes
+    if overhead:
+        what += f", {format_bytes(overhead)} are what a process takes besides its tensors, as CUDA and its libraries do"
+    enough = f"Devices with {format_enough(slot.capacity_bytes + over)}"
     if len({other.capacity_bytes for other in problem.slots}) > 1:
-        enough = f"{format_bytes(over)} more on every device"
+        enough = f"{format_enough(over)} more on every device"
     return InfeasibleError(
         f"no cut into {problem.stages} stages fits: in the best one stage {stage} ({named}) holds "
         f"{format_bytes(problem.stage_bytes(stage, step))}, {format_bytes(over)} ({over:.0f} bytes) over its capacity "
         f"of {format_bytes(slot.capacity_bytes)}; {format_bytes(state)} of it are parameters with gradients and "
         f"optimizer state, {what}. "
-        f"{enough} would do; or more devices, or smaller microbatches",
+        f"{enough} would do; or more devices, or smaller microbatches where they have several samples",
         over,
     )
 

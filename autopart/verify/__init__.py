@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from autopart.analysis import Analysis, analyze
 from autopart.local_job import JobError, run_local_job
+from autopart.other_model import other_model
 from autopart.runtime.errors import PlanError
 from autopart.runtime.manifest import Manifest
 from autopart.verify.errors import VerifyError
@@ -82,11 +83,7 @@ def verify(
         say("capturing the model as the plan saw it")
         own = capture_as_given(model, args, kwargs, loss_fn, batch_dims)
         if planned_sums(own, plan) is None:
-            raise PlanError(
-                f"the plan was made for another model or version ({plan.model}, fingerprint {plan.fingerprint}; this "
-                f"one has {own.fingerprint}); make the plan again with 'autopart plan', if that does not help with "
-                "--whole-capture"
-            )
+            raise PlanError(other_model(own, plan))
     say("capturing the model in float64")
     subject = prepare(model, args, kwargs, loss_fn=loss_fn, batch_dims=batch_dims)
     analysis = analyze(subject.program)

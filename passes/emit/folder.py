@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from autopart.runtime.errors import PlanError
+from autopart.runtime.files import named
 from autopart.runtime.manifest import FILE_NAME
 
 
@@ -25,7 +26,8 @@ def program_folder(directory: Path) -> Iterator[Path]:
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
-        yield temporary
+        with named(directory):
+            yield temporary
         temporary.chmod(0o755)
         if directory.exists():
             shutil.rmtree(directory)

@@ -41,7 +41,9 @@ class Emitted:
             for name, text in self.files.items():
                 (folder / name).write_text(text)
             if self.constants:
-                torch.save(self.constants, folder / CONSTANTS_FILE)
+                # through a file of its own: of a full disk torch says nothing that can be read
+                with (folder / CONSTANTS_FILE).open("wb") as file:
+                    torch.save(self.constants, file)
             self.manifest.save(folder)
 
 
