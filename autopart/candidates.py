@@ -24,7 +24,8 @@ from autopart.tensor_choice import Builder, TensorChoice, choose
 # How often strategies are chosen again under a tighter memory limit when the fastest ones do not fit.
 TIGHTENINGS = 4
 _PRICES = (0.1, 0.2)
-"""Of all bytes of a stage, in parts of its seconds: where strategies are chosen that hold less."""
+_ANY_PRICE = 100.0
+"""Of all bytes of a stage, in parts of its seconds: where strategies are chosen that hold less, or the least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ class Candidates(CandidateFloors):
         whole = (problem.excess_bytes([Step(slot, 0, last)] * problem.stages) for slot in range(len(problem.slots)))
         return problem if max(whole) + (sent if config.stages > 1 else 0.0) <= 0 else None
 
-    def _leaner(self, config: Degrees, seconds: float) -> list[TensorChoice]:
+    def _leaner(self, config: Degrees, seconds: float, prices: Sequence[float] = _PRICES) -> list[TensorChoice]:
         """The best strategies at prices for bytes, rising.
 
         Those that take the fewest seconds may hold much, as whole weights, for few of them. seconds: of a microbatch.
@@ -174,8 +175,8 @@ class Candidates(CandidateFloors):
         places, warmup = self.layout.places(config), self.warmup_of(config)
         flying = in_flight(config.schedule, config.stages, config.microbatches, warmup, places)
         mean, sizes = sum(flying) / len(flying), self.kept_sizes(config)
-        prices = (price * seconds / sum(self._rooms(config)) for price in _PRICES)
-        return [self._builder(config).solve_priced(price, mean, self.time_limit_s, sizes) for price in prices]
+        unit = seconds / sum(self._rooms(config))
+        return [self._builder(config).solve_priced(price * unit, mean, self.time_limit_s, sizes) for price in prices]
 
     def _at_prices(self, config: Degrees, choices: list[TensorChoice], below: float) -> Evaluation[Answer] | None:
         """The best of these strategies, where layers may run again, if they take less than ``below``."""
@@ -351,7 +352,10 @@ class Candidates(CandidateFloors):
                 uncut = self._uncut(config, problem) if alone else 0.0
                 raise NotBetter(seconds, max(self.work_floor(whose), uncut)) from None
             except InfeasibleError as error:
-                if alone or error.excess_bytes is None or attempt == tightenings:
+                first = attempt == 0 and below == math.inf
+                if (alone or error.excess_bytes is None or attempt == tightenings) or (
+                    first and self._never_fits(config, choice)
+                ):
                     if below < math.inf:  # what fits may take longer
                         least = below if alone and complete and whole else self.work_floor(whose)
                         raise NotBetter(below, least) from None
@@ -383,6 +387,21 @@ class Candidates(CandidateFloors):
         if only and not (choice.levels and self.zero is None):
             floor = seconds  # the only division; slower ways to run its blocks hide no more than they take longer
         return Evaluation(Answer(config, choice, problem, cut), seconds, min(floor, seconds))
+
+    def _never_fits(self, config: Degrees, choice: TensorChoice) -> bool:
+        """Whether parameters alone hold more than there is, whatever the strategies; on several axes, where limits take
+        a solver long, also whether not even the strategies that hold the least fit.
+        """
+        if self._builder(config).least_state_bytes() > math.fsum(self._rooms(config)):
+            return True
+        if len(config.axes) < 2 or choice.solution is None:
+            return False
+        (leanest,) = self._leaner(config, choice.solution.objective, (_ANY_PRICE,))
+        try:
+            self._cut(config, self.problem(config, leanest), math.inf)
+        except InfeasibleError:
+            return True
+        return False
 
     def _least_seconds(self, config: Degrees, choice: TensorChoice) -> float:
         """Of a step with these strategies, however its blocks are divided."""

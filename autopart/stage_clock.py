@@ -79,7 +79,7 @@ class StageClock:
         for node, meanwhile in started.items():
             behind.setdefault(meanwhile[-1], []).append(node)
         forward, seen = self._forward(priced, started, behind, hidden)
-        again = sum(seen[node] for node in rerun(self.graph, self.recompute) if node in seen)
+        again = math.fsum(seen[node] for node in rerun(self.graph, self.recompute) if node in seen)  # in any order
         backward = self._backward(priced, setting, started, behind, hidden)
         for node in self.stage.graph.nodes:
             if node.op == "placeholder" and node.meta["role"] is Role.PARAMETER:

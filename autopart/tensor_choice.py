@@ -273,6 +273,11 @@ class Builder:
             known[node] = Op(node.name, tuple(self.run(node, chosen, count) for chosen, _ in self.ways(node)))
         return known[node]
 
+    def least_state_bytes(self) -> float:
+        """What parameters hold at least on a rank of each stage, all stages together, whatever the strategies."""
+        stored = [self.op(nodes) for nodes in self.folded.classes if is_stored(nodes[0])]
+        return math.fsum(min(choice.memory for choice in op.choices) for op in stored)
+
     # -- weights' gradients beside collectives --------------------------------------------------------------------
 
     def least_weight_seconds(self, node: fx.Node) -> dict[int, float]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -209,3 +212,22 @@ def test_a_job_that_starts_again_plans_once(folder: Path, made: list[Plan], tmp_
         autopart.parallelize(Masked(), example=(torch.randn(2, 16),), directory=tmp_path / name, verbose=False)
         texts.append((tmp_path / name / "stage_0.py").read_text())
     assert len(made) == len(entries(folder)) == 1 and texts[0] == texts[1]
+
+
+def test_plans_do_not_depend_on_the_order_of_sets(tmp_path: Path) -> None:
+    """The stages' clock once added up what runs again in the order of a set."""
+    model = "hf:gpt2?n_layer=4&n_embd=128&n_head=4&vocab_size=512&seq=64"
+    (tmp_path / "cluster.toml").write_text(
+        '[[nodes]]\ndevice = "Small"\ndevices = 4\n[devices.Small]\nkind = "cpu"\nmemory_gib = 0.03\n'
+        "peak_flops = {float32 = 1e12}\nmemory_bandwidth = 100e9\nlaunch_s = 5e-6\n"
+    )
+    found = []
+    for seed in ("0", "3"):
+        command = [sys.executable, "-m", "autopart.cli", "plan", model, "--cluster", "cluster.toml", "--batch", "32"]
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "AUTOPART_CACHE": "off"}
+        subprocess.run(
+            [*command, "-o", "plan.json"], cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=300
+        )
+        plan = json.loads((tmp_path / "plan.json").read_text())
+        found.append({name: value for name, value in plan.items() if name not in ("solve_s", "total_s")})
+    assert found[0] == found[1]

@@ -19,9 +19,12 @@ from autopart.plan import Plan
 from autopart.plan_notes import unfactored
 from autopart.planner import make_plan
 from autopart.report.units import format_seconds
+from autopart.runtime.errors import InfeasibleError
 from autopart.several_axes import uncovered
+from autopart.solver import tensor
 from autopart.solver.degrees import Degrees
 from autopart.solver.search import Considered, Status
+from autopart.solver.tensor_problem import TensorProblem, TensorSolution
 from autopart.tracing import capture
 from clusters import ideal
 
@@ -69,6 +72,23 @@ def test_what_does_not_fit_on_one_axis_is_tried_on_two() -> None:
     less = plan(258, ideal(4), tp="2x2").stages[0].memory_bytes
     assert less < whole
     assert sizes(plan(258, ideal(4, memory_bytes=(less + whole) // 2))) == (2, 2)
+
+
+def test_where_the_least_does_not_fit_no_limits_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    least = plan(258, ideal(4), tp="2x2").stages[0].memory_bytes
+    limits = list[float]()
+    solve = tensor.solve
+
+    def counted(problem: TensorProblem, *others: Any) -> TensorSolution:
+        if problem.memory_limit is not None:
+            limits.append(problem.memory_limit)
+        return solve(problem, *others)
+
+    monkeypatch.setattr(tensor, "solve", counted)
+    for share in (0.9, 0.1):  # parameters fit, but not with what is kept; and not even parameters
+        with pytest.raises(InfeasibleError, match="no cut"):
+            plan(258, ideal(4, memory_bytes=int(share * least)), tp="2x2")
+    assert not limits
 
 
 class Chain(nn.Module):
