@@ -32,6 +32,7 @@ from autopart.passes.rules import (
     with_routings,
 )
 from autopart.passes.storage import op_name
+from autopart.runtime.manifest import MIXED
 
 # Weights blocks by a nominal device, so that a model's blocks do not depend on the cluster: bytes cost as many FLOPs.
 FLOPS_PER_BYTE = 100
@@ -133,6 +134,11 @@ class Analysis:
     def dtype(self) -> torch.dtype:
         """The type that most of the parameters have."""
         return self.program.dtype
+
+    @property
+    def products_in(self) -> str:
+        """The name of the type that products compute in."""
+        return str(MIXED.get(self.program.precision, self.dtype)).removeprefix("torch.")
 
 
 def analyze(program: Program, rules: RuleBook = RULES) -> Analysis:

@@ -51,9 +51,23 @@ def same_but_for_memory(one: Device, other: Device) -> bool:
     return replace(one, memory_bytes=other.memory_bytes) == other
 
 
-def _slowest_device(cluster: Cluster) -> Device:
-    """Stages are alike, so the slowest device sets the pace of all."""
-    return min(cluster.devices, key=lambda device: (device.peak("float32"), device.memory_bandwidth))
+def _slowest_device(cluster: Cluster, dtype: str) -> Device:
+    """Stages are alike, so the slowest device sets the pace of all.
+
+    Which that is may differ from op to op (an A100 has more bandwidth than a consumer device, and fewer float32
+    FLOP/s), so that it has the least of each rate that any has. dtype: that products compute in.
+    """
+    kinds = list(dict.fromkeys(node.device for node in cluster.nodes))
+    slowest = min(kinds, key=lambda device: (device.peak(dtype) * device.contraction, device.memory_bandwidth))
+    names = dict.fromkeys(name for device in kinds for name in device.peak_flops)
+    found = replace(
+        slowest,
+        peak_flops={name: min(device.peak(name) for device in kinds) for name in names},
+        memory_bandwidth=min(device.memory_bandwidth for device in kinds),
+        memory=min(device.memory for device in kinds),
+        launch_s=max(device.launch_s for device in kinds),
+    )
+    return found if found == slowest else replace(found, name=" or ".join(dict.fromkeys(item.name for item in kinds)))
 
 
 @dataclass(slots=True)
@@ -91,7 +105,7 @@ class CandidatePrices:
 
     def __post_init__(self) -> None:
         self.layout, self.shared = DeviceLayout(self.cluster), SharedHosts.of(self.cluster)
-        self.device = _slowest_device(self.cluster)
+        self.device = _slowest_device(self.cluster, self.analysis.products_in)
         self.positions = Positions.of(self.analysis, self.pins.together if self.pins else ())
         self.least_samples = graphs.least_samples(self.analysis.program.graph)
         self._block_costs = BlockCosts(self.analysis, self.device.kind)
@@ -115,7 +129,7 @@ class CandidatePrices:
 
     def elsewhere(self, cluster: Cluster) -> Self:
         """The same candidates on another cluster."""
-        found = self._with(cluster, _slowest_device(cluster), self.whole)
+        found = self._with(cluster, _slowest_device(cluster, self.analysis.products_in), self.whole)
         found.shared = SharedHosts.of(cluster)
         return found
 

@@ -26,7 +26,6 @@ from autopart.plan import Plan, StagePlan, Transfers
 from autopart.predict import simulate_plan
 from autopart.prices import Chosen, share_of
 from autopart.realize import Realization, build, level_names, storage_names, strategy_names
-from autopart.runtime.manifest import MIXED
 from autopart.shared_hosts import SharedHosts
 from autopart.solver.degrees import Config, Degrees
 from autopart.solver.stages_problem import StageProblem, Way
@@ -192,6 +191,5 @@ def held_numbers(graph: fx.Graph, axes: Axes, cuts: Mapping[str, DataCut], repli
 
 def _peak(candidates: Candidates, devices: Iterable[int]) -> float:
     """FLOP/s of the devices in the type that products compute in."""
-    narrow = MIXED.get(candidates.analysis.program.precision, candidates.analysis.dtype)
-    dtype = str(narrow).removeprefix("torch.")
+    dtype = candidates.analysis.products_in
     return sum(candidates.cluster.device(rank).peak(dtype) for rank in devices)

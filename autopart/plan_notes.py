@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from autopart.analysis import pattern_of
+from autopart.candidate_prices import same_but_for_memory
 from autopart.candidates import Answer, Candidates
 from autopart.cluster import Cluster
 from autopart.passes.program import TensorInfo
@@ -19,7 +20,11 @@ from autopart.unlike_answer import UnlikeAnswer
 def notes(candidates: Candidates, answer: Answer | UnlikeAnswer) -> list[str]:
     """Of what was forced and could not be done."""
     if isinstance(answer, Answer):
-        return [*_unfit(candidates, answer.config), *_undivided(candidates, answer)]
+        return [
+            *_unfit(candidates, answer.config),
+            *_undivided(candidates, answer),
+            *_least(candidates.cluster),
+        ]
     found = [answer.held(stage) for stage, item in enumerate(answer.stages) if item.mesh.dp > 1]
     whole = [name for own in found for name, level in own.items() if not level]
     tensors = candidates.analysis.program.tensors
@@ -29,6 +34,17 @@ def notes(candidates: Candidates, answer: Answer | UnlikeAnswer) -> list[str]:
     return [
         f"zero={candidates.zero} leaves these whole on all replicas of a stage, as several blocks read them or none of "
         f"their sizes on a rank divides by its replicas: {left}"
+    ]
+
+
+def _least(cluster: Cluster) -> list[str]:
+    """A note of devices that are priced as slower ones."""
+    first = cluster.nodes[0].device
+    if all(same_but_for_memory(node.device, first) for node in cluster.nodes):
+        return []
+    return [
+        "all stages are priced with the least of each rate that any device has, and so is the lower bound; "
+        "meshes=unlike prices each by its own devices, also where all have one mesh"
     ]
 
 

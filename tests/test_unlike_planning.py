@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import autopart.verify
 from autopart.analysis import Analysis, analyze
@@ -207,3 +208,19 @@ def test_meshes_are_equal_where_that_is_asked() -> None:
         plan_of("gpt2", ideal(3), tp=(2, 2), meshes="unlike")
     with pytest.raises(PlanError, match="meshes is one of"):
         plan_of("gpt2", ideal(3), meshes="some")
+
+
+def test_equal_meshes_are_priced_with_the_least_rates_of_any_device() -> None:
+    """An A100 has the fewer float32 FLOP/s and the more bandwidth: priced as one, RTX-3090s were said to be as fast."""
+    loaded = load_model("hf:gpt2?n_layer=2&n_embd=64&n_head=4&vocab_size=128&seq=32", meta=True, dtype=torch.bfloat16)
+    program = capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False)
+    cluster, analysis = Cluster.parse("2xA100-40GB+2xRTX-3090"), analyze(program)
+    device = Candidates(analysis, cluster, 8, "adamw").device
+    fast, slow = (node.device for node in cluster.nodes)
+    assert device.peak("bfloat16") == slow.peak("bfloat16") < fast.peak("bfloat16")
+    assert device.peak("float32") == fast.peak("float32") < slow.peak("float32")
+    assert device.memory_bandwidth == slow.memory_bandwidth < fast.memory_bandwidth
+    plan = make_plan(program, cluster, analysis=analysis, batch=8, meshes="equal")
+    assert any("least of each rate" in note for note in plan.notes)
+    alike = Candidates(analysis, Cluster.parse("2xA100-40GB+2xA100-40GB"), 8, "adamw")
+    assert alike.device == fast
