@@ -22,7 +22,7 @@ Answer = TypeVar("Answer")
 Candidate = TypeVar("Candidate", bound=Config)
 AHEAD = 8
 """Candidates whose bounds are compared before one of them is evaluated."""
-NEAR, MOST_SETTLED, MOST_MORE = 0.1, 4, 12
+NEAR, MOST_SETTLED, MOST_MORE = 0.1, 4, 8
 """The share of the best within which answers may change places once they are settled, how many are, and how many more
 where what was settled takes longer than these are known to.
 """
@@ -232,7 +232,7 @@ def search(
             assert outcome is not None
             bounds[lowest] = max(bounds[lowest], outcome.bound)
     if settle is not None:
-        best = _settled(found, bounds, best[1].objective, evaluate, settle)
+        best = _settled(found, bounds, best[1].objective, evaluate, settle, expected)
     config, chosen = best
     bound = min([*bounds.values(), chosen.objective])
     return SearchResult(
@@ -251,6 +251,7 @@ def _settled(
     ruled_out: float,
     evaluate: Callable[[Candidate, float], Evaluation[Answer]],
     settle: Callable[[Answer], float],
+    expected: Callable[[Candidate, float], float],
 ) -> tuple[Candidate, Evaluation[Answer]]:
     """The best once the fastest are settled, and then what may be faster than these came out.
 
@@ -267,21 +268,23 @@ def _settled(
             if at not in looked and isinstance(outcome, Evaluation) and outcome.objective < most
         ]
         if len(looked) >= MOST_SETTLED or not known:
-            for at, (_, floor, outcome) in enumerate(found):
+            for at, (config, floor, outcome) in enumerate(found):
                 seconds = outcome.seconds if isinstance(outcome, NotBetter) else floor if outcome is None else math.inf
                 if at not in looked and ruled_out <= seconds < least:
-                    known.append((seconds, at))
+                    known.append((max(seconds, expected(config, floor)), at))
         if not known:
             break
         _, at = min(known)
         looked.add(at)
         config, floor, outcome = found[at]
+        near = math.inf  # from where an answer is not settled
         if not isinstance(outcome, Evaluation):
+            near = (1 + NEAR) * least
             try:
                 outcome = evaluate(config, least)
             except (InfeasibleError, NotBetter) as error:
                 outcome = error
-        if isinstance(outcome, Evaluation):
+        if isinstance(outcome, Evaluation) and outcome.objective < near:
             outcome = replace(outcome, objective=settle(outcome.answer))
             if outcome.objective < least:
                 best = config, outcome
