@@ -58,16 +58,22 @@ def _slowest_device(cluster: Cluster, dtype: str) -> Device:
     FLOP/s), so that it has the least of each rate that any has. dtype: that products compute in.
     """
     kinds = list(dict.fromkeys(node.device for node in cluster.nodes))
+    if len(kinds) == 1:
+        return kinds[0]
     slowest = min(kinds, key=lambda device: (device.peak(dtype) * device.contraction, device.memory_bandwidth))
     names = dict.fromkeys(name for device in kinds for name in device.peak_flops)
-    found = replace(
+    peaks = {name: min(device.peak(name) for device in kinds) for name in names}
+    return replace(
         slowest,
-        peak_flops={name: min(device.peak(name) for device in kinds) for name in names},
+        name=" or ".join(dict.fromkeys(device.name for device in kinds)),
+        peak_flops=peaks,
         memory_bandwidth=min(device.memory_bandwidth for device in kinds),
         memory=min(device.memory for device in kinds),
         launch_s=max(device.launch_s for device in kinds),
+        attention_by={
+            name: min(device.attention_rate(name) for device in kinds) / peak for name, peak in peaks.items()
+        },
     )
-    return found if found == slowest else replace(found, name=" or ".join(dict.fromkeys(item.name for item in kinds)))
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from autopart.tensor_choice import Builder, TensorChoice, choose
 # How often strategies are chosen again under a tighter memory limit when the fastest ones do not fit.
 TIGHTENINGS = 4
 _PRICES = (0.1, 0.2)
-_ANY_PRICE = 100.0
+_HIGH_PRICE = 100.0
 """Of all bytes of a stage, in parts of its seconds: where strategies are chosen that hold less, or the least."""
 
 
@@ -352,9 +352,11 @@ class Candidates(CandidateFloors):
                 uncut = self._uncut(config, problem) if alone else 0.0
                 raise NotBetter(seconds, max(self.work_floor(whose), uncut)) from None
             except InfeasibleError as error:
-                first = attempt == 0 and below == math.inf
-                if (alone or error.excess_bytes is None or attempt == tightenings) or (
-                    first and self._never_fits(config, choice)
+                if (
+                    alone
+                    or error.excess_bytes is None
+                    or attempt == tightenings
+                    or (attempt == 0 and below == math.inf and self._never_fits(config, choice))
                 ):
                     if below < math.inf:  # what fits may take longer
                         least = below if alone and complete and whole else self.work_floor(whose)
@@ -396,7 +398,7 @@ class Candidates(CandidateFloors):
             return True
         if len(config.axes) < 2 or choice.solution is None:
             return False
-        (leanest,) = self._leaner(config, choice.solution.objective, (_ANY_PRICE,))
+        (leanest,) = self._leaner(config, choice.solution.objective, (_HIGH_PRICE,))
         try:
             self._cut(config, self.problem(config, leanest), math.inf)
         except InfeasibleError:

@@ -110,7 +110,7 @@ def timed_plan(
         model=program.name,
         cluster=str(candidates.cluster),
         batch=candidates.batch,
-        dtype=program.precision or str(analysis.dtype).removeprefix("torch."),
+        dtype=program.computes_in,
         schedule=config.schedule,
         microbatches=config.microbatches,
         stages=tuple(stages),

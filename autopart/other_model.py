@@ -6,9 +6,6 @@ from autopart.passes.program import Program
 from autopart.plan import Plan
 from autopart.runtime.manifest import MIXED
 
-# As options and names of models write them.
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-
 
 def other_model(program: Program, plan: Plan) -> str:
     """In what the program is not the plan's, and what to do."""
@@ -40,6 +37,5 @@ def _as_planned(program: Program, plan: Plan) -> str:
         return f"capture it with precision={plan.dtype!r}"
     steps = [f"leave out precision={program.precision!r}"] if program.precision else []
     if str(program.dtype) != f"torch.{plan.dtype}":
-        short = _SHORT.get(plan.dtype, plan.dtype)
-        steps.append(f"add --dtype {short} (or dtype={short} to an hf: name, or convert the model)")
+        steps.append(f"add --dtype {plan.dtype} (or dtype={plan.dtype} to an hf: name, or convert the model)")
     return " and ".join(steps)

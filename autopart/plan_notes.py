@@ -23,7 +23,7 @@ def notes(candidates: Candidates, answer: Answer | UnlikeAnswer) -> list[str]:
         return [
             *_unfit(candidates, answer.config),
             *_undivided(candidates, answer),
-            *_least(candidates.cluster),
+            *_least_rates(candidates.cluster),
         ]
     found = [answer.held(stage) for stage, item in enumerate(answer.stages) if item.mesh.dp > 1]
     whole = [name for own in found for name, level in own.items() if not level]
@@ -37,7 +37,7 @@ def notes(candidates: Candidates, answer: Answer | UnlikeAnswer) -> list[str]:
     ]
 
 
-def _least(cluster: Cluster) -> list[str]:
+def _least_rates(cluster: Cluster) -> list[str]:
     """A note of devices that are priced as slower ones."""
     first = cluster.nodes[0].device
     if all(same_but_for_memory(node.device, first) for node in cluster.nodes):

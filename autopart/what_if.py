@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from autopart.cluster import Cluster, Node
 from autopart.cost.devices import GIB, Device
@@ -84,10 +84,11 @@ def cluster_named(name: str, given: Cluster | None = None) -> Cluster | None:
 
 def read_change(text: str) -> Change | None:
     """What ``str`` of a change gives; None for another text."""
+    names = {item.name for item in fields(Change)}
     values: dict[str, float | int] = {}
     for part in text.split(", "):
         name, _, value = part.partition(" ")
-        if name not in ("network", "inside", "flops", "bandwidth", "memory") or name in values:
+        if name not in names or name in values:
             return None
         try:
             values[name] = read_memory(value) if name == "memory" else read_factor(value)

@@ -297,7 +297,7 @@ def test_clusters_of_plans_that_were_made_under_a_change() -> None:
 
 
 def test_in_what_a_model_is_another(program: Any, plan: Plan) -> None:
-    assert "in bfloat16, this model is in float32; add --dtype bf16" in other_model(
+    assert "in bfloat16, this model is in float32; add --dtype bfloat16" in other_model(
         program, replace(plan, dtype="bfloat16")
     )
     assert "precision='bf16-mixed'" in other_model(program, replace(plan, dtype="bf16-mixed"))

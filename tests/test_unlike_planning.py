@@ -220,6 +220,7 @@ def test_equal_meshes_are_priced_with_the_least_rates_of_any_device() -> None:
     assert device.peak("bfloat16") == slow.peak("bfloat16") < fast.peak("bfloat16")
     assert device.peak("float32") == fast.peak("float32") < slow.peak("float32")
     assert device.memory_bandwidth == slow.memory_bandwidth < fast.memory_bandwidth
+    assert all(device.attention_rate("bfloat16") <= other.attention_rate("bfloat16") for other in (fast, slow))
     plan = make_plan(program, cluster, analysis=analysis, batch=8, meshes="equal")
     assert any("least of each rate" in note for note in plan.notes)
     alike = Candidates(analysis, Cluster.parse("2xA100-40GB+2xA100-40GB"), 8, "adamw")

@@ -17,11 +17,7 @@ EXAMPLE = "autopart compare a.json b.json"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plans", type=Path, nargs=2, metavar="plan.json")
-    parser.add_argument(
-        "--cluster",
-        metavar="CLUSTER",
-        help="the plans' cluster, where it was described in a file",
-    )
+    parser.add_argument("--cluster", metavar="CLUSTER", help="the plans' cluster, where it was described in a file")
     add_json(parser)
 
 

@@ -75,7 +75,8 @@ _NONE = _Thin()
 def frontier(problem: TensorProblem, epsilon: float = 0.0, most_settings: int = MOST_SETTINGS) -> tuple[Point, ...]:
     """All undominated assignments within the memory limit, the fastest first; of equal ones one.
 
-    Raises PlanError where the graph is too wide: where a table would have more than ``most_settings`` settings.
+    Raises PlanError where the graph is too wide: where a table would have more than ``most_settings`` settings;
+    ValueError for a negative epsilon, and for transients, whose largest is no sum.
     """
     if epsilon < 0:
         raise ValueError(f"epsilon is not negative: {epsilon}")

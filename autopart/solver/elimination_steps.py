@@ -68,7 +68,7 @@ class EliminationSteps:
         self.steps, self.left = self._planned(order, [*spans, *(spans[number] for number in more)])
 
     def edge(self, edge: Edge) -> Floats:
-        """Seconds of a value's conversions, each target once, by the groups of the ops of its span."""
+        """Seconds of a value's conversions, each target once: [group of each op of its span], infinite: impossible."""
         ops = _span(edge)
 
         def placements(op: int, slot: int, read: bool) -> list[int]:
