@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopart.candidate_floors import CandidateFloors
+from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.layer_strategies import LayerStrategies
 from autopart.mixed_strategies import Samples, applied, carried, chosen_ways, merged, most_layers
 from autopart.passes.data_axis import LEVELS
@@ -23,6 +24,8 @@ from autopart.tensor_choice import Builder, TensorChoice, choose
 
 # How often strategies are chosen again under a tighter memory limit when the fastest ones do not fit.
 TIGHTENINGS = 4
+LIMITED_GAP = 0.002
+"""How far from the fastest they may be then, of several stages: their limit is a guess, the optimum long to prove."""
 _PRICES = (0.1, 0.2)
 _HIGH_PRICE = 100.0
 """Of all bytes of a stage, in parts of its seconds: where strategies are chosen that hold less, or the least."""
@@ -80,9 +83,16 @@ class Candidates(CandidateFloors):
 
         That is known of one stage, with m microbatches of s seconds. Its last backward hides no more than the sums of
         gradients, nor than itself, which is what the forward F leaves of s: the step takes m s - min(sums, s - F).
+        Of several stages a step takes at least what they make of s without the step's end, which whole weights have.
         """
-        if config.stages > 1 or below == math.inf:
+        if below == math.inf:
             return math.inf
+        if config.stages > 1:
+            setting, sent = self.setting(config), self.trained_bytes * self.summed
+            ends = setting.data.step_end_seconds(self.trained_bytes, 0) + math.fsum(
+                bucketed_all_reduce_seconds(sent, axis.parts, axis.link) for axis in setting.axes
+            )
+            return below / self.step_floor(1.0, config) + ends / config.microbatches - self.free_seconds(config)
         m, prices, share = config.microbatches, self.prices(config), 1 / config.tp
         forward = math.fsum(count * prices.shared_seconds(node, share, share)[0] for (node, _), count in self.alike)
         most = (below + self.sum_seconds(config)) / m
@@ -364,7 +374,8 @@ class Candidates(CandidateFloors):
                     raise
                 # Other strategies may hold less: take the missing bytes off what these hold together.
                 try:
-                    choice = self.choose(config, choice.memory_bytes - config.pp * error.excess_bytes, below)
+                    limit = choice.memory_bytes - config.pp * error.excess_bytes
+                    choice = self.choose(config, limit, below, gap=LIMITED_GAP if config.pp > 1 else 0.0)
                 except (InfeasibleError, NotBetter):
                     if below < math.inf:
                         raise NotBetter(below, self.work_floor(whose)) from None

@@ -173,6 +173,21 @@ def test_others_are_looked_at_where_what_is_settled_takes_longer_than_they_may()
     assert statuses[7] is Status.CHOSEN and statuses[9] is Status.PRUNED and statuses[6] is Status.SLOWER
 
 
+def test_others_are_not_looked_at_for_less_than_they_are_worth() -> None:
+    asked: list[tuple[int, float]] = []
+
+    def evaluate(config: Degrees, below: float) -> Evaluation[int]:
+        asked.append((config.microbatches, below))
+        if config.microbatches > 1:
+            raise NotBetter(below, 9.9)
+        return Evaluation(1, 10.0, 9.9)
+
+    for settled, tried in ((10.049, 2), (10.06, 3)):
+        asked.clear()
+        result = search(configs(2), evaluate, lambda config: 1.0, settle=dict.fromkeys([1], settled).__getitem__)
+        assert len(asked) == tried and (result.objective, result.bound) == (settled, 9.9)
+
+
 def test_a_gap_of_one_candidate_is_the_gap_of_the_search() -> None:
     """The slower candidate may hide a better answer than the one found for it."""
     answers = {1: Evaluation("a", 10.0, 10.0), 2: Evaluation("b", 12.0, 8.0)}

@@ -22,9 +22,9 @@ Answer = TypeVar("Answer")
 Candidate = TypeVar("Candidate", bound=Config)
 AHEAD = 8
 """Candidates whose bounds are compared before one of them is evaluated."""
-NEAR, MOST_SETTLED, MOST_MORE = 0.1, 4, 8
-"""The share of the best within which answers may change places once they are settled, how many are, and how many more
-where what was settled takes longer than these are known to.
+NEAR, MOST_SETTLED, MOST_MORE, WORTH = 0.1, 4, 8, 0.005
+"""The share of the best within which answers may change places once they are settled, how many are, how many more where
+what was settled takes longer than these are known to, and by which share it has to.
 """
 
 
@@ -134,8 +134,8 @@ def search(
     bound that takes longer, for up to ``most_tightened`` of those whose bound is the smallest in the end. most_last:
     further evaluations then, of those left untried whose bound is the smallest. settle: seconds of an answer that were
     not known while it was evaluated; of the MOST_SETTLED fastest within NEAR of the best the one is chosen that takes
-    the fewest, and up to MOST_MORE others are looked at that may take fewer still. below: seconds that an answer has to
-    stay below to be of interest; raises NotBetter when none does.
+    the fewest, and up to MOST_MORE others are looked at that may take fewer still, by the share WORTH. below: seconds
+    that an answer has to stay below to be of interest; raises NotBetter when none does.
     Raises InfeasibleError, with what the closest candidates lack, when none has a solution.
     """
     best: tuple[Candidate, Evaluation[Answer]] | None = None
@@ -270,7 +270,7 @@ def _settled(
         if len(looked) >= MOST_SETTLED or not known:
             for at, (config, floor, outcome) in enumerate(found):
                 seconds = outcome.seconds if isinstance(outcome, NotBetter) else floor if outcome is None else math.inf
-                if at not in looked and ruled_out <= seconds < least:
+                if at not in looked and ruled_out <= seconds < (1 - WORTH) * least:
                     known.append((max(seconds, expected(config, floor)), at))
         if not known:
             break
