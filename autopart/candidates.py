@@ -25,7 +25,9 @@ from autopart.tensor_choice import Builder, TensorChoice, choose
 # How often strategies are chosen again under a tighter memory limit when the fastest ones do not fit.
 TIGHTENINGS = 4
 LIMITED_GAP = 0.002
-"""How far from the fastest they may be then, of several stages: their limit is a guess, the optimum long to prove."""
+"""How far from the fastest they may be then, of several stages, whose limit is a guess, or with levels of ZeRO to
+choose from: what is optimal takes long to prove.
+"""
 _PRICES = (0.1, 0.2)
 _HIGH_PRICE = 100.0
 """Of all bytes of a stage, in parts of its seconds: where strategies are chosen that hold less, or the least."""
@@ -375,7 +377,8 @@ class Candidates(CandidateFloors):
                 # Other strategies may hold less: take the missing bytes off what these hold together.
                 try:
                     limit = choice.memory_bytes - config.pp * error.excess_bytes
-                    choice = self.choose(config, limit, below, gap=LIMITED_GAP if config.pp > 1 else 0.0)
+                    gap = LIMITED_GAP if config.pp > 1 or self._divides(config) else 0.0
+                    choice = self.choose(config, limit, below, gap=gap)
                 except (InfeasibleError, NotBetter):
                     if below < math.inf:
                         raise NotBetter(below, self.work_floor(whose)) from None
