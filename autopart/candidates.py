@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from autopart.candidate_floors import CandidateFloors
 from autopart.cost.communication import bucketed_all_reduce_seconds
+from autopart.data_prices import offered_levels
 from autopart.layer_strategies import LayerStrategies
 from autopart.mixed_strategies import Samples, applied, carried, chosen_ways, merged, most_layers
 from autopart.passes.data_axis import LEVELS
@@ -211,6 +212,24 @@ class Candidates(CandidateFloors):
             return self._evaluate(config, self.choose(config, level=1), below, tightenings=0)
         except (InfeasibleError, NotBetter):
             return None
+
+    def seconds_of(self, answer: Answer) -> float:
+        """Of a step, as candidates are compared by."""
+        return self._step_seconds(answer.problem, answer.cut.way, answer.config)
+
+    def with_divided_state(self, answer: Answer) -> float:
+        """Seconds of a step where replicas divide the optimizer's state besides; infinite where all are as they are."""
+        config, choice = answer.config, answer.choice
+        if not self._divides(config) or choice.levels:
+            return math.inf
+        axes, tensors = self.setting(config).named_sizes, self.analysis.program.parameters
+        levels = {
+            info.name: 1
+            for info in tensors
+            if 1 in offered_levels(info, choice.storage.get(info.name, ()), axes, config.dp)
+        }
+        problem = self.problem(config, replace(choice, levels=levels))
+        return self._step_seconds(problem, answer.cut.way, config)
 
     def _evaluate_alike(self, config: Degrees, fastest: TensorChoice, below: float) -> Evaluation[Answer]:
         """The same, with equal strategies for equal layers."""

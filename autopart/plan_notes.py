@@ -16,6 +16,9 @@ from autopart.solver.degrees import Config, Degrees, axes_text
 from autopart.solver.search import Considered, Status
 from autopart.unlike_answer import UnlikeAnswer
 
+_TOLD = 0.001
+"""Of a step's seconds: what would gain less is not told."""
+
 
 def notes(candidates: Candidates, answer: Answer | UnlikeAnswer) -> list[str]:
     """Of what was forced and could not be done."""
@@ -23,6 +26,7 @@ def notes(candidates: Candidates, answer: Answer | UnlikeAnswer) -> list[str]:
         return [
             *_unfit(candidates, answer.config),
             *_undivided(candidates, answer),
+            *_whole_state(candidates, answer),
             *_least_rates(candidates.cluster),
         ]
     found = [answer.held(stage) for stage, item in enumerate(answer.stages) if item.mesh.dp > 1]
@@ -101,6 +105,18 @@ def _undivided(candidates: Candidates, answer: Answer) -> list[str]:
     return [
         f"zero={level} leaves these whole on all {replicas} replicas, as none of their sizes on a rank divides by "
         f"{replicas}: {left}"
+    ]
+
+
+def _whole_state(candidates: Candidates, answer: Answer) -> list[str]:
+    """A note of what a step would take where replicas divide the optimizer's state, which they do as memory asks."""
+    whole, divided = candidates.seconds_of(answer), candidates.with_divided_state(answer)
+    if divided > whole * (1 - _TOLD):
+        return []
+    return [
+        f"with the optimizer's state divided over replicas (zero=1) a step of this plan would take "
+        f"{format_seconds(divided)} instead of {format_seconds(whole)}; it is left whole where it fits, as some "
+        "optimizers need whole parameters, and the lower bound may be of such plans only"
     ]
 
 

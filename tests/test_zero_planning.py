@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -58,6 +59,21 @@ def test_levels_hold_less_and_exchange_more() -> None:
 def test_nothing_is_divided_where_it_fits_whole() -> None:
     assert not plan().zero
     assert not plan(needed(plan()) + 1).zero
+
+
+def test_a_plan_says_what_divided_state_would_gain() -> None:
+    """Updates take long here and messages do not, so that each replica had better update a part."""
+    cluster = ideal(4, bandwidth=1e12, memory_bandwidth=1e9, memory_bytes=2**40)
+    whole, divided = (
+        make_plan(analysis().program, cluster, analysis=analysis(), zero=level, **LIMITS) for level in (None, 1)
+    )
+    (told,) = (note for note in whole.notes if "zero=1" in note)
+    assert not whole.zero and divided.step_time_s < 0.9 * whole.step_time_s
+    found = re.search(r"would take ([0-9.]+) ms instead of ([0-9.]+) ms", told)
+    assert found and float(found[1]) == pytest.approx(1e3 * divided.step_time_s, rel=0.01)
+    assert float(found[2]) == pytest.approx(1e3 * whole.step_time_s, rel=0.01)
+    forced = make_plan(analysis().program, cluster, analysis=analysis(), zero=0, **LIMITS)
+    assert not any("zero=1" in note for note in (*forced.notes, *divided.notes))
 
 
 def test_as_little_is_divided_as_memory_asks_for() -> None:
