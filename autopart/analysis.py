@@ -32,6 +32,7 @@ from autopart.passes.rules import (
     with_routings,
 )
 from autopart.passes.storage import op_name
+from autopart.passes.written import Written, written_buffers
 from autopart.runtime.manifest import MIXED
 
 # Weights blocks by a nominal device, so that a model's blocks do not depend on the cluster: bytes cost as many FLOPs.
@@ -51,7 +52,8 @@ class Analysis:
     classes: for every op and tensor the class of equal ones it belongs to (blocks that repeat are folded). first: for
     ops that are not the first of their class, the first, if that has gradients for the same operands and results: what
     is found for it holds for them. keys: a readable name for every op, ``transformer.h.0.mlp.c_fc:addmm``. routings:
-    where rows are routed to groups; no block ends inside one.
+    where rows are routed to groups; no block ends inside one. written: buffers that training writes, with the blocks
+    that are on one stage for them.
     """
 
     program: Program
@@ -68,6 +70,7 @@ class Analysis:
     keys: dict[fx.Node, str]
     first: dict[fx.Node, fx.Node] = field(default_factory=dict)
     routings: tuple[Routing, ...] = ()
+    written: tuple[Written, ...] = ()
     _costs: dict[str, dict[fx.Node, OpCost]] = field(default_factory=dict)
     _offered: Strategies | None = None
     _strategies: dict[tuple[int, ...], dict[fx.Node, tuple[Strategy, ...]]] = field(default_factory=dict)
@@ -177,8 +180,15 @@ def analyze(program: Program, rules: RuleBook = RULES) -> Analysis:
         first=_first_alike(classes, block_of),
         keys=op_keys(graph),
         routings=routings,
+        written=written_buffers(graph, _updates(program, graph), block_of),
         _costs={"cuda": costs},
     )
+
+
+def _updates(program: Program, graph: fx.Graph) -> dict[str, fx.Node]:
+    """The new value of each buffer that the graph returns one of, after its outputs."""
+    names = program.updated_buffers
+    return dict(zip(names, graphs.results(graph)[-len(names) :], strict=True)) if names else {}
 
 
 def _layers(blocks: Sequence[Block]) -> tuple[str, ...]:

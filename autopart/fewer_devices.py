@@ -19,7 +19,6 @@ from autopart.cluster import Cluster, Node
 from autopart.cost.devices import Device
 from autopart.earlier_plans import EarlierPlans
 from autopart.frontier import first_devices
-from autopart.pins import check_stages
 from autopart.plan import Plan
 from autopart.planned import planned
 from autopart.report.units import format_seconds
@@ -39,7 +38,6 @@ def advised_plan(cluster: Cluster, analysis: Analysis, **limits: Any) -> Plan:
     Where limits name degrees, or devices share a host's cores, nothing is looked for. Further plans are made for parts
     that may be faster alone, the MOST_TRIED largest of them.
     """
-    check_stages(analysis, *(limits.get(name) for name in ("pp", "together", "pins")))
     known = EarlierPlans()
     plan = planned(analysis.program, cluster, analysis=analysis, earlier=known, **limits)
     if any(limits.get(name) is not None for name in ("pp", "dp", "tp")) or cluster.device(0).kind != "cuda":

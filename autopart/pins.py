@@ -48,7 +48,7 @@ def read_pins(
     if not isinstance(stages or {}, Mapping):
         raise PlanError('pins has a stage for each pattern, such as {"decoder.layers.3": 2}')
     groups = tuple(tuple(sorted({b for pattern in group for b in _blocks(analysis, pattern)})) for group in together)
-    groups = tuple(group for group in groups if group)
+    groups = (*filter(None, groups), *(item.places for item in analysis.written if len(item.places) > 1))
     wanted: dict[int, tuple[int, str]] = {}  # block -> stage, and the pattern that says so
     for pattern, stage in (stages or {}).items():
         if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
@@ -79,20 +79,27 @@ def read_pins(
 def check_stages(
     analysis: Analysis,
     pp: int | None,
+    pinned: Pins,
     together: Sequence[Sequence[str]] | None = None,
     pins: Mapping[str, int] | None = None,
 ) -> None:
-    """Raises PlanError where a pipeline has more stages than what is pinned allows, and what :func:`read_pins` does."""
-    if pp is None or not (together or pins):
+    """Raises PlanError where a pipeline has more stages than is allowed. together, pins: as a user gives them."""
+    most = pinned.most_stages
+    if pp is None or pp <= most:
         return
-    most = read_pins(analysis, together or (), pins).most_stages
-    if pp <= most:
-        return
+    if most == len(analysis.blocks):
+        raise PlanError(f"pp={pp} stages need as many blocks, {analysis.program.name} has {most}; lower pp")
     asked = [f"together {','.join(group)}" for group in together or ()]
     asked += [f"pin {pattern}={stage}" for pattern, stage in (pins or {}).items()]
+    if asked:
+        raise PlanError(
+            f"pp={pp} needs {pp} stages, but {' with '.join(asked)} allow{'s' if len(asked) == 1 else ''} {most} at "
+            f"most; use pp={most}, or leave more modules free"
+        )
+    buffers = [name for item in analysis.written if len(item.places) > 1 for name in item.names]
     raise PlanError(
-        f"pp={pp} needs {pp} stages, but {' with '.join(asked)} allow{'s' if len(asked) == 1 else ''} {most} at most; "
-        f"use pp={most}, or leave more modules free"
+        f"pp={pp} needs {pp} stages, but what reads or writes a buffer that training writes is on one stage "
+        f"({', '.join(buffers[:3])}{', …' if len(buffers) > 3 else ''}), which leaves {most} at most; use pp={most}"
     )
 
 

@@ -28,7 +28,7 @@ from autopart.mesh_prices import MeshPrices
 from autopart.passes.data_axis import LEVELS
 from autopart.passes.program import Program
 from autopart.passes.rules import RULES, RuleBook
-from autopart.pins import read_pins
+from autopart.pins import check_stages, read_pins
 from autopart.plan import DROPOUT, Plan, check_warmup
 from autopart.plan_notes import notes, speeds, unfactored, untried
 from autopart.recomputation import RECOMPUTE
@@ -145,8 +145,7 @@ def make_plan(
     elif warmup is not None:
         check_warmup(schedule, (warmup,), 1)
     pinned = read_pins(analysis, together or (), pins)
-    if pp is not None and pp > len(analysis.blocks):
-        raise PlanError(f"pp={pp} stages need as many blocks, {program.name} has {len(analysis.blocks)}; lower pp")
+    check_stages(analysis, pp, pinned, together, pins)
     samples, known = batch, earlier or EarlierPlans()
     candidates = known.take(
         cluster, lambda: Candidates(analysis, cluster, samples, optimizer, time_limit_s, warmup, pinned, zero, scheme)

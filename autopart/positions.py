@@ -53,7 +53,9 @@ class Positions:
 
     @staticmethod
     def of(analysis: Analysis, together: Sequence[Sequence[int]] = ()) -> Positions:
-        """The positions of a program's blocks. together: groups of blocks that no position parts."""
+        """The positions of a program's blocks. together: groups of blocks that no position parts, beside those that a
+        buffer keeps together.
+        """
         block_of = analysis.block_of
         readers: dict[Value, int] = {}
         for node, index in block_of.items():
@@ -71,7 +73,7 @@ class Positions:
         found, complete = positions(
             len(analysis.blocks),
             edges,
-            together,
+            (*together, *(item.places for item in analysis.written)),
             weights=[_weight(analysis, block.nodes) for block in analysis.blocks],
             sent=sent,
         )

@@ -84,12 +84,49 @@ def updates_buffers(node: fx.Node) -> bool:
 def chain(graph: fx.Graph, free: set[fx.Node]) -> list[fx.Node]:
     """The ops that are not free, in order (``getitem`` and sizes belong to the op that they read).
 
-    Branches that the model computes in turns come one after the other, if fewer values are alive that way.
+    What makes a buffer's new value of buffers alone, as a counter's, comes where they are read first. Branches that the
+    model computes in turns come one after the other, if fewer values are alive that way.
     """
-    ops = [node for node in graph.nodes if graphs.is_op(node) and node not in free]
+    ops = _counted_where_read([node for node in graph.nodes if graphs.is_op(node) and node not in free], free)
     apart = _branch_by_branch(ops)
     own, other = (sum(map(len, crossing(order))) for order in (ops, apart))
     return apart if other < _FEWER * own else ops
+
+
+def _counted_where_read(ops: Sequence[fx.Node], free: set[fx.Node]) -> list[fx.Node]:
+    """The ops in an order in which those that read buffers alone, and lead to their new values alone, follow the first
+    other op that reads one of these: they are on one stage (:mod:`autopart.passes.written`).
+    """
+    buffers = {
+        source
+        for node in ops
+        for source in graphs.input_nodes(node)
+        if source.op == "placeholder" and source.meta["role"] is Role.BUFFER and source not in free
+    }
+    from_buffers = set[fx.Node]()
+    for node in ops:
+        known = (source in free or source in buffers or source in from_buffers for source in node.all_input_nodes)
+        if not is_random(node) and all(known):
+            from_buffers.add(node)
+    counting = set[fx.Node]()
+    for node in reversed(ops):
+        if node in from_buffers and all(user.op == "output" or user in counting for user in node.users):
+            counting.add(node)
+    first: dict[fx.Node, int] = {}  # of the other ops that read a buffer
+    for at, node in enumerate(ops):
+        for source in node.all_input_nodes if node not in counting else ():
+            first.setdefault(source, at)
+    behind: dict[fx.Node, int] = {}  # op that is to follow that one
+    for node in ops:
+        if node in counting:
+            sources = [source for source in node.all_input_nodes if source not in free]
+            places = [behind.get(source, first.get(source)) for source in sources]
+            if places and all(place is not None for place in places):
+                behind[node] = max(place for place in places if place is not None)
+    moved: dict[int, list[fx.Node]] = {}
+    for node, place in behind.items():
+        moved.setdefault(place, []).append(node)
+    return [one for at, node in enumerate(ops) for one in ([] if node in behind else [node]) + moved.get(at, [])]
 
 
 def _branch_by_branch(ops: Sequence[fx.Node]) -> list[fx.Node]:

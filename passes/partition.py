@@ -8,7 +8,7 @@ then new values of buffers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -17,6 +17,8 @@ from autopart.passes import graph as graphs
 from autopart.passes.blocks import Block
 from autopart.passes.graph import Value
 from autopart.passes.program import Program, Role
+from autopart.passes.written import written_buffers
+from autopart.runtime.errors import PlanError
 from autopart.runtime.manifest import argument_name
 
 
@@ -72,12 +74,27 @@ def partition(
         for value, targets in sorted(users.items(), key=lambda item: (_order(graph)[item[0].node], item[0].index))
     ]
     results = _results(program, graph)
+    updates = {name: node for kind, name, node in results if kind == "update"}
+    buffers = _homes_of_written(graph, updates, home)
     placed: list[list[tuple[str, str, fx.Node]]] = [[] for _ in range(stages)]
     for kind, name, node in results:
         stage = home.get(graphs.value_of(node).node, stages - 1)
-        placed[stage].append((kind, name, node))
+        placed[buffers.get(name, stage) if kind == "update" else stage].append((kind, name, node))
     built = [_build(stage, graph, home, crossings, placed[stage]) for stage in range(stages)]
     return built, crossings
+
+
+def _homes_of_written(graph: fx.Graph, updates: Mapping[str, fx.Node], home: Mapping[fx.Node, int]) -> dict[str, int]:
+    """The stage of each written buffer that some stage's ops read or make. Raises PlanError where these are several."""
+    found: dict[str, int] = {}
+    for written in written_buffers(graph, updates, home):
+        if len(written.places) > 1:
+            raise PlanError(
+                f"stages {', '.join(map(str, written.places))} have ops that read or write {', '.join(written.names)}, "
+                "which training writes: these are on one stage, that holds it; cut elsewhere, or plan again"
+            )
+        found.update({name: stage for name in written.names for stage in written.places})
+    return found
 
 
 def _order(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -115,7 +115,7 @@ def test_a_named_stage_asks_for_as_many() -> None:
         ({"pins": {"layers.3": 0, "layers.1": 1}}, "stages follow the order of computation"),
         ({"pins": {"enter": 1}}, "'enter' is pinned on stage 1, but before it there are 0 pieces"),
         ({"pins": {"layers.1": 0, "layers.3": 1}, "together": [["layers.0", "layers.4"]]}, "have to stay together"),
-        ({"pp": 2, "together": [["*"]]}, "pp at most 1"),
+        ({"pp": 2, "together": [["*"]]}, r"together \* allows 1 at most"),
     ],
 )
 def test_what_cannot_be_had(limits: dict[str, object], message: str) -> None:
@@ -135,11 +135,12 @@ def test_least_and_most_stages() -> None:
 
 
 def test_stages_that_pins_leave_no_room_for() -> None:
+    together = read_pins(tower(), [["*"]])
     for pp in (None, 1):
-        check_stages(tower(), pp, [["*"]])
-    check_stages(tower(), 2)
+        check_stages(tower(), pp, together, [["*"]])
+    check_stages(tower(), 2, read_pins(tower()))
     with pytest.raises(PlanError, match=r"pp=2 needs 2 stages, but together \* allows 1 at most; use pp=1"):
-        check_stages(tower(), 2, [["*"]])
+        check_stages(tower(), 2, together, [["*"]])
     with pytest.raises(PlanError, match=r"together \* with pin .*=0 allow 1 at most"):
         advised_plan(ideal(3), tower(), pp=2, together=[["*"]], pins={"*": 0})
 

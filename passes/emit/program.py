@@ -21,6 +21,7 @@ from autopart.passes.partition import Crossing, StageGraph
 from autopart.passes.program import Program, Role, TensorInfo, reached_by_gradients
 from autopart.passes.shard import local_extents
 from autopart.passes.sizes import Extent, extent
+from autopart.passes.written import running_statistics
 from autopart.runtime.errors import PlanError
 from autopart.runtime.loading import CONSTANTS_FILE
 from autopart.runtime.manifest import AssumptionSpec, Manifest, OutputSpec, ParameterSpec, Size, StageSpec, ValueSpec
@@ -95,7 +96,7 @@ def emit_program(
 ) -> Emitted:
     """Sources and manifest. ``graphs_by_stage``: one rank's graph per stage (shard_stage)."""
     totals_buffers = _names(split.totals, Role.BUFFER) if split.totals is not None else ()
-    homes = _homes(program, graphs_by_stage, totals_buffers)
+    homes = _homes(program, stages, graphs_by_stage, totals_buffers)
     parameters = parameter_specs(program, split, stages, graphs_by_stage, storage, layout)
     files: dict[str, str] = {}
     specs: list[StageSpec] = []
@@ -177,17 +178,16 @@ def _names(graph: fx.Graph, role: Role) -> tuple[str, ...]:
 
 
 def _homes(
-    program: Program, stage_graphs: Sequence[fx.Graph], totals_buffers: Sequence[str]
+    program: Program, stages: Sequence[StageGraph], stage_graphs: Sequence[fx.Graph], totals_buffers: Sequence[str]
 ) -> dict[str, tuple[int, ...]]:
     """The stages that hold each parameter and buffer; one that nothing uses is kept on the first.
 
-    Stages that use totals hold the buffers that totals are computed from.
+    A stage that makes a buffer's new value holds it; those that use totals hold what these are computed from.
     """
     found: dict[str, list[int]] = {name: [] for name in program.tensors}
-    for index, graph in enumerate(stage_graphs):
-        for role in (Role.PARAMETER, Role.BUFFER):
-            for name in _names(graph, role):
-                found[name].append(index)
+    for index, (stage, graph) in enumerate(zip(stages, stage_graphs, strict=True)):
+        for name in dict.fromkeys((*_names(graph, Role.PARAMETER), *_names(graph, Role.BUFFER), *stage.updates)):
+            found[name].append(index)
         if _names(graph, Role.TOTAL):
             for name in totals_buffers:
                 if index not in found[name]:
@@ -287,9 +287,16 @@ def parameter_specs(
     layout: Layout,
 ) -> tuple[ParameterSpec, ...]:
     """How every parameter and buffer is stored, in the model's order."""
-    homes = _homes(program, graphs_by_stage, _names(split.totals, Role.BUFFER) if split.totals is not None else ())
+    totals = _names(split.totals, Role.BUFFER) if split.totals is not None else ()
+    homes = _homes(program, stages, graphs_by_stage, totals)
     learning = learning_stages(program, stages, graphs_by_stage)
-    updated = {*program.updated_buffers, *running_statistics(program)}
+    updated = {*program.updated_buffers, *running_statistics(program.graph)}
+    for name in updated:
+        if len(homes[name]) > 1:
+            raise PlanError(
+                f"the buffer {name} is written in training, and stages {', '.join(map(str, homes[name]))} would each "
+                "hold one of their own; cut elsewhere, or use fewer stages"
+            )
     return tuple(
         _parameter(info, homes, storage, program, layout, layout.cuts.get(info.name), learning, info.name in updated)
         for info in program.tensors.values()
@@ -354,14 +361,3 @@ def gradient_roots(program: Program, stage: StageGraph, graph: fx.Graph) -> list
     names = [*stage.sends, *stage.outputs]
     wanted = {*stage.sends, *(stage.outputs if program.loss is None else (program.loss,))}
     return [node for name, node in zip(names, graphs.results(graph), strict=False) if name in wanted]
-
-
-def running_statistics(program: Program) -> set[str]:
-    """Buffers that an op of the graph updates in place (batch norm's means and variances)."""
-    found: set[str] = set()
-    for node in program.graph.nodes:
-        if graphs.updates_statistics(node):
-            for source in graphs.input_nodes(node):
-                if source.op == "placeholder" and source.meta["role"] is Role.BUFFER:
-                    found.add(source.meta["name"])
-    return found

@@ -1,0 +1,143 @@
+"""Buffers that training writes are on one stage with all that reads them or makes their value: equal to one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopart.verify
+from autopart.analysis import analyze
+from autopart.passes.partition import partition
+from autopart.planner import make_plan
+from autopart.realize import realize
+from autopart.runtime.errors import PlanError
+from autopart.verify import compare_emitted, prepare
+from clusters import ideal
+from launch import run_kept_job
+
+WIDTH = 8
+
+
+class Layers(nn.Module):
+    def __init__(self, size: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.register_buffer("kept", torch.zeros(size))
+        self.kept: Tensor
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.ends((x - y).square().mean())
+
+    def ends(self, loss: Tensor) -> Tensor:
+        return loss
+
+
+class LastLoss(Layers):
+    """The new value does not read the old one."""
+
+    def ends(self, loss: Tensor) -> Tensor:
+        self.kept.copy_(loss.detach())
+        return loss
+
+
+class InputMean(Layers):
+    """The new value is of the input alone, which every stage has."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.kept.copy_(x.mean())
+        return super().forward(x, y)
+
+
+class Counted(Layers):
+    """Two ops read it, of which the one that makes its value comes last."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        scale = 1 + (self.kept / 10).clone()
+        loss = super().forward(x * scale, y)
+        self.kept += 1
+        return loss
+
+
+class Averages(Layers):
+    """An average of a first layer's weights, read at the end."""
+
+    def __init__(self) -> None:
+        super().__init__((WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().forward(x, y) + (x @ self.kept).square().mean()
+        weight = self.layers[0].weight
+        assert isinstance(weight, Tensor)
+        self.kept.lerp_(weight.detach(), 0.1)
+        return loss
+
+
+class Before(Layers):
+    """One buffer becomes what another was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("before", torch.zeros(()))
+        self.before: Tensor
+
+    def ends(self, loss: Tensor) -> Tensor:
+        change = loss * (1 + self.before)
+        self.before.copy_(self.kept)
+        self.kept.copy_(loss.detach())
+        return change
+
+
+class OneNorm(Layers):
+    """Statistics that several layers write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(self.norm(layer(x)))
+        return (x - y).square().mean()
+
+
+@pytest.mark.parametrize("model", [LastLoss, InputMean, Counted, Averages, Before, OneNorm])
+def test_pipelines_equal_one_process(
+    model: Callable[[], nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
+    torch.manual_seed(0)
+    subject = prepare(model().double(), (torch.randn(8, WIDTH), torch.randn(8, WIDTH)))
+    analysis = analyze(subject.program)
+    limits = {"batch": 8, "pp": 2, "dp": 1, "tp": 1, "microbatches": 1}
+    plan = make_plan(subject.program, ideal(2), analysis=analysis, **limits)  # type: ignore[arg-type]
+    emitted = realize(subject.program, plan, analysis)
+    assert all(len(item.stages) == 1 for item in emitted.manifest.parameters if item.buffer)
+    emitted.save(tmp_path / "program")
+    result = compare_emitted(tmp_path / "program", subject, plan=plan)
+    assert result.equal, result
+
+
+def test_what_cannot_be_cut_is_said() -> None:
+    inputs = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    program = prepare(OneNorm(), inputs).program
+    analysis = analyze(program)
+    (statistics,) = {item.places for item in analysis.written if "norm.running_mean" in item.names}
+    assert len(statistics) == 4
+    most = len(analysis.blocks) - (statistics[-1] - statistics[0])
+    with pytest.raises(PlanError, match=rf"pp={most + 1} needs .*norm.running_mean.* leaves {most} at most"):
+        make_plan(program, ideal(most + 1), analysis=analysis, batch=8, pp=most + 1, microbatches=1)
+    inside = statistics[1]
+    with pytest.raises(PlanError, match=r"stages 0, 1 have ops that read or write norm.running_mean.*cut elsewhere"):
+        partition(program, analysis.graph, analysis.blocks, (0, inside, len(analysis.blocks)))
+    plan = make_plan(program, ideal(2), analysis=analysis, batch=8, pp=2, microbatches=1)
+    first, second = plan.stages
+    moved = replace(first, blocks=(0, inside)), replace(second, blocks=(inside, len(analysis.blocks)))
+    with pytest.raises(PlanError, match="cut elsewhere, or plan again"):
+        realize(program, replace(plan, stages=moved), analysis)
