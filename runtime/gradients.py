@@ -329,6 +329,11 @@ def average_buffers(manifest: Manifest, mesh: Mesh, buffers: dict[str, Tensor]) 
                 tensor.data.copy_(total / mesh.data.size)
 
 
+def _magnitudes(gradient: Tensor) -> Tensor:
+    """Of complex numbers the real ones that their norm is of, as torch takes no real type for it."""
+    return gradient.abs() if gradient.is_complex() else gradient
+
+
 def clip_gradients(
     manifest: Manifest, mesh: Mesh, parameters: dict[str, nn.Parameter], max_norm: float, norm_type: float = 2.0
 ) -> Tensor:
@@ -338,7 +343,7 @@ def clip_gradients(
     """
     specs = {spec.name: spec for spec in manifest.parameters}
     norms = [
-        torch.linalg.vector_norm(plain(parameter.grad), norm_type, dtype=torch.float64)
+        torch.linalg.vector_norm(_magnitudes(plain(parameter.grad)), norm_type, dtype=torch.float64)
         for name, parameter in parameters.items()
         if parameter.grad is not None and counted(specs[name], mesh)
     ]

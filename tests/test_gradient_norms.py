@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autopart
 from autopart.runtime.errors import InputError
 from launch import launch
 from two_layers import NAMES, PLANS, PP, TP, batch, build, parallel
@@ -102,3 +103,30 @@ def other_ways(limits: dict[str, Any]) -> None:
 @pytest.mark.parametrize("limits", PLANS[:2], ids=NAMES[:2])
 def test_older_ways_of_writing_it_come_to_the_same(limits: dict[str, Any]) -> None:
     launch(other_ways, 2, limits)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(8, 8, dtype=torch.complex128)) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return ((x + 0j) @ self.first @ self.second).abs().sub(y).square().mean()
+
+
+def complex_norms(order: float, parted: bool) -> list[float]:
+    torch.manual_seed(0)
+    model: nn.Module = Complex()
+    if parted:
+        model = autopart.parallelize(model, verbose=False, **PP)
+    model(**batch()).backward()
+    clip: Any = model.clip_grad_norm_ if parted else partial(nn.utils.clip_grad_norm_, list(model.parameters()))
+    return [clip(0.1, order).item() for _ in range(2)]
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_norms_of_complex_gradients(order: float) -> None:
+    expected = complex_norms(order, False)
+    assert expected[0] > 0.1 > 0.99 * expected[1]
+    for found in launch(complex_norms, 2, order, True):
+        assert found == pytest.approx(expected, rel=1e-9)
