@@ -24,6 +24,7 @@ from autopart.runtime.files import write_whole
 from autopart.runtime.manifest import MIXED
 from autopart.runtime.placement import Placement
 from autopart.runtime.schedule import NAMES, deeper_warmup, in_flight, make_schedule
+from autopart.tensor_scheme import TensorScheme
 from autopart.update_memory import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -156,6 +157,7 @@ class Plan:
     :mod:`autopart.pins`. The stages follow them; nothing else reads them when the plan is run.
     shared_host: devices of each host, where these share its cores; 0: they have cores of their own. alone: how many
     times as fast as the stages' seconds say they are while no other device of the host computes.
+    tensor_scheme: that was asked for, see :mod:`autopart.tensor_scheme`; the strategies say what came of it.
     optimizer: by which memory is counted; any may be used. bucket_bytes: of gradients that share a message.
     tokens, flops: of one step; peak_flops: FLOP/s of all its devices in the type of most products; 0 when unknown.
     considered: other candidates, as rows for the report.
@@ -194,6 +196,7 @@ class Plan:
     alone: float = 1.0
     optimizer: str = "adamw"
     bucket_bytes: int = BUCKET_BYTES
+    tensor_scheme: str = TensorScheme.AUTO.value
 
     def __post_init__(self) -> None:
         _require(self.schedule in SCHEDULES, f"schedule: {self.schedule!r} is not one of {', '.join(SCHEDULES)}")
@@ -244,6 +247,11 @@ class Plan:
                 f"stages[{index + 1}].blocks: starts at {after.blocks[0]}, the stage before ends at {before.blocks[1]}",
             )
         _require(self.stages[0].blocks[0] == 0, "stages[0].blocks: the first stage starts at block 0")
+        schemes = [scheme.value for scheme in TensorScheme]
+        _require(
+            self.tensor_scheme in schemes,
+            f"tensor_scheme: one of {', '.join(schemes)}, not {self.tensor_scheme!r}",
+        )
         _require(self.optimizer in OPTIMIZERS, f"optimizer: one of {', '.join(OPTIMIZERS)}, not {self.optimizer!r}")
         _require(
             not self.order or sorted(self.order) == list(range(self.stages[-1].blocks[1])),

@@ -268,6 +268,7 @@ def make_plan(
         dropout=dropout,
         pins=dict(pins or {}),
         together=tuple(map(tuple, together or ())),
+        tensor_scheme=scheme.value,
         notes=(
             *plan.notes,
             *speeds(cluster),

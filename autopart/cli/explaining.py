@@ -148,6 +148,7 @@ def _with_model(
     from autopart.rank_peaks import rank_peaks
     from autopart.reshardings import reshardings
     from autopart.runtime.errors import InfeasibleError
+    from autopart.same_degrees import asked_of
 
     program = read_program(arguments, plan=plan)
     with working("analysing the model"):
@@ -161,8 +162,7 @@ def _with_model(
             if other is not None and row["seconds"] >= other.step_time_s:
                 break
             try:
-                same = {"pins": plan.pins, "together": plan.together, "optimizer": plan.optimizer}
-                limits = {**limits_of(str(row["config"])), **same}
+                limits = {**limits_of(str(row["config"])), **asked_of(plan)}
                 found = planned(program, cluster, batch=plan.batch, analysis=analysis, **limits)
             except InfeasibleError:
                 continue

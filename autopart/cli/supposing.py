@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from autopart.cli.arguments import add_json, check_output, file_path, positive, read_cluster, read_program
 from autopart.cli.explaining import add_model_option
@@ -57,13 +56,13 @@ def _read(name: str) -> Callable[[str], float]:
 
 def run(arguments: argparse.Namespace) -> int:
     from autopart.analysis import analyze
-    from autopart.breakdown import tensor_axes
     from autopart.explain import cluster_of, compare
     from autopart.plan import Plan
     from autopart.planned import planned
     from autopart.realize import check_plan
     from autopart.report.explanation import comparison_text
-    from autopart.runtime.errors import InfeasibleError, PlanError
+    from autopart.runtime.errors import BatchError, InfeasibleError, PlanError
+    from autopart.same_degrees import asked_of, chosen_anew, limits_of_plan
     from autopart.what_if import Change, cluster_named
 
     plan = Plan.load(arguments.plan)
@@ -87,18 +86,18 @@ def run(arguments: argparse.Namespace) -> int:
     with working(f"planning for {named}"):
         analysis = analyze(program)
         check_plan(program, analysis, plan)
-        pinned: dict[str, Any] = {"pins": plan.pins, "together": plan.together, "optimizer": plan.optimizer}
-        best = replace(planned(program, cluster, batch=batch, analysis=analysis, **pinned), cluster=named)
-        recompute = "auto" if plan.recompute == "some" else plan.recompute
-        limits: dict[str, Any] = {"schedule": plan.schedule, "recompute": recompute, "pp": plan.pp, "dp": plan.dp}
-        limits["tp"] = tuple(size for _, size in tensor_axes(plan.stages[0])) or 1
-        if not plan.is_uniform:
-            limits |= {"dp": None, "tp": None, "meshes": "unlike"}
+        asked = asked_of(plan)
+        best = planned(program, cluster, batch=batch, analysis=analysis, **asked)
+        limits = limits_of_plan(plan, analysis, batch)
         try:
-            same = planned(program, cluster, batch=batch, analysis=analysis, **limits, **pinned)
-        except (InfeasibleError, PlanError) as error:
+            same = planned(program, cluster, batch=batch, analysis=analysis, **limits, **asked)
+        except (BatchError, InfeasibleError, PlanError) as error:
             same = None
             print(f"the same degrees do not work under the change: {str(error).splitlines()[0]}", file=sys.stderr)
+    # what nobody asks for is not tried among others, such as other schedules
+    best = replace(best if same is None or best.step_time_s <= same.step_time_s else same, cluster=named)
+    anew = chosen_anew(plan, same) if same is not None else []
+    notes = [f"same degrees: chosen anew, and otherwise than now: {', '.join(anew)}"] if anew else []
     if arguments.output is not None:
         best.save(arguments.output)
         print(f"plan written to {arguments.output}", file=sys.stderr)
@@ -107,9 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
     columns += [("best", best, cluster)]
     names, plans, clusters = zip(*columns, strict=True)
     found = compare(plans, clusters)
-    print(
-        json.dumps({"plans": list(names), **found.to_json_object()})
-        if arguments.json
-        else comparison_text(names, found)
-    )
+    if arguments.json:
+        print(json.dumps({"plans": list(names), **found.to_json_object(), "notes": notes}))
+    else:
+        print("\n".join([comparison_text(names, found), *(f"note: {note}" for note in notes)]))
     return 0

@@ -1,0 +1,91 @@
+"""Plans made again from their own decisions, as what-if does: on the same cluster they are the same plans."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopart.analysis import Analysis, analyze
+from autopart.cli import main
+from autopart.models import load_model
+from autopart.plan import Plan
+from autopart.planner import make_plan
+from autopart.runtime.errors import PlanError
+from autopart.same_degrees import asked_of, chosen_anew, limits_of_plan
+from autopart.tracing import capture
+from clusters import ideal
+
+MODEL = "hf:gpt2?n_layer=4&n_embd=32&n_head=4&vocab_size=96&n_positions=32&seq=16&batch=8"
+CLUSTER = ideal(4, bandwidth=1e10)
+
+
+@pytest.fixture(scope="module")
+def analysis() -> Analysis:
+    loaded = load_model(MODEL, meta=True)
+    return analyze(capture(loaded.model, loaded.args, loaded.kwargs, name=loaded.name, check_eval=False))
+
+
+def planned(analysis: Analysis, **limits: Any) -> Plan:
+    return make_plan(analysis.program, CLUSTER, analysis=analysis, **limits)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"pp": 1, "dp": 2, "tp": 2, "microbatches": 2, "zero": 3},
+        {"pp": 1, "dp": 4, "tp": 1, "microbatches": 2, "zero": 1, "recompute": "full"},
+        {"pp": 4, "dp": 1, "tp": 1, "microbatches": 8, "warmup": 2},
+        {"pp": 2, "dp": 2, "tp": 1, "microbatches": 4, "schedule": "interleaved", "virtual": 3},
+        {"pp": 2, "dp": 2, "tp": 1, "microbatches": 4, "schedule": "zb-v", "dropout": "invariant"},
+        {"pp": 1, "dp": 1, "tp": (2, 2), "microbatches": 1, "tensor_scheme": "2d"},
+        {"pp": 3, "meshes": "unlike", "microbatches": 2, "optimizer": "sgd"},
+    ],
+    ids=lambda limits: "-".join(f"{name}={value}" for name, value in limits.items()),
+)
+def test_the_same_plan_comes_out(analysis: Analysis, limits: dict[str, Any]) -> None:
+    plan = planned(analysis, **limits)
+    kept = limits_of_plan(plan, analysis, plan.batch)
+    same = planned(analysis, **kept, **asked_of(plan))
+    assert same.step_time_s == pytest.approx(plan.step_time_s, rel=1e-6)
+    for name in ("layout", "microbatches", "schedule", "warmup", "recompute", "zero", "dropout", "optimizer"):
+        assert getattr(same, name) == getattr(plan, name)
+    assert set(chosen_anew(plan, same)) <= ({"meshes of stages", "blocks of stages"} if "meshes" in limits else set())
+    assert Plan.from_json(plan.to_json()) == plan and plan.tensor_scheme == limits.get("tensor_scheme", "auto")
+    assert all(kept[name] == value for name, value in limits.items() if name in ("zero", "microbatches", "virtual"))
+
+
+def test_another_batch(analysis: Analysis) -> None:
+    plan = planned(analysis, pp=2, dp=2, tp=1, microbatches=2)
+    assert limits_of_plan(plan, analysis, 16)["microbatches"] == 4, "samples of a microbatch stay"
+    assert limits_of_plan(plan, analysis, 10)["microbatches"] is None, "4 samples do not divide 10"
+    same = planned(analysis, **{**limits_of_plan(plan, analysis, 10), "batch": 10}, **asked_of(plan))
+    assert "microbatches" in chosen_anew(plan, same)
+    looped = planned(analysis, pp=2, dp=2, tp=1, microbatches=2, schedule="interleaved")
+    assert limits_of_plan(looped, analysis, 12)["microbatches"] is None, "no multiple of the ranks"
+
+
+def test_levels_that_no_limit_says(analysis: Analysis) -> None:
+    plan = planned(analysis, pp=1, dp=4, tp=1, microbatches=1, zero=1)
+    some = {name: level for name, level in plan.zero.items() if "mlp" in name}
+    assert limits_of_plan(replace(plan, zero=some), analysis, plan.batch)["zero"] is None
+    assert limits_of_plan(replace(plan, zero={}), analysis, plan.batch)["zero"] == 0
+    with pytest.raises(PlanError, match="tensor_scheme"):
+        replace(plan, tensor_scheme="4d")
+
+
+def test_what_if_nothing_changes(tmp_path: Path, analysis: Analysis, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster, file = tmp_path / "cluster.toml", tmp_path / "plan.json"
+    CLUSTER.save(cluster)
+    plan = planned(analysis, pp=2, dp=2, tp=1, microbatches=4, zero=2, schedule="zb-h1", dropout="invariant")
+    plan.save(file)
+    command = ["what-if", str(file), "--model", MODEL, "--cluster", str(cluster), "--json"]
+    assert main([*command, "-o", str(tmp_path / "best.json")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    now, same, best = found["figures"]["step time"]
+    assert now == pytest.approx(same, rel=1e-6) and best <= same and not found["notes"]
+    assert {item["what"] for item in found["decisions"] if item["values"][0] != item["values"][1]} == set()
+    assert Plan.load(tmp_path / "best.json").dropout == "invariant"
