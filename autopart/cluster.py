@@ -10,14 +10,17 @@ network ports after ``@``: ``4x8xV100-16GB@Ethernet-25`` (one port a node), ``2x
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from autopart.cost import calibrated
 from autopart.cost import devices as presets
@@ -120,6 +123,12 @@ class Cluster:
         if not 0 <= device < self.device_count:
             raise ClusterError(f"there is no device {device} in {self}, which has {self.device_count} devices")
         return self._node_of[device]
+
+    @property
+    def digest(self) -> str:
+        """A short hash of all numbers of devices and links but their memory, of which drivers keep a little."""
+        nodes = [(count, _numbers(asdict(node))) for node, count in _runs(self.nodes)]
+        return hashlib.sha256(json.dumps(nodes, sort_keys=True).encode()).hexdigest()[:12]
 
     def device(self, index: int) -> Device:
         return self.nodes[self.node_of(index)].device
@@ -271,6 +280,13 @@ def check_size(devices: int) -> None:
     """Raises ClusterError where no cluster has so many."""
     if devices > MOST_DEVICES:
         raise ClusterError(f"{devices:,} devices; a cluster has at most {MOST_DEVICES:,}: check count and devices")
+
+
+def _numbers(value: Any) -> Any:
+    """Numbers as floats, whatever a file wrote, and none of memory."""
+    if isinstance(value, dict):
+        return {name: _numbers(item) for name, item in value.items() if name != "memory_bytes"}
+    return value if isinstance(value, str) else float(value)
 
 
 # Planning asks for the links of all pairs of ranks, of which a cluster has few different ones.

@@ -109,6 +109,7 @@ def timed_plan(
         fingerprint=program.fingerprint,
         model=program.name,
         cluster=str(candidates.cluster),
+        cluster_digest=candidates.cluster.digest,
         batch=candidates.batch,
         dtype=program.computes_in,
         schedule=config.schedule,

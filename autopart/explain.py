@@ -9,10 +9,10 @@ from typing import Any
 from autopart.breakdown import Breakdown, break_down, columns
 from autopart.cluster import Cluster
 from autopart.plan import SCHEDULES, Plan
-from autopart.what_if import cluster_named
+from autopart.what_if import changed_as, cluster_named
 
 _OUTCOMES = {"step_time_s", "bound_s", "gap", "solve_s", "total_s", "tokens", "flops", "notes", "considered", "tied_s"}
-_OUTCOMES |= {"transfers", "peak_flops"}
+_OUTCOMES |= {"transfers", "peak_flops", "cluster_digest"}
 _STAGE_OUTCOMES = {"forward_s", "backward_s", "memory_bytes", "state_bytes", "capacity_bytes", "parameters"}
 _LIMITS = ("pp", "dp", "tp", "meshes", "microbatches")
 _STAGE_OUTCOMES |= {"collectives", "step_end_s", "hidden_s", "first_op", "last_op", "device"}
@@ -50,6 +50,32 @@ def cluster_of(plan: Plan) -> Cluster | None:
     """The cluster that a plan names; None for one that was described in a file."""
     found = cluster_named(plan.cluster)
     return found if found is not None and found.device_count >= plan.device_count else None
+
+
+def given_cluster(plan: Plan, given: Cluster) -> Cluster | None:
+    """The plan's cluster where ``given`` is it, or what it is a change of: by its numbers, else by its name; or None.
+
+    Numbers go first, as what was measured of a host may not be what its name stands for any more.
+    """
+    changed = changed_as(plan.cluster, given)
+    alike = (cluster for cluster in (changed, given) if cluster.digest == plan.cluster_digest)
+    return next(alike, None) or cluster_named(plan.cluster, given)
+
+
+def has_other_numbers(plan: Plan, cluster: Cluster | None) -> bool:
+    """Whether the plan was made with other numbers of the cluster than these, as where a host was measured anew."""
+    return cluster is not None and bool(plan.cluster_digest) and cluster.digest != plan.cluster_digest
+
+
+def numbers_notes(plans: Sequence[Plan], clusters: Sequence[Cluster | None]) -> list[str]:
+    """What to tell of plans that were made with other numbers than those of their clusters at hand."""
+    pairs = zip(plans, clusters, strict=True)
+    names = dict.fromkeys(plan.cluster for plan, cluster in pairs if has_other_numbers(plan, cluster))
+    return [
+        f"the numbers of {name} at hand, by which collectives are priced here, are not those that the plan was made "
+        "with; give the file that has those with --cluster, or plan again"
+        for name in names
+    ]
 
 
 def compare(plans: Sequence[Plan], clusters: Sequence[Cluster | None]) -> Comparison:

@@ -137,6 +137,7 @@ class StagePlan:
 class Plan:
     """The whole program for one model on one cluster, and the account of how it was chosen.
 
+    cluster_digest: of the numbers that the plan was made with, see Cluster.digest; empty: not told.
     batch: samples of a step over all replicas. dtype: of most parameters. strategies: by op pattern
     (``h.*.mlp.c_fc:addmm``, ``*`` for a layer's index) the strategy's name; what is not listed is replicated ("R").
     storage: by parameter pattern how it is stored, one Placement per tensor axis joined with a comma; not listed: as
@@ -197,6 +198,7 @@ class Plan:
     optimizer: str = "adamw"
     bucket_bytes: int = BUCKET_BYTES
     tensor_scheme: str = TensorScheme.AUTO.value
+    cluster_digest: str = ""
 
     def __post_init__(self) -> None:
         _require(self.schedule in SCHEDULES, f"schedule: {self.schedule!r} is not one of {', '.join(SCHEDULES)}")

@@ -82,6 +82,13 @@ def cluster_named(name: str, given: Cluster | None = None) -> Cluster | None:
     return None if base is None or change is None else change.applied(base)
 
 
+def changed_as(name: str, base: Cluster) -> Cluster:
+    """A cluster with the changes that a plan's name for its own tells, such as ``4xH100 (memory 2x)``."""
+    found = _CHANGED.fullmatch(name)
+    change = read_change(found[2]) if found is not None else None
+    return base if found is None or change is None else change.applied(changed_as(found[1], base))
+
+
 def read_change(text: str) -> Change | None:
     """What ``str`` of a change gives; None for another text."""
     names = {item.name for item in fields(Change)}

@@ -23,24 +23,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from autopart.cli.explaining import not_made_for
-    from autopart.explain import cluster_of, compare
+    from autopart.explain import cluster_of, compare, given_cluster, numbers_notes
     from autopart.plan import Plan
     from autopart.report.explanation import comparison_text
     from autopart.runtime.errors import PlanError
-    from autopart.what_if import cluster_named
 
     plans = [Plan.load(path) for path in arguments.plans]
     clusters = [cluster_of(plan) for plan in plans]
     if arguments.cluster is not None:
         given = read_cluster(arguments.cluster)
-        matching = [cluster_named(plan.cluster, given) for plan in plans]
+        matching = [given_cluster(plan, given) for plan in plans]
         if not any(matching):
             raise PlanError(not_made_for(plans, given))
         clusters = [match or known for match, known in zip(matching, clusters, strict=True)]
-    found = compare(plans, clusters)
+    found, notes = compare(plans, clusters), numbers_notes(plans, clusters)
     if arguments.json:
-        print(json.dumps(found.to_json_object()))
+        print(json.dumps({**found.to_json_object(), "notes": notes}))
     else:
         names = [path.stem for path in arguments.plans]
-        print(comparison_text(names if names[0] != names[1] else list(map(str, arguments.plans)), found))
+        text = comparison_text(names if names[0] != names[1] else list(map(str, arguments.plans)), found)
+        print("\n".join([text, *(f"note: {note}" for note in notes)]))
     return 0

@@ -52,14 +52,13 @@ def add_model_option(parser: argparse.ArgumentParser, required: bool = False) ->
 
 def plan_cluster(plan: Plan, given: str | None) -> Cluster | None:
     """The plan's cluster, for which one may be given. Raises PlanError where that is another one, ClusterError."""
-    from autopart.explain import cluster_of
+    from autopart.explain import cluster_of, given_cluster
     from autopart.runtime.errors import PlanError
-    from autopart.what_if import cluster_named
 
     if given is None:
         return cluster_of(plan)
     cluster = read_cluster(given)
-    found = cluster_named(plan.cluster, cluster)
+    found = given_cluster(plan, cluster)
     if found is None:
         raise PlanError(not_made_for([plan], cluster))
     if found.device_count < plan.device_count:
@@ -82,7 +81,7 @@ def not_made_for(plans: Sequence[Plan], cluster: Cluster) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     from autopart.breakdown import break_down
-    from autopart.explain import infeasible, runners_up
+    from autopart.explain import infeasible, numbers_notes, runners_up
     from autopart.plan import Plan
     from autopart.runtime.errors import PlanError
 
@@ -90,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = plan_cluster(plan, arguments.cluster)
     if arguments.model is not None and cluster is None:
         raise PlanError(f"{plan.cluster} is no cluster that can be looked up by name; give its file with --cluster")
-    found = break_down(plan, cluster)
+    found, notes = break_down(plan, cluster), numbers_notes([plan], [cluster])
     rows, unfit = runners_up(plan), infeasible(plan)
     beside: Comparison | None = None
     sent = peaks = None
@@ -105,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
             **found.to_json_object(),
             "runners_up": rows[: arguments.top],
             "infeasible": unfit[: arguments.top],
+            "notes": notes,
         }
         if sent is not None:
             printed["reshardings"] = [item.to_json_object() for item in sent]
@@ -124,7 +124,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     from autopart.report.table import plan_header
 
-    print("\n".join([*plan_header(plan), "", binding_text(plan, found, len(unfit)), "", breakdown_table(found)]))
+    told = [f"note: {note}" for note in notes]
+    print("\n".join([*plan_header(plan), *told, "", binding_text(plan, found, len(unfit)), "", breakdown_table(found)]))
     if sent is not None:
         print("\n" + (resharding_table(sent, plan.step_time_s, arguments.top) if sent else "nothing is resharded"))
     if peaks is not None:
@@ -141,9 +142,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _with_model(
     arguments: argparse.Namespace, plan: Plan, cluster: Cluster, rows: list[dict[str, Any]]
 ) -> tuple[list[Resharding], list[RankPeak], Comparison | None]:
-    """Reshardings, ranks' peaks, and the chosen plan beside the fastest other candidate that can be planned."""
+    """Reshardings, ranks' peaks, and the chosen plan beside the fastest other candidate that can be planned.
+
+    None is laid beside a plan that was made with other numbers of the cluster.
+    """
     from autopart.analysis import analyze
-    from autopart.explain import compare, limits_of
+    from autopart.explain import compare, has_other_numbers, limits_of
     from autopart.planned import planned
     from autopart.rank_peaks import rank_peaks
     from autopart.reshardings import reshardings
@@ -156,6 +160,8 @@ def _with_model(
         sent = reshardings(plan, analysis, cluster)
         peaks = rank_peaks(plan, analysis, cluster.device(0).kind)
     other: Plan | None = None
+    if has_other_numbers(plan, cluster):
+        rows = []
     with working("planning the runner-up"):
         for row in [row for row in rows if "config" in row][:_MOST_BESIDE]:
             # one that was ruled out takes longer than its bound, and may not fit

@@ -56,21 +56,22 @@ def _read(name: str) -> Callable[[str], float]:
 
 def run(arguments: argparse.Namespace) -> int:
     from autopart.analysis import analyze
-    from autopart.explain import cluster_of, compare
+    from autopart.explain import cluster_of, compare, given_cluster, has_other_numbers
     from autopart.plan import Plan
     from autopart.planned import planned
     from autopart.realize import check_plan
     from autopart.report.explanation import comparison_text
+    from autopart.report.units import format_seconds
     from autopart.runtime.errors import BatchError, InfeasibleError, PlanError
     from autopart.same_degrees import asked_of, chosen_anew, limits_of_plan
-    from autopart.what_if import Change, cluster_named
+    from autopart.what_if import Change
 
     plan = Plan.load(arguments.plan)
     before = base = cluster_of(plan)
     named = plan.cluster
     if arguments.cluster is not None:
         base = read_cluster(arguments.cluster)
-        named, before = str(base), cluster_named(plan.cluster, base) or before
+        named, before = str(base), given_cluster(plan, base) or before
     if base is None:
         raise PlanError(f"{plan.cluster} is no cluster that can be looked up by name; give its file with --cluster")
     change = Change(arguments.network, arguments.inside, arguments.flops, arguments.bandwidth, arguments.memory)
@@ -89,6 +90,21 @@ def run(arguments: argparse.Namespace) -> int:
         asked = asked_of(plan)
         best = planned(program, cluster, batch=batch, analysis=analysis, **asked)
         limits = limits_of_plan(plan, analysis, batch)
+        now, notes = plan, []
+        if before is not None and has_other_numbers(plan, before):
+            own = limits_of_plan(plan, analysis, plan.batch)
+            try:
+                now = planned(program, before, batch=plan.batch, analysis=analysis, **own, **asked)
+            except (BatchError, InfeasibleError, PlanError) as error:
+                raise PlanError(
+                    f"the plan was made with other numbers of {plan.cluster} than those at hand, with which it does "
+                    f"not work; give the file that has those with --cluster, or plan again ({error})"
+                ) from error
+            now = replace(now, cluster=plan.cluster)
+            notes.append(
+                f"now: the plan made again, as {plan.cluster} has other numbers at hand than those that it was made "
+                f"with, by which it takes {format_seconds(plan.step_time_s)}; for these give their file with --cluster"
+            )
         try:
             same = planned(program, cluster, batch=batch, analysis=analysis, **limits, **asked)
         except (BatchError, InfeasibleError, PlanError) as error:
@@ -96,12 +112,12 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"the same degrees do not work under the change: {str(error).splitlines()[0]}", file=sys.stderr)
     # what nobody asks for is not tried among others, such as other schedules
     best = replace(best if same is None or best.step_time_s <= same.step_time_s else same, cluster=named)
-    anew = chosen_anew(plan, same) if same is not None else []
-    notes = [f"same degrees: chosen anew, and otherwise than now: {', '.join(anew)}"] if anew else []
+    anew = chosen_anew(now, same) if same is not None else []
+    notes += [f"same degrees: chosen anew, and otherwise than now: {', '.join(anew)}"] if anew else []
     if arguments.output is not None:
         best.save(arguments.output)
         print(f"plan written to {arguments.output}", file=sys.stderr)
-    columns = [("now", plan, before)]
+    columns = [("now", now, before)]
     columns += [("same degrees", replace(same, cluster=named), cluster)] if same is not None else []
     columns += [("best", best, cluster)]
     names, plans, clusters = zip(*columns, strict=True)
