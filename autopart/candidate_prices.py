@@ -331,13 +331,17 @@ class CandidatePrices:
         setting = self.setting(config)
         return self.samples(config), setting.axes, setting.beside
 
-    def data_seconds(self, config: Degrees, choice: TensorChoice, node: fx.Node) -> tuple[float, float]:
-        """Forward and backward seconds of one microbatch that a parameter takes: replicas exchange what is divided, and
-        gradients are added up.
-        """
-        return self._parameter_seconds(self.setting(config), choice, node)
+    def adding_seconds(self, config: Degrees, choice: TensorChoice, node: fx.Node) -> float:
+        """Of one microbatch's backward: adding a parameter's gradient to those before."""
+        setting, info = self.setting(config), self.analysis.program.tensors[node.meta["name"]]
+        if not info.trainable:
+            return 0.0
+        return setting.data.adding_seconds(self._held(node, choice, setting), choice.levels.get(info.name, 0))
 
     def _parameter_seconds(self, setting: Setting, choice: TensorChoice, node: fx.Node) -> tuple[float, float]:
+        """Forward and backward seconds of one microbatch that a parameter takes where it is read: replicas exchange
+        what is divided, and gradients are added up.
+        """
         info = self.analysis.program.tensors[node.meta["name"]]
         size, level = self._held(node, choice, setting), choice.levels.get(info.name, 0)
         there, back = setting.data.microbatch_seconds(size, level, info.trainable, *self._block_costs.gathering(node))

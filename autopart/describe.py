@@ -48,7 +48,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
     stages = []
     for index, (stage, graph) in enumerate(zip(found.stages, found.local, strict=True)):
         first, last = boundaries[index], boundaries[index + 1]
-        times = StageClock(candidates, config, stage, graph, choice, again[index]).seconds()
+        times = StageClock(candidates, config, stage, graph, choice, again[index], exchanged[index]).seconds()
         stages.append(
             StagePlan(
                 devices=candidates.layout.ranks(config, index),

@@ -43,7 +43,10 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
         first, last = boundaries[index], boundaries[index + 1]
         graph, slot, own = found.local[index], problem.slots[step.slot], settings[index]
         times = [
-            StageClock(part.candidates, part.config, found.stages[index], graph, item.choice, again[index]).seconds()
+            StageClock(
+                *(part.candidates, part.config, found.stages[index], graph, item.choice),
+                *(again[index], exchanged[index]),
+            ).seconds()
             for part in item.parts
         ]
         slowest = max(times, key=lambda found: found.backward_s)

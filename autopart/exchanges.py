@@ -25,10 +25,15 @@ Collectives = dict[str, dict[str, int]]
 
 @dataclass(frozen=True, slots=True)
 class Exchanges:
-    """Collectives of one rank of a stage by operation, over all axes of the stage and, per step, between stages."""
+    """Collectives of one rank of a stage by operation, over all axes of the stage and, per step, between stages.
+
+    gathered, scattered: of those of a microbatch, what replicas exchange forward and back.
+    """
 
     microbatch: Collectives
     step: Collectives
+    gathered: Collectives
+    scattered: Collectives
 
 
 def exchanges(
@@ -118,15 +123,20 @@ def _of_stage(
     gathers = units(gatherings(runs, found.cuts, recompute), found.cuts)
     gathered = gathering_counts(gathers, reached, axes, summed)
     microbatch: Collectives = {}
-    for part in (collective_counts(graph, axes, samples, rerun(graph, recompute)), gathered):
-        for operations in part.values():
+    there: Collectives = {}
+    back: Collectives = {}
+    passed: dict[tuple[str, str], dict[str, list[int]]] = {}
+    for (operation, axis), count in pass_counts(in_order, stage.index, mesh, places, bucket_bytes).items():
+        passed.setdefault((axis, "backward"), {})[operation] = count
+    for part in (collective_counts(graph, axes, samples, rerun(graph, recompute)), gathered, passed):
+        for (axis, phase), operations in part.items():
             _add(microbatch, operations)
-    passed = pass_counts(in_order, stage.index, mesh, places, bucket_bytes)
-    _add(microbatch, {key[0]: value for key, value in passed.items()})
+            if axis == mesh[0][0]:
+                _add(there if phase == "forward" else back, operations)
     step: Collectives = {}
     for (operation, _), count in update_counts(in_order, stage.index, mesh, places, bucket_bytes).items():
         _add(step, {operation: count})
-    return Exchanges(microbatch, step)
+    return Exchanges(microbatch, step, there, back)
 
 
 def _add(totals: Collectives, operations: Mapping[str, Sequence[int]]) -> None:

@@ -2,7 +2,8 @@
 
 Ops run one after another, and so do the collectives of an axis. A collective that is waited for at once takes its own
 time; one that is begun before other ops (:mod:`autopart.passes.ahead`), or beside which weights' gradients are computed
-(:mod:`autopart.passes.beside`), what it takes longer than these, and what it waits for collectives before it.
+(:mod:`autopart.passes.beside`), what it takes longer than these, and what it waits for collectives before it. What
+replicas exchange for divided parameters is waited for as often as it is sent.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autopart.candidates import Candidates
+from autopart.cost.communication import counted_seconds
+from autopart.exchanges import Exchanges
 from autopart.passes import graph as graphs
 from autopart.passes.ahead import begun
 from autopart.passes.amounts import value_bytes
@@ -70,6 +73,7 @@ class StageClock:
     graph: fx.Graph
     choice: TensorChoice
     recompute: Collection[str]  # layers and modules in them that run again in the backward
+    exchanged: Exchanges
 
     def seconds(self) -> StageSeconds:
         setting, hidden = self.candidates.setting(self.config), dict[str, float]()
@@ -83,8 +87,10 @@ class StageClock:
         backward = self._backward(priced, setting, started, behind, hidden)
         for node in self.stage.graph.nodes:
             if node.op == "placeholder" and node.meta["role"] is Role.PARAMETER:
-                one, two = self.candidates.data_seconds(self.config, self.choice, self.stage.origin[node])
-                forward, backward = forward + one, backward + two
+                backward += self.candidates.adding_seconds(self.config, self.choice, self.stage.origin[node])
+        replicas, link = setting.data.replicas, setting.data.link
+        forward += sum(counted_seconds(self.exchanged.gathered, replicas, link).values())
+        backward += sum(counted_seconds(self.exchanged.scattered, replicas, link).values())
         return StageSeconds(forward, backward + again, hidden)
 
     def _forward(

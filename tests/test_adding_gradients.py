@@ -87,7 +87,7 @@ def test_as_many_bytes_are_added_as_are_priced(microbatches: int, zero: int, tmp
     alone = of._block_costs.costs(setting.prices, choice.strategies, choice.storage, setting.conversions)
     blocks = of.problem(config, choice).blocks
     backward = sum(block.backward_s for block in blocks) - sum(cost.backward_s for cost in alone)
-    priced = sum(of.data_seconds(config, choice, node)[1] * len(of.readers[node]) for node in trained)
+    priced = sum(of._parameter_seconds(setting, choice, node)[1] * len(of.readers[node]) for node in trained)
     assert backward == pytest.approx(priced) and backward >= seconds
 
 

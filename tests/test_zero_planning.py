@@ -10,6 +10,7 @@ import pytest
 
 from autopart.analysis import Analysis, analyze
 from autopart.cli.arguments import zero_level
+from autopart.cost.communication import collective_seconds
 from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.realize import realize
@@ -54,6 +55,19 @@ def test_levels_hold_less_and_exchange_more() -> None:
     assert found[3].step_time_s > found[2].step_time_s > found[0].step_time_s
     assert found[3].stages[0].parameters * 4 == found[0].stages[0].parameters
     assert found[3].stages[0].step_collectives == {}
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_exchanges_are_priced_as_often_as_they_are_counted(level: int) -> None:
+    """Also of the table that embeds tokens and makes logits, which level 3 gathers at both ends."""
+    (whole,), (divided,) = (plan(zero=zero, microbatches=1).stages for zero in (0, level))
+    link = ideal(4, bandwidth=1e8).group_link(range(4))
+    exchanged = sum(
+        count["calls"] * collective_seconds(kind, count["bytes"] / count["calls"], 4, link)
+        for kind, count in divided.collectives.items()
+    )
+    longer = divided.forward_s + divided.backward_s - whole.forward_s - whole.backward_s
+    assert longer == pytest.approx(exchanged)
 
 
 def test_nothing_is_divided_where_it_fits_whole() -> None:

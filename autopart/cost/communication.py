@@ -18,6 +18,7 @@ nodes' ports, and the mean latency of a step. Groups beside each other share a n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopart.cost.compute import Efficiency, copy_seconds
@@ -102,6 +103,15 @@ def collective_seconds(
 ) -> float:
     """Seconds of a collective by its name; payload as in the module's table. KeyError for other names."""
     return _SECONDS[kind](num_bytes, parts, link, efficiency)
+
+
+def counted_seconds(counts: Mapping[str, Mapping[str, int]], parts: int, link: Link) -> dict[str, float]:
+    """Seconds by kind of so many calls with so many bytes in all, as plans count them; exact, as both are linear."""
+    return {
+        kind: count["calls"] * collective_seconds(kind, count["bytes"] / count["calls"], parts, link)
+        for kind, count in counts.items()
+        if count["calls"]
+    }
 
 
 @dataclass(frozen=True, slots=True)
