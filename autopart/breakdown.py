@@ -2,11 +2,12 @@
 
 For every stage of a plan with m microbatches, or all stages of one rank of the pipeline where it runs several::
 
-    m (forward + backward) = compute + sum over kinds of collectives
-    compute + collectives + step end + idle + tied = step time
+    m (forward + backward) = compute + sum over kinds of collectives + replicas' exchange
+    compute + collectives + replicas' exchange + step end + idle + tied = step time
 
 Collectives are priced from the plan's own counts, which is exact, since their seconds are linear in calls and bytes,
-less what passes beside ops that are computed meanwhile (``StagePlan.hidden_s``).
+less what passes beside ops that are computed meanwhile (``StagePlan.hidden_s``). Those by kind are on tensor axes;
+what replicas exchange in every microbatch (ZeRO from level 2 on) is a part of its own.
 Recomputation, collectives that it repeats included, counts as compute. Idle is waiting for other stages and for
 transfers between them (the bubble).
 """
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from autopart.cluster import Cluster
-from autopart.cost.communication import collective_seconds
+from autopart.cost.communication import counted_seconds
 from autopart.cost.devices import Link
 from autopart.passes.annotate import parameter_bytes
 from autopart.plan import Plan, StagePlan
@@ -28,15 +29,17 @@ from autopart.predict import simulate_plan
 from autopart.runtime.manifest import MIXED
 
 COMPUTE, IDLE, STEP_END, TIED = "compute", "idle", "step end", "tied gradients"
+REPLICAS = "replicas' exchange"
 
 
 @dataclass(frozen=True, slots=True)
 class StageBreakdown:
     """Seconds of one step, and bytes.
 
-    stages: numbers of the stages, one unless a rank runs several. collectives_s: by kind, unless hidden; None where
-    links are unknown or where several tensor axes share the plan's counts: then they are within compute. hidden_s: of
-    collectives beside products, no part of the step.
+    stages: numbers of the stages, one unless a rank runs several. collectives_s: on tensor axes by kind, unless hidden;
+    replicas_s: between replicas, for parameters that they divide; both None where links are unknown, or where the plan
+    does not tell by axis what it counts: then they are within compute. hidden_s: of collectives beside products, no
+    part of the step.
     state_bytes: parameters, gradients and optimizer state, of a plan that does not tell them as if each device held
     those of its parameters whole.
     working_bytes: the rest, activations, temporary tensors and what the libraries take.
@@ -45,6 +48,7 @@ class StageBreakdown:
     stages: tuple[int, ...]
     compute_s: float
     collectives_s: Mapping[str, float] | None = field(hash=False)
+    replicas_s: float | None
     hidden_s: float
     step_end_s: float
     idle_s: float
@@ -59,6 +63,7 @@ class StageBreakdown:
         return {
             COMPUTE: self.compute_s,
             **(self.collectives_s or {}),
+            REPLICAS: self.replicas_s or 0.0,
             STEP_END: self.step_end_s,
             IDLE: self.idle_s,
             TIED: self.tied_s,
@@ -91,6 +96,7 @@ class Breakdown:
                     "stages": list(stage.stages),
                     "compute_s": stage.compute_s,
                     "collectives_s": None if stage.collectives_s is None else dict(stage.collectives_s),
+                    "replicas_s": stage.replicas_s,
                     "hidden_s": stage.hidden_s,
                     "step_end_s": stage.step_end_s,
                     "idle_s": stage.idle_s,
@@ -112,14 +118,18 @@ def break_down(plan: Plan, cluster: Cluster | None) -> Breakdown:
         numbers = tuple(index for index, its in enumerate(plan.places) if its == place)
         own = [plan.stages[index] for index in numbers]
         busy = plan.microbatches * sum(stage.forward_s + stage.backward_s for stage in own)
-        collectives = _joined([_collectives(stage, plan.microbatches, cluster) for stage in own])
+        sent = [_sent(stage, plan.microbatches, cluster) for stage in own]
+        known = [item for item in sent if item is not None]
+        collectives = _joined([kinds for kinds, _ in known]) if len(known) == len(sent) else None
+        replicas = sum(seconds for _, seconds in known) if len(known) == len(sent) else None
         used = sum(stage.memory_bytes for stage in own)
         state = min(used, sum(_state_bytes(stage, plan.dtype, plan.optimizer) for stage in own))
         stages.append(
             StageBreakdown(
                 numbers,
-                max(0.0, busy - sum((collectives or {}).values())),
+                max(0.0, busy - sum((collectives or {}).values()) - (replicas or 0.0)),
                 collectives,
+                replicas,
                 plan.microbatches * sum(sum(stage.hidden_s.values()) for stage in own),
                 sum(stage.step_end_s for stage in own),
                 max(0.0, idle),
@@ -153,28 +163,30 @@ def axis_link(cluster: Cluster, stage: StagePlan, axis: str) -> Link:
     return min(map(cluster.group_link, groups), key=lambda link: (link.ring_bandwidth, -link.latency_s))
 
 
-def _collectives(stage: StagePlan, microbatches: int, cluster: Cluster | None) -> dict[str, float] | None:
-    axes = tensor_axes(stage)
+def _sent(stage: StagePlan, microbatches: int, cluster: Cluster | None) -> tuple[dict[str, float], float] | None:
+    """Seconds of a step's collectives on tensor axes by kind, and between replicas; None where they are not known."""
     if not stage.collectives:
-        return {}
-    if cluster is None or len(axes) != 1 or max(stage.devices) >= cluster.device_count:
+        return {}, 0.0
+    counts = stage.axis_collectives
+    if not counts:  # of one axis there is nothing to tell apart
+        axes = [name for name, size in stage.mesh if size > 1]
+        counts = {axes[0]: stage.collectives} if len(axes) == 1 else {}
+    if cluster is None or not counts or max(stage.devices) >= cluster.device_count:
         return None
-    ((name, parts),) = axes
-    link = axis_link(cluster, stage, name)
-    found = {}
-    for kind, count in stage.collectives.items():
-        if count["calls"]:
-            seconds = count["calls"] * collective_seconds(kind, count["bytes"] / count["calls"], parts, link)
-            found[kind] = microbatches * max(0.0, seconds - stage.hidden_s.get(kind, 0.0))
-    return found
+    sizes, data = dict(stage.mesh), stage.mesh[0][0]
+    seconds = {axis: counted_seconds(own, sizes[axis], axis_link(cluster, stage, axis)) for axis, own in counts.items()}
+    replicas = sum(seconds.pop(data, {}).values())
+    kinds = {
+        kind: microbatches * max(0.0, whole - stage.hidden_s.get(kind, 0.0))
+        for kind, whole in _joined(list(seconds.values())).items()
+    }
+    return kinds, microbatches * replicas
 
 
-def _joined(found: Sequence[dict[str, float] | None]) -> dict[str, float] | None:
-    """Sums by kind; None where one is not known."""
+def _joined(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Sums by kind."""
     total: dict[str, float] = {}
     for item in found:
-        if item is None:
-            return None
         for kind, seconds in item.items():
             total[kind] = total.get(kind, 0.0) + seconds
     return total
@@ -188,7 +200,7 @@ def _state_bytes(stage: StagePlan, dtype: str, optimizer: str) -> int:
 def columns(stages: Iterable[StageBreakdown]) -> list[str]:
     """The names of all parts that some stage has, in a common order; those that are nothing everywhere left out."""
     kinds: dict[str, float] = {}
-    ends = dict.fromkeys((STEP_END, IDLE, TIED), 0.0)
+    ends = dict.fromkeys((REPLICAS, STEP_END, IDLE, TIED), 0.0)
     for stage in stages:
         for kind, seconds in (stage.collectives_s or {}).items():
             kinds[kind] = kinds.get(kind, 0.0) + seconds

@@ -65,6 +65,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
                 capacity_bytes=candidates.layout.capacity(config, index),
                 parameters=held_numbers(graph, axes, found.cuts, config.dp),
                 collectives=exchanged[index].microbatch,
+                axis_collectives=exchanged[index].axes,
                 step_end_s=step_end_seconds(problem, answer.cut.way[index], config.schedule),
                 step_collectives=exchanged[index].step,
                 recompute=again[index] if recompute == "some" else (),

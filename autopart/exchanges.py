@@ -27,11 +27,12 @@ Collectives = dict[str, dict[str, int]]
 class Exchanges:
     """Collectives of one rank of a stage by operation, over all axes of the stage and, per step, between stages.
 
-    gathered, scattered: of those of a microbatch, what replicas exchange forward and back.
+    axes: those of a microbatch by axis. gathered, scattered: of them, what replicas exchange forward and back.
     """
 
     microbatch: Collectives
     step: Collectives
+    axes: dict[str, Collectives]
     gathered: Collectives
     scattered: Collectives
 
@@ -123,6 +124,7 @@ def _of_stage(
     gathers = units(gatherings(runs, found.cuts, recompute), found.cuts)
     gathered = gathering_counts(gathers, reached, axes, summed)
     microbatch: Collectives = {}
+    by_axis: dict[str, Collectives] = {}
     there: Collectives = {}
     back: Collectives = {}
     passed: dict[tuple[str, str], dict[str, list[int]]] = {}
@@ -131,12 +133,13 @@ def _of_stage(
     for part in (collective_counts(graph, axes, samples, rerun(graph, recompute)), gathered, passed):
         for (axis, phase), operations in part.items():
             _add(microbatch, operations)
+            _add(by_axis.setdefault(axis, {}), operations)
             if axis == mesh[0][0]:
                 _add(there if phase == "forward" else back, operations)
     step: Collectives = {}
     for (operation, _), count in update_counts(in_order, stage.index, mesh, places, bucket_bytes).items():
         _add(step, {operation: count})
-    return Exchanges(microbatch, step, there, back)
+    return Exchanges(microbatch, step, by_axis, there, back)
 
 
 def _add(totals: Collectives, operations: Mapping[str, Sequence[int]]) -> None:

@@ -56,8 +56,9 @@ class StagePlan:
     memory_bytes, capacity_bytes: predicted peak and what a device has (an even share where it runs several stages).
     state_bytes: of the peak, parameters, gradients and optimizer state that one device holds; 0: not told.
     parameters: numbers held by one device. collectives: by kind, calls and payload bytes per microbatch, such as
-    ``{"all_reduce": {"calls": 4, "bytes": 8388608}}``. shares: of each microbatch, the part of every replica, such as
-    [3, 1] where one device is faster; empty: equal parts. strategies, storage: this stage's own, where its tensor axes
+    ``{"all_reduce": {"calls": 4, "bytes": 8388608}}``. axis_collectives: the same by axis of the mesh, of which "dp"
+    has what ZeRO exchanges; empty: not told. shares: of each microbatch, the part of every replica, such as [3, 1]
+    where one device is faster; empty: equal parts. strategies, storage: this stage's own, where its tensor axes
     are not those of other stages; empty: the plan's.
     step_collectives: of a step for the parameters, such as sums of gradients. recompute: where the plan recomputes
     "some", the layers of this stage, and modules in layers, of which only the inputs are kept for the backward, such as
@@ -86,6 +87,7 @@ class StagePlan:
     recompute: tuple[str, ...] = ()
     device: str = ""
     state_bytes: int = 0
+    axis_collectives: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.mesh]
@@ -103,7 +105,13 @@ class StagePlan:
         )
         _require(len(set(self.devices)) == len(self.devices), "devices: a device is named twice; each has one place")
         _require(all(device >= 0 for device in self.devices), "devices: numbers count from 0")
-        for name, counts in (("collectives", self.collectives), ("step_collectives", self.step_collectives)):
+        other = next((axis for axis in self.axis_collectives if axis not in names), None)
+        _require(other is None, f"axis_collectives: {other!r} is no axis of the mesh, which has {', '.join(names)}")
+        for name, counts in (
+            ("collectives", self.collectives),
+            ("step_collectives", self.step_collectives),
+            *((f"axis_collectives[{axis!r}]", counts) for axis, counts in self.axis_collectives.items()),
+        ):
             unknown = next((kind for kind in counts if kind not in KINDS), None)
             _require(unknown is None, f"{name}: {unknown!r} is none of {', '.join(KINDS)}")
             least = min((number for count in counts.values() for number in count.values()), default=0)

@@ -137,6 +137,10 @@ _CHECKS: dict[str, tuple[str, Any]] = {
         "an object of numbers",
         lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
     ),
+    "Mapping[str, Mapping[str, Mapping[str, int]]]": (
+        'an object such as {"dp": {"all_reduce": {"calls": 4, "bytes": 64}}}',
+        lambda value: isinstance(value, dict) and all(map(_is_collectives, value.values())),
+    ),
     "Mapping[str, Mapping[str, int]]": ('an object such as {"all_reduce": {"calls": 4, "bytes": 64}}', _is_collectives),
 }
 

@@ -14,7 +14,7 @@ from autopart.breakdown import IDLE, axis_link, break_down
 from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
 from autopart.cli import main
 from autopart.cluster import Cluster
-from autopart.cost.communication import collective_seconds
+from autopart.cost.communication import collective_seconds, counted_seconds
 from autopart.cost.devices import GIB
 from autopart.explain import cluster_of, compare, limits_of, runners_up
 from autopart.models import load_model
@@ -22,9 +22,9 @@ from autopart.other_model import other_model
 from autopart.plan import Plan, StagePlan
 from autopart.planner import make_plan
 from autopart.rank_peaks import rank_peaks
-from autopart.report.explanation import comparison_text
+from autopart.report.explanation import binding_text, comparison_text
 from autopart.reshardings import reshardings
-from autopart.runtime.errors import ClusterError
+from autopart.runtime.errors import ClusterError, PlanError
 from autopart.tracing import capture
 from autopart.what_if import Change, cluster_named, read_factor, read_memory
 from clusters import ideal
@@ -95,6 +95,42 @@ def test_state_that_replicas_divide_counts_as_a_rank_holds_it(program: Any) -> N
     # float32: weights and gradients; of AdamW's two moments and of summed gradients each of four ranks has a part
     assert each.state_bytes * (2 + 3 / 4) / 4 == pytest.approx(share.state_bytes, rel=0.05)
     assert each.working_bytes == pytest.approx(share.working_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("level", [2, 3])
+def test_what_replicas_exchange_is_no_compute(program: Any, tp: int, level: int) -> None:
+    limits: dict[str, Any] = {"pp": 1, "dp": 4 // tp, "tp": tp, "microbatches": 1, "recompute": "none"}
+    plans = [make_plan(program, CLUSTER, zero=zero, **limits) for zero in (0, level)]
+    (whole,), (divided,) = (break_down(plan, CLUSTER).stages for plan in plans)
+    (stage,) = plans[1].stages
+    link = axis_link(CLUSTER, stage, "dp")
+    exchanged = sum(counted_seconds(stage.axis_collectives["dp"], stage.dp, link).values())
+    assert whole.replicas_s == 0 and divided.replicas_s == pytest.approx(exchanged) and exchanged > 0
+    assert divided.compute_s == pytest.approx(whole.compute_s)
+    assert set(divided.collectives_s or {}) == set(stage.axis_collectives.get("tp", {}))
+    assert sum(divided.seconds.values()) == pytest.approx(plans[1].step_time_s)
+    text = binding_text(plans[1], break_down(plans[1], CLUSTER), 0)
+    assert "replicas' exchange" in text and "note:" not in text
+    for kind, total in stage.collectives.items():
+        of_axes = [counts[kind] for counts in stage.axis_collectives.values() if kind in counts]
+        assert {name: sum(count[name] for count in of_axes) for name in total} == total
+    old = replace(plans[1], stages=(replace(stage, axis_collectives={}),))
+    found = break_down(old, CLUSTER).stages[0].replicas_s
+    assert found is None if tp > 1 else found == pytest.approx(exchanged), "of one axis there is nothing to tell apart"
+    with pytest.raises(PlanError, match="no axis of the mesh"):
+        replace(stage, axis_collectives={"ep": {}})
+
+
+def test_several_tensor_axes_are_priced_each(program: Any) -> None:
+    plan = make_plan(program, CLUSTER, pp=1, dp=1, tp=(2, 2), microbatches=1, recompute="none")
+    (stage,) = break_down(plan, CLUSTER).stages
+    sent: dict[str, float] = {}
+    for row in reshardings(plan, analyze(program), CLUSTER):
+        sent[row.kind] = sent.get(row.kind, 0.0) + row.seconds
+    hidden = plan.stages[0].hidden_s
+    assert len(plan.stages[0].axis_collectives) == 2
+    assert stage.collectives_s == pytest.approx({kind: sent[kind] - hidden.get(kind, 0.0) for kind in sent})
 
 
 def test_by_hand() -> None:

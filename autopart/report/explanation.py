@@ -39,7 +39,7 @@ def binding_text(plan: Plan, found: Breakdown, unfit: int) -> str:
     )
     lines = [f"pace: {which} is bound by {found.binds.replace('_', '-')} ({shares})"]
     if slowest.collectives_s is None:
-        lines.append("note: links are not known, or several axes share the counts: compute includes collectives")
+        lines.append("note: links are not known, or the plan does not tell axes apart: compute includes collectives")
     if slowest.hidden_s:
         lines.append(f"hidden: {format_seconds(slowest.hidden_s)} of collectives pass beside other work")
     if fullest.capacity_bytes:
