@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autopart.initialize import Init, buffers_made, fill, prepare
 from autopart.runtime.errors import AutopartError, InputError, PlanError
@@ -130,11 +131,20 @@ def parallelize(
     limits: other keyword arguments of ``make_plan``, such as pp, dp, tp, zero, microbatches, schedule, recompute, pins,
     optimizer, dropout; not beside a plan.
 
-    Raises InputError and PlanError for values that are none of these, and PlanError where nothing says how a model on
-    meta starts; what the model or the plan lacks is said when the model is planned.
+    Raises InputError and PlanError for values that are none of these, for a model that is wrapped or parallelized
+    already, and PlanError where nothing says how a model on meta starts; what the model or the plan lacks is said when
+    the model is planned.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"parallelize takes an nn.Module, got {type(model).__name__}")
+    if isinstance(model, Parallelized):
+        raise PlanError("parallelize takes the model itself, and this one is parallelized already: use it as it is")
+    inner = "module" if isinstance(model, DataParallel | DistributedDataParallel) else "_orig_mod"
+    if isinstance(getattr(model, inner, None), nn.Module):  # torch.compile's keeps the model under that name
+        raise PlanError(
+            f"parallelize takes the model itself, not one that is wrapped ({type(model).__name__}): "
+            f"give it model.{inner}"
+        )
     check_modes(batch, outputs)
     if variants < 1:
         raise InputError(f"variants: at least 1 is kept, not {variants}")

@@ -362,3 +362,13 @@ def test_the_original_is_untouched_by_capture() -> None:
     autopart.capture(model, (), batch())
     assert not model.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_wrapped_models_are_told_to_be_unwrapped() -> None:
+    model = build()
+    with pytest.raises(PlanError, match=r"wrapped \(OptimizedModule\): give it model._orig_mod"):
+        autopart.parallelize(torch.compile(model))  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"wrapped \(DataParallel\): give it model.module"):
+        autopart.parallelize(nn.DataParallel(model))
+    with pytest.raises(PlanError, match="parallelized already"):
+        autopart.parallelize(autopart.parallelize(model, verbose=False))
