@@ -23,6 +23,7 @@ import torch
 from autopart.cluster import Cluster
 from autopart.cost.communication import counted_seconds
 from autopart.cost.devices import Link
+from autopart.device_layout import slowest
 from autopart.passes.annotate import parameter_bytes
 from autopart.plan import Plan, StagePlan
 from autopart.predict import simulate_plan
@@ -160,7 +161,7 @@ def axis_link(cluster: Cluster, stage: StagePlan, axis: str) -> Link:
     count = sizes[names.index(axis)]
     starts = (start for start in range(len(stage.devices)) if start // stride % count == 0)
     groups = ([stage.devices[start + stride * step] for step in range(count)] for start in starts)
-    return min(map(cluster.group_link, groups), key=lambda link: (link.ring_bandwidth, -link.latency_s))
+    return slowest(list(map(cluster.group_link, groups)))
 
 
 def _sent(stage: StagePlan, microbatches: int, cluster: Cluster | None) -> tuple[dict[str, float], float] | None:

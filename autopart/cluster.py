@@ -151,8 +151,8 @@ class Cluster:
         if self.node_of(i) == self.node_of(j):
             return first.inside.among(2)
         if senders is None:
-            return _slower(first.network, second.network)
-        return _slower(first.network_among(senders), second.network_among(senders))
+            return slower(first.network, second.network)
+        return slower(first.network_among(senders), second.network_among(senders))
 
     def group_link(self, devices: Sequence[int]) -> Link:
         """The slowest level that a group of devices crosses; one device alone gets its node's inner link.
@@ -166,13 +166,13 @@ class Cluster:
         kinds = list({id(self.nodes[index]): self.nodes[index] for index in members}.values())
         inside = kinds[0].inside
         for node in kinds[1:]:
-            inside = _slower(inside, node.inside)
+            inside = slower(inside, node.inside)
         if len(members) == 1:
             return inside.among(len(set(devices)))
         network = kinds[0].network
         for node in kinds[1:]:
-            network = _slower(network, node.network)
-        rings = max(1.0, min(float(min(members.values())), inside.bandwidth / network.bandwidth))
+            network = slower(network, node.network)
+        rings = max(1.0, min(float(min(members.values())), inside.payload_rate / network.payload_rate))
         # A ring crosses the network once per node, its other steps stay inside (NCCL counts latency so).
         count = sum(members.values())
         latency = (len(members) * network.latency_s + (count - len(members)) * inside.latency_s) / count
@@ -296,8 +296,9 @@ def _shared(port: Link, share: float) -> Link:
 
 
 @lru_cache(maxsize=1024)
-def _slower(first: Link, second: Link) -> Link:
-    slow = min(first, second, key=lambda link: link.bandwidth)
+def slower(first: Link, second: Link) -> Link:
+    """The one that moves fewer bytes/s of payload, with the greater latency of the two."""
+    slow = min(first, second, key=lambda link: link.payload_rate)
     return replace(slow, latency_s=max(first.latency_s, second.latency_s))
 
 

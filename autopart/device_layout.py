@@ -98,5 +98,5 @@ class DeviceLayout:
 
 
 def slowest(links: Sequence[Link]) -> Link:
-    """The link of least bandwidth, of several such the one of most latency."""
-    return min(links, key=lambda link: (link.ring_bandwidth, -link.latency_s))
+    """The link that moves the fewest bytes/s of payload, of several such the one of most latency."""
+    return min(links, key=lambda link: (link.payload_rate, -link.latency_s))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 
 from autopart.candidates import Candidates
+from autopart.cluster import slower
 from autopart.cost.communication import bucketed_all_reduce_seconds, send_seconds
 from autopart.cost.devices import Link
 from autopart.device_row import DeviceRow, Pieces
@@ -261,7 +263,7 @@ class MeshPrices:
         if level == INSIDE and not spans:
             return found[0].inside.among(2)
         shares = [node.network_among(max(first.size, second.size)) for node in found]
-        return replace(min(shares, key=lambda link: link.bandwidth), latency_s=max(link.latency_s for link in shares))
+        return reduce(slower, shares)
 
     def _tied_link(self) -> Link:
         """The slowest that a group of ranks of several stages may cross."""

@@ -11,6 +11,7 @@ import torch
 from autopart.cli.arguments import read_cluster
 from autopart.cluster import Cluster, Device, Link, Node
 from autopart.cost import devices as presets
+from autopart.device_layout import slowest
 from autopart.runtime.errors import ClusterError
 
 TEXTS = [
@@ -79,7 +80,19 @@ def test_rings_end_at_the_inner_link() -> None:
     cluster = Cluster.parse("2x8xRTX-4090@8*InfiniBand-400")
     assert cluster.group_link(range(16)).ring_bandwidth == pytest.approx(50e9)  # one port is faster than PCIe already
     cluster = Cluster.parse("2x8xRTX-4090@8*Ethernet-100")
-    assert cluster.group_link(range(16)).ring_bandwidth == pytest.approx(31.5e9)
+    assert cluster.group_link(range(16)).payload_rate == pytest.approx(0.8 * 31.5e9)
+    assert Cluster.parse("2x8xH100").group_link(range(16)).rings == pytest.approx(0.7 * 450 / (0.9 * 50))
+
+
+def test_of_two_links_the_one_with_less_payload_is_the_slower() -> None:
+    """Both move 12.5e9 bytes/s, but TCP leaves two thirds of that."""
+    kinds = ("1xA100-40GB@InfiniBand-100", "1xA100-40GB@Ethernet-100")
+    first, second = Cluster.parse("+".join(kinds)), Cluster.parse("+".join(reversed(kinds)))
+    for cluster in (first, second):
+        assert cluster.link(0, 1).name == cluster.group_link([0, 1]).name == "Ethernet-100"
+    assert first.link(0, 1) == second.link(0, 1) and first.group_link([0, 1]) == second.group_link([0, 1])
+    fast, slow = Link("a", 10e9, 1e-6, efficiency=0.5), Link("b", 9e9, 1e-6, efficiency=0.9)
+    assert slowest([slow, fast]) is slowest([fast, slow]) is fast
 
 
 def test_nodes_may_differ() -> None:

@@ -105,6 +105,11 @@ class Link:
         """Bytes/s that a ring collective moves through the group's narrowest cut."""
         return self.bandwidth * self.rings
 
+    @property
+    def payload_rate(self) -> float:
+        """Bytes/s of payload among these, by which links of unlike kinds compare."""
+        return self.ring_bandwidth * self.efficiency
+
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
