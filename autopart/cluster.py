@@ -18,7 +18,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -158,25 +158,28 @@ class Cluster:
         """The slowest level that a group of devices crosses; one device alone gets its node's inner link.
 
         Where a group has several devices on each node, as many rings cross the network at once as the node with the
-        fewest has (NCCL gives each its own port), until the inner links become the narrow place: ``rings``.
+        fewest has (NCCL gives each its own port), until the inner links become the narrow place: ``rings``. Inner
+        links that are slower than one such ring are the group's link.
         """
         members = Counter(map(self.node_of, devices))
         if not members:
             raise ClusterError("a group has at least one device")
-        kinds = list({id(self.nodes[index]): self.nodes[index] for index in members}.values())
-        inside = kinds[0].inside
-        for node in kinds[1:]:
-            inside = slower(inside, node.inside)
         if len(members) == 1:
-            return inside.among(len(set(devices)))
-        network = kinds[0].network
-        for node in kinds[1:]:
-            network = slower(network, node.network)
-        rings = max(1.0, min(float(min(members.values())), inside.payload_rate / network.payload_rate))
+            return self.nodes[next(iter(members))].inside.among(len(set(devices)))
+        nodes = {(id(self.nodes[index]), count): self.nodes[index] for index, count in members.items()}
+        network = reduce(slower, (node.network for node in nodes.values()))
+        # A ring's steps inside are on the nodes that hold several of its devices.
+        inner = [node.inside.among(count) for (_, count), node in nodes.items() if count > 1]
+        if not inner:
+            return network
+        inside = reduce(slower, inner)
         # A ring crosses the network once per node, its other steps stay inside (NCCL counts latency so).
         count = sum(members.values())
         latency = (len(members) * network.latency_s + (count - len(members)) * inside.latency_s) / count
-        return replace(network, rings=rings, latency_s=latency)
+        share = inside.payload_rate / network.payload_rate
+        if share < 1:
+            return replace(inside, latency_s=latency)
+        return replace(network, rings=min(float(min(members.values())), share), latency_s=latency)
 
     def __str__(self) -> str:
         return "+".join(_group_text(str(node), count) for node, count in _runs(self.nodes))

@@ -78,10 +78,24 @@ def test_shared_port_and_rings() -> None:
 
 def test_rings_end_at_the_inner_link() -> None:
     cluster = Cluster.parse("2x8xRTX-4090@8*InfiniBand-400")
-    assert cluster.group_link(range(16)).ring_bandwidth == pytest.approx(50e9)  # one port is faster than PCIe already
+    assert cluster.group_link(range(16)).name == "PCIe-4"  # one port is faster already
     cluster = Cluster.parse("2x8xRTX-4090@8*Ethernet-100")
     assert cluster.group_link(range(16)).payload_rate == pytest.approx(0.8 * 31.5e9)
     assert Cluster.parse("2x8xH100").group_link(range(16)).rings == pytest.approx(0.7 * 450 / (0.9 * 50))
+
+
+def test_a_group_over_nodes_waits_for_a_slow_inner_link() -> None:
+    cluster = Cluster.parse("2x2xRTX-3090@2*InfiniBand-400")
+    link = cluster.group_link(range(4))
+    assert (link.name, link.ring_bandwidth) == ("PCIe-4", 31.5e9)
+    assert link.latency_s == (2 * presets.link("InfiniBand-400").latency_s + 2 * presets.link("PCIe-4").latency_s) / 4
+    assert cluster.group_link([0, 2]).name == "InfiniBand-400"  # nothing passes inside
+    assert cluster.group_link([0, 1, 2]).name == "PCIe-4"
+    (node, _) = cluster.nodes
+    mesh = Link("wires", 100e9, 1e-6, direct=20e9)  # of which two neighbours have one
+    assert Cluster((replace(node, inside=mesh),) * 2).group_link(range(4)).bandwidth == 20e9
+    unlike = Cluster((replace(node, inside=Link("slow", 1e9, 1e-6)), node))
+    assert unlike.group_link(range(4)).name == "slow" and unlike.group_link([0, 2, 3]).name == "PCIe-4"
 
 
 def test_of_two_links_the_one_with_less_payload_is_the_slower() -> None:
