@@ -71,6 +71,36 @@ class Node:
             return Node(device, count, default.inside, default.between, max(1, round(default.ports_per_device * count)))
         return Node(device, count, default.inside, port, 1 if ports is None else ports)
 
+    @property
+    def shares_host(self) -> bool:
+        """Whether its devices are CPU processes that divide one host, rather than cores that are each its own."""
+        return self.device.name == "CPU" and self.device != presets.device("CPU")
+
+    def first(self, count: int) -> Node:
+        """Its first devices by themselves, with their share of the ports.
+
+        CPUs have to themselves what the others of their host had: this host's as they are where no more are planned for
+        (see :meth:`Cluster.local`), those of a file what all had together. count: at least 1.
+        """
+        if count >= self.count:
+            return self
+        ports = max(1, self.ports * count // self.count)
+        if not self.shares_host:
+            return replace(self, count=count, ports=ports)
+        if self == _host_node(self.count):
+            return _host_node(count)
+        device, more = self.device, self.count / count
+        alone = max(1.0, device.alone / more)
+        device = replace(
+            device,
+            memory_bytes=int(device.memory_bytes * more),
+            peak_flops={name: rate * more for name, rate in device.peak_flops.items()},
+            memory_bandwidth=device.memory_bandwidth * more,
+            launch_s=device.launch_s * alone / device.alone,  # fewer take turns on a core
+            alone=alone,
+        )
+        return replace(self, device=device, count=count, ports=ports)
+
     def __str__(self) -> str:
         """A description that :meth:`Cluster.parse` reads; where that would give another node, one that it refuses."""
         text = self._text()
@@ -88,7 +118,7 @@ class Node:
 
     def _text(self) -> str:
         text = f"{self.count}x{self.device.name}"
-        if self.device.name == "CPU" and self.device != presets.device("CPU"):
+        if self.shares_host:
             text = f"cpu:{self.count}"
         usual = Node.of(self.device, self.count) if self.device.name in presets.devices() else None
         if usual is not None and (self.port.name, self.ports) == (usual.port.name, usual.ports):

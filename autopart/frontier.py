@@ -171,7 +171,7 @@ def capped(cluster: Cluster, memory_bytes: int) -> Cluster:
 
 
 def first_devices(cluster: Cluster, count: int) -> Cluster:
-    """The cluster's first ``count`` devices; a node of which a part is left keeps its share of ports. ClusterError."""
+    """The cluster's first ``count`` devices, of a node of which a part is left as in ``Node.first``. ClusterError."""
     if not 1 <= count <= cluster.device_count:
         raise ClusterError(f"{cluster} has {cluster.device_count} devices, not {count}")
     return Cluster(tuple(_first_nodes(cluster, count)))
@@ -181,8 +181,5 @@ def _first_nodes(cluster: Cluster, left: int) -> Iterator[Node]:
     for node in cluster.nodes:
         if left <= 0:
             return
-        if node.count <= left:
-            yield node
-        else:
-            yield replace(node, count=left, ports=max(1, node.ports * left // node.count))
+        yield node.first(left)
         left -= node.count

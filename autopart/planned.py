@@ -24,7 +24,7 @@ from autopart.analysis import Analysis
 from autopart.cache_key import installed, sources
 from autopart.cluster import Cluster
 from autopart.earlier_plans import EarlierPlans
-from autopart.frontier import PlanPoint, count_frontier, memory_frontier
+from autopart.frontier import PlanPoint, count_frontier, first_devices, memory_frontier
 from autopart.kept_plans import found_or_made
 from autopart.passes import program_json
 from autopart.passes.program import Program
@@ -75,7 +75,10 @@ def planned_frontier(
             points = count_frontier(program, cluster, counts, analysis=analysis, report=report, **limits)
         return [point.plan for point in points]
 
-    asked = {**limits, "step": step} if counts is None else {**limits, "counts": sorted(set(counts))}
+    if counts is None:
+        asked = {**limits, "step": step}
+    else:  # of a host's CPUs fewer may have a calibration of their own
+        asked = {**limits, "parts": [first_devices(cluster, count) for count in sorted(set(counts))]}
     return [PlanPoint.of(plan) for plan in _kept("frontier", program, cluster, asked, analysis, make)[0]]
 
 

@@ -11,12 +11,16 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from test_calibrate import made_up
+from test_shared_hosts import host
 
 from autopart import cache
 from autopart.analysis import Analysis, analyze
 from autopart.candidates import Candidates
 from autopart.cli import main
 from autopart.cluster import Cluster
+from autopart.cost import calibrated
+from autopart.cost.devices import device
 from autopart.frontier import (
     PlanPoint,
     capped,
@@ -28,6 +32,7 @@ from autopart.frontier import (
 )
 from autopart.models import load_model
 from autopart.plan import Plan, StagePlan
+from autopart.planned import planned_frontier
 from autopart.planner import make_plan
 from autopart.report.picture import Curve, svg, ticks
 from autopart.runtime.errors import ClusterError, InfeasibleError, PlanError
@@ -173,6 +178,45 @@ def test_first_devices() -> None:
             first_devices(cluster, count)
     small = capped(cluster, 40 * 2**30)
     assert [node.device.memory_bytes >> 30 for node in small.nodes] == [40, 40, 32]
+
+
+@pytest.mark.parametrize("measured", [(), (4,), (1, 4)])
+def test_fewer_cpus_have_their_host_to_themselves(
+    measured: tuple[int, ...], program: Any, analysis: Analysis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    for processes in measured:
+        calibrated.store(made_up(processes, launch_s=1e-5 * processes))
+    whole = Cluster.parse("cpu:4")
+    for count in (1, 2, 3):
+        assert first_devices(whole, count) == Cluster.parse(f"cpu:{count}")
+    assert first_devices(Cluster.parse("cpu:2+cpu:4"), 3) == Cluster.parse("cpu:2+cpu:1")
+    points = count_frontier(program, whole, [1, 2], analysis=analysis)
+    alone = [make_plan(program, Cluster.parse(f"cpu:{count}"), analysis=analysis) for count in (1, 2)]
+    assert [found.seconds for found in points] == [plan.step_time_s for plan in alone]
+
+
+def test_fewer_cpus_of_another_host() -> None:
+    core = device("CPU")
+    (node,) = host(2.0).nodes  # four on two cores
+    two, one = (first_devices(host(2.0), count).nodes[0] for count in (2, 1))
+    assert (two.count, two.device.alone, two.device.launch_s) == (2, 1.0, core.launch_s / 2)
+    assert two.device.peak_flops == {name: 2 * rate for name, rate in core.peak_flops.items()}
+    assert (one.device.memory_bandwidth, one.device.memory_bytes) == (4 * core.memory_bandwidth, 4 * core.memory_bytes)
+    assert first_devices(Cluster.parse("4xCPU"), 1) == Cluster.parse("1xCPU"), "cores of their own"
+    assert node.first(4) == node
+
+
+def test_kept_frontiers_know_of_later_calibrations(
+    program: Any, analysis: Analysis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    calibrated.store(made_up(4))
+    whole = Cluster.parse("cpu:4")
+    (before,) = planned_frontier(program, whole, analysis=analysis, counts=[1])
+    calibrated.store(made_up(1, launch_s=1e-2))
+    (after,) = planned_frontier(program, whole, analysis=analysis, counts=[1])
+    assert whole == Cluster.parse("cpu:4") and after.seconds > 2 * before.seconds
 
 
 def point(seconds: float, memory: int, devices: int = 1) -> PlanPoint:
