@@ -24,6 +24,7 @@ from typing import Any
 
 from autopart.cost import calibrated
 from autopart.cost import devices as presets
+from autopart.cost.calibration import Calibration
 from autopart.cost.devices import Device, Link
 from autopart.runtime.errors import ClusterError
 from autopart.runtime.files import write_whole
@@ -239,14 +240,15 @@ class Cluster:
         return Cluster(tuple(nodes))
 
     @staticmethod
-    def local(n: int | None = None) -> Cluster:
+    def local(n: int | None = None, calibration: Calibration | None = None) -> Cluster:
         """This host's CUDA devices, or ``n`` CPU devices that share its memory and cores.
 
         Speeds are those that ``autopart calibrate`` measured here, with as many ranks or with the nearest number of
         them (see autopart.cost.calibration); presets where it was never run.
         n: devices of the whole job, default WORLD_SIZE, else those present. Under torchrun on several hosts
-        (LOCAL_WORLD_SIZE below WORLD_SIZE) every host is taken to be like this one. Raises ClusterError when
-        there are fewer devices than ranks, or when the GPU is not among the presets.
+        (LOCAL_WORLD_SIZE below WORLD_SIZE) every host is taken to be like this one. calibration: of this host, in place
+        of what is stored. Raises ClusterError when there are fewer devices than ranks, or when the GPU is not among
+        the presets.
         """
         import torch
 
@@ -255,14 +257,14 @@ class Cluster:
         if not torch.cuda.is_available():
             count = per_node or total or 1
             nodes = 1 if total is None else max(1, total // count)
-            return Cluster((_host_node(count),) * nodes)
+            return Cluster((_host_node(count, calibration),) * nodes)
         present = torch.cuda.device_count()
         count = per_node or total or present
         if count > present:
             raise ClusterError(
                 f"{count} devices were asked for, this host has {present}; start fewer processes per host"
             )
-        calibration = calibrated.find("cuda", count)
+        calibration = calibration or calibrated.find("cuda", count)
         if calibration is None:
             device = presets.from_cuda_name(torch.cuda.get_device_name(0))
         else:
@@ -350,12 +352,15 @@ def _group_text(node: str, count: int) -> str:
     return node if count == 1 else f"{count}x{node}"
 
 
-def _host_node(count: int) -> Node:
-    """``count`` CPU devices that share this host's memory and cores, as fast as measured or as presets say."""
+def _host_node(count: int, calibration: Calibration | None = None) -> Node:
+    """``count`` CPU devices that share this host's memory and cores, as fast as measured or as presets say.
+
+    calibration: in place of what is stored.
+    """
     core = presets.device("CPU")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
     held = memory // count if memory else core.memory_bytes
-    calibration = calibrated.find("cpu", count)
+    calibration = calibration or calibrated.find("cpu", count)
     if calibration is not None:
         node = Node.of(replace(calibration.applied(core, count), memory_bytes=held), count)
         return node if calibration.link is None else replace(node, inside=calibration.link)

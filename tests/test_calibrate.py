@@ -222,6 +222,16 @@ def test_command(cached: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "one host at a time" in capsys.readouterr().err
 
 
+def test_what_was_measured_is_written_where_the_cache_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(cache.VARIABLE, "off")
+    monkeypatch.setattr("autopart.cost.calibrate.effort_for", lambda *_: TINY)
+    assert main(["calibrate", "--quick", "--json", "-o", str(tmp_path / "host.toml")]) == 0
+    found = Cluster.load(tmp_path / "host.toml").device(0)
+    assert found.measured == 1 and found.launch_s == json.loads(capsys.readouterr().out)["launch_s"]
+
+
 def _in_a_job() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:  # the process is kept for other tests
         patch.setattr("autopart.cost.calibrate.effort_for", lambda *_: TINY)

@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         from autopart.cluster import Cluster
 
-        Cluster.local(found.processes).save(arguments.output)
+        Cluster.local(found.processes, found).save(arguments.output)
     if arguments.json:
         accuracy = found.accuracy(base_device(device.type))
         more = {"accuracy": [asdict(item) for item in accuracy], "warnings": doubts(accuracy)}
