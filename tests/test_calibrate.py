@@ -232,6 +232,21 @@ def test_what_was_measured_is_written_where_the_cache_is_off(
     assert found.measured == 1 and found.launch_s == json.loads(capsys.readouterr().out)["launch_s"]
 
 
+def test_a_folder_that_cannot_be_written_is_told_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(*_: Any) -> Any:
+        raise AssertionError("measured first")
+
+    monkeypatch.setattr("autopart.cost.calibrate.calibrate", measured)
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv(cache.VARIABLE, str(file))
+    assert main(["calibrate"]) == 2
+    said = capsys.readouterr().err
+    assert f"cannot be stored in {file / calibrated.FOLDER}" in said and "set AUTOPART_CACHE" in said
+
+
 def _in_a_job() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:  # the process is kept for other tests
         patch.setattr("autopart.cost.calibrate.effort_for", lambda *_: TINY)

@@ -38,12 +38,13 @@ def run(arguments: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from autopart.cost.calibrate import calibrate
-    from autopart.cost.calibrated import base_device, store
+    from autopart.cost.calibrated import base_device, check_folder, store
     from autopart.cost.calibration import doubts
     from autopart.runtime.errors import ClusterError
     from autopart.runtime.mesh import connect, pick_device
 
     check_output(arguments.output, ".toml")
+    check_folder()  # before minutes of measuring
     world, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if world != local:
         raise ClusterError(

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 import warnings
 from collections.abc import Mapping
 from importlib import metadata
@@ -84,6 +85,22 @@ def path_of(found: Calibration) -> Path | None:
     key = json.dumps([found.device, found.cores, sorted(found.libraries.items()), found.processes])
     slug = re.sub(r"[^a-z0-9]+", "-", found.device.lower()).strip("-")[:40]
     return folder / f"{slug}-{found.processes}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+
+
+def check_folder() -> None:
+    """Raises ClusterError where the folder of calibrations cannot be written; nothing where the cache is off."""
+    folder = cache.folder(FOLDER)
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ClusterError(
+            f"a calibration cannot be stored in {folder}: {error.strerror}; set {cache.VARIABLE} to a folder that can "
+            f"be written, or to {cache.OFF} to store nothing"
+        ) from error
 
 
 def store(found: Calibration) -> Path | None:
