@@ -156,6 +156,12 @@ def test_the_nearest_number_of_ranks_counts(cached: Path) -> None:
     assert eight.launch_s == pytest.approx(1e-5 * max(1.0, 8 / cores) / max(1.0, 4 / cores))
 
 
+def test_ranks_of_jobs_have_one_thread() -> None:
+    found, core = made_up(1, threads=2, cores=2), device("CPU")
+    assert [found.applied(core, ranks).alone for ranks in (1, 2, 4)] == [1.0, 1.0, 2.0]
+    assert made_up(4, threads=2, cores=2).applied(core, 4).alone == 4.0, "as it was measured"
+
+
 @pytest.mark.parametrize(
     "more", [{"libraries": {"torch": "1.0"}}, {"device": "another"}, {"kind": "cuda"}, {"cores": 10_000}]
 )

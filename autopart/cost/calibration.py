@@ -91,14 +91,16 @@ class Calibration:
         """``device`` with what was measured, for a host that runs that many ranks.
 
         A CPU's ranks share its cores: where their number is another than when measuring, each gets its part of what
-        all cores reach together, and launches take turns on cores that are fewer than ranks.
+        all cores reach together, launches take turns on cores that are fewer than ranks, and a rank has one thread, as
+        in jobs.
         """
         share = launches = alone = 1.0
         if self.kind == "cpu":
             busy = min(self.cores, self.processes * self.threads)
             share = (self.processes / busy) * (self.cores / processes) if processes != self.processes else 1.0
             launches = max(1.0, processes / self.cores) / max(1.0, self.processes / self.cores)
-            alone = max(1.0, min(self.threads, self.cores) * processes / self.cores)
+            threads = self.threads if processes == self.processes else 1
+            alone = max(1.0, min(threads, self.cores) * processes / self.cores)
         rates = {name: rate * share for name, rate in self.rates.items()}
         for name, rate in device.peak_flops.items():  # types that were not measured keep their relation to float32
             rates.setdefault(name, rates["float32"] * rate / device.peak("float32"))
