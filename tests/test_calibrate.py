@@ -185,6 +185,34 @@ def test_bad_files_are_left_alone(cached: Path, spoil: str) -> None:
         assert Cluster.local(4) == before
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"libraries": ["torch"]},
+        {"libraries": {"torch": 2}},
+        {"device": 7},
+        {"cores": 2.0},
+        {"processes": True},
+        {"rates": {"float32": float("nan")}},
+        {"rates": {"float32": True}},
+        {"rates": [1e9]},
+        {"memory_bandwidth": float("nan")},
+        {"launch_s": float("inf")},
+        {"attention": {"float32": float("nan")}},
+        {"link": {"name": "l", "bandwidth": float("nan"), "latency_s": 1e-5}},
+        {"link": {"name": "l", "bandwidth": 1e9, "latency_s": "short"}},
+        {"link": "fast"},
+    ],
+)
+def test_numbers_of_bad_files_are_left_alone(cached: Path, damage: dict[str, Any]) -> None:
+    before = Cluster.local(4)
+    path = calibrated.store(made_up())
+    assert path is not None
+    path.write_text(json.dumps({**json.loads(path.read_text()), **damage}))
+    with pytest.warns(UserWarning, match=r"run 'autopart calibrate' again"):
+        assert Cluster.local(4) == before
+
+
 def test_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(cache.VARIABLE, "off")
     assert calibrated.store(made_up()) is None and calibrated.find("cpu", 4) is None

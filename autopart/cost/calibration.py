@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import exp, log, sqrt
+from math import exp, inf, log, sqrt
 from statistics import median
 from typing import Any
 
-from autopart.cost.devices import Device, Link
+from autopart.cost.devices import Device, Link, number
 from autopart.cost.samples import ATTENTION, KERNELS, LAUNCH, PRODUCT, STREAM, Sample, predicted_seconds
 from autopart.runtime.errors import ClusterError
 
@@ -84,8 +84,9 @@ class Calibration:
 
     def __post_init__(self) -> None:
         positive = [self.memory_bandwidth, self.launch_s, *self.attention.values(), *self.rates.values()]
-        if "float32" not in self.rates or min(positive) <= 0 or min(self.processes, self.threads, self.cores) < 1:
-            raise ClusterError(f"a calibration has numbers above zero, a rate for float32 among them: {self}")
+        sound = all(0 < value < inf for value in positive) and min(self.processes, self.threads, self.cores) >= 1
+        if "float32" not in self.rates or not sound:
+            raise ClusterError(f"a calibration has finite numbers above zero, a rate for float32 among them: {self}")
 
     def applied(self, device: Device, processes: int) -> Device:
         """``device`` with what was measured, for a host that runs that many ranks.
@@ -144,13 +145,30 @@ class Calibration:
             raise ClusterError(f"a calibration of version {data.get('version')!r}, this autopart reads {VERSION}")
         fields = {name: value for name, value in data.items() if name != "version"}
         try:
+            _check_kinds(fields)
             link = Link(**fields["link"]) if fields["link"] is not None else None
             samples = tuple(Sample.from_json_object(item) for item in fields["samples"])
             found = Calibration(**{**fields, "link": link, "samples": samples})
-            found.applied(_plain(found), found.processes)  # no text where numbers belong
+            found.applied(_plain(found), found.processes)  # a device and its shares are checked when it is made
         except (TypeError, KeyError, ValueError, AttributeError, ArithmeticError) as error:
             raise ClusterError(f"not a calibration: {type(error).__name__}: {error}") from error
         return found
+
+
+def _check_kinds(fields: Mapping[str, Any]) -> None:
+    """Raises TypeError, KeyError, ValueError or AttributeError where a field is of another kind than it is written."""
+    for text in (fields["device"], fields["kind"], *fields["libraries"].values()):
+        if not isinstance(text, str):
+            raise TypeError(f"expected text, found {text!r}")
+    for count in (fields["processes"], fields["threads"], fields["cores"]):
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"expected a whole number, found {count!r}")
+    link = {name: value for name, value in (fields["link"] or {}).items() if name != "name"}
+    for values in (fields["rates"], fields["attention"], link):
+        for value in values.values():
+            number(value)
+    number(fields["memory_bandwidth"])
+    number(fields["launch_s"])
 
 
 def _plain(found: Calibration) -> Device:

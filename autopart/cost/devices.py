@@ -125,24 +125,25 @@ def device_from_table(name: str, table: Mapping[str, Any]) -> Device:
     return Device(
         name,
         str(table["kind"]),
-        round(_number(table["memory_gib"]) * GIB),
-        {str(key): _number(rate) for key, rate in table["peak_flops"].items()},
-        _number(table["memory_bandwidth"]),
-        _number(table["launch_s"]),
-        **{key: _number(table[key]) for key in ("contraction", "memory", "attention", "alone") if key in table},
-        processors=round(_number(table.get("processors", 0))),
-        measured=round(_number(table.get("measured", 0))),
-        attention_by={str(key): _number(share) for key, share in table.get("attention_by", {}).items()},
+        round(number(table["memory_gib"]) * GIB),
+        {str(key): number(rate) for key, rate in table["peak_flops"].items()},
+        number(table["memory_bandwidth"]),
+        number(table["launch_s"]),
+        **{key: number(table[key]) for key in ("contraction", "memory", "attention", "alone") if key in table},
+        processors=round(number(table.get("processors", 0))),
+        measured=round(number(table.get("measured", 0))),
+        attention_by={str(key): number(share) for key, share in table.get("attention_by", {}).items()},
     )
 
 
 def link_from_table(name: str, table: Mapping[str, Any]) -> Link:
     """A link from a TOML table with the keys of ``devices.toml``. Raises KeyError, TypeError or ValueError."""
-    more = {key: _number(table[key]) for key in ("efficiency", "direct") if key in table}
-    return Link(name, _number(table["bandwidth"]), _number(table["latency_s"]), **more)
+    more = {key: number(table[key]) for key in ("efficiency", "direct") if key in table}
+    return Link(name, number(table["bandwidth"]), number(table["latency_s"]), **more)
 
 
-def _number(value: object) -> float:
+def number(value: object) -> float:
+    """The value, where it is a finite number. Raises TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"expected a number, found {value!r}")
     if not math.isfinite(value):
