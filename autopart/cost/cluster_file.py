@@ -49,17 +49,19 @@ _DEVICE_OPTIONS = ("processors", "contraction", "memory", "attention", "alone", 
 _LINK_OPTIONS = ("efficiency", "direct")
 _MOST = 2**20
 """Of anything that is counted, and of GiB."""
+_LEAST_RATE = 1e6
+"""FLOP/s and bytes/s: less than any machine has, and more than any has tera or giga of them."""
 _RANGES = {
     "memory_gib": (2.0**-30, float(_MOST)),
-    **dict.fromkeys(("memory_bandwidth", "bandwidth", "direct"), (1.0, 1e30)),
-    **dict.fromkeys(("launch_s", "latency_s"), (0.0, 3600.0)),
+    **dict.fromkeys(("memory_bandwidth", "bandwidth", "direct"), (_LEAST_RATE, 1e30)),
+    **dict.fromkeys(("launch_s", "latency_s"), (0.0, 1.0)),
     **dict.fromkeys(("contraction", "memory", "attention", "efficiency"), (1e-6, 1.0)),
     **dict.fromkeys(("processors", "measured"), (0.0, float(_MOST))),
     "alone": (1.0, float(_MOST)),
 }
 """Least and most by key: what lies outside is a slip of the pen or in another unit, and no seconds come of it."""
 
-_BY_DTYPE = {"peak_flops": ("FLOP/s", "10e12", (1.0, 1e30)), "attention_by": ("shares", "0.4", (1e-6, 1.0))}
+_BY_DTYPE = {"peak_flops": ("FLOP/s", "10e12", (_LEAST_RATE, 1e30)), "attention_by": ("shares", "0.4", (1e-6, 1.0))}
 """By key what its table has for each dtype, an example, and least and most."""
 
 Row = tuple[int, Device, int, Link, Link, int]
