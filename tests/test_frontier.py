@@ -260,6 +260,16 @@ def test_command(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "note: plans that hold less were not looked for, as 1 were made" in capsys.readouterr().out
     assert main([*command, "--devices", "1,2", "--price", "3.6", "-o", str(picture)]) == 0
     assert "cost of a step" in capsys.readouterr().out and "cost of a step" in picture.read_text()
+    assert main([*command, "--devices", "1,2", "--price", "3.6", "--json"]) == 0
+    for item in json.loads(capsys.readouterr().out)["points"]:
+        assert item["cost"] == pytest.approx(item["device_seconds"] * 3.6 / 3600)
+    for unused, words in (
+        (["--price", "1"], "--price is for costs"),
+        (["--devices", "1,2", "--most", "1"], "--most cannot apply"),
+        (["--devices", "1,2", "--step", "0.1"], "--step cannot apply"),
+    ):
+        assert main([*command, *unused]) == 2
+        assert words in capsys.readouterr().err
     assert main([*command, "--most", "0"]) == 2
     for wrong in (["--devices", "4"], ["--devices", "0"], ["--step", "2"], ["--price", "-1"], ["-o", "no/where.svg"]):
         assert main([*command, *wrong]) == 2

@@ -31,6 +31,8 @@ fastest plan for each number of devices with what a step costs. -o draws them (.
 
 Each plan states how far from the best it can be at most; --step says how much less memory the next plan has to hold
 (0 for every plan there is)."""
+_OF_MEMORY = ("step", "most")
+"""What time against memory takes by these options, and time against devices does not."""
 EXAMPLE = "autopart frontier hf:gpt2 --cluster 8xRTX-3090 --batch 64 -o frontier.svg"
 
 
@@ -40,11 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices", type=_counts, metavar="N,N,…", help="time and cost over these numbers of the cluster's devices"
     )
-    parser.add_argument("--price", type=_price, metavar="P", help="of a device per hour, to state costs in")
     parser.add_argument(
-        "--step", type=_share, default=0.1, metavar="PART", help="memory saved from plan to plan (default: %(default)s)"
+        "--price", type=_price, metavar="P", help="with --devices: of a device per hour, to state costs in"
     )
-    parser.add_argument("--most", type=positive, metavar="N", help="plans made at most (default: 50)")
+    parser.add_argument(
+        "--step", type=_share, metavar="PART", help="without --devices: memory saved from plan to plan (default: 0.1)"
+    )
+    parser.add_argument("--most", type=positive, metavar="N", help="the same: plans made at most (default: 50)")
     parser.add_argument("-o", "--output", type=file_path, metavar="FILE", help="draw the plans as SVG")
     add_json(parser)
 
@@ -80,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     from autopart.planned import planned_frontier
     from autopart.runtime.files import write_whole
 
+    _check_use(arguments)
     cluster = read_cluster(arguments.cluster)
     check_output(arguments.output, ".svg")
     for count in arguments.devices or ():
@@ -90,14 +95,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{_layout(point)}: {point.seconds:.4g} s, {point.memory_bytes / 2**30:.3g} GiB", file=sys.stderr)
 
     given = limits(arguments)
-    if arguments.most is not None and not arguments.devices:
-        given["most"] = arguments.most
+    given |= {name: value for name in _OF_MEMORY if (value := getattr(arguments, name)) is not None}
     with working(f"planning for {cluster}"):
         points = planned_frontier(
             *(program, cluster),
             analysis=analyze(program),
             counts=arguments.devices,
-            step=arguments.step,
             report=report,
             **given,
         )
@@ -105,12 +108,28 @@ def run(arguments: argparse.Namespace) -> int:
         write_whole(arguments.output, picture(points, program.name, bool(arguments.devices), arguments.price))
         print(f"picture written to {arguments.output}", file=sys.stderr)
     if arguments.json:
-        print(json.dumps({"points": [point.to_json_object() for point in points]}))
+        rows = [point.to_json_object() for point in points]
+        if arguments.price is not None:
+            rows = [{**row, "cost": _cost(point, arguments.price)} for row, point in zip(rows, points, strict=True)]
+        print(json.dumps({"points": rows}))
     else:
         print(table(points, bool(arguments.devices), arguments.price))
         if (reason := ended_early(points)) is not None:
             print(f"note: {reason}; --most makes more")
     return 0
+
+
+def _check_use(arguments: argparse.Namespace) -> None:
+    """Raises PlanError for what says nothing of the frontier that is asked for."""
+    from autopart.runtime.errors import PlanError
+
+    if arguments.devices is None and arguments.price is not None:
+        raise PlanError("--price is for costs over numbers of devices; give these by --devices, or leave --price out")
+    unused = [f"--{name}" for name in _OF_MEMORY if getattr(arguments, name) is not None]
+    if arguments.devices is not None and unused:
+        raise PlanError(
+            f"--devices makes one plan for each number, so {' and '.join(unused)} cannot apply; leave one of them out"
+        )
 
 
 def _layout(point: PlanPoint) -> str:
