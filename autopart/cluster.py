@@ -77,6 +77,11 @@ class Node:
         """Whether its devices are CPU processes that divide one host, rather than cores that are each its own."""
         return self.device.name == "CPU" and self.device != presets.device("CPU")
 
+    @property
+    def is_this_host(self) -> bool:
+        """Whether it is made of the CPUs of the host that this runs on, as they are known now."""
+        return self.shares_host and self == _host_node(self.count)
+
     def first(self, count: int) -> Node:
         """Its first devices by themselves, with their share of the ports.
 
@@ -88,7 +93,7 @@ class Node:
         ports = max(1, self.ports * count // self.count)
         if not self.shares_host:
             return replace(self, count=count, ports=ports)
-        if self == _host_node(self.count):
+        if self.is_this_host:
             return _host_node(count)
         device, more = self.device, self.count / count
         alone = max(1.0, device.alone / more)

@@ -23,6 +23,7 @@ from autopart.cost.devices import Device, Link, device
 from autopart.cost.measure import Effort, hold_aside, product_shapes
 from autopart.cost.samples import ATTENTION, LAUNCH, PRODUCT, STREAM, Sample, predicted_seconds
 from autopart.models import load_model
+from autopart.plan_notes import speeds
 from autopart.planner import make_plan
 from autopart.runtime.errors import ClusterError
 from autopart.tracing import capture
@@ -135,6 +136,16 @@ def test_plans_say_whether_speeds_were_measured(cached: Path) -> None:
             calibrated.store(made_up())
         notes = [note for note in make_plan(program, Cluster.local(2), batch=4).notes if "calibrate" in note]
         assert notes == (["speeds are those that autopart calibrate measured with 4 ranks at once"] if measured else [])
+
+
+def test_plans_say_that_a_calibration_is_of_other_versions(cached: Path) -> None:
+    calibrated.store(made_up(libraries={"torch": "1.0"}))
+    (note,) = speeds(Cluster.parse("cpu:2"))
+    assert "speeds are presets: this host was calibrated with torch 1.0" in note and "calibrate again" in note
+    assert not speeds(Cluster.parse("2xCPU")) and not speeds(Cluster.parse("8xH100"))
+    calibrated.store(made_up())
+    assert ["measured with 4 ranks" in note for note in speeds(Cluster.parse("cpu:2"))] == [True]
+    assert calibrated.outdated("cpu") is None
 
 
 def test_attention_by_type() -> None:

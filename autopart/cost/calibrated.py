@@ -11,7 +11,6 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -117,23 +116,34 @@ def find(kind: str, processes: int) -> Calibration | None:
 
     Files that hold no calibration are left alone, with a warning that names them.
     """
+    mine = libraries(kind)
+    fitting = [found for found in _of_this_host(kind) if dict(found.libraries) == mine]
+    # Of two that are equally near, the one that measured the greater load.
+    return min(fitting, key=lambda item: (abs(item.processes - processes), -item.processes), default=None)
+
+
+def outdated(kind: str) -> str | None:
+    """The libraries that this host was calibrated with, where all calibrations of it are of other versions."""
+    found = [dict(item.libraries) for item in _of_this_host(kind)]
+    if not found or libraries(kind) in found:
+        return None
+    return ", ".join(f"{name} {version}" for name, version in found[-1].items())
+
+
+def _of_this_host(kind: str) -> list[Calibration]:
+    """All of this device and number of cores, whatever the libraries; warns of files that hold none."""
     folder = cache.folder(FOLDER)
     if folder is None or not folder.is_dir():
-        return None
-    mine = (kind, device_name(kind), host_cores(), libraries(kind))
+        return []
+    mine = (kind, device_name(kind), host_cores())
     fitting = []
     for path in sorted(folder.glob("*.json")):
         data = cache.read_object(path)
         try:
             found = Calibration.from_json_object(data or {})
         except ClusterError as error:
-            warnings.warn(f"{path}: {error}; remove it, or run 'autopart calibrate' again", stacklevel=2)
+            warnings.warn(f"{path}: {error}; remove it, or run 'autopart calibrate' again", stacklevel=3)
             continue
-        if (found.kind, found.device, found.cores, _plain(found.libraries)) == mine:
+        if (found.kind, found.device, found.cores) == mine:
             fitting.append(found)
-    # Of two that are equally near, the one that measured the greater load.
-    return min(fitting, key=lambda item: (abs(item.processes - processes), -item.processes), default=None)
-
-
-def _plain(found: Mapping[str, str]) -> dict[str, str]:
-    return dict(found)
+    return fitting
