@@ -17,7 +17,7 @@ from autopart.solver.degrees import Config, Degrees, axes_text
 from autopart.solver.search import Considered, Status
 from autopart.unlike_answer import UnlikeAnswer
 
-_TOLD = 0.001
+_TOLD = 0.005
 """Of a step's seconds: what would gain less is not told."""
 
 
