@@ -180,15 +180,9 @@ def analyze(program: Program, rules: RuleBook = RULES) -> Analysis:
         first=_first_alike(classes, block_of),
         keys=op_keys(graph),
         routings=routings,
-        written=written_buffers(graph, _updates(program, graph), block_of),
+        written=written_buffers(program, graph, block_of),
         _costs={"cuda": costs},
     )
-
-
-def _updates(program: Program, graph: fx.Graph) -> dict[str, fx.Node]:
-    """The new value of each buffer that the graph returns one of, after its outputs."""
-    names = program.updated_buffers
-    return dict(zip(names, graphs.results(graph)[-len(names) :], strict=True)) if names else {}
 
 
 def _layers(blocks: Sequence[Block]) -> tuple[str, ...]:

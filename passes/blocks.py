@@ -116,7 +116,7 @@ def _counted_where_read(ops: Sequence[fx.Node], free: set[fx.Node]) -> list[fx.N
     for at, node in enumerate(ops):
         for source in node.all_input_nodes if node not in counting else ():
             first.setdefault(source, at)
-    behind: dict[fx.Node, int] = {}  # op that is to follow that one
+    behind: dict[fx.Node, int] = {}  # by op that moves, the number of the one that it follows
     for node in ops:
         if node in counting:
             sources = [source for source in node.all_input_nodes if source not in free]

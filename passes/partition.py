@@ -74,8 +74,7 @@ def partition(
         for value, targets in sorted(users.items(), key=lambda item: (_order(graph)[item[0].node], item[0].index))
     ]
     results = _results(program, graph)
-    updates = {name: node for kind, name, node in results if kind == "update"}
-    buffers = _homes_of_written(graph, updates, home)
+    buffers = _homes_of_written(program, graph, home)
     placed: list[list[tuple[str, str, fx.Node]]] = [[] for _ in range(stages)]
     for kind, name, node in results:
         stage = home.get(graphs.value_of(node).node, stages - 1)
@@ -84,10 +83,10 @@ def partition(
     return built, crossings
 
 
-def _homes_of_written(graph: fx.Graph, updates: Mapping[str, fx.Node], home: Mapping[fx.Node, int]) -> dict[str, int]:
+def _homes_of_written(program: Program, graph: fx.Graph, home: Mapping[fx.Node, int]) -> dict[str, int]:
     """The stage of each written buffer that some stage's ops read or make. Raises PlanError where these are several."""
     found: dict[str, int] = {}
-    for written in written_buffers(graph, updates, home):
+    for written in written_buffers(program, graph, home):
         if len(written.places) > 1:
             raise PlanError(
                 f"stages {', '.join(map(str, written.places))} have ops that read or write {', '.join(written.names)}, "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopart.passes import graph as graphs
-from autopart.passes.program import Role
+from autopart.passes.program import Program, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ def running_statistics(graph: fx.Graph) -> set[str]:
     }
 
 
-def written_buffers(
-    graph: fx.Graph, updates: Mapping[str, fx.Node], place_of: Mapping[fx.Node, int]
-) -> tuple[Written, ...]:
-    """The written buffers of a graph. updates: by buffer, the node of its new value. place_of: of ops that not every
-    stage computes for itself the number of their block, or of their stage.
+def written_buffers(program: Program, graph: fx.Graph, place_of: Mapping[fx.Node, int]) -> tuple[Written, ...]:
+    """The written buffers of a program. graph: its own or that for one share of the batch. place_of: of ops that not
+    every stage computes for itself the number of their block, or of their stage.
     """
+    names, results = program.updated_buffers, graphs.results(graph)
+    updates = dict(zip(names, results[len(results) - len(names) :], strict=True))  # new values come after outputs
     found: dict[str, set[int]] = {name: set() for name in sorted({*updates, *running_statistics(graph)})}
     shared = {name: {name} for name in found}  # with which others
     for node, place in place_of.items():

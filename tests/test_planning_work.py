@@ -16,6 +16,7 @@ from autopart.models import load_model
 from autopart.passes import annotate
 from autopart.solver import tensor
 from autopart.solver.degrees import Degrees
+from autopart.solver.search import NotBetter
 from autopart.tracing import capture
 from clusters import ideal
 
@@ -67,6 +68,20 @@ def test_modules_to_run_again_are_found_once_whatever_replicas_divide(monkeypatc
     assert not calls
     assert problem == alone.problem(config, divided)
     assert calls
+
+
+@pytest.mark.parametrize(
+    "config", [Degrees(2, 2, (2,), 2, "1f1b"), Degrees(2, 1, (4,), 4, "gpipe"), Degrees(2, 2, (2,), 4, "1f1b", "full")]
+)
+def test_strategies_of_stages_are_ruled_out_where_they_take_longer_alone(config: Degrees) -> None:
+    candidates = Candidates(analysis_of(SHALLOW), ideal(8), 16, "adamw", zero=None)
+    fastest, seconds = candidates.choose(config), candidates.evaluate(config).objective
+    limit = 0.95 * fastest.memory_bytes
+    assert candidates.choose(config, below=seconds * (1 + 1e-9)).strategies == fastest.strategies
+    assert candidates.choose(config, limit, seconds * 2).memory_bytes <= limit
+    for given in (None, limit):
+        with pytest.raises(NotBetter):
+            candidates.choose(config, given, seconds / 2)
 
 
 def test_mixtures_are_looked_for_once_around_answers_that_leave_layers_the_same_ways() -> None:
