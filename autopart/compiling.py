@@ -68,6 +68,7 @@ class Compiler:
         options = {name: settings[name] for name in ("loss_fn", "batch_dims", "precision", "reduce_dtype")}
         with _as_ever():
             program = capture(self._model, args, kwargs, **options)
+            eval_flaw = program.eval_flaw
         analysis = analyze(program, rules)
         plan = settings["plan"]
         if plan is None:
@@ -87,7 +88,7 @@ class Compiler:
         emitted.files["plan.json"] = plan.to_json()
         emitted.files["plan.txt"] = plan_text(plan)
         dims = {spec.name: spec.batch_dim for spec in program.inputs if spec.kind == "tensor"}
-        self._planned = _Planned(plan, Outline.of(analysis), dims, program.precision, program.eval_flaw)
+        self._planned = _Planned(plan, Outline.of(analysis), dims, program.precision, eval_flaw)
         self._whole = [
             _Whole(p, tuple(p.shape), p.stride(), p.device, p.requires_grad)
             for p in self._model.parameters()
@@ -113,7 +114,8 @@ class Compiler:
                 precision=planned.precision,
                 reduce_dtype=settings["reduce_dtype"],
             )
-        program.eval_flaw = program.eval_flaw if not planned.eval_flaw else planned.eval_flaw
+            flaw = planned.eval_flaw or program.eval_flaw
+        program.check_evaluation = lambda: flaw
         plan, analysis, whole = carry(planned.plan, planned.outline, analyze(program, settings["rules"] or RULES))
         return self._files(realize(program, plan, analysis)), whole
 

@@ -13,15 +13,13 @@ def other_model(program: Program, plan: Plan) -> str:
     if precision == plan.dtype and named:
         return (
             f"the plan is for another model called {plan.model}: its fingerprint is {plan.fingerprint}, that of "
-            f"this one is {program.fingerprint}; plan it again with 'autopart plan'; if that does not help, with "
-            "--whole-capture, as its layers may not be as alike as they look"
+            f"this one is {program.fingerprint}; plan it again with 'autopart plan'"
         )
     if precision == plan.dtype:
         return (
             f"the plan is for another model: it was made for {plan.model} (fingerprint {plan.fingerprint}), this one "
             f"is {program.name} ({program.fingerprint}); give the model that was planned, or plan this one with "
-            "'autopart plan'; if they are one, plan it with --whole-capture, as its layers may not be as alike as they "
-            "look"
+            "'autopart plan'"
         )
     made = "the plan was made" if named else f"the plan is for another model: it was made for {plan.model}"
     this = "this model is" if named else f"this one is {program.name}"

@@ -1,15 +1,13 @@
 """Export of a model of whose alike layers two are traced; the others' ops are copies.
 
-For planning, where a model of a hundred layers is captured only to be looked at. The model's own forward runs, and so
-do the first and second call of each kind of layer, the second between two marks in the graph. Every other call of a
-layer of that kind, on arguments of the same types and sizes, is one op, which gives tensors of the types and sizes that
-the second gave; the third's and the last's own forward are compared with it (layer_checks.py). The others have no
-tensors while the model is exported; a forward that asks for them, as for a penalty on all parameters, is exported again
-with them. In the exported graph their tensors are added, and copies of the second's ops take these ops' places
-(layer_copies.py). Where that cannot be had, the model is exported as a whole.
-
-Not seen is what a layer does beside its ops, such as counting its calls in a Python object, and an influence of its
-number on its ops that shows neither in its attributes nor in the calls that are compared.
+Tracing takes time by the op, and a model of a hundred layers says the same thing a hundred times. The model's own
+forward runs, and so does that of every layer, but only the first and second call of each kind of layer are traced, the
+second between two marks in the graph. Every other call of a layer of that kind, on arguments of the same types and
+sizes, is one op, which gives tensors of the types and sizes that the second gave; its own forward is compared with what
+the second called of torch, call by call, and nothing is computed (layer_checks.py). Layers behind the third have no
+tensors while the model is exported but where their own forward runs; a forward that asks for them elsewhere, as for a
+penalty on all parameters, is exported again with them. In the exported graph their tensors are added, and copies of the
+second's ops take these ops' places (layer_copies.py). Where that cannot be had, the model is exported as a whole.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,7 +35,7 @@ LAYER = torch.ops.autopart_capture.layer.default
 APART = torch.ops.autopart_capture.apart.default
 fx.node.has_side_effect(MARK)
 # The first is traced too, but is nothing to compare with, as later ones may use sizes that it computes.
-_COPIED, _COMPARED = 2, 3
+_COPIED = 2
 
 
 def export_with_copies(
@@ -48,9 +46,10 @@ def export_with_copies(
     if not groups:
         return None
     # the first may be a kind by itself: a model's input has no gradient
-    copied = [layer for group in groups for layer in group[_COMPARED + 1 : -1]]
+    copied = [layer for group in groups for layer in group[_COPIED + 1 :]]
     for unread in (copied, []):
-        calls, away = _Calls(), _Away()
+        away = _Away()
+        calls = _Calls(away)
         try:
             with _watched(groups, calls), _without_tensors(unread, root, away):
                 exported = export()
@@ -67,12 +66,34 @@ def export_with_copies(
     return None
 
 
+_TENSORS = ("_parameters", "_buffers", "_modules")
+
+
 @dataclass(slots=True)
 class _Away:
-    """Whether the model's forward runs, and whether it asked for what layers are without."""
+    """What layers are without, whether the model's forward runs, and whether it asked for that."""
 
+    held: dict[int, dict[str, Any]] = field(default_factory=dict)
     running: bool = False
     asked_for: bool = False
+
+    def take(self, layer: nn.Module) -> None:
+        self.held[id(layer)] = {name: vars(layer)[name] for name in _TENSORS}
+        vars(layer).update((name, _Absent(self)) for name in _TENSORS)
+
+    def give_back(self, layer: nn.Module) -> None:
+        vars(layer).update(self.held.pop(id(layer), {}))
+
+    @contextmanager
+    def back(self, layer: nn.Module) -> Iterator[None]:
+        """Inside, ``layer`` has all that it has."""
+        away = id(layer) in self.held
+        self.give_back(layer)
+        try:
+            yield
+        finally:
+            if away:
+                self.take(layer)
 
     def ask(self) -> None:
         if self.running:
@@ -146,7 +167,8 @@ class _Kind:
 class _Calls:
     """The calls of one export."""
 
-    def __init__(self) -> None:
+    def __init__(self, away: _Away) -> None:
+        self.away = away
         self.made: list[Call] = []
         self.kinds: list[_Kind] = []
         self.results: dict[int, list[_Result]] = {}
@@ -155,12 +177,11 @@ class _Calls:
         self,
         group: int,
         layer: nn.Module,
-        last: bool,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """A call of a layer: its forward, or the op that stands for it. Raises Differs."""
+        """A call of a layer: its forward, which is traced, or the op that stands for it. Raises Differs."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         kind = self.kind(group, [spec, torch.is_grad_enabled(), *_described(leaves)])
         kind.calls += 1
@@ -179,13 +200,12 @@ class _Calls:
             kind.recorded.finish(result)
             return result
         assert kind.recorded is not None and kind.returned is not None
-        if last or kind.calls == _COMPARED:
-            # of what that call made an argument has to be told apart
-            apart = [APART(leaf) if kind.recorded.made(leaf) else leaf for leaf in leaves]
-            args, kwargs = pytree.tree_unflatten(apart, spec)
-            with Compared(kind.recorded, layer, apart) as compared:
-                result = forward(*args, **kwargs)
-            compared.finish(result)
+        # of what that call made an argument has to be told apart
+        apart = [APART(leaf) if kind.recorded.made(leaf) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(apart, spec)
+        with self.away.back(layer), Compared(kind.recorded, layer, apart) as compared:
+            result = forward(*args, **kwargs)
+        compared.finish(result)
         return self.stand_in(kind.returned, number, tensors, leaves)
 
     def kind(self, group: int, arguments: list[Any]) -> _Kind:
@@ -254,19 +274,19 @@ def _watched(groups: list[list[nn.Module]], calls: _Calls) -> Iterator[None]:
     token = _CURRENT.set(calls)
     replaced: list[tuple[nn.Module, Any]] = []
 
-    def replace(number: int, layer: nn.Module, last: bool) -> None:
+    def replace(number: int, layer: nn.Module) -> None:
         forward = layer.forward
         replaced.append((layer, vars(layer).get("forward")))
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            return calls.run(number, layer, last, forward, args, kwargs)
+            return calls.run(number, layer, forward, args, kwargs)
 
         vars(layer)["forward"] = watched
 
     try:
         for number, group in enumerate(groups):
             for layer in group:
-                replace(number, layer, layer is group[-1])
+                replace(number, layer)
         yield
     finally:
         for layer, own in replaced:
@@ -283,7 +303,6 @@ def _without_tensors(layers: Sequence[nn.Module], root: nn.Module, away: _Away) 
 
     A forward of ``root`` that asks for them is told so, as it would compute something else without.
     """
-    kept = [(layer, name, vars(layer)[name]) for layer in layers for name in ("_parameters", "_buffers", "_modules")]
     forward = root.forward
 
     @functools.wraps(forward)
@@ -294,15 +313,15 @@ def _without_tensors(layers: Sequence[nn.Module], root: nn.Module, away: _Away) 
         finally:
             away.running = False
 
-    for layer, name, _ in kept:
-        vars(layer)[name] = _Absent(away)
+    for layer in layers:
+        away.take(layer)
     vars(root)["forward"] = running
     try:
         yield
     finally:
         del vars(root)["forward"]
-        for layer, name, held in kept:
-            vars(layer)[name] = held
+        for layer in layers:
+            away.give_back(layer)
 
 
 @library.register_fake("autopart_capture::mark")  # type: ignore[untyped-decorator]

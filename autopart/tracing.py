@@ -108,7 +108,6 @@ def capture(
     check_eval: bool = True,
     precision: str = "",
     reduce_dtype: str = "",
-    copy_layers: bool = False,
 ) -> Program:
     """Captures the training computation of ``model`` on example inputs.
 
@@ -116,12 +115,12 @@ def capture(
     ``loss_fn``, ``kwargs["targets"]`` is what ``loss_fn(model(...), targets)`` compares with.
     batch_dims: which dim of an input holds samples, by input path; None: the input is shared by all samples. By
     default every tensor whose dim 0 has the size of the first tensor's dim 0.
-    check_eval: also capture the model in evaluation mode, to know whether the emitted stages, which switch dropout,
-    attention's dropout and batch norm by ``self.training``, can be evaluated; else they refuse to be.
+    check_eval: before the program is emitted, also capture the model in evaluation mode, to know whether the emitted
+    stages, which switch dropout, attention's dropout and batch norm by ``self.training``, can be evaluated; else they
+    refuse to be. Until then the program holds the model and the inputs.
     precision: "bf16-mixed" or "fp16-mixed": as under ``torch.autocast``, weights kept in their own type; "": as the
     model computes, under the autocast that is on around this call.
     reduce_dtype: in which ranks add gradients up, "float32", "bfloat16" or "float64"; "": the parameters' own types.
-    copy_layers: trace few of the layers that are alike, for the others copy what these do; for planning alone.
     Raises CaptureError naming the module path and source line that cannot be captured.
     """
     if not isinstance(model, nn.Module):
@@ -154,7 +153,7 @@ def capture(
             own_backwards() as own,
             other_draws() as drawn,
         ):
-            exported, static_batch, most = _export(flat, leaves, dims, batch, copy_layers and decisions is None)
+            exported, static_batch, most = _export(flat, leaves, dims, batch)
         with entered({}):
             program = _assemble(flat, exported, named, dims, tuple(bound), batch, static_batch, name, autocast)
         program.most_samples = most
@@ -165,7 +164,7 @@ def capture(
     program.precision = precision
     program.reduce_dtype = check_sums(reduce_dtype)
     if check_eval:
-        program.eval_flaw = _eval_flaw(program, model, args, {**kwargs, **targets}, loss_fn, batch_dims)
+        program.check_evaluation = partial(_eval_flaw, program, model, args, {**kwargs, **targets}, loss_fn, batch_dims)
     return program
 
 
@@ -198,7 +197,7 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 
 def _export(
-    flat: _Flat, named: dict[str, Any], dims: dict[str, int | None], batch: int, copy_layers: bool
+    flat: _Flat, named: dict[str, Any], dims: dict[str, int | None], batch: int
 ) -> tuple[torch.export.ExportedProgram, str, int]:
     """The graph, why it fixes the batch size ('' if it does not), and how many samples it holds for (0: any)."""
     tensors = [(path, leaf) for path, leaf in named.items() if isinstance(leaf, torch.Tensor)]
@@ -218,7 +217,7 @@ def _export(
                 specs = None if reason else (shapes,)
                 inputs = given if reason else arguments
                 export = partial(torch.export.export, flat, inputs, dynamic_shapes=specs, strict=False)
-                found = (export_with_copies(flat, export) if copy_layers else None) or export()
+                found = (export_with_copies(flat, export) if flat.decisions is None else None) or export()
                 return found, reason, most
         except Exception as error:
             if not reason and not most and (bound := largest_batch(error)) >= max(batch, 2):

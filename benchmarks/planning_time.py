@@ -148,7 +148,7 @@ def phase_seconds(model: str, cluster: str, batch: int, dtype: str) -> str:
     clock = [_clock()]
     loaded = load_model(model, meta=True, dtype=getattr(torch, dtype))
     clock.append(_clock())
-    program = capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False, copy_layers=True)
+    program = capture(loaded.model, loaded.args, loaded.kwargs)
     clock.append(_clock())
     analysis = analyze(program)
     clock.append(_clock())

@@ -108,7 +108,7 @@ def analysis_of(model: str, sequence: int) -> Analysis:
     with torch.device("meta"):
         module = Model(*SIZES[model], sequence).bfloat16()
         tokens = torch.zeros(2, sequence, dtype=torch.long)
-    return analyze(capture(module, (tokens, tokens), {}, check_eval=False, copy_layers=True))
+    return analyze(capture(module, (tokens, tokens), {}, check_eval=False))
 
 
 def priced(row: dict[str, str]) -> Priced:

@@ -33,7 +33,7 @@ def analysis_of(model: Gpt) -> Analysis:
         f"&n_positions={model.sequence}&seq={model.sequence}&vocab_size={model.vocabulary}"
     )
     loaded = load_model(spec, meta=True, dtype=torch.float16)
-    return analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False, copy_layers=True))
+    return analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False))
 
 
 def published(analysis: Analysis, row: Measurement, layout: Layout) -> Plan | None:

@@ -48,7 +48,7 @@ def analysis_of(hidden: int, heads: int, layers: int, sequence: int, dtype: str)
     fields = f"n_embd={hidden}&n_head={heads}&n_layer={layers}&n_positions={sequence}&seq={sequence}"
     spec = f"hf:gpt2?{fields}&vocab_size=51200&resid_pdrop=0&embd_pdrop=0&attn_pdrop=0&dtype={dtype}"
     loaded = load_model(spec, meta=True, batch=2)
-    return analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False, copy_layers=True))
+    return analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False))
 
 
 def cell(analysis: Analysis, cluster: Cluster, scheme: str, batch: int) -> str:

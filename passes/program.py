@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,10 @@ class Assumption:
     text: str
 
 
+def _nobody_knows() -> str:
+    return "it was captured without check_eval, so that nobody knows whether evaluation computes the same"
+
+
 @dataclass(slots=True)
 class Program:
     """A model as autopart sees it. Passes do not change a Program; they make new graphs from its own.
@@ -66,7 +70,7 @@ class Program:
     batch: samples in the example inputs. static_batch: why the batch size is fixed, '' when it is symbolic.
     most_samples: for how many the graph holds at most, 0: any.
     loss: name of the output that is the loss, None when the user's code computes it.
-    eval_flaw: why the emitted stages cannot be evaluated, '' when they can.
+    check_evaluation: finds :attr:`eval_flaw`, once somebody asks for it.
     precision: "bf16-mixed", "fp16-mixed", or '' where the ops compute in the types that the model names.
     reduce_dtype: in which ranks add gradients up ("float32"); '': in the parameters' own types.
     assumptions: what the model's branches were decided by, each a result of the graph ``conditions`` of the inputs.
@@ -90,10 +94,17 @@ class Program:
     imports: tuple[str, ...] = ()
     precision: str = ""
     reduce_dtype: str = ""
-    eval_flaw: str = "it was captured without check_eval, so that nobody knows whether evaluation computes the same"
+    check_evaluation: Callable[[], str] = _nobody_knows
     assumptions: tuple[Assumption, ...] = ()
     conditions: fx.Graph | None = None
     _fingerprint: str = ""
+
+    @property
+    def eval_flaw(self) -> str:
+        """Why the emitted stages cannot be evaluated, '' when they can."""
+        flaw = self.check_evaluation()
+        self.check_evaluation = lambda: flaw
+        return flaw
 
     @property
     def parameters(self) -> list[TensorInfo]:

@@ -34,9 +34,9 @@ _KINDS: dict[str, type] = {
     "layout": torch.layout,
     "memory_format": torch.memory_format,
 }
-# Fields that are written as they are, by one rule or none.
-_OWN = ("graph", "tensors", "inputs", "outputs", "constants", "assumptions", "conditions", "_fingerprint")
-_REST = tuple(item.name for item in fields(Program) if item.name not in _OWN)
+# Fields that are written by a rule of their own, or not at all.
+_OWN = {"graph", "tensors", "inputs", "outputs", "constants", "check_evaluation", "assumptions", "conditions"}
+_REST = tuple(item.name for item in fields(Program) if item.name not in {*_OWN, "_fingerprint"})
 
 
 class NotWritten(Exception):

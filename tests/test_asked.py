@@ -59,11 +59,6 @@ def test_a_question_is_answered_again_without_the_program(
     assert answer(capsys) == first
 
 
-def test_whole_captures_are_made_each_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answer(capsys, "--whole-capture")
-    assert not entries(folder)
-
-
 def test_what_a_time_limit_decided_is_not_kept(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -415,6 +415,23 @@ class MadeWhenUsed(nn.Module):
         return (self.layer(x) + self.bias).square().mean()
 
 
+def test_evaluation_is_captured_once_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[bool] = []
+
+    class Telling(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            modes.append(self.training)
+            return super().forward(x).square().mean()
+
+    model = Telling(4, 4)
+    program = capture(model, (torch.randn(2, 4),))
+    make_plan(program, ideal(1))
+    assert modes == [True]
+    assert not program.eval_flaw and not program.eval_flaw
+    assert modes == [True, False] and model.training
+    assert "captured without check_eval" in capture(model, (torch.randn(2, 4),), check_eval=False).eval_flaw
+
+
 def test_a_buffer_that_a_forward_makes_is_not_left_behind() -> None:
     model, x = MadeWhenUsed(), torch.randn(2, 4)
     program = capture(model, (x,))

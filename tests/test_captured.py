@@ -37,7 +37,7 @@ CLUSTER = Cluster.parse("2xA100-40GB")
 def once(spec: str) -> Program:
     """Of all tests, which leave it as it is."""
     loaded = load_model(spec, meta=True)
-    return capture(loaded.model, loaded.args, loaded.kwargs, name=loaded.name, check_eval=False, copy_layers=True)
+    return capture(loaded.model, loaded.args, loaded.kwargs, name=loaded.name, check_eval=False)
 
 
 def plan(program: Program) -> dict[str, Any]:

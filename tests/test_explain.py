@@ -341,7 +341,7 @@ def test_in_what_a_model_is_another(program: Any, plan: Plan) -> None:
     assert "leave out precision='fp16-mixed', or plan" in other_model(mixed, plan)
     text = other_model(program, replace(plan, model="hf:other"))
     assert "hf:other" in text and program.name in text and "--dtype" not in text
-    assert "--whole-capture" in other_model(program, plan)
+    assert "plan it again with 'autopart plan'" in other_model(program, plan)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from autopart.runtime.errors import InfeasibleError
 @functools.cache
 def analysis() -> Analysis:
     loaded = load_model("hf:gpt2?n_layer=2&seq=256&vocab_size=4096", meta=True)
-    program = autopart.capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False, copy_layers=True)
+    program = autopart.capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False)
     return analyze(program)
 
 

@@ -36,7 +36,7 @@ GPT2 = "hf:gpt2?n_layer=4&n_embd=32&n_head=2&vocab_size=64&n_positions=16&seq=16
 
 def gpt2() -> Program:
     loaded = load_model(GPT2, meta=True)
-    return capture(loaded.model, loaded.args, loaded.kwargs, name=loaded.name, check_eval=False, copy_layers=True)
+    return capture(loaded.model, loaded.args, loaded.kwargs, name=loaded.name, check_eval=False)
 
 
 class Masked(nn.Module):

@@ -223,7 +223,7 @@ def test_the_fastest_are_compared_as_they_will_be_emitted() -> None:
         "&num_key_value_heads=8&num_local_experts=8&experts_implementation=grouped_mm&seq=512"
     )
     loaded = load_model(spec, meta=True, dtype=torch.bfloat16)
-    program = capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False, copy_layers=True)
+    program = capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False)
     plan = make_plan(program, Cluster.parse("8xH100"), batch=32, pp=1, microbatches=1, tp=8, recompute="none")
     assert any(seconds > 0 for stage in plan.stages for seconds in stage.hidden_s.values())
     chosen = next(row for row in plan.considered if row["status"] == "chosen")

@@ -27,7 +27,7 @@ SHALLOW, DEEP = 14, 20
 def analysis_of(layers: int) -> Analysis:
     spec = f"hf:gpt2?n_layer={layers}&n_embd=64&n_head=4&vocab_size=128&n_positions=32&seq=32&batch=2"
     loaded = load_model(spec, meta=True)
-    program = capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False, copy_layers=True)
+    program = capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False)
     return analyze(program)
 
 

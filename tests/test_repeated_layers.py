@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
+import autopart.verify
 from autopart import layer_copies, repeated_layers, tracing
-from autopart.cli import arguments
-from autopart.models import load_model
+from autopart.cluster import Cluster
+from autopart.models import LoadedModel, load_model
 from autopart.passes.program import Program
 from autopart.tracing import capture
+from launch import run_kept_job
 
 LAYERS = 9
 TEXT = "batch=2&seq=8&vocab_size=32"
@@ -62,6 +62,10 @@ class Stack(nn.Module):
         return self.run(self, x)
 
 
+def of_squares(found: Tensor, targets: Tensor) -> Tensor:
+    return (found - targets).square().mean()
+
+
 def in_turn(model: Any, x: Tensor) -> Tensor:
     for layer in model.layers:
         x = layer(x)
@@ -70,7 +74,9 @@ def in_turn(model: Any, x: Tensor) -> Tensor:
 
 def both(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Program, bool]:
     """Captured as a whole and with copies; and whether there are copies."""
-    whole = capture(model, args, kwargs, check_eval=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracing, "export_with_copies", lambda *_: None)
+        whole = capture(model, args, kwargs, check_eval=False)
     made: list[bool] = []
     original = layer_copies.insert_copies
     with pytest.MonkeyPatch.context() as patch:
@@ -80,7 +86,7 @@ def both(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
             made.append(True)
 
         patch.setattr(repeated_layers, "insert_copies", insert)
-        copied = capture(model, args, kwargs, check_eval=False, copy_layers=True)
+        copied = capture(model, args, kwargs, check_eval=False)
     return whole, copied, bool(made)
 
 
@@ -179,11 +185,12 @@ class Batched(Counted):
         super().__init__(index)
         self.statistics = nn.BatchNorm1d(3)
         self.rectified = nn.ReLU(inplace=True)
+        self.dropped = nn.Dropout(0.5)
         self.register_buffer("table", torch.arange(4.0), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.rectified(self.statistics(super().forward(x)) + self.table)
-        return torch.dropout(y, 0.5, True).view(x.shape[0], 3, 2, 2).flatten(2)
+        return self.dropped(y).view(x.shape[0], 3, 2, 2).flatten(2)
 
 
 class Numbered(Counted):
@@ -195,6 +202,27 @@ class Odd(Counted):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         return y * 2 if self.layer_idx % 2 else y
+
+
+class OddOne(Counted):
+    """One in the middle does something else, by its number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * 2 if self.layer_idx == LAYERS // 2 else y
+
+
+class Counting(Counted):
+    """What it computes depends on how many were called before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.layer_idx == 0:
+            _BEFORE.clear()
+        _BEFORE.append(1)
+        return super().forward(x) / len(_BEFORE)
+
+
+_BEFORE: list[int] = []
 
 
 class UnlikeLast(Counted):
@@ -273,6 +301,8 @@ TOYS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "one layer's weight beside it": (lambda: Stack(Counted, reading), True),
     "ops that depend on the number": (lambda: Stack(Numbered, in_turn), False),
     "ops of odd layers": (lambda: Stack(Odd, in_turn), False),
+    "one other op in the middle": (lambda: Stack(OddOne, in_turn), False),
+    "numbers by the calls before": (lambda: Stack(Counting, in_turn), False),
     "a last layer that returns its argument": (lambda: Stack(UnlikeLast, in_turn), False),
     "arguments kept": (lambda: Stack(Keeping, with_losses), False),
     "values beside the result": (lambda: Stack(Telling, with_losses), False),
@@ -292,11 +322,34 @@ def test_odd_models_have_the_same_program(name: str) -> None:
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-def test_as_many_forwards_run_for_many_layers_as_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran, seen = [], list[int]()
+@pytest.mark.parametrize(
+    ("build", "limits"),
+    [
+        (lambda: load_model(SPECS["gpt2"], meta=False), {"pp": 2, "tp": 2, "microbatches": 2}),
+        (lambda: Stack(Batched, in_turn), {"pp": 3, "microbatches": 1}),
+    ],
+    ids=["gpt2", "statistics"],
+)
+def test_training_what_was_copied_is_equal(
+    build: Callable[[], Any], limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
+    torch.manual_seed(0)
+    model = build()
+    given: dict[str, Any] = {}
+    if not isinstance(model, LoadedModel):
+        x, targets = torch.randn(2, 2, 3, 4)
+        given = {"args": (x,), "kwargs": {"targets": targets}, "loss_fn": of_squares}
+    cluster = Cluster.parse(f"cpu:{limits['pp'] * limits.get('tp', 1)}")
+    assert autopart.verify.verify(model, cluster=cluster, limits=limits, **given).equal
+
+
+def test_as_much_is_traced_of_many_layers_as_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced, seen = [], list[int]()
     add_tensors = layer_copies.add_tensors
 
     def counted(exported: torch.export.ExportedProgram, *others: Any) -> None:
+        traced.append(len(list(exported.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default))))
         seen.append(len(list(exported.graph.find_nodes(op="placeholder"))))
         add_tensors(exported, *others)
 
@@ -305,30 +358,9 @@ def test_as_many_forwards_run_for_many_layers_as_for_few(monkeypatch: pytest.Mon
         with torch.device("meta"):
             model, x = Stack(Counted, in_turn, layers), torch.zeros(2, 3, 4)
         _RAN.clear()
-        program = capture(model, (x,), {}, check_eval=False, copy_layers=True)
+        program = capture(model, (x,), {}, check_eval=False)
         assert sum(node.target is torch.ops.aten.linear.default for node in program.graph.nodes) == layers
-        ran.append(len(_RAN))
-    # The first layer is a kind by itself, since the model's input has no gradient; then two that are traced, and the
-    # next and the last, which are compared.
-    assert ran == [5, 5]
-    assert seen == [1 + 4 * 5, 1 + 4 * 5]
-
-
-def test_commands_that_only_plan_copy_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[bool] = []
-
-    def captured(*_args: Any, copy_layers: bool = False, **_kwargs: Any) -> Any:
-        given.append(copy_layers)
-        return SimpleNamespace(fingerprint="here")
-
-    monkeypatch.setattr(tracing, "capture", captured)
-    model = SimpleNamespace(model=None, args=(), kwargs={}, name="model")
-    monkeypatch.setattr(arguments, "read_model", lambda *_: model)
-    arguments.read_program(Namespace(model="model"))
-    arguments.read_program(Namespace(model="model", whole_capture=True))
-    arguments.read_program(Namespace(model="model"), check_eval=True)
-    assert given == [True, False, False]
-    # A plan of the whole capture, of which the copies are another program.
-    plan: Any = SimpleNamespace(fingerprint="there")
-    arguments.read_program(Namespace(model="model"), plan=plan)
-    assert given[3:] == [True, False]
+        assert len(_RAN) == layers  # each is compared, so that what it does beside its ops is done once
+    # The first layer is a kind by itself, since the model's input has no gradient; then come two that are traced.
+    assert traced == [3, 3]
+    assert seen == [1 + 4 * 3, 1 + 4 * 3]

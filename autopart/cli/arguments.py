@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Collection
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -280,34 +279,24 @@ def read_model(arguments: argparse.Namespace, meta: bool, batch: int | None = No
         return load_model(arguments.model, meta=meta, dtype=read_dtype(arguments), batch=batch)
 
 
-def read_program(
-    arguments: argparse.Namespace, meta: bool = True, check_eval: bool = False, plan: Plan | None = None
-) -> Program:
-    """The captured model. meta: without its weights. check_eval: as in ``capture``; without it the program is for
-    planning, and few of the layers that are alike are traced. plan: one of this model, whose program is wanted.
+def read_program(arguments: argparse.Namespace, meta: bool = True, check_eval: bool = False) -> Program:
+    """The captured model. meta: without its weights. check_eval: as in ``capture``; planning needs none.
+
     Raises ModelError, CaptureError.
     """
 
-    def take(copy_layers: bool) -> Program:
+    def take() -> Program:
         loaded = read_model(arguments, meta)
         with working(f"capturing {loaded.name}"), hushed():
             from autopart.tracing import capture
 
-            return capture(
-                *(loaded.model, loaded.args, loaded.kwargs),
-                name=loaded.name,
-                check_eval=check_eval,
-                copy_layers=copy_layers,
-            )
+            return capture(loaded.model, loaded.args, loaded.kwargs, name=loaded.name, check_eval=check_eval)
 
-    if not meta or check_eval or getattr(arguments, "whole_capture", False):
-        return take(copy_layers=False)
+    if not meta or check_eval:
+        return take()
     from autopart.captured import captured
 
-    program = captured(arguments.model, read_dtype(arguments), partial(take, copy_layers=True))
-    if plan is not None and plan.fingerprint != program.fingerprint:
-        return take(copy_layers=False)
-    return program
+    return captured(arguments.model, read_dtype(arguments), take)
 
 
 def choose_plan(arguments: argparse.Namespace, program: Program) -> Plan:

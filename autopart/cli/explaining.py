@@ -154,7 +154,7 @@ def _with_model(
     from autopart.runtime.errors import InfeasibleError
     from autopart.same_degrees import asked_of
 
-    program = read_program(arguments, plan=plan)
+    program = read_program(arguments)
     with working("analysing the model"):
         analysis = analyze(program)
         sent = reshardings(plan, analysis, cluster)

@@ -35,11 +35,6 @@ EXAMPLE = "autopart plan hf:gpt2 --cluster 4x8xA100-80GB --batch 512 --dtype bf1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_limits(parser, cluster_required=True)
-    parser.add_argument(
-        "--whole-capture",
-        action="store_true",
-        help="trace every layer; by default few of the layers that are alike are traced and the others' ops copied",
-    )
     parser.add_argument("-o", "--output", type=file_path, metavar="FILE", help="write the plan as JSON")
     add_json(parser)
 
@@ -49,16 +44,12 @@ def run(arguments: argparse.Namespace) -> int:
     # Mistakes in these are said at once, not after the capture.
     cluster, given = read_cluster(arguments.cluster), limits(arguments)
     check_output(arguments.output)
+    from autopart.asked import asked
 
     def choose() -> Plan:
         return choose_plan(arguments, read_program(arguments))
 
-    if arguments.whole_capture:
-        plan = choose()
-    else:
-        from autopart.asked import asked
-
-        plan = asked(arguments.model, read_dtype(arguments), cluster, given, choose)
+    plan = asked(arguments.model, read_dtype(arguments), cluster, given, choose)
     if arguments.output is not None:
         plan.save(arguments.output)
         print(f"plan written to {arguments.output}", file=sys.stderr)

@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     check_output(arguments.output)
     cluster = change.applied(base)
-    program = read_program(arguments, plan=plan)
+    program = read_program(arguments)
     named += f" ({change})" if str(change) else ""
     with working(f"planning for {named}"):
         analysis = analyze(program)
