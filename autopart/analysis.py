@@ -44,6 +44,7 @@ _T = TypeVar("_T")
 class Analysis:
     """A program seen by the planner.
 
+    samples: by which blocks were found, as an op's work and what crosses depend on them.
     graph: the program's graph for one share of the batch (``split.graph``). free: nodes that every stage computes for
     itself. blocks: what stages are made of. free_block: the first block that needs a free op.
     layers: the layer that each block belongs to, whose inputs alone are kept when layers are recomputed; '' for none.
@@ -58,6 +59,7 @@ class Analysis:
 
     program: Program
     rules: RuleBook
+    samples: int
     split: BatchSplit
     graph: fx.Graph
     free: set[fx.Node]
@@ -144,14 +146,17 @@ class Analysis:
         return str(MIXED.get(self.program.precision, self.dtype)).removeprefix("torch.")
 
 
-def analyze(program: Program, rules: RuleBook = RULES) -> Analysis:
-    """Everything that does not depend on the cluster."""
+def analyze(program: Program, rules: RuleBook = RULES, samples: int = 0) -> Analysis:
+    """Everything that does not depend on the cluster.
+
+    samples: by which blocks are found, those that a plan's were (``Plan.example_batch``); 0: the example inputs'.
+    """
     split = split_batch(program, rules)
     graph = split.graph
     number_draws(graph)
     free = free_nodes(graph, program.updated_buffers)
     costs = annotate(graph.nodes, "cuda")
-    batch = max(program.batch, 1)
+    batch = samples or max(program.batch, 1)
 
     def weight(node: fx.Node) -> float:
         cost = costs[node]
@@ -168,6 +173,7 @@ def analyze(program: Program, rules: RuleBook = RULES) -> Analysis:
     return Analysis(
         program=program,
         rules=rules,
+        samples=batch,
         split=split,
         graph=graph,
         free=free,

@@ -69,9 +69,9 @@ class Compiler:
         with _as_ever():
             program = capture(self._model, args, kwargs, **options)
             eval_flaw = program.eval_flaw
-        analysis = analyze(program, rules)
         plan = settings["plan"]
         if plan is None:
+            analysis = analyze(program, rules)
             limits = dict(settings["limits"])
             if self._batch == "local":
                 if limits.get("dp") is None:
@@ -82,8 +82,9 @@ class Compiler:
                 limits["meshes"] = "equal"  # each replica's own part goes through all stages
             cluster = _cluster(settings["cluster"])
             plan = advised_plan(cluster, analysis, **limits)
-        elif not isinstance(plan, Plan):
-            plan = Plan.load(plan)
+        else:
+            plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+            analysis = analyze(program, rules, plan.example_batch)
         emitted = realize(program, plan, analysis)
         emitted.files["plan.json"] = plan.to_json()
         emitted.files["plan.txt"] = plan_text(plan)

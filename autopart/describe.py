@@ -132,6 +132,7 @@ def timed_plan(
         alone=shared.alone if shared else 1.0,
         optimizer=candidates.optimizer,
         bucket_bytes=bucket_bytes,
+        example_batch=analysis.samples,
     )
     return replace(plan, step_time_s=simulate_plan(plan).makespan_s + plan.tied_s)
 

@@ -166,7 +166,8 @@ class Plan:
     :mod:`autopart.pins`. The stages follow them; nothing else reads them when the plan is run.
     shared_host: devices of each host, where these share its cores; 0: they have cores of their own. alone: how many
     times as fast as the stages' seconds say they are while no other device of the host computes.
-    tensor_scheme: that was asked for, see :mod:`autopart.tensor_scheme`; the strategies say what came of it.
+    example_batch: samples of the inputs that the model was captured on, by which its blocks were found: those of other
+    inputs may be others; 0: not told. tensor_scheme: that was asked for, see :mod:`autopart.tensor_scheme`; the strategies say what came of it.
     optimizer: by which memory is counted; any may be used. bucket_bytes: of gradients that share a message.
     tokens, flops: of one step; peak_flops: FLOP/s of all its devices in the type of most products; 0 when unknown.
     considered: other candidates, as rows for the report.
@@ -207,6 +208,7 @@ class Plan:
     bucket_bytes: int = BUCKET_BYTES
     tensor_scheme: str = TensorScheme.AUTO.value
     cluster_digest: str = ""
+    example_batch: int = 0
 
     def __post_init__(self) -> None:
         _require(self.schedule in SCHEDULES, f"schedule: {self.schedule!r} is not one of {', '.join(SCHEDULES)}")
@@ -218,6 +220,7 @@ class Plan:
         )
         _require(self.dropout in DROPOUT, f"dropout: {self.dropout!r} is not one of {', '.join(DROPOUT)}")
         _require(self.batch >= 1 and self.microbatches >= 1, "batch and microbatches: at least 1")
+        _require(self.example_batch >= 0, f"example_batch: at least 0, found {self.example_batch}")
         _require(self.bucket_bytes >= 1, f"bucket_bytes: at least 1, found {self.bucket_bytes}")
         _require(
             self.shared_host >= 0 and 1 <= self.alone <= _MOST,

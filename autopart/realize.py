@@ -374,7 +374,7 @@ def realize(program: Program, plan: Plan, analysis: Analysis | None = None, rule
 
     Raises PlanError when the plan does not belong to the program, BatchError when it splits a batch that may not be.
     """
-    analysis = analysis or analyze(program, rules)
+    analysis = analysis or analyze(program, rules, plan.example_batch)
     found = realized(analysis, plan)
     settings = settings_of(analysis, plan)
     again = recomputed(plan, found.local)

@@ -156,7 +156,7 @@ def _with_model(
 
     program = read_program(arguments)
     with working("analysing the model"):
-        analysis = analyze(program)
+        analysis = analyze(program, samples=plan.example_batch)
         sent = reshardings(plan, analysis, cluster)
         peaks = rank_peaks(plan, analysis, cluster.device(0).kind)
     other: Plan | None = None

@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     program = read_program(arguments)
     named += f" ({change})" if str(change) else ""
     with working(f"planning for {named}"):
-        analysis = analyze(program)
+        analysis = analyze(program, samples=plan.example_batch)
         check_plan(program, analysis, plan)
         asked = asked_of(plan)
         best = planned(program, cluster, batch=batch, analysis=analysis, **asked)

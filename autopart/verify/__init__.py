@@ -86,7 +86,7 @@ def verify(
             raise PlanError(other_model(own, plan))
     say("capturing the model in float64")
     subject = prepare(model, args, kwargs, loss_fn=loss_fn, batch_dims=batch_dims)
-    analysis = analyze(subject.program)
+    analysis = analyze(subject.program, samples=plan.example_batch if plan is not None else 0)
     given = plan is not None
     if plan is None:
         assert cluster is not None
