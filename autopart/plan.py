@@ -166,8 +166,8 @@ class Plan:
     :mod:`autopart.pins`. The stages follow them; nothing else reads them when the plan is run.
     shared_host: devices of each host, where these share its cores; 0: they have cores of their own. alone: how many
     times as fast as the stages' seconds say they are while no other device of the host computes.
-    example_batch: samples of the inputs that the model was captured on, by which its blocks were found: those of other
-    inputs may be others; 0: not told. tensor_scheme: that was asked for, see :mod:`autopart.tensor_scheme`; the strategies say what came of it.
+    example_batch: samples of the inputs that the model was captured on, by which its blocks were found; 0: not told.
+    tensor_scheme: that was asked for, see :mod:`autopart.tensor_scheme`; the strategies say what came of it.
     optimizer: by which memory is counted; any may be used. bucket_bytes: of gradients that share a message.
     tokens, flops: of one step; peak_flops: FLOP/s of all its devices in the type of most products; 0 when unknown.
     considered: other candidates, as rows for the report.

@@ -359,6 +359,41 @@ def test_save_keeps_other_files(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "text"), [("train.py", "years of work"), ("manifest.json", '{"name": "another program", "version": 3}')]
+)
+def test_other_files_beside_a_program_or_by_its_names_are_kept(tmp_path: Path, name: str, text: str) -> None:
+    from autopart.runtime.errors import PlanError
+
+    if name == "train.py":
+        compile_model(tmp_path, Masked().double(), x_only())
+    (tmp_path / name).write_text(text)
+    with pytest.raises(PlanError, match=f"holds other files .{name}"):
+        compile_model(tmp_path, Masked().double(), x_only())
+    assert (tmp_path / name).read_text() == text
+
+
+def test_a_folder_that_is_there_stays_and_its_program_is_replaced(tmp_path: Path) -> None:
+    folder, link = tmp_path / "folder", tmp_path / "link"
+    folder.mkdir()
+    link.symlink_to(folder)
+    number = folder.stat().st_ino
+    compile_model(link, Masked().double(), x_only())
+    first = sorted(path.name for path in folder.iterdir())
+    (folder / "stage_7.py").write_text("of an earlier program")
+    (folder / "__pycache__").mkdir()
+    compile_model(link, Masked().double(), x_only())
+    assert sorted(path.name for path in folder.iterdir()) == first
+    assert link.is_symlink()
+    assert folder.stat().st_ino == number
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"inner'$"):
+        compile_model(tmp_path / "file" / "inner", Masked().double(), x_only())
+
+
 class Level(nn.Module):
     """A list of modules inside a list of modules, with work of its own before and after."""
 

@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from autopart.passes.emit.folder import check_program_folder
     from autopart.plan import Plan
     from autopart.runtime.errors import PlanError
 
@@ -50,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = Plan.load(arguments.plan) if arguments.plan is not None else None
     if plan is None:
         read_cluster(arguments.cluster)
+    check_program_folder(arguments.output)  # before the capture, not after it
     program = complete(arguments, read_program(arguments, check_eval=True))
     if plan is None:
         plan = choose_plan(arguments, program)
