@@ -1,9 +1,9 @@
 """Answers to whole ``autopart plan`` commands on disk, so that one that is asked again reads no program.
 
 An entry's name is a hash of everything that the captured program follows from (:mod:`autopart.captured`), the cluster
-with every number of its devices and links, and what is asked for. Kept is what :mod:`autopart.planned` would keep, with
-the notes: nothing that a solver's time limit decided. Of what is found ``solve_s`` is 0, and ``total_s`` the time it
-took to find it.
+with every number of its devices and links and what a plan says of it, and what is asked for. Kept is what
+:mod:`autopart.planned` would keep, with the notes: nothing that a solver's time limit decided. Of what is found
+``solve_s`` is 0, and ``total_s`` the time it took to find it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from autopart import cache
 from autopart.captured import key as program_key
 from autopart.cluster import Cluster
+from autopart.cluster_notes import identity
 from autopart.kept_plans import found_or_made
 from autopart.plan import Plan
 
@@ -45,6 +46,6 @@ def key(spec: str, dtype: torch.dtype | None, cluster: Cluster, limits: dict[str
     """The hash by which an answer is found."""
     digest = hashlib.sha256()
     given = sorted((name, repr(value)) for name, value in limits.items() if value is not None)
-    for part in (VERSION, program_key(spec, dtype), cluster, given):
+    for part in (VERSION, program_key(spec, dtype), identity(cluster), given):
         digest.update(f"{part!r}\n".encode())
     return digest.hexdigest()

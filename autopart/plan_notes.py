@@ -9,7 +9,6 @@ from autopart.analysis import pattern_of
 from autopart.candidate_prices import same_but_for_memory
 from autopart.candidates import Answer, Candidates
 from autopart.cluster import Cluster
-from autopart.cost.calibrated import outdated
 from autopart.passes.program import TensorInfo
 from autopart.report.units import format_bytes, format_seconds
 from autopart.several_axes import uncovered
@@ -50,21 +49,6 @@ def _least_rates(cluster: Cluster) -> list[str]:
     return [
         "all stages are priced with the least of each rate that any device has, and so is the lower bound; "
         "meshes=unlike prices each by its own devices, also where all have one mesh"
-    ]
-
-
-def speeds(cluster: Cluster) -> list[str]:
-    """A note of where the speeds of devices are from, where they were measured or could have been."""
-    ranks = sorted({device.measured for device in cluster.devices if device.measured})
-    text = " and ".join("1 rank" if count == 1 else f"{count} ranks at once" for count in ranks)
-    if ranks:
-        return [f"speeds are those that autopart calibrate measured with {text}"]
-    versions = outdated("cpu") if any(node.is_this_host for node in dict.fromkeys(cluster.nodes)) else None
-    if versions is None:
-        return []
-    return [
-        f"speeds are presets: this host was calibrated with {versions}, not with what is installed now; run autopart "
-        "calibrate again"
     ]
 
 

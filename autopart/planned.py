@@ -1,11 +1,11 @@
 """Plans on disk, so that what was planned once is found again: when a job starts anew, or a plan is looked into.
 
 An entry's name is a hash of everything that plans follow from: the program's whole content, the cluster with every
-number of its devices and links, what is asked for, autopart's sources, torch, and what is installed. Plans that a
-solver's time limit decided are not kept, as they need not come out again, nor those by a user's own rules, nor of
-programs that no JSON object says (:mod:`autopart.passes.program_json`). What cannot be read, or is of another program,
-is planned again and written over. So a cache gives plans that planning gives, or none; of these ``solve_s`` is 0, and
-``total_s`` the time it took to find them.
+number of its devices and links and what a plan says of it, what is asked for, autopart's sources, torch, and what is
+installed. Plans that a solver's time limit decided are not kept, as they need not come out again, nor those by a user's
+own rules, nor of programs that no JSON object says (:mod:`autopart.passes.program_json`). What cannot be read, or is of
+another program, is planned again and written over. So a cache gives plans that planning gives, or none; of these
+``solve_s`` is 0, and ``total_s`` the time it took to find them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from autopart import cache
 from autopart.analysis import Analysis
 from autopart.cache_key import installed, sources
 from autopart.cluster import Cluster
+from autopart.cluster_notes import identity
 from autopart.earlier_plans import EarlierPlans
 from autopart.frontier import PlanPoint, count_frontier, first_devices, memory_frontier
 from autopart.kept_plans import found_or_made
@@ -78,7 +79,7 @@ def planned_frontier(
     if counts is None:
         asked = {**limits, "step": step}
     else:  # of a host's CPUs fewer may have a calibration of their own
-        asked = {**limits, "parts": [first_devices(cluster, count) for count in sorted(set(counts))]}
+        asked = {**limits, "parts": [identity(first_devices(cluster, count)) for count in sorted(set(counts))]}
     return [PlanPoint.of(plan) for plan in _kept("frontier", program, cluster, asked, analysis, make)[0]]
 
 
@@ -106,6 +107,6 @@ def key(kind: str, program: Program, cluster: Cluster, limits: dict[str, Any]) -
     digest = hashlib.sha256()
     asked = sorted((name, repr(value)) for name, value in limits.items() if value is not None)
     versions = (VERSION, sys.version, torch.__version__, torch.version.git_version)
-    for part in (kind, program_json.content(program), cluster, asked, *versions, *sources(), *installed()):
+    for part in (kind, program_json.content(program), identity(cluster), asked, *versions, *sources(), *installed()):
         digest.update(f"{part!r}\n".encode())
     return digest.hexdigest()

@@ -19,6 +19,7 @@ from typing import Any, cast
 from autopart.analysis import Analysis, analyze
 from autopart.candidates import Answer, Candidates
 from autopart.cluster import Cluster
+from autopart.cluster_notes import speeds
 from autopart.collection import seldom_collected
 from autopart.describe import describe
 from autopart.describe_unlike import describe_unlike
@@ -30,7 +31,7 @@ from autopart.passes.program import Program
 from autopart.passes.rules import RULES, RuleBook
 from autopart.pins import check_stages, read_pins
 from autopart.plan import DROPOUT, Plan, check_warmup
-from autopart.plan_notes import notes, speeds, unfactored, untried
+from autopart.plan_notes import notes, unfactored, untried
 from autopart.recomputation import RECOMPUTE
 from autopart.runtime.errors import BatchError, ClusterError, PlanError
 from autopart.runtime.schedule import NAMES

@@ -14,6 +14,7 @@ from autopart import cache
 from autopart.cli import main
 from autopart.cli.calibrating import calibration_text
 from autopart.cluster import Cluster
+from autopart.cluster_notes import speeds
 from autopart.cost import calibrated
 from autopart.cost.calibrate import calibrate
 from autopart.cost.calibration import Calibration, doubts, fit
@@ -23,7 +24,7 @@ from autopart.cost.devices import Device, Link, device
 from autopart.cost.measure import Effort, hold_aside, product_shapes
 from autopart.cost.samples import ATTENTION, LAUNCH, PRODUCT, STREAM, Sample, predicted_seconds
 from autopart.models import load_model
-from autopart.plan_notes import speeds
+from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.runtime.errors import ClusterError
 from autopart.tracing import capture
@@ -146,6 +147,28 @@ def test_plans_say_that_a_calibration_is_of_other_versions(cached: Path) -> None
     calibrated.store(made_up())
     assert ["measured with 4 ranks" in note for note in speeds(Cluster.parse("cpu:2"))] == [True]
     assert calibrated.outdated("cpu") is None
+
+
+def planned(tmp_path: Path, cluster: str | Path, *more: str) -> Plan:
+    model = "hf:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64&seq=8"
+    assert main(["plan", model, "--cluster", str(cluster), "-o", str(tmp_path / "plan.json"), *more]) == 0
+    return replace(Plan.load(tmp_path / "plan.json"), solve_s=0.0, total_s=0.0)
+
+
+def test_kept_plans_say_what_is_known_of_this_host_now(cached: Path, tmp_path: Path) -> None:
+    """Its name and its notes, which its numbers do not tell."""
+    before = planned(tmp_path, "cpu:2")
+    outdated = calibrated.store(made_up(libraries={"torch": "1.0"}))
+    after = planned(tmp_path, "cpu:2")
+    assert outdated is not None and after == planned(tmp_path, "cpu:2", "--no-cache") != before
+    outdated.unlink()
+    path = calibrated.store(made_up(2))
+    Cluster.parse("cpu:2").save(host := tmp_path / "host.toml")
+    before = planned(tmp_path, host)
+    assert path is not None and before.cluster == "cpu:2"
+    path.unlink()
+    after = planned(tmp_path, host)
+    assert after == planned(tmp_path, host, "--no-cache") and after.cluster == "cpu:2 (as described)"
 
 
 def test_attention_by_type() -> None:
