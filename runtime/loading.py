@@ -105,6 +105,13 @@ def starting_tensors(directory: Path, manifest: Manifest, originals: Originals |
             raise PlanError(
                 f"{spec.name} is {original.dtype}, the plan was made for {spec.dtype}; convert the model, or plan again"
             )
+    known = {name for spec in manifest.parameters for name in (spec.name, *spec.aliases)}
+    for name, tensor in (originals or {}).items():
+        if isinstance(tensor, nn.Parameter) and name not in known:  # would silently be trained no more
+            raise PlanError(
+                f"{name!r} is a parameter of the model that was given, which the program does not have; load it "
+                "with the model that it was made of"
+            )
     return found
 
 
