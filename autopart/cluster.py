@@ -34,7 +34,8 @@ __all__ = ["Cluster", "Device", "Link", "Node"]
 MOST_DEVICES = 2**20
 """Of a cluster: more is a slip of the pen, of which not even the list of nodes would fit into memory."""
 
-_NODES = re.compile(r"(?:(\d+)x)?(\d+)x([^@x][^@]*)(?:@(?:(\d+)\*)?([^@]+))?")
+_COUNT = r"\d{1,12}"  # more digits are a slip of the pen too, and of thousands Python makes no number
+_NODES = re.compile(rf"(?:({_COUNT})x)?({_COUNT})x([^@x][^@]*)(?:@(?:({_COUNT})\*)?([^@]+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +224,12 @@ class Cluster:
     @staticmethod
     def parse(text: str) -> Cluster:
         """Reads a description. Raises ClusterError that says what was expected, and for unknown devices which exist."""
+        if not isinstance(text, str):
+            raise ClusterError(f"a description of a cluster is a text such as '8xH100', not {text!r}")
         nodes: list[Node] = []
         for part in text.replace(" ", "").split("+"):
             if part.lower().startswith("cpu:"):
-                if not part[4:].isdecimal() or int(part[4:]) < 1:
+                if not re.fullmatch(_COUNT, part[4:]) or int(part[4:]) < 1:
                     raise ClusterError(f"cannot read {part!r}: expected cpu:COUNT, such as cpu:4")
                 check_size(int(part[4:]))
                 nodes.append(_host_node(int(part[4:])))
@@ -257,6 +260,8 @@ class Cluster:
         """
         import torch
 
+        if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
+            raise ClusterError(f"a number of devices is a whole one of at least 1, not {n!r}")
         total = n if n is not None else int(os.environ.get("WORLD_SIZE", 0)) or None
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) if n is None else 0
         if not torch.cuda.is_available():

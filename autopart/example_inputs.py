@@ -33,12 +33,16 @@ def bind(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 def batch_dims_of(named: dict[str, Any], given: Mapping[str, int | None]) -> dict[str, int | None]:
     """The dim that holds samples, for every tensor input, or None. Raises CaptureError for unknown names and dims."""
     tensors = {path: leaf for path, leaf in named.items() if isinstance(leaf, torch.Tensor)}
+    if not isinstance(given, Mapping):
+        raise CaptureError(f"batch_dims has a dim for each input, such as {{'x': 1}}, not a {type(given).__name__}")
     unknown = set(given) - set(tensors)
     if unknown:
         raise CaptureError(f"batch_dims names {sorted(unknown)}, the tensor inputs are {sorted(tensors)}")
     if not tensors:
         raise CaptureError("the model takes no tensor input, so there is no batch to split; pass example tensors")
     for path, dim in given.items():
+        if not (dim is None or (isinstance(dim, int) and not isinstance(dim, bool))):
+            raise CaptureError(f"batch_dims[{path!r}]: a dim is a whole number, or None without samples, not {dim!r}")
         rank = tensors[path].dim()
         if dim is not None and not -rank <= dim < rank:
             raise CaptureError(f"batch_dims[{path!r}]: {dim} is no dim of a tensor {list(tensors[path].shape)}")

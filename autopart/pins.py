@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -43,9 +43,10 @@ def read_pins(
 
     Raises PlanError when a pattern matches nothing, or no division into stages can have all pins.
     """
-    if isinstance(together, str) or any(isinstance(group, str) for group in together):
+    groups_given = together if isinstance(together, tuple | list) else (together,)
+    if not all(isinstance(group, tuple | list | set | frozenset) and _are_patterns(group) for group in groups_given):
         raise PlanError('together is a list of groups of patterns, such as [["encoder.*", "embed"]]')
-    if not isinstance(stages or {}, Mapping):
+    if not isinstance(stages or {}, Mapping) or not _are_patterns(stages or ()):
         raise PlanError('pins has a stage for each pattern, such as {"decoder.layers.3": 2}')
     groups = tuple(tuple(sorted({b for pattern in group for b in _blocks(analysis, pattern)})) for group in together)
     groups = (*filter(None, groups), *(item.places for item in analysis.written if len(item.places) > 1))
@@ -142,6 +143,10 @@ def _blocks(analysis: Analysis, pattern: str) -> set[int]:
     known = {".".join(parts[:end]) for parts in (path.split(".") for path in paths) for end in range(1, len(parts) + 1)}
     near = difflib.get_close_matches(pattern, sorted(known), 3) or sorted(known - {""}, key=lambda p: (p.count("."), p))
     raise PlanError(f"pins: no op is in a module {pattern!r}; there are {', '.join(near[:5]) or 'no modules'}")
+
+
+def _are_patterns(given: Iterable[object]) -> bool:
+    return all(isinstance(pattern, str) for pattern in given)
 
 
 def _matches(path: str, pattern: str) -> bool:

@@ -25,6 +25,7 @@ from autopart.describe import describe
 from autopart.describe_unlike import describe_unlike
 from autopart.earlier_plans import EarlierPlans
 from autopart.estimates import Estimates
+from autopart.given_limits import check_counts, check_given, check_seconds, check_warmups, is_whole
 from autopart.mesh_prices import MeshPrices
 from autopart.passes.data_axis import LEVELS
 from autopart.passes.program import Program
@@ -33,7 +34,7 @@ from autopart.pins import check_stages, read_pins
 from autopart.plan import DROPOUT, Plan, check_warmup
 from autopart.plan_notes import notes, unfactored, untried
 from autopart.recomputation import RECOMPUTE
-from autopart.runtime.errors import BatchError, ClusterError, PlanError
+from autopart.runtime.errors import BatchError, PlanError
 from autopart.runtime.schedule import NAMES
 from autopart.several_axes import several_axes
 from autopart.solver.degrees import Degrees, UnlikeMeshes, degrees, read_axes
@@ -112,12 +113,10 @@ def make_plan(
     PlanError for contradicting limits, NotBetter of :mod:`autopart.solver.search` when no plan found stays below.
     """
     start = time.perf_counter()
-    if not isinstance(cluster, Cluster):
-        raise ClusterError(f"make_plan takes a Cluster, such as Cluster.parse('8xH100'), not {cluster!r}")
-    counts = {"batch": batch, "pp": pp, "dp": dp, "microbatches": microbatches, "virtual": virtual}
-    for name, count in counts.items():
-        if count is not None and not (_is_whole(count) and count >= 1):
-            raise PlanError(f"{name} is a whole number of at least 1, not {count!r}")
+    check_given(program, cluster, rules)
+    check_counts({"batch": batch, "pp": pp, "dp": dp, "microbatches": microbatches, "virtual": virtual})
+    check_seconds(time_limit_s, below)
+    check_warmups(warmup)
     analysis = analysis or analyze(program, rules)
     batch = batch or program.batch
     if recompute not in RECOMPUTE:
@@ -127,7 +126,7 @@ def make_plan(
     if meshes not in MESHES:
         raise PlanError(f"meshes is one of {', '.join(MESHES)}, not {meshes!r}")
     scheme = _scheme(tensor_scheme)
-    if zero is not None and not (_is_whole(zero) and zero in LEVELS):
+    if zero is not None and not (is_whole(zero) and zero in LEVELS):
         raise PlanError(f"zero is one of {', '.join(map(str, LEVELS))} or None (chosen), not {zero!r}")
     if zero and schedule == "2bw":
         raise PlanError("the schedule 2bw keeps two versions of whole weights; leave zero out, or use 2bw-flush")
@@ -279,10 +278,6 @@ def make_plan(
         ),
         considered=tuple(_row(item) for item in result.considered),
     )
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def unlike_can_win(cluster: Cluster, best: Evaluation[Answer | UnlikeAnswer] | None) -> bool:

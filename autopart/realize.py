@@ -374,6 +374,10 @@ def realize(program: Program, plan: Plan, analysis: Analysis | None = None, rule
 
     Raises PlanError when the plan does not belong to the program, BatchError when it splits a batch that may not be.
     """
+    if not isinstance(program, Program):
+        raise PlanError(f"emitted is a Program that capture gives, not a {type(program).__name__}")
+    if not isinstance(plan, Plan):
+        raise PlanError(f"a program is emitted by a Plan, such as Plan.load('plan.json'), not a {type(plan).__name__}")
     analysis = analysis or analyze(program, rules, plan.example_batch)
     found = realized(analysis, plan)
     settings = settings_of(analysis, plan)

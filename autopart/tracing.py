@@ -9,7 +9,7 @@ transformers' outputs keep their names, one tensor that is passed twice stays tw
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -127,6 +127,10 @@ def capture(
         raise CaptureError(f"expected an nn.Module, got {type(model).__name__}; wrap the function in a module")
     if loss_fn is not None and not callable(loss_fn):
         raise CaptureError(f"loss_fn is a function of the model's output and the targets, not {loss_fn!r}")
+    if isinstance(args, torch.Tensor | str | Mapping) or not isinstance(args, Iterable):
+        raise CaptureError(f"args is a tuple or list of inputs, such as (x,), not a {type(args).__name__}")
+    if not isinstance(kwargs or {}, Mapping):
+        raise CaptureError(f"kwargs has inputs by name, such as {{'labels': y}}, not a {type(kwargs).__name__}")
     kwargs = dict(kwargs or {})
     targets = {TARGETS: kwargs.pop(TARGETS)} if loss_fn is not None and TARGETS in kwargs else {}
     if loss_fn is not None and not targets:

@@ -121,7 +121,12 @@ def read_axes(tp: int | Sequence[int] | str) -> int | tuple[int, ...]:
             raise PlanError(f"tp={tp!r} is neither a number of devices nor sizes of axes such as 2x4")
         sizes = tuple(map(int, parts))
     else:
-        sizes = tuple(tp)
+        try:
+            sizes = tuple(tp)
+        except TypeError:  # a float, say
+            sizes = ()
+        if not sizes or not all(isinstance(size, int) for size in sizes):
+            raise PlanError(f"tp is a number of devices, or sizes of axes such as (2, 4), not {tp!r}")
     if min(sizes, default=0) < 1 or (len(sizes) > 1 and min(sizes) < 2):
         raise PlanError(f"tp is at least 1, and each of several tensor axes at least 2, not {axes_text(sizes)}")
     if len(sizes) > MOST_AXES:
