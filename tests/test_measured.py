@@ -82,7 +82,15 @@ def test_layers_that_do_not_divide_into_the_stages() -> None:
         (f"{HEAD.removesuffix(',seconds')}\n{ROW}", "neither seconds nor tflops"),
         (HEAD, "has no rows"),
         (f"{HEAD}\n{ROW},1", "line 2: has more values"),
-        (f"{HEAD}\n{ROW.replace('24,', 'x,')}", "line 2: layers is a whole number from 1 on, not 'x'"),
+        (f"{HEAD}\n{ROW.replace('24,', 'x,')}", "line 2: layers is a whole number from 1 to 65,536, not 'x'"),
+        (f"{HEAD}\n{ROW.replace('24,', '9' * 5000 + ',', 1)}", "line 2: layers is a whole number from 1 to 65,536"),
+        (f"{HEAD}\n{ROW.replace('24,', '99999999999999999999,', 1)}", "line 2: layers is a whole number from 1 to"),
+        (f"{HEAD}\n{ROW.replace('1024', '9' * 24)}", "line 2: hidden is a whole number from 1 to"),
+        (f"layers,{HEAD}\n12,{ROW}", "columns that are there twice: layers"),
+        (f"{HEAD}\n{ROW.removesuffix('1.5')}1.5e-3", r"line 2: .* beyond A100-80GB.* seconds those of a whole step"),
+        (f"{HEAD.replace('seconds', 'tflops')}\n{ROW.removesuffix('1.5')}1.2e14", "line 2: .* beyond A100-80GB"),
+        (f'{HEAD},name\n{ROW},"of two\nlines"\n{ROW.replace("24,", "x,")},b', "line 4: layers is a whole number"),
+        (f"{HEAD},name\n{ROW},{'a' * 200_000}", "cannot be read as comma-separated values: field larger"),
         (f"{HEAD}\n{ROW.removesuffix('1.5')}", "line 2: one of seconds and tflops"),
         (f"{HEAD}\n{ROW.removesuffix('1.5')}-1", "line 2: seconds is a number above 0, not '-1'"),
         (f"{HEAD}\n{ROW.replace('8xA100-80GB', '8xA1')}", "line 2: .*A1"),
@@ -113,6 +121,9 @@ def test_a_file_of_a_spreadsheet(tmp_path: Path) -> None:
     file = tmp_path / "runs.csv"
     file.write_text(f"{HEAD}\n{ROW}\n", encoding="utf-8-sig")
     assert len(read_file(file)) == 1
+    spaced = f'{HEAD.replace(",", ", ")}, name\n{ROW.replace(",", ", ")}, "of two\nlines"\n{ROW},b\n'
+    file.write_text(spaced.replace(', "', ',"'))
+    assert [item.name for item in read_file(file)] == ["of two lines", "b"]
 
 
 def test_sums_beside_weights_gradients_hide_no_more_than_these_take() -> None:

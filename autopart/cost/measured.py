@@ -22,7 +22,8 @@ fused_attention, beside
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,10 @@ _MORE_SIZES = ("sequence", "vocabulary", "mlp", "samples", "chunks")
 _LAYOUT_FLAGS = ("scatter", "overlap", "sharded", "balanced")
 _STYLE_FLAGS = ("sequence_parallel", "fused_attention", "beside")
 _MEASURED = ("seconds", "tflops")
+_MOST, _MOST_LAYERS, _DIGITS = 2**31, 2**16, 10
+"""Of a size: more is a slip of the pen, by which no step can be priced."""
+_ABOVE_PEAK = 2.0
+"""Times a device's peak from which figures are in another unit; a kernel may leave out half of the attention."""
 _COLUMNS = ("name", "cluster", "recompute", *_SIZES, *_MORE_SIZES, *_LAYOUT_FLAGS, *_STYLE_FLAGS, *_MEASURED)
 
 
@@ -57,24 +62,40 @@ def read_file(path: Path) -> list[Measurement]:
 def read_measurements(lines: Iterable[str], table: str, file: str) -> list[Measurement]:
     """The rows of a table, none of which the constants were fitted to. Raises InputError naming line and column."""
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
-    rows = csv.DictReader(line for _, line in numbered)
-    given = rows.fieldnames or ()
-    unknown = [name for name in given if name not in _COLUMNS]
-    missing = [name for name in (*_SIZES, "cluster") if name not in given]
-    if unknown or missing or not any(name in given for name in _MEASURED):
-        said = [f"unknown columns: {', '.join(map(repr, unknown))}"] if unknown else []
-        said += [f"missing columns: {', '.join(missing)}"] if missing else []
-        said += ["neither seconds nor tflops"] if not any(name in given for name in _MEASURED) else []
-        raise InputError(f"{file}: {'; '.join(said)}; the columns are {', '.join(_COLUMNS)}")
-    found = []
-    for (number, _), cells in zip(numbered[1:], rows, strict=True):
-        row = _Row(f"{file}, line {number}", {name: (cell or "").strip() for name, cell in cells.items() if name})
-        if None in cells:
-            raise InputError(f"{row.place}: has more values than there are columns")
-        found.append(row.measurement(table))
+    rows = csv.DictReader(f"{line}\n" for _, line in numbered)
+    try:
+        rows.fieldnames = [name.strip() for name in rows.fieldnames or ()]
+        found = list(_read(rows, numbered, table, file))
+    except csv.Error as error:
+        raise InputError(f"{file}: cannot be read as comma-separated values: {error}") from None
     if not found:
         raise InputError(f"{file}: has no rows")
     return found
+
+
+def _read(
+    rows: csv.DictReader[str], numbered: Sequence[tuple[int, str]], table: str, file: str
+) -> Iterator[Measurement]:
+    """numbered: the lines that are read, with their numbers in the file."""
+    _check_columns(rows.fieldnames or (), file)
+    for cells in rows:
+        number, _ = numbered[rows.line_num - 1]  # a quoted cell may go over several lines
+        if None in cells:
+            raise InputError(f"{file}, line {number}: has more values than there are columns")
+        own = {name: " ".join((cell or "").split()) for name, cell in cells.items() if name}
+        yield _Row(f"{file}, line {number}", own).measurement(table)
+
+
+def _check_columns(given: Sequence[str], file: str) -> None:
+    unknown = [name for name in given if name not in _COLUMNS]
+    twice = [name for name, count in Counter(given).items() if count > 1]
+    missing = [name for name in (*_SIZES, "cluster") if name not in given]
+    said = [f"unknown columns: {', '.join(map(repr, unknown))}"] if unknown else []
+    said += [f"columns that are there twice: {', '.join(twice)}"] if twice else []
+    said += [f"missing columns: {', '.join(missing)}"] if missing else []
+    said += ["neither seconds nor tflops"] if not any(name in given for name in _MEASURED) else []
+    if said:
+        raise InputError(f"{file}: {'; '.join(said)}; the columns are {', '.join(_COLUMNS)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +109,10 @@ class _Row:
         text = self.cells.get(name, "")
         if not text and default is not None:
             return default
-        if not text.isdecimal() or not int(text):
-            raise InputError(f"{self.place}: {name} is a whole number from 1 on, not {text!r}")
+        most = _MOST_LAYERS if name == "layers" else _MOST
+        if not text.isdecimal() or len(text) > _DIGITS or not 1 <= int(text) <= most:
+            shown = text if len(text) <= 40 else f"{text[:40]}…"
+            raise InputError(f"{self.place}: {name} is a whole number from 1 to {most:,}, not {shown!r}")
         return int(text)
 
     def flag(self, name: str) -> bool:
@@ -129,6 +152,7 @@ class _Row:
                 **{name: self.flag(name) for name in _LAYOUT_FLAGS},
             )
             step_seconds(model, cluster, layout, sizes["batch"])
+            _check_units(model, cluster, sizes["batch"], seconds, tflops)
         except InputError as error:
             raise InputError(str(error) if str(error).startswith(self.place) else f"{self.place}: {error}") from None
         except (AutopartError, ValueError) as error:
@@ -138,3 +162,15 @@ class _Row:
             seconds = model.flops(sizes["batch"]) / cluster.device_count / tflops / 1e12
         name = self.cells.get("name") or f"{model.parameters / 1e9:.3g}B"
         return Measurement(table, "", name, model, cluster, sizes["batch"], (layout,), seconds, "test")
+
+
+def _check_units(model: Gpt, cluster: Cluster, batch: int, seconds: float | None, tflops: float | None) -> None:
+    """Raises InputError where what was measured is far beyond what devices can do."""
+    best = max(cluster.devices, key=lambda device: max(device.peak_flops.values()))
+    peak = max(best.peak_flops.values()) / 1e12
+    done = tflops or model.flops(batch, recompute=False) / cluster.device_count / (seconds or 1.0) / 1e12
+    if done > _ABOVE_PEAK * peak:
+        raise InputError(
+            f"{done:.4g} TFLOP/s on each device is beyond {best.name}, which reaches {peak:.4g} at most: tflops are "
+            "10^12 FLOP/s of one device, seconds those of a whole step"
+        )
