@@ -38,18 +38,15 @@ class _Meaning:
 
 
 class _Owners:
-    """Which placeholders of the graph are a layer's parameters and buffers."""
+    """Which placeholders of the graph are a layer's parameters and buffers: one that is tied has one for each name."""
 
     def __init__(self, exported: torch.export.ExportedProgram, root: nn.Module):
         objects = dict(_tensors(root))
         placeholders = {node.name: node for node in exported.graph_module.graph.nodes if node.op == "placeholder"}
-        self.node: dict[int, fx.Node] = {}
-        self.tensor: dict[fx.Node, int] = {}
+        self.nodes: dict[int, list[fx.Node]] = {}
         for spec in exported.graph_signature.input_specs:
             if spec.target in objects:
-                node, key = placeholders[spec.arg.name], id(objects[spec.target])
-                self.node.setdefault(key, node)
-                self.tensor[node] = key
+                self.nodes.setdefault(id(objects[spec.target]), []).append(placeholders[spec.arg.name])
         self.names = {id(module): name for name, module in root.named_modules()}
 
 
@@ -100,12 +97,14 @@ class _Layer:
     def __init__(self, layer: nn.Module, owners: _Owners, start: fx.Node, end: fx.Node | None = None):
         self.path = owners.names[id(layer)]
         self.given: list[fx.Node] = list(start.args[0])  # type: ignore[arg-type]
-        self.own = {name: owners.node[id(item)] for name, item in _tensors(layer) if id(item) in owners.node}
+        own = {name: owners.nodes[id(item)] for name, item in _tensors(layer) if id(item) in owners.nodes}
+        self.own = {name: nodes[0] for name, nodes in own.items()}
         self.nodes: list[fx.Node] = []
         self.results: list[fx.Node] = []
         self.meanings: dict[fx.Node, _Meaning] = {}
-        for name, node in self.own.items():
-            self.meanings.setdefault(node, _Meaning("own", name))
+        for name, nodes in own.items():  # export uses any of a tied tensor's placeholders
+            for node in nodes:
+                self.meanings.setdefault(node, _Meaning("own", name))
         self.meanings.update((node, _Meaning("given", place)) for place, node in enumerate(self.given))
         if end is None:
             return

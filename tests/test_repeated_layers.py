@@ -264,6 +264,32 @@ def sharing() -> nn.Module:
     return model
 
 
+class Tied(Counted):
+    def __init__(self, index: int = 0):
+        super().__init__(index)
+        self.outer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(super().forward(x))
+
+
+def chained() -> nn.Module:
+    """Each layer ends with the weight that the next begins with."""
+    model = Stack(Tied, in_turn)
+    layers: Any = model.layers
+    for layer, following in zip(layers, layers[1:], strict=False):
+        following.inner.weight = layer.outer.weight
+    return model
+
+
+def in_pairs() -> nn.Module:
+    model = Stack(Counted, in_turn)
+    layers: Any = model.layers
+    for layer, following in zip(layers[1::2], layers[2::2], strict=True):
+        following.inner.weight = layer.inner.weight
+    return model
+
+
 class Halves(nn.Module):
     """Lists in a list, after a Sequential of Sequentials."""
 
@@ -295,6 +321,8 @@ TOYS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "lists in a list": (Halves, True),
     "fixed batch": (lambda: FixedBatch(Counted, in_turn), True),
     "shared parameters": (sharing, True),
+    "parameters tied to the next layer's": (chained, True),
+    "parameters tied in pairs": (in_pairs, True),
     "a penalty on all parameters": (lambda: Stack(Counted, with_penalty), True),
     "divided by the number of parameters": (lambda: Stack(Counted, by_their_number), True),
     "asking what layers have": (lambda: Stack(Counted, asking), True),
