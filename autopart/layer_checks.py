@@ -1,8 +1,13 @@
-"""Whether a layer does as a traced one did: its forward runs again, and every call of torch is compared, not made."""
+"""Whether a layer does as a traced one did: its forward runs too, and every call of torch is compared, not made.
+
+In place of results the forward is given tensors that stand for them in this call alone (Inside): whatever it leaves
+behind, in a list or an attribute, cannot be taken for what the traced layer or another one computed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +33,24 @@ class Itself:
     __hash__ = None  # type: ignore[assignment]
 
 
+class Inside(Tensor):
+    """Stands for a tensor that a compared call makes, and means nothing outside of this call."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not hasattr(Tensor, name):
+            raise Differs(f"a layer gives a tensor the attribute {name}")
+        super().__setattr__(name, value)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise Differs(f"{function} is called with what a layer computes, outside of it")
+
+
+_NOTHING = torch.empty(0, device="cpu")
+# Fake tensors say it themselves, others by a torch function: the same to a layer.
+_DEVICE = Tensor.device.__get__
+
+
 @dataclass(frozen=True, slots=True)
 class _Meaning:
     """What a tensor is to a layer, as in layer_copies.py, where the same comes first."""
@@ -36,12 +59,17 @@ class _Meaning:
     which: Any
 
 
+def _own(layer: nn.Module) -> dict[str, Tensor]:
+    return dict([*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False)])
+
+
 class _Tensors:
     """A call's tensors: what they mean, and what is meant."""
 
     def __init__(self, layer: nn.Module, given: Sequence[Any]):
+        self.layer = layer
         self.given = given
-        self.own = dict([*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False)])
+        self.own = _own(layer)
         self.made: list[Tensor] = []
         self._meanings: dict[int, _Meaning] = {}
         for name, tensor in self.own.items():
@@ -56,6 +84,12 @@ class _Tensors:
             self._meanings[id(tensor)] = _Meaning("made", len(self.made))
             self.made.append(tensor)
         return self._meanings[id(tensor)]
+
+    def finish(self) -> None:
+        """After the call. Raises Differs where the layer holds another tensor under a name than before."""
+        now = _own(self.layer)
+        if now.keys() != self.own.keys() or any(now[name] is not tensor for name, tensor in self.own.items()):
+            raise Differs("a layer replaces a parameter or buffer")
 
     def meaning(self, tensor: Tensor) -> _Meaning:
         return self._meanings.get(id(tensor)) or _Meaning("same", Itself(tensor))
@@ -89,51 +123,52 @@ class _Tensors:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """One call of a torch function. result: a tensor by what it means, else as it is. made: how many tensors until then
-    were first met as results.
+    """One call of a torch function. result: its leaves, tensors by what they mean, and how they are put together.
+    made: how many tensors until then were first met as results.
     """
 
     function: Any
     arguments: Any
-    result: Any
+    result: tuple[list[Any], Any]
     made: int
 
 
 class Recorded(TorchFunctionMode):
-    """Inside, calls of torch functions by a layer's forward are remembered."""
+    """Inside, calls of torch functions by a layer's forward are remembered. Raises Differs."""
 
     def __init__(self, layer: nn.Module, given: Sequence[Any]):
         super().__init__()
         self.tensors = _Tensors(layer, given)
         self.calls: list[_Made] = []
+        self.with_gradient: list[bool] = []
         self.returned: Any = None
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if function == _DEVICE:
+            return args[0].device
         kwargs = dict(kwargs or {})
         arguments = self.tensors.described((args, kwargs))
         result = function(*args, **kwargs)
-        tensors = [result] if isinstance(result, Tensor) else pytree.tree_leaves(result)
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and self.tensors.make(tensor).what != "made" and tensor is not result:
-                raise Differs(f"{function} returns an argument among others")
-        kept = self.tensors.meaning(result) if isinstance(result, Tensor) else result
-        self.calls.append(_Made(function, arguments, kept, len(self.tensors.made)))
+        leaves, spec = pytree.tree_flatten(result)
+        if not any(isinstance(leaf, Tensor) for leaf in leaves):
+            leaves, spec = pytree.tree_flatten(result, is_leaf=lambda _: True)  # a size is put together as a tuple
+        leaves = [self.tensors.make(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        made = self.tensors.made
+        self.with_gradient += [tensor.requires_grad for tensor in made[len(self.with_gradient) :]]
+        self.calls.append(_Made(function, arguments, (leaves, spec), len(made)))
         return result
 
-    def made(self, value: Any) -> bool:
-        """Whether the layer made this tensor."""
-        return isinstance(value, Tensor) and self.tensors.meaning(value).what == "made"
-
     def finish(self, result: Any) -> None:
+        self.tensors.finish()
         self.returned = self.tensors.returned(result)
 
 
 class Compared(TorchFunctionMode):
-    """Inside, what a layer's forward calls is compared with what was recorded of another, whose results it is given.
+    """Inside, what a layer's forward calls is compared with what was recorded of another. Raises Differs.
 
-    Nothing is computed or traced. Raises Differs.
+    Nothing is computed or traced.
     """
 
     def __init__(self, recorded: Recorded, layer: nn.Module, given: Sequence[Any]):
@@ -145,17 +180,39 @@ class Compared(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if function == _DEVICE:
+            meaning = self.tensors.meaning(args[0])
+            return (self.recorded.tensors.made[meaning.which] if meaning.what == "made" else args[0]).device
         made = next(self.calls, None)
         if made is None or function != made.function:
             raise Differs(f"a layer calls {function} where one alike does not")
         if self.tensors.described((args, dict(kwargs or {}))) != made.arguments:
             raise Differs(f"a layer calls {function} with other arguments than one alike")
-        for tensor in self.recorded.tensors.made[len(self.tensors.made) : made.made]:
-            self.tensors.make(tensor)
-        return self.tensors.meant(made.result) if isinstance(made.result, _Meaning) else made.result
+        for with_gradient in self.recorded.with_gradient[len(self.tensors.made) : made.made]:
+            self.tensors.make(Tensor._make_subclass(Inside, _NOTHING, with_gradient))
+        leaves, spec = made.result
+        return pytree.tree_unflatten(
+            [self.tensors.meant(leaf) if isinstance(leaf, _Meaning) else leaf for leaf in leaves], spec
+        )
 
     def finish(self, result: Any) -> None:
+        self.tensors.finish()
         if next(self.calls, None) is not None:
             raise Differs("a layer calls less than one alike")
         if self.tensors.returned(result) != self.recorded.returned:
             raise Differs("alike layers return unlike results")
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Inside, entering torch.autocast raises Differs: no torch function says so, and the graph has it around ops."""
+    original = torch.autocast.__enter__
+
+    def enter(self: torch.autocast) -> None:
+        raise Differs("a layer enters torch.autocast")
+
+    setattr(torch.autocast, "__enter__", enter)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(torch.autocast, "__enter__", original)  # noqa: B010

@@ -24,15 +24,13 @@ from torch import Tensor, fx, library, nn
 from torch.utils import _pytree as pytree
 
 from autopart.alike_layers import alike_layers
-from autopart.layer_checks import FIXED, Compared, Itself, Recorded
+from autopart.layer_checks import FIXED, Compared, Inside, Itself, Recorded, without_autocast
 from autopart.layer_copies import Call, Differs, add_tensors, insert_copies
 
 library.define("autopart_capture::mark", "(Tensor[] tensors, int call, bool leaves) -> ()")
 library.define("autopart_capture::layer", "(Tensor[] tensors, int call) -> Tensor[]")
-library.define("autopart_capture::apart", "(Tensor tensor) -> Tensor")
 MARK = torch.ops.autopart_capture.mark.default
 LAYER = torch.ops.autopart_capture.layer.default
-APART = torch.ops.autopart_capture.apart.default
 fx.node.has_side_effect(MARK)
 # The first is traced too, but is nothing to compare with, as later ones may use sizes that it computes.
 _COPIED = 2
@@ -55,9 +53,6 @@ def export_with_copies(
                 exported = export()
             if not away.asked_for:
                 add_tensors(exported, root, groups)
-                graph = exported.graph_module.graph
-                for node in graph.find_nodes(op="call_function", target=APART):
-                    graph.erase_node(node)  # raises where a layer that was compared left its argument somewhere
                 insert_copies(exported, root, calls.made, MARK, LAYER)
                 return exported
         except Exception:  # whatever it is, the export of the whole model goes through or says it better
@@ -183,7 +178,8 @@ class _Calls:
     ) -> Any:
         """A call of a layer: its forward, which is traced, or the op that stands for it. Raises Differs."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        kind = self.kind(group, [spec, torch.is_grad_enabled(), *_described(leaves)])
+        arguments = [spec, torch.is_grad_enabled(), *_described(leaves)]
+        kind = self.kind(group, arguments)
         kind.calls += 1
         if kind.calls == 1:
             return forward(*args, **kwargs)
@@ -193,19 +189,18 @@ class _Calls:
         self.made.append(Call(layer, kind.number, traced))
         if traced:
             MARK(tensors, number, False)
-            with Recorded(layer, leaves) as kind.recorded:
+            with without_autocast(), Recorded(layer, leaves) as kind.recorded:
                 result = forward(*args, **kwargs)
+            if _described(leaves) != arguments[2:]:
+                raise Differs("a layer changes the size of an argument")
             made, kind.returned = _taken_apart(result, leaves)
             MARK(made, number, True)
             kind.recorded.finish(result)
             return result
         assert kind.recorded is not None and kind.returned is not None
-        # of what that call made an argument has to be told apart
-        apart = [APART(leaf) if kind.recorded.made(leaf) else leaf for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(apart, spec)
-        with self.away.back(layer), Compared(kind.recorded, layer, apart) as compared:
+        with self.away.back(layer), without_autocast(), Compared(kind.recorded, layer, leaves) as compared:
             result = forward(*args, **kwargs)
-        compared.finish(result)
+            compared.finish(result)
         return self.stand_in(kind.returned, number, tensors, leaves)
 
     def kind(self, group: int, arguments: list[Any]) -> _Kind:
@@ -309,9 +304,12 @@ def _without_tensors(layers: Sequence[nn.Module], root: nn.Module, away: _Away) 
     def running(*args: Any, **kwargs: Any) -> Any:
         away.running = True
         try:
-            return forward(*args, **kwargs)
+            outputs = forward(*args, **kwargs)
         finally:
             away.running = False
+        if any(isinstance(leaf, Inside) for leaf in pytree.tree_leaves(outputs)):
+            raise Differs("the model returns what a layer computes beside its result")
+        return outputs
 
     for layer in layers:
         away.take(layer)
@@ -335,8 +333,3 @@ def _layer(tensors: Sequence[Tensor], call: int) -> list[Tensor]:
         torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device)
         for like in _CURRENT.get().results[call]
     ]
-
-
-@library.register_fake("autopart_capture::apart")  # type: ignore[untyped-decorator]
-def _apart(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
