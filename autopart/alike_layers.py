@@ -15,7 +15,7 @@ AT_LEAST = 8
 _PLAIN = (type(None), bool, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 # An int, whatever its value: those of all layers are compared later.
 _INT = "an int"
-_IN_EVERY_MODULE = frozenset(vars(nn.Module()))
+IN_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def alike_layers(root: nn.Module) -> list[list[nn.Module]]:
@@ -95,7 +95,7 @@ class _Build:
     def attributes(self, part: nn.Module) -> Hashable:
         found: list[Hashable] = [part.training, frozenset(part._non_persistent_buffers_set)]
         for name, value in sorted(vars(part).items()):
-            if name not in _IN_EVERY_MODULE:
+            if name not in IN_EVERY_MODULE:
                 found.append((name, self.value(value)))
             elif "_hooks" in name and value:
                 found.append(id(part))  # what a hook does may differ from layer to layer

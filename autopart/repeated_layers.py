@@ -24,6 +24,7 @@ from torch import Tensor, fx, library, nn
 from torch.utils import _pytree as pytree
 
 from autopart.alike_layers import alike_layers
+from autopart.kept_state import kept_attributes, undone_where_it_fails
 from autopart.layer_checks import FIXED, Compared, Inside, Itself, Recorded, without_autocast
 from autopart.layer_copies import Call, Differs, add_tensors, insert_copies
 
@@ -49,12 +50,14 @@ def export_with_copies(
         away = _Away()
         calls = _Calls(away)
         try:
-            with _watched(groups, calls), _without_tensors(unread, root, away):
-                exported = export()
-            if not away.asked_for:
+            with undone_where_it_fails(root), kept_attributes(copied), _watched(groups, calls):
+                with _without_tensors(unread, root, away):
+                    exported = export()
+                if away.asked_for:
+                    raise Differs("the model asked for tensors that were away, and went on")
                 add_tensors(exported, root, groups)
                 insert_copies(exported, root, calls.made, MARK, LAYER)
-                return exported
+            return exported
         except Exception:  # whatever it is, the export of the whole model goes through or says it better
             if not away.asked_for:
                 return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -110,11 +111,6 @@ class Batched(Counted):
         return self.dropped(y).view(x.shape[0], 3, 2, 2).flatten(2)
 
 
-class Numbered(Counted):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1 + self.layer_idx)
-
-
 class Odd(Counted):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -157,11 +153,78 @@ class Replacing(Counted):
 
     def __init__(self, index: int = 0):
         super().__init__(index)
+        self.mean: Tensor
         self.register_buffer("mean", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
         self.mean = self.mean * 0.9 + x.detach().mean((0, 1)) * 0.1
         return super().forward(x) - self.mean
+
+
+class Numbered(Counted):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.layer_idx)
+
+
+class Making(Counted):
+    """Registers its table when it is first called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "table" not in self._buffers:
+            self.register_buffer("table", torch.arange(x.shape[-1], device=x.device) * 0.1, persistent=False)
+        return super().forward(x) + self.get_buffer("table")
+
+
+class Tables:
+    """Keeps what was computed once."""
+
+    def __init__(self) -> None:
+        self.by_length: dict[int, Tensor] = {}
+
+
+class Looking(Numbered):
+    """Computes a table that all layers share when one is first called; unlike by its number."""
+
+    def __init__(self, tables: Tables, index: int = 0):
+        super().__init__(index)
+        self.tables = tables
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] not in self.tables.by_length:
+            self.tables.by_length[x.shape[-1]] = torch.arange(x.shape[-1], device=x.device) * 0.1
+        return super().forward(x) + self.tables.by_length[x.shape[-1]]
+
+
+def looking() -> nn.Module:
+    tables = Tables()
+    return Stack(lambda index: Looking(tables, index), in_turn)
+
+
+class Dropped(Counted):
+    """Skips itself at random."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if random.random() < 0.5 else x
+
+
+class Tallied(nn.Linear):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.calls = 0
+        self.sizes: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.sizes.append(x.shape[1])
+        return super().forward(x)
+
+
+class Tallying(Counted):
+    def __init__(self, index: int = 0):
+        super().__init__(index)
+        self.inner = Tallied()
 
 
 class Keys(Counted):
@@ -340,6 +403,8 @@ TOYS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "arguments kept": (lambda: Stack(Keeping, with_losses), True),
     "autocast in one in the middle": (lambda: Stack(Mixed, in_turn), False),
     "buffers replaced": (lambda: Stack(Replacing, in_turn), False),
+    "buffers made": (lambda: Stack(Making, in_turn), False),
+    "layers skipped at random": (lambda: Stack(Dropped, in_turn), False),
     "keys of the layer before": (lambda: Stack(Keys, in_turn), False),
     "a dict that is changed and returned": (lambda: Stack(Stateful, returned_state), True),
     "a dict that is changed": (lambda: Stack(Stateful, changed_state), False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from autopart.models import LoadedModel, load_model
 from autopart.passes.program import Program
 from autopart.tracing import capture
 from launch import run_kept_job
-from layer_models import LAYERS, RAN, TOYS, Batched, Counted, Stack, in_turn
+from layer_models import LAYERS, RAN, TOYS, Batched, Counted, Making, Odd, Stack, Tallying, in_turn, looking
 
 TEXT = "batch=2&seq=8&vocab_size=32"
 SPECS = {
@@ -38,9 +39,11 @@ def of_squares(found: Tensor, targets: Tensor) -> Tensor:
 
 def both(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Program, bool]:
     """Captured as a whole and with copies; and whether there are copies."""
+    random.seed(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracing, "export_with_copies", lambda *_: None)
         whole = capture(model, args, kwargs, check_eval=False)
+    random.seed(0)
     made: list[bool] = []
     original = layer_copies.insert_copies
     with pytest.MonkeyPatch.context() as patch:
@@ -52,6 +55,17 @@ def both(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
         patch.setattr(repeated_layers, "insert_copies", insert)
         copied = capture(model, args, kwargs, check_eval=False)
     return whole, copied, bool(made)
+
+
+def attributes(model: nn.Module) -> list[Any]:
+    """What there is in a model's modules beside tensors, and the names of these."""
+    return [
+        [repr(value) if isinstance(value, int | float | str | list | tuple) else type(value), name]
+        if not isinstance(value, dict)
+        else [name, *value]
+        for module in model.modules()
+        for name, value in sorted(vars(module).items())
+    ]
 
 
 def text(node: fx.Node, numbers: dict[fx.Node, int]) -> str:
@@ -102,7 +116,23 @@ def test_odd_models_have_the_same_program(name: str) -> None:
     whole, copied, made = both(model, (x,), {})
     assert made == expected
     assert_same(whole, copied)
-    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_what_a_failed_trace_computed_is_not_used_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(2, 3, 4)
+    program = capture(looking(), (x,), {}, check_eval=False)
+    monkeypatch.setattr(tracing, "export_with_copies", lambda *_: None)
+    assert_same(capture(looking(), (x,), {}, check_eval=False), program)
+
+
+@pytest.mark.parametrize("layer", [Counted, Tallying, Making, Odd], ids=lambda layer: layer.__name__)
+def test_a_capture_leaves_the_model_as_it_was(layer: type[nn.Module]) -> None:
+    with torch.device("meta"):
+        model, x = Stack(layer, in_turn), torch.zeros(2, 3, 4)
+    RAN.clear()
+    before = attributes(model)
+    capture(model, (x,), {}, check_eval=False)
+    assert attributes(model) == before
 
 
 @pytest.mark.parametrize(
