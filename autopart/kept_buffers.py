@@ -1,11 +1,16 @@
-"""A model's buffers as they were before a capture: a forward that makes one leaves a tensor without values in it."""
+"""A model's buffers as they were before a capture: a forward that makes one leaves a tensor without values in it.
+
+A new tensor under a buffer's name, as of a running mean, is a new value of the buffer: export would drop it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import nn
+from torch.export.graph_signature import InputKind
 
 
 @contextmanager
@@ -20,3 +25,36 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
             module._buffers.update(buffers)
             module._non_persistent_buffers_set.clear()
             module._non_persistent_buffers_set.update(transient)
+
+
+@contextmanager
+def replaced_buffers_written(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Buffers of the modules that are replaced inside by others of their type and size are written instead."""
+    # of layers that are away there are none, and none of them is asked for
+    before = [(module, dict(dict.items(vars(module)["_buffers"]))) for module in modules]
+    yield
+    for module, buffers in before:
+        now = vars(module)["_buffers"]
+        for name, old in buffers.items():
+            new = dict.get(now, name)
+            if old is None or new is None or new is old or (new.shape, new.dtype) != (old.shape, old.dtype):
+                continue
+            old.copy_(new.detach())
+            now[name] = old
+
+
+def drop_unread(exported: torch.export.ExportedProgram) -> None:
+    """Takes away what is written into buffers that are in no checkpoint and not read, such as the frequencies that a
+    rotary embedding sets anew in every call: nobody sees it, and written buffers hold ops together on one stage.
+    """
+    graph = exported.graph_module.graph
+    placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    for spec in exported.graph_signature.input_specs:
+        if spec.kind is InputKind.BUFFER and not spec.persistent:
+            node = placeholders[spec.arg.name]
+            writes = list(node.users)
+            if all(
+                use.target is torch.ops.aten.copy_.default and use.args[0] is node and not use.users for use in writes
+            ):
+                for use in writes:
+                    graph.erase_node(use)

@@ -24,7 +24,7 @@ from autopart import ctc_capture
 from autopart.assumed_branches import Decisions, conditions_graph, settle
 from autopart.capture_errors import Where, batch_reason, capture_error, fixes_batch, largest_batch
 from autopart.example_inputs import batch_dims_of, bind, examples, input_spec, plain
-from autopart.kept_buffers import kept_buffers
+from autopart.kept_buffers import drop_unread, kept_buffers, replaced_buffers_written
 from autopart.meta_capture import NumbersOnMeta, all_on_meta, is_on_meta
 from autopart.mixed_precision import autocast_of, check_sums, current_precision
 from autopart.other_draws import note_on_draws, other_draws
@@ -71,6 +71,8 @@ class _Flat(nn.Module):
         self.returned = _Returned()
         self.decisions: Decisions | None = None
         self._on_meta = is_on_meta(self)
+        # a tuple, which is no submodules; found here, as layers may be away while the forward runs
+        self._with_buffers = tuple(module for module in model.modules() if module._buffers)
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         remaining = iter(tensors)
@@ -85,6 +87,7 @@ class _Flat(nn.Module):
             NumbersOnMeta() if self._on_meta else nullcontext(),
             ctc_capture.RowsOfTargets(),
             nullcontext() if decisions is None else decisions,
+            replaced_buffers_written(self._with_buffers),
         ):
             if self.loss_function is None:
                 result = self.model(**kwargs)
@@ -244,6 +247,7 @@ def _assemble(
     name: str,
     autocast: Autocast,
 ) -> Program:
+    drop_unread(exported)
     kinds = torch.export.graph_signature.InputKind
     tensors, canonical = _tensors(flat)
     paths = iter([path for path, leaf in named.items() if isinstance(leaf, torch.Tensor)])

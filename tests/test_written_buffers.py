@@ -94,6 +94,14 @@ class Before(Layers):
         return change
 
 
+class Replaced(Layers):
+    """A running mean that becomes another tensor, and is read after that."""
+
+    def ends(self, loss: Tensor) -> Tensor:
+        self.kept = self.kept * 0.9 + loss.detach() * 0.1
+        return loss * (1 + self.kept)
+
+
 class OneNorm(Layers):
     """Statistics that several layers write."""
 
@@ -107,7 +115,7 @@ class OneNorm(Layers):
         return (x - y).square().mean()
 
 
-@pytest.mark.parametrize("model", [LastLoss, InputMean, Counted, Averages, Before, OneNorm])
+@pytest.mark.parametrize("model", [LastLoss, InputMean, Counted, Averages, Before, Replaced, OneNorm])
 def test_pipelines_equal_one_process(
     model: Callable[[], nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +130,23 @@ def test_pipelines_equal_one_process(
     emitted.save(tmp_path / "program")
     result = compare_emitted(tmp_path / "program", subject, plan=plan)
     assert result.equal, result
+
+
+class SetAnew(Layers):
+    """A table that no checkpoint has is computed in every call, and not read before."""
+
+    def __init__(self) -> None:
+        super().__init__((WIDTH,))
+        self.register_buffer("kept", torch.ones(WIDTH), persistent=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.kept = torch.arange(WIDTH, device=x.device) * 0.1
+        return super().forward(x * self.kept, y)
+
+
+def test_what_no_one_reads_is_not_written() -> None:
+    subject = prepare(SetAnew(), (torch.randn(8, WIDTH), torch.randn(8, WIDTH)))
+    assert subject.program.updated_buffers == ()
 
 
 def test_what_cannot_be_cut_is_said() -> None:
