@@ -13,7 +13,7 @@ second's ops take these ops' places (layer_copies.py). Where that cannot be had,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -64,34 +64,35 @@ def export_with_copies(
     return None
 
 
-_TENSORS = ("_parameters", "_buffers", "_modules")
+_TENSORS = ("_parameters", "_buffers")
 
 
 @dataclass(slots=True)
 class _Away:
-    """What layers are without, whether the model's forward runs, and whether it asked for that."""
+    """The tensors that modules are without, whether the model's forward runs, and whether it asked for them."""
 
-    held: dict[int, dict[str, Any]] = field(default_factory=dict)
+    held: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
     running: bool = False
     asked_for: bool = False
 
-    def take(self, layer: nn.Module) -> None:
-        self.held[id(layer)] = {name: vars(layer)[name] for name in _TENSORS}
-        vars(layer).update((name, _Absent(self)) for name in _TENSORS)
+    def take(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            self.held[module] = {name: vars(module)[name] for name in _TENSORS}
+            vars(module).update((name, _Absent(self)) for name in _TENSORS)
 
-    def give_back(self, layer: nn.Module) -> None:
-        vars(layer).update(self.held.pop(id(layer), {}))
+    def give_back(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            vars(module).update(self.held.pop(module))
 
     @contextmanager
     def back(self, layer: nn.Module) -> Iterator[None]:
-        """Inside, ``layer`` has all that it has."""
-        away = id(layer) in self.held
-        self.give_back(layer)
+        """Inside, ``layer`` has its tensors."""
+        modules = [module for module in layer.modules() if module in self.held]
+        self.give_back(modules)
         try:
             yield
         finally:
-            if away:
-                self.take(layer)
+            self.take(modules)
 
     def ask(self) -> None:
         if self.running:
@@ -100,7 +101,7 @@ class _Away:
 
 
 class _Absent(dict[str, Any]):
-    """In place of a layer's parameters, buffers or modules: none for export, which goes over all of them."""
+    """In place of a module's parameters or buffers: none for export, which goes over all of them."""
 
     def __init__(self, away: _Away):
         super().__init__()
@@ -297,7 +298,7 @@ def _watched(groups: list[list[nn.Module]], calls: _Calls) -> Iterator[None]:
 
 @contextmanager
 def _without_tensors(layers: Sequence[nn.Module], root: nn.Module, away: _Away) -> Iterator[None]:
-    """Inside, the layers have no parameters, buffers and modules: export works on each, whether it is read or not.
+    """Inside, the layers have no parameters and buffers: export works on each, whether it is read or not.
 
     A forward of ``root`` that asks for them is told so, as it would compute something else without.
     """
@@ -314,15 +315,26 @@ def _without_tensors(layers: Sequence[nn.Module], root: nn.Module, away: _Away) 
             raise Differs("the model returns what a layer computes beside its result")
         return outputs
 
-    for layer in layers:
-        away.take(layer)
+    whole = _without(root, set(map(id, layers)))
+    away.take([module for module in root.modules() if id(module) not in whole])
     vars(root)["forward"] = running
     try:
         yield
     finally:
         del vars(root)["forward"]
-        for layer in layers:
-            away.give_back(layer)
+        away.give_back(list(away.held))
+
+
+def _without(root: nn.Module, layers: set[int]) -> set[int]:
+    """Of which modules ``root`` would be made up without ``layers``."""
+    found: set[int] = set()
+    left = [root]
+    while left:
+        module = left.pop()
+        if id(module) not in layers and id(module) not in found:
+            found.add(id(module))
+            left.extend(module.children())
+    return found
 
 
 @library.register_fake("autopart_capture::mark")  # type: ignore[untyped-decorator]
