@@ -180,11 +180,10 @@ class Divisions:
         """To what programs found, in place."""
         total = self.least[-1] + self.missing[-1]
         for stage, own in enumerate(arcs):
-            for number, (first, last) in enumerate(zip(own.first.tolist(), own.last.tolist(), strict=True)):
-                own.own[number] = max(own.own[number], self._stages.known(stage, first, last))
-                if not stage:
-                    behind = float(total - self.least[last] - self.begun[last])
-                    own.ends[number] = self._stages.ends(last, float(own.own[number]), behind, seconds)
+            own.own[:] = np.maximum(own.own, self._stages.known(stage, own.first, own.last))
+        for number, last in enumerate(arcs[0].last.tolist()):
+            behind = float(total - self.least[last] - self.begun[last])
+            arcs[0].ends[number] = self._stages.ends(last, float(arcs[0].own[number]), behind, seconds)
 
     def _arcs(self, seconds: float, most: int) -> list[_Arcs] | None:
         """All that may be part of a division that takes less, as far as blocks alone say it; None: too many.

@@ -11,6 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price, Way, least_step_seconds
 from autopart.solver.pipeline_row import Row
 from autopart.solver.whole_runs import WholeRuns, ways_of
@@ -20,6 +23,7 @@ _MOST_WHOLE = 16
 _ALIKE = 1e-5
 """Seconds that differ by a smaller part are not told apart."""
 
+Array = NDArray[np.float64]
 _Content = tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...], tuple[int, ...]]
 """Of a stage: by family the layers that lie in it, pieces of others, pieces of the rest, and what is tied to blocks
 before it."""
@@ -41,7 +45,10 @@ class StageFloors:
     programs: int = 0
     _endless: tuple[list[Family], list[Piece]] = field(init=False)
     _contents: dict[tuple[int, int], _Content] = field(default_factory=dict)
-    _owns: dict[tuple[_Content, float], dict[int, float]] = field(default_factory=dict)
+    _kinds: dict[tuple[_Content, float], int] = field(default_factory=dict)  # stages of the same content and room
+    _kind_at: dict[float, NDArray[np.int64]] = field(default_factory=dict)  # by capacity; [first, last], or -1
+    _owns: list[dict[int, float]] = field(default_factory=list)  # of a kind, by microbatches in flight
+    _least_own: dict[int, Array] = field(default_factory=dict)  # by microbatches in flight; [kind], 0 for the unknown
     _ends: dict[int, dict[int, float]] = field(default_factory=dict)  # by boundary behind the first stage, and count
     _whole: WholeRuns = field(default_factory=WholeRuns)
     _tight: dict[tuple[int, int], set[Price]] = field(default_factory=dict)  # by family and piece, of programs before
@@ -64,24 +71,46 @@ class StageFloors:
         """
         content = self._content(first, last)
         room, flying = self._room(stage, first, last), self.pipeline.in_flight[stage]
-        known = self._owns.setdefault((content, room), {})
+        kind = self._kind(stage, first, last)
+        known = self._owns[kind]
         for held in (min(self.pipeline.in_flight), flying):
             fewer = max((own for w, own in known.items() if w < held), default=0.0)
             more = min((own for w, own in known.items() if w > held), default=math.inf)
             if held not in known:
                 alike = more <= fewer * (1 + _ALIKE)
                 known[held] = fewer if alike else max(fewer, self._least(content, room, held, 1, ends=False))
+                for more_held, least in self._least_own.items():
+                    if held <= more_held and kind < len(least):
+                        least[kind] = max(least[kind], known[held])
         if not stage and last not in self._ends:
             counts = dict.fromkeys((*self.counts, 2))  # of two, as seconds that a short end costs weigh little there
             self._ends[last] = {count: self._least(content, room, flying, count, ends=True) for count in counts}
 
-    def known(self, stage: int, first: int, last: int) -> float:
-        """Seconds of a microbatch in a stage, at least, infinite where it does not fit; 0 where no program was solved
-        for it.
+    def known(self, stage: int, first: NDArray[np.int64], last: NDArray[np.int64]) -> Array:
+        """Seconds of a microbatch in a stage, at least, between pairs of boundaries: infinite where it does not fit, 0
+        where no program was solved for it.
         """
-        found = self._owns.get((self._content(first, last), self._room(stage, first, last)), {})
-        flying = self.pipeline.in_flight[stage]
-        return max((own for held, own in found.items() if held <= flying), default=0.0)
+        size, capacity = len(self.row.boundaries), self.pipeline.capacity_bytes[stage]
+        kinds = self._kind_at.setdefault(capacity, np.full((size, size), -1))
+        new = kinds[first, last] < 0
+        for start, stop in zip(first[new].tolist(), last[new].tolist(), strict=True):
+            kinds[start, stop] = self._kind(stage, start, stop)
+        return self._own_at(self.pipeline.in_flight[stage])[kinds[first, last]]
+
+    def _own_at(self, flying: int) -> Array:
+        """By kind, the most that is known of as many microbatches in flight, or fewer."""
+        known = self._least_own.get(flying, np.zeros(0))
+        if len(known) < len(self._owns):
+            more = [max((own for held, own in owns.items() if held <= flying), default=0.0) for owns in self._owns]
+            known = self._least_own[flying] = np.array(more)
+        return known
+
+    def _kind(self, stage: int, first: int, last: int) -> int:
+        key = self._content(first, last), self._room(stage, first, last)
+        if key not in self._kinds:
+            self._kinds[key] = len(self._owns)
+            self._owns.append({})
+        return self._kinds[key]
 
     def ends(self, last: int, own: float, behind: float, seconds: float) -> list[float]:
         """Of a first stage up to a boundary, what its microbatches and the end of its step take beyond ``own`` seconds

@@ -308,13 +308,26 @@ class _Costs:
         seconds = self.fastest.copy()
         if all(len(family) == 1 for family in self.families) or not weighed.any():
             return seconds, excess, np.ones(room.shape, dtype=bool)
-        excess[weighed] = least_excess(self.families, self.held.counts(weighed), room[weighed], in_flight)
-        weighed &= excess <= 0
-        counts, rooms, least = self.held.counts(weighed), room[weighed], self.fastest[weighed]
-        relaxed = relaxed_seconds(self.families, counts, rooms, in_flight)
+        counts, rooms = self.held.counts(weighed), room[weighed]
+        kinds, kind = _alike_runs(counts, rooms)
+        counts, rooms = counts[:, kinds], rooms[kinds]
+        lacking = least_excess(self.families, counts, rooms, in_flight)
+        relaxed, fit = np.full(rooms.shape, np.inf), lacking <= 0
+        relaxed[fit] = relaxed_seconds(self.families, counts[:, fit], rooms[fit], in_flight)
+        excess[weighed], least = lacking[kind], self.fastest[weighed]
         # where a bound says that nothing fits it was too strict by rounding
-        seconds[weighed] = np.where(np.isfinite(relaxed), np.maximum(relaxed, least), least)
+        seconds[weighed] = np.where(np.isfinite(relaxed)[kind], np.maximum(relaxed[kind], least), least)
         return seconds, excess, np.isclose(seconds, self.fastest, rtol=1e-12, atol=0.0)
+
+
+def _alike_runs(counts: Array, room: Array) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """One run of each that have as many of each family, and as much room; and the place among these of every run."""
+    rows = np.vstack([counts.astype(np.int64), np.unique(room, return_inverse=True)[1]])
+    mixed = np.random.default_rng(0).integers(1, 2**62, len(rows)) @ rows  # sums that differ where rows do
+    _, first, kind = np.unique(mixed, return_index=True, return_inverse=True)
+    if not np.array_equal(rows, rows[:, first[kind]]):
+        first = kind = np.arange(len(room))
+    return first, kind
 
 
 def _rounded(room: Array) -> Array:
