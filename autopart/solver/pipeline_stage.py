@@ -91,7 +91,9 @@ class StageFloors:
         where no program was solved for it.
         """
         size, capacity = len(self.row.boundaries), self.pipeline.capacity_bytes[stage]
-        kinds = self._kind_at.setdefault(capacity, np.full((size, size), -1))
+        if capacity not in self._kind_at:
+            self._kind_at[capacity] = np.full((size, size), -1)
+        kinds = self._kind_at[capacity]
         new = kinds[first, last] < 0
         for start, stop in zip(first[new].tolist(), last[new].tolist(), strict=True):
             kinds[start, stop] = self._kind(stage, start, stop)
