@@ -116,6 +116,10 @@ class _Tensors:
             return type(item), str(item)
         return Itself(item)
 
+    def called_with(self, args: Any, kwargs: Any) -> Any:
+        """What decides a call's result; the default type decides that of what is made from numbers."""
+        return torch.get_default_dtype(), self.described((args, kwargs))
+
     def returned(self, result: Any) -> Any:
         leaves, spec = pytree.tree_flatten(result)
         return self.described(leaves), spec
@@ -149,7 +153,7 @@ class Recorded(TorchFunctionMode):
         if function == _DEVICE:
             return args[0].device
         kwargs = dict(kwargs or {})
-        arguments = self.tensors.described((args, kwargs))
+        arguments = self.tensors.called_with(args, kwargs)
         result = function(*args, **kwargs)
         leaves, spec = pytree.tree_flatten(result)
         if not any(isinstance(leaf, Tensor) for leaf in leaves):
@@ -186,7 +190,7 @@ class Compared(TorchFunctionMode):
         made = next(self.calls, None)
         if made is None or function != made.function:
             raise Differs(f"a layer calls {function} where one alike does not")
-        if self.tensors.described((args, dict(kwargs or {}))) != made.arguments:
+        if self.tensors.called_with(args, dict(kwargs or {})) != made.arguments:
             raise Differs(f"a layer calls {function} with other arguments than one alike")
         for with_gradient in self.recorded.with_gradient[len(self.tensors.made) : made.made]:
             self.tensors.make(Tensor._make_subclass(Inside, _NOTHING, with_gradient))

@@ -148,6 +148,17 @@ class Mixed(Counted):
             return super().forward(x)
 
 
+class Wider(Counted):
+    """One in the middle makes its table in another type, which no argument says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64 if self.layer_idx == LAYERS // 2 else torch.float32)
+        try:
+            return super().forward(x) + torch.full((4,), 2.0).sum()
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
 class Replacing(Counted):
     """A running mean that is made anew in every call."""
 
@@ -402,6 +413,7 @@ TOYS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "a last layer that returns its argument": (lambda: Stack(UnlikeLast, in_turn), False),
     "arguments kept": (lambda: Stack(Keeping, with_losses), True),
     "autocast in one in the middle": (lambda: Stack(Mixed, in_turn), False),
+    "another default type in one in the middle": (lambda: Stack(Wider, in_turn), False),
     "buffers replaced": (lambda: Stack(Replacing, in_turn), False),
     "buffers made": (lambda: Stack(Making, in_turn), False),
     "layers skipped at random": (lambda: Stack(Dropped, in_turn), False),
