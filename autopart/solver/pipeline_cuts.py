@@ -82,6 +82,7 @@ class Divisions:
     begun: Array = field(init=False)  # the same of layers of which a part lies before it
     _stages: StageFloors = field(init=False)
     _transfers: dict[int, Array] = field(default_factory=dict)
+    _crossings: dict[int, Array] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         pieces = [self._piece(place) for place in self.row.places]
@@ -228,9 +229,10 @@ class Divisions:
 
     def _crossing(self, stage: int) -> Array:
         """Seconds of a microbatch at each boundary, of the cut behind a stage."""
-        found: Array = self._sent(stage).sum(axis=1)
-        found[-1] = 0.0
-        return found
+        if stage not in self._crossings:
+            self._crossings[stage] = self._sent(stage).sum(axis=1)
+            self._crossings[stage][-1] = 0.0
+        return self._crossings[stage]
 
     def _sent(self, stage: int) -> Array:
         """[boundary, there or back]"""
