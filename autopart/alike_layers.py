@@ -87,8 +87,9 @@ class _Build:
             for name, part in self.module.named_modules(remove_duplicate=False)
         ]
         tensors = [
-            (name, type(item), tuple(item.shape), item.stride(), item.dtype, item.requires_grad, self.places[id(item)])
+            (name, type(item), tuple(item.shape), item.stride(), item.dtype, item.device, item.requires_grad, place)
             for name, item in self.tensors()
+            for place in [self.places[id(item)]]
         ]
         return tuple(parts), tuple(tensors)
 

@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopart.layer_copies import Differs
 
 FIXED = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Itself:
@@ -46,6 +49,18 @@ class Inside(Tensor):
         raise Differs(f"{function} is called with what a layer computes, outside of it")
 
 
+def fixed(value: Any) -> tuple[type, Any]:
+    """Equal for values that are the same: 0.0 and -0.0 are not."""
+    return type(value), repr(value) if isinstance(value, float) else value
+
+
+# What they say of a tensor is known of no stand-in, and follows from nothing that is compared.
+_UNSEEN = (
+    Tensor.storage_offset,
+    Tensor.data_ptr,
+    Tensor.untyped_storage,
+    *(getattr(Tensor, name).__get__ for name in ("_base", "_version", "is_leaf", "grad_fn", "grad")),
+)
 _NOTHING = torch.empty(0, device="cpu")
 # Fake tensors say it themselves, others by a torch function: the same to a layer.
 _DEVICE = Tensor.device.__get__
@@ -111,9 +126,11 @@ class _Tensors:
         if isinstance(item, slice):
             return slice, [self.described(part) for part in (item.start, item.stop, item.step)]
         if isinstance(item, FIXED):
-            return type(item), item
-        if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return fixed(item)
+        if isinstance(item, _SYMBOLIC):
             return type(item), str(item)
+        if type(item).__hash__ is None:
+            raise Differs(f"a layer calls torch with a {type(item).__name__}, which may have changed since")
         return Itself(item)
 
     def called_with(self, args: Any, kwargs: Any) -> Any:
@@ -122,7 +139,7 @@ class _Tensors:
 
     def returned(self, result: Any) -> Any:
         leaves, spec = pytree.tree_flatten(result)
-        return self.described(leaves), spec
+        return self.described(leaves), spec, repr(spec)  # where 1 and True are not the same key
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +170,15 @@ class Recorded(TorchFunctionMode):
         if function == _DEVICE:
             return args[0].device
         kwargs = dict(kwargs or {})
+        if function in _UNSEEN:
+            raise Differs(f"a layer asks for {function}")
         arguments = self.tensors.called_with(args, kwargs)
         result = function(*args, **kwargs)
         leaves, spec = pytree.tree_flatten(result)
         if not any(isinstance(leaf, Tensor) for leaf in leaves):
             leaves, spec = pytree.tree_flatten(result, is_leaf=lambda _: True)  # a size is put together as a tuple
+        if any(free_unbacked_symbols(leaf) for leaf in leaves if isinstance(leaf, (Tensor, *_SYMBOLIC))):
+            raise Differs("a layer makes a number or a size that follows from values, for which each has its symbol")
         leaves = [self.tensors.make(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         made = self.tensors.made
         self.with_gradient += [tensor.requires_grad for tensor in made[len(self.with_gradient) :]]

@@ -15,16 +15,25 @@ from autopart.passes.exported import module_path
 
 
 class Differs(Exception):
-    """Alike layers turn out to be unlike, or are not closed."""
+    """Alike layers turn out to be unlike, or are not closed. raised: how often, as a model may catch it and go on."""
+
+    raised = 0
+
+    def __init__(self, what: str):
+        super().__init__(what)
+        Differs.raised += 1
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a layer. kind: equal for calls of alike layers with alike arguments."""
+    """A call of a layer. kind: equal for calls of alike layers with alike arguments. own: names of those of its
+    parameters and buffers that are in the graph.
+    """
 
     layer: nn.Module
     kind: int
     traced: bool
+    own: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +103,14 @@ class _Layer:
     given: its tensors among the arguments. results: what it made, nodes: all its ops; both empty unless it was traced.
     """
 
-    def __init__(self, layer: nn.Module, owners: _Owners, start: fx.Node, end: fx.Node | None = None):
+    def __init__(self, call: Call, owners: _Owners, start: fx.Node, end: fx.Node | None = None):
+        layer = call.layer
         self.path = owners.names[id(layer)]
         self.given: list[fx.Node] = list(start.args[0])  # type: ignore[arg-type]
         own = {name: owners.nodes[id(item)] for name, item in _tensors(layer) if id(item) in owners.nodes}
         self.own = {name: nodes[0] for name, nodes in own.items()}
+        if any(node not in own[name] for name, node in zip(call.own, start.args[1], strict=True)):  # type: ignore[arg-type]
+            raise Differs(f"a tensor of {self.path} is written or replaced before the call")
         self.nodes: list[fx.Node] = []
         self.results: list[fx.Node] = []
         self.meanings: dict[fx.Node, _Meaning] = {}
@@ -143,7 +155,8 @@ def insert_copies(
     """Puts ops for the calls of layers that were not traced into the graph of ``exported``, in place.
 
     mark: op at the start and the end of a traced call; layer: op that is a call which was not traced. Both have the
-    call's number, and go. Of each kind one call is traced. Raises Differs where its ops cannot stand by themselves.
+    call's tensors, its own ones and its number, and go. Of each kind one call is traced. Raises Differs where its ops
+    cannot stand by themselves.
     """
     graph = exported.graph_module.graph
     starts: dict[int, fx.Node] = {}
@@ -151,9 +164,9 @@ def insert_copies(
     stand_ins: dict[int, fx.Node] = {}
     for node in graph.nodes:
         if node.target is mark:
-            (ends if node.args[2] else starts)[node.args[1]] = node
+            (ends if node.args[3] else starts)[node.args[2]] = node
         elif node.target is layer:
-            stand_ins[node.args[1]] = node
+            stand_ins[node.args[2]] = node
     traced = {number for number, call in enumerate(calls) if call.traced}
     if not set(starts) == set(ends) == traced or len(stand_ins) != len(calls) - len(traced):
         raise Differs("a layer's ops are in a graph within the graph")
@@ -161,10 +174,10 @@ def insert_copies(
     number_of = {calls[number].kind: number for number in starts}
     for kind in sorted({calls[number].kind for number in stand_ins}):  # later kinds may be given what earlier ones made
         number = number_of[kind]
-        template = _Template(_Layer(calls[number].layer, owners, starts[number], ends[number]))
+        template = _Template(_Layer(calls[number], owners, starts[number], ends[number]))
         for number, node in stand_ins.items():
             if calls[number].kind == kind:
-                template.copy(graph, node, _Layer(calls[number].layer, owners, node))
+                template.copy(graph, node, _Layer(calls[number], owners, node))
     for node in (*ends.values(), *starts.values()):
         graph.erase_node(node)
 

@@ -21,15 +21,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, library, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
 
 from autopart.alike_layers import alike_layers
 from autopart.kept_state import kept_attributes, undone_where_it_fails
-from autopart.layer_checks import FIXED, Compared, Inside, Itself, Recorded, without_autocast
+from autopart.layer_checks import FIXED, Compared, Inside, Itself, Recorded, fixed, without_autocast
 from autopart.layer_copies import Call, Differs, add_tensors, insert_copies
 
-library.define("autopart_capture::mark", "(Tensor[] tensors, int call, bool leaves) -> ()")
-library.define("autopart_capture::layer", "(Tensor[] tensors, int call) -> Tensor[]")
+library.define("autopart_capture::mark", "(Tensor[] tensors, Tensor[] own, int call, bool leaves) -> ()")
+library.define("autopart_capture::layer", "(Tensor[] tensors, Tensor[] own, int call) -> Tensor[]")
 MARK = torch.ops.autopart_capture.mark.default
 LAYER = torch.ops.autopart_capture.layer.default
 fx.node.has_side_effect(MARK)
@@ -42,19 +45,20 @@ def export_with_copies(
 ) -> torch.export.ExportedProgram | None:
     """What ``export()`` gives for ``root``, with few of its alike layers traced; None where that cannot be had."""
     groups = alike_layers(root)
-    if not groups:
+    if not groups or _with_shared_modules(root):
         return None
     # the first may be a kind by itself: a model's input has no gradient
     copied = [layer for group in groups for layer in group[_COPIED + 1 :]]
     for unread in (copied, []):
         away = _Away()
         calls = _Calls(away)
+        raised = Differs.raised
         try:
             with undone_where_it_fails(root), kept_attributes(copied), _watched(groups, calls):
                 with _without_tensors(unread, root, away):
                     exported = export()
-                if away.asked_for:
-                    raise Differs("the model asked for tensors that were away, and went on")
+                if away.asked_for or Differs.raised > raised:
+                    raise Differs("the model was told that layers differ, or asked for tensors away, and went on")
                 add_tensors(exported, root, groups)
                 insert_copies(exported, root, calls.made, MARK, LAYER)
             return exported
@@ -62,6 +66,11 @@ def export_with_copies(
             if not away.asked_for:
                 return None
     return None
+
+
+def _with_shared_modules(root: nn.Module) -> bool:
+    """Whether a module has two names: export then stands in for modules, to tell by which name one was called."""
+    return len(list(root.named_modules(remove_duplicate=False))) > len(list(root.modules()))
 
 
 _TENSORS = ("_parameters", "_buffers")
@@ -94,6 +103,17 @@ class _Away:
         finally:
             self.take(modules)
 
+    def present(self, layer: nn.Module) -> dict[str, Tensor]:
+        """The tensors that ``layer`` has outside of ``back``."""
+        return {
+            f"{path}.{name}" if path else name: tensor
+            for path, module in layer.named_modules(remove_duplicate=False)
+            if module not in self.held
+            for kind in _TENSORS
+            for name, tensor in vars(module)[kind].items()
+            if tensor is not None
+        }
+
     def ask(self) -> None:
         if self.running:
             self.asked_for = True
@@ -107,25 +127,23 @@ class _Absent(dict[str, Any]):
         super().__init__()
         self.away = away
 
-    def __contains__(self, key: object) -> bool:
-        self.away.ask()
-        return False
 
-    def __iter__(self) -> Iterator[str]:
-        self.away.ask()
-        return iter(())
+def _asking(name: str) -> Callable[..., Any]:
+    of_dict = getattr(dict, name)
 
-    def __len__(self) -> int:
+    @functools.wraps(of_dict)
+    def method(self: _Absent, *args: Any) -> Any:
         self.away.ask()
-        return 0
+        return of_dict(self, *args)
 
-    def items(self) -> Any:
-        self.away.ask()
-        return {}.items()
+    return method
 
-    def values(self) -> Any:
-        self.away.ask()
-        return {}.values()
+
+for _name in (
+    *("__contains__", "__iter__", "__reversed__", "__len__", "__eq__", "__or__", "__ror__"),
+    *("__getitem__", "__setitem__", "__delitem__", "get", "pop", "setdefault", "copy", "keys", "values", "items"),
+):
+    setattr(_Absent, _name, _asking(_name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +200,7 @@ class _Calls:
     ) -> Any:
         """A call of a layer: its forward, which is traced, or the op that stands for it. Raises Differs."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        arguments = [spec, torch.is_grad_enabled(), *_described(leaves)]
+        arguments = [spec, torch.is_grad_enabled(), _modes(), *_described(leaves)]
         kind = self.kind(group, arguments)
         kind.calls += 1
         if kind.calls == 1:
@@ -190,22 +208,28 @@ class _Calls:
         number = len(self.made)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         traced = kind.calls == _COPIED
-        self.made.append(Call(layer, kind.number, traced))
+        own = self.away.present(layer)
+        self.made.append(Call(layer, kind.number, traced, tuple(own)))
         if traced:
-            MARK(tensors, number, False)
+            MARK(tensors, list(own.values()), number, False)
             with without_autocast(), Recorded(layer, leaves) as kind.recorded:
                 result = forward(*args, **kwargs)
-            if _described(leaves) != arguments[2:]:
+            if _described(leaves) != arguments[3:]:
                 raise Differs("a layer changes the size of an argument")
             made, kind.returned = _taken_apart(result, leaves)
-            MARK(made, number, True)
+            if any(kind.recorded.tensors.meaning(tensor).what != "made" for tensor in made):
+                raise Differs("a layer returns a tensor that it did not make, which the model may know")
+            MARK(made, [], number, True)
             kind.recorded.finish(result)
             return result
         assert kind.recorded is not None and kind.returned is not None
+        last = _last_traced()
         with self.away.back(layer), without_autocast(), Compared(kind.recorded, layer, leaves) as compared:
             result = forward(*args, **kwargs)
             compared.finish(result)
-        return self.stand_in(kind.returned, number, tensors, leaves)
+        if _last_traced() is not last:
+            raise Differs("a layer computes where calls of torch functions are not seen")
+        return self.stand_in(kind.returned, number, tensors, list(own.values()), leaves)
 
     def kind(self, group: int, arguments: list[Any]) -> _Kind:
         for kind in self.kinds:
@@ -214,15 +238,30 @@ class _Calls:
         self.kinds.append(_Kind(len(self.kinds), group, arguments))
         return self.kinds[-1]
 
-    def stand_in(self, returned: _Returned, number: int, tensors: list[Tensor], given: list[Any]) -> Any:
+    def stand_in(
+        self, returned: _Returned, number: int, tensors: list[Tensor], own: list[Tensor], given: list[Any]
+    ) -> Any:
         self.results[number] = returned.made
-        made = LAYER(tensors, number)
+        made = LAYER(tensors, own, number)
         for tensor, like in zip(made, returned.made, strict=True):
             if tensor.requires_grad != like.requires_grad:
                 tensor.requires_grad_(like.requires_grad)
         values = {"made": made, "given": given}
         leaves = [place if source == "fixed" else values[source][place] for source, place in returned.leaves]
         return pytree.tree_unflatten(leaves, returned.spec)
+
+
+def _modes() -> list[Any]:
+    """What is around a call: a default device, or what else a model puts around torch functions."""
+    return [
+        (DeviceContext, mode.device) if isinstance(mode, DeviceContext) else Itself(mode)
+        for mode in _get_current_function_mode_stack()
+    ]
+
+
+def _last_traced() -> fx.Node | None:
+    mode = get_proxy_mode()
+    return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
 
 
 def _described(leaves: Sequence[Any]) -> list[Any]:
@@ -234,7 +273,7 @@ def _described(leaves: Sequence[Any]) -> list[Any]:
             sizes = f"{tuple(leaf.shape)}{leaf.stride()}{leaf.dtype}{leaf.device}{leaf.requires_grad}"
             found.append((type(leaf), sizes, first.setdefault(id(leaf), place)))
         elif isinstance(leaf, FIXED):
-            found.append((type(leaf), leaf))
+            found.append(fixed(leaf))
         elif isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
             found.append((type(leaf), str(leaf)))
         else:
@@ -338,12 +377,12 @@ def _without(root: nn.Module, layers: set[int]) -> set[int]:
 
 
 @library.register_fake("autopart_capture::mark")  # type: ignore[untyped-decorator]
-def _mark(tensors: Sequence[Tensor], call: int, leaves: bool) -> None:
+def _mark(tensors: Sequence[Tensor], own: Sequence[Tensor], call: int, leaves: bool) -> None:
     pass
 
 
 @library.register_fake("autopart_capture::layer")  # type: ignore[untyped-decorator]
-def _layer(tensors: Sequence[Tensor], call: int) -> list[Tensor]:
+def _layer(tensors: Sequence[Tensor], own: Sequence[Tensor], call: int) -> list[Tensor]:
     return [
         torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device)
         for like in _CURRENT.get().results[call]
