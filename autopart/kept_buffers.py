@@ -5,7 +5,7 @@ A new tensor under a buffer's name, as of a running mean, is a new value of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -28,12 +28,16 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def replaced_buffers_written(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Buffers of the modules that are replaced inside by others of their type and size are written instead."""
+def replaced_buffers_written(modules: Sequence[tuple[str, nn.Module]], replaced: set[str]) -> Iterator[None]:
+    """Buffers of the modules that are replaced inside by others of their type and size are written instead.
+
+    modules: with their paths. replaced: gets the names of these buffers.
+    """
     # of layers that are away there are none, and none of them is asked for
-    before = [(module, dict(dict.items(vars(module)["_buffers"]))) for module in modules]
+    before = [(path, module, dict(dict.items(vars(module)["_buffers"]))) for path, module in modules]
+    replaced.clear()
     yield
-    for module, buffers in before:
+    for path, module, buffers in before:
         now = vars(module)["_buffers"]
         for name, old in buffers.items():
             new = dict.get(now, name)
@@ -41,16 +45,18 @@ def replaced_buffers_written(modules: Sequence[nn.Module]) -> Iterator[None]:
                 continue
             old.copy_(new.detach())
             now[name] = old
+            replaced.add(f"{path}.{name}")
 
 
-def drop_unread(exported: torch.export.ExportedProgram) -> None:
-    """Takes away what is written into buffers that are in no checkpoint and not read, such as the frequencies that a
-    rotary embedding sets anew in every call: nobody sees it, and written buffers hold ops together on one stage.
+def drop_unread(exported: torch.export.ExportedProgram, replaced: Container[str]) -> None:
+    """Takes away what is written into replaced buffers that are in no checkpoint and not read, such as the frequencies
+    that a rotary embedding sets anew in every call: nobody sees it, and written buffers hold ops together on one stage.
+    What the model itself writes in place stays.
     """
     graph = exported.graph_module.graph
     placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
     for spec in exported.graph_signature.input_specs:
-        if spec.kind is InputKind.BUFFER and not spec.persistent:
+        if spec.kind is InputKind.BUFFER and not spec.persistent and spec.target in replaced:
             node = placeholders[spec.arg.name]
             writes = list(node.users)
             if all(

@@ -71,8 +71,9 @@ class _Flat(nn.Module):
         self.returned = _Returned()
         self.decisions: Decisions | None = None
         self._on_meta = is_on_meta(self)
-        # a tuple, which is no submodules; found here, as layers may be away while the forward runs
-        self._with_buffers = tuple(module for module in model.modules() if module._buffers)
+        # tuples, which are no submodules; found here, as layers may be away while the forward runs
+        self._with_buffers = tuple((path, module) for path, module in self.named_modules() if module._buffers)
+        self.replaced: set[str] = set()  # names of buffers, filled in place like what is returned
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         remaining = iter(tensors)
@@ -87,7 +88,7 @@ class _Flat(nn.Module):
             NumbersOnMeta() if self._on_meta else nullcontext(),
             ctc_capture.RowsOfTargets(),
             nullcontext() if decisions is None else decisions,
-            replaced_buffers_written(self._with_buffers),
+            replaced_buffers_written(self._with_buffers, self.replaced),
         ):
             if self.loss_function is None:
                 result = self.model(**kwargs)
@@ -247,7 +248,7 @@ def _assemble(
     name: str,
     autocast: Autocast,
 ) -> Program:
-    drop_unread(exported)
+    drop_unread(exported, flat.replaced)
     kinds = torch.export.graph_signature.InputKind
     tensors, canonical = _tensors(flat)
     paths = iter([path for path, leaf in named.items() if isinstance(leaf, torch.Tensor)])

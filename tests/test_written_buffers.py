@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autopart
 import autopart.verify
 from autopart.analysis import analyze
 from autopart.passes.partition import partition
@@ -113,6 +114,26 @@ class OneNorm(Layers):
         for layer in self.layers:
             x = torch.relu(self.norm(layer(x)))
         return (x - y).square().mean()
+
+
+class Unread(Layers):
+    """Buffers in no checkpoint that nothing reads: one written in place, one that becomes another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(()), persistent=False)
+        self.register_buffer("anew", torch.zeros(()), persistent=False)
+        self.last: Tensor
+
+    def ends(self, loss: Tensor) -> Tensor:
+        self.last.copy_(loss.detach())
+        self.anew = loss.detach() * 2
+        return loss
+
+
+def test_unread_buffers_are_written_where_the_model_writes_them_in_place() -> None:
+    program = autopart.capture(Unread(), torch.randn(2, 4, WIDTH).unbind())
+    assert program.updated_buffers == ("last",)
 
 
 @pytest.mark.parametrize("model", [LastLoss, InputMean, Counted, Averages, Before, Replaced, OneNorm])

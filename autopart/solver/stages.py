@@ -59,10 +59,11 @@ from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver import time_limits
 from autopart.solver.search import NotBetter
 from autopart.solver.stages_few import most_seconds, spread
-from autopart.solver.stages_graph import Found, StageGraph, cheapest, smallest_maximum, sums_through
+from autopart.solver.stages_graph import StageGraph
 from autopart.solver.stages_problem import StageProblem, StageSolution, Step, Way
 from autopart.solver.stages_runs import Array
 from autopart.solver.stages_trips import Timed, faster_way, is_row
+from autopart.solver.stages_ways import Found, cheapest, smallest_maximum, sums_through
 from autopart.solver.tensor_problem import relative_gap
 
 if TYPE_CHECKING:

@@ -1,0 +1,141 @@
+"""Ways through the runs of blocks that stages can have: dynamic programs, stage after stage.
+
+A way goes from place 0 to one of the ends with one slot and one run per stage of a
+:class:`~autopart.solver.stages_graph.StageGraph`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopart.solver.stages_graph import StageGraph
+from autopart.solver.stages_problem import Step
+from autopart.solver.stages_runs import Array
+
+# place and the shape of the stage before it, -1 where there is none
+_Node = tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Layer:
+    """Best values of ways up to some stage, by node, and where they come from: slot, run's first position, node."""
+
+    best: dict[_Node, Array] = field(default_factory=dict)
+    slot: dict[_Node, NDArray[np.intp]] = field(default_factory=dict)
+    first: dict[_Node, NDArray[np.intp]] = field(default_factory=dict)
+    shape: dict[_Node, NDArray[np.intp]] = field(default_factory=dict)
+
+
+Found = tuple[float, tuple[Step, ...]]
+
+
+def cheapest(graph: StageGraph, arcs: Array) -> Found | None:
+    """The way with the smallest sum of ``arcs`` [table, run] and of what crosses; None without a way."""
+    return _best_way(graph, arcs, np.add)
+
+
+def smallest_maximum(graph: StageGraph, arcs: Array) -> Found | None:
+    """The way whose largest arc is smallest; None without a way."""
+    return _best_way(graph, arcs, np.maximum)
+
+
+def _best_way(graph: StageGraph, arcs: Array, combine: np.ufunc) -> Found | None:
+    """best[s + 1, stop, last] = min over slots, runs to last of combine(best[s, start, first], arcs[table, run])."""
+    problem, runs, adds = graph.problem, graph.runs, combine is np.add
+    if not len(runs):
+        return None
+    size = len(problem.positions)
+    start = np.full(size, np.inf)
+    start[0] = 0.0 if adds else -np.inf
+    layers = [_Layer({(0, -1): start})]
+    for found in graph.slots:
+        before, layer = layers[-1], _Layer()
+        for number, table in found:
+            slot = problem.slots[number]
+            entry, came = _entry(graph, before.best, slot.start, slot.shape, adds)
+            if entry is None:
+                continue
+            least, which = runs.least_to(combine(entry[runs.first], arcs[table]))
+            begin = runs.first[which]
+            node = slot.stop, slot.shape
+            if node not in layer.best:
+                layer.best[node], layer.first[node], layer.shape[node] = least, begin, came[begin]
+                layer.slot[node] = np.full(size, number)
+                continue
+            better = least < layer.best[node]
+            layer.best[node] = np.where(better, least, layer.best[node])
+            layer.first[node] = np.where(better, begin, layer.first[node])
+            layer.shape[node] = np.where(better, came[begin], layer.shape[node])
+            layer.slot[node] = np.where(better, number, layer.slot[node])
+        layers.append(layer)
+    final = [(float(value[-1]), node) for node, value in layers[-1].best.items() if node[0] in problem.ends]
+    value, node = min(final, default=(np.inf, (0, -1)))
+    if not np.isfinite(value):
+        return None
+    steps, last = [], size - 1
+    for layer in reversed(layers[1:]):
+        number, first = int(layer.slot[node][last]), int(layer.first[node][last])
+        steps.append(Step(number, first, last))
+        node = problem.slots[number].start, int(layer.shape[node][last])
+        last = first
+    return value, tuple(reversed(steps))
+
+
+def _entry(
+    graph: StageGraph, best: dict[_Node, Array], place: int, shape: int, adds: bool
+) -> tuple[Array | None, NDArray[np.intp]]:
+    """By position the best that leads to a stage of this shape, and the shape of the stage before."""
+    value: Array | None = None
+    came = np.full(len(graph.problem.positions), -1, dtype=np.intp)
+    for (at, other), found in best.items():
+        if at != place:
+            continue
+        through = found + graph.joint(other, shape, place) if adds and other >= 0 else found
+        better = np.ones(len(came), dtype=bool) if value is None else through < value
+        value = through if value is None else np.where(better, through, value)
+        came = np.where(better, other, came)
+    return value, came
+
+
+def sums_through(graph: StageGraph, arcs: Array) -> Iterator[tuple[int, int, int, Array]]:
+    """(stage, slot, shape before, [run]): for each arc the smallest sum of a way that uses it."""
+    problem, runs, size = graph.problem, graph.runs, len(graph.problem.positions)
+    start = np.full(size, np.inf)
+    start[0] = 0.0
+    to: list[dict[_Node, Array]] = [{(0, -1): start}]
+    for found in graph.slots:
+        reached: dict[_Node, Array] = {}
+        for number, table in found:
+            slot = problem.slots[number]
+            entry, _ = _entry(graph, to[-1], slot.start, slot.shape, adds=True)
+            if entry is not None:
+                value, _ = runs.least_to(entry[runs.first] + arcs[table])
+                node = slot.stop, slot.shape
+                reached[node] = np.minimum(reached[node], value) if node in reached else value
+        to.append(reached)
+    end = np.full(size, np.inf)
+    end[-1] = 0.0
+    after: dict[_Node, Array] = {node: end for node in to[-1] if node[0] in problem.ends}
+    found_all: list[tuple[int, int, int, Array]] = []
+    for stage in reversed(range(problem.stages)):
+        back: dict[_Node, Array] = {}
+        for number, table in graph.slots[stage]:
+            slot = problem.slots[number]
+            rest = after.get((slot.stop, slot.shape))
+            if rest is None:
+                continue
+            onward = arcs[table] + rest[runs.last]
+            for (place, other), before in to[stage].items():
+                if place != slot.start:
+                    continue
+                joint = graph.joint(other, slot.shape, place) if other >= 0 else np.zeros(size)
+                found_all.append((stage, number, other, (before + joint)[runs.first] + onward))
+                value = joint + runs.least_from(onward)
+                node = place, other
+                back[node] = np.minimum(back[node], value) if node in back else value
+        after = back
+    return iter(found_all)
