@@ -73,6 +73,7 @@ _INDEXED = {
 }
 WHOLE_INSIDE = {"sharded_layer_norm", "sharded_rms_norm", "sharded_group_norm", "vocab_cross_entropy"}
 """Local forms that keep numbers of each row beside their operands, which every rank of their axis has."""
+_ATTENTION = {"scaled_dot_product_attention", "query_sharded_attention"}
 _SAMPLES = 8
 """For which, and for twice as many, ops are run on the meta device."""
 _POOLS = {"max_pool1d": 8, "max_pool2d": 8, "max_pool3d": 8, "adaptive_max_pool2d": 8}
@@ -223,7 +224,7 @@ def _rules() -> dict[str, Callable[[fx.Node], list[Value]]]:
         where=_saved_where,
         dropout=_saved_nothing,
         native_dropout=_saved_nothing,
-        scaled_dot_product_attention=_saved_attention,
+        **dict.fromkeys(_ATTENTION, _saved_attention),
         cross_entropy_loss=_saved_cross_entropy,
     )
     for name, positions in _INDEXED.items():
@@ -259,7 +260,7 @@ def saved_tensors(node: fx.Node, kind: str = "cuda", form: str = "") -> list[Val
     """
     if not is_op(node) or is_view(node) or not is_differentiated(node):
         return []
-    if not form and _is_unfused_attention(node, kind):
+    if _is_unfused_attention(node, kind):
         return [] if _copies_values(node) else inputs(node)[2:3]
     rule = _RULES.get(form or _rule_name(node))
     if rule is not None and (form or not _is_found(node, kind)):
@@ -301,8 +302,8 @@ def saved_inside(node: fx.Node, kind: str = "cuda", form: str = "") -> Amount:
         return product(node.meta["val"].shape[:2]) * 8
     if name == "batch_norm":
         return product(node.meta["val"].shape[1:2]) * 8
-    if name == "scaled_dot_product_attention":
-        return _attention_inside(node, kind)
+    if name in _ATTENTION:
+        return _attention_inside(node, kind, name)
     if str(node.target) in RECURRENT:
         return recurrent_inside(node, kind)
     return ZERO
@@ -362,7 +363,7 @@ def _number(node: fx.Node, position: int, name: str) -> Any:
 
 def _is_unfused_attention(node: fx.Node, kind: str) -> bool:
     """The CPU's fused kernel has neither dropout nor a gradient of the mask."""
-    if kind != "cpu" or op_name(node) != "scaled_dot_product_attention":
+    if kind != "cpu" or op_name(node) not in _ATTENTION:
         return False
     mask = _operand(node, 3, "attn_mask")
     return bool(argument(node, 4, "dropout_p", 0.0)) or (mask is not None and needs_gradient(mask))
@@ -374,10 +375,10 @@ def _copies_values(node: fx.Node) -> bool:
     return values.fake.element_size() < 4 or not merges_leading_dims(values)
 
 
-def _attention_inside(node: fx.Node, kind: str) -> Amount:
+def _attention_inside(node: fx.Node, kind: str, name: str) -> Amount:
     """Log-sum-exp per query in float32, and copies: of operands, and of a boolean mask as an additive one."""
     query, key, _ = (item.fake for item in inputs(node)[:3])
-    copies = total(size for _, size in copied_inside(node, kind))
+    copies = total(size for _, size in copied_inside(node, kind, name))
     if not _is_unfused_attention(node, kind):
         return product(query.shape[:-1]) * 4 + copies
     # probabilities, with dropout also the noise and their product
@@ -398,11 +399,15 @@ def copied_inside(node: fx.Node, kind: str = "cuda", form: str = "") -> list[tup
     name = form or _rule_name(node)
     if name in ("matmul", "linear", "einsum"):
         return [] if _is_found(node, kind) else [(value, tensor_bytes(value.fake)) for value in _copied(node)]
-    if name != "scaled_dot_product_attention":
+    if name not in _ATTENTION:
         return []
-    query, *_ = operands = inputs(node)[:3]
+    query, key, _ = operands = inputs(node)[:3]
     if _is_unfused_attention(node, kind):
         return [(item, numel(item.fake) * _least_width(query.fake)) for item in operands[: 2 + _copies_values(node)]]
+    if name == "query_sharded_attention":
+        # where kernels know of no such mask one is made, whose rows are the rank's queries
+        pairs = product(query.fake.shape[-2:-1]) * product(key.fake.shape[-2:-1])
+        return [(query, pairs * query.fake.element_size())] if kind == "cpu" else []
     mask = _operand(node, 3, "attn_mask")
     additive = mask is not None and mask.fake.dtype == torch.bool
     return [(mask, numel(mask.fake) * query.fake.element_size())] if mask is not None and additive else []

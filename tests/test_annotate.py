@@ -32,6 +32,8 @@ from autopart.passes.saved import (
     saved_values,
 )
 from autopart.passes.storage import is_view, op_name, storage_of
+from autopart.runtime import Axis
+from autopart.runtime.local_forms import query_sharded_attention
 from autopart.tracing import capture
 from families import captured, families, family, unlike_first
 
@@ -409,3 +411,31 @@ def test_copies_that_attention_keeps_lie_as_its_operands_do() -> None:
     scores, rows, keys = (BATCH * 4 * count for count in (2 * 8 * 4, 2 * 8 * 16, 2 * 4 * 16))
     assert whole == scores + rows + keys  # values are the model's input
     assert half == (scores + rows) / 2 + keys
+
+
+class Causal(nn.Module):
+    """Attention of what ops make, so that it keeps its operands for itself."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.shift, self.dropout = nn.Parameter(torch.ones(())), dropout
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = query + self.shift, key + self.shift, value + self.shift
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=self.dropout).sum()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_what_a_shard_of_causal_queries_keeps(dropout: float) -> None:
+    """On the CPU it adds a mask of its rows, and with dropout computes by the formula."""
+    leaves = [torch.rand(BATCH, 2, 8, 16, requires_grad=True) for _ in range(3)]
+    analysis = analyze(capture(Causal(dropout), leaves, {}, check_eval=False))
+    (node,) = (node for node in analysis.graph.nodes if op_name(node) == "scaled_dot_product_attention")
+    by_rows = next(strategy for strategy in analysis.strategies(4)[node] if strategy.form is not None)
+    predicted, _ = BlockCosts(analysis, "cpu").held_bytes(node, (by_rows,), (4,), BATCH)
+
+    def attend() -> Tensor:
+        query, key, value = leaves[0][:, :, 6:] + 1, leaves[1] + 1, leaves[2] + 1
+        return query_sharded_attention(query, key, value, dropout_p=dropout, axis=Axis("tp", 4, 3)).sum()
+
+    assert bytes_kept(nn.Identity(), attend, leaves) == predicted

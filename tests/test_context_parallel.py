@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from autopart.passes.live_bytes import LiveBytes
 from autopart.passes.rules import Strategy
 from autopart.planner import make_plan
 from autopart.runtime import Axis, local_forms
@@ -131,6 +132,14 @@ def test_equal_on_processes(gqa: bool, rows: int, processes: int) -> None:
     summed = [torch.stack([shares[index] for shares in results]).sum(0) for index in (2, 3)]
     for found, whole in zip([*joined, *summed], [expected, query.grad, key.grad, value.grad], strict=True):
         torch.testing.assert_close(found, whole, rtol=1e-10, atol=1e-12)
+
+
+def test_under_a_mode() -> None:
+    """What counts a rank's memory sees each tensor that is made, where a mask can be none of torch's own kind."""
+    query, key, value = attended(False, 12)
+    with LiveBytes([query, key, value]) as live:
+        found = local_forms.query_sharded_attention(query[:, :, 6:], key, value, axis=Axis("tp", 2, 1))
+    assert live.now >= found.nbytes
 
 
 # -- what the solver does -------------------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -29,17 +32,16 @@ def query_sharded_attention(
     Keys behind the rank's last row are cut off, which leaves a causal mask aligned to the lower right corner: flash
     kernels know it, and where there is none it costs ``q / n`` by that many keys, one byte each.
     """
-    from torch.nn.attention.bias import causal_lower_right  # loads torch's compiler, which takes seconds
-
     assert is_causal and attn_mask is None and query.size(-2) * axis.size <= key.size(-2)
     rows = query.size(-2)
     last = (axis.index + 1) * rows
-    return F.scaled_dot_product_attention(
-        query,
-        key[..., :last, :],
-        value[..., :last, :],
-        attn_mask=causal_lower_right(rows, last),
-        dropout_p=dropout_p,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
+    options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+    if axis.index == 0:
+        options["is_causal"] = True
+    elif query.is_cuda:
+        from torch.nn.attention.bias import causal_lower_right  # loads torch's compiler, which takes seconds
+
+        options["attn_mask"] = causal_lower_right(rows, last)
+    else:
+        options["attn_mask"] = torch.ones(rows, last, dtype=torch.bool, device=query.device).tril(last - rows)
+    return F.scaled_dot_product_attention(query, key[..., :last, :], value[..., :last, :], **options)
