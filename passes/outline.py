@@ -24,12 +24,21 @@ def outline(graph: fx.Graph, free: Collection[fx.Node]) -> tuple[str, ...]:
 
 
 def outline_digest(graph: fx.Graph, updated_buffers: Collection[str]) -> str:
-    """Changes with the ops and their arguments, but not with whole numbers, which sizes are among."""
+    """Changes with the ops and their arguments, but not with whole numbers, which sizes are among, nor with how
+    attention is masked: by a window that some sequences exceed, and causally where they do not.
+    """
     free = free_nodes(graph, tuple(updated_buffers))
     digest = hashlib.sha256()
     for node, text in zip(own_ops(graph, free), outline(graph, free), strict=True):
-        digest.update(f"{text}{list(_told(node.args))}{list(_told(node.kwargs))}".encode())
+        digest.update(f"{text}{list(_told(_unmasked(node)))}{list(_told(node.kwargs))}".encode())
     return digest.hexdigest()[:16]
+
+
+def _unmasked(node: fx.Node) -> tuple[object, ...]:
+    """The arguments by place; of attention the tensors, and its dropout if it has any."""
+    if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
+        return node.args
+    return (*node.args[:3], *(rest for rest in node.args[4:5] if rest))
 
 
 def _told(argument: object) -> Iterator[str]:

@@ -1,0 +1,224 @@
+"""Causal masks that a model writes out, said by attention's own ``is_causal``.
+
+Run eagerly, transformers leaves a causal mask to attention's kernel; while it is traced it makes one of ``b s s``
+booleans by dozens of ops, with which kernels compute all that is masked too. Such a mask is taken away again, and so is
+one of a model's own code, where it
+
+- follows from sizes and numbers in the code alone: not from inputs, nor from parameters, buffers and constant tensors,
+  whose values may be others when the program runs, or are not known on meta;
+- is the same for every sample of every batch, proven as for shares of the batch (:mod:`autopart.passes.batch`): what is
+  computed for a share of one sample is its part of the whole mask. Sizes are the only use of the batch's size;
+- is causal as computed for one sample and, to be sure, for a few: its ops are run on the CPU
+  (:mod:`autopart.passes.computed`).
+
+Only masks of booleans, of as many keys as queries. What is added to scores stays, as does a window.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from autopart.passes import graph as graphs
+from autopart.passes.batch import split_batch
+from autopart.passes.blocks import is_random
+from autopart.passes.computed import Block, Computed, NotComputed
+from autopart.passes.program import OutputInfo, Program, Role
+from autopart.passes.rules import RULES
+from autopart.passes.sizes import extents
+from autopart.passes.storage import argument, concrete, op_name
+
+aten = torch.ops.aten
+
+_MOST_PAIRS = 1 << 30
+"""Of query and key whose masks are computed, each in 2 to 4 ns; a mask of which more are open stays."""
+_FEW_PAIRS = 1 << 24
+"""In a mask for more samples than the one that decides."""
+_BLOCK = 1 << 16
+"""Pairs that are computed at a time."""
+# Ops that take only the shape of a tensor, and the number that they fill it with; of others it is an argument.
+_SHAPED_LIKE = {"ones_like": 1, "new_ones": 1, "zeros_like": 0, "new_zeros": 0, "full_like": None, "new_full": None}
+
+
+def name_causal_masks(graph: fx.Graph, batch: int) -> None:
+    """Has attention be causal by itself where its mask says no more, in place. batch: samples of the example inputs."""
+    masks = _Masks(graph, batch)
+    found = [node for node in graph.nodes if _may_be_causal(node) and masks.is_causal(argument(node, 3, "attn_mask"))]
+    for node in found:
+        node.args = (*node.args[:3], None, argument(node, 4, "dropout_p", 0.0), True)
+        node.kwargs = {name: node.kwargs[name] for name in ("scale", "enable_gqa") if name in node.kwargs}
+    if found:
+        graphs.prune(graph)
+
+
+def _may_be_causal(node: fx.Node) -> bool:
+    """Whether it is attention with a boolean for each query and key, of which there are as many."""
+    if node.target is not aten.scaled_dot_product_attention.default:
+        return False
+    query, key, mask = (argument(node, place, name) for place, name in ((0, "query"), (1, "key"), (3, "attn_mask")))
+    if mask is None or mask.meta["val"].dtype != torch.bool:
+        return False
+    length = query.meta["val"].shape[-2]
+    square = isinstance(length, int) and key.meta["val"].shape[-2] == length
+    return square and tuple(mask.meta["val"].shape[-2:]) == (length, length)
+
+
+class _Masks:
+    """Which values of a graph are causal masks. Each is looked at once, and of several that are made alike one."""
+
+    def __init__(self, graph: fx.Graph, batch: int):
+        self.samples = batch
+        self.places = {node: place for place, node in enumerate(graph.nodes)}
+        self.known: dict[fx.Node, bool] = {}
+        self.alike: dict[str, bool] = {}
+
+    def is_causal(self, mask: fx.Node) -> bool:
+        if mask not in self.known:
+            made = self.alone(mask)
+            text = str(made)
+            if text not in self.alike:
+                self.alike[text] = made is not None and _same_for_all(made) and _is_causal(made, self.samples)
+            self.known[mask] = self.alike[text]
+        return self.known[mask]
+
+    def alone(self, mask: fx.Node) -> fx.Graph | None:
+        """The ops that make a mask; None where it follows from more than sizes and numbers."""
+        needed: set[fx.Node] = set()
+        waiting = [mask]
+        while waiting:
+            node = waiting.pop()
+            if node in needed:
+                continue
+            if not _is_known(node):
+                return None
+            needed.add(node)
+            waiting += [] if op_name(node) in _SHAPED_LIKE else node.all_input_nodes
+        new = fx.Graph()
+        batch = new.placeholder("b")
+        batch.meta.update(role=Role.BATCH, name="b", path="", source="", val=None)
+        env: dict[fx.Node, fx.Node] = {}
+        for node in sorted(needed, key=self.places.__getitem__):
+            if node.op == "placeholder":
+                env[node] = batch
+            elif op_name(node) in _SHAPED_LIKE:
+                filled = _filled(new, batch, node)
+                if filled is None:
+                    return None
+                env[node] = filled
+            else:
+                # not copied with its name, by which masks that are made alike would differ
+                args: Any = fx.node.map_arg(node.args, env.__getitem__)
+                kwargs: Any = fx.node.map_arg(node.kwargs, env.__getitem__)
+                env[node] = new.call_function(graphs.called(node), args, kwargs)
+            env[node].meta = {**node.meta}
+        new.output((env[mask],))
+        return new
+
+
+def _is_known(node: fx.Node) -> bool:
+    """Whether a value follows from what the op reads, of which the batch's size is no number but that of rows."""
+    if _is_size(node) or graphs.is_getitem(node):
+        return True
+    target = node.target
+    if not (isinstance(target, torch._ops.OpOverload) and target.namespace == "aten" and graphs.is_op(node)):
+        return False
+    counts = any(isinstance(item, fx.Node) and _is_size(item) for item in (*node.args, *node.kwargs.values()))
+    if is_random(node) or op_name(node).startswith(("empty", "new_empty")):
+        return False
+    return not counts or target is aten.arange.default
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether it is the batch's size or a multiple of that."""
+    if node.target is operator.mul:
+        return all(isinstance(factor, int) or _is_size(factor) for factor in graphs.arguments(node))
+    return node.op == "placeholder" and node.meta["role"] is Role.BATCH
+
+
+def _filled(graph: fx.Graph, batch: fx.Node, node: fx.Node) -> fx.Node | None:
+    """In place of an op that takes a tensor's shape one that is given it; None where a size is not known."""
+    value, sizes = node.meta["val"], extents(node.meta["val"])
+    number: Any = _SHAPED_LIKE[op_name(node)]
+    if number is None:
+        number = node.kwargs.get("fill_value", node.args[-1])
+    if sizes is None or isinstance(number, fx.Node):
+        return None
+    listed = [
+        graph.call_function(operator.mul, (size.coefficient, batch)) if size.batched else size.coefficient
+        for size in sizes
+    ]
+    return graph.call_function(aten.full.default, (listed, number), {"dtype": value.dtype})
+
+
+def _same_for_all(made: fx.Graph) -> bool:
+    """Whether a mask for one sample is that of each sample of any batch."""
+    (mask,) = graphs.results(made)
+    program = Program(
+        name="",
+        graph=made,
+        tensors={},
+        inputs=(),
+        input_names=(),
+        outputs=(OutputInfo("mask", mask),),
+        output_structure=None,
+        updated_buffers=(),
+        loss=None,
+        batch=1,
+    )
+    split = split_batch(program, RULES)
+    return not split.flaw and split.combine["mask"][0] in ("cat", "same")
+
+
+def _is_causal(made: fx.Graph, samples: int) -> bool:
+    """Whether the mask is causal for one sample; and for two, three and the example's, where it is not large."""
+    (mask,), (batch,) = graphs.results(made), made.find_nodes(op="placeholder")
+    pairs = concrete(mask.meta["val"].shape, 1)
+    several = {2, 3, samples} if batch.users and pairs is not None else {}
+    sure = [count for count in sorted(several) if count * math.prod(pairs or ()) <= _FEW_PAIRS]
+    # a model may be captured where all tensors are fake
+    with unset_fake_temporarily(), torch.no_grad(), suppress(NotComputed):
+        return all(_is_causal_for(mask, count) for count in (1, *sure))
+    return False
+
+
+def _is_causal_for(mask: fx.Node, samples: int) -> bool:
+    """Whether a mask for so many samples is true where a key is no later than its query, and nowhere else.
+
+    Bounds decide of large blocks. Where they leave it open, as on the diagonal, its quarters are looked at, and in the
+    end computed.
+    """
+    computed = Computed(samples)
+    *lead, length, _ = computed.shape(mask.meta["val"])
+    side, left = max(2, math.isqrt(_BLOCK // math.prod(lead))), _MOST_PAIRS
+    waiting = [Block(0, length, 0, length)]
+    while waiting:
+        at = waiting.pop()
+        low, high = computed.bounds(mask, at).truth()
+        early, late = at.right - 1 <= at.top, at.left > at.bottom - 1
+        if (early and not high) or (late and low):
+            return False
+        if (early and low) or (late and not high):
+            continue
+        rows, columns = at.bottom - at.top, at.right - at.left
+        if rows > side:
+            across, down = at.left + columns // 2, at.top + rows // 2
+            waiting += [
+                Block(top, bottom, first, last)
+                for top, bottom in ((at.top, down), (down, at.bottom))
+                for first, last in ((at.left, across), (across, at.right))
+            ]
+            continue
+        found = computed.block(mask, at)
+        left -= found.numel()
+        if left < 0:
+            raise NotComputed
+        causal = torch.ones(rows, columns, dtype=torch.bool, device="cpu").tril(at.top - at.left)
+        if not found.equal(causal.expand_as(found)):
+            return False
+    return True
