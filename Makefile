@@ -1,4 +1,4 @@
-# demo, test, test-all and lint. Each first makes the environment in .venv, and makes it anew when pyproject.toml changes.
+# demo, test, test-all, test-cuda and lint. Each first makes the environment in .venv, and makes it anew when pyproject.toml changes.
 
 PYTHON ?= python3
 # Installed first and by its exact version: pip takes the build for this machine that its configuration offers under it.
@@ -12,7 +12,7 @@ SCRIPTS := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py examples/*.py benc
 # One thread per process: the tests are processes, and start more of them.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all lint coverage
+.PHONY: demo test test-all test-cuda lint coverage
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -22,7 +22,11 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "slow or not slow"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not cuda"
+
+# On a machine with a GPU, which all ranks share; needs a torch that was built for it.
+test-cuda: $(STAMP)
+	$(BIN)/python -m pytest -q -m cuda
 
 # Tiny models of all families of transformers through all stages, into docs/coverage.md. What is there is kept.
 coverage: $(STAMP)

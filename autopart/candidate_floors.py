@@ -49,6 +49,8 @@ class CandidateFloors(CandidateSums):
     _added: dict[tuple[Degrees, float], float] = field(default_factory=dict)
     _floors: dict[tuple[Degrees, float], float] = field(default_factory=dict)  # of pipelines that end whole
     _rows: dict[tuple[Degrees, float], Divisions | None] = field(default_factory=dict)
+    _kernels: dict[str, int] = field(default_factory=dict)  # of a microbatch, by what is computed again
+    _started: list[tuple[float, float]] = field(default_factory=list)  # of each block, seconds of a GPU's host
 
     def __post_init__(self) -> None:
         CandidateSums.__post_init__(self)
@@ -62,10 +64,10 @@ class CandidateFloors(CandidateSums):
         found = CandidateSums._with(self, cluster, device, whole)
         found._added, found._floors, found._rows = {}, {}, {}
         if device.kind != self.device.kind:
-            found.alike = found._counted()
+            found.alike, found._kernels = found._counted(), {}
         if not same_but_for_memory(device, self.device):
             found._work, found._free, found._work_bounds, found._enough = {}, {}, {}, {}
-            found._shares, found._last = {}, {}
+            found._shares, found._last, found._started = {}, {}, []
         return found
 
     def lower_bound(self, config: Degrees) -> float:
@@ -314,9 +316,9 @@ class CandidateFloors(CandidateSums):
 
         summed: sums of gradients too.
         """
-        floor = self.step_floor(work, config)
+        floor, started = self.step_floor(work, config), self.step_floor(self.starting_seconds(config), config)
         if config.pp > 1:
-            return floor
+            return max(floor, started)
         held = self.trained_bytes / config.tp
         updated = held if self.zero == 0 else held / config.dp
         sums = bucketed_all_reduce_seconds(held * self.summed, config.dp, self.layout.data_link(config))
@@ -325,7 +327,7 @@ class CandidateFloors(CandidateSums):
         floor += max(0.0, sums - hiding) if summed else 0.0
         if summed and hiding and config.dp > 1:
             floor = max(floor, (config.microbatches - 1) * work + self.last_microbatch(config)[0])
-        return floor + self.prices(config).optimizer_seconds(updated)
+        return max(floor, started) + self.prices(config).optimizer_seconds(updated)
 
     def _mixture_floor(self, config: Degrees, seconds: float, work: float) -> float:
         """Under a step whose microbatches take at least so many seconds, all in all and without parameters."""
@@ -358,6 +360,33 @@ class CandidateFloors(CandidateSums):
     def faster(self, config: Config) -> float:
         """How many times as fast as priced a stage is at most, while other stages wait."""
         return self.shared.alone if self.shared is not None and config.stages > 1 else 1.0
+
+    def starting_seconds(self, config: Degrees) -> float:
+        """Seconds in which hosts of GPUs start the kernels of one microbatch."""
+        if not self.device.host_s:
+            return 0.0
+        if config.recompute not in self._kernels:
+            prices = self.prices(config)
+            found = sum(sum(prices.kernels(node)) for node in self.analysis.free_block)
+            for (node, again), count in self.alike:
+                forward, backward = prices.kernels(node)
+                found += count * (forward + backward + (forward if config.recompute == "full" and again else 0))
+            self._kernels[config.recompute] = found
+        return self.device.host_s * self._kernels[config.recompute]
+
+    def starting(self, config: Degrees) -> list[tuple[float, float]]:
+        """Of each block the seconds in which the host of a GPU starts it, forward and back; empty where none counts.
+
+        What runs again is left out, as are free ops.
+        """
+        host_s = self.device.host_s
+        if host_s and not self._started:
+            prices, counts = self.prices(config), [[0, 0] for _ in self.analysis.blocks]
+            for node, block in self.analysis.block_of.items():
+                for way, count in enumerate(prices.kernels(node)):
+                    counts[block][way] += count
+            self._started = [(host_s * forward, host_s * backward) for forward, backward in counts]
+        return self._started
 
     def work_seconds(self, config: Degrees) -> float:
         """Seconds of one microbatch's ops, on tp ranks that share all FLOPs and bytes of each perfectly."""

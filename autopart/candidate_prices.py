@@ -70,6 +70,8 @@ def _slowest_device(cluster: Cluster, dtype: str) -> Device:
         memory_bandwidth=min(device.memory_bandwidth for device in kinds),
         memory=min(device.memory for device in kinds),
         launch_s=max(device.launch_s for device in kinds),
+        host_s=max(device.host_s for device in kinds),
+        unaligned=min(device.unaligned for device in kinds),
         attention_by={
             name: min(device.attention_rate(name) for device in kinds) / peak for name, peak in peaks.items()
         },
@@ -158,9 +160,8 @@ class CandidatePrices:
     def prices(self, config: Degrees) -> Prices:
         samples = self.samples(config)
         if samples not in self._prices:
-            self._prices[samples] = Prices(
-                self.device, self.analysis.costs(self.device.kind), samples, self.analysis.first
-            )
+            costs = self.analysis.costs(self.device.kind)
+            self._prices[samples] = Prices(self.device, costs, samples, self.analysis.first, self.optimizer)
         return self._prices[samples]
 
     def samples(self, config: Degrees) -> int:

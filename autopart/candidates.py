@@ -472,4 +472,5 @@ class Candidates(CandidateFloors):
             self.warmup_of(config),
             places,
             self.shared.durations(devices) if self.shared is not None else None,
+            self.starting(config),
         )

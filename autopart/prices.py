@@ -11,7 +11,7 @@ from autopart.conversion_prices import TensorAxis
 from autopart.cost.communication import collective_seconds
 from autopart.cost.compute import copy_seconds, op_seconds
 from autopart.cost.devices import Device
-from autopart.cost.products import backward_products, forward_products
+from autopart.cost.products import backward_products, forward_products, is_attention
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
 from autopart.passes.annotate import OpCost
@@ -21,8 +21,12 @@ from autopart.runtime.placement import Placement
 Chosen = tuple[Strategy, ...]
 """An op's strategies, one per tensor axis; none: the op is whole."""
 
-# AdamW reads weight, gradient and two moments and writes weight and moments; zeroing writes the gradient.
-_OPTIMIZER_PASSES = 8
+# How often torch's optimizers, in the form that they take by themselves, go over tensors of a parameter's size
+# (torch.optim.adam and others, _single_tensor_* and _multi_tensor_*: op by op; 'adamw' reads and writes 20 times, which
+# takes as long as 24 passes at full bandwidth, benchmarks/measured). On CUDA gradients are multiplied by the loss's
+# before.
+_OPTIMIZER_PASSES = {"none": 0, "sgd": 3, "momentum": 8, "adagrad": 13, "rmsprop": 14, "adam": 22, "adamw": 24}
+_SCALING_PASSES = 2
 # Autograd reads a microbatch's gradient and the sum of those before, and writes the sum.
 _ADDING_PASSES = 3
 
@@ -47,6 +51,7 @@ class Prices:
     costs: Mapping[fx.Node, OpCost]
     batch: int
     first: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+    optimizer: str = "adamw"
     _cache: dict[tuple[fx.Node, float, float], tuple[float, float]] = field(default_factory=dict)
     _sizes: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     _shaped: dict[tuple[fx.Node, tuple[int, ...], tuple[int, ...]], tuple[float, float]] = field(default_factory=dict)
@@ -87,12 +92,17 @@ class Prices:
             return self.shared_seconds(node, *shares)
         dtype = str(graphs.outputs(node)[0].fake.dtype).removeprefix("torch.")
         moved = cost.bytes_forward.at(self.batch) * shares[1]
-        forward = op_seconds(self.device, 0.0, moved, dtype, products=products)
+        forward = op_seconds(self.device, 0.0, moved, dtype, cost.kernels_forward, products=products)
         if not node.meta.get("differentiable"):
             return forward, 0.0
         moved = cost.bytes_backward.at(self.batch) * shares[1]
         gradients = backward_products(node, products)
-        return forward, op_seconds(self.device, 0.0, moved, dtype, launches=2, products=gradients)
+        backward = op_seconds(self.device, 0.0, moved, dtype, cost.kernels_backward, products=gradients)
+        return forward, backward + self._after(cost, shares[1])
+
+    def _after(self, cost: OpCost, bytes_share: float) -> float:
+        """Seconds of what adds up behind an op's own backward."""
+        return copy_seconds(self.device, cost.after_bytes.at(self.batch) * bytes_share)
 
     def weight_seconds(self, node: fx.Node, chosen: Chosen = (), sizes: Sequence[int] = ()) -> float:
         """Of a product's backward the seconds of its weight's gradient: half, as the input's takes as many FLOPs."""
@@ -113,12 +123,13 @@ class Prices:
         value = graphs.outputs(node)[0].fake
         dtype = str(value.dtype).removeprefix("torch.")
         # Outside contractions FLOPs run on vector units, whose rate the memory traffic hides.
-        counted = flops_share if cost.contraction else 0.0
+        counted = flops_share * self._least_arithmetic(node, dtype) if cost.contraction else 0.0
         forward = op_seconds(
             self.device,
             cost.flops_forward.at(self.batch) * counted,
             cost.bytes_forward.at(self.batch) * bytes_share,
             dtype,
+            cost.kernels_forward,
         )
         backward = 0.0
         if node.meta.get("differentiable"):
@@ -127,9 +138,28 @@ class Prices:
                 cost.flops_backward.at(self.batch) * counted,
                 cost.bytes_backward.at(self.batch) * bytes_share,
                 dtype,
-                launches=2 if cost.contraction else 1,
+                cost.kernels_backward,
             )
+            backward += self._after(cost, bytes_share)
         return forward, backward
+
+    def _least_arithmetic(self, node: fx.Node, dtype: str) -> float:
+        """Of a contraction's FLOPs at the matrix products' rate the share that its kernels may not take less than.
+
+        Fused attention leaves out half of them where it is causal.
+        """
+        if not self.device.processors or not is_attention(node):
+            return 1.0
+        slower = min((product.slower for product in forward_products(node, self.batch)), default=1.0)
+        rate = self.device.attention_rate(dtype) / (self.device.peak(dtype) * self.device.contraction)
+        return min(1.0, slower / rate)
+
+    def kernels(self, node: fx.Node) -> tuple[int, int]:
+        """How many an op starts forward and back; those of transitions are not counted."""
+        cost = self.costs.get(self.first.get(node, node))
+        if cost is None:
+            return 0, 0
+        return cost.kernels_forward, cost.kernels_backward if node.meta.get("differentiable") else 0
 
     def form_seconds(self, node: fx.Node, chosen: Chosen, axes: Sequence[TensorAxis], beside: bool) -> FormSeconds:
         """What an op's local forms exchange, each along its axis.
@@ -153,8 +183,9 @@ class Prices:
         return FormSeconds(forward, backward - sum(unseen.values()), unseen)
 
     def optimizer_seconds(self, weight_bytes: float) -> float:
-        """Seconds of one AdamW step over parameters of that many bytes."""
-        return copy_seconds(self.device, _OPTIMIZER_PASSES * weight_bytes)
+        """Seconds of the optimizer's step over parameters of that many bytes."""
+        passes = _OPTIMIZER_PASSES[self.optimizer] + (_SCALING_PASSES if self.device.kind == "cuda" else 0)
+        return copy_seconds(self.device, passes * weight_bytes)
 
     def adding_seconds(self, gradient_bytes: float, microbatches: int) -> float:
         """Seconds of one of the microbatches in which its gradients are added to those before; the first's are kept."""

@@ -3,7 +3,8 @@
 Ops run one after another, and so do the collectives of an axis. A collective that is waited for at once takes its own
 time; one that is begun before other ops (:mod:`autopart.passes.ahead`), or beside which weights' gradients are computed
 (:mod:`autopart.passes.beside`), what it takes longer than these, and what it waits for collectives before it. What
-replicas exchange for divided parameters is waited for as often as it is sent.
+replicas exchange for divided parameters is waited for as often as it is sent. A GPU's ops take no less than their host
+takes to start them, one after another.
 """
 
 from __future__ import annotations
@@ -91,7 +92,22 @@ class StageClock:
         replicas, link = setting.data.replicas, setting.data.link
         forward += sum(counted_seconds(self.exchanged.gathered, replicas, link).values())
         backward += sum(counted_seconds(self.exchanged.scattered, replicas, link).values())
-        return StageSeconds(forward, backward + again, hidden)
+        starting = self._starting_s(setting)
+        return StageSeconds(max(forward, starting[0]), max(backward + again, starting[1]), hidden)
+
+    def _starting_s(self, setting: Setting) -> tuple[float, float]:
+        """Seconds in which the host starts the kernels of the forward and of the backward, with what runs again."""
+        host_s = self.candidates.device.host_s
+        if not host_s:
+            return 0.0, 0.0
+        again = rerun(self.graph, self.recompute)
+        forward = backward = repeated = 0
+        for node in self.graph.nodes:
+            if graphs.is_op(node) and "transition" not in node.meta:
+                there, back = setting.prices.kernels(node.meta["origin"])
+                forward, backward = forward + there, backward + back
+                repeated += there if node in again else 0
+        return host_s * forward, host_s * (backward + repeated)
 
     def _forward(
         self,

@@ -33,16 +33,22 @@ def simulated_seconds(
     warmup: tuple[int, ...],
     places: Sequence[int],
     durations: Durations | None = None,
+    starting: Sequence[tuple[float, float]] = (),
 ) -> float:
     """The simulated step of a division; what crosses several cuts is taken to be passed on from stage to stage.
 
     weight_shares: the parts of the stages' backwards that a schedule may leave for W. durations: see simulate.
+    starting: of each block the seconds in which a GPU's host starts its forward and its backward; none: no host counts.
     """
     times = []
     for step, share in zip(way, weight_shares, strict=True):
         chosen = problem.chosen(step)
         backward = sum(choice.backward_s for choice in chosen)
         forward = sum(choice.forward_s for choice in chosen)
+        if starting:
+            inside = problem.blocks_between(step.first, step.last)
+            forward = max(forward, sum(starting[block][0] for block in inside))
+            backward = max(backward, sum(starting[block][1] for block in inside))
         end = step_end_seconds(problem, step, schedule)
         times.append(StageTimes(forward, backward, weight_s=backward * share, reduce_s=end))
     crossed = [problem.crossings(before, after) for before, after in itertools.pairwise(way)]

@@ -1,8 +1,9 @@
 """FLOPs, memory traffic and saved activations of every op, as functions of the batch size.
 
 Contractions count two FLOPs per multiply and add, from shapes. Everything else is bound by memory, so that its FLOPs
-per element need only be of the right order. Bytes are what a kernel of the op reads and writes at least: its inputs
-and outputs once. All amounts are those of the whole op on one device; sharding divides them.
+per element need only be of the right order. Bytes are what the op's kernels read and write: inputs and outputs once,
+and more where eager PyTorch goes over a tensor several times (:mod:`autopart.passes.traffic`). All amounts are those of
+the whole op on one device; sharding divides them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from autopart.passes.amounts import ONE, ZERO, Amount, constant, numel, product,
 from autopart.passes.graph import Value, inputs, is_op, outputs
 from autopart.passes.saved import is_differentiated, needs_gradient, saved_inside, saved_values
 from autopart.passes.storage import argument, is_view, op_name, storage_of
+from autopart.passes.traffic import backward_traffic, forward_traffic, readings
 from autopart.runtime.errors import PlanError
 
 
@@ -26,7 +28,8 @@ class OpCost:
 
     flops: multiplications and additions. bytes: read and written. saved_bytes: kept from forward to backward by this op
     alone; ops that keep the same tensor both count it, :func:`autopart.passes.saved.saved_bytes` unites a region's.
-    contraction: whether the FLOPs run at matrix-product rate.
+    contraction: whether the FLOPs run at matrix-product rate. after_bytes: read and written by kernels behind the op's
+    own backward. kernels: that are started.
     """
 
     flops_forward: Amount = ZERO
@@ -35,6 +38,9 @@ class OpCost:
     bytes_backward: Amount = ZERO
     saved_bytes: Amount = ZERO
     contraction: bool = False
+    kernels_forward: int = 0
+    kernels_backward: int = 0
+    after_bytes: Amount = ZERO
 
     def __add__(self, other: OpCost) -> OpCost:
         return OpCost(
@@ -44,6 +50,9 @@ class OpCost:
             self.bytes_backward + other.bytes_backward,
             self.saved_bytes + other.saved_bytes,
             self.contraction or other.contraction,
+            self.kernels_forward + other.kernels_forward,
+            self.kernels_backward + other.kernels_backward,
+            self.after_bytes + other.after_bytes,
         )
 
 
@@ -57,8 +66,6 @@ _PER_ELEMENT = {
     **dict.fromkeys(("reshape", "flatten", "to", "arange", "full", "zeros", "ones", "pad", "constant_pad_nd"), 0),
     **dict.fromkeys(("new_ones", "new_zeros", "new_full", "zeros_like", "ones_like", "full_like", "empty_like"), 0),
 }
-# Ops that read only the rows they pick from their first argument.
-_PICKS = {"embedding", "index", "index_select", "gather", "_unsafe_index", "take_along_dim"}
 
 
 def _last(value: torch.Tensor) -> Amount:
@@ -173,28 +180,16 @@ def _backward_flops(node: fx.Node, forward: Amount) -> Amount:
     return forward * max(1, sum(map(needs_gradient, wanted)))
 
 
-def _forward_bytes(node: fx.Node) -> Amount:
-    written = total(stored_bytes(value.fake) for value in outputs(node))
-    read = list(dict.fromkeys(inputs(node)))
-    if op_name(node) in _PICKS:
-        return written * 2 + total(stored_bytes(value.fake) for value in read[1:])
-    return written + total(stored_bytes(value.fake) for value in read)
-
-
-def _backward_bytes(node: fx.Node, kind: str) -> Amount:
-    """Reads the outputs' gradients and what was saved, writes the inputs' gradients (dense for embeddings)."""
-    if not is_differentiated(node):
-        return ZERO
-    gradients = total(stored_bytes(value.fake) for value in outputs(node) if needs_gradient(value))
-    results = total(stored_bytes(value.fake) for value in dict.fromkeys(inputs(node)) if needs_gradient(value))
-    kept = saved_values([node], kind, skip_placeholders=False)
-    return gradients + results + total(stored_bytes(value.fake) for value in kept) + saved_inside(node, kind)
-
-
 def op_cost(node: fx.Node, kind: str = "cuda") -> OpCost:
-    """The costs of one node on devices of a kind ("cuda" or "cpu"); all zero for views and for what is no op."""
-    if not is_op(node) or is_view(node):
+    """The costs of one node on devices of a kind ("cuda" or "cpu"); all zero for what is no op.
+
+    A view costs nothing forward; back it may add up what its readers give it, or write what was read into zeros.
+    """
+    if not is_op(node):
         return OpCost()
+    back = backward_traffic(node, kind)
+    if is_view(node):
+        return OpCost(bytes_backward=back.moved, kernels_backward=back.kernels, after_bytes=back.after)
     contraction = is_contraction(node)
     if contraction:
         forward = contraction_flops(node)
@@ -203,13 +198,17 @@ def op_cost(node: fx.Node, kind: str = "cuda") -> OpCost:
         largest = max((numel(value.fake) for value in tensors), key=lambda amount: amount.at(8), default=ZERO)
         forward = largest * _PER_ELEMENT.get(op_name(node), 1)
     kept = total(stored_bytes(value.fake) for value in saved_values([node], kind)) + saved_inside(node, kind)
+    there = forward_traffic(node)
     return OpCost(
         forward,
         _backward_flops(node, forward),
-        _forward_bytes(node),
-        _backward_bytes(node, kind),
+        there.moved,
+        back.moved,
         kept,
         contraction,
+        there.kernels,
+        back.kernels,
+        back.after,
     )
 
 
@@ -239,7 +238,7 @@ def _alike(node: fx.Node) -> object:
         numbers = values.setdefault(value, len(values)), owners.setdefault(owner, len(owners))
         made_by = "" if owner.node.op == "placeholder" else op_name(owner.node)  # else its own name
         read.append((numbers, *_memory(value), *_memory(owner), made_by))
-    made = [(id(value.fake), needs_gradient(value)) for value in outputs(node)]
+    made = [(id(value.fake), needs_gradient(value), readings(value)) for value in outputs(node)]
     return node.target, str(constants), tuple(read), tuple(made)
 
 

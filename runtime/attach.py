@@ -59,15 +59,21 @@ class _HandOut(torch.autograd.Function):
 def _multiply(gradients: Sequence[Tensor | None], factor: Tensor) -> list[Tensor | None]:
     if factor.device.type == "cpu" and factor == 1:  # what loss.backward() starts from; elsewhere a look would wait
         return list(gradients)
-    return [None if g is None else _scale(g, factor) for g in gradients]
+    for gradient in gradients:
+        if gradient is not None:
+            _scale(gradient, factor)
+    return list(gradients)
 
 
-def _scale(tensor: Tensor, factor: Tensor) -> Tensor:
-    """Multiplies in place; by way of float32 for narrow dtypes, which could not hold a loss scaler's factor."""
-    factor = factor.reshape(())
+def _scale(tensor: Tensor, factor: Tensor) -> None:
+    """Multiplies in place by one kernel; narrow types in float32, as they could not hold a loss scaler's factor.
+
+    A factor with a dim counts when types are promoted, one without does not.
+    """
     if tensor.dtype in (torch.float16, torch.bfloat16):
-        return tensor.copy_(tensor.float() * factor.float())
-    return tensor.mul_(factor)
+        tensor.view(tensor.shape or (1,)).mul_(factor.reshape(1).float())
+    else:
+        tensor.mul_(factor.reshape(()))
 
 
 class _RunBackward(torch.autograd.Function):

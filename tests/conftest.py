@@ -16,6 +16,12 @@ from autopart.update_memory import Temporaries
 torch.set_num_threads(1)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests run on CPUs, also where there is a GPU, but for those of ``make test-cuda``."""
+    if config.option.markexpr != "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture
 def no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans count no memory of messages, as of models that are so large that these are next to nothing, nor of the

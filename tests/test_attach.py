@@ -9,14 +9,17 @@ from torch import nn
 from autopart.runtime.attach import hand_out
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.25])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1.0, 0.25, 1 / 3, 2.0**17])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_losss_gradient_scales_them(factor: float, dtype: torch.dtype) -> None:
-    parameters = [nn.Parameter(torch.zeros(3, dtype=dtype)) for _ in range(3)]
-    known = [torch.arange(3).to(dtype), torch.ones(3, dtype=dtype), None]
-    expected = [None if gradient is None else factor * gradient for gradient in known]
+    """Narrow types by a factor in float32, which they could not hold, and without dims as with."""
+    known = [torch.arange(3).to(dtype), torch.tensor(0.3, dtype=dtype), None]
+    parameters = [nn.Parameter(torch.zeros(3, dtype=dtype)), nn.Parameter(torch.zeros((), dtype=dtype))]
+    parameters.append(nn.Parameter(torch.zeros(3, dtype=dtype)))
+    wide = [None if gradient is None else gradient.double() * torch.tensor(factor).double() for gradient in known]
+    expected = [None if gradient is None else gradient.to(dtype) for gradient in wide]
     (hand_out(torch.tensor(2.0), known, parameters) * factor).backward()
-    torch.testing.assert_close([p.grad for p in parameters[:2]], expected[:2])
+    torch.testing.assert_close([p.grad for p in parameters[:2]], expected[:2], rtol=1e-6, atol=0)
     assert parameters[2].grad is None
 
 

@@ -21,8 +21,8 @@ from autopart.cost.calibration import Calibration, doubts, fit
 from autopart.cost.communication import COLLECTIVES, SEND
 from autopart.cost.compute import Product
 from autopart.cost.devices import Device, Link, device
-from autopart.cost.measure import Effort, hold_aside, product_shapes
-from autopart.cost.samples import ATTENTION, LAUNCH, PRODUCT, STREAM, Sample, predicted_seconds
+from autopart.cost.measure import Effort, hold_aside, odd_shapes, product_shapes
+from autopart.cost.samples import ATTENTION, HOST, LAUNCH, PRODUCT, STREAM, Sample, predicted_seconds
 from autopart.models import load_model
 from autopart.plan import Plan
 from autopart.planner import make_plan
@@ -39,6 +39,9 @@ def samples_of(machine: Device, link: Link | None) -> list[Sample]:
     for dtype in machine.peak_flops:
         shapes = product_shapes(3e11 if machine.kind == "cuda" else 3e9, 20)
         found += [Sample(PRODUCT, "", 1.0, dtype, (shape,), shape.num_bytes(4)) for shape in shapes]
+    if machine.kind == "cuda":
+        found += [Sample(PRODUCT, "", 1.0, "bfloat16", (shape,), shape.num_bytes(2)) for shape in odd_shapes()]
+        found += [Sample(HOST, "", 1.0, launches=layers * 37) for layers in (6, 12, 18, 24)]
     found += [Sample(STREAM, "", 1.0, num_bytes=2.0**power) for power in range(16, 27)]
     found += [Sample(LAUNCH, "", 1.0, num_bytes=64.0) for _ in range(4)]
     for heads in (8, 96, 512):
@@ -64,6 +67,8 @@ def test_the_fit_recovers_known_parameters(preset: str) -> None:
         contraction=1.0,
         memory=1.0,
         attention_by={"float32": 0.37, "bfloat16": 0.81},
+        host_s=3 * base.host_s,
+        unaligned=0.3 if base.kind == "cuda" else 1.0,
     )
     link = Link("true", 3.3e9, 41e-6, efficiency=1.0)
     samples = samples_of(machine, link)
@@ -77,6 +82,8 @@ def test_the_fit_recovers_known_parameters(preset: str) -> None:
         assert found.device.memory_bandwidth == pytest.approx(machine.memory_bandwidth, rel=near)
         assert found.device.launch_s == pytest.approx(machine.launch_s, rel=near)
         assert found.device.attention_by == pytest.approx(machine.attention_by, rel=near)
+        assert found.device.host_s == pytest.approx(machine.host_s, rel=near)
+        assert found.device.unaligned == pytest.approx(machine.unaligned, rel=near)
         assert found.link.bandwidth == pytest.approx(link.bandwidth, rel=near)
         assert found.link.latency_s == pytest.approx(link.latency_s, rel=near)
 

@@ -297,13 +297,6 @@ def test_local_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [node.count for node in Cluster.local().nodes] == [2, 2]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_local_cuda() -> None:
-    cluster = Cluster.local(1)
-    assert cluster.device(0).kind == "cuda"
-    assert cluster.device(0).memory_bytes <= torch.cuda.get_device_properties(0).total_memory
-
-
 @pytest.mark.parametrize(
     ("reported", "name"),
     [

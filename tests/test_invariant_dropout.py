@@ -34,7 +34,7 @@ from launch import launch
 
 STEPS = 3
 PLANS: dict[str, dict[str, Any]] = {
-    "pp2": {"pp": 2},
+    "pp2": {"pp": 2, "pins": {"transformer.h.1": 1}},
     "tp2": {"tp": 2},
     "sequence": {"tp": 2},
     "dp2": {"dp": 2},

@@ -201,7 +201,7 @@ def test_a_mixture_is_faster_and_trains_alike(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
     subject, analysis = subject_of("gpt2")
     free = planned(2**40)
-    limit = free.stages[0].memory_bytes - 20_000
+    limit = free.stages[0].memory_bytes - 40_000
     equal, plan = planned(limit, mixed=False), planned(limit)
     assert free.step_time_s < plan.step_time_s < equal.step_time_s
     assert plan.bound_s <= plan.step_time_s and plan.stages[0].memory_bytes <= limit

@@ -73,7 +73,7 @@ def test_forced_plan(name: str, plan: str, tmp_path: Path, monkeypatch: pytest.M
     if (name, plan) == ("resnet", "tp2"):
         kernels = [placement for weight, placement in found.storage.items() if weight.endswith("convolution.weight")]
         # out channels or in channels, each rank with half of the weights
-        assert len(kernels) == 12 and sum(placement in ("S0", "S1") for placement in kernels) > 6, kernels
+        assert len(kernels) >= 10 and sum(placement in ("S0", "S1") for placement in kernels) > 6, kernels
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])

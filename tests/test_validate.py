@@ -7,7 +7,7 @@ import tomllib
 from dataclasses import replace
 from functools import cache
 from importlib import resources
-from math import ceil
+from math import ceil, gcd
 from random import Random
 
 import pytest
@@ -17,7 +17,7 @@ from autopart.analysis import analyze
 from autopart.cli import main
 from autopart.cluster import Cluster
 from autopart.cost import communication as comm
-from autopart.cost.compute import Product, op_seconds, product_seconds
+from autopart.cost.compute import Product, op_seconds, product_seconds, slower_attention
 from autopart.cost.devices import Device, device, link
 from autopart.cost.fit import ETHERNET, START, Fit, fit
 from autopart.cost.gpt import Gpt, Style, layer_products
@@ -110,15 +110,15 @@ def test_the_fit_does_not_look_at_the_test_half() -> None:
 def test_the_devices_file_holds_nothing_else() -> None:
     data = tomllib.loads(resources.files("autopart.cost").joinpath("devices.toml").read_text())
     usual = {"kind", "memory_gib", "peak_flops", "memory_bandwidth", "launch_s", "processors", "contraction"}
-    usual |= {"attention", "inside", "between", "ports_per_device"}
+    usual |= {"memory", "attention", "unaligned", "host_s", "inside", "between", "ports_per_device"}
     for name, table in data["devices"].items():
         assert set(table) <= usual, name
     for name, table in data["links"].items():
         assert set(table) <= {"bandwidth", "latency_s", "efficiency", "direct"}, name
         family = {entry.get("efficiency") for key, entry in data["links"].items() if key[:4] == name[:4]}
         assert len(family) == 1, name
-    others = {device(name).contraction for name in ("A100-40GB", "A100-80GB", "H100", "H200", "B200", "RTX-4090")}
-    assert len(others) == 1
+    for alike in (("A100-40GB", "A100-80GB", "RTX-4090"), ("H100", "H200", "B200")):
+        assert len({(device(name).contraction, device(name).memory) for name in alike}) == 1
 
 
 # -- matrix products ------------------------------------------------------------------------------------------------
@@ -164,6 +164,30 @@ def test_split_k_helps_products_with_few_tiles() -> None:
     assert product_seconds(A100, product, "float16") < 0.85 * waves * product.flops / (312e12 * A100.contraction)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_rows_of_16_bit_numbers_that_are_not_aligned_slow_products_down(dtype: str) -> None:
+    h100, even = device("H100"), Product(8192, 50257, 768)
+    odd, forward = replace(even, row=gcd(50257, 768)), product_seconds(h100, even, dtype)
+    gradients = [product_seconds(h100, item, dtype) for item in odd.backward]
+    slower = 1 / h100.unaligned if dtype == "float16" else 1.0
+    assert product_seconds(h100, odd, dtype) == pytest.approx(slower * forward, rel=0.25)
+    assert gradients == pytest.approx([slower * product_seconds(h100, item, dtype) for item in even.backward], rel=0.25)
+    assert product_seconds(h100, replace(even, n=50264, row=8), dtype) == pytest.approx(forward, rel=0.01)
+
+
+def test_what_fused_attention_takes_longer_for() -> None:
+    """Measured on H100 (PyTorch 2.11, bfloat16), forward and backward of 8 x 32 heads of 64, and of 4 x 32 of 128."""
+    assert slower_attention(128, 2048) == 1.0
+    for size, full, causal, dropped in ((64, 2232.4, 1432.1, 2208.5), (128, 1801.0, 1143.1, 1556.7)):
+        assert slower_attention(size, 2048, causal=True) / slower_attention(size, 2048) == pytest.approx(
+            causal / full, rel=0.1
+        )
+        with_dropout = slower_attention(size, 2048, causal=True, dropout=True)
+        assert with_dropout / slower_attention(size, 2048, causal=True) == pytest.approx(dropped / causal, rel=0.1)
+    sizes = [slower_attention(size, 1024) for size in (32, 64, 128, 256)]
+    assert sizes == sorted(sizes, reverse=True)
+
+
 # -- the planner's prices -------------------------------------------------------------------------------------------
 
 
@@ -173,8 +197,10 @@ def test_captured_products_are_those_of_the_closed_form() -> None:
     model = Gpt(2, 256, 4, 128, 1024)
     found = {node: forward_products(node, 4) for node in analysis.block_of}
     products = [product for group in found.values() for product in group]
+    shapes = [replace(item, row=0, slower=1.0) for item in products]
     layer = [replace(item, fused=item.groups > 1) for item in layer_products(model, 4, 1)]
-    assert products == [*layer * 2, Product(512, 1024, 256)]
+    assert shapes == [*layer * 2, Product(512, 1024, 256)]
+    assert all(item.fused or item.row == gcd(item.n, item.k) for item in products)
     assert sum(product.flops for product in products) == gpt2_forward_flops(4, 128, 2, 256, 1024)
 
     prices = Prices(A100, analysis.costs("cuda"), 4)

@@ -90,6 +90,10 @@ def calibration_text(found: Calibration, kind: str) -> str:
     lines = [f"{found.device}, {ranks}, {', '.join(f'{name} {text}' for name, text in found.libraries.items())}"]
     lines += [f"{name}: {format_count(rate)}FLOP/s" for name, rate in found.rates.items()]
     lines.append(f"memory: {format_bytes(found.memory_bandwidth)}/s; launch: {format_seconds(found.launch_s)}")
+    if found.host_s:
+        lines.append(f"the host starts a kernel in {format_seconds(found.host_s)}")
+    if found.unaligned < 1:
+        lines.append(f"16-bit products of odd sizes: {format_share(found.unaligned)} of the matrix products' rate")
     shares = [f"{format_share(share)} in {name}" for name, share in found.attention.items()]
     lines += [f"attention: {', '.join(shares)} of the matrix products' rate"] if shares else []
     if found.link is not None:

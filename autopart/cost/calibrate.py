@@ -34,4 +34,6 @@ def calibrate(device: torch.device, quick: bool, progress: Callable[[str], None]
         attention=dict(found.device.attention_by),
         link=found.link,
         samples=tuple(samples),
+        host_s=found.device.host_s,
+        unaligned=found.device.unaligned,
     )

@@ -2,8 +2,9 @@
 
 Fitted are the parameters of a :class:`Device` and a :class:`Link` that a measurement can see: the FLOP/s that large
 matrix products reach by type, the bytes/s of memory-bound ops, the seconds of a launch, the share of the matrix
-products' rate that fused attention reaches by type, bandwidth and latency of the link. Measured rates take the place of
-datasheets' peaks times shares, so that the fitted device's shares are 1.
+products' rate that fused attention reaches by type, bandwidth and latency of the link; of a GPU also what its host
+takes to start a kernel, and the share of the rate that products reach whose rows are not aligned. Measured rates take
+the place of datasheets' peaks times shares, so that the fitted device's other shares are 1.
 
 The fit is the minimum over the samples that are not kept aside of ::
 
@@ -22,14 +23,14 @@ from statistics import median
 from typing import Any
 
 from autopart.cost.devices import Device, Link, number
-from autopart.cost.samples import ATTENTION, KERNELS, LAUNCH, PRODUCT, STREAM, Sample, predicted_seconds
+from autopart.cost.samples import ATTENTION, HOST, KERNELS, LAUNCH, PRODUCT, STREAM, Sample, predicted_seconds
 from autopart.runtime.errors import ClusterError
 
-VERSION = 2
+VERSION = 3
 DELTA = 0.3
 MOST_OFF = 0.5
 """The median error on samples kept aside from which a fit says little of the machine."""
-_RATE = "rate"
+_RATE, _HOST_S, _UNALIGNED = "rate", "host_s", "unaligned"
 _FIRST_STEP, _LAST_STEP, _GROWTH = 0.5, 1e-4, 1.5
 _ROUNDS = 300
 
@@ -66,7 +67,8 @@ class Calibration:
 
     device: as its driver or operating system names it. kind: "cpu" or "cuda". processes: ranks per host that measured
     at once; threads: of each; cores: of the host. libraries: versions by name. rates: FLOP/s by type. attention: the
-    share of these that fused attention reaches, by type. link: None where one rank measured alone.
+    share of these that fused attention reaches, by type. link: None where one rank measured alone. host_s, unaligned:
+    as of a :class:`Device`.
     """
 
     device: str
@@ -81,10 +83,13 @@ class Calibration:
     attention: Mapping[str, float] = field(hash=False)
     link: Link | None
     samples: tuple[Sample, ...] = ()
+    host_s: float = 0.0
+    unaligned: float = 1.0
 
     def __post_init__(self) -> None:
         positive = [self.memory_bandwidth, self.launch_s, *self.attention.values(), *self.rates.values()]
-        sound = all(0 < value < inf for value in positive) and min(self.processes, self.threads, self.cores) >= 1
+        sound = all(0 < value < inf for value in (*positive, self.unaligned)) and 0 <= self.host_s < inf
+        sound = sound and min(self.processes, self.threads, self.cores) >= 1
         if "float32" not in self.rates or not sound:
             raise ClusterError(f"a calibration has finite numbers above zero, a rate for float32 among them: {self}")
 
@@ -113,6 +118,8 @@ class Calibration:
             contraction=1.0,
             memory=1.0,
             attention_by=self.attention,
+            host_s=self.host_s,
+            unaligned=self.unaligned,
             alone=alone,
             measured=self.processes,
         )
@@ -169,6 +176,8 @@ def _check_kinds(fields: Mapping[str, Any]) -> None:
             number(value)
     number(fields["memory_bandwidth"])
     number(fields["launch_s"])
+    number(fields["host_s"])
+    number(fields["unaligned"])
 
 
 def _plain(found: Calibration) -> Device:
@@ -217,18 +226,26 @@ def _start(by_kind: Mapping[str, Sequence[Sample]], device: Device) -> dict[str,
         rates = [
             sum(product.flops for product in sample.products) / sample.seconds
             for sample in by_kind[PRODUCT]
-            if sample.dtype == dtype
+            if sample.dtype == dtype and not _is_unaligned(sample)
         ]
         found[f"{_RATE} {dtype}"] = sorted(rates)[len(rates) * 3 // 4]
     if "float32" not in device.peak_flops or f"{_RATE} float32" not in found:
         raise ClusterError("cannot fit: no matrix product in float32 was measured")
     for dtype in dict.fromkeys(sample.dtype for sample in by_kind.get(ATTENTION, ())):
         found[f"{ATTENTION} {dtype}"] = device.attention
+    if HOST in by_kind:
+        found[_HOST_S] = median(sample.seconds / sample.launches for sample in by_kind[HOST])
+    if any(_is_unaligned(sample) for sample in by_kind[PRODUCT]):
+        found[_UNALIGNED] = device.unaligned
     if "link" in by_kind:
         collectives = by_kind["link"]
         found["bandwidth"] = max(sample.num_bytes / sample.seconds for sample in collectives)
         found["latency_s"] = min(sample.seconds for sample in collectives) / 2
     return found
+
+
+def _is_unaligned(sample: Sample) -> bool:
+    return any(product.row % 8 for product in sample.products)
 
 
 def _by_dtype(values: Mapping[str, float], what: str) -> dict[str, float]:
@@ -254,6 +271,8 @@ class _Model:
             contraction=1.0,
             memory=1.0,
             attention_by={dtype: min(1.0, share) for dtype, share in shares.items()},
+            host_s=values.get(_HOST_S, self.device.host_s),
+            unaligned=min(1.0, values.get(_UNALIGNED, self.device.unaligned)),
         )
         if "bandwidth" not in values:
             return device, None
@@ -268,7 +287,11 @@ class _Model:
         """The samples whose prediction a parameter can change."""
         if name in ("bandwidth", "latency_s"):
             return [sample for sample in self.samples if sample.is_collective]
-        kernels = [sample for sample in self.samples if not sample.is_collective]
+        if name == _HOST_S:
+            return [sample for sample in self.samples if sample.kind == HOST]
+        kernels = [sample for sample in self.samples if not sample.is_collective and sample.kind != HOST]
+        if name == _UNALIGNED:
+            return [sample for sample in kernels if _is_unaligned(sample)]
         what, _, dtype = name.partition(" ")
         if what not in (_RATE, ATTENTION):
             return kernels

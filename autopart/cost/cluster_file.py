@@ -21,6 +21,8 @@
     memory = 0.8
     attention = 0.5                                        # optional: of the peak, what fused attention reaches
     attention_by = { bfloat16 = 0.4 }                      # optional: the same by type, where types differ
+    host_s = 10e-6                                         # optional: what a GPU's host takes to start an op
+    unaligned = 0.45                                       # optional: share of the rate of 16-bit products of odd sizes
     alone = 2                                              # optional: times as fast while the host's others wait
     measured = 4                                           # optional: with how many ranks these were calibrated
 
@@ -45,7 +47,7 @@ _TOP = ("nodes", "devices", "links")
 _NODE = ("count", "device", "devices", "inside", "port", "ports")
 _DEVICE = ("kind", "memory_gib", "peak_flops", "memory_bandwidth", "launch_s")
 _LINK = ("bandwidth", "latency_s")
-_DEVICE_OPTIONS = ("processors", "contraction", "memory", "attention", "alone", "measured")
+_DEVICE_OPTIONS = ("processors", "contraction", "memory", "attention", "alone", "measured", "host_s", "unaligned")
 _LINK_OPTIONS = ("efficiency", "direct")
 _MOST = 2**20
 """Of anything that is counted, and of GiB."""
@@ -54,8 +56,8 @@ _LEAST_RATE = 1e6
 _RANGES = {
     "memory_gib": (2.0**-30, float(_MOST)),
     **dict.fromkeys(("memory_bandwidth", "bandwidth", "direct"), (_LEAST_RATE, 1e30)),
-    **dict.fromkeys(("launch_s", "latency_s"), (0.0, 1.0)),
-    **dict.fromkeys(("contraction", "memory", "attention", "efficiency"), (1e-6, 1.0)),
+    **dict.fromkeys(("launch_s", "host_s", "latency_s"), (0.0, 1.0)),
+    **dict.fromkeys(("contraction", "memory", "attention", "unaligned", "efficiency"), (1e-6, 1.0)),
     **dict.fromkeys(("processors", "measured"), (0.0, float(_MOST))),
     "alone": (1.0, float(_MOST)),
 }

@@ -1,7 +1,7 @@
 """Seconds that one device takes for one op: the roofline model, with tiles for matrix products.
 
 An op is bound by arithmetic or by memory traffic, whichever takes longer (Williams, Waterman, Patterson: Roofline,
-CACM 52(4), 2009), and no op starts sooner than the host can launch it::
+CACM 52(4), 2009), and every kernel takes a little by itself::
 
     seconds = max(arithmetic, bytes / (bandwidth * memory)) + launches * launch_s
     arithmetic = flops / (peak * contraction)                          where shapes do not matter or are not known
@@ -28,7 +28,16 @@ head of one sample each (Dao, FlashAttention-2, arXiv 2307.08691, section 3.2), 
 leave multiprocessors idle::
 
     blocks     = groups ceil(sequence / ATTENTION_ROWS)
-    arithmetic = flops / (peak attention) * padded rows / rows * ceil(blocks / processors) processors / blocks
+    arithmetic = slower flops / (peak attention) * padded rows / rows * ceil(blocks / processors) processors / blocks
+    slower     = (size + 36) / size * 128 / (128 + 36)      the softmax takes as long as 36 columns of a head
+                 * 1.25 (rows + 128) / (2 rows)             where causal: blocks beyond the diagonal are left out, and
+                                                            multiprocessors have unequal shares of the rest
+                 * 1.65                                     where a mask is read
+                 * 1.45                                     with dropout, whose random numbers are drawn anew backward
+
+(measured on H100 with PyTorch 2.11, benchmarks/measured.) A matrix product whose rows do not start at multiples of 16
+bytes, such as one with a vocabulary of 50,257, has kernels of its own, which load element by element (NVIDIA, Matrix
+Multiplication Background User's Guide, Tensor Core requirements): a share ``unaligned`` of the rate.
 """
 
 from __future__ import annotations
@@ -43,11 +52,14 @@ OPERAND = 24.0
 """Weight of loading one operand element against one multiply-add per output row or column of the tile."""
 ATTENTION_ROWS = 128
 """Rows of the sequence that one thread block of fused attention takes."""
+_SOFTMAX = 36.0
+_CAUSAL, _MASKED, _DROPPED = 1.25, 1.65, 1.45
 _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (32, 64), (64, 32), (32, 32))
 _LARGEST = 1 / 256 + 1 / 128
 _SPLITS = (1, 2, 3, 4, 6, 8, 16)
 _LEAST_SPLIT_K = 256
 _SUM_BYTES = 4
+_ROW_BYTES = 16
 _ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float64": 8}  # float32 otherwise
 
 
@@ -73,16 +85,23 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """``groups`` matrix products of ``m x k`` by ``k x n``. fused: inside a kernel of fused attention."""
+    """``groups`` matrix products of ``m x k`` by ``k x n``.
+
+    fused: inside a kernel of fused attention. row: what the lengths of all rows in memory, of both factors and of the
+    result, are multiples of, in elements (0: of as many as is good). slower: times as long as its FLOPs take where it
+    is fused, for what the kernel does besides or leaves out.
+    """
 
     m: int
     n: int
     k: int
     groups: int = 1
     fused: bool = False
+    row: int = 0
+    slower: float = 1.0
 
     def __post_init__(self) -> None:
-        if min(self.m, self.n, self.k, self.groups) < 1:
+        if min(self.m, self.n, self.k, self.groups) < 1 or self.row < 0 or self.slower <= 0:
             raise ValueError(f"a matrix product's sizes are at least 1: {self}")
 
     @property
@@ -132,11 +151,26 @@ def product_seconds(device: Device, product: Product, dtype: str, efficiency: Ef
     if product.fused:
         return _fused_seconds(product, device.processors, device.attention_rate(dtype))
     rate = device.peak(dtype) * (efficiency.contraction if efficiency else device.contraction)
+    if product.row * _ITEM_BYTES.get(dtype, 4) % _ROW_BYTES and _ITEM_BYTES.get(dtype) == 2:
+        rate *= device.unaligned
     if not device.processors:
         return product.flops / rate
     memory = device.memory_bandwidth * (efficiency.memory if efficiency else device.memory)
     written_s = _ITEM_BYTES.get(dtype, 4) * device.processors / device.memory_bandwidth
     return _tiled_seconds(product, device.processors, rate, memory, written_s)
+
+
+def slower_attention(
+    size: int, rows: int, *, causal: bool = False, masked: bool = False, dropout: bool = False
+) -> float:
+    """How much longer fused attention takes than one with heads of 128 that masks nothing takes for as many FLOPs.
+
+    size: of a head. rows: of the sequence. See the module.
+    """
+    found = (size + _SOFTMAX) / size * 128 / (128 + _SOFTMAX)
+    if causal:
+        found *= _CAUSAL * (rows + ATTENTION_ROWS) / (2 * rows)
+    return found * (_MASKED if masked else 1.0) * (_DROPPED if dropout else 1.0)
 
 
 def _fused_seconds(product: Product, processors: int, rate: float) -> float:
@@ -147,7 +181,7 @@ def _fused_seconds(product: Product, processors: int, rate: float) -> float:
     blocks = ceil(sequence / ATTENTION_ROWS)
     padding = blocks * ATTENTION_ROWS / sequence
     waves = ceil(product.groups * blocks / processors)
-    return product.flops / rate * padding * waves * processors / (product.groups * blocks)
+    return product.flops / rate * product.slower * padding * waves * processors / (product.groups * blocks)
 
 
 @lru_cache(maxsize=65536)

@@ -23,11 +23,14 @@ class Device:
     """One accelerator, or a CPU process's share of its host.
 
     kind: "cpu" or "cuda". memory_bytes: of its own memory. peak_flops: FLOP/s of dense contractions by dtype name.
-    memory_bandwidth: bytes/s. launch_s: seconds from the start of one small op to the start of the next.
+    memory_bandwidth: bytes/s. launch_s: seconds that a kernel takes at least, from the start of one small op to that of
+    the next where neither waits for the host. host_s: of the host, to start one; a GPU computes meanwhile, and waits
+    where that takes longer (0: ops are computed by the host itself).
     processors: streaming multiprocessors, over which a matrix product's tiles are dealt (0: no tiles, as on a CPU).
     contraction, memory: shares of the peaks that large matrix products and streaming kernels reach. attention: share
-    of the peak FLOP/s that fused attention reaches on long sequences, forward and backward together; attention_by: by
-    dtype name, where types differ in it.
+    of the peak FLOP/s that fused attention reaches on long sequences with heads of 128 and nothing masked, forward and
+    backward together; attention_by: by dtype name, where types differ in it. unaligned: share of the rate that products
+    of 16-bit numbers reach whose rows do not start at multiples of 16 bytes.
     alone: times as fast while no other device of its host computes, for CPUs that share fewer cores. measured: with how
     many ranks at once ``autopart calibrate`` measured the speeds (0: not at all, they are of datasheets).
     """
@@ -45,21 +48,25 @@ class Device:
     alone: float = 1.0
     measured: int = 0
     attention_by: Mapping[str, float] = field(default_factory=dict, hash=False)
+    host_s: float = 0.0
+    unaligned: float = 1.0
 
     def __post_init__(self) -> None:
         if self.kind not in ("cpu", "cuda"):
             raise ClusterError(f"device {self.name}: kind is {self.kind!r}, expected cpu or cuda")
-        if self.memory_bytes <= 0 or self.memory_bandwidth <= 0 or self.launch_s < 0:
-            raise ClusterError(f"device {self.name}: memory and bandwidth are above zero, launch_s is not below")
+        if self.memory_bytes <= 0 or self.memory_bandwidth <= 0 or min(self.launch_s, self.host_s) < 0:
+            raise ClusterError(
+                f"device {self.name}: memory and bandwidth are above zero, launch_s and host_s are not below"
+            )
         if "float32" not in self.peak_flops or min(self.peak_flops.values()) <= 0:
             raise ClusterError(f"device {self.name}: peak_flops has rates above zero, float32 among them")
-        shares = (self.contraction, self.memory, self.attention, *self.attention_by.values())
+        shares = (self.contraction, self.memory, self.attention, self.unaligned, *self.attention_by.values())
         if self.alone < 1:
             raise ClusterError(f"device {self.name}: alone is at least 1, as other devices make none faster")
         if min(self.processors, self.measured) < 0 or not all(0 < share <= 1 for share in shares):
             raise ClusterError(
-                f"device {self.name}: contraction, memory and attention are above 0 and at most 1, processors and "
-                "measured are not negative"
+                f"device {self.name}: contraction, memory, attention and unaligned are above 0 and at most 1, "
+                "processors and measured are not negative"
             )
 
     def peak(self, dtype: str) -> float:
@@ -120,6 +127,9 @@ class Defaults:
     ports_per_device: float
 
 
+_OPTIONAL = ("contraction", "memory", "attention", "alone", "host_s", "unaligned")
+
+
 def device_from_table(name: str, table: Mapping[str, Any]) -> Device:
     """A device from a TOML table with the keys of ``devices.toml``. Raises KeyError, TypeError or ValueError."""
     return Device(
@@ -129,7 +139,7 @@ def device_from_table(name: str, table: Mapping[str, Any]) -> Device:
         {str(key): number(rate) for key, rate in table["peak_flops"].items()},
         number(table["memory_bandwidth"]),
         number(table["launch_s"]),
-        **{key: number(table[key]) for key in ("contraction", "memory", "attention", "alone") if key in table},
+        **{key: number(table[key]) for key in _OPTIONAL if key in table},
         processors=round(number(table.get("processors", 0))),
         measured=round(number(table.get("measured", 0))),
         attention_by={str(key): number(share) for key, share in table.get("attention_by", {}).items()},

@@ -1,38 +1,47 @@
-"""Measures this machine: matrix products, memory-bound ops, attention, tiny ops, and collectives between ranks.
+"""Measures this machine: matrix products, memory-bound ops, attention, tiny ops, the host of a GPU, and collectives.
 
 Every rank of a job measures the same list, each sample between barriers, so that ranks that share cores, memory or a
 network are measured under the load that training gives them. A sample's seconds are the mean over ranks of each
 rank's median over a few spans, and a span is long enough for the operating system's turns to average out.
+
+A GPU's kernels are measured by its own clock, behind others that keep it busy until the host has started them all: what
+the host takes is a sample by itself, of a small model's step.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
-from statistics import median
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from autopart.cost.clock import Clock, in_job, ranks
 from autopart.cost.communication import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND
-from autopart.cost.compute import Product
-from autopart.cost.samples import ATTENTION, LAUNCH, PRODUCT, STREAM, Sample
+from autopart.cost.compute import Product, slower_attention
+from autopart.cost.samples import ATTENTION, HOST, LAUNCH, PRODUCT, STREAM, Sample
+from autopart.cost.small_layer import SmallLayer
 from autopart.runtime import collectives
 from autopart.runtime.mesh import Axis
 
-_SPANS = 3
 _HELD_EVERY = 3
 """Every third sample of a kind is kept aside from the fit."""
 _TOKENS = (32, 128, 512, 2048, 8192)
 _WIDTHS = (128, 384, 768, 1536, 4096)
-_ELEMENTS = tuple(2**power for power in (15, 17, 19, 21, 22))
-_COLD, _LEAST_COLD = 2**26, 2**24
+_ELEMENTS = {
+    "cpu": tuple(2**power for power in (15, 17, 19, 21, 22)),
+    "cuda": tuple(2**power for power in (22, 24, 25, 26, 27)),
+}
+_COLD, _LEAST_COLD = {"cpu": 2**26, "cuda": 2**28}, 2**24
 """Numbers that memory-bound ops go through before they come to the first again, those of all ranks; and of each."""
+_LAYERS = (6, 12, 18, 24)
+"""Of the small transformers by which the host is measured."""
+_ODD = 1001
+"""A number of columns whose rows are not aligned."""
 _COLLECTIVE_BYTES = tuple(2**power for power in (12, 15, 18, 20, 22, 23, 24))
 _HEADS = ((4, 8, 128, 64), (1, 12, 512, 64), (2, 8, 256, 32), (1, 8, 1024, 64), (2, 4, 512, 128), (8, 4, 64, 32))
 
@@ -65,12 +74,13 @@ _CPU_DTYPES = ("float32", "bfloat16", "float64")
 
 def measure(device: torch.device, effort: Effort, progress: Callable[[str], None] = lambda _: None) -> list[Sample]:
     """All samples of this rank's device, and of its group where torch.distributed is initialized with several ranks."""
-    clock = _Clock(device, effort.span_s)
+    clock = Clock(device, effort.span_s)
     found: list[Sample] = []
     for what, samples in (
         ("matrix products", _products(clock, effort)),
         ("memory-bound ops", _streams(clock, effort)),
         ("tiny ops", _launches(clock)),
+        ("the host", _hosts(clock)),
         ("attention", _attention(clock, effort)),
         ("collectives", _collectives(clock, effort)),
     ):
@@ -92,7 +102,7 @@ def hold_aside(samples: Sequence[Sample]) -> list[Sample]:
 
 def _averaged(samples: list[Sample]) -> list[Sample]:
     """Each sample with its mean over the ranks."""
-    if not _in_job():
+    if not in_job():
         return samples
     seconds = torch.tensor([sample.seconds for sample in samples], dtype=torch.float64)
     if dist.get_backend() == "nccl":
@@ -100,52 +110,6 @@ def _averaged(samples: list[Sample]) -> list[Sample]:
     dist.all_reduce(seconds)
     means = (seconds / dist.get_world_size()).tolist()
     return [replace(sample, seconds=mean) for sample, mean in zip(samples, means, strict=True)]
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _in_job() -> bool:
-    return _ranks() > 1
-
-
-@dataclass(slots=True)
-class _Clock:
-    device: torch.device
-    span_s: float
-
-    def seconds(self, call: Callable[[], object]) -> float:
-        """Of one call. All ranks make equally many: collectives demand it, and where ranks share cores the one that
-        makes fewer would leave them to the others."""
-        call()
-        self.synchronize()
-        once = self._span(call, 1)
-        if _in_job():
-            once = self._least(once)
-        count = max(1, round(self.span_s / once)) if once else 1
-        spans = []
-        for _ in range(_SPANS):
-            if _in_job():
-                dist.barrier()
-            spans.append(self._span(call, count))
-        return max(median(spans), 1e-9)
-
-    def _span(self, call: Callable[[], object], count: int) -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        self.synchronize()
-        return (time.perf_counter() - start) / count
-
-    def _least(self, seconds: float) -> float:
-        found = torch.tensor([seconds], dtype=torch.float64, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MIN)
-        return float(found.item())
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def product_shapes(most_flops: float, count: int) -> list[Product]:
@@ -166,11 +130,20 @@ def product_shapes(most_flops: float, count: int) -> list[Product]:
     return fitting[:: max(1, len(fitting) // count)]
 
 
-def _products(clock: _Clock, effort: Effort) -> Iterator[Sample]:
+def odd_shapes() -> list[Product]:
+    """Products whose rows are not aligned, as with a vocabulary of an odd number of words."""
+    forward = [Product(tokens, _ODD, width, row=1) for tokens in (2048, 8192) for width in (768, 2048)]
+    return [product for shape in forward for product in (shape, *shape.backward)]
+
+
+def _products(clock: Clock, effort: Effort) -> Iterator[Sample]:
     for name in effort.dtypes:
-        for index, shape in enumerate(product_shapes(effort.flops, effort.products)):
+        shapes = list(enumerate(product_shapes(effort.flops, effort.products)))
+        if clock.device.type == "cuda" and getattr(torch, name).itemsize == 2:
+            shapes += enumerate(odd_shapes())
+        for index, shape in shapes:
             call, text = _product_call(shape, index, getattr(torch, name), clock.device)
-            seconds = clock.seconds(call)
+            seconds = clock.kernel_seconds(call)
             moved = shape.num_bytes(getattr(torch, name).itemsize)
             yield Sample(PRODUCT, f"{name} {text}", seconds, name, (shape,), moved)
 
@@ -192,17 +165,17 @@ def _product_call(
     return lambda: left @ right, f"{groups}{shape.m}x{shape.k} by {shape.k}x{shape.n}"
 
 
-def _streams(clock: _Clock, effort: Effort) -> Iterator[Sample]:
+def _streams(clock: Clock, effort: Effort) -> Iterator[Sample]:
     """Each call reads and writes other memory than those before, as in training, of which no cache has much."""
-    name = effort.dtypes[0]
-    numbers = torch.randn(max(_LEAST_COLD, _COLD // _ranks()), device=clock.device).to(getattr(torch, name))
-    for elements in _ELEMENTS[: effort.sizes]:
+    name, kind = effort.dtypes[0], clock.device.type
+    numbers = torch.randn(max(_LEAST_COLD, _COLD[kind] // ranks()), device=clock.device).to(getattr(torch, name))
+    for elements in _ELEMENTS[kind][: effort.sizes]:
         tensors = numbers.view(-1, elements // 512, 512).unbind(0)
         ops: tuple[tuple[str, int, Callable[[Tensor, Tensor], Tensor]], ...] = (
             ("add", 3, torch.add),
             ("copy", 2, lambda x, _: x.clone()),
             ("gelu", 2, lambda x, _: F.gelu(x, approximate="tanh")),
-            ("layer_norm", 2, lambda x, _: F.layer_norm(x, (512,))),
+            ("layer_norm", 4, lambda x, _: F.layer_norm(x, (512,))),
             ("softmax", 2, lambda x, _: F.softmax(x, -1)),
         )
         for op, count, function in ops:
@@ -216,10 +189,10 @@ def _streams(clock: _Clock, effort: Effort) -> Iterator[Sample]:
                 made.append(function(*next(following)))
 
             moved = float(count * elements * numbers.element_size())
-            yield Sample(STREAM, f"{op} of {elements} {name}", clock.seconds(call), name, (), moved)
+            yield Sample(STREAM, f"{op} of {elements} {name}", clock.kernel_seconds(call), name, (), moved)
 
 
-def _launches(clock: _Clock) -> Iterator[Sample]:
+def _launches(clock: Clock) -> Iterator[Sample]:
     """Tiny ops as training runs them: with a gradient to record."""
     x = torch.randn(4, 16, device=clock.device, requires_grad=True)
     ops: tuple[tuple[str, Callable[[], Tensor]], ...] = (
@@ -231,10 +204,26 @@ def _launches(clock: _Clock) -> Iterator[Sample]:
         ("mul", lambda: x * 2.0),
     )
     for op, call in ops:
-        yield Sample(LAUNCH, f"{op} of 64", clock.seconds(call), num_bytes=float(8 * x.numel()))
+        yield Sample(LAUNCH, f"{op} of 64", clock.kernel_seconds(call), num_bytes=float(8 * x.numel()))
 
 
-def _attention(clock: _Clock, effort: Effort) -> Iterator[Sample]:
+def _hosts(clock: Clock) -> Iterator[Sample]:
+    """Forward and backward of small transformers, which take a GPU next to nothing."""
+    if clock.device.type != "cuda":
+        return
+    for layers in _LAYERS:
+        model = nn.Sequential(*(SmallLayer() for _ in range(layers))).to(clock.device)
+        x = torch.randn(1, 16, SmallLayer.WIDTH, device=clock.device, requires_grad=True)
+
+        def call(model: nn.Module = model, x: Tensor = x) -> None:
+            model(x).sum().backward()
+            model.zero_grad()
+
+        longer = Clock(clock.device, 20 * clock.span_s)
+        yield Sample(HOST, f"step of {layers} layers", longer.seconds(call), launches=layers * SmallLayer.KERNELS)
+
+
+def _attention(clock: Clock, effort: Effort) -> Iterator[Sample]:
     """Fused attention forward; and forward with backward, whose products repeat the scores once."""
     for name in effort.dtypes[:2]:
         dtype = getattr(torch, name)
@@ -245,28 +234,37 @@ def _attention(clock: _Clock, effort: Effort) -> Iterator[Sample]:
                 torch.randn(batch, heads, rows, size, device=clock.device).to(dtype).requires_grad_() for _ in range(3)
             )
             gradient = torch.ones_like(query)
-            scores = Product(rows, rows, size, batch * heads, fused=True)
-            values = Product(rows, size, rows, batch * heads, fused=True)
             moved = float(query.numel() * dtype.itemsize)
+            for causal in (False, True) if clock.device.type == "cuda" else (False,):
+                slower = slower_attention(size, rows, causal=causal)
+                scores = Product(rows, rows, size, batch * heads, fused=True, slower=slower)
+                values = Product(rows, size, rows, batch * heads, fused=True, slower=slower)
 
-            def forward(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> Tensor:
-                return F.scaled_dot_product_attention(query, key, value)
+                def forward(
+                    query: Tensor = query, key: Tensor = key, value: Tensor = value, causal: bool = causal
+                ) -> Tensor:
+                    return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
 
-            def both(
-                query: Tensor = query, key: Tensor = key, value: Tensor = value, gradient: Tensor = gradient
-            ) -> tuple[Tensor, ...]:
-                result = F.scaled_dot_product_attention(query, key, value)
-                return torch.autograd.grad(result, (query, key, value), gradient)
+                def both(
+                    query: Tensor = query,
+                    key: Tensor = key,
+                    value: Tensor = value,
+                    gradient: Tensor = gradient,
+                    causal: bool = causal,
+                ) -> tuple[Tensor, ...]:
+                    result = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+                    return torch.autograd.grad(result, (query, key, value), gradient)
 
-            text = f"{name} {batch}x{heads} heads, {rows}x{size}"
-            yield Sample(ATTENTION, text, clock.seconds(forward), name, (scores, values), 4 * moved)
-            products = (scores, values, scores, *scores.backward, *values.backward)
-            yield Sample(ATTENTION, f"{text}, with backward", clock.seconds(both), name, products, 12 * moved, 3)
+                text = f"{name} {batch}x{heads} heads, {rows}x{size}{', causal' if causal else ''}"
+                yield Sample(ATTENTION, text, clock.kernel_seconds(forward), name, (scores, values), 4 * moved)
+                products = (scores, values, scores, *scores.backward, *values.backward)
+                seconds = clock.kernel_seconds(both)
+                yield Sample(ATTENTION, f"{text}, with backward", seconds, name, products, 12 * moved, 3)
 
 
-def _collectives(clock: _Clock, effort: Effort) -> Iterator[Sample]:
+def _collectives(clock: Clock, effort: Effort) -> Iterator[Sample]:
     """Payloads as :mod:`autopart.cost.communication` counts them, by the calls that the runtime makes."""
-    if not _in_job():
+    if not in_job():
         return
     size = dist.get_world_size()
     axis = Axis("all", size, dist.get_rank(), dist.group.WORLD)

@@ -13,21 +13,26 @@ Convolutions and einsums have no entry: their FLOPs are priced without shapes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import gcd, prod
 
 from torch import fx
 
-from autopart.cost.compute import Product
+from autopart.cost.compute import Product, slower_attention
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import size
 from autopart.passes.graph import Value
 from autopart.passes.rules import Strategy
 from autopart.passes.saved import needs_gradient
-from autopart.passes.storage import op_name
+from autopart.passes.storage import argument, op_name
 from autopart.runtime.placement import Placement
 
 _TWO_OPERANDS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 _ATTENTION = "scaled_dot_product_attention"
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether the op is a kernel of fused attention."""
+    return op_name(node) == _ATTENTION
 
 
 def forward_products(
@@ -50,9 +55,16 @@ def forward_products(
             return ()
         query, key, value = shapes[:3]
         groups, rows, columns = prod(query[:-2]), query[-2], key[-2]
+        slower = slower_attention(
+            max(query[-1], value[-1]),
+            columns,
+            causal=bool(argument(node, 5, "is_causal", False)),
+            masked=argument(node, 3, "attn_mask") is not None,
+            dropout=bool(argument(node, 4, "dropout_p", 0.0)),
+        )
         return (
-            Product(rows, columns, query[-1], groups, fused=True),
-            Product(rows, value[-1], columns, groups, fused=True),
+            Product(rows, columns, query[-1], groups, fused=True, slower=slower),
+            Product(rows, value[-1], columns, groups, fused=True, slower=slower),
         )
     operands = shapes[_TWO_OPERANDS[name] :]
     if len(operands) < 2 or min(map(len, operands[:2])) < 2:
@@ -62,13 +74,14 @@ def forward_products(
         columns = right[0] if name == "linear" else right[1]
         # Panel by panel, one product for each rank along an axis.
         panels = next((parts for item, parts in zip(chosen, sizes, strict=True) if item.is_joint), 1)
-        return (Product(prod(left[:-1]), columns, left[-1]),) * panels
-    return (Product(left[-2], right[-1], left[-1], max(prod(left[:-2]), prod(right[:-2]))),)
+        return (Product(prod(left[:-1]), columns, left[-1], row=gcd(columns, left[-1])),) * panels
+    groups = max(prod(left[:-2]), prod(right[:-2]))
+    return (Product(left[-2], right[-1], left[-1], groups, row=gcd(right[-1], left[-1])),)
 
 
 def backward_products(node: fx.Node, forward: tuple[Product, ...]) -> tuple[Product, ...]:
     """The products of the op's gradients, for the operands that want one; fused attention repeats its scores."""
-    if op_name(node) == _ATTENTION:
+    if is_attention(node):
         return (*forward[:1], *(gradient for product in forward for gradient in product.backward))
     wanted = [needs_gradient(value) for value in graphs.inputs(node)[_TWO_OPERANDS[op_name(node)] :][:2]]
     pairs = [pair for product in forward for pair in zip(product.backward, wanted, strict=True)]

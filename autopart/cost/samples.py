@@ -18,7 +18,8 @@ PRODUCT = "product"
 ATTENTION = "attention"
 STREAM = "stream"
 LAUNCH = "launch"
-KERNELS = (PRODUCT, ATTENTION, STREAM, LAUNCH)
+HOST = "host"
+KERNELS = (PRODUCT, ATTENTION, STREAM, LAUNCH, HOST)
 KINDS = (*KERNELS, *COLLECTIVES, SEND)
 
 
@@ -26,10 +27,10 @@ KINDS = (*KERNELS, *COLLECTIVES, SEND)
 class Sample:
     """One measurement.
 
-    kind: a matrix product, fused attention, an op bound by memory, a tiny op, or a collective by its name. name: for
-    people. seconds: of one call. products: the matrix products that it consists of. num_bytes: read and written, or a
-    collective's payload as :mod:`autopart.cost.communication` counts it. launches: kernels started. parts: ranks of a
-    collective. held: kept aside from the fit, to be tested on.
+    kind: a matrix product, fused attention, an op bound by memory, a tiny op, a model's step for which a GPU waits for
+    the host, or a collective by its name. name: for people. seconds: of one call. products: the matrix products that it
+    consists of. num_bytes: read and written, or a collective's payload as :mod:`autopart.cost.communication` counts it.
+    launches: kernels started. parts: ranks of a collective. held: kept aside from the fit, to be tested on.
     """
 
     kind: str
@@ -64,6 +65,8 @@ class Sample:
 
 def predicted_seconds(sample: Sample, device: Device, link: Link | None) -> float:
     """What the cost model says. link: that of the collectives' ranks; other samples need none."""
+    if sample.kind == HOST:
+        return device.host_s * sample.launches
     if not sample.is_collective:
         return op_seconds(device, 0.0, sample.num_bytes, sample.dtype, sample.launches, products=sample.products)
     assert link is not None, "a collective is priced on a link"

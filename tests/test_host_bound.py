@@ -1,0 +1,60 @@
+"""GPUs that wait for their host: a stage takes no less than the host takes to start its kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopart.analysis import Analysis, analyze
+from autopart.cluster import Cluster, Node
+from autopart.cost.devices import device
+from autopart.models import load_model
+from autopart.plan import Plan
+from autopart.planner import make_plan
+from autopart.tracing import capture
+
+MODEL = "hf:gpt2?n_layer=4&n_embd=64&n_head=4&vocab_size=512&n_positions=64&seq=64&batch=16"
+
+
+@pytest.fixture(scope="module")
+def analysis() -> Analysis:
+    loaded = load_model(MODEL, meta=True)
+    return analyze(capture(loaded.model, loaded.args, loaded.kwargs))
+
+
+def plan_of(analysis: Analysis, host_s: float, count: int = 1, **limits: object) -> Plan:
+    node = Node.of(replace(device("A100-80GB"), host_s=host_s), count)
+    return make_plan(analysis.program, Cluster((node,)), analysis=analysis, **limits)
+
+
+def kernels(analysis: Analysis) -> tuple[int, int]:
+    costs = analysis.costs("cuda")
+    found = [costs[analysis.first.get(node, node)] for node in (*analysis.free_block, *analysis.block_of)]
+    return sum(cost.kernels_forward for cost in found), sum(cost.kernels_backward for cost in found)
+
+
+def test_a_stage_takes_as_long_as_its_host(analysis: Analysis) -> None:
+    forward, backward = kernels(analysis)
+    assert 60 < forward < backward < 300
+    fast, slow = (plan_of(analysis, host_s, microbatches=2) for host_s in (0.0, 1e-3))
+    assert fast.stages[0].forward_s < 0.1 * forward * 1e-3
+    assert slow.stages[0].forward_s == pytest.approx(forward * 1e-3)
+    assert slow.stages[0].backward_s == pytest.approx(backward * 1e-3, rel=0.1)  # of ops that are differentiated
+    assert slow.step_time_s == pytest.approx(2 * (slow.stages[0].forward_s + slow.stages[0].backward_s), rel=0.01)
+    assert slow.gap < 0.05
+
+
+def test_what_runs_again_is_started_again(analysis: Analysis) -> None:
+    kept, again = (plan_of(analysis, 1e-3, microbatches=1, recompute=how) for how in ("none", "full"))
+    assert again.stages[0].backward_s > kept.stages[0].backward_s + 0.6 * kept.stages[0].forward_s
+
+
+def test_fewer_microbatches_are_chosen_where_the_host_is_slow(analysis: Analysis) -> None:
+    """On several GPUs a pipeline's pieces cost the host as much as the whole."""
+    fast, slow = (plan_of(analysis, host_s, 2, dp=1, tp=1, pp=2) for host_s in (0.0, 1e-3))
+    assert slow.microbatches <= fast.microbatches
+    one = plan_of(analysis, 1e-3, 2, dp=1, tp=1, pp=2, microbatches=1)
+    assert slow.step_time_s <= one.step_time_s * (1 + 1e-9)
+    half = sum(kernels(analysis)) * 1e-3 / 2
+    assert (1 - slow.gap) * slow.step_time_s >= slow.microbatches * half * 0.9
