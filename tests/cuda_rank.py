@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,16 +13,12 @@ from autopart.verify import rank
 
 def train_and_compare(**arguments: Any) -> dict[str, Any]:
     """As :func:`autopart.verify.rank.train_and_compare`, on the GPU."""
-    device = torch.device("cuda", 0)
     if dist.is_initialized():
         own, size = dist.get_rank(), dist.get_world_size()
         dist.barrier()
         dist.destroy_process_group()
         os.environ.update(NCCL_HOSTID=f"rank{own}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(0)
         store = f"file://{arguments['job']}/nccl"
         dist.init_process_group("cpu:gloo,cuda:nccl", init_method=store, rank=own, world_size=size)
-    load = rank.load
-    rank.load = lambda *given, **options: load(*given, **{**options, "device": device})
-    rank._load = lambda path: torch.load(Path(path), map_location=device, weights_only=True)
-    return rank.train_and_compare(**arguments)
+    return rank.train_and_compare(**arguments, device="cuda:0")

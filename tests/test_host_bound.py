@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ def analysis() -> Analysis:
     return analyze(capture(loaded.model, loaded.args, loaded.kwargs))
 
 
-def plan_of(analysis: Analysis, host_s: float, count: int = 1, **limits: object) -> Plan:
+def plan_of(analysis: Analysis, host_s: float, count: int = 1, **limits: Any) -> Plan:
     node = Node.of(replace(device("A100-80GB"), host_s=host_s), count)
     return make_plan(analysis.program, Cluster((node,)), analysis=analysis, **limits)
 

@@ -22,12 +22,14 @@ from autopart.runtime.structure import flatten
 WEIGHTS, INPUTS, REFERENCE = "weights.pt", "inputs.pt", "reference.pt"
 
 
-def train_and_compare(directory: str, job: str, steps: int, learning_rate: float, model_file: str) -> dict[str, Any]:
+def train_and_compare(
+    directory: str, job: str, steps: int, learning_rate: float, model_file: str, device: str = "cpu"
+) -> dict[str, Any]:
     """Trains ``steps`` steps on the same batch. Every rank of the job calls it.
 
     directory: the emitted program. job: the folder with WEIGHTS (originals by name), INPUTS (leaves by path) and
     REFERENCE (the original's ``gradients`` after the first step and ``state`` after the last, by name). model_file: a
-    user's file that defines custom ops or output classes, "" for none.
+    user's file that defines custom ops or output classes, "" for none. device: on which this rank computes.
 
     Returns the rank's stages, its losses, the traffic of a step inside the stages, and the largest absolute difference
     of each of its own tensors: of the share that it holds, so that replicas and tied copies all count.
@@ -35,9 +37,9 @@ def train_and_compare(directory: str, job: str, steps: int, learning_rate: float
     if model_file:
         models._import(Path(model_file))
     folder = Path(job)
-    model = load(directory, _load(folder / WEIGHTS), device=torch.device("cpu")).train()
-    leaves = _leaves(model.manifest, _load(folder / INPUTS))
-    reference = _load(folder / REFERENCE)
+    model = load(directory, _load(folder / WEIGHTS, device), device=torch.device(device)).train()
+    leaves = _leaves(model.manifest, _load(folder / INPUTS, device))
+    reference = _load(folder / REFERENCE, device)
     specs = {spec.name: spec for spec in model.manifest.parameters}
     own = {name: tensor for name, tensor in _members(model) if name in specs}
     parameters = [tensor for tensor in own.values() if tensor.requires_grad]
@@ -127,5 +129,5 @@ def _difference(found: Tensor | None, expected: Tensor | None) -> float:
     return largest if math.isfinite(largest) else math.inf
 
 
-def _load(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
+def _load(path: Path, device: str) -> Any:
+    return torch.load(path, map_location=device, weights_only=True)
