@@ -206,6 +206,8 @@ def _cut(value: Tensor, at: Block) -> Tensor:
 
 
 def _extremes(value: Tensor) -> Bounds:
+    if value.is_complex() or not value.numel():
+        return _UNKNOWN
     low, high = (item.item() for item in value.aminmax())
     return Bounds(low, high) if low <= high else _UNKNOWN  # NaNs are in no order
 

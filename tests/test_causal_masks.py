@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -133,6 +134,40 @@ OTHER: dict[str, Mask] = {
 @pytest.mark.parametrize("name", OTHER)
 def test_other_masks_stay(name: str) -> None:
     assert causal(program_of(OTHER[name])) == [False]
+
+
+def composed(random: Random, depth: int) -> Callable[[Tensor], Tensor]:
+    """A mask of comparisons, triangles and single pairs, in some of which it is all that decides."""
+    kind, number = random.randrange(9 if depth else 4), random.choice((-1, 0, 0, 1, 19))
+    if kind == 0:
+        return lambda x: places(x)[1] <= places(x)[0] + number
+    if kind == 1:
+        return lambda x: ~torch.ones(x.size(1), x.size(1)).triu(number + 1).bool()
+    if kind == 2:
+        return lambda x: (places(x)[0] != number) | (places(x)[1] != 0)
+    if kind == 3:
+        return lambda x: places(x)[1] > places(x)[0] - 19 - number
+    one, two = composed(random, depth - 1), composed(random, depth - 1)
+    if kind == 4:
+        return lambda x: one(x) | two(x)
+    if kind == 5:
+        return lambda x: (one(x).to(torch.int64) - 1 < 0).logical_not() & two(x)
+    return lambda x: one(x) & two(x)
+
+
+def narrowed(mask: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: lower(x) & mask(x)
+
+
+def test_composed_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds and blocks decide what the whole mask says."""
+    monkeypatch.setattr(causal_masks, "_BLOCK", 16)
+    x, wanted = torch.zeros(4, 20, WIDTH), []
+    for seed in range(40):
+        mask = narrowed(composed(Random(seed), 2))
+        wanted.append(mask(x).equal(lower(x)))
+        assert causal(program_of(mask, 20)) == [wanted[-1]], seed
+    assert min(wanted.count(True), wanted.count(False)) >= 10
 
 
 class Held(nn.Module):
