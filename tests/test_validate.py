@@ -184,6 +184,9 @@ def test_what_fused_attention_takes_longer_for() -> None:
         )
         with_dropout = slower_attention(size, 2048, causal=True, dropout=True)
         assert with_dropout / slower_attention(size, 2048, causal=True) == pytest.approx(dropped / causal, rel=0.1)
+    last, whole = (slower_attention(128, 4096, queries=queries, causal=True) for queries in (1024, 4096))
+    assert last / whole == pytest.approx(1.75, rel=0.05)  # of all pairs 7/8 for 4/8: the last rank of four sees most
+    assert slower_attention(128, 64, causal=True) == slower_attention(128, 128, causal=True)
     sizes = [slower_attention(size, 1024) for size in (32, 64, 128, 256)]
     assert sizes == sorted(sizes, reverse=True)
 

@@ -31,7 +31,8 @@ leave multiprocessors idle::
     arithmetic = slower flops / (peak attention) * padded rows / rows * ceil(blocks / processors) processors / blocks
     slower     = (size + 36) / size * 128 / (128 + 36)      the softmax takes as long as 36 columns of a head
                  * 1.25 (rows + 128) / (2 rows)             where causal: blocks beyond the diagonal are left out, and
-                                                            multiprocessors have unequal shares of the rest
+                                                            multiprocessors have unequal shares of the rest; with the
+                                                            last n rows for queries (2 rows - n + 128) / (2 rows)
                  * 1.65                                     where a mask is read
                  * 1.45                                     with dropout, whose random numbers are drawn anew backward
 
@@ -161,15 +162,15 @@ def product_seconds(device: Device, product: Product, dtype: str, efficiency: Ef
 
 
 def slower_attention(
-    size: int, rows: int, *, causal: bool = False, masked: bool = False, dropout: bool = False
+    size: int, rows: int, *, queries: int = 0, causal: bool = False, masked: bool = False, dropout: bool = False
 ) -> float:
     """How much longer fused attention takes than one with heads of 128 that masks nothing takes for as many FLOPs.
 
-    size: of a head. rows: of the sequence. See the module.
+    size: of a head. rows: of the sequence; queries: as many of its last, 0: all. See the module.
     """
     found = (size + _SOFTMAX) / size * 128 / (128 + _SOFTMAX)
     if causal:
-        found *= _CAUSAL * (rows + ATTENTION_ROWS) / (2 * rows)
+        found *= _CAUSAL * min(1.0, (2 * rows - min(queries or rows, rows) + ATTENTION_ROWS) / (2 * rows))
     return found * (_MASKED if masked else 1.0) * (_DROPPED if dropout else 1.0)
 
 

@@ -58,6 +58,7 @@ def forward_products(
         slower = slower_attention(
             max(query[-1], value[-1]),
             columns,
+            queries=rows,
             causal=bool(argument(node, 5, "is_causal", False)),
             masked=argument(node, 3, "attn_mask") is not None,
             dropout=bool(argument(node, 4, "dropout_p", 0.0)),
