@@ -1,4 +1,4 @@
-"""What a plan tells its readers: what was forced and could not be done, and what was not tried."""
+"""What a plan tells its readers: what could not be done as forced, what was not tried, and what GPUs wait for."""
 
 from __future__ import annotations
 
@@ -16,19 +16,27 @@ from autopart.solver.degrees import Config, Degrees, axes_text
 from autopart.solver.search import Considered, Status
 from autopart.unlike_answer import UnlikeAnswer
 
+_WAITS = 1.1
+"""Times as long as its GPU computes for which a host starts kernels, from which it is told."""
 _TOLD = 0.005
 """Of a step's seconds: what would gain less is not told."""
 
 
 def notes(candidates: Candidates, answer: Answer | UnlikeAnswer) -> list[str]:
-    """Of what was forced and could not be done."""
+    """Of what was forced and could not be done, and of what a step waits for."""
     if isinstance(answer, Answer):
         return [
             *_unfit(candidates, answer.config),
             *_undivided(candidates, answer),
             *_whole_state(candidates, answer),
             *_least_rates(candidates.cluster),
+            *_waiting(candidates, answer.config, answer),
         ]
+    return [*_whole_in_stages(candidates, answer), *_waiting(candidates, answer.config.equal, answer)]
+
+
+def _whole_in_stages(candidates: Candidates, answer: UnlikeAnswer) -> list[str]:
+    """A note of the parameters that the wanted level of ZeRO leaves whole, where stages have meshes of their own."""
     found = [answer.held(stage) for stage, item in enumerate(answer.stages) if item.mesh.dp > 1]
     whole = [name for own in found for name, level in own.items() if not level]
     tensors = candidates.analysis.program.tensors
@@ -49,6 +57,27 @@ def _least_rates(cluster: Cluster) -> list[str]:
     return [
         "all stages are priced with the least of each rate that any device has, and so is the lower bound; "
         "meshes=unlike prices each by its own devices, also where all have one mesh"
+    ]
+
+
+def _waiting(candidates: Candidates, config: Degrees, answer: Answer | UnlikeAnswer) -> list[str]:
+    """A note of GPUs that would compute faster than their hosts start kernels."""
+    starting = candidates.starting(config)
+    waits: dict[int, tuple[float, float]] = {}
+    for stage, step in enumerate(answer.cut.way if starting else ()):
+        inside = answer.problem.blocks_between(step.first, step.last)
+        host = sum(sum(starting[block]) for block in inside)
+        device = sum(choice.forward_s + choice.backward_s for choice in answer.problem.chosen(step))
+        if host > _WAITS * device:
+            waits[stage] = host, device
+    if not waits:
+        return []
+    host, device = max(waits.values(), key=lambda both: both[0] - both[1])
+    stages = "the stage" if len(answer.cut.way) == 1 else f"{len(waits)} of {len(answer.cut.way)} stages"
+    return [
+        f"GPUs of {stages} wait for their hosts: to start the kernels of a microbatch takes {format_seconds(host)} "
+        f"(with the {format_seconds(candidates.device.host_s)} of one that the cluster says), to compute them "
+        f"{format_seconds(device)}; larger microbatches take hardly longer, and fewer of them less"
     ]
 
 

@@ -44,6 +44,9 @@ def test_a_stage_takes_as_long_as_its_host(analysis: Analysis) -> None:
     assert slow.stages[0].backward_s == pytest.approx(backward * 1e-3, rel=0.1)  # of ops that are differentiated
     assert slow.step_time_s == pytest.approx(2 * (slow.stages[0].forward_s + slow.stages[0].backward_s), rel=0.01)
     assert slow.gap < 0.05
+    assert not any("wait for their hosts" in note for note in fast.notes)
+    (told,) = (note for note in slow.notes if "wait for their hosts" in note)
+    assert "GPUs of the stage" in told and "the 1 ms of one" in told
 
 
 def test_what_runs_again_is_started_again(analysis: Analysis) -> None:
