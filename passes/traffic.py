@@ -32,6 +32,7 @@ from torch import fx
 from autopart.passes.amounts import ZERO, Amount, stored_bytes, tensor_bytes, total
 from autopart.passes.graph import Value, inputs, outputs
 from autopart.passes.saved import is_differentiated, needs_gradient, saved_inside, saved_values
+from autopart.passes.sizes import extent, extents
 from autopart.passes.storage import argument, is_view, op_name
 
 _PICKS = {"embedding", "index", "index_select", "gather", "_unsafe_index", "take_along_dim"}
@@ -109,7 +110,7 @@ def _own_backward(node: fx.Node, kind: str) -> Traffic:
     if is_view(node):
         return _of_view(name, made, given, results)
     if name in ("add", "sub", "rsub") and made:
-        broadcast = [value for value in wanted if value.fake.shape != made[0].fake.shape]
+        broadcast = [value for value in wanted if _is_repeated(value, made[0])]
         factor = argument(node, 2, "alpha", 1)
         copied = len(wanted) if factor != 1 else name == "sub" and len(wanted) > 1
         return Traffic(given * (2 * int(copied)), int(copied)) + _summed(given, len(broadcast))
@@ -126,7 +127,7 @@ def _own_backward(node: fx.Node, kind: str) -> Traffic:
         return Traffic(results * 7, 3)
     if _is_cast(node):
         return Traffic(moved * 3 // 2, 1)
-    if name in ("mul", "div") and len(wanted) and any(value.fake.shape != made[0].fake.shape for value in read):
+    if name in ("mul", "div") and wanted and any(_is_repeated(value, made[0]) for value in read):
         return _of_broadcast(read, wanted, made[0])
     bias = _bias(node, given)
     return Traffic(moved, max(1, len(wanted) - bias.kernels)) + bias
@@ -138,10 +139,15 @@ def _of_broadcast(read: list[Value], wanted: list[Value], made: Value) -> Traffi
     for value in wanted:
         others = _bytes([other for other in read if other is not value])
         found += Traffic(whole * 2 + others, 1)
-        if value.fake.shape != made.fake.shape:
-            along_rows = value.fake.dim() > 0 and value.fake.shape[-1] == made.fake.shape[-1]
-            found += _summed(whole, 1) if along_rows else Traffic(whole, 1)
+        if _is_repeated(value, made):
+            kept_last = value.fake.dim() > 0 and extent(value.fake.shape[-1]) == extent(made.fake.shape[-1])
+            found += _summed(whole, 1) if kept_last else Traffic(whole, 1)
     return found
+
+
+def _is_repeated(value: Value, made: Value) -> bool:
+    """Whether an operand has other sizes than the result; symbols are not compared, which would fix the batch size."""
+    return extents(value.fake) != extents(made.fake)
 
 
 def _of_view(name: str, made: list[Value], given: Amount, results: Amount) -> Traffic:

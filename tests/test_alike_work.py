@@ -253,7 +253,7 @@ def test_what_ops_keep_by_choice_adds_up_to_what_layers_keep(model: str) -> None
         candidates._block_costs.held_bytes(node, choice.strategies[node], setting.sizes, setting.prices.batch)[0]
         for node in nodes
     )
-    assert 0.95 * held <= counted <= held * (1 + 1e-9) < alone
+    assert 0.9 * held <= counted <= held * (1 + 1e-9) < alone
 
 
 def test_layers_run_again_up_to_the_last_op_that_keeps_something() -> None:

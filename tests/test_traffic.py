@@ -125,6 +125,13 @@ def test_views_cost_what_their_backward_makes() -> None:
     assert costs["expand"][0].bytes_backward.at(ROWS) == 3 * SIZE + SIZE
 
 
+def test_the_batch_size_stays_open_where_it_is_a_width_too() -> None:
+    """Sizes are symbols; asking whether one equals a number would fix it at the example's."""
+    analysis = analyze(capture(Scaled(), (torch.randn(WIDTH, 8),)))
+    sizes = [node.meta["val"].shape[0] for node in analysis.block_of if node.meta["val"].dim()]
+    assert sizes and all(isinstance(size, torch.SymInt) and size.node.expr.free_symbols for size in sizes)
+
+
 def test_the_small_layer_has_as_many_kernels_as_are_counted() -> None:
     """By which a calibration divides what the host takes for a step of such layers."""
 
