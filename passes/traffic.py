@@ -14,7 +14,7 @@ sums over rows              a bias's, or of what was broadcast: a kernel that ad
 casts                       are not vectorized, which costs half as much again
 pow                         back by three kernels: a power, and two products
 mul, div of repeated ones   back a gradient is made for each repetition, and these are added up
-add, sub                    nothing back where nothing was broadcast: the gradient itself is passed on
+add, sub                    nothing back where nothing was broadcast but a change of sign: the gradient is passed on
 split, unbind               back their parts are put together
 slice, select, narrow       back zeros are made, and the part is written into them
 expand                      back the copies are added up
@@ -111,9 +111,11 @@ def _own_backward(node: fx.Node, kind: str) -> Traffic:
         return _of_view(name, made, given, results)
     if name in ("add", "sub", "rsub") and made:
         broadcast = [value for value in wanted if _is_repeated(value, made[0])]
-        factor = argument(node, 2, "alpha", 1)
-        copied = len(wanted) if factor != 1 else name == "sub" and len(wanted) > 1
-        return Traffic(given * (2 * int(copied)), int(copied)) + _summed(given, len(broadcast))
+        if argument(node, 2, "alpha", 1) != 1:
+            made_anew = len(wanted)
+        else:  # the gradient of what is taken away changes its sign
+            made_anew = int(name == "rsub" or (name == "sub" and len(wanted) > 1))
+        return Traffic(given * (2 * made_anew), made_anew) + _summed(given, len(broadcast))
     kept = _bytes(saved_values([node], kind, skip_placeholders=False)) + saved_inside(node, kind)
     moved = given + results + kept
     if name in _SOFTMAXES and _has_long_rows(read[0]):
@@ -181,7 +183,7 @@ def _has_long_rows(value: Value) -> bool:
 
 
 def _is_cast(node: fx.Node) -> bool:
-    """Whether elements change their size: other casts are as fast as copies."""
+    """Whether elements change their type: other casts are copies."""
     found = inputs(node)
     return op_name(node) in ("to", "_to_copy") and found[0].fake.dtype != outputs(node)[0].fake.dtype
 

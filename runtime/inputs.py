@@ -299,8 +299,17 @@ def microbatch_of(
             rows = size_of(spec.shape[spec.batch_dim], 1) if isinstance(spec.shape[spec.batch_dim], str) else 1
             start = division.given_start(microbatch)
             tensor = tensor.narrow(spec.batch_dim, start * rows, division.samples * rows)
-        share[spec.name] = tensor.to(device, non_blocking=True)
+        share[spec.name] = _moved(tensor, device)
     return share
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device. To a GPU by way of pinned memory, which torch keeps until it was read, so that nothing waits; what
+    is pinned already is read where it is.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _describe(leaf: Any) -> str:
