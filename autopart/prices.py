@@ -21,12 +21,14 @@ from autopart.runtime.placement import Placement
 Chosen = tuple[Strategy, ...]
 """An op's strategies, one per tensor axis; none: the op is whole."""
 
-# How often torch's optimizers, in the form that they take by themselves, go over tensors of a parameter's size
-# (torch.optim.adam and others, _single_tensor_* and _multi_tensor_*: op by op; 'adamw' reads and writes 20 times, which
-# takes as long as 24 passes at full bandwidth, benchmarks/measured). On CUDA gradients are multiplied by the loss's
-# before.
-_OPTIMIZER_PASSES = {"none": 0, "sgd": 3, "momentum": 8, "adagrad": 13, "rmsprop": 14, "adam": 22, "adamw": 24}
-_SCALING_PASSES = 2
+# How often torch's optimizers, in the form that they take by themselves, go over tensors of a parameter's size. On CUDA
+# op by op over all parameters (torch.optim.adam and others, _multi_tensor_*; 'adamw' reads and writes 20 times, which
+# takes as long as 24 passes at full bandwidth, benchmarks/measured), after gradients were multiplied by the loss's. On
+# CPUs parameter by parameter, which caches hold from op to op: each tensor is read once, and written if it changes.
+_OPTIMIZER_PASSES = {
+    "cuda": {"none": 2, "sgd": 5, "momentum": 10, "adagrad": 15, "rmsprop": 16, "adam": 24, "adamw": 26},
+    "cpu": {"none": 0, "sgd": 4, "momentum": 6, "adagrad": 6, "rmsprop": 6, "adam": 8, "adamw": 8},
+}
 # Autograd reads a microbatch's gradient and the sum of those before, and writes the sum.
 _ADDING_PASSES = 3
 
@@ -184,8 +186,7 @@ class Prices:
 
     def optimizer_seconds(self, weight_bytes: float) -> float:
         """Seconds of the optimizer's step over parameters of that many bytes."""
-        passes = _OPTIMIZER_PASSES[self.optimizer] + (_SCALING_PASSES if self.device.kind == "cuda" else 0)
-        return copy_seconds(self.device, passes * weight_bytes)
+        return copy_seconds(self.device, _OPTIMIZER_PASSES[self.device.kind][self.optimizer] * weight_bytes)
 
     def adding_seconds(self, gradient_bytes: float, microbatches: int) -> float:
         """Seconds of one of the microbatches in which its gradients are added to those before; the first's are kept."""

@@ -198,7 +198,7 @@ def op_cost(node: fx.Node, kind: str = "cuda") -> OpCost:
         largest = max((numel(value.fake) for value in tensors), key=lambda amount: amount.at(8), default=ZERO)
         forward = largest * _PER_ELEMENT.get(op_name(node), 1)
     kept = total(stored_bytes(value.fake) for value in saved_values([node], kind)) + saved_inside(node, kind)
-    there = forward_traffic(node)
+    there = forward_traffic(node, kind)
     return OpCost(
         forward,
         _backward_flops(node, forward),

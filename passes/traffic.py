@@ -1,17 +1,18 @@
 """What an op's kernels read and write in eager PyTorch, forward and back, and how many of them are started.
 
 A kernel at least reads its inputs and writes its outputs once. Beyond that, of tensors of so many bytes (measured on
-H100 with PyTorch 2.11, benchmarks/measured; the kernels and autograd's formulas are PyTorch's on every device):
+H100 with PyTorch 2.11, benchmarks/measured; autograd's formulas are the same on every device, and what is marked * is
+of CUDA's kernels alone: a CPU's caches hold the rows that are read again):
 
 ==========================  ==========================================================================================
 op                          besides
 ==========================  ==========================================================================================
-softmax of long rows        rows of more than 1,024 elements are read three times, and back twice with their gradient
-cross_entropy_loss          softmax and its result; back a gradient of zeros is made first
-layer_norm, rms_norm, ...   the input is read three times; back the sums over rows for weight and bias, below
-sums over rows              a bias's, or of what was broadcast: a kernel that adds up columns takes three times as
+softmax of long rows *      rows of more than 1,024 elements are read three times, and back twice with their gradient
+cross_entropy_loss *        softmax and its result; back a gradient of zeros is made first
+layer_norm, rms_norm, ... * the input is read three times; back the sums over rows for weight and bias, below
+sums over rows *            a bias's, or of what was broadcast: a kernel that adds up columns takes three times as
                             long as one that reads rows
-casts                       are not vectorized, which costs half as much again
+casts *                     are not vectorized, which costs half as much again
 pow                         back by three kernels: a power, and two products
 mul, div of repeated ones   back a gradient is made for each repetition, and these are added up
 add, sub                    nothing back where nothing was broadcast but a change of sign: the gradient is passed on
@@ -25,7 +26,7 @@ A value that n ops read gets n gradients, which autograd adds up one by one: n -
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -59,13 +60,15 @@ class Traffic:
         return Traffic(self.moved + other.moved, self.kernels + other.kernels, self.after + other.after)
 
 
-def forward_traffic(node: fx.Node) -> Traffic:
-    """Of an op that is no view."""
+def forward_traffic(node: fx.Node, kind: str) -> Traffic:
+    """Of an op that is no view. kind: of devices, "cuda" or "cpu"."""
     name, written = op_name(node), _bytes(outputs(node))
     read = list(dict.fromkeys(inputs(node)))
     if name in _PICKS:
         return Traffic(written * 2 + _bytes(read[1:]), 1)
     moved = written + _bytes(read)
+    if kind != "cuda":
+        return Traffic(moved, 1)
     if name in _SOFTMAXES and _has_long_rows(read[0]):
         moved = moved + _bytes(read[:1]) * 2
     elif name == "cross_entropy_loss":
@@ -81,7 +84,10 @@ def backward_traffic(node: fx.Node, kind: str) -> Traffic:
     """Of an op, or of a view. kind: of devices, "cuda" or "cpu"."""
     if not is_differentiated(node):
         return Traffic()
-    return _own_backward(node, kind) + _added_up(node)
+    found = _own_backward(node, kind)
+    if kind == "cuda":  # sums are over columns
+        found = replace(found, after=found.after * _COLUMNS)
+    return found + _added_up(node)
 
 
 def readings(value: Value) -> int:
@@ -117,17 +123,17 @@ def _own_backward(node: fx.Node, kind: str) -> Traffic:
             made_anew = int(name == "rsub" or (name == "sub" and len(wanted) > 1))
         return Traffic(given * (2 * made_anew), made_anew) + _summed(given, len(broadcast))
     kept = _bytes(saved_values([node], kind, skip_placeholders=False)) + saved_inside(node, kind)
-    moved = given + results + kept
-    if name in _SOFTMAXES and _has_long_rows(read[0]):
+    moved, reread = given + results + kept, kind == "cuda"
+    if reread and name in _SOFTMAXES and _has_long_rows(read[0]):
         return Traffic(moved + given, 1)
     if name == "cross_entropy_loss":
-        return Traffic(moved + results * 3, 3)
+        return Traffic(moved + results * (3 if reread else 1), 3)
     if name in _NORMS:
         learned = [value for value in wanted if value is not read[0]]
         return Traffic(moved, 1) + _summed(_bytes(read[:1]) * (2 * bool(learned)), bool(learned))
     if name == "pow":
         return Traffic(results * 7, 3)
-    if _is_cast(node):
+    if reread and _is_cast(node):
         return Traffic(moved * 3 // 2, 1)
     if name in ("mul", "div") and wanted and any(_is_repeated(value, made[0]) for value in read):
         return _of_broadcast(read, wanted, made[0])
@@ -174,7 +180,7 @@ def _bias(node: fx.Node, given: Amount) -> Traffic:
 
 def _summed(size: Amount, count: int) -> Traffic:
     """So many sums over the rows of a tensor of so many bytes."""
-    return Traffic(ZERO, int(count), size * (_COLUMNS * int(count)))
+    return Traffic(ZERO, int(count), size * int(count))
 
 
 def _has_long_rows(value: Value) -> bool:
