@@ -36,8 +36,9 @@ _ELEMENTS = {
     "cpu": tuple(2**power for power in (15, 17, 19, 21, 22)),
     "cuda": tuple(2**power for power in (22, 24, 25, 26, 27)),
 }
-_COLD, _LEAST_COLD = {"cpu": 2**26, "cuda": 2**28}, 2**24
-"""Numbers that memory-bound ops go through before they come to the first again, those of all ranks; and of each."""
+_COLD, _LEAST_COLD, _COLD_ON_GPU = 2**26, 2**24, 2**28
+"""Numbers that memory-bound ops go through before they come to the first again: those of all ranks on CPUs, which share
+caches, and of each; and of each GPU."""
 _LAYERS = (6, 12, 18, 24)
 """Of the small transformers by which the host is measured."""
 _ODD = 1001
@@ -168,14 +169,15 @@ def _product_call(
 def _streams(clock: Clock, effort: Effort) -> Iterator[Sample]:
     """Each call reads and writes other memory than those before, as in training, of which no cache has much."""
     name, kind = effort.dtypes[0], clock.device.type
-    numbers = torch.randn(max(_LEAST_COLD, _COLD[kind] // ranks()), device=clock.device).to(getattr(torch, name))
+    cold = _COLD_ON_GPU if kind == "cuda" else max(_LEAST_COLD, _COLD // ranks())
+    numbers = torch.randn(cold, device=clock.device).to(getattr(torch, name))
     for elements in _ELEMENTS[kind][: effort.sizes]:
         tensors = numbers.view(-1, elements // 512, 512).unbind(0)
         ops: tuple[tuple[str, int, Callable[[Tensor, Tensor], Tensor]], ...] = (
             ("add", 3, torch.add),
             ("copy", 2, lambda x, _: x.clone()),
             ("gelu", 2, lambda x, _: F.gelu(x, approximate="tanh")),
-            ("layer_norm", 4, lambda x, _: F.layer_norm(x, (512,))),
+            ("layer_norm", 4 if kind == "cuda" else 2, lambda x, _: F.layer_norm(x, (512,))),  # see passes.traffic
             ("softmax", 2, lambda x, _: F.softmax(x, -1)),
         )
         for op, count, function in ops:
