@@ -232,7 +232,7 @@ def test_what_ops_keep_by_choice_adds_up_to_what_layers_keep(model: str) -> None
     """A tensor that several ops keep counts once."""
     candidates, config = (
         Candidates(analysis_of(model), ideal(4), BATCH, "adamw", zero=None),
-        Degrees(1, 1, (4,), 2, "1f1b"),
+        Degrees(1, 1, (4,), 1, "1f1b"),
     )
     analysis, setting = candidates.analysis, candidates.setting(config)
     (alike,), sizes = candidates.alike_layers(), candidates.kept_sizes(config)
@@ -253,7 +253,7 @@ def test_what_ops_keep_by_choice_adds_up_to_what_layers_keep(model: str) -> None
         candidates._block_costs.held_bytes(node, choice.strategies[node], setting.sizes, setting.prices.batch)[0]
         for node in nodes
     )
-    assert 0.9 * held <= counted <= held * (1 + 1e-9) < alone
+    assert 0.95 * held <= counted <= held * (1 + 1e-9) < alone
 
 
 def test_layers_run_again_up_to_the_last_op_that_keeps_something() -> None:

@@ -226,7 +226,7 @@ def _start(by_kind: Mapping[str, Sequence[Sample]], device: Device) -> dict[str,
         rates = [
             sum(product.flops for product in sample.products) / sample.seconds
             for sample in by_kind[PRODUCT]
-            if sample.dtype == dtype and not _is_unaligned(sample)
+            if sample.dtype == dtype and sample.is_aligned
         ]
         found[f"{_RATE} {dtype}"] = sorted(rates)[len(rates) * 3 // 4]
     if "float32" not in device.peak_flops or f"{_RATE} float32" not in found:
@@ -235,17 +235,13 @@ def _start(by_kind: Mapping[str, Sequence[Sample]], device: Device) -> dict[str,
         found[f"{ATTENTION} {dtype}"] = device.attention
     if HOST in by_kind:
         found[_HOST_S] = median(sample.seconds / sample.launches for sample in by_kind[HOST])
-    if any(_is_unaligned(sample) for sample in by_kind[PRODUCT]):
+    if not all(sample.is_aligned for sample in by_kind[PRODUCT]):
         found[_UNALIGNED] = device.unaligned
     if "link" in by_kind:
         collectives = by_kind["link"]
         found["bandwidth"] = max(sample.num_bytes / sample.seconds for sample in collectives)
         found["latency_s"] = min(sample.seconds for sample in collectives) / 2
     return found
-
-
-def _is_unaligned(sample: Sample) -> bool:
-    return any(product.row % 8 for product in sample.products)
 
 
 def _by_dtype(values: Mapping[str, float], what: str) -> dict[str, float]:
@@ -291,7 +287,7 @@ class _Model:
             return [sample for sample in self.samples if sample.kind == HOST]
         kernels = [sample for sample in self.samples if not sample.is_collective and sample.kind != HOST]
         if name == _UNALIGNED:
-            return [sample for sample in kernels if _is_unaligned(sample)]
+            return [sample for sample in kernels if not sample.is_aligned]
         what, _, dtype = name.partition(" ")
         if what not in (_RATE, ATTENTION):
             return kernels

@@ -109,6 +109,10 @@ class Product:
     def flops(self) -> float:
         return 2.0 * self.groups * self.m * self.n * self.k
 
+    def is_aligned(self, dtype: str) -> bool:
+        """Whether all rows start at multiples of 16 bytes, or the numbers are so wide that it does not matter."""
+        return _ITEM_BYTES.get(dtype) != 2 or self.row * 2 % _ROW_BYTES == 0
+
     def num_bytes(self, itemsize: int = 2) -> float:
         """Both factors read and the result written, once."""
         return float(itemsize * self.groups * (self.m * self.k + self.k * self.n + self.m * self.n))
@@ -152,7 +156,7 @@ def product_seconds(device: Device, product: Product, dtype: str, efficiency: Ef
     if product.fused:
         return _fused_seconds(product, device.processors, device.attention_rate(dtype))
     rate = device.peak(dtype) * (efficiency.contraction if efficiency else device.contraction)
-    if product.row * _ITEM_BYTES.get(dtype, 4) % _ROW_BYTES and _ITEM_BYTES.get(dtype) == 2:
+    if not product.is_aligned(dtype):
         rate *= device.unaligned
     if not device.processors:
         return product.flops / rate

@@ -53,6 +53,11 @@ class Sample:
     def is_collective(self) -> bool:
         return self.kind not in KERNELS
 
+    @property
+    def is_aligned(self) -> bool:
+        """Whether all its products are: see :meth:`autopart.cost.compute.Product.is_aligned`."""
+        return all(product.is_aligned(self.dtype) for product in self.products)
+
     @staticmethod
     def from_json_object(data: Mapping[str, Any]) -> Sample:
         """Reads what :meth:`to_json_object` gives. Raises TypeError, KeyError or ValueError."""
