@@ -72,7 +72,7 @@ def test_forced_plan(name: str, plan: str, tmp_path: Path, monkeypatch: pytest.M
     found = check(name, limits, limits["pp"] * limits["dp"] * limits["tp"], tmp_path, monkeypatch)
     if (name, plan) == ("resnet", "tp2"):
         kernels = [placement for weight, placement in found.storage.items() if weight.endswith("convolution.weight")]
-        # out channels or in channels, each rank with half of the weights; two small ones are whole
+        # out channels or in channels, each rank with half of the weights; two of 1 x 1 are whole
         assert len(kernels) == 10 and sum(placement in ("S0", "S1") for placement in kernels) > 6, kernels
 
 
