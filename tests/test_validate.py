@@ -20,7 +20,7 @@ from autopart.cost import communication as comm
 from autopart.cost.compute import Product, op_seconds, product_seconds, slower_attention
 from autopart.cost.devices import Device, device, link
 from autopart.cost.fit import ETHERNET, START, Fit, fit
-from autopart.cost.gpt import Gpt, Style, layer_products
+from autopart.cost.gpt import Gpt, Style, layer_parts, layer_products
 from autopart.cost.products import backward_products, forward_products
 from autopart.cost.published import TABLES, Measurement, read_table
 from autopart.cost.training import OPTIMIZER_BYTES, Layout, fits, pipeline_seconds, step_seconds
@@ -282,6 +282,13 @@ def test_more_work_and_slower_machines_take_longer() -> None:
     assert none * 0.9 < step_seconds(GPT, cluster, selective, 32).total < 0.9 * seconds
     fused = replace(layout, recompute="none", style=Style(fused_attention=True))
     assert step_seconds(GPT, cluster, fused, 32).total < none
+    short, long = (
+        layer_parts(replace(GPT, sequence=rows), device("A100-80GB"), 54, 1, Style(fused_attention=True))[0].core_s
+        for rows in (1024, 2048)
+    )
+    # 54 samples fill whole waves
+    causal = slower_attention(64, 2048, causal=True) / slower_attention(64, 1024, causal=True)
+    assert long / short == pytest.approx(4 * causal, rel=0.02)
     parts = step_seconds(GPT, cluster, layout, 32)
     held = (GPT.layers // 2 * GPT.layer_parameters + GPT.embedding_parameters) / 2
     assert parts.optimizer == pytest.approx(OPTIMIZER_BYTES * held / (2039e9 * 0.8), rel=0.01)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from autopart.cost.compute import Product, copy_seconds, op_seconds
+from autopart.cost.compute import Product, copy_seconds, op_seconds, slower_attention
 from autopart.cost.devices import Device
 
 _HALF = 2
@@ -72,7 +72,8 @@ class Gpt:
 class Style:
     """How a layer is run. sequence_parallel: norms, residuals and dropouts on a share of the sequence each, between a
     reduce-scatter and an all-gather in place of every all-reduce (Korthikanti et al., arXiv 2205.05198).
-    fused_attention: scores stay on the chip, and its backward repeats them (Dao et al., arXiv 2205.14135).
+    fused_attention: scores stay on the chip, those that the causal mask hides are left out, and its backward repeats
+    them (Dao et al., arXiv 2205.14135).
     beside: an input's gradient is summed over the tensor axis beside the gradient of the weight that it was read with.
     """
 
@@ -186,7 +187,8 @@ def _core(model: Gpt, device: Device, samples: int, tensor: int, style: Style) -
     """Scores, softmax, dropout, weighted values."""
     products = layer_products(model, samples, tensor)[1:3]
     if style.fused_attention:
-        products = tuple(replace(product, fused=True) for product in products)
+        slower = slower_attention(model.width // model.heads, model.sequence, causal=True)
+        products = tuple(replace(product, fused=True, slower=slower) for product in products)
         moved = _HALF * samples * model.sequence * model.width / tensor
         gradients = (products[0], *(gradient for product in products for gradient in product.backward))
         forward = op_seconds(device, 0.0, 4 * moved, "float16", products=products)
