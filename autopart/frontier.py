@@ -120,20 +120,25 @@ def count_frontier(
     *,
     analysis: Analysis | None = None,
     report: Callable[[PlanPoint], None] = lambda _: None,
+    left_out: Callable[[int, PlanError], None] = lambda *_: None,
     **limits: Any,
 ) -> list[PlanPoint]:
-    """The fastest plan for each number of devices, in that order; counts that nothing fits on are left out.
+    """The fastest plan for each number of devices, in that order.
 
-    Raises InfeasibleError where nothing fits on any, ClusterError for more devices than the cluster has.
+    left_out: told of counts that nothing fits on, or that the limits do not go with, such as two tensor ranks on one
+    device. Raises what make_plan does for the last count where there is no plan for any, ClusterError for more devices
+    than the cluster has.
     """
     analysis, earlier = analysis or analyze(program), EarlierPlans()
     points: list[PlanPoint] = []
-    failure: Exception | None = None
+    failure: PlanError | None = None
     for count in sorted(set(counts)):
+        part = first_devices(cluster, count)
         try:
-            plan = make_plan(program, first_devices(cluster, count), analysis=analysis, earlier=earlier, **limits)
-        except InfeasibleError as error:
+            plan = make_plan(program, part, analysis=analysis, earlier=earlier, **limits)
+        except PlanError as error:
             failure = error
+            left_out(count, error)
             continue
         points.append(PlanPoint.of(plan))
         report(points[-1])

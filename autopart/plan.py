@@ -369,21 +369,29 @@ class Plan:
         return to_pipeline_stages(self, program, originals, **options)
 
     def to_json_object(self) -> dict[str, Any]:
-        """The summary that the command line prints with ``--json``."""
+        """The summary that the command line prints with ``--json``: what is printed without it too."""
         return {
+            "model": self.model,
+            "cluster": self.cluster,
+            "batch": self.batch,
+            "dtype": self.dtype,
             "step_time_s": self.step_time_s,
             "bound_s": self.bound_s,
             "gap": self.gap,
             "solve_s": self.solve_s,
             "total_s": self.total_s,
             "schedule": self.schedule,
+            "warmup": list(self.warmup),
             "microbatches": self.microbatches,
             "recompute": self.recompute,
+            "pins": dict(self.pins),
+            "together": [list(group) for group in self.together],
             "dp": self.dp,
             "tp": self.tp,
             "pp": self.pp,
             "tokens_per_s": self.tokens_per_s,
             "tflops_per_device": self.tflops_per_device,
+            "notes": list(self.notes),
             "stages": [
                 {
                     "devices": list(stage.devices),

@@ -32,6 +32,7 @@ from autopart.passes.program import Program
 from autopart.passes.rules import RULES
 from autopart.plan import Plan
 from autopart.planner import make_plan
+from autopart.runtime.errors import PlanError
 
 FOLDER = "plans"
 VERSION = 1
@@ -62,6 +63,7 @@ def planned_frontier(
     counts: Sequence[int] | None = None,
     step: float = 0.1,
     report: Callable[[PlanPoint], None] = lambda _: None,
+    left_out: Callable[[int, PlanError], None] = lambda *_: None,
     **limits: Any,
 ) -> list[PlanPoint]:
     """As :func:`autopart.frontier.memory_frontier`, or with counts as :func:`autopart.frontier.count_frontier`.
@@ -73,7 +75,9 @@ def planned_frontier(
         if counts is None:
             points = memory_frontier(program, cluster, step=step, analysis=analysis, report=report, **limits)
         else:
-            points = count_frontier(program, cluster, counts, analysis=analysis, report=report, **limits)
+            points = count_frontier(
+                *(program, cluster, counts), analysis=analysis, report=report, left_out=left_out, **limits
+            )
         return [point.plan for point in points]
 
     if counts is None:

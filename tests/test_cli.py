@@ -117,8 +117,8 @@ def test_plan_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0
     found: dict[str, Any] = json.loads(out)
     keys = (
-        "step_time_s bound_s gap solve_s total_s schedule microbatches recompute dp tp pp tokens_per_s "
-        "tflops_per_device stages"
+        "model cluster batch dtype step_time_s bound_s gap solve_s total_s schedule warmup microbatches recompute pins "
+        "together dp tp pp tokens_per_s tflops_per_device notes stages"
     )
     assert list(found) == keys.split()
     stage_keys = (
@@ -129,6 +129,8 @@ def test_plan_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
         assert list(stage) == stage_keys.split()
     assert found["dp"] * found["tp"] * found["pp"] == 4
     assert 0 < found["bound_s"] <= found["step_time_s"]
+    assert (found["cluster"], found["batch"], found["dtype"]) == ("2x2xA100-80GB", 16, "bfloat16")
+    assert all(isinstance(note, str) for note in found["notes"])
 
 
 def test_what_is_given_is_forced(plan_file: Path) -> None:

@@ -165,6 +165,18 @@ def test_device_counts(program: Any, analysis: Analysis) -> None:
     tight = capped(cluster, one.memory_bytes - 1)
     memory = [point.devices for point in count_frontier(program, tight, [1, 2], analysis=analysis)]
     assert memory[-1] == 2  # one device may fit with recomputation, or not at all
+    without: list[tuple[int, str]] = []
+    (two,) = count_frontier(
+        *(program, cluster, [1, 2]),
+        tp=2,
+        analysis=analysis,
+        left_out=lambda *told: without.append((told[0], str(told[1]))),
+    )
+    assert two.devices == 2
+    ((count, reason),) = without
+    assert count == 1 and "does not divide 1 devices" in reason
+    with pytest.raises(PlanError, match="does not divide 1 devices"):
+        count_frontier(program, cluster, [1], tp=2, analysis=analysis)
 
 
 def test_first_devices() -> None:
@@ -263,6 +275,8 @@ def test_command(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main([*command, "--devices", "1,2", "--price", "3.6", "--json"]) == 0
     for item in json.loads(capsys.readouterr().out)["points"]:
         assert item["cost"] == pytest.approx(item["device_seconds"] * 3.6 / 3600)
+    assert main([*command, "--devices", "1,2", "--tp", "2"]) == 0
+    assert "no plan for 1 device: tp=2" in capsys.readouterr().err
     for unused, words in (
         (["--price", "1"], "--price is for costs"),
         (["--devices", "1,2", "--most", "1"], "--most cannot apply"),

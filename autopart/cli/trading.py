@@ -23,6 +23,7 @@ from autopart.cli.progress import working
 
 if TYPE_CHECKING:
     from autopart.frontier import PlanPoint
+    from autopart.runtime.errors import PlanError
 
 NAME = "frontier"
 HELP = "all undominated plans: time against memory or devices"
@@ -94,6 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     def report(point: PlanPoint) -> None:
         print(f"{_layout(point)}: {point.seconds:.4g} s, {point.memory_bytes / 2**30:.3g} GiB", file=sys.stderr)
 
+    without: list[tuple[int, PlanError]] = []
     given = limits(arguments)
     given |= {name: value for name in _OF_MEMORY if (value := getattr(arguments, name)) is not None}
     with working(f"planning for {cluster}"):
@@ -102,8 +104,11 @@ def run(arguments: argparse.Namespace) -> int:
             analysis=analyze(program),
             counts=arguments.devices,
             report=report,
+            left_out=lambda count, error: without.append((count, error)),
             **given,
         )
+    for count, error in without:
+        print(f"no plan for {count} device{'s' if count > 1 else ''}: {error}", file=sys.stderr)
     if arguments.output is not None:
         write_whole(arguments.output, picture(points, program.name, bool(arguments.devices), arguments.price))
         print(f"picture written to {arguments.output}", file=sys.stderr)
