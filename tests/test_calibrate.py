@@ -222,8 +222,9 @@ def test_bad_files_are_left_alone(cached: Path, spoil: str) -> None:
     elif spoil in data:
         del data[spoil]
     path.write_text(json.dumps(data) if spoil.isidentifier() else spoil)
-    with pytest.warns(UserWarning, match=r"run 'autopart calibrate' again"):
-        assert Cluster.local(4) == before
+    with pytest.warns(UserWarning, match=r"run 'autopart calibrate' again") as told:
+        assert Cluster.local(4) == before == Cluster.local(4)
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize(

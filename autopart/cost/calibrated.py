@@ -5,6 +5,7 @@ They lie in the cache folder (:mod:`autopart.cache`), one file for each device, 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -136,14 +137,15 @@ def _of_this_host(kind: str) -> list[Calibration]:
     if folder is None or not folder.is_dir():
         return []
     mine = (kind, device_name(kind), host_cores())
-    fitting = []
-    for path in sorted(folder.glob("*.json")):
-        data = cache.read_object(path)
-        try:
-            found = Calibration.from_json_object(data or {})
-        except ClusterError as error:
-            warnings.warn(f"{path}: {error}; remove it, or run 'autopart calibrate' again", stacklevel=3)
-            continue
-        if (found.kind, found.device, found.cores) == mine:
-            fitting.append(found)
-    return fitting
+    found = (_read(path, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.json")))
+    return [item for item in found if item is not None and (item.kind, item.device, item.cores) == mine]
+
+
+@functools.cache
+def _read(path: Path, changed_ns: int) -> Calibration | None:
+    """What a file holds, told apart by when it was changed: it is read, and warned of, once in a process."""
+    try:
+        return Calibration.from_json_object(cache.read_object(path) or {})
+    except ClusterError as error:
+        warnings.warn(f"{path}: {error}; remove it, or run 'autopart calibrate' again", stacklevel=2)
+        return None
