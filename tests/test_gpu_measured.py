@@ -30,16 +30,16 @@ def gpu_steps() -> Any:
     ],
 )
 def test_predictions_hold_where_the_gpu_is_busy(name: str, gpu_steps: Any) -> None:
-    """With the calibration, and with the preset; memory where it is more than what libraries take."""
+    """With the calibration, and with the preset; memory in all rows."""
     data = json.loads(MEASURED.read_text())
     calibration = gpu_steps.Calibration.from_json_object(data["calibration"])
     rows = [gpu_steps.Row(**row) for row in data["rows"] if row["model"] == name]
-    busy = [row for row in rows if row.batch >= (2 if name == "llama_1b" else 8)]
+    busy = [row.batch for row in rows if row.batch >= (2 if name == "llama_1b" else 8)]
     assert len(busy) >= 2
     for found in (calibration, None):
-        for line in gpu_steps.compared(busy, found, data["gpu"]):
-            assert abs(line["error"]) < 0.1, line
-            assert abs(line["memory error"]) < 0.05, line
+        for line in gpu_steps.compared(rows, found, data["gpu"]):
+            assert abs(line["error"]) < 0.1 or line["batch"] not in busy, line
+            assert abs(line["memory error"]) < 0.025, line
 
 
 def test_the_calibration_explains_its_samples(gpu_steps: Any) -> None:
