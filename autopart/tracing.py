@@ -29,8 +29,8 @@ from autopart.meta_capture import NumbersOnMeta, all_on_meta, is_on_meta
 from autopart.mixed_precision import autocast_of, check_sums, current_precision
 from autopart.other_draws import note_on_draws, other_draws
 from autopart.own_backwards import note_on, own_backwards
+from autopart.passes.attention_masks import shorten_masks
 from autopart.passes.autocast import Autocast, entered
-from autopart.passes.causal_masks import name_causal_masks
 from autopart.passes.graph import prune
 from autopart.passes.normalize import normalize
 from autopart.passes.program import OutputInfo, Program, Role, TensorInfo, mark_differentiable, mode_free_digests
@@ -324,7 +324,7 @@ def _assemble(
     output_node.args = ((*nodes, *updates.values()),)
     if assumptions:
         prune(graph)
-    name_causal_masks(graph, batch)
+    shorten_masks(graph, batch)
     mark_differentiable(graph, nodes)
     outputs, loss = _outputs(flat, nodes)
     if loss is not None:

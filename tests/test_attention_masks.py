@@ -1,4 +1,6 @@
-"""Masks that say no more than that attention is causal become its ``is_causal``; all others stay as they are."""
+"""Masks that say that attention is causal become its ``is_causal``, and those that mask nothing go; all others stay as
+they are.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from torch.nn import functional as F
 
 import autopart.verify
 from autopart.analysis import analyze
-from autopart.passes import causal_masks
+from autopart.passes import attention_masks
+from autopart.passes.attention_masks import Says
 from autopart.passes.outline import outline_digest
 from autopart.passes.program import Program
 from autopart.planner import make_plan
@@ -46,6 +49,10 @@ def lower(x: Tensor, diagonal: int = 0) -> Tensor:
     return torch.ones(x.size(1), x.size(1), dtype=torch.bool, device=x.device).tril(diagonal)
 
 
+def unmasked(x: Tensor) -> None:
+    """No mask, and all keys are seen."""
+
+
 class Attends(nn.Module):
     """Attention of one head by a mask that is made of its input; without one it is causal by itself."""
 
@@ -55,21 +62,23 @@ class Attends(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, mask = self.lead(x).unsqueeze(1), self.mask(x)
-        key = x.unsqueeze(1)
-        return F.scaled_dot_product_attention(query, key, key, attn_mask=mask, is_causal=mask is None).sum()
+        key, causal = x.unsqueeze(1), mask is None and self.mask is not unmasked
+        return F.scaled_dot_product_attention(query, key, key, attn_mask=mask, is_causal=causal).sum()
 
 
 def program_of(mask: Mask, length: int = LENGTH, batch: int = 4) -> Program:
     return capture(Attends(mask), (torch.zeros(batch, length, WIDTH),), check_eval=False)
 
 
-def causal(program: Program) -> list[bool]:
-    """Of each attention in order whether it is causal by itself; it has a mask if not."""
-    found = [node for node in program.graph.nodes if op(node) == "scaled_dot_product_attention"]
-    for node in found:
-        by_itself = node.args[3:] == (None, node.args[4], True) if len(node.args) == 6 else False
-        assert by_itself != (len(node.args) > 3 and isinstance(node.args[3], fx.Node))
-    return [len(node.args) == 6 for node in found]
+def masks(program: Program) -> list[str]:
+    """Of each attention in order how it is masked."""
+    found = []
+    for node in program.graph.nodes:
+        if op(node) == "scaled_dot_product_attention":
+            mask, causal = (*node.args[3:4], None)[0], node.args[5:] == (True,)
+            assert not (causal and mask)
+            found.append("causal" if causal else "nothing" if mask is None else "mask")
+    return found
 
 
 def expanded(x: Tensor) -> Tensor:
@@ -102,7 +111,7 @@ CAUSAL: dict[str, Mask] = {
 def test_causal_masks_go(name: str) -> None:
     """The same program as of a model that says is_causal."""
     program = program_of(CAUSAL[name])
-    assert causal(program) == [True]
+    assert masks(program) == ["causal"]
     assert program.fingerprint == program_of(lambda x: None).fingerprint
 
 
@@ -117,7 +126,6 @@ OTHER: dict[str, Mask] = {
     "one ahead": lambda x: lower(x, 1),
     "one less": lambda x: lower(x, -1) | (places(x)[1] == 0),
     "upper triangle": lambda x: lower(x).transpose(0, 1),
-    "everything": lambda x: torch.ones(x.size(1), x.size(1), dtype=torch.bool),
     "one pair": first_key_unseen,
     "one key for all": lambda x: (places(x)[1] == 0).expand(x.size(1), -1),
     "of some samples": lambda x: lower(x) | (torch.arange(x.size(0)) == 1)[:, None, None, None],
@@ -128,12 +136,37 @@ OTHER: dict[str, Mask] = {
     "of the input": lambda x: lower(x) & (x[:, None, None, :, 0] < 999.0),
     "uninitialised": lambda x: lower(x) | (torch.empty(x.size(1), x.size(1)) == 1.5),
     "added": lambda x: torch.zeros(x.size(1), x.size(1)).masked_fill(~lower(x), -torch.inf),
+    "one row that is not all open": lambda x: (torch.arange(x.size(1)) < LENGTH - 1)[None, None, None, :],
+    "one pair that is not open": lambda x: (places(x)[0] != LENGTH - 1) | (places(x)[1] != 0),
+    "a little added": lambda x: torch.zeros(x.size(1), x.size(1)).triu(1) + (places(x)[0] == LENGTH - 1) * 1e-30,
+    "nothing, by chance": lambda x: torch.rand(x.size(1), x.size(1)) < 2.0,
+    "nothing in the first samples": lambda x: (torch.arange(x.size(0)) < 999)[:, None, None, None],
+    "of more dims than the query": lambda x: torch.ones(1, 1, 1, x.size(1), x.size(1), dtype=torch.bool),
+    "causal, of more dims than the query": lambda x: lower(x)[None, None, None],
 }
+
+
+NOTHING: dict[str, Mask] = {
+    "everything": lambda x: torch.ones(x.size(1), x.size(1), dtype=torch.bool),
+    "one row for all": lambda x: torch.ones(x.size(0), 1, 1, x.size(1), dtype=torch.bool),
+    "one for all": lambda x: torch.ones(1, 1, dtype=torch.bool),
+    "by samples' numbers": lambda x: expanded(x) | expanded(x).logical_not(),
+    "wide window": lambda x: places(x)[1] > places(x)[0] - LENGTH,
+    "zeros added": lambda x: torch.zeros(x.size(0), 1, x.size(1), x.size(1)),
+    "what is open added": lambda x: (1.0 - torch.ones(x.size(0), 1, 1, x.size(1))) * -1e4,
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_masks_that_mask_nothing_go(name: str) -> None:
+    program = program_of(NOTHING[name])
+    assert masks(program) == ["nothing"]
+    assert program.fingerprint == program_of(unmasked).fingerprint
 
 
 @pytest.mark.parametrize("name", OTHER)
 def test_other_masks_stay(name: str) -> None:
-    assert causal(program_of(OTHER[name])) == [False]
+    assert masks(program_of(OTHER[name])) == ["mask"]
 
 
 def composed(random: Random, depth: int) -> Callable[[Tensor], Tensor]:
@@ -159,15 +192,23 @@ def narrowed(mask: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: lower(x) & mask(x)
 
 
+def widened(mask: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: (places(x)[1] <= places(x)[0] + 17) | mask(x)
+
+
 def test_composed_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds and blocks decide what the whole mask says."""
-    monkeypatch.setattr(causal_masks, "_BLOCK", 16)
+    monkeypatch.setattr(attention_masks, "_BLOCK", 16)
     x, wanted = torch.zeros(4, 20, WIDTH), []
     for seed in range(40):
         mask = narrowed(composed(Random(seed), 2))
-        wanted.append(mask(x).equal(lower(x)))
-        assert causal(program_of(mask, 20)) == [wanted[-1]], seed
-    assert min(wanted.count(True), wanted.count(False)) >= 10
+        wanted.append("causal" if mask(x).equal(lower(x)) else "mask")
+        assert masks(program_of(mask, 20)) == [wanted[-1]], seed
+    for seed in range(60):
+        mask = widened(composed(Random(seed), 2))
+        wanted.append("nothing" if mask(x).all() else "mask")
+        assert masks(program_of(mask, 20)) == [wanted[-1]], seed
+    assert min(map(wanted.count, ("causal", "nothing", "mask"))) >= 10
 
 
 class Held(nn.Module):
@@ -189,7 +230,7 @@ class Held(nn.Module):
 @pytest.mark.parametrize("buffer", [True, False])
 def test_masks_that_a_module_holds_stay(buffer: bool) -> None:
     """Their values may change, and are not known on meta."""
-    assert causal(capture(Held(buffer), (torch.zeros(4, 6, WIDTH),), check_eval=False)) == [False]
+    assert masks(capture(Held(buffer), (torch.zeros(4, 6, WIDTH),), check_eval=False)) == ["mask"]
 
 
 def test_fewer_queries_than_keys() -> None:
@@ -198,7 +239,7 @@ def test_fewer_queries_than_keys() -> None:
             mask = torch.ones(x.size(1) - 1, x.size(1), dtype=torch.bool).tril()
             return F.scaled_dot_product_attention(x[:, 1:], x, x, attn_mask=mask)
 
-    assert causal(capture(Fewer(), (torch.zeros(4, 6, WIDTH),), check_eval=False)) == [False]
+    assert masks(capture(Fewer(), (torch.zeros(4, 6, WIDTH),), check_eval=False)) == ["mask"]
 
 
 class Layers(nn.Module):
@@ -218,23 +259,23 @@ class Layers(nn.Module):
 
 
 def test_masks_that_are_made_alike_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked_at: list[bool] = []
-    decide = causal_masks._is_causal
+    looked_at: list[Says | None] = []
+    decide = attention_masks._says
 
-    def watched(made: fx.Graph, samples: int) -> bool:
+    def watched(made: fx.Graph, samples: int) -> Says | None:
         looked_at.append(decide(made, samples))
         return looked_at[-1]
 
-    monkeypatch.setattr(causal_masks, "_is_causal", watched)
-    model = Layers([lower, lower, OTHER["one ahead"], lower], dropout=0.2)
+    monkeypatch.setattr(attention_masks, "_says", watched)
+    model = Layers([lower, lower, OTHER["one ahead"], lower, NOTHING["everything"]], dropout=0.2)
     program = capture(model, (torch.zeros(4, 6, WIDTH),))
-    assert causal(program) == [True, True, False, True]
-    assert looked_at == [True, False]
+    assert masks(program) == ["causal", "causal", "mask", "causal", "nothing"]
+    assert looked_at == [Says.CAUSAL, None, Says.NOTHING]
     assert not program.eval_flaw
     triangles = [node for node in program.graph.nodes if op(node) == "tril"]
     assert len(triangles) == 2, "one of the mask that stays, one that is returned"
-    attention = next(node for node in program.graph.nodes if op(node) == "scaled_dot_product_attention")
-    assert attention.args[4] == 0.2 and attention.kwargs == {"scale": 0.3}
+    for attention in (node for node in program.graph.nodes if op(node) == "scaled_dot_product_attention"):
+        assert attention.args[4] == 0.2 and attention.kwargs == {"scale": 0.3}
 
 
 def test_fixed_batch() -> None:
@@ -245,7 +286,7 @@ def test_fixed_batch() -> None:
 
     program = capture(Fixed(), (torch.zeros(4, 6, WIDTH),), check_eval=False)
     assert program.static_batch
-    assert causal(program) == [True]
+    assert masks(program) == ["causal"]
 
 
 @pytest.mark.parametrize("around", [FakeTensorMode, lambda: torch.device("meta")])
@@ -254,13 +295,13 @@ def test_captured_without_values(around: Callable[[], Any]) -> None:
     with around():
         program = capture(Attends(expanded), (torch.zeros(4, LENGTH, WIDTH),), check_eval=False)
     assert program.fingerprint == program_of(expanded).fingerprint
-    assert causal(program) == [True]
+    assert masks(program) == ["causal"]
 
 
 def test_long_sequences() -> None:
     """Of 17 billion pairs a few are computed; of 10 million that no bounds decide all."""
-    assert causal(program_of(expanded, 131072, 2)) == [True]
-    assert causal(program_of(CAUSAL["difference"], 3200, 2)) == [True]
+    assert masks(program_of(expanded, 131072, 2)) == ["causal"]
+    assert masks(program_of(CAUSAL["difference"], 3200, 2)) == ["causal"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -269,13 +310,18 @@ def test_values_are_the_same_bit_by_bit(dtype: torch.dtype, length: int) -> None
     generator = torch.Generator().manual_seed(0)
     made = [torch.randn(3, 4, length, 16, generator=generator, dtype=torch.float64).to(dtype) for _ in range(4)]
     query, key, value = (item.requires_grad_() for item in made[:3])
-    mask = torch.ones(length, length, dtype=torch.bool).tril().expand(3, 1, -1, -1)
-    found = []
-    for options in ({"attn_mask": mask}, {"is_causal": True}):
+    full, zeros = torch.ones(length, length, dtype=torch.bool), torch.zeros(length, length, dtype=dtype)
+
+    def results(**options: Any) -> list[Tensor]:
         output = F.scaled_dot_product_attention(query, key, value, **options)
-        found.append([output, *torch.autograd.grad(output, (query, key, value), made[3])])
-    for ours, theirs in zip(*found, strict=True):
-        assert ours.equal(theirs)
+        return [output, *torch.autograd.grad(output, (query, key, value), made[3])]
+
+    for alike in (
+        [results(attn_mask=full.tril().expand(3, 1, -1, -1)), results(is_causal=True)],
+        [results(attn_mask=full.expand(3, 1, -1, -1)), results(attn_mask=zeros), results()],
+    ):
+        for first, *others in zip(*alike, strict=True):
+            assert all(first.equal(other) for other in others)
 
 
 # -- transformers ---------------------------------------------------------------------------------------------------
@@ -287,16 +333,17 @@ def unpadded(name: str, batch: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("gpt2", True), ("llama", True), ("mixtral", True), ("bert", False), ("vit", False)]
+    ("name", "expected"),
+    [("gpt2", "causal"), ("llama", "causal"), ("mixtral", "causal"), ("bert", "nothing"), ("vit", "nothing")],
 )
-def test_families(name: str, expected: bool) -> None:
+def test_families(name: str, expected: str) -> None:
     item = family(name)
     with float64_throughout():
         program = capture(item.build(), (), unpadded(name, 4), check_eval=False)
         padded = capture(item.build(), (), item.inputs(4), check_eval=False)
-    assert set(causal(program)) == {expected}
-    assert name == "vit" or set(causal(padded)) == {False}
-    assert not expected or len(program.graph.nodes) < len(padded.graph.nodes) - 20
+    assert set(masks(program)) == {expected}
+    assert name == "vit" or set(masks(padded)) == {"mask"}
+    assert expected != "causal" or len(program.graph.nodes) < len(padded.graph.nodes) - 20
 
 
 def mistral(length: int) -> Program:
@@ -320,7 +367,7 @@ def mistral(length: int) -> Program:
 def test_a_window_that_some_sequences_exceed() -> None:
     """Programs for both lengths count as the same model's."""
     short, long = mistral(8), mistral(9)
-    assert (causal(short), causal(long)) == ([True], [False])
+    assert (masks(short), masks(long)) == (["causal"], ["mask"])
     assert outline_digest(short.graph, ()) == outline_digest(long.graph, ())
 
 
@@ -357,8 +404,8 @@ QUICK = [("gpt2", "pp2xtp2"), ("llama", "tp2")]
 )
 def test_parallel_equals_serial(name: str, limits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = check(name, PLANS[limits], tmp_path, monkeypatch)
-    if name in ("gpt2", "llama", "mixtral"):
-        assert "is_causal=True" in source
+    if name != "t5":  # it adds a bias that is learned
+        assert ("is_causal=True" in source) == (name != "bert")
         assert "mask" not in source
 
 

@@ -1,28 +1,30 @@
-"""Causal masks that a model writes out, said by attention's own ``is_causal``.
+"""Masks of attention that a model writes out, where they say no more than attention's other arguments do.
 
-Run eagerly, transformers leaves a causal mask to attention's kernel; while it is traced it makes one of ``b s s``
-booleans by dozens of ops, with which kernels compute all that is masked too. Such a mask is taken away again, and so is
-one of a model's own code, where it
+Run eagerly, transformers leaves a causal mask to attention's kernel, and makes none where all keys are seen; while it
+is traced it makes one of ``b s s`` booleans by dozens of ops, with which kernels compute all that is masked too. Such a
+mask is taken away again, and so is one of a model's own code, where it
 
 - follows from sizes and numbers in the code alone: not from inputs, nor from parameters, buffers and constant tensors,
   whose values may be others when the program runs, or are not known on meta;
 - is the same for every sample of every batch, proven as for shares of the batch (:mod:`autopart.passes.batch`): what is
   computed for a share of one sample is its part of the whole mask. Sizes are the only use of the batch's size;
-- is causal as computed for one sample and, to be sure, for a few: its ops are run on the CPU
-  (:mod:`autopart.passes.computed`).
+- masks nothing, or is causal with as many keys as queries, as computed for one sample and, to be sure, for a few: its
+  ops are run on the CPU (:mod:`autopart.passes.computed`).
 
-Only masks of booleans, of as many keys as queries. What is added to scores stays, as does a window.
+A causal mask of booleans becomes attention's ``is_causal``. One that masks nothing, true everywhere or adding zero to
+all scores, goes. What else is added to scores stays, as does a window, and what the results have their shape from.
 """
 
 from __future__ import annotations
 
+import enum
 import math
 import operator
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autopart.passes import graph as graphs
@@ -46,44 +48,61 @@ _BLOCK = 1 << 16
 _SHAPED_LIKE = {"ones_like": 1, "new_ones": 1, "zeros_like": 0, "new_zeros": 0, "full_like": None, "new_full": None}
 
 
-def name_causal_masks(graph: fx.Graph, batch: int) -> None:
-    """Has attention be causal by itself where its mask says no more, in place. batch: samples of the example inputs."""
-    masks = _Masks(graph, batch)
-    found = [node for node in graph.nodes if _may_be_causal(node) and masks.is_causal(argument(node, 3, "attn_mask"))]
-    for node in found:
-        node.args = (*node.args[:3], None, argument(node, 4, "dropout_p", 0.0), True)
+class Says(enum.Enum):
+    """What a mask says in short."""
+
+    NOTHING = "nothing"
+    CAUSAL = "causal"
+
+
+def shorten_masks(graph: fx.Graph, batch: int) -> None:
+    """Takes from attention the masks that can be said without, in place. batch: samples of the example inputs."""
+    masks, found = _Masks(graph, batch), list[tuple[fx.Node, Says]]()
+    for node in graph.nodes:
+        if node.target is aten.scaled_dot_product_attention.default:
+            mask = argument(node, 3, "attn_mask")
+            says = None if mask is None or _gives_shape(node) else masks.says(mask)
+            if says is Says.NOTHING or (says is Says.CAUSAL and _may_be_causal(node)):
+                found.append((node, says))
+    for node, says in found:
+        dropout = argument(node, 4, "dropout_p", 0.0)
+        rest = (None, dropout, True) if says is Says.CAUSAL else (None, dropout) if dropout else ()
+        node.args = (*node.args[:3], *rest)
         node.kwargs = {name: node.kwargs[name] for name in ("scale", "enable_gqa") if name in node.kwargs}
     if found:
         graphs.prune(graph)
 
 
+def _gives_shape(node: fx.Node) -> bool:
+    """Whether attention's result has dims of its mask that its query has not, or none can tell."""
+    sizes, own = extents(node.meta["val"]), extents(argument(node, 0, "query").meta["val"])
+    return sizes is None or own is None or sizes[:-1] != own[:-1]
+
+
 def _may_be_causal(node: fx.Node) -> bool:
-    """Whether it is attention with a boolean for each query and key, of which there are as many."""
-    if node.target is not aten.scaled_dot_product_attention.default:
-        return False
+    """Whether attention has a boolean for each query and key, of which there are as many."""
     query, key, mask = (argument(node, place, name) for place, name in ((0, "query"), (1, "key"), (3, "attn_mask")))
-    if mask is None or mask.meta["val"].dtype != torch.bool:
-        return False
     length = query.meta["val"].shape[-2]
     square = isinstance(length, int) and key.meta["val"].shape[-2] == length
     return square and tuple(mask.meta["val"].shape[-2:]) == (length, length)
 
 
 class _Masks:
-    """Which values of a graph are causal masks. Each is looked at once, and of several that are made alike one."""
+    """What values of a graph say as masks. Each is looked at once, and of several that are made alike one."""
 
     def __init__(self, graph: fx.Graph, batch: int):
         self.samples = batch
         self.places = {node: place for place, node in enumerate(graph.nodes)}
-        self.known: dict[fx.Node, bool] = {}
-        self.alike: dict[str, bool] = {}
+        self.known: dict[fx.Node, Says | None] = {}
+        self.alike: dict[str, Says | None] = {}
 
-    def is_causal(self, mask: fx.Node) -> bool:
+    def says(self, mask: fx.Node) -> Says | None:
+        """None: more than this module has words for."""
         if mask not in self.known:
             made = self.alone(mask)
             text = str(made)
             if text not in self.alike:
-                self.alike[text] = made is not None and _same_for_all(made) and _is_causal(made, self.samples)
+                self.alike[text] = None if made is None or not _same_for_all(made) else _says(made, self.samples)
             self.known[mask] = self.alike[text]
         return self.known[mask]
 
@@ -175,50 +194,86 @@ def _same_for_all(made: fx.Graph) -> bool:
     return not split.flaw and split.combine["mask"][0] in ("cat", "same")
 
 
-def _is_causal(made: fx.Graph, samples: int) -> bool:
-    """Whether the mask is causal for one sample; and for two, three and the example's, where it is not large."""
+def _says(made: fx.Graph, samples: int) -> Says | None:
+    """What the mask says for one sample, if it does for two, three and the example's too, where it is not large."""
     (mask,), (batch,) = graphs.results(made), made.find_nodes(op="placeholder")
     pairs = concrete(mask.meta["val"].shape, 1)
     several = {2, 3, samples} if batch.users and pairs is not None else {}
     sure = [count for count in sorted(several) if count * math.prod(pairs or ()) <= _FEW_PAIRS]
     # a model may be captured where all tensors are fake
     with unset_fake_temporarily(), torch.no_grad(), suppress(NotComputed):
-        return all(_is_causal_for(mask, count) for count in (1, *sure))
-    return False
+        says = _first_guess(mask)
+        if says is not None and all(_says_for(mask, says, count) for count in (1, *sure)):
+            return says
+    return None
 
 
-def _is_causal_for(mask: fx.Node, samples: int) -> bool:
-    """Whether a mask for so many samples is true where a key is no later than its query, and nowhere else.
+def _first_guess(mask: fx.Node) -> Says | None:
+    """By what the first query may see of the last key."""
+    computed = Computed(1)
+    *_, rows, columns = (1, 1, *computed.shape(mask.meta["val"]))
+    if not rows or not columns:
+        return None
+    corner = computed.block(mask, Block(0, 1, columns - 1, columns))
+    if _masks_nothing(corner):
+        return Says.NOTHING
+    return Says.CAUSAL if _is_bool(mask) and rows == columns else None
+
+
+def _masks_nothing(part: Tensor) -> bool:
+    """Whether it is true everywhere, or adds zero."""
+    return bool((part if part.dtype == torch.bool else part == 0).all())
+
+
+def _says_for(mask: fx.Node, says: Says, samples: int) -> bool:
+    """Whether a mask for so many samples says that and no more. A causal one is true where a key is no later than its
+    query, and nowhere else.
 
     Bounds decide of large blocks. Where they leave it open, as on the diagonal, its quarters are looked at, and in the
     end computed.
     """
     computed = Computed(samples)
-    *lead, length, _ = computed.shape(mask.meta["val"])
-    side, left = max(2, math.isqrt(_BLOCK // math.prod(lead))), _MOST_PAIRS
-    waiting = [Block(0, length, 0, length)]
+    *lead, length, width = (1, 1, *computed.shape(mask.meta["val"]))
+    side, left = max(2, math.isqrt(_BLOCK // max(1, math.prod(lead)))), _MOST_PAIRS
+    waiting = [Block(0, length, 0, width)]
     while waiting:
         at = waiting.pop()
-        low, high = computed.bounds(mask, at).truth()
-        early, late = at.right - 1 <= at.top, at.left > at.bottom - 1
-        if (early and not high) or (late and low):
+        bounds = computed.bounds(mask, at)
+        all_seen, some_seen = bounds.truth() if _is_bool(mask) else (bounds == (0, 0), bounds.low <= 0 <= bounds.high)
+        if (not some_seen and _wants(says, at, seen=True)) or (all_seen and _wants(says, at, seen=False)):
             return False
-        if (early and low) or (late and not high):
+        if (all_seen and not _wants(says, at, seen=False)) or (not some_seen and not _wants(says, at, seen=True)):
             continue
         rows, columns = at.bottom - at.top, at.right - at.left
-        if rows > side:
-            across, down = at.left + columns // 2, at.top + rows // 2
+        if max(rows, columns) > side:
+            down, across = at.top + (rows + 1) // 2, at.left + (columns + 1) // 2
             waiting += [
                 Block(top, bottom, first, last)
                 for top, bottom in ((at.top, down), (down, at.bottom))
                 for first, last in ((at.left, across), (across, at.right))
+                if top < bottom and first < last
             ]
             continue
         found = computed.block(mask, at)
         left -= found.numel()
         if left < 0:
             raise NotComputed
-        causal = torch.ones(rows, columns, dtype=torch.bool, device="cpu").tril(at.top - at.left)
-        if not found.equal(causal.expand_as(found)):
+        if says is Says.NOTHING and not _masks_nothing(found):
             return False
+        if says is Says.CAUSAL:
+            causal = torch.ones(rows, columns, dtype=torch.bool, device="cpu").tril(at.top - at.left)
+            if not found.equal(causal.expand_as(found)):
+                return False
     return True
+
+
+def _wants(says: Says, at: Block, *, seen: bool) -> bool:
+    """Whether some query of the block is to see some key of it, or not to see it."""
+    if says is Says.NOTHING:
+        return seen
+    return at.left <= at.bottom - 1 if seen else at.right - 1 > at.top
+
+
+def _is_bool(mask: fx.Node) -> bool:
+    found: bool = mask.meta["val"].dtype == torch.bool
+    return found
