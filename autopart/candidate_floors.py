@@ -15,6 +15,7 @@ from autopart.cluster import Cluster
 from autopart.conversion_prices import TensorAxis
 from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.cost.devices import Device, Link
+from autopart.host_starts import HostStarts
 from autopart.memory_bound import least_added
 from autopart.passes.amounts import value_bytes
 from autopart.passes.graph import Value
@@ -50,7 +51,7 @@ class CandidateFloors(CandidateSums):
     _floors: dict[tuple[Degrees, float], float] = field(default_factory=dict)  # of pipelines that end whole
     _rows: dict[tuple[Degrees, float], Divisions | None] = field(default_factory=dict)
     _kernels: dict[str, int] = field(default_factory=dict)  # of a microbatch, by what is computed again
-    _started: list[tuple[float, float]] = field(default_factory=list)  # of each block, seconds of a GPU's host
+    _started: HostStarts | None = None
 
     def __post_init__(self) -> None:
         CandidateSums.__post_init__(self)
@@ -67,7 +68,7 @@ class CandidateFloors(CandidateSums):
             found.alike, found._kernels = found._counted(), {}
         if not same_but_for_memory(device, self.device):
             found._work, found._free, found._work_bounds, found._enough = {}, {}, {}, {}
-            found._shares, found._last, found._started = {}, {}, []
+            found._shares, found._last, found._started = {}, {}, None
         return found
 
     def lower_bound(self, config: Degrees) -> float:
@@ -103,7 +104,7 @@ class CandidateFloors(CandidateSums):
         priced: from prices of layers' strategies too; else only for as many stages as take little time.
         """
         work = max(least, self.work_seconds(config)) + self.besides_seconds(config)
-        known = max(self.known_floor(config), self._order_floor(config, work))
+        known = max(self.known_floor(config), self._order_floor(config, work, below))
         if known >= below:
             return known
         # what divided parameters exchange in each microbatch, they do not at the end
@@ -253,14 +254,18 @@ class CandidateFloors(CandidateSums):
                 found = min(found + tied, max(found, config.microbatches * alone))
         return found
 
-    def _order_floor(self, config: Degrees, work: float) -> float:
-        """What the order of a schedule with W apart, or several stages on a rank, makes of so many seconds at least."""
+    def _order_floor(self, config: Degrees, work: float, below: float) -> float:
+        """What the order of a schedule with W apart, or several stages on a rank, makes of so many seconds at least.
+
+        below: seconds from which a higher bound is of no interest.
+        """
         if config.pp == 1 or config.schedule in (*WHOLE_SCHEDULES, "2bw"):
             return 0.0
         prices, share = self.prices(config), 1 / config.tp
         shared = (count * prices.shared_seconds(node, share, share)[0] for (node, _), count in self.alike)
         places = self.layout.places(config)
-        least = least_share(config.schedule, places, config.microbatches, math.fsum(shared) / work if work else 0.0)
+        seconds, enough = math.fsum(shared), below * self.faster(config) / work if work else 0.0
+        least = least_share(config.schedule, places, config.microbatches, seconds / work if work else 0.0, enough)
         return work * least / self.faster(config)
 
     def last_floor(self, config: Degrees, below: float) -> float:
@@ -374,18 +379,10 @@ class CandidateFloors(CandidateSums):
             self._kernels[config.recompute] = found
         return self.device.host_s * self._kernels[config.recompute]
 
-    def starting(self, config: Degrees) -> list[tuple[float, float]]:
-        """Of each block the seconds in which the host of a GPU starts it, forward and back; empty where none counts.
-
-        What runs again is left out, as are free ops.
-        """
-        host_s = self.device.host_s
-        if host_s and not self._started:
-            prices, counts = self.prices(config), [[0, 0] for _ in self.analysis.blocks]
-            for node, block in self.analysis.block_of.items():
-                for way, count in enumerate(prices.kernels(node)):
-                    counts[block][way] += count
-            self._started = [(host_s * forward, host_s * backward) for forward, backward in counts]
+    def host_starts(self, config: Degrees) -> HostStarts | None:
+        """What hosts take to start blocks' kernels; None where none counts."""
+        if self.device.host_s and self._started is None:
+            self._started = HostStarts.made(self.analysis, self.prices(config).kernels, self.device.host_s)
         return self._started
 
     def work_seconds(self, config: Degrees) -> float:

@@ -301,7 +301,7 @@ class Candidates(CandidateFloors):
             for taken in samples.taken
         ]
         problem = merged(priced, samples, self.analysis)
-        most = below * self.faster(config) if config.schedule in WHOLE_SCHEDULES else math.inf
+        most = below * self.faster(config)
         try:
             cut = self._cut(config, problem, most)
             mixture = applied(answer, chosen_ways(problem, cut, ways, self.analysis), parts)
@@ -362,7 +362,7 @@ class Candidates(CandidateFloors):
             floor = self.work_floor(whose)
         # without other strategies what holds for these choices holds for the candidate
         alone = choice.solution is None and not self._divides(config)
-        whole, complete = config.schedule in WHOLE_SCHEDULES, self.positions.complete
+        complete = self.positions.complete
         for attempt in range(tightenings + 1):
             least = self._least_seconds(config, choice) if below < math.inf else 0.0
             if least >= below:
@@ -373,7 +373,7 @@ class Candidates(CandidateFloors):
                 break
             problem = problem or self.problem(config, choice)
             try:
-                cut = self._cut(config, problem, below * self.faster(config) if whole else math.inf)
+                cut = self._cut(config, problem, below * self.faster(config))
                 self._divisions[alike] = problem, cut
                 break
             except NotBetter as error:
@@ -390,7 +390,7 @@ class Candidates(CandidateFloors):
                     or (attempt == 0 and below == math.inf and self._never_fits(config, choice))
                 ):
                     if below < math.inf:  # what fits may take longer
-                        least = below if alone and complete and whole else self.work_floor(whose)
+                        least = below if alone and complete else self.work_floor(whose)
                         raise NotBetter(below, least) from None
                     raise
                 # Other strategies may hold less: take the missing bytes off what these hold together.
@@ -407,11 +407,9 @@ class Candidates(CandidateFloors):
         if choice.solution is not None and choice.levels and self.zero is None:
             floor = self.work_floor(whose)  # of all levels
         elif choice.solution is None:
-            floor = (
-                self._tied_floor(config, cut.lower_bound_s / self.faster(config))
-                if config.schedule in WHOLE_SCHEDULES
-                else self.step_floor(free, config)
-            )
+            floor = cut.lower_bound_s / self.faster(config)
+            whole = config.schedule in WHOLE_SCHEDULES
+            floor = self._tied_floor(config, floor) if whole else max(floor, self.step_floor(free, config))
             # of what was not among the choices this bound says nothing
             if choice.levels and self.zero is None:
                 floor = self.work_floor(whose)
@@ -453,13 +451,14 @@ class Candidates(CandidateFloors):
 
     def _cut(self, config: Degrees, problem: StageProblem, below: float, known: Way = ()) -> StageSolution:
         """The best division that is found, of interest where it takes less than ``below``. known: to begin with."""
-        timed = None
-        if config.schedule in WHOLE_SCHEDULES and 1 < config.stages == config.pp:
+        timed, whole = None, config.schedule in WHOLE_SCHEDULES
+        if whole and 1 < config.stages == config.pp:
 
             def timed(way: Way) -> float:
                 return self._step_seconds(problem, way, config)
 
-        return stage_solver.solve(problem, self.time_limit_s, below=below, timed=timed, known=known)
+        ranks = 0 if whole else config.pp
+        return stage_solver.solve(problem, self.time_limit_s, below=below, ranks=ranks, timed=timed, known=known)
 
     def _step_seconds(self, problem: StageProblem, way: Way, config: Degrees) -> float:
         places = self.layout.places(config)
@@ -472,5 +471,5 @@ class Candidates(CandidateFloors):
             self.warmup_of(config),
             places,
             self.shared.durations(devices) if self.shared is not None else None,
-            self.starting(config),
+            self.host_starts(config),
         )

@@ -62,11 +62,10 @@ def _least_rates(cluster: Cluster) -> list[str]:
 
 def _waiting(candidates: Candidates, config: Degrees, answer: Answer | UnlikeAnswer) -> list[str]:
     """A note of GPUs that would compute faster than their hosts start kernels."""
-    starting = candidates.starting(config)
+    starts = candidates.host_starts(config)
     waits: dict[int, tuple[float, float]] = {}
-    for stage, step in enumerate(answer.cut.way if starting else ()):
-        inside = answer.problem.blocks_between(step.first, step.last)
-        host = sum(sum(starting[block]) for block in inside)
+    for stage, step in enumerate(answer.cut.way if starts is not None else ()):
+        host = sum(starts.of(answer.problem.blocks_between(step.first, step.last)))
         device = sum(choice.forward_s + choice.backward_s for choice in answer.problem.chosen(step))
         if host > _WAITS * device:
             waits[stage] = host, device

@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 
+from autopart.host_starts import HostStarts
 from autopart.runtime.schedule import Action, Schedule, in_flight, make_schedule
 from autopart.runtime.schedule.flushing import one_f_one_b_order
 from autopart.simulate import Durations, StageTimes, row_makespan, steady_seconds
@@ -33,22 +34,21 @@ def simulated_seconds(
     warmup: tuple[int, ...],
     places: Sequence[int],
     durations: Durations | None = None,
-    starting: Sequence[tuple[float, float]] = (),
+    starts: HostStarts | None = None,
 ) -> float:
     """The simulated step of a division; what crosses several cuts is taken to be passed on from stage to stage.
 
     weight_shares: the parts of the stages' backwards that a schedule may leave for W. durations: see simulate.
-    starting: of each block the seconds in which a GPU's host starts its forward and its backward; none: no host counts.
+    starts: seconds in which a GPU's host starts what a stage takes no less than; None: no host counts.
     """
     times = []
     for step, share in zip(way, weight_shares, strict=True):
         chosen = problem.chosen(step)
         backward = sum(choice.backward_s for choice in chosen)
         forward = sum(choice.forward_s for choice in chosen)
-        if starting:
-            inside = problem.blocks_between(step.first, step.last)
-            forward = max(forward, sum(starting[block][0] for block in inside))
-            backward = max(backward, sum(starting[block][1] for block in inside))
+        if starts is not None:
+            started = starts.of(problem.blocks_between(step.first, step.last))
+            forward, backward = max(forward, started[0]), max(backward, started[1])
         end = step_end_seconds(problem, step, schedule)
         times.append(StageTimes(forward, backward, weight_s=backward * share, reduce_s=end))
     crossed = [problem.crossings(before, after) for before, after in itertools.pairwise(way)]

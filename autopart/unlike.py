@@ -251,8 +251,8 @@ class UnlikeCandidates:
         ]
         warmup, shared = self.candidates.warmup_of(config.equal), self.candidates.shared
         durations = shared.durations(tuple(dict.fromkeys(answer.devices))) if shared is not None else None
-        starting = self.candidates.starting(config.equal)
-        seconds = simulated_seconds(problem, way, config.schedule, shares, warmup, answer.places, durations, starting)
+        starts = self.candidates.host_starts(config.equal)
+        seconds = simulated_seconds(problem, way, config.schedule, shares, warmup, answer.places, durations, starts)
         return seconds - problem.tied_seconds(way) + self.tied_seconds(answer)
 
     def tied_seconds(self, answer: UnlikeAnswer) -> float:

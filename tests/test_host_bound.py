@@ -6,10 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import fx
 
 from autopart.analysis import Analysis, analyze
 from autopart.cluster import Cluster, Node
 from autopart.cost.devices import device
+from autopart.host_starts import HostStarts
 from autopart.models import load_model
 from autopart.plan import Plan
 from autopart.planner import make_plan
@@ -47,6 +49,25 @@ def test_a_stage_takes_as_long_as_its_host(analysis: Analysis) -> None:
     assert not any("wait for their hosts" in note for note in fast.notes)
     (told,) = (note for note in slow.notes if "wait for their hosts" in note)
     assert "GPUs of the stage" in told and "the 1 ms of one" in told
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_what_every_stage_computes_for_itself_is_started_on_each(pp: int, analysis: Analysis) -> None:
+    """What is priced by blocks is what the stages' graphs have, such as a mask of padding for each."""
+    costs = analysis.costs("cuda")
+
+    def kernels_of(node: fx.Node) -> tuple[int, int]:
+        cost = costs[analysis.first.get(node, node)]
+        return cost.kernels_forward, cost.kernels_backward if node.meta.get("differentiable") else 0
+
+    starts = HostStarts.made(analysis, kernels_of, 1e-3)
+    plan = plan_of(analysis, 1e-3, pp, pp=pp, dp=1, tp=1, microbatches=1)
+    found = [starts.of(range(*stage.blocks)) for stage in plan.stages]
+    for stage, seconds in zip(plan.stages, found, strict=True):
+        assert (stage.forward_s, stage.backward_s) == pytest.approx(seconds)
+    whole = starts.of(range(len(analysis.blocks)))
+    assert sum(forward for forward, _ in found) > whole[0] + 1e-3 * (pp - 1)
+    assert sum(backward for _, backward in found) == pytest.approx(whole[1])
 
 
 def test_what_runs_again_is_started_again(analysis: Analysis) -> None:

@@ -15,10 +15,11 @@ from autopart.runtime.schedule import deeper_warmup, in_flight, make_schedule, p
 from autopart.simulate import StageTimes, makespan
 from autopart.solver import brute, stages
 from autopart.solver.schedule_search import find_schedule
+from autopart.solver.search import NotBetter
 from autopart.solver.stages_floor import blocks_floor, least_step, way_floor
 from autopart.solver.stages_least import least_share
 from autopart.solver.stages_parts import Block, Choice, Cut
-from autopart.solver.stages_problem import StageProblem, Way
+from autopart.solver.stages_problem import StageProblem, Step, Way
 from autopart.step_time import simulated_seconds
 
 SCHEDULES = [("1f1b", 0), ("1f1b", 1), ("1f1b", 2), ("gpipe", 1)]
@@ -156,6 +157,47 @@ def test_no_way_to_share_the_work_is_faster_in_these_orders(name: str, ranks: in
             work = forward + sum(own.backward_s for own in times)
             share = least_share(name, places, microbatches, forward / work)
             assert makespan(schedule, times) * (1 + 1e-9) >= work * share >= work * microbatches / ranks * (1 - 1e-6)
+
+
+@pytest.mark.parametrize(("name", "ranks", "virtual"), ORDERS)
+@pytest.mark.parametrize("seed", range(12))
+def test_no_division_that_fits_is_faster_in_these_orders(seed: int, name: str, ranks: int, virtual: int) -> None:
+    """Than the bound of a division that is solved, and none is left out that takes less than what is of interest."""
+    rng, count, m = Random(seed), ranks * virtual, ranks * (1 + seed % 3)
+    places = places_of(name, count, virtual)
+    problem = random_chain(rng, rng.randint(count, count + 2), count, m)
+    limits = tuple(dataclasses.replace(slot, capacity_bytes=rng.uniform(100, 1500)) for slot in problem.slots)
+    problem = dataclasses.replace(problem, slots=limits, in_flight=in_flight(name, count, m, (), places))
+    found: list[float] = []
+    for boundaries in brute.divisions(problem, chain_edges(len(problem.blocks))):
+        for choices in itertools.product(*(_all_choices(problem, step) for step in steps(*boundaries))):
+            if problem.excess_bytes(choices) <= 0:
+                shares = [rng.uniform(0.0, 0.5) if name.startswith("zb") else 0.0 for _ in choices]
+                found.append(simulated_seconds(problem, choices, name, shares, (), places))
+    best = min(found, default=math.inf)
+    try:
+        solved = stages.solve(problem, ranks=ranks)
+    except InfeasibleError:
+        assert not found
+        return
+    assert 0 < solved.lower_bound_s <= best * (1 + 1e-9)
+    assert stages.solve(problem, ranks=ranks, below=best * (1 + 1e-6)).lower_bound_s <= best * (1 + 1e-9)
+    with pytest.raises(NotBetter) as stopped:
+        stages.solve(problem, ranks=ranks, below=solved.lower_bound_s * (1 - 1e-6))
+    assert stopped.value.seconds <= best * (1 + 1e-9)
+
+
+def _all_choices(problem: StageProblem, step: Step) -> list[Step]:
+    units = problem.units(step)
+    return [
+        dataclasses.replace(
+            step,
+            choices=tuple(
+                (block, choice) for (part, _), choice in zip(units, made, strict=True) for block in part if choice
+            ),
+        )
+        for made in itertools.product(*(range(len(family)) for _, family in units))
+    ]
 
 
 def test_zero_bubble_is_at_its_floor_with_equal_stages_and_interleaving_is_not() -> None:

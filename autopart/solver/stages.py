@@ -63,7 +63,7 @@ from autopart.solver.stages_graph import StageGraph
 from autopart.solver.stages_problem import StageProblem, StageSolution, Step, Way
 from autopart.solver.stages_runs import Array
 from autopart.solver.stages_trips import Timed, faster_way, is_row
-from autopart.solver.stages_ways import Found, cheapest, smallest_maximum, sums_through
+from autopart.solver.stages_ways import Found, cheapest, least_sum, smallest_maximum, sums_through
 from autopart.solver.tensor_problem import relative_gap
 
 if TYPE_CHECKING:
@@ -82,14 +82,17 @@ def solve(
     *,
     max_programs: int = MAX_PROGRAMS,
     below: float = math.inf,
+    ranks: int = 0,
     timed: Timed | None = None,
     known: Way = (),
 ) -> StageSolution:
     """The division into stages with the shortest step, or the best found in ``time_limit_s``.
 
     max_programs: boxes to go over before the integer solver takes the rest. below: of interest are only divisions whose
-    steps take fewer seconds under some 1F1B or GPipe order; NotBetter is raised where surely none does. timed: what
-    steps take under such an order, by which divisions are compared in the end; what is best by the formula may not be.
+    steps take fewer seconds; NotBetter is raised where surely none does. ranks: 0: under some 1F1B or GPipe order, with
+    a rank for each stage; else under any order on so many ranks, each of which runs what it has one after another.
+    timed: what steps take under such an order, by which divisions are compared in the end; what is best by the formula
+    may not be.
     known: a division, than which the one returned is no worse where it fits.
     Raises InfeasibleError, with the stage and the bytes that bind and the capacity that would do, when none fits;
     PlanError when there are too few blocks.
@@ -99,7 +102,8 @@ def solve(
     last = len(problem.positions) - 1
     if problem.stages == 1 and last > 1:  # there is one division
         known = tuple(replace(step, last=1) for step in known)
-        found = solve(problem.at((0, last)), time_limit_s, max_programs=max_programs, below=below, known=known)
+        fewer = problem.at((0, last))
+        found = solve(fewer, time_limit_s, max_programs=max_programs, below=below, ranks=ranks, known=known)
         return replace(found, way=tuple(replace(step, last=last) for step in found.way))
     begun = [known] if known else []
     most = below / problem.microbatches
@@ -107,7 +111,8 @@ def solve(
         begun.append(_few_positions(problem, until))
         most = most_seconds(problem, begun[-1])
     graph = _graph(problem, most)
-    floor = min(_floor(graph)[0], problem.microbatches * most)
+    beyond = below if below < math.inf else problem.microbatches * most  # seconds of what is left out
+    floor = min(_work_floor(graph, ranks) if ranks else _floor(graph)[0], beyond)
     if floor >= below:
         raise NotBetter(floor, floor)
     search = _BoxSearch(problem, graph, until)
@@ -126,7 +131,7 @@ def solve(
         if known and problem.excess_bytes(known) <= 0:
             way = min(way, known, key=timed)
         way, least = faster_way(graph, way, floor, timed)
-        floor = min(least, problem.microbatches * most)
+        floor = min(least, beyond)
         objective = problem.objective(way)
     return StageSolution(
         way=way,
@@ -173,6 +178,21 @@ def _floor(graph: StageGraph) -> Found:
     if found is None:
         raise _infeasible(graph.problem, graph)
     return found
+
+
+def _work_floor(graph: StageGraph, ranks: int) -> float:
+    """Seconds of a step at least in which ranks run their stages' microbatches one after another, in whatever order.
+
+    A rank does so from its first stage's first forward on, which the forwards of all stages before come before. The
+    first stages, one for each rank, are on different ones.
+    """
+    work = graph.problem.microbatches * np.where(graph.fits, graph.seconds, np.inf)
+    before = np.array([[stage < ranks] for stage, *_ in graph.tables]) * graph.forward[graph.runs.first]
+    found = smallest_maximum(graph, work + before)
+    if found is None:
+        raise _infeasible(graph.problem, graph)
+    shared = least_sum(graph, work + before) / ranks if ranks < graph.problem.stages else 0.0
+    return max(found[0], shared)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -42,16 +42,21 @@ _Chain = tuple[int, ...]
 _WORKS = (Work.FORWARD, Work.BACKWARD, Work.WEIGHT)
 
 
-def least_share(schedule: str, places: Sequence[int], microbatches: int, forward: float = 0.0) -> float:
+def least_share(
+    schedule: str, places: Sequence[int], microbatches: int, forward: float = 0.0, enough: float = math.inf
+) -> float:
     """Seconds of a step for each second of a microbatch, without transfers.
 
-    places: the rank of each stage. forward: the share of forwards in a microbatch's seconds, at least.
+    places: the rank of each stage. forward: the share of forwards in a microbatch's seconds, at least. enough: where
+    the first chains say as many, nothing more is looked for.
     """
-    return _least(schedule, tuple(places), microbatches, math.floor(forward * _FINENESS))
+    asked = schedule, tuple(places), microbatches, math.floor(forward * _FINENESS)
+    first = _least(*asked, most_chains=1)
+    return first if first >= enough else _least(*asked, most_chains=_MOST_CHAINS)
 
 
 @functools.lru_cache(maxsize=4096)
-def _least(schedule: str, places: tuple[int, ...], microbatches: int, forward: int) -> float:
+def _least(schedule: str, places: tuple[int, ...], microbatches: int, forward: int, most_chains: int) -> float:
     stages = len(places)
     splits = schedule in SPLIT_SCHEDULES
     model = LinearModel()
@@ -71,9 +76,10 @@ def _least(schedule: str, places: tuple[int, ...], microbatches: int, forward: i
 
     for chain in _first_chains(places, microbatches, splits):
         add(chain)
-    orders = _orders(schedule, places, microbatches) if 3 * stages * microbatches <= MOST_STEPS else None
+    few = 3 * stages * microbatches <= MOST_STEPS and most_chains > 1
+    orders = _orders(schedule, places, microbatches) if few else None
     least = microbatches / len(set(places))
-    for _ in range(_MOST_CHAINS):
+    for _ in range(most_chains):
         found = model.relax()
         assert found is not None
         least = max(least, found.objective)

@@ -38,13 +38,22 @@ def cheapest(graph: StageGraph, arcs: Array) -> Found | None:
     return _best_way(graph, arcs, np.add)
 
 
+def least_sum(graph: StageGraph, arcs: Array) -> float:
+    """The smallest sum of ``arcs`` alone; infinite without a way."""
+    found = _best_way(graph, arcs, np.add, crossing=False)
+    return np.inf if found is None else found[0]
+
+
 def smallest_maximum(graph: StageGraph, arcs: Array) -> Found | None:
     """The way whose largest arc is smallest; None without a way."""
     return _best_way(graph, arcs, np.maximum)
 
 
-def _best_way(graph: StageGraph, arcs: Array, combine: np.ufunc) -> Found | None:
-    """best[s + 1, stop, last] = min over slots, runs to last of combine(best[s, start, first], arcs[table, run])."""
+def _best_way(graph: StageGraph, arcs: Array, combine: np.ufunc, crossing: bool = True) -> Found | None:
+    """best[s + 1, stop, last] = min over slots, runs to last of combine(best[s, start, first], arcs[table, run]).
+
+    crossing: sums have what crosses between stages.
+    """
     problem, runs, adds = graph.problem, graph.runs, combine is np.add
     if not len(runs):
         return None
@@ -56,7 +65,7 @@ def _best_way(graph: StageGraph, arcs: Array, combine: np.ufunc) -> Found | None
         before, layer = layers[-1], _Layer()
         for number, table in found:
             slot = problem.slots[number]
-            entry, came = _entry(graph, before.best, slot.start, slot.shape, adds)
+            entry, came = _entry(graph, before.best, slot.start, slot.shape, adds and crossing)
             if entry is None:
                 continue
             least, which = runs.least_to(combine(entry[runs.first], arcs[table]))
@@ -86,7 +95,7 @@ def _best_way(graph: StageGraph, arcs: Array, combine: np.ufunc) -> Found | None
 
 
 def _entry(
-    graph: StageGraph, best: dict[_Node, Array], place: int, shape: int, adds: bool
+    graph: StageGraph, best: dict[_Node, Array], place: int, shape: int, crossing: bool
 ) -> tuple[Array | None, NDArray[np.intp]]:
     """By position the best that leads to a stage of this shape, and the shape of the stage before."""
     value: Array | None = None
@@ -94,7 +103,7 @@ def _entry(
     for (at, other), found in best.items():
         if at != place:
             continue
-        through = found + graph.joint(other, shape, place) if adds and other >= 0 else found
+        through = found + graph.joint(other, shape, place) if crossing and other >= 0 else found
         better = np.ones(len(came), dtype=bool) if value is None else through < value
         value = through if value is None else np.where(better, through, value)
         came = np.where(better, other, came)
@@ -111,7 +120,7 @@ def sums_through(graph: StageGraph, arcs: Array) -> Iterator[tuple[int, int, int
         reached: dict[_Node, Array] = {}
         for number, table in found:
             slot = problem.slots[number]
-            entry, _ = _entry(graph, to[-1], slot.start, slot.shape, adds=True)
+            entry, _ = _entry(graph, to[-1], slot.start, slot.shape, crossing=True)
             if entry is not None:
                 value, _ = runs.least_to(entry[runs.first] + arcs[table])
                 node = slot.stop, slot.shape
