@@ -263,10 +263,17 @@ class CandidateFloors(CandidateSums):
             return 0.0
         prices, share = self.prices(config), 1 / config.tp
         shared = (count * prices.shared_seconds(node, share, share)[0] for (node, _), count in self.alike)
+        return self.ordered_seconds(config, math.fsum(shared), work, below * self.faster(config)) / self.faster(config)
+
+    def ordered_seconds(self, config: Degrees, forward: float, work: float, below: float) -> float:
+        """Seconds of a step at least, in the order of its schedule, by those of a microbatch: forward, and all.
+
+        Where no rank is faster than priced. below: of interest.
+        """
+        if not work:
+            return 0.0
         places = self.layout.places(config)
-        seconds, enough = math.fsum(shared), below * self.faster(config) / work if work else 0.0
-        least = least_share(config.schedule, places, config.microbatches, seconds / work if work else 0.0, enough)
-        return work * least / self.faster(config)
+        return work * least_share(config.schedule, places, config.microbatches, forward / work, below / work)
 
     def last_floor(self, config: Degrees, below: float) -> float:
         """The best bound there is, which takes the longest. below: seconds from which more are of no interest."""

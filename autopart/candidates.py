@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from autopart.candidate_floors import CandidateFloors
 from autopart.cost.communication import bucketed_all_reduce_seconds
@@ -457,8 +458,8 @@ class Candidates(CandidateFloors):
             def timed(way: Way) -> float:
                 return self._step_seconds(problem, way, config)
 
-        ranks = 0 if whole else config.pp
-        return stage_solver.solve(problem, self.time_limit_s, below=below, ranks=ranks, timed=timed, known=known)
+        ordered = None if whole else partial(self.ordered_seconds, config)
+        return stage_solver.solve(problem, self.time_limit_s, below=below, least_step=ordered, timed=timed, known=known)
 
     def _step_seconds(self, problem: StageProblem, way: Way, config: Degrees) -> float:
         places = self.layout.places(config)

@@ -175,15 +175,19 @@ def test_no_division_that_fits_is_faster_in_these_orders(seed: int, name: str, r
                 shares = [rng.uniform(0.0, 0.5) if name.startswith("zb") else 0.0 for _ in choices]
                 found.append(simulated_seconds(problem, choices, name, shares, (), places))
     best = min(found, default=math.inf)
+
+    def least(forward: float, work: float, below: float) -> float:
+        return work * least_share(name, places, m, forward / work, below / work)
+
     try:
-        solved = stages.solve(problem, ranks=ranks)
+        solved = stages.solve(problem, least_step=least)
     except InfeasibleError:
         assert not found
         return
     assert 0 < solved.lower_bound_s <= best * (1 + 1e-9)
-    assert stages.solve(problem, ranks=ranks, below=best * (1 + 1e-6)).lower_bound_s <= best * (1 + 1e-9)
+    assert stages.solve(problem, least_step=least, below=best * (1 + 1e-6)).lower_bound_s <= best * (1 + 1e-9)
     with pytest.raises(NotBetter) as stopped:
-        stages.solve(problem, ranks=ranks, below=solved.lower_bound_s * (1 - 1e-6))
+        stages.solve(problem, least_step=least, below=solved.lower_bound_s * (1 - 1e-6))
     assert stopped.value.seconds <= best * (1 + 1e-9)
 
 

@@ -69,6 +69,8 @@ from autopart.solver.tensor_problem import relative_gap
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
+LeastStep = Callable[[float, float, float], float]
+"""Of a microbatch's seconds forward, and all of them, the least of a step; no interest in more than the third says."""
 TOLERANCE = 1e-9
 MAX_PROGRAMS = 300
 _TICKS = 2**40
@@ -82,17 +84,16 @@ def solve(
     *,
     max_programs: int = MAX_PROGRAMS,
     below: float = math.inf,
-    ranks: int = 0,
+    least_step: LeastStep | None = None,
     timed: Timed | None = None,
     known: Way = (),
 ) -> StageSolution:
     """The division into stages with the shortest step, or the best found in ``time_limit_s``.
 
     max_programs: boxes to go over before the integer solver takes the rest. below: of interest are only divisions whose
-    steps take fewer seconds; NotBetter is raised where surely none does. ranks: 0: under some 1F1B or GPipe order, with
-    a rank for each stage; else under any order on so many ranks, each of which runs what it has one after another.
-    timed: what steps take under such an order, by which divisions are compared in the end; what is best by the formula
-    may not be.
+    steps take fewer seconds; NotBetter is raised where surely none does. least_step: None: steps are of some 1F1B or
+    GPipe order, with a rank for each stage; else, of any order, the seconds at least. timed: what steps take under 1F1B
+    or GPipe, by which divisions are compared in the end; what is best by the formula may not be.
     known: a division, than which the one returned is no worse where it fits.
     Raises InfeasibleError, with the stage and the bytes that bind and the capacity that would do, when none fits;
     PlanError when there are too few blocks.
@@ -103,7 +104,7 @@ def solve(
     if problem.stages == 1 and last > 1:  # there is one division
         known = tuple(replace(step, last=1) for step in known)
         fewer = problem.at((0, last))
-        found = solve(fewer, time_limit_s, max_programs=max_programs, below=below, ranks=ranks, known=known)
+        found = solve(fewer, time_limit_s, max_programs=max_programs, below=below, least_step=least_step, known=known)
         return replace(found, way=tuple(replace(step, last=last) for step in found.way))
     begun = [known] if known else []
     most = below / problem.microbatches
@@ -112,7 +113,7 @@ def solve(
         most = most_seconds(problem, begun[-1])
     graph = _graph(problem, most)
     beyond = below if below < math.inf else problem.microbatches * most  # seconds of what is left out
-    floor = min(_work_floor(graph, ranks) if ranks else _floor(graph)[0], beyond)
+    floor = min(_floor(graph)[0] if least_step is None else _work_floor(graph, least_step, below), beyond)
     if floor >= below:
         raise NotBetter(floor, floor)
     search = _BoxSearch(problem, graph, until)
@@ -180,19 +181,17 @@ def _floor(graph: StageGraph) -> Found:
     return found
 
 
-def _work_floor(graph: StageGraph, ranks: int) -> float:
-    """Seconds of a step at least in which ranks run their stages' microbatches one after another, in whatever order.
-
-    A rank does so from its first stage's first forward on, which the forwards of all stages before come before. The
-    first stages, one for each rank, are on different ones.
+def _work_floor(graph: StageGraph, least_step: LeastStep, below: float) -> float:
+    """Seconds of a step at least, in whatever order: before a stage's first forward come those of the stages before,
+    and from then on its rank has all its work; and what the order makes of all work.
     """
-    work = graph.problem.microbatches * np.where(graph.fits, graph.seconds, np.inf)
-    before = np.array([[stage < ranks] for stage, *_ in graph.tables]) * graph.forward[graph.runs.first]
-    found = smallest_maximum(graph, work + before)
+    seconds = np.where(graph.fits, graph.seconds, np.inf)
+    found = smallest_maximum(graph, graph.problem.microbatches * seconds + graph.forward[graph.runs.first])
     if found is None:
         raise _infeasible(graph.problem, graph)
-    shared = least_sum(graph, work + before) / ranks if ranks < graph.problem.stages else 0.0
-    return max(found[0], shared)
+    if found[0] >= below:
+        return found[0]
+    return max(found[0], least_step(float(graph.forward[-1]), least_sum(graph, seconds), below))
 
 
 @dataclass(frozen=True, slots=True, order=True)
