@@ -63,8 +63,10 @@ def _least_rates(cluster: Cluster) -> list[str]:
 def _waiting(candidates: Candidates, config: Degrees, answer: Answer | UnlikeAnswer) -> list[str]:
     """A note of GPUs that would compute faster than their hosts start kernels."""
     starts = candidates.host_starts(config)
+    if starts is None:
+        return []
     waits: dict[int, tuple[float, float]] = {}
-    for stage, step in enumerate(answer.cut.way if starts is not None else ()):
+    for stage, step in enumerate(answer.cut.way):
         host = sum(starts.of(answer.problem.blocks_between(step.first, step.last)))
         device = sum(choice.forward_s + choice.backward_s for choice in answer.problem.chosen(step))
         if host > _WAITS * device:

@@ -77,6 +77,9 @@ LARGE = {
     "Llama-70B-like on 32x8 H100, batch 2,048": [
         *(_LLAMA_70B, "--cluster", "32x8xH100", "--batch", "2048", "--dtype", "bf16"),
     ],
+    "Llama-70B-like on 32x8 H100, zb-h1 forced": [
+        *(_LLAMA_70B, "--cluster", "32x8xH100", "--batch", "512", "--dtype", "bf16", "--schedule", "zb-h1"),
+    ],
     "GPT-3 175B on 128x8 A100-80GB": [_GPT3, "--cluster", "128x8xA100-80GB", "--batch", "1536", "--dtype", "bf16"],
     "GPT 1T on 384x8 A100-80GB": [_1T, "--cluster", "384x8xA100-80GB", "--batch", "3072", "--dtype", "bf16"],
     "Llama-70B-like on 32x8 RTX-4090": [_LLAMA_70B, "--cluster", "32x8xRTX-4090", "--batch", "512", "--dtype", "bf16"],
