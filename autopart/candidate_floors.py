@@ -25,7 +25,7 @@ from autopart.solver.degrees import Config, Degrees
 from autopart.solver.pipeline_cuts import LONG, SHORT, Divisions, Effort
 from autopart.solver.pipeline_floor import Family, Piece, Pipeline, least_step_seconds
 from autopart.solver.pipeline_row import Boundary, Place, Row, Tied
-from autopart.solver.stages_least import least_share
+from autopart.solver.stages_least import MOST_STEPS, least_share
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, pipeline_floor
 from autopart.tensor_choice import work_bound
 
@@ -108,8 +108,8 @@ class CandidateFloors(CandidateSums):
         if known >= below:
             return known
         # what divided parameters exchange in each microbatch, they do not at the end
-        summed = not self._divides(config) and not self.zero
-        known = max(known, self._floor(work + self._memory_seconds(config, work), config, summed))
+        summed, held = not self._divides(config) and not self.zero, work + self._memory_seconds(config, work)
+        known = max(known, self._floor(held, config, summed), self._order_floor(config, held, below))
         if known >= below or not (priced or config.stages <= MOST_UNPRICED):
             return known
         return max(known, self._pipeline_floor(config, least, below, priced))
@@ -265,15 +265,18 @@ class CandidateFloors(CandidateSums):
         shared = (count * prices.shared_seconds(node, share, share)[0] for (node, _), count in self.alike)
         return self.ordered_seconds(config, math.fsum(shared), work, below * self.faster(config)) / self.faster(config)
 
-    def ordered_seconds(self, config: Degrees, forward: float, work: float, below: float) -> float:
+    def ordered_seconds(
+        self, config: Degrees, forward: float, work: float, below: float, most_steps: int = MOST_STEPS
+    ) -> float:
         """Seconds of a step at least, in the order of its schedule, by those of a microbatch: forward, and all.
 
-        Where no rank is faster than priced. below: of interest.
+        Where no rank is faster than priced. below: of interest. most_steps: see :mod:`autopart.solver.stages_least`.
         """
         if not work:
             return 0.0
         places = self.layout.places(config)
-        return work * least_share(config.schedule, places, config.microbatches, forward / work, below / work)
+        asked = config.schedule, places, config.microbatches, forward / work, below / work
+        return work * least_share(*asked, most_steps)
 
     def last_floor(self, config: Degrees, below: float) -> float:
         """The best bound there is, which takes the longest. below: seconds from which more are of no interest."""

@@ -20,6 +20,7 @@ from autopart.solver import stages as stage_solver
 from autopart.solver.degrees import Degrees
 from autopart.solver.search import Evaluation, NotBetter
 from autopart.solver.stages_floor import blocks_floor
+from autopart.solver.stages_least import MOST_STEPS_ONCE
 from autopart.solver.stages_problem import StageProblem, StageSolution, Step, Way
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, simulated_seconds
 from autopart.tensor_choice import Builder, TensorChoice, choose
@@ -458,7 +459,7 @@ class Candidates(CandidateFloors):
             def timed(way: Way) -> float:
                 return self._step_seconds(problem, way, config)
 
-        ordered = None if whole else partial(self.ordered_seconds, config)
+        ordered = None if whole else partial(self.ordered_seconds, config, most_steps=MOST_STEPS_ONCE)
         return stage_solver.solve(problem, self.time_limit_s, below=below, least_step=ordered, timed=timed, known=known)
 
     def _step_seconds(self, problem: StageProblem, way: Way, config: Degrees) -> float:

@@ -15,8 +15,8 @@ bound:
 W_s <= B_s as half of what an op with weights takes in its backward is left for W at most, and what computes again does
 so in B. The first chains are those of each stage s: the first microbatch's way to s, all work of s and of the stages
 behind it on its rank, and a microbatch's way back; where W is split off, the way back without W or all work with it.
-Then the longest chain of the program's answer is added, until none is longer than T. Where a schedule has more than
-:data:`MOST_STEPS` computations the first chains have to do.
+Then the longest chain of the program's answer is added, until none is longer than T. Where a schedule has more
+computations than are to be gone over the first chains have to do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from collections.abc import Sequence
 from autopart.runtime.schedule import SPLIT_SCHEDULES, Work, make_schedule
 from autopart.solver.linear import LinearModel
 
-MOST_STEPS = 1500
+MOST_STEPS, MOST_STEPS_ONCE = 1500, 20_000
+"""Computations of a schedule whose chains are gone over: of each configuration, and of one that is evaluated."""
 _MOST_CHAINS = 60
 _CLOSE = 1e-4
 """Relative: how near to the longest chain the program's answer has to come."""
@@ -43,20 +44,27 @@ _WORKS = (Work.FORWARD, Work.BACKWARD, Work.WEIGHT)
 
 
 def least_share(
-    schedule: str, places: Sequence[int], microbatches: int, forward: float = 0.0, enough: float = math.inf
+    schedule: str,
+    places: Sequence[int],
+    microbatches: int,
+    forward: float = 0.0,
+    enough: float = math.inf,
+    most_steps: int = MOST_STEPS,
 ) -> float:
     """Seconds of a step for each second of a microbatch, without transfers.
 
     places: the rank of each stage. forward: the share of forwards in a microbatch's seconds, at least. enough: where
-    the first chains say as many, nothing more is looked for.
+    the first chains say as many, nothing more is looked for. most_steps: as of :data:`MOST_STEPS`.
     """
     asked = schedule, tuple(places), microbatches, math.floor(forward * _FINENESS)
-    first = _least(*asked, most_chains=1)
-    return first if first >= enough else _least(*asked, most_chains=_MOST_CHAINS)
+    first = _least(*asked, more=False)
+    if first >= enough or 3 * len(places) * microbatches > most_steps:
+        return first
+    return _least(*asked, more=True)
 
 
 @functools.lru_cache(maxsize=4096)
-def _least(schedule: str, places: tuple[int, ...], microbatches: int, forward: int, most_chains: int) -> float:
+def _least(schedule: str, places: tuple[int, ...], microbatches: int, forward: int, more: bool) -> float:
     stages = len(places)
     splits = schedule in SPLIT_SCHEDULES
     model = LinearModel()
@@ -76,10 +84,9 @@ def _least(schedule: str, places: tuple[int, ...], microbatches: int, forward: i
 
     for chain in _first_chains(places, microbatches, splits):
         add(chain)
-    few = 3 * stages * microbatches <= MOST_STEPS and most_chains > 1
-    orders = _orders(schedule, places, microbatches) if few else None
+    orders = _orders(schedule, places, microbatches) if more else None
     least = microbatches / len(set(places))
-    for _ in range(most_chains):
+    for _ in range(_MOST_CHAINS):
         found = model.relax()
         assert found is not None
         least = max(least, found.objective)
