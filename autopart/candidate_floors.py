@@ -26,7 +26,7 @@ from autopart.solver.pipeline_cuts import LONG, SHORT, Divisions, Effort
 from autopart.solver.pipeline_floor import Family, Piece, Pipeline, least_step_seconds
 from autopart.solver.pipeline_row import Boundary, Place, Row, Tied
 from autopart.solver.stages_least import MOST_STEPS, least_share
-from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, pipeline_floor
+from autopart.step_time import STEADY_SCHEDULES, WHOLE_SCHEDULES, one_stage_floor, pipeline_floor
 from autopart.tensor_choice import work_bound
 
 MOST_APART = 64
@@ -259,7 +259,7 @@ class CandidateFloors(CandidateSums):
 
         below: seconds from which a higher bound is of no interest.
         """
-        if config.pp == 1 or config.schedule in (*WHOLE_SCHEDULES, "2bw"):
+        if config.pp == 1 or config.schedule in (*WHOLE_SCHEDULES, *STEADY_SCHEDULES):
             return 0.0
         prices, share = self.prices(config), 1 / config.tp
         shared = (count * prices.shared_seconds(node, share, share)[0] for (node, _), count in self.alike)

@@ -22,7 +22,7 @@ from autopart.solver.search import Evaluation, NotBetter
 from autopart.solver.stages_floor import blocks_floor
 from autopart.solver.stages_least import MOST_STEPS_ONCE
 from autopart.solver.stages_problem import StageProblem, StageSolution, Step, Way
-from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor, simulated_seconds
+from autopart.step_time import STEADY_SCHEDULES, WHOLE_SCHEDULES, one_stage_floor, simulated_seconds
 from autopart.tensor_choice import Builder, TensorChoice, choose
 
 # How often strategies are chosen again under a tighter memory limit when the fastest ones do not fit.
@@ -364,7 +364,7 @@ class Candidates(CandidateFloors):
             floor = self.work_floor(whose)
         # without other strategies what holds for these choices holds for the candidate
         alone = choice.solution is None and not self._divides(config)
-        complete = self.positions.complete
+        complete, steady = self.positions.complete, config.schedule in STEADY_SCHEDULES
         for attempt in range(tightenings + 1):
             least = self._least_seconds(config, choice) if below < math.inf else 0.0
             if least >= below:
@@ -392,7 +392,7 @@ class Candidates(CandidateFloors):
                     or (attempt == 0 and below == math.inf and self._never_fits(config, choice))
                 ):
                     if below < math.inf:  # what fits may take longer
-                        least = below if alone and complete else self.work_floor(whose)
+                        least = below if alone and complete and not steady else self.work_floor(whose)
                         raise NotBetter(below, least) from None
                     raise
                 # Other strategies may hold less: take the missing bytes off what these hold together.
@@ -409,9 +409,11 @@ class Candidates(CandidateFloors):
         if choice.solution is not None and choice.levels and self.zero is None:
             floor = self.work_floor(whose)  # of all levels
         elif choice.solution is None:
-            floor = cut.lower_bound_s / self.faster(config)
-            whole = config.schedule in WHOLE_SCHEDULES
-            floor = self._tied_floor(config, floor) if whole else max(floor, self.step_floor(free, config))
+            floor = self.step_floor(free, config)
+            if config.schedule in WHOLE_SCHEDULES:
+                floor = self._tied_floor(config, cut.lower_bound_s / self.faster(config))
+            elif not steady:
+                floor = max(floor, cut.lower_bound_s / self.faster(config))
             # of what was not among the choices this bound says nothing
             if choice.levels and self.zero is None:
                 floor = self.work_floor(whose)
@@ -453,13 +455,16 @@ class Candidates(CandidateFloors):
 
     def _cut(self, config: Degrees, problem: StageProblem, below: float, known: Way = ()) -> StageSolution:
         """The best division that is found, of interest where it takes less than ``below``. known: to begin with."""
-        timed, whole = None, config.schedule in WHOLE_SCHEDULES
-        if whole and 1 < config.stages == config.pp:
+        timed, ordered = None, None
+        if config.schedule in STEADY_SCHEDULES:
+            below = math.inf  # the second batch may add less than a stage's work
+        elif config.schedule not in WHOLE_SCHEDULES:
+            ordered = partial(self.ordered_seconds, config, most_steps=MOST_STEPS_ONCE)
+        elif 1 < config.stages == config.pp:
 
             def timed(way: Way) -> float:
                 return self._step_seconds(problem, way, config)
 
-        ordered = None if whole else partial(self.ordered_seconds, config, most_steps=MOST_STEPS_ONCE)
         return stage_solver.solve(problem, self.time_limit_s, below=below, least_step=ordered, timed=timed, known=known)
 
     def _step_seconds(self, problem: StageProblem, way: Way, config: Degrees) -> float:

@@ -22,6 +22,8 @@ from autopart.solver.stages_problem import StageProblem, Step, Way
 
 WHOLE_SCHEDULES = ("gpipe", "1f1b", "2bw-flush")
 """Schedules of whole backwards, one stage on each rank, that end with each batch."""
+STEADY_SCHEDULES = ("2bw",)
+"""Schedules whose batches follow each other without a gap: a step is what one more batch takes."""
 # How many schedules are kept for further candidates; one of 64 stages and 512 microbatches takes some 30 MB.
 _SCHEDULES = 8
 
