@@ -50,7 +50,7 @@ class CandidateFloors(CandidateSums):
     _added: dict[tuple[Degrees, float], float] = field(default_factory=dict)
     _floors: dict[tuple[Degrees, float], float] = field(default_factory=dict)  # of pipelines that end whole
     _rows: dict[tuple[Degrees, float], Divisions | None] = field(default_factory=dict)
-    _kernels: dict[str, int] = field(default_factory=dict)  # of a microbatch, by what is computed again
+    _starting: dict[str, float] = field(default_factory=dict)  # of a microbatch, by what is computed again
     _started: HostStarts | None = None
 
     def __post_init__(self) -> None:
@@ -65,10 +65,10 @@ class CandidateFloors(CandidateSums):
         found = CandidateSums._with(self, cluster, device, whole)
         found._added, found._floors, found._rows = {}, {}, {}
         if device.kind != self.device.kind:
-            found.alike, found._kernels = found._counted(), {}
+            found.alike = found._counted()
         if not same_but_for_memory(device, self.device):
             found._work, found._free, found._work_bounds, found._enough = {}, {}, {}, {}
-            found._shares, found._last, found._started = {}, {}, None
+            found._shares, found._last, found._starting, found._started = {}, {}, {}, None
         return found
 
     def lower_bound(self, config: Degrees) -> float:
@@ -378,16 +378,15 @@ class CandidateFloors(CandidateSums):
 
     def starting_seconds(self, config: Degrees) -> float:
         """Seconds in which hosts of GPUs start the kernels of one microbatch."""
-        if not self.device.host_s:
+        starts = self.host_starts(config)
+        if starts is None:
             return 0.0
-        if config.recompute not in self._kernels:
+        if config.recompute not in self._starting:
             prices = self.prices(config)
-            found = sum(sum(prices.kernels(node)) for node in self.analysis.free_block)
-            for (node, again), count in self.alike:
-                forward, backward = prices.kernels(node)
-                found += count * (forward + backward + (forward if config.recompute == "full" and again else 0))
-            self._kernels[config.recompute] = found
-        return self.device.host_s * self._kernels[config.recompute]
+            again = (count * prices.kernels(node)[0] for (node, again), count in self.alike if again)
+            repeated = self.device.host_s * sum(again) if config.recompute == "full" else 0.0
+            self._starting[config.recompute] = sum(starts.of(range(len(self.analysis.blocks)))) + repeated
+        return self._starting[config.recompute]
 
     def host_starts(self, config: Degrees) -> HostStarts | None:
         """What hosts take to start blocks' kernels; None where none counts."""

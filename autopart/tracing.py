@@ -29,7 +29,7 @@ from autopart.meta_capture import NumbersOnMeta, all_on_meta, is_on_meta
 from autopart.mixed_precision import autocast_of, check_sums, current_precision
 from autopart.other_draws import note_on_draws, other_draws
 from autopart.own_backwards import note_on, own_backwards
-from autopart.passes.attention_masks import shorten_masks
+from autopart.passes.attention_masks import simplify_masks
 from autopart.passes.autocast import Autocast, entered
 from autopart.passes.graph import prune
 from autopart.passes.normalize import normalize
@@ -324,7 +324,7 @@ def _assemble(
     output_node.args = ((*nodes, *updates.values()),)
     if assumptions:
         prune(graph)
-    shorten_masks(graph, batch)
+    simplify_masks(graph, batch)
     mark_differentiable(graph, nodes)
     outputs, loss = _outputs(flat, nodes)
     if loss is not None:

@@ -48,25 +48,25 @@ _BLOCK = 1 << 16
 _SHAPED_LIKE = {"ones_like": 1, "new_ones": 1, "zeros_like": 0, "new_zeros": 0, "full_like": None, "new_full": None}
 
 
-class Says(enum.Enum):
-    """What a mask says in short."""
+class MaskKind(enum.Enum):
+    """Of masks that attention's other arguments say. FULL: every query sees every key."""
 
-    NOTHING = "nothing"
+    FULL = "full"
     CAUSAL = "causal"
 
 
-def shorten_masks(graph: fx.Graph, batch: int) -> None:
+def simplify_masks(graph: fx.Graph, batch: int) -> None:
     """Takes from attention the masks that can be said without, in place. batch: samples of the example inputs."""
-    masks, found = _Masks(graph, batch), list[tuple[fx.Node, Says]]()
+    masks, found = _Masks(graph, batch), list[tuple[fx.Node, MaskKind]]()
     for node in graph.nodes:
         if node.target is aten.scaled_dot_product_attention.default:
             mask = argument(node, 3, "attn_mask")
-            says = None if mask is None or _gives_shape(node) else masks.says(mask)
-            if says is Says.NOTHING or (says is Says.CAUSAL and _may_be_causal(node)):
-                found.append((node, says))
-    for node, says in found:
+            kind = None if mask is None or _gives_shape(node) else masks.kind(mask)
+            if kind is MaskKind.FULL or (kind is MaskKind.CAUSAL and _may_be_causal(node)):
+                found.append((node, kind))
+    for node, kind in found:
         dropout = argument(node, 4, "dropout_p", 0.0)
-        rest = (None, dropout, True) if says is Says.CAUSAL else (None, dropout) if dropout else ()
+        rest = (None, dropout, True) if kind is MaskKind.CAUSAL else (None, dropout) if dropout else ()
         node.args = (*node.args[:3], *rest)
         node.kwargs = {name: node.kwargs[name] for name in ("scale", "enable_gqa") if name in node.kwargs}
     if found:
@@ -93,16 +93,16 @@ class _Masks:
     def __init__(self, graph: fx.Graph, batch: int):
         self.samples = batch
         self.places = {node: place for place, node in enumerate(graph.nodes)}
-        self.known: dict[fx.Node, Says | None] = {}
-        self.alike: dict[str, Says | None] = {}
+        self.known: dict[fx.Node, MaskKind | None] = {}
+        self.alike: dict[str, MaskKind | None] = {}
 
-    def says(self, mask: fx.Node) -> Says | None:
+    def kind(self, mask: fx.Node) -> MaskKind | None:
         """None: more than this module has words for."""
         if mask not in self.known:
             made = self.alone(mask)
             text = str(made)
             if text not in self.alike:
-                self.alike[text] = None if made is None or not _same_for_all(made) else _says(made, self.samples)
+                self.alike[text] = None if made is None or not _same_for_all(made) else _kind_of(made, self.samples)
             self.known[mask] = self.alike[text]
         return self.known[mask]
 
@@ -194,21 +194,21 @@ def _same_for_all(made: fx.Graph) -> bool:
     return not split.flaw and split.combine["mask"][0] in ("cat", "same")
 
 
-def _says(made: fx.Graph, samples: int) -> Says | None:
-    """What the mask says for one sample, if it does for two, three and the example's too, where it is not large."""
+def _kind_of(made: fx.Graph, samples: int) -> MaskKind | None:
+    """The mask's kind for one sample, if it is that for two, three and the example's too, where it is not large."""
     (mask,), (batch,) = graphs.results(made), made.find_nodes(op="placeholder")
     pairs = concrete(mask.meta["val"].shape, 1)
     several = {2, 3, samples} if batch.users and pairs is not None else {}
     sure = [count for count in sorted(several) if count * math.prod(pairs or ()) <= _FEW_PAIRS]
     # a model may be captured where all tensors are fake
     with unset_fake_temporarily(), torch.no_grad(), suppress(NotComputed):
-        says = _first_guess(mask)
-        if says is not None and all(_says_for(mask, says, count) for count in (1, *sure)):
-            return says
+        kind = _first_guess(mask)
+        if kind is not None and all(_is_of_kind(mask, kind, count) for count in (1, *sure)):
+            return kind
     return None
 
 
-def _first_guess(mask: fx.Node) -> Says | None:
+def _first_guess(mask: fx.Node) -> MaskKind | None:
     """By what the first query may see of the last key."""
     computed = Computed(1)
     *_, rows, columns = (1, 1, *computed.shape(mask.meta["val"]))
@@ -216,8 +216,8 @@ def _first_guess(mask: fx.Node) -> Says | None:
         return None
     corner = computed.block(mask, Block(0, 1, columns - 1, columns))
     if _masks_nothing(corner):
-        return Says.NOTHING
-    return Says.CAUSAL if _is_bool(mask) and rows == columns else None
+        return MaskKind.FULL
+    return MaskKind.CAUSAL if _is_bool(mask) and rows == columns else None
 
 
 def _masks_nothing(part: Tensor) -> bool:
@@ -225,8 +225,8 @@ def _masks_nothing(part: Tensor) -> bool:
     return bool((part if part.dtype == torch.bool else part == 0).all())
 
 
-def _says_for(mask: fx.Node, says: Says, samples: int) -> bool:
-    """Whether a mask for so many samples says that and no more. A causal one is true where a key is no later than its
+def _is_of_kind(mask: fx.Node, kind: MaskKind, samples: int) -> bool:
+    """Whether a mask for so many samples is of that kind. A causal one is true where a key is no later than its
     query, and nowhere else.
 
     Bounds decide of large blocks. Where they leave it open, as on the diagonal, its quarters are looked at, and in the
@@ -240,9 +240,9 @@ def _says_for(mask: fx.Node, says: Says, samples: int) -> bool:
         at = waiting.pop()
         bounds = computed.bounds(mask, at)
         all_seen, some_seen = bounds.truth() if _is_bool(mask) else (bounds == (0, 0), bounds.low <= 0 <= bounds.high)
-        if (not some_seen and _wants(says, at, seen=True)) or (all_seen and _wants(says, at, seen=False)):
+        if (not some_seen and _wants(kind, at, seen=True)) or (all_seen and _wants(kind, at, seen=False)):
             return False
-        if (all_seen and not _wants(says, at, seen=False)) or (not some_seen and not _wants(says, at, seen=True)):
+        if (all_seen and not _wants(kind, at, seen=False)) or (not some_seen and not _wants(kind, at, seen=True)):
             continue
         rows, columns = at.bottom - at.top, at.right - at.left
         if max(rows, columns) > side:
@@ -258,18 +258,18 @@ def _says_for(mask: fx.Node, says: Says, samples: int) -> bool:
         left -= found.numel()
         if left < 0:
             raise NotComputed
-        if says is Says.NOTHING and not _masks_nothing(found):
+        if kind is MaskKind.FULL and not _masks_nothing(found):
             return False
-        if says is Says.CAUSAL:
+        if kind is MaskKind.CAUSAL:
             causal = torch.ones(rows, columns, dtype=torch.bool, device="cpu").tril(at.top - at.left)
             if not found.equal(causal.expand_as(found)):
                 return False
     return True
 
 
-def _wants(says: Says, at: Block, *, seen: bool) -> bool:
+def _wants(kind: MaskKind, at: Block, *, seen: bool) -> bool:
     """Whether some query of the block is to see some key of it, or not to see it."""
-    if says is Says.NOTHING:
+    if kind is MaskKind.FULL:
         return seen
     return at.left <= at.bottom - 1 if seen else at.right - 1 > at.top
 

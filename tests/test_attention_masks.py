@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import autopart.verify
 from autopart.analysis import analyze
 from autopart.passes import attention_masks
-from autopart.passes.attention_masks import Says
+from autopart.passes.attention_masks import MaskKind
 from autopart.passes.outline import outline_digest
 from autopart.passes.program import Program
 from autopart.planner import make_plan
@@ -259,18 +259,18 @@ class Layers(nn.Module):
 
 
 def test_masks_that_are_made_alike_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked_at: list[Says | None] = []
-    decide = attention_masks._says
+    looked_at: list[MaskKind | None] = []
+    decide = attention_masks._kind_of
 
-    def watched(made: fx.Graph, samples: int) -> Says | None:
+    def watched(made: fx.Graph, samples: int) -> MaskKind | None:
         looked_at.append(decide(made, samples))
         return looked_at[-1]
 
-    monkeypatch.setattr(attention_masks, "_says", watched)
+    monkeypatch.setattr(attention_masks, "_kind_of", watched)
     model = Layers([lower, lower, OTHER["one ahead"], lower, NOTHING["everything"]], dropout=0.2)
     program = capture(model, (torch.zeros(4, 6, WIDTH),))
     assert masks(program) == ["causal", "causal", "mask", "causal", "nothing"]
-    assert looked_at == [Says.CAUSAL, None, Says.NOTHING]
+    assert looked_at == [MaskKind.CAUSAL, None, MaskKind.FULL]
     assert not program.eval_flaw
     triangles = [node for node in program.graph.nodes if op(node) == "tril"]
     assert len(triangles) == 2, "one of the mask that stays, one that is returned"

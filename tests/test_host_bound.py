@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch import fx
 
 from autopart.analysis import Analysis, analyze
 from autopart.cluster import Cluster, Node
@@ -15,6 +14,7 @@ from autopart.host_starts import HostStarts
 from autopart.models import load_model
 from autopart.plan import Plan
 from autopart.planner import make_plan
+from autopart.prices import Prices
 from autopart.tracing import capture
 
 MODEL = "hf:gpt2?n_layer=4&n_embd=64&n_head=4&vocab_size=512&n_positions=64&seq=64&batch=16"
@@ -54,13 +54,8 @@ def test_a_stage_takes_as_long_as_its_host(analysis: Analysis) -> None:
 @pytest.mark.parametrize("pp", [2, 3, 4])
 def test_what_every_stage_computes_for_itself_is_started_on_each(pp: int, analysis: Analysis) -> None:
     """What is priced by blocks is what the stages' graphs have, such as a mask of padding for each."""
-    costs = analysis.costs("cuda")
-
-    def kernels_of(node: fx.Node) -> tuple[int, int]:
-        cost = costs[analysis.first.get(node, node)]
-        return cost.kernels_forward, cost.kernels_backward if node.meta.get("differentiable") else 0
-
-    starts = HostStarts.made(analysis, kernels_of, 1e-3)
+    prices = Prices(device("A100-80GB"), analysis.costs("cuda"), 16, analysis.first)
+    starts = HostStarts.made(analysis, prices.kernels, 1e-3)
     plan = plan_of(analysis, 1e-3, pp, pp=pp, dp=1, tp=1, microbatches=1)
     found = [starts.of(range(*stage.blocks)) for stage in plan.stages]
     for stage, seconds in zip(plan.stages, found, strict=True):

@@ -19,7 +19,7 @@ from autopart.solver.search import NotBetter
 from autopart.solver.stages_floor import blocks_floor, least_step, way_floor
 from autopart.solver.stages_least import least_share
 from autopart.solver.stages_parts import Block, Choice, Cut
-from autopart.solver.stages_problem import StageProblem, Step, Way
+from autopart.solver.stages_problem import StageProblem, Way
 from autopart.step_time import simulated_seconds
 
 SCHEDULES = [("1f1b", 0), ("1f1b", 1), ("1f1b", 2), ("gpipe", 1)]
@@ -170,10 +170,10 @@ def test_no_division_that_fits_is_faster_in_these_orders(seed: int, name: str, r
     problem = dataclasses.replace(problem, slots=limits, in_flight=in_flight(name, count, m, (), places))
     found: list[float] = []
     for boundaries in brute.divisions(problem, chain_edges(len(problem.blocks))):
-        for choices in itertools.product(*(_all_choices(problem, step) for step in steps(*boundaries))):
-            if problem.excess_bytes(choices) <= 0:
-                shares = [rng.uniform(0.0, 0.5) if name.startswith("zb") else 0.0 for _ in choices]
-                found.append(simulated_seconds(problem, choices, name, shares, (), places))
+        for way in itertools.product(*(brute.choices(problem, step) for step in steps(*boundaries))):
+            if problem.excess_bytes(way) <= 0:
+                shares = [rng.uniform(0.0, 0.5) if name.startswith("zb") else 0.0 for _ in way]
+                found.append(simulated_seconds(problem, way, name, shares, (), places))
     best = min(found, default=math.inf)
 
     def least(forward: float, work: float, below: float) -> float:
@@ -189,19 +189,6 @@ def test_no_division_that_fits_is_faster_in_these_orders(seed: int, name: str, r
     with pytest.raises(NotBetter) as stopped:
         stages.solve(problem, least_step=least, below=solved.lower_bound_s * (1 - 1e-6))
     assert stopped.value.seconds <= best * (1 + 1e-9)
-
-
-def _all_choices(problem: StageProblem, step: Step) -> list[Step]:
-    units = problem.units(step)
-    return [
-        dataclasses.replace(
-            step,
-            choices=tuple(
-                (block, choice) for (part, _), choice in zip(units, made, strict=True) for block in part if choice
-            ),
-        )
-        for made in itertools.product(*(range(len(family)) for _, family in units))
-    ]
 
 
 def test_zero_bubble_is_at_its_floor_with_equal_stages_and_interleaving_is_not() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from autopart.solver.stages_floor import way_floor
 from autopart.solver.stages_problem import StageProblem, Step, Way
@@ -82,12 +83,17 @@ def ways(problem: StageProblem, boundaries: Sequence[int], known: _Known) -> Ite
     yield from place(0, 0, ())
 
 
-def _best_step(problem: StageProblem, stage: int, slot: int, first: int, last: int) -> Step:
-    units = problem.units(Step(slot, first, last))
-    tried = []
+def choices(problem: StageProblem, step: Step) -> Iterator[Step]:
+    """Every way to run the blocks of a stage."""
+    units = problem.units(step)
     for made in itertools.product(*(range(len(family)) for _, family in units)):
-        choices = [(block, choice) for (part, _), choice in zip(units, made, strict=True) for block in part]
-        step = Step(slot, first, last, tuple(choices))
+        own = [(block, choice) for (part, _), choice in zip(units, made, strict=True) for block in part]
+        yield replace(step, choices=tuple(own))
+
+
+def _best_step(problem: StageProblem, stage: int, slot: int, first: int, last: int) -> Step:
+    tried = []
+    for step in choices(problem, Step(slot, first, last)):
         over = problem.stage_bytes(stage, step) - problem.slots[slot].capacity_bytes
         tried.append((max(over, 0.0), problem.busy_seconds(step), step))
     return min(tried, key=lambda item: item[:2])[2]
