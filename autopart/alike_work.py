@@ -34,7 +34,7 @@ from autopart.module_sets import ModuleSet
 from autopart.passes.graph import Value
 from autopart.prices import Chosen, share_of
 from autopart.solver.layer_sums import LayerSums
-from autopart.solver.pipeline_floor import Price
+from autopart.solver.pipeline_pieces import Price
 from autopart.solver.tensor_problem import CostTable, Edge, Op, TensorProblem
 from autopart.solver.tensor_sums import Eliminator
 from autopart.tensor_choice import Builder, stored_as

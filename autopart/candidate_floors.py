@@ -20,10 +20,12 @@ from autopart.memory_bound import least_added
 from autopart.passes.amounts import value_bytes
 from autopart.passes.graph import Value
 from autopart.runtime.errors import InfeasibleError
-from autopart.runtime.schedule import in_flight
+from autopart.runtime.schedule import SPLIT_SCHEDULES, in_flight
 from autopart.solver.degrees import Config, Degrees
 from autopart.solver.pipeline_cuts import LONG, SHORT, Divisions, Effort
-from autopart.solver.pipeline_floor import Family, Piece, Pipeline, least_step_seconds
+from autopart.solver.pipeline_floor import least_step_seconds
+from autopart.solver.pipeline_orders import Order
+from autopart.solver.pipeline_pieces import Family, Piece, Pipeline
 from autopart.solver.pipeline_row import Boundary, Place, Row, Tied
 from autopart.solver.stages_least import MOST_STEPS, least_share
 from autopart.step_time import STEADY_SCHEDULES, WHOLE_SCHEDULES, one_stage_floor, pipeline_floor
@@ -139,7 +141,7 @@ class CandidateFloors(CandidateSums):
         others: families of layers that few are alike to come after these, and of what lies beside layers; and pieces of
         layers that are cut have prices too. priced: with prices of layers' strategies.
         """
-        if config.schedule not in WHOLE_SCHEDULES or self.faster(config) != 1.0:
+        if config.schedule in STEADY_SCHEDULES or self.faster(config) != 1.0:
             return None
         alike, apart = self.alike_layers(), self._apart(self.alike_layers())
         if not alike or len(apart) > MOST_APART:
@@ -158,7 +160,10 @@ class CandidateFloors(CandidateSums):
         )
         work += self.free_seconds(config)
         rooms, transfers = tuple(self._rooms(config)), self._least_transfers(config)
-        return families, rest, Pipeline(config.microbatches, tuple(flying), rooms, work, *transfers)
+        order = None
+        if config.schedule not in WHOLE_SCHEDULES:
+            order = Order(self.layout.places(config), config.schedule in SPLIT_SCHEDULES)
+        return families, rest, Pipeline(config.microbatches, tuple(flying), rooms, work, *transfers, order)
 
     def divided_floor(self, config: Degrees, below: float, effort: Effort = SHORT) -> float:
         """The same, of stages that are runs of whole blocks, with the strategies of layers that few are alike to."""
@@ -185,8 +190,8 @@ class CandidateFloors(CandidateSums):
         return divisions is not None and divisions.take(seconds)
 
     def _in_runs(self, config: Degrees) -> bool:
-        """Whether stages are several and each a run of block numbers."""
-        return config.pp > 1 and self.positions.in_row
+        """Whether stages are several in 1F1B's or GPipe's order, and each a run of block numbers."""
+        return config.pp > 1 and self.positions.in_row and config.schedule in WHOLE_SCHEDULES
 
     def _work_bound(self, config: Degrees) -> float:
         """Of the ops of a microbatch, as far as a solver was asked."""

@@ -33,7 +33,7 @@ from autopart.passes.data_axis import LEVELS
 from autopart.passes.emit.layers import MOST_INLINE
 from autopart.runtime.errors import PlanError
 from autopart.solver.degrees import Degrees
-from autopart.solver.pipeline_floor import Family, Piece, Price
+from autopart.solver.pipeline_pieces import Family, Piece, Price
 from autopart.tensor_choice import Builder
 
 _MOST_OTHERS = 4

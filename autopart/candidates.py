@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -34,6 +34,10 @@ choose from: what is optimal takes long to prove.
 _PRICES = (0.1, 0.2)
 _HIGH_PRICE = 100.0
 """Of all bytes of a stage, in parts of its seconds: where strategies are chosen that hold less, or the least."""
+_HOPELESS = 1.15
+"""Times the seconds of interest: where W is apart or ranks run several stages, whose divisions take the solver long, no
+other strategies are tried of what takes longer with the first.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +134,9 @@ class Candidates(CandidateFloors):
                     raise
                 return replace(other, bound=min(other.objective, error.bound))
             stopped = error
+        in_turn = config.schedule in (*WHOLE_SCHEDULES, *STEADY_SCHEDULES)
+        if not in_turn and found is not None and found.objective >= _HOPELESS * below:
+            return found
         answers = [fastest]
         if found is not None and found.answer.choice is not fastest:
             answers.append(found.answer.choice)
@@ -455,17 +462,22 @@ class Candidates(CandidateFloors):
 
     def _cut(self, config: Degrees, problem: StageProblem, below: float, known: Way = ()) -> StageSolution:
         """The best division that is found, of interest where it takes less than ``below``. known: to begin with."""
-        timed, ordered = None, None
+        timed: Callable[[Way], float] | None = None
+        ordered, places = None, tuple[int, ...]()
+
+        def simulated(way: Way) -> float:
+            return self._step_seconds(problem, way, config)
+
         if config.schedule in STEADY_SCHEDULES:
             below = math.inf  # the second batch may add less than a stage's work
         elif config.schedule not in WHOLE_SCHEDULES:
             ordered = partial(self.ordered_seconds, config, most_steps=MOST_STEPS_ONCE)
+            timed, places = simulated, self.layout.places(config)
         elif 1 < config.stages == config.pp:
-
-            def timed(way: Way) -> float:
-                return self._step_seconds(problem, way, config)
-
-        return stage_solver.solve(problem, self.time_limit_s, below=below, least_step=ordered, timed=timed, known=known)
+            timed = simulated
+        return stage_solver.solve(
+            problem, self.time_limit_s, below=below, least_step=ordered, timed=timed, places=places, known=known
+        )
 
     def _step_seconds(self, problem: StageProblem, way: Way, config: Degrees) -> float:
         places = self.layout.places(config)

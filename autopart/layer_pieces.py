@@ -6,7 +6,7 @@ layer that lies in one stage as a whole the sets of modules that may run again a
 those of its own ops are; what comes from the layer's other blocks is free where all of the block runs again.
 
 Of transients those of single ops are known, and what a module holds while it runs back
-(:attr:`~autopart.solver.pipeline_floor.Piece.wholes`). Send buffers, and copies of tensors in several placements, are
+(:attr:`~autopart.solver.pipeline_pieces.Piece.wholes`). Send buffers, and copies of tensors in several placements, are
 left out.
 """
 
@@ -25,7 +25,7 @@ from autopart.message_memory import staying_bytes
 from autopart.module_sets import ModuleSets
 from autopart.passes.emit.layers import MOST_INLINE
 from autopart.prices import Prices
-from autopart.solver.pipeline_floor import Piece, Run, Way, Weights
+from autopart.solver.pipeline_pieces import Piece, Run, Way, Weights
 from autopart.solver.tensor_hull import corners
 
 

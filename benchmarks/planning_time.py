@@ -77,9 +77,12 @@ LARGE = {
     "Llama-70B-like on 32x8 H100, batch 2,048": [
         *(_LLAMA_70B, "--cluster", "32x8xH100", "--batch", "2048", "--dtype", "bf16"),
     ],
-    "Llama-70B-like on 32x8 H100, zb-h1 forced": [
-        *(_LLAMA_70B, "--cluster", "32x8xH100", "--batch", "512", "--dtype", "bf16", "--schedule", "zb-h1"),
-    ],
+    **{
+        f"Llama-70B-like on 32x8 H100, {schedule} forced": [
+            *(_LLAMA_70B, "--cluster", "32x8xH100", "--batch", "512", "--dtype", "bf16", "--schedule", schedule),
+        ]
+        for schedule in ("zb-h1", "interleaved", "zb-v", "auto")
+    },
     "GPT-3 175B on 128x8 A100-80GB": [_GPT3, "--cluster", "128x8xA100-80GB", "--batch", "1536", "--dtype", "bf16"],
     "GPT 1T on 384x8 A100-80GB": [_1T, "--cluster", "384x8xA100-80GB", "--batch", "3072", "--dtype", "bf16"],
     "Llama-70B-like on 32x8 RTX-4090": [_LLAMA_70B, "--cluster", "32x8xRTX-4090", "--batch", "512", "--dtype", "bf16"],
@@ -253,7 +256,7 @@ def main() -> None:
             f"{name:42} {seconds:6.2f} s in all, {plan['total_s']:5.2f} s planning, {plan['solve_s']:5.2f} s solving, "
             f"{cpu:.1f} s of CPU each, {used.ru_maxrss / 2**20:.1f} GiB; "
             f"pp {plan['pp']:.0f} dp {plan['dp']:.0f} tp {plan['tp']:.0f} m {plan['microbatches']:.0f} "
-            f"gap {plan['gap']:.1%}"
+            f"step {plan['step_time_s']:.4g} s, gap {plan['gap']:.1%}"
         )
 
 

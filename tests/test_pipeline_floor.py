@@ -14,7 +14,8 @@ from autopart.runtime.schedule import Action, in_flight, make_schedule
 from autopart.simulate import StageTimes, makespan
 from autopart.solver.linear import LinearModel, Relaxation
 from autopart.solver.pipeline_cuts import Divisions, Effort
-from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price, Run, Way, Weights, least_step_seconds
+from autopart.solver.pipeline_floor import least_step_seconds
+from autopart.solver.pipeline_pieces import Family, Piece, Pipeline, Price, Run, Way, Weights
 from autopart.solver.pipeline_row import Boundary, Place, Row, Tied
 from autopart.solver.stages_floor import least_step
 
@@ -176,8 +177,11 @@ def run_stage(
     flew: int,
     room: float,
     tied: list[Piece],
+    hides: bool = True,
 ) -> StageTimes | None:
-    """A stage with random levels and ways to run its parts; None where it does not fit. tied: to stages before."""
+    """A stage with random levels and ways to run its parts; None where it does not fit. tied: to stages before. hides:
+    whether its last backward hides sums of gradients.
+    """
     forward = backward = held = end = sums = transient = 0.0
     for piece in tied:
         level = rng.choice(piece.weights[0].levels).times(piece.weights[0].bytes)
@@ -212,7 +216,7 @@ def run_stage(
             end, sums = end + level.end_s, sums + level.sum_s
     if held + transient > room:
         return None
-    return StageTimes(forward, backward, reduce_s=end - min(backward, sums))
+    return StageTimes(forward, backward, reduce_s=end - (min(backward, sums) if hides else 0.0))
 
 
 def equal_layers(count: int, piece: Piece, prices: tuple[Price, ...] = ()) -> list[Family]:

@@ -10,8 +10,9 @@ import pytest
 
 from autopart.runtime.schedule import in_flight
 from autopart.solver import pipeline_floor
-from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Way, Weights, least_step_seconds
+from autopart.solver.pipeline_floor import least_step_seconds
 from autopart.solver.pipeline_groups import Group, Grouping, groups
+from autopart.solver.pipeline_pieces import Family, Piece, Pipeline, Way, Weights
 
 
 def least(

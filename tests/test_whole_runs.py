@@ -9,7 +9,7 @@ import random
 import pytest
 
 from autopart.solver import whole_runs
-from autopart.solver.pipeline_floor import Piece, Run, Way, Weights
+from autopart.solver.pipeline_pieces import Piece, Run, Way, Weights
 from autopart.solver.whole_runs import WholeRuns
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price
+from autopart.solver.pipeline_pieces import Family, Piece, Pipeline, Price
 from autopart.solver.pipeline_row import Place, Row
 from autopart.solver.pipeline_stage import StageFloors
 from autopart.solver.stages_floor import NEIGHBOURS, body_seconds

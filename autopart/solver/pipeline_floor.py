@@ -1,10 +1,12 @@
-r"""Least seconds of a step of whole backwards, its end and the stages' memory included: a linear program.
+r"""Least seconds of a step, its end and the stages' memory included: a linear program.
 
 Stage k of p runs a microbatch in F_k + B_k seconds, holds w_k of m microbatches in flight and has C_k bytes. E_k are
 the seconds of its step's end, of which its last backward hides H_k <= B_k, and no more than the sums c_k in it. As
 :mod:`autopart.solver.stages_floor` says, for every stage k and each of the bodies body_k there,
 
     T >= F_{<k} + body_k + E_k - H_k        T >= F_{<k} + B_{<k} + body_k + E_0 - H_0
+
+under 1F1B and GPipe; for other orders :mod:`autopart.solver.pipeline_orders` says the like.
 
 What a stage has are pieces, of each the shares y_k over all stages add up to 1. With it come, at least:
 
@@ -32,6 +34,8 @@ from dataclasses import dataclass, field, replace
 
 from autopart.solver.linear import LinearModel
 from autopart.solver.pipeline_groups import Grouping, groups
+from autopart.solver.pipeline_orders import RankChain, ordered_groups
+from autopart.solver.pipeline_pieces import Family, Piece, Pipeline, Price, Way
 
 _ROUNDING = 1e-6
 _ROUNDS, _LEAST_ROUNDS, _STAGE_ROUNDS = 25, 4, 160
@@ -42,123 +46,6 @@ _COARSE_FIRST = 8
 """Stages from which coarse groups of them are asked first, where seconds of interest are known."""
 _VIOLATED = 1e-4
 """Of a family's seconds: prices that an answer violates by less are left out."""
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """A way to hold or to run something: seconds more per microbatch, bytes for good and per microbatch in flight, and
-    seconds at the end of the step. sum_s: of these what is summed beside the last backward.
-    """
-
-    seconds: float = 0.0
-    state_bytes: float = 0.0
-    kept_bytes: float = 0.0
-    end_s: float = 0.0
-    sum_s: float = 0.0
-
-    def times(self, count: float) -> Way:
-        return Way(
-            self.seconds * count,
-            self.state_bytes * count,
-            self.kept_bytes * count,
-            self.end_s * count,
-            self.sum_s * count,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Bytes on a rank, at least. levels: the ways to hold one byte. priced: whether a family's prices are for them."""
-
-    bytes: float
-    levels: tuple[Way, ...]
-    priced: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A way to run something as a whole: seconds more, bytes kept per microbatch in flight, and beside what is held
-    while it runs.
-    """
-
-    seconds: float
-    kept_bytes: float
-    transient_bytes: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Seconds forward and backward, weights, and the ways to run it, mixed: nothing computed again is the first.
-
-    transient_bytes: beside what is held, while it runs. wholes: if known, the ways of which it is run in one.
-    """
-
-    forward_s: float
-    backward_s: float
-    weights: tuple[Weights, ...] = ()
-    runs: tuple[Way, ...] = (Way(),)
-    transient_bytes: float = 0.0
-    wholes: tuple[Run, ...] = ()
-
-    def times(self, count: float) -> Piece:
-        weights = tuple(replace(own, bytes=own.bytes * count) for own in self.weights)
-        runs = tuple(way.times(count) for way in self.runs)
-        return Piece(self.forward_s * count, self.backward_s * count, weights, runs, self.transient_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Price:
-    """Strategies of a layer take no fewer ``seconds`` than these, each byte of weights and of what is kept counted as
-    so many seconds, and each second of the forward as ``forward`` more.
-    """
-
-    weights: float
-    kept: float
-    seconds: float
-    forward: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """``count`` equal layers. whole: one that lies in one stage. pieces: of one that is cut. prices: of strategies and
-    the ways to run them. piece_prices: the same of each piece by itself, if known. parted: layers that one cut parts,
-    at most.
-    """
-
-    count: int
-    whole: Piece
-    pieces: tuple[Piece, ...]
-    prices: tuple[Price, ...] = ()
-    piece_prices: tuple[tuple[Price, ...], ...] = ()
-    parted: int = 1
-
-    def alone(self, piece: int, count: int) -> Family:
-        """So many of a piece, as if each was a layer."""
-        prices = self.piece_prices[piece] if self.piece_prices else ()
-        return Family(count, self.pieces[piece], (), prices)
-
-
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    """in_flight, capacity_bytes: by stage, w_k and C_k. work: seconds of a microbatch in all stages together, at least,
-    nothing computed again or exchanged for parameters. there, back: by cut, of a transfer between neighbours; none: 0.
-    """
-
-    microbatches: int
-    in_flight: tuple[int, ...]
-    capacity_bytes: tuple[float, ...]
-    work: float = 0.0
-    there: tuple[float, ...] = ()
-    back: tuple[float, ...] = ()
-
-    @property
-    def stages(self) -> int:
-        return len(self.in_flight)
-
-    def transfers(self, unit_s: float) -> tuple[list[float], list[float]]:
-        """There and back, by cut."""
-        none = (0.0,) * (self.stages - 1)
-        return [seconds / unit_s for seconds in self.there or none], [seconds / unit_s for seconds in self.back or none]
 
 
 _Terms = dict[int, float]
@@ -232,7 +119,12 @@ class _Program:
         self.unit_bytes = max(*pipeline.capacity_bytes, 1.0)
         self.step = self.model.add_variable(1.0, upper=math.inf)
         there, back = pipeline.transfers(self.unit_s)
-        self.groups = groups(pipeline.microbatches, pipeline.in_flight, pipeline.capacity_bytes, there, back, grouping)
+        laid = pipeline.microbatches, pipeline.in_flight, pipeline.capacity_bytes, there, back
+        self.chains: tuple[RankChain, ...] = ()
+        if pipeline.order is None:
+            self.groups = groups(*laid, grouping)
+        else:
+            self.groups, self.chains = ordered_groups(*laid, pipeline.order, grouping)
         self.stages = [_Stage() for _ in self.groups]
         self.hasty = grouping is Grouping.COARSE or len(self.groups) >= _MANY
         for piece in rest:
@@ -432,27 +324,49 @@ class _Program:
     # -- time -----------------------------------------------------------------------------------------------------
 
     def _time(self) -> None:
-        there, back = self.pipeline.transfers(self.unit_s)
-        first = 0  # stage of a group
-        forward, backward, end, ahead_f, ahead, behind = ([self._amount() for _ in self.stages] for _ in range(6))
-        for number, (stage, group) in enumerate(zip(self.stages, self.groups, strict=True)):
-            f, b, e = forward[number], backward[number], end[number]
+        """What stages take, what they hold, and the work of all."""
+        forward, backward, end = ([self._amount() for _ in self.stages] for _ in range(3))
+        for f, b, e, stage, group in zip(forward, backward, end, self.stages, self.groups, strict=True):
             self._row({f: 1.0, **_minus(stage.forward)}, lower=0.0)
             self._row({b: 1.0, **_minus(stage.backward)}, lower=0.0)
             self._row({f: 1.0, b: 1.0, **_minus(stage.work), **_minus(stage.extra)}, lower=0.0)
             self._row(stage.memory, upper=group.capacity_bytes / self.unit_bytes)
+            if self.chains:
+                self._row({e: 1.0, **_minus(stage.end)}, lower=0.0)
+                continue
             self._row({e: 1.0, b: 1.0, **_minus(stage.end)}, lower=0.0)
             hidden = {at: by - stage.sums.get(at, 0.0) for at, by in stage.end.items()}
             self._row({e: 1.0, **_minus(hidden)}, lower=0.0)
+        if self.chains:
+            self._ordered(forward, backward, end)
+        else:
+            self._in_turn(forward, backward, end)
+        work = {at: by for stage in self.stages for at, by in stage.work.items()}
+        self._row(work, lower=self.pipeline.work / self.unit_s)
+
+    def _ahead(self, seconds: Sequence[_Terms], transfers: Sequence[float]) -> list[int]:
+        """By group, of one pass through all before it. seconds: of each. transfers: by cut."""
+        found, first = [self._amount() for _ in seconds], 0
+        for number in range(1, len(found)):
+            cuts = slice(first, first + self.groups[number - 1].stages)  # behind the group before
+            terms = {found[number]: 1.0, found[number - 1]: -1.0, **_minus(seconds[number - 1])}
+            self._row(terms, lower=math.fsum(transfers[cuts]))
+            first = cuts.stop
+        return found
+
+    def _in_turn(self, forward: Sequence[int], backward: Sequence[int], end: Sequence[int]) -> None:
+        """Chains of 1F1B and GPipe."""
+        there, back = self.pipeline.transfers(self.unit_s)
+        both = [one + two for one, two in zip(there, back, strict=True)]
+        ahead_f = self._ahead([{f: 1.0} for f in forward], there)
+        ahead = self._ahead([{f: 1.0, b: 1.0} for f, b in zip(forward, backward, strict=True)], both)
+        behind, first = [self._amount() for _ in forward], 0
+        for number, group in enumerate(self.groups):
+            f, b, e = forward[number], backward[number], end[number]
             if number:
-                earlier = slice(first - self.groups[number - 1].stages, first)  # cuts behind the group before
-                inside = slice(first - 1, first + group.stages - 1)  # and before each stage of this one
-                before = {ahead_f[number - 1]: -1.0, forward[number - 1]: -1.0}
-                self._row({ahead_f[number]: 1.0, **before}, lower=math.fsum(there[earlier]))
-                before = {ahead[number - 1]: -1.0, forward[number - 1]: -1.0, backward[number - 1]: -1.0}
-                self._row({ahead[number]: 1.0, **before}, lower=math.fsum(there[earlier]) + math.fsum(back[earlier]))
                 after = {behind[number]: -1.0, f: -1.0, b: -1.0}
-                self._row({behind[number - 1]: 1.0, **after}, lower=math.fsum(there[inside]) + math.fsum(back[inside]))
+                inside = both[first - 1 : first + group.stages - 1]  # before each stage of this one
+                self._row({behind[number - 1]: 1.0, **after}, lower=math.fsum(inside))
             for chain in group.own:
                 own = {f: -chain.forward, b: -chain.backward, behind[number]: -chain.behind}
                 self._row({self.step: 1.0, ahead_f[number]: -1.0, e: -chain.end, **own}, lower=chain.sent)
@@ -460,8 +374,30 @@ class _Program:
                 own = {f: -chain.forward, b: -chain.backward, behind[number]: -chain.behind}
                 self._row({self.step: 1.0, ahead[number]: -1.0, end[0]: -1.0, **own}, lower=chain.sent)
             first += group.stages
-        work = {at: by for stage in self.stages for at, by in stage.work.items()}
-        self._row(work, lower=self.pipeline.work / self.unit_s)
+
+    def _ordered(self, forward: Sequence[int], backward: Sequence[int], end: Sequence[int]) -> None:
+        """Chains of :mod:`autopart.solver.pipeline_orders`."""
+        assert self.pipeline.order is not None
+        there, back = self.pipeline.transfers(self.unit_s)
+        inputs = [_Terms({b: 1.0}) for b in backward]  # the part of backwards that others wait for
+        for terms, b in zip(inputs, backward, strict=True) if self.pipeline.order.splits else ():
+            later = self._amount()
+            terms[later] = -1.0
+            self._row({later: 2.0, b: -1.0}, upper=0.0)
+        ahead_f = self._ahead([{f: 1.0} for f in forward], there)
+        ahead_b = self._ahead(inputs, back)
+        for chain in self.chains:
+            first, *others = chain.groups
+            own = {self.step: 1.0, ahead_f[first]: -1.0, forward[first]: -chain.first}
+            own |= {forward[group]: -chain.own for group in others}
+            alone = own | {backward[group]: -chain.own for group in chain.groups}
+            self._row(alone | {end[group]: -chain.end for group in chain.ends}, lower=chain.there_s)
+            if first:
+                own |= {ahead_b[first]: -1.0, **{end[group]: -1.0 for group in self.chains[0].ends}}
+                for group in chain.groups:
+                    times = chain.first if group == first else chain.own
+                    own |= {at: -by * times for at, by in inputs[group].items()}
+                self._row(own, lower=chain.there_s + chain.back_s)
 
 
 def _seconds(piece: Piece) -> float:

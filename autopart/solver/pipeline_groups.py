@@ -32,7 +32,7 @@ class Grouping(enum.Enum):
     COARSE = enum.auto()
 
 
-_ALIKE = {Grouping.FINE: 8.0, Grouping.COARSE: 1.3}
+ALIKE = {Grouping.FINE: 8.0, Grouping.COARSE: 1.3}
 """Microbatches in flight in a group differ by less than that part of them: with as many, a stage is by itself."""
 _LONGEST = {Grouping.FINE: 5, Grouping.COARSE: 1}
 """Stages by themselves, of those with microbatches in flight between two powers of two, as their rounds take long."""
@@ -86,7 +86,7 @@ def groups(
     for number, flying in enumerate(in_flight):
         first = found[-1][0] if found else 0
         apart = first in alone or number in alone or len(bodies[first]) != len(bodies[number])
-        if apart or abs(in_flight[first] - flying) >= in_flight[first] / _ALIKE[grouping]:
+        if apart or abs(in_flight[first] - flying) >= in_flight[first] / ALIKE[grouping]:
             found.append([number])
         else:
             found[-1].append(number)
@@ -142,7 +142,7 @@ def _longest(microbatches: int, in_flight: Sequence[int], most: int) -> set[int]
     """Stages whose round trips take the longest, as the last round is as full as the others: ``most`` of a kind."""
     found: dict[int, list[tuple[int, int]]] = {}
     for number, flying in enumerate(in_flight):
-        if _ALIKE[Grouping.FINE] < flying < microbatches:
+        if ALIKE[Grouping.FINE] < flying < microbatches:
             found.setdefault(flying.bit_length(), []).append((_rounds(microbatches, flying)[1] - flying, number))
     return {number for own in found.values() for _, number in sorted(own)[:most]}
 

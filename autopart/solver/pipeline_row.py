@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopart.solver.pipeline_floor import Piece
+from autopart.solver.pipeline_pieces import Piece
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autopart.solver.pipeline_floor import Family, Piece, Pipeline, Price, Way, least_step_seconds
+from autopart.solver.pipeline_floor import least_step_seconds
+from autopart.solver.pipeline_pieces import Family, Piece, Pipeline, Price, Way
 from autopart.solver.pipeline_row import Row
 from autopart.solver.whole_runs import WholeRuns, ways_of
 

@@ -32,7 +32,8 @@ best way has exact arcs alone. Objective and bound count as equal when they diff
 objective.
 
 Where the schedule's own seconds are asked for, divisions that these find better are tried as well
-(:mod:`autopart.solver.stages_trips`).
+(:mod:`autopart.solver.stages_trips`, and :mod:`autopart.solver.stages_ranks` where ranks run several stages or W is
+apart, of which the formula is a guess that few boxes have to do for).
 
 Where there are many positions, a division at few of them comes first (:mod:`autopart.solver.stages_few`): runs of
 blocks that alone take too long to be part of a better one are left out.
@@ -48,7 +49,7 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,7 @@ from autopart.solver.search import NotBetter
 from autopart.solver.stages_few import most_seconds, spread
 from autopart.solver.stages_graph import StageGraph
 from autopart.solver.stages_problem import StageProblem, StageSolution, Step, Way
+from autopart.solver.stages_ranks import balanced
 from autopart.solver.stages_runs import Array
 from autopart.solver.stages_trips import Timed, faster_way, is_row
 from autopart.solver.stages_ways import Found, cheapest, least_sum, smallest_maximum, sums_through
@@ -76,6 +78,8 @@ MAX_PROGRAMS = 300
 _TICKS = 2**40
 # A division at some of the positions is sought first, where there are at least twice as many.
 _FEW, _FEW_A_STAGE, _FEW_PROGRAMS = 64, 3, 20
+_ORDERED_PROGRAMS = 6
+"""Boxes for orders other than 1F1B's and GPipe's, of which the formula is a guess."""
 
 
 def solve(
@@ -86,14 +90,16 @@ def solve(
     below: float = math.inf,
     least_step: LeastStep | None = None,
     timed: Timed | None = None,
+    places: Sequence[int] = (),
     known: Way = (),
 ) -> StageSolution:
     """The division into stages with the shortest step, or the best found in ``time_limit_s``.
 
     max_programs: boxes to go over before the integer solver takes the rest. below: of interest are only divisions whose
     steps take fewer seconds; NotBetter is raised where surely none does. least_step: None: steps are of some 1F1B or
-    GPipe order, with a rank for each stage; else, of any order, the seconds at least. timed: what steps take under 1F1B
-    or GPipe, by which divisions are compared in the end; what is best by the formula may not be.
+    GPipe order, with a rank for each stage; else, of any order, the seconds at least. timed: what steps take, by
+    which divisions in a row are compared in the end; what is best by the formula may not be. places: the rank of each
+    stage, in an order with ``least_step``.
     known: a division, than which the one returned is no worse where it fits.
     Raises InfeasibleError, with the stage and the bytes that bind and the capacity that would do, when none fits;
     PlanError when there are too few blocks.
@@ -119,9 +125,10 @@ def solve(
     search = _BoxSearch(problem, graph, until)
     for way in filter(None, begun):
         search.offer(way)
-    bound = search.run(max_programs)
+    in_turn = least_step is None  # other orders take what the formula does not know
+    bound = search.run(max_programs if in_turn else min(max_programs, _ORDERED_PROGRAMS))
     method = "dynamic program"
-    if not search.meets(bound):
+    if in_turn and not search.meets(bound):
         proved = _solve_rest(search)
         bound, method = max(bound, min(proved, search.objective)), "cp-sat"
     if search.meets(bound):
@@ -129,10 +136,12 @@ def solve(
     time_limits.ended(until)
     way, objective = search.way, search.objective
     if timed is not None and is_row(graph):
-        if known and problem.excess_bytes(known) <= 0:
-            way = min(way, known, key=timed)
-        way, least = faster_way(graph, way, floor, timed)
-        floor = min(least, beyond)
+        ways = [way, known] if known and problem.excess_bytes(known) <= 0 else [way]
+        if in_turn:
+            way, least = faster_way(graph, min(ways, key=timed), floor, timed)
+            floor = min(least, beyond)
+        else:
+            way = min(dict.fromkeys([*ways, *balanced(graph, way, places)]), key=timed)
         objective = problem.objective(way)
     return StageSolution(
         way=way,

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopart.solver.pipeline_floor import Piece, Run, Weights
+from autopart.solver.pipeline_pieces import Piece, Run, Weights
 from autopart.solver.tensor_hull import corners
 
 MOST_SUMS = 256
