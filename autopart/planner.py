@@ -145,6 +145,7 @@ def make_plan(
         check_warmup(schedule, warmup, pp)
     elif warmup is not None:
         check_warmup(schedule, (warmup,), 1)
+    asked = {"zero": zero, "warmup": warmup if isinstance(warmup, int) else None}
     pinned = read_pins(analysis, together or (), pins)
     check_stages(analysis, pp, pinned, together, pins)
     samples, known = batch, earlier or EarlierPlans()
@@ -272,6 +273,7 @@ def make_plan(
         pins=dict(pins or {}),
         together=tuple(map(tuple, together or ())),
         tensor_scheme=scheme.value,
+        asked={name: value for name, value in asked.items() if value is not None},
         notes=(
             *plan.notes,
             *speeds(cluster),

@@ -23,6 +23,12 @@ def asked_of(plan: Plan) -> dict[str, Any]:
     return {name: getattr(plan, name) for name in names}
 
 
+def searched_with(plan: Plan) -> dict[str, Any]:
+    """:func:`asked_of`, and what besides all candidates had among which the plan was chosen."""
+    warmup = plan.asked.get("warmup", plan.warmup or None)
+    return {**asked_of(plan), "zero": plan.asked.get("zero"), "warmup": warmup, "tensor_scheme": plan.tensor_scheme}
+
+
 def limits_of_plan(plan: Plan, analysis: Analysis, batch: int) -> dict[str, Any]:
     """Limits of ``make_plan``, besides :func:`asked_of`, under which a plan with the same decisions is made.
 

@@ -11,11 +11,12 @@ import pytest
 
 from autopart.analysis import Analysis, analyze
 from autopart.cli import main
+from autopart.explain import limits_of, runners_up
 from autopart.models import load_model
 from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.runtime.errors import PlanError
-from autopart.same_degrees import asked_of, chosen_anew, limits_of_plan
+from autopart.same_degrees import asked_of, chosen_anew, limits_of_plan, searched_with
 from autopart.tracing import capture
 from clusters import ideal
 
@@ -56,6 +57,35 @@ def test_the_same_plan_comes_out(analysis: Analysis, limits: dict[str, Any]) -> 
     assert set(chosen_anew(plan, same)) <= ({"meshes of stages", "blocks of stages"} if "meshes" in limits else set())
     assert Plan.from_json(plan.to_json()) == plan and plan.tensor_scheme == limits.get("tensor_scheme", "auto")
     assert all(kept[name] == value for name, value in limits.items() if name in ("zero", "microbatches", "virtual"))
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"zero": 2, "recompute": "none"},
+        {"pp": 2, "warmup": 2},
+        {"pp": 4, "warmup": (5, 3, 1, 0)},
+        {"tensor_scheme": "1d"},
+    ],
+    ids=lambda limits: "-".join(limits),
+)
+def test_runners_up_are_planned_as_they_were_searched(analysis: Analysis, limits: dict[str, Any]) -> None:
+    plan = planned(analysis, **limits)
+    assert Plan.from_json(plan.to_json()) == plan
+    row = runners_up(plan)[0]
+    other = planned(analysis, **{**limits_of(str(row["config"])), **searched_with(plan)})
+    assert other.asked == plan.asked and other.tensor_scheme == plan.tensor_scheme
+    assert set(other.zero.values()) <= set(plan.zero.values())
+    if "warmup" in limits:
+        assert other.warmup and len(other.warmup) == len(other.stages)
+    assert other.step_time_s >= row["seconds"] * (1 - 1e-6), "at least"
+
+
+def test_what_was_asked_is_checked(analysis: Analysis) -> None:
+    plan = planned(analysis, pp=2, dp=2, tp=1, zero=1)
+    assert plan.asked == {"zero": 1}
+    with pytest.raises(PlanError, match=r"asked: a level of ZeRO"):
+        replace(plan, asked={"zero": 4})
 
 
 def test_another_batch(analysis: Analysis) -> None:

@@ -152,7 +152,7 @@ def _with_model(
     from autopart.rank_peaks import rank_peaks
     from autopart.reshardings import reshardings
     from autopart.runtime.errors import InfeasibleError
-    from autopart.same_degrees import asked_of
+    from autopart.same_degrees import searched_with
 
     program = read_program(arguments)
     with working("analysing the model"):
@@ -168,7 +168,7 @@ def _with_model(
             if other is not None and row["seconds"] >= other.step_time_s:
                 break
             try:
-                limits = {**limits_of(str(row["config"])), **asked_of(plan)}
+                limits = {**limits_of(str(row["config"])), **searched_with(plan)}
                 found = planned(program, cluster, batch=plan.batch, analysis=analysis, **limits)
             except InfeasibleError:
                 continue
