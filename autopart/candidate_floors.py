@@ -141,7 +141,7 @@ class CandidateFloors(CandidateSums):
         others: families of layers that few are alike to come after these, and of what lies beside layers; and pieces of
         layers that are cut have prices too. priced: with prices of layers' strategies.
         """
-        if config.schedule in STEADY_SCHEDULES or self.faster(config) != 1.0:
+        if self.faster(config) != 1.0:
             return None
         alike, apart = self.alike_layers(), self._apart(self.alike_layers())
         if not alike or len(apart) > MOST_APART:
@@ -162,7 +162,8 @@ class CandidateFloors(CandidateSums):
         rooms, transfers = tuple(self._rooms(config)), self._least_transfers(config)
         order = None
         if config.schedule not in WHOLE_SCHEDULES:
-            order = Order(self.layout.places(config), config.schedule in SPLIT_SCHEDULES)
+            kind = config.schedule in SPLIT_SCHEDULES, config.schedule in STEADY_SCHEDULES
+            order = Order(self.layout.places(config), *kind)
         return families, rest, Pipeline(config.microbatches, tuple(flying), rooms, work, *transfers, order)
 
     def divided_floor(self, config: Degrees, below: float, effort: Effort = SHORT) -> float:

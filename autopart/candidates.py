@@ -35,7 +35,7 @@ _PRICES = (0.1, 0.2)
 _HIGH_PRICE = 100.0
 """Of all bytes of a stage, in parts of its seconds: where strategies are chosen that hold less, or the least."""
 _HOPELESS = 1.15
-"""Times the seconds of interest: where W is apart or ranks run several stages, whose divisions take the solver long, no
+"""Times the seconds of interest: under other schedules than 1F1B and GPipe, whose divisions take the solver long, no
 other strategies are tried of what takes longer with the first.
 """
 
@@ -134,8 +134,8 @@ class Candidates(CandidateFloors):
                     raise
                 return replace(other, bound=min(other.objective, error.bound))
             stopped = error
-        in_turn = config.schedule in (*WHOLE_SCHEDULES, *STEADY_SCHEDULES)
-        if not in_turn and found is not None and found.objective >= _HOPELESS * below:
+        ordered = config.schedule not in WHOLE_SCHEDULES
+        if ordered and found is not None and found.objective >= _HOPELESS * below:
             return found
         answers = [fastest]
         if found is not None and found.answer.choice is not fastest:
@@ -371,7 +371,7 @@ class Candidates(CandidateFloors):
             floor = self.work_floor(whose)
         # without other strategies what holds for these choices holds for the candidate
         alone = choice.solution is None and not self._divides(config)
-        complete, steady = self.positions.complete, config.schedule in STEADY_SCHEDULES
+        complete = self.positions.complete
         for attempt in range(tightenings + 1):
             least = self._least_seconds(config, choice) if below < math.inf else 0.0
             if least >= below:
@@ -399,7 +399,7 @@ class Candidates(CandidateFloors):
                     or (attempt == 0 and below == math.inf and self._never_fits(config, choice))
                 ):
                     if below < math.inf:  # what fits may take longer
-                        least = below if alone and complete and not steady else self.work_floor(whose)
+                        least = below if alone and complete else self.work_floor(whose)
                         raise NotBetter(below, least) from None
                     raise
                 # Other strategies may hold less: take the missing bytes off what these hold together.
@@ -419,7 +419,7 @@ class Candidates(CandidateFloors):
             floor = self.step_floor(free, config)
             if config.schedule in WHOLE_SCHEDULES:
                 floor = self._tied_floor(config, cut.lower_bound_s / self.faster(config))
-            elif not steady:
+            else:
                 floor = max(floor, cut.lower_bound_s / self.faster(config))
             # of what was not among the choices this bound says nothing
             if choice.levels and self.zero is None:
@@ -462,21 +462,31 @@ class Candidates(CandidateFloors):
 
     def _cut(self, config: Degrees, problem: StageProblem, below: float, known: Way = ()) -> StageSolution:
         """The best division that is found, of interest where it takes less than ``below``. known: to begin with."""
-        timed: Callable[[Way], float] | None = None
-        ordered, places = None, tuple[int, ...]()
 
         def simulated(way: Way) -> float:
             return self._step_seconds(problem, way, config)
 
-        if config.schedule in STEADY_SCHEDULES:
-            below = math.inf  # the second batch may add less than a stage's work
+        least: stage_solver.LeastStep | None = None
+        timed: Callable[[Way], float] | None = None
+        places, steady = tuple[int, ...](), config.schedule in STEADY_SCHEDULES
+        if steady:
+
+            def least(forward: float, work: float, below: float) -> float:
+                return self.step_floor(work, config)
+
         elif config.schedule not in WHOLE_SCHEDULES:
-            ordered = partial(self.ordered_seconds, config, most_steps=MOST_STEPS_ONCE)
+            least = partial(self.ordered_seconds, config, most_steps=MOST_STEPS_ONCE)
             timed, places = simulated, self.layout.places(config)
         elif 1 < config.stages == config.pp:
             timed = simulated
         return stage_solver.solve(
-            problem, self.time_limit_s, below=below, least_step=ordered, timed=timed, places=places, known=known
+            *(problem, self.time_limit_s),
+            below=below,
+            least_step=least,
+            steady=steady,
+            timed=timed,
+            places=places,
+            known=known,
         )
 
     def _step_seconds(self, problem: StageProblem, way: Way, config: Degrees) -> float:

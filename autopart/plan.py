@@ -286,7 +286,7 @@ class Plan:
             _require(value >= 0 and math.isfinite(value), f"{name}: expected a number of at least 0, found {value}")
         _require(
             self.asked.keys() <= {"zero", "warmup"} and self.asked.get("zero", 0) in (0, 1, 2, 3),
-            f"asked: a level of ZeRO, such as {{\"zero\": 2}}, or a warm-up, found {dict(self.asked)}",
+            f'asked: a level of ZeRO, such as {{"zero": 2}}, or a warm-up, found {dict(self.asked)}',
         )
         for pattern, level in self.zero.items():
             _require(level in (0, 1, 2, 3), f"zero[{pattern!r}]: one of 0, 1, 2, 3, found {level}")

@@ -40,7 +40,7 @@ from autopart.several_axes import several_axes
 from autopart.solver.degrees import Degrees, UnlikeMeshes, degrees, read_axes
 from autopart.solver.search import Considered, Evaluation, NotBetter, search
 from autopart.solver.tensor_problem import relative_gap
-from autopart.step_time import STEADY_SCHEDULES, WHOLE_SCHEDULES
+from autopart.step_time import WHOLE_SCHEDULES
 from autopart.tensor_scheme import TensorScheme
 from autopart.unlike import UnlikeCandidates
 from autopart.unlike_answer import UnlikeAnswer
@@ -244,8 +244,8 @@ def make_plan(
         described[id(answer)] = found
         return found.step_time_s
 
-    # with several stages on a rank, or W apart, each takes the solver several times as long, and raises no bound
-    in_turn = [name in (*WHOLE_SCHEDULES, *STEADY_SCHEDULES) for name, _ in schedules]
+    # under other schedules than 1F1B and GPipe each takes the solver several times as long, and raises no bound
+    in_turn = [name in WHOLE_SCHEDULES for name, _ in schedules]
     most = None if thorough else max(LEAST_TRIED, MOST_OPS // len(analysis.block_of)) // (1 if any(in_turn) else 2)
     result = search(
         *(configs, evaluate, lower_bound),

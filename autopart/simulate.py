@@ -177,7 +177,10 @@ def steady_seconds(
     transfer: Transfer | float = 0.0,
     durations: Durations | None = None,
 ) -> float:
-    """Seconds of a step: the makespan, or under "2bw" what one more batch adds to the batches before."""
+    """Seconds of a step: the makespan, or under "2bw" what one more batch adds to the batches before.
+
+    The second batch may use time in which stages waited in the first, so it is no less than the work of any stage.
+    """
 
     def end(run: Schedule) -> float:
         if durations is None:
@@ -187,7 +190,10 @@ def steady_seconds(
     if name != "2bw":
         return end(schedule)
     one, two = (end(unrolled(schedule, count, microbatches)) for count in (1, 2))
-    return two - one + max(own.reduce_s for own in times)
+    work = 0.0  # of ranks that share cores, which are faster while others wait, no more is known
+    if durations is None:
+        work = microbatches * max(own.forward_s + own.backward_s for own in times)
+    return max(two - one, work) + max(own.reduce_s for own in times)
 
 
 def makespan(schedule: Schedule, times: Sequence[StageTimes], transfer: Transfer | float = 0.0) -> float:

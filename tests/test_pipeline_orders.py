@@ -11,14 +11,21 @@ import pytest
 from test_pipeline_floor import equal_layers, family, random_piece, run_stage, transfer
 
 from autopart.runtime.schedule import SPLIT_SCHEDULES, in_flight, make_schedule, places_of
-from autopart.simulate import makespan
+from autopart.simulate import steady_seconds
 from autopart.solver.pipeline_floor import least_step_seconds
 from autopart.solver.pipeline_groups import Grouping
 from autopart.solver.pipeline_orders import Order, ordered_groups
 from autopart.solver.pipeline_pieces import Family, Piece, Pipeline, Way, Weights
 from autopart.solver.stages_least import least_share
 
-KINDS = [("interleaved", 1, 2), ("interleaved", 2, 2), ("interleaved", 2, 3), ("zb-h1", 3, 1), ("zb-v", 2, 2)]
+KINDS = [
+    ("interleaved", 1, 2),
+    ("interleaved", 2, 2),
+    ("interleaved", 2, 3),
+    ("zb-h1", 3, 1),
+    ("zb-v", 2, 2),
+    ("2bw", 3, 1),
+]
 
 
 def pipeline_of(
@@ -27,7 +34,9 @@ def pipeline_of(
     stages = ranks * virtual
     places = places_of(name, stages, virtual)
     flying = tuple(in_flight(name, stages, m, (), places))
-    return Pipeline(m, flying, rooms or (1e9,) * stages, work, order=Order(places, name in SPLIT_SCHEDULES))
+    return Pipeline(
+        m, flying, rooms or (1e9,) * stages, work, order=Order(places, name in SPLIT_SCHEDULES, name == "2bw")
+    )
 
 
 @pytest.mark.parametrize(("name", "ranks", "virtual"), KINDS)
@@ -61,7 +70,7 @@ def test_no_cut_is_simulated_faster(name: str, ranks: int, virtual: int, seed: i
                 share = rng.choice([0.0, 0.5, rng.uniform(0.0, 0.5)]) if name in SPLIT_SCHEDULES else 0.0
                 times.append(replace(found, weight_s=share * found.backward_s))
             if len(times) == stages:
-                step = makespan(schedule, times, functools.partial(transfer, there, back))
+                step = steady_seconds(schedule, name, m, times, functools.partial(transfer, there, back))
                 assert floor <= step * (1 + 1e-6) + 1e-9
 
 
@@ -82,11 +91,11 @@ def test_memory_and_the_end_of_the_step_are_paid_for(name: str, virtual: int) ->
     assert free + 40 < longer < free + 50
 
 
-@pytest.mark.parametrize(("name", "virtual"), [("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2)])
+@pytest.mark.parametrize(
+    ("name", "virtual"), [("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2), ("2bw", 1)]
+)
 @pytest.mark.parametrize(("ranks", "m"), [(1, 4), (2, 4), (8, 64), (32, 256), (64, 1024)])
 def test_groups_lose_little_and_are_never_more(name: str, virtual: int, ranks: int, m: int) -> None:
-    if ranks == 1 and name == "zb-h1":
-        virtual = 1
     stages = ranks * virtual
     piece = Piece(1.0, 2.0, (), (Way(0.0, 0.0, 0.1), Way(1.0)))
     rest = [Piece(1.0, 1.0), Piece(5.0, 8.0)]

@@ -388,6 +388,10 @@ class _Program:
         ahead_b = self._ahead(inputs, back)
         for chain in self.chains:
             first, *others = chain.groups
+            if self.pipeline.order.steady:
+                own = {at[group]: -chain.own for at in (forward, backward) for group in chain.groups}
+                self._row({self.step: 1.0, **own, **{end[group]: -chain.end for group in chain.ends}}, lower=0.0)
+                continue
             own = {self.step: 1.0, ahead_f[first]: -1.0, forward[first]: -chain.first}
             own |= {forward[group]: -chain.own for group in others}
             alone = own | {backward[group]: -chain.own for group in chain.groups}

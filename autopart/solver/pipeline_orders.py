@@ -9,6 +9,7 @@ stage s, on rank r,
     T >= F_{<s} + m sum_{S_s} (F_k + B_k) + sum_r R_k
     T >= F_{<s} + m sum_{S_s} (F_k + B_k - W_k) + (B - W)_{<s} + sum_0 R_k
 
+Where batches follow each other without a gap a rank has its own work alone, T >= m sum_r (F_k + B_k) + sum_r R_k.
 These are the first chains of :mod:`autopart.solver.stages_least`. Of neighbouring ranks the mean is taken, whose stages
 join in groups as those of :mod:`autopart.solver.pipeline_groups` do: the k-th of n stages counts m v_k of its own and
 v_j for each stage behind it, where the weights v add up to 1, and the sum over the group as often as the least does.
@@ -28,10 +29,13 @@ _FINENESS = {Grouping.FINE: 64, Grouping.COARSE: 8}
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """places: the rank of each stage; the first p stages are the first of theirs. splits: whether W is apart."""
+    """places: the rank of each stage; the first p stages are the first of theirs. splits: whether W is apart. steady:
+    whether batches follow each other without a gap.
+    """
 
     places: tuple[int, ...]
     splits: bool = False
+    steady: bool = False
 
 
 @dataclass(frozen=True, slots=True)

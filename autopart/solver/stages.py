@@ -89,6 +89,7 @@ def solve(
     max_programs: int = MAX_PROGRAMS,
     below: float = math.inf,
     least_step: LeastStep | None = None,
+    steady: bool = False,
     timed: Timed | None = None,
     places: Sequence[int] = (),
     known: Way = (),
@@ -97,7 +98,8 @@ def solve(
 
     max_programs: boxes to go over before the integer solver takes the rest. below: of interest are only divisions whose
     steps take fewer seconds; NotBetter is raised where surely none does. least_step: None: steps are of some 1F1B or
-    GPipe order, with a rank for each stage; else, of any order, the seconds at least. timed: what steps take, by
+    GPipe order, with a rank for each stage; else, of any order, the seconds at least. steady: in that order no stage
+    waits for those before, as batches follow each other without a gap. timed: what steps take, by
     which divisions in a row are compared in the end; what is best by the formula may not be. places: the rank of each
     stage, in an order with ``least_step``.
     known: a division, than which the one returned is no worse where it fits.
@@ -110,7 +112,15 @@ def solve(
     if problem.stages == 1 and last > 1:  # there is one division
         known = tuple(replace(step, last=1) for step in known)
         fewer = problem.at((0, last))
-        found = solve(fewer, time_limit_s, max_programs=max_programs, below=below, least_step=least_step, known=known)
+        found = solve(
+            fewer,
+            time_limit_s,
+            max_programs=max_programs,
+            below=below,
+            least_step=least_step,
+            steady=steady,
+            known=known,
+        )
         return replace(found, way=tuple(replace(step, last=last) for step in found.way))
     begun = [known] if known else []
     most = below / problem.microbatches
@@ -119,7 +129,7 @@ def solve(
         most = most_seconds(problem, begun[-1])
     graph = _graph(problem, most)
     beyond = below if below < math.inf else problem.microbatches * most  # seconds of what is left out
-    floor = min(_floor(graph)[0] if least_step is None else _work_floor(graph, least_step, below), beyond)
+    floor = min(_floor(graph)[0] if least_step is None else _work_floor(graph, least_step, below, steady), beyond)
     if floor >= below:
         raise NotBetter(floor, floor)
     search = _BoxSearch(problem, graph, until)
@@ -190,12 +200,13 @@ def _floor(graph: StageGraph) -> Found:
     return found
 
 
-def _work_floor(graph: StageGraph, least_step: LeastStep, below: float) -> float:
+def _work_floor(graph: StageGraph, least_step: LeastStep, below: float, steady: bool) -> float:
     """Seconds of a step at least, in whatever order: before a stage's first forward come those of the stages before,
-    and from then on its rank has all its work; and what the order makes of all work.
+    unless it is steady, and from then on its rank has all its work; and what the order makes of all work.
     """
     seconds = np.where(graph.fits, graph.seconds, np.inf)
-    found = smallest_maximum(graph, graph.problem.microbatches * seconds + graph.forward[graph.runs.first])
+    before = 0.0 if steady else graph.forward[graph.runs.first]
+    found = smallest_maximum(graph, graph.problem.microbatches * seconds + before)
     if found is None:
         raise _infeasible(graph.problem, graph)
     if found[0] >= below:
