@@ -95,29 +95,25 @@ def ordered_groups(
         Group(len(own), min(in_flight[at] for at in own), math.fsum(capacity_bytes[at] for at in own), (), ())
         for own in groups
     )
-    chains = tuple(
-        _chain(own[chunk:], own, microbatches, *(cuts[groups[own[chunk]][0] :] for cuts in (there, back)), len(run))
-        for own, run in zip(numbers, runs, strict=True)
-        for chunk in range(len(own))
-    )
-    return found, chains
+    chains = []
+    for own in numbers:
+        for chunk, first in enumerate(own):
+            inside = slice(groups[first][0], groups[first][-1])  # cuts inside the group
+            chains.append(_chain(own[chunk:], own, microbatches, there[inside], back[inside]))
+    return found, tuple(chains)
 
 
 def _chain(
-    groups: Sequence[int],
-    ends: Sequence[int],
-    microbatches: int,
-    there: Sequence[float],
-    back: Sequence[float],
-    count: int,
+    groups: Sequence[int], ends: Sequence[int], microbatches: int, there: Sequence[float], back: Sequence[float]
 ) -> RankChain:
-    """Of ``count`` neighbours. there, back: behind each stage of the first group."""
+    """there, back: by cut inside the first group."""
+    count = len(there) + 1
     # with one stage on each rank all may count equally often: v_k m + v_{k+1} + .. = v_{k+1} m + ..
     ratio = microbatches / (microbatches - 1) if len(ends) == 1 and microbatches > 1 else 1.0
     weights = [ratio**place for place in range(count)]
     weights = [weight / math.fsum(weights) for weight in weights]
     behind = [math.fsum(weights[place + 1 :]) for place in range(count)]
     first = min(weight * microbatches + after for weight, after in zip(weights, behind, strict=True))
-    sent = [math.fsum(after * own for after, own in zip(behind, cuts, strict=False)) for cuts in (there, back)]
+    sent = [math.fsum(after * own for after, own in zip(behind[:-1], cuts, strict=True)) for cuts in (there, back)]
     least = min(weights)
     return RankChain(tuple(groups), tuple(ends), first, least * microbatches, least, *sent)
