@@ -81,7 +81,7 @@ LARGE = {
         f"Llama-70B-like on 32x8 H100, {schedule} forced": [
             *(_LLAMA_70B, "--cluster", "32x8xH100", "--batch", "512", "--dtype", "bf16", "--schedule", schedule),
         ]
-        for schedule in ("zb-h1", "interleaved", "zb-v", "auto")
+        for schedule in ("zb-h1", "interleaved", "zb-v", "2bw", "auto")
     },
     "GPT-3 175B on 128x8 A100-80GB": [_GPT3, "--cluster", "128x8xA100-80GB", "--batch", "1536", "--dtype", "bf16"],
     "GPT 1T on 384x8 A100-80GB": [_1T, "--cluster", "384x8xA100-80GB", "--batch", "3072", "--dtype", "bf16"],
