@@ -26,10 +26,10 @@ fit are left out; h is the shape of the stage before:
 The two maxima are what makes it hard: with both bounded from above, the cheapest sum is a shortest way. So the search
 first goes over boxes of (T, E). In a box, the cheapest sum under its upper limits, with the smallest T and the smallest
 E under them, bounds every way from below, and each way found is a candidate. Boxes that may hold something better are
-halved. If that takes more than ``max_programs`` boxes, the arcs that can still be part of a better way form the model
-above, which CP-SAT solves. d is a bound at first, and made exact for the arcs of every way that is found, until the
-best way has exact arcs alone. Objective and bound count as equal when they differ by less than TOLERANCE of the
-objective.
+halved (:mod:`autopart.solver.stages_boxes`). If that takes more than ``max_programs`` boxes, the arcs that can still be
+part of a better way form the model above, which CP-SAT solves (:mod:`autopart.solver.stages_model`). d is a bound at
+first, and made exact for the arcs of every way that is found, until the best way has exact arcs alone. Objective and
+bound count as equal when they differ by less than TOLERANCE of the objective.
 
 Where the schedule's own seconds are asked for, divisions that these find better are tried as well
 (:mod:`autopart.solver.stages_trips`, and :mod:`autopart.solver.stages_ranks` where ranks run several stages or W is
@@ -44,14 +44,10 @@ convex division is left out; with those of some orders, only divisions that cut 
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import numpy as np
 
@@ -59,23 +55,19 @@ from autopart.report.units import format_bytes, format_enough
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver import time_limits
 from autopart.solver.search import NotBetter
+from autopart.solver.stages_boxes import BoxSearch
 from autopart.solver.stages_few import most_seconds, spread
 from autopart.solver.stages_graph import StageGraph
+from autopart.solver.stages_model import solve_rest
 from autopart.solver.stages_problem import StageProblem, StageSolution, Step, Way
 from autopart.solver.stages_ranks import balanced
-from autopart.solver.stages_runs import Array
 from autopart.solver.stages_trips import Timed, faster_way, is_row
-from autopart.solver.stages_ways import Found, cheapest, least_sum, smallest_maximum, sums_through
+from autopart.solver.stages_ways import Found, least_sum, smallest_maximum
 from autopart.solver.tensor_problem import relative_gap
-
-if TYPE_CHECKING:
-    from ortools.sat.python import cp_model
 
 LeastStep = Callable[[float, float, float], float]
 """Of a microbatch's seconds forward, and all of them, the least of a step; no interest in more than the third says."""
-TOLERANCE = 1e-9
 MAX_PROGRAMS = 300
-_TICKS = 2**40
 # A division at some of the positions is sought first, where there are at least twice as many.
 _FEW, _FEW_A_STAGE, _FEW_PROGRAMS = 64, 3, 20
 _ORDERED_PROGRAMS = 6
@@ -99,10 +91,9 @@ def solve(
     max_programs: boxes to go over before the integer solver takes the rest. below: of interest are only divisions whose
     steps take fewer seconds; NotBetter is raised where surely none does. least_step: None: steps are of some 1F1B or
     GPipe order, with a rank for each stage; else, of any order, the seconds at least. steady: in that order no stage
-    waits for those before, as batches follow each other without a gap. timed: what steps take, by
-    which divisions in a row are compared in the end; what is best by the formula may not be. places: the rank of each
-    stage, in an order with ``least_step``.
-    known: a division, than which the one returned is no worse where it fits.
+    waits for those before, as batches follow each other without a gap. timed: what steps take, by which divisions in a
+    row are compared in the end; what is best by the formula may not be. places: the rank of each stage, with a
+    ``least_step``. known: a division, than which the one returned is no worse where it fits.
     Raises InfeasibleError, with the stage and the bytes that bind and the capacity that would do, when none fits;
     PlanError when there are too few blocks.
     """
@@ -132,14 +123,14 @@ def solve(
     floor = min(_floor(graph)[0] if least_step is None else _work_floor(graph, least_step, below, steady), beyond)
     if floor >= below:
         raise NotBetter(floor, floor)
-    search = _BoxSearch(problem, graph, until)
+    search = BoxSearch(problem, graph, until)
     for way in filter(None, begun):
         search.offer(way)
     in_turn = least_step is None  # other orders take what the formula does not know
     bound = search.run(max_programs if in_turn else min(max_programs, _ORDERED_PROGRAMS))
     method = "dynamic program"
     if in_turn and not search.meets(bound):
-        proved = _solve_rest(search)
+        proved = solve_rest(search)
         bound, method = max(bound, min(proved, search.objective)), "cp-sat"
     if search.meets(bound):
         bound = search.objective
@@ -179,7 +170,7 @@ def _few_positions(problem: StageProblem, until: float) -> Way:
     graph = _graph(fewer)
     if smallest_maximum(graph, np.where(graph.fits, graph.busy, np.inf)) is None:
         return ()
-    search = _BoxSearch(fewer, graph, until)
+    search = BoxSearch(fewer, graph, until)
     search.run(_FEW_PROGRAMS)
     return tuple(replace(step, first=kept[step.first], last=kept[step.last]) for step in search.way)
 
@@ -212,240 +203,6 @@ def _work_floor(graph: StageGraph, least_step: LeastStep, below: float, steady: 
     if found[0] >= below:
         return found[0]
     return max(found[0], least_step(float(graph.forward[-1]), least_sum(graph, seconds), below))
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class _Box:
-    """Ways whose largest busy time lies in (above, upto] x their largest step end in the same; ordered by bound."""
-
-    bound: float
-    busy_upto: float
-    step_end_upto: float
-    busy_above: float
-    step_end_above: float
-
-
-class _BoxSearch:
-    """Best-first search over boxes of (T, E), and the best division found."""
-
-    def __init__(self, problem: StageProblem, graph: StageGraph, until: float) -> None:
-        self.problem = problem
-        self.graph = graph
-        self.way: Way = ()
-        self.objective = math.inf
-        self.programs = 0
-        self.until = until
-        self.pace = problem.microbatches - 1
-        self._fits = graph.fits
-        self._version = -1
-        self._busy_values = self._step_end_values = np.empty(0)
-        self._take_values()
-
-    def meets(self, bound: float) -> bool:
-        return self.objective - bound <= TOLERANCE * self.objective
-
-    @property
-    def late(self) -> bool:
-        return time.perf_counter() > self.until
-
-    def run(self, max_programs: int) -> float:
-        """Searches until proved, out of boxes or out of time; returns a bound in seconds. The first box always runs."""
-        most = float(self.graph.busy[self._fits].max())
-        if not self.graph.exact.all():
-            most = math.inf  # refined stages are slower than these values say
-        heap = [_Box(0.0, most, self._step_end_values[-1], -1.0, -1.0)]
-        while heap:
-            if self.way and (self.meets(heap[0].bound) or self.programs >= max_programs or self.late):
-                return heap[0].bound
-            for child in self._halves(heapq.heappop(heap)):
-                heapq.heappush(heap, child)
-        return self.objective
-
-    def arcs(self, costs: Array, busy_upto: float = math.inf, step_end_upto: float = math.inf) -> Array:
-        """``costs`` per arc [table, run], infinite for arcs that do not fit or exceed the limits."""
-        allowed = (self.graph.busy <= busy_upto) & (self.graph.step_end <= step_end_upto)
-        return np.where(self._fits & allowed, costs, np.inf)
-
-    def exact(
-        self, find: Callable[[StageGraph, Array], Found | None], name: str, limits: tuple[float, float]
-    ) -> Found | None:
-        """The best way under the limits, all of whose stages have exact seconds, or the last found in time."""
-        while True:
-            found = find(self.graph, self.arcs(getattr(self.graph, name), *limits))
-            if found is None:
-                return None
-            # no generator: every stage is refined before the next look
-            changed = [self.graph.refine(stage, step) for stage, step in enumerate(found[1])]
-            self.offer(found[1])
-            if not any(changed) or self.late:
-                return found
-
-    def offer(self, way: Way) -> None:
-        """Keeps the division if its step is shorter than that of the one kept so far."""
-        found = [self.graph.with_choices(stage, step) for stage, step in enumerate(way)]
-        made = tuple(step for step in found if step is not None)
-        objective = self.problem.objective(made) if len(made) == len(found) else math.inf
-        if objective < self.objective:
-            self.way, self.objective = made, objective
-
-    def _take_values(self) -> None:
-        """The values that the maxima may have, as far as they are known."""
-        if self._version == self.graph.version:
-            return
-        self._version = self.graph.version
-        self._busy_values = np.unique(self.graph.busy[self._fits])
-        self._step_end_values = np.unique(self.graph.step_end[self._fits])
-
-    def _halves(self, box: _Box) -> list[_Box]:
-        """Bounds a box, tries the ways found for it, and splits it unless it holds nothing better."""
-        self.programs += 1
-        limits = box.busy_upto, box.step_end_upto
-        once = self.exact(cheapest, "once", limits)
-        busy = self.exact(smallest_maximum, "busy", limits)
-        step_end = smallest_maximum(self.graph, self.arcs(self.graph.step_end, *limits))
-        if once is None or busy is None or step_end is None:
-            return []
-        self.offer(step_end[1])
-        self._take_values()
-        slowest = self._busy_values[self._busy_values > box.busy_above]
-        longest = self._step_end_values[self._step_end_values > box.step_end_above]
-        least_busy, least_end = max(busy[0], slowest[0]), max(step_end[0], longest[0])
-        fixed = once[0]
-        bound = max(box.bound, fixed + self.pace * least_busy + least_end)
-        if self.meets(bound):
-            return []
-        room = self.objective - fixed
-        most_busy = min(box.busy_upto, (room - least_end) / self.pace) if self.pace else box.busy_upto
-        most_end = min(box.step_end_upto, room - self.pace * least_busy)
-        slowest = slowest[(slowest >= least_busy) & (slowest <= most_busy)]
-        longest = longest[(longest >= least_end) & (longest <= most_end)]
-        if not len(slowest) or not len(longest):
-            return []
-        by_busy = self.pace * (slowest[-1] - slowest[0]) >= longest[-1] - longest[0]
-        if len(slowest if by_busy else longest) == 1:
-            by_busy = not by_busy
-        values = slowest if by_busy else longest
-        if len(values) == 1:
-            only = _Box(bound, slowest[0], longest[0], box.busy_above, box.step_end_above)
-            return [only] if (only.busy_upto, only.step_end_upto) != limits else []
-        middle, after = values[(len(values) - 1) // 2], values[(len(values) - 1) // 2 + 1]
-        if by_busy:
-            # a stage that is still a bound may come to lie between two values
-            next_busy = after if self.graph.exact.all() else middle
-            above = max(bound, fixed + self.pace * next_busy + least_end)
-            return [
-                _Box(bound, middle, most_end, box.busy_above, box.step_end_above),
-                _Box(above, most_busy, most_end, middle, box.step_end_above),
-            ]
-        above = max(bound, fixed + self.pace * least_busy + after)
-        return [
-            _Box(bound, most_busy, middle, box.busy_above, box.step_end_above),
-            _Box(above, most_busy, most_end, box.busy_above, middle),
-        ]
-
-
-def _solve_rest(search: _BoxSearch) -> float:
-    """Offers the optimum of the arcs that may be part of a better way; returns a bound in seconds."""
-    from ortools.sat.python import cp_model  # which loads pandas, and is seldom needed
-
-    graph, runs, known = search.graph, search.graph.runs, 0.0
-    while True:
-        ends = [smallest_maximum(graph, search.arcs(costs)) for costs in (graph.busy, graph.step_end)]
-        least_busy, least_end = (end[0] if end else 0.0 for end in ends)
-        arcs: list[_Arc] = []
-        for stage, number, before, sums in sums_through(graph, search.arcs(graph.once)):
-            table = next(table for slot, table in graph.slots[stage] if slot == number)
-            slowest = search.pace * np.maximum(graph.busy[table], least_busy)
-            at_least = sums + slowest + np.maximum(graph.step_end[table], least_end)
-            found = np.flatnonzero(at_least < search.objective)
-            between = zip(runs.first[found].tolist(), runs.last[found].tolist(), found.tolist(), strict=True)
-            arcs += [_Arc(stage, number, before, table, *run) for run in between]
-        if not arcs:
-            return search.objective
-        model = _WayModel(search, arcs, least_busy, least_end)
-        solver = cp_model.CpSolver()
-        solver.parameters.max_time_in_seconds = max(0.1, search.until - time.perf_counter())
-        status = solver.solve(model.cp)
-        if status == cp_model.INFEASIBLE:
-            return search.objective
-        known = max(known, solver.best_objective_bound * model.tick)
-        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return known
-        way = model.way(solver)
-        changed = [graph.refine(stage, step) for stage, step in enumerate(way)]
-        search.offer(way)
-        if not any(changed) or search.late:
-            return known
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class _Arc:
-    """A stage with a slot and a run, behind a stage of the shape ``before`` (-1: none)."""
-
-    stage: int
-    slot: int
-    before: int
-    table: int
-    first: int
-    last: int
-    run: int
-
-
-class _WayModel:
-    """The model of this file's docstring over some arcs, in whole ticks of ``tick`` seconds.
-
-    Seconds are rounded down to ticks, so that a bound in ticks is one in seconds.
-    """
-
-    def __init__(self, search: _BoxSearch, arcs: list[_Arc], least_busy: float, least_end: float) -> None:
-        from ortools.sat.python import cp_model
-
-        self.tick = search.objective / _TICKS
-        self._sum = cp_model.LinearExpr.weighted_sum
-        self.cp = cp_model.CpModel()
-        self._arcs = sorted(arcs)
-        self._search = search
-        self._y = [self.cp.new_bool_var("") for _ in arcs]
-        self._add_flow()
-        graph, slots = search.graph, search.problem.slots
-        once = []
-        for arc in self._arcs:
-            slot = slots[arc.slot]
-            joint = graph.joint(arc.before, slot.shape, slot.start)[arc.first] if arc.before >= 0 else 0.0
-            once.append(self._ticks(graph.once[arc.table, arc.run] + joint))
-        busy = self._add_maximum(graph.busy, least_busy)
-        step_end = self._add_maximum(graph.step_end, least_end)
-        self.cp.minimize(self._sum(self._y, once) + search.pace * busy + step_end)
-
-    def way(self, solver: cp_model.CpSolver) -> Way:
-        used = [arc for arc, y in zip(self._arcs, self._y, strict=True) if solver.boolean_value(y)]
-        return tuple(Step(arc.slot, arc.first, arc.last) for arc in used)
-
-    def _add_flow(self) -> None:
-        """Each stage has one arc, and it begins where that of the stage before ends."""
-        problem = self._search.problem
-        of_stage, leaving, entering = defaultdict(list), defaultdict(list), defaultdict(list)
-        for arc, y in zip(self._arcs, self._y, strict=True):
-            slot = problem.slots[arc.slot]
-            of_stage[arc.stage].append(y)
-            leaving[arc.stage, slot.start, arc.first, arc.before].append(y)
-            entering[arc.stage + 1, slot.stop, arc.last, slot.shape].append(y)
-        for stage in range(problem.stages):
-            self.cp.add_exactly_one(of_stage[stage])
-        for node in sorted({*leaving, *entering}):
-            if 0 < node[0] < problem.stages:
-                self.cp.add(sum(entering[node]) == sum(leaving[node]))
-
-    def _add_maximum(self, seconds: Array, least: float) -> cp_model.IntVar:
-        """A variable that is at least what the arc of each stage takes, and ``least``, which every way takes."""
-        maximum = self.cp.new_int_var(int(max(least, 0.0) / self.tick), _TICKS, "")
-        for _, group in itertools.groupby(zip(self._arcs, self._y, strict=True), key=lambda item: item[0].stage):
-            taken = [(y, self._ticks(seconds[arc.table, arc.run])) for arc, y in group]
-            self.cp.add(maximum >= self._sum([y for y, _ in taken], [t for _, t in taken]))
-        return maximum
-
-    def _ticks(self, seconds: float) -> int:
-        return math.floor(max(seconds, 0.0) / self.tick)
 
 
 def _infeasible(problem: StageProblem, graph: StageGraph) -> InfeasibleError:
