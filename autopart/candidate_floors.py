@@ -265,7 +265,7 @@ class CandidateFloors(CandidateSums):
 
         below: seconds from which a higher bound is of no interest.
         """
-        if config.pp == 1 or config.schedule in (*WHOLE_SCHEDULES, *STEADY_SCHEDULES):
+        if config.pp == 1 or config.schedule in WHOLE_SCHEDULES:
             return 0.0
         prices, share = self.prices(config), 1 / config.tp
         shared = (count * prices.shared_seconds(node, share, share)[0] for (node, _), count in self.alike)
@@ -278,8 +278,8 @@ class CandidateFloors(CandidateSums):
 
         Where no rank is faster than priced. below: of interest. most_steps: see :mod:`autopart.solver.stages_least`.
         """
-        if not work:
-            return 0.0
+        if not work or config.schedule in STEADY_SCHEDULES:  # ranks have their work alone
+            return pipeline_floor(work, config)
         places = self.layout.places(config)
         asked = config.schedule, places, config.microbatches, forward / work, below / work
         return work * least_share(*asked, most_steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -416,11 +416,9 @@ class Candidates(CandidateFloors):
         if choice.solution is not None and choice.levels and self.zero is None:
             floor = self.work_floor(whose)  # of all levels
         elif choice.solution is None:
-            floor = self.step_floor(free, config)
-            if config.schedule in WHOLE_SCHEDULES:
-                floor = self._tied_floor(config, cut.lower_bound_s / self.faster(config))
-            else:
-                floor = max(floor, cut.lower_bound_s / self.faster(config))
+            floor = cut.lower_bound_s / self.faster(config)
+            whole = config.schedule in WHOLE_SCHEDULES
+            floor = self._tied_floor(config, floor) if whole else max(floor, self.step_floor(free, config))
             # of what was not among the choices this bound says nothing
             if choice.levels and self.zero is None:
                 floor = self.work_floor(whose)
@@ -466,26 +464,15 @@ class Candidates(CandidateFloors):
         def simulated(way: Way) -> float:
             return self._step_seconds(problem, way, config)
 
-        least: stage_solver.LeastStep | None = None
-        timed: Callable[[Way], float] | None = None
-        places, steady = tuple[int, ...](), config.schedule in STEADY_SCHEDULES
-        if steady:
-
-            def least(forward: float, work: float, below: float) -> float:
-                return self.step_floor(work, config)
-
-        elif config.schedule not in WHOLE_SCHEDULES:
-            least = partial(self.ordered_seconds, config, most_steps=MOST_STEPS_ONCE)
-            timed, places = simulated, self.layout.places(config)
-        elif 1 < config.stages == config.pp:
-            timed = simulated
+        whole, steady = config.schedule in WHOLE_SCHEDULES, config.schedule in STEADY_SCHEDULES
+        apart = 1 < config.stages == config.pp
         return stage_solver.solve(
             *(problem, self.time_limit_s),
             below=below,
-            least_step=least,
+            least_step=None if whole else partial(self.ordered_seconds, config, most_steps=MOST_STEPS_ONCE),
             steady=steady,
-            timed=timed,
-            places=places,
+            timed=simulated if (apart if whole else not steady) else None,
+            places=() if whole else self.layout.places(config),
             known=known,
         )
 

@@ -285,7 +285,9 @@ class Plan:
             value = getattr(self, name)
             _require(value >= 0 and math.isfinite(value), f"{name}: expected a number of at least 0, found {value}")
         _require(
-            self.asked.keys() <= {"zero", "warmup"} and self.asked.get("zero", 0) in (0, 1, 2, 3),
+            self.asked.keys() <= {"zero", "warmup"}
+            and self.asked.get("zero", 0) in (0, 1, 2, 3)
+            and self.asked.get("warmup", 0) >= 0,
             f'asked: a level of ZeRO, such as {{"zero": 2}}, or a warm-up, found {dict(self.asked)}',
         )
         for pattern, level in self.zero.items():

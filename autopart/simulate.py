@@ -182,18 +182,18 @@ def steady_seconds(
     The second batch may use time in which stages waited in the first, so it is no less than the work of any stage.
     """
 
-    def end(run: Schedule) -> float:
+    def run(of: Schedule, batches: int = 1) -> tuple[float, float]:
+        """Its end, and the work of the busiest rank."""
         if durations is None:
-            return makespan(run, times, transfer)
-        return simulate(run, times, transfer, durations).makespan_s
+            most = max(own.forward_s + own.backward_s for own in times)
+            return makespan(of, times, transfer), batches * microbatches * most
+        found = simulate(of, times, transfer, durations)
+        return found.makespan_s, max(found.busy_s)
 
     if name != "2bw":
-        return end(schedule)
-    one, two = (end(unrolled(schedule, count, microbatches)) for count in (1, 2))
-    work = 0.0  # of ranks that share cores, which are faster while others wait, no more is known
-    if durations is None:
-        work = microbatches * max(own.forward_s + own.backward_s for own in times)
-    return max(two - one, work) + max(own.reduce_s for own in times)
+        return run(schedule)[0]
+    (one, _), (two, work) = (run(unrolled(schedule, count, microbatches), count) for count in (1, 2))
+    return max(two - one, work / 2) + max(own.reduce_s for own in times)
 
 
 def makespan(schedule: Schedule, times: Sequence[StageTimes], transfer: Transfer | float = 0.0) -> float:

@@ -80,6 +80,17 @@ def test_ranks_in_turn_have_the_host_to_themselves() -> None:
     )
 
 
+def test_a_step_of_2bw_is_no_less_than_a_ranks_work() -> None:
+    """The second batch alone uses time in which ranks waited in the first, and adds 29 seconds."""
+    schedule = make_schedule("2bw", 4, 4, chain(4))
+    times = [StageTimes(4.0, 4.0), StageTimes(4.0, 3.0), StageTimes(2.0, 2.0), StageTimes(4.0, 3.0)]
+    assert steady_seconds(schedule, "2bw", 4, times) == 32.0
+    devices = [(rank,) for rank in range(4)]
+    for alone in (1.0, 2.0, 4.0):
+        shared = steady_seconds(schedule, "2bw", 4, times, 0.0, SharedHosts(4, alone).durations(devices))
+        assert 32.0 / alone <= shared <= 32.0 * (1 + 1e-9)
+
+
 def test_a_schedule_that_waits_for_ever_is_told() -> None:
     schedule = Schedule.parse("RG0.0<1 F0.0 SA0.0>1\nRA1.0<0 F1.0 B1.0 SG1.0>0")
     with pytest.raises(ScheduleError, match="waits for ever"):

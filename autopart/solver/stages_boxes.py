@@ -79,18 +79,15 @@ class BoxSearch:
             found = find(self.graph, self.arcs(getattr(self.graph, name), *limits))
             if found is None:
                 return None
-            # no generator: every stage is refined before the next look
-            changed = [self.graph.refine(stage, step) for stage, step in enumerate(found[1])]
+            changed = self.graph.refine_all(found[1])
             self.offer(found[1])
-            if not any(changed) or self.late:
+            if not changed or self.late:
                 return found
 
     def offer(self, way: Way) -> None:
         """Keeps the division if its step is shorter than that of the one kept so far."""
-        found = [self.graph.with_choices(stage, step) for stage, step in enumerate(way)]
-        made = tuple(step for step in found if step is not None)
-        objective = self.problem.objective(made) if len(made) == len(found) else math.inf
-        if objective < self.objective:
+        made = self.graph.made(way)
+        if made is not None and (objective := self.problem.objective(made)) < self.objective:
             self.way, self.objective = made, objective
 
     def _take_values(self) -> None:

@@ -21,7 +21,7 @@ from autopart.solver.overlap import late_between, sums_between
 from autopart.solver.stages_choices import Fastest, Held, least_excess, least_seconds, relaxed_seconds
 from autopart.solver.stages_floor import arc_floors, source_ends
 from autopart.solver.stages_parts import Choice, Family, Shape, hiding_seconds
-from autopart.solver.stages_problem import StageProblem, Step
+from autopart.solver.stages_problem import StageProblem, Step, Way
 from autopart.solver.stages_runs import Array, Bits, Runs
 
 # stage, shape, capacity, link at the start, link at the end
@@ -190,6 +190,17 @@ class StageGraph:
             self._solve(*key)
         made = self._made[key]
         return None if made is None else Step(step.slot, step.first, step.last, made)
+
+    def refine_all(self, way: Way) -> bool:
+        """:meth:`refine` of every stage; whether any was other than supposed."""
+        changed = [self.refine(stage, step) for stage, step in enumerate(way)]  # all, before the next look
+        return any(changed)
+
+    def made(self, way: Way) -> Way | None:
+        """:meth:`with_choices` of every stage; None where one has none."""
+        found = [self.with_choices(stage, step) for stage, step in enumerate(way)]
+        whole = tuple(step for step in found if step is not None)
+        return whole if len(whole) == len(found) else None
 
     def _at(self, stage: int, step: Step) -> tuple[int, int]:
         table = next(table for slot, table in self.slots[stage] if slot == step.slot)

@@ -50,9 +50,9 @@ def solve_rest(search: BoxSearch) -> float:
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return known
         way = model.way(solver)
-        changed = [graph.refine(stage, step) for stage, step in enumerate(way)]
+        changed = graph.refine_all(way)
         search.offer(way)
-        if not any(changed) or search.late:
+        if not changed or search.late:
             return known
 
 

@@ -90,15 +90,12 @@ class _Balance:
             if found is None:
                 return False
             way = (*self.way[:start], *found, *self.way[stop:])
-            # all, before the next look
-            changed = [self.graph.refine(stage, step) for stage, step in enumerate(way)]
-            if not any(changed):
+            if not self.graph.refine_all(way):
                 break
         else:
             return False
-        made = [self.graph.with_choices(stage, step) for stage, step in enumerate(way)]
-        whole = tuple(step for step in made if step is not None)
-        if len(whole) < len(made) or self.graph.problem.excess_bytes(whole) > 0:
+        whole = self.graph.made(way)
+        if whole is None or self.graph.problem.excess_bytes(whole) > 0:
             return False
         if max(self._lengths(whole)) > longest * (1 - _GAINED):
             return False
@@ -128,9 +125,8 @@ class _Balance:
         apart = max((own for own, place in zip(lengths, self.places, strict=True) if place not in inside), default=0.0)
         if apart >= most:
             return None
-        costs = []
+        costs, each = [], self.microbatches * (self.share + (1 - self.share) * self.virtual)
         for stage in range(start, stop):
-            each = self.microbatches * (self.share + (1 - self.share) * self.virtual)
             length = lengths[stage] - each * seconds[stage] + each * self.graph.seconds[self.tables[stage]]
             if self.firsts[stage] == stage:
                 length += self.ahead[self.runs.first] - self.ahead[self.way[stage].first]

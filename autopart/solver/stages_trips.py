@@ -60,9 +60,8 @@ def faster_way(graph: StageGraph, known: Way, floor: float, timed: Timed) -> tup
             low = middle
             continue
         high = middle
-        made = [graph.with_choices(stage, step) for stage, step in enumerate(way)]
-        whole = tuple(step for step in made if step is not None)
-        if len(whole) < len(made) or whole in seen or problem.excess_bytes(whole) > 0:
+        whole = graph.made(way)
+        if whole is None or whole in seen or problem.excess_bytes(whole) > 0:
             continue
         seen.add(whole)
         seconds = timed(whole)
@@ -87,8 +86,7 @@ class _Trips:
             found = self._way(seconds)
             if found is None:
                 return None, True
-            changed = [self.graph.refine(stage, step) for stage, step in enumerate(found)]  # all, before the next look
-            if not any(changed):
+            if not self.graph.refine_all(found):
                 return found, True
         return None, False
 
