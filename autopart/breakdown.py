@@ -181,7 +181,7 @@ def _sent(stage: StagePlan, microbatches: int, cluster: Cluster | None) -> tuple
         kind: microbatches * max(0.0, whole - stage.hidden_s.get(kind, 0.0))
         for kind, whole in _joined(list(seconds.values())).items()
     }
-    return kinds, microbatches * replicas
+    return kinds, microbatches * max(0.0, replicas - stage.hidden_s.get(data, 0.0))
 
 
 def _joined(found: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -356,7 +356,7 @@ class CandidateFloors(CandidateSums):
         work, summed = work + self.besides_seconds(config), not self._divides(config) and not self.zero
         asked = self._floor(work + self._memory_seconds(config, work), config, summed)
         floor = max(self.lower_bound(config), self._floor(work, config), asked)
-        if config.pp > 1:
+        if config.pp > 1 or self._exchanges(config):  # of which some passes unseen
             return floor
         return max(floor, one_stage_floor(seconds + free, self.sum_seconds(config), config))
 
@@ -417,5 +417,5 @@ class CandidateFloors(CandidateSums):
 
     def besides_seconds(self, config: Degrees) -> float:
         """Seconds of one microbatch beside its ops, at least: free ops, and adding its gradients to those before."""
-        added = self.setting(config).data.least_seconds(self.trained_bytes / config.tp, self.levels(config))
+        added = self.setting(config).data.least_adding_seconds(self.trained_bytes / config.tp, self.levels(config))
         return self.free_seconds(config) + added

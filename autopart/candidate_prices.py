@@ -16,7 +16,7 @@ from autopart.cluster import Cluster
 from autopart.conversion_prices import ConversionPrices, TensorAxis
 from autopart.cost.communication import send_seconds
 from autopart.cost.devices import Device, Link
-from autopart.data_prices import TRANSIENT_COPIES
+from autopart.data_prices import TRANSIENT_COPIES, exposed
 from autopart.device_layout import DeviceLayout, slowest
 from autopart.folding import FoldedGraph, fold_graph
 from autopart.layer_frontier import Frontiers, KnownFrontiers, Spans
@@ -25,6 +25,7 @@ from autopart.offers import Offers
 from autopart.parameter_prices import priced_parameters
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
+from autopart.passes.data_axis import passed_on
 from autopart.passes.emit.segments import around
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
@@ -98,6 +99,7 @@ class CandidatePrices:
     shared: SharedHosts | None = field(init=False)
     positions: Positions = field(init=False)
     readers: dict[fx.Node, tuple[int, ...]] = field(init=False)  # blocks that read a parameter or buffer
+    units: int = field(init=False)  # statements that gather parameters, at most: a layer has one
     trained_bytes: int = field(init=False)  # of all parameters that have gradients
     least_samples: int = field(init=False)  # in a microbatch on one replica
     _prices: dict[int, Prices] = field(default_factory=dict)
@@ -118,6 +120,7 @@ class CandidatePrices:
         self.least_samples = graphs.least_samples(self.analysis.program.graph)
         self._block_costs = BlockCosts(self.analysis, self.device.kind)
         self._folded = fold_graph(self.analysis)
+        self.units = len({layer or index for index, layer in enumerate(self.analysis.layers)})
         readers: dict[fx.Node, set[int]] = {}
         for node, index in self.analysis.block_of.items():
             for value in graphs.inputs(node):
@@ -200,6 +203,16 @@ class CandidatePrices:
     def _divides(self, config: Degrees) -> bool:
         """Whether parameters may be divided over replicas where they do not fit; 2BW keeps versions of whole ones."""
         return self.zero is None and config.dp > 1 and config.schedule != "2bw"
+
+    def _exchanges(self, config: Degrees) -> bool:
+        """Whether replicas may exchange divided parameters in every microbatch."""
+        return self._divides(config) or (self.zero or 0) >= 2
+
+    def exposed(self, config: Degrees, exchanged: float, computed: float, late: float = 0.0) -> float:
+        """As :func:`autopart.data_prices.exposed`, where a stage has its part of the statements that gather."""
+        if config.schedule in SPLIT_SCHEDULES:
+            return 1.0
+        return exposed(exchanged, computed, max(1.0, self.units / config.stages), late)
 
     def _rooms(self, config: Degrees) -> list[float]:
         """Bytes of each stage for what it holds."""
@@ -301,8 +314,8 @@ class CandidatePrices:
     def _frontiers(
         self, config: Degrees, choice: TensorChoice, costs: Sequence[BlockCost], held: Activations
     ) -> Frontiers:
-        """Which modules of layers may run again: none where weights are gathered at use, which a module would keep."""
-        gathered = (own for node, own in self.readers.items() if choice.levels.get(node.meta["name"]) == 3)
+        """Which modules of layers may run again by themselves."""
+        gathered = [node for node in self.readers if choice.levels.get(node.meta["name"]) == 3]
         return Frontiers(
             self.analysis,
             costs,
@@ -310,7 +323,7 @@ class CandidatePrices:
             self._block_costs.read,
             self._families.setdefault(self._prices_by(config), {}),
             self._spans,
-            {self.analysis.layers[block] for own in gathered for block in own},
+            passed_on(gathered),
         )
 
     def _costs(self, config: Degrees, choice: TensorChoice, setting: Setting) -> list[BlockCost]:
@@ -339,14 +352,12 @@ class CandidatePrices:
             return 0.0
         return setting.data.adding_seconds(self._held(node, choice, setting), choice.levels.get(info.name, 0))
 
-    def _parameter_seconds(self, setting: Setting, choice: TensorChoice, node: fx.Node) -> tuple[float, float]:
-        """Forward and backward seconds of one microbatch that a parameter takes where it is read: replicas exchange
-        what is divided, and gradients are added up.
-        """
-        info = self.analysis.program.tensors[node.meta["name"]]
-        size, level = self._held(node, choice, setting), choice.levels.get(info.name, 0)
-        there, back = setting.data.microbatch_seconds(size, level, info.trainable, *self._block_costs.gathering(node))
-        return there, back + (setting.data.adding_seconds(size, level) if info.trainable else 0.0)
+    def _exchange_seconds(
+        self, setting: Setting, choice: TensorChoice, node: fx.Node, level: int
+    ) -> tuple[float, float]:
+        """Forward and backward seconds of one microbatch in which replicas exchange a parameter at a level of ZeRO."""
+        info, size = self.analysis.program.tensors[node.meta["name"]], self._held(node, choice, setting)
+        return setting.data.microbatch_seconds(size, level, info.trainable, *self._block_costs.gathering(node))
 
     def _held(self, node: fx.Node, choice: TensorChoice, setting: Setting) -> float:
         """Bytes of a parameter on one rank, before replicas divide it."""
@@ -354,31 +365,66 @@ class CandidatePrices:
         return self._block_costs.size(Value(node)).at(1) * share_of(placements, setting.sizes)
 
     def _add_parameters(self, costs: Sequence[BlockCost], config: Degrees, choice: TensorChoice) -> None:
-        """What parameters add to a microbatch in the blocks that read them, and divided ones for a while in whole."""
+        """What parameters add to a microbatch in the blocks that read them, and divided ones for a while in whole.
+
+        What replicas exchange for a layer passes beside its ops, but for one layer of a stage.
+        """
         setting, layers = self.setting(config), self.analysis.layers
         if not choice.levels:
             for cost, size in zip(costs, self._gradient_bytes(config, choice), strict=True):
                 cost.backward_s += setting.data.adding_seconds(size, 0)
             return
-        whole: dict[str, float] = {}  # by layer, or by block outside of layers
         owners = [layer or f"block {index}" for index, layer in enumerate(layers)]
-        known: dict[object, tuple[tuple[float, float], float]] = {}
+        whole: dict[str, float] = {}  # by owner, as are the blocks' seconds, there and back
+        sent = [[0.0] * len(costs), [0.0] * len(costs)]
+        late = [0.0] * len(costs)  # of what is sent back, sums, for which the next microbatch's computing does not wait
+        known: dict[object, tuple[tuple[float, float], float, float, float]] = {}
         for node, found in self.readers.items():
             name = node.meta["name"]
             info, level = self.analysis.program.tensors[name], choice.levels.get(name, 0)
             shared = *self._block_costs.gathering(node), choice.storage.get(name)
             alike = info.shape, info.dtype, info.trainable, level, *shared
             if alike not in known:
-                known[alike] = self._parameter_seconds(setting, choice, node), self._held(node, choice, setting)
-            (there, back), size = known[alike]
+                exchanged = self._exchange_seconds(setting, choice, node, level)
+                summed = self._exchange_seconds(setting, choice, node, 2)[1] if level >= 2 else 0.0
+                adding = self.adding_seconds(config, choice, node)
+                known[alike] = exchanged, summed, adding, self._held(node, choice, setting)
+            exchanged, summed, adding, size = known[alike]
             for index in found:
-                costs[index].forward_s += there
-                costs[index].backward_s += back
+                costs[index].backward_s += adding
+                for seconds, own in zip(sent, exchanged, strict=True):
+                    seconds[index] += own
+                late[index] += summed
             if level == 3:
                 for owner in {owners[index] for index in found}:
                     whole[owner] = whole.get(owner, 0.0) + size
+        if any(map(any, sent)):
+            last = 1 / config.microbatches
+            late = [seconds * (1 - last) for seconds in late]
+            there = self._seen(config, owners, sent[0], [cost.forward_s for cost in costs])
+            back = self._seen(config, owners, sent[1], [cost.backward_s for cost in costs], late)
+            for cost, forward, backward in zip(costs, there, back, strict=True):
+                cost.forward_s, cost.backward_s = cost.forward_s + forward, cost.backward_s + backward
         for owner, cost in zip(owners, costs, strict=True):
             cost.transient_bytes += TRANSIENT_COPIES * whole.get(owner, 0.0)
+
+    def _seen(
+        self,
+        config: Degrees,
+        owners: Sequence[str],
+        sent: Sequence[float],
+        computed: Sequence[float],
+        late: Sequence[float] = (),
+    ) -> list[float]:
+        """Of each block's exchange in a pass what computing waits for. owners: of blocks, the layer or the block. late:
+        what of the exchange passes beside the next microbatch.
+        """
+        totals: dict[str, tuple[float, float, float]] = {}
+        for owner, *more in zip(owners, sent, computed, late or [0.0] * len(sent), strict=True):
+            exchanged, work, beyond = totals.get(owner, (0.0, 0.0, 0.0))
+            totals[owner] = exchanged + more[0], work + more[1], beyond + more[2]
+        part = {owner: self.exposed(config, *total) for owner, total in totals.items()}
+        return [own * part[owner] for owner, own in zip(owners, sent, strict=True)]
 
     def _gradient_bytes(self, config: Degrees, choice: TensorChoice) -> list[float]:
         """Of each block's trained parameters on one rank, where no replicas divide them; candidates share it."""

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from autopart.candidate_floors import CandidateFloors
-from autopart.cost.communication import bucketed_all_reduce_seconds
+from torch import fx
+
+from autopart.candidate_strategies import CandidateStrategies
 from autopart.data_prices import offered_levels
 from autopart.layer_strategies import LayerStrategies
 from autopart.mixed_strategies import Samples, applied, carried, chosen_ways, merged, most_layers
-from autopart.passes.data_axis import LEVELS
+from autopart.passing_levels import passing_levels
 from autopart.recomputation import KEPT
 from autopart.runtime.errors import InfeasibleError
-from autopart.runtime.schedule import in_flight
 from autopart.solver import stages as stage_solver
 from autopart.solver.degrees import Degrees
 from autopart.solver.search import Evaluation, NotBetter
@@ -23,7 +23,7 @@ from autopart.solver.stages_floor import blocks_floor
 from autopart.solver.stages_least import MOST_STEPS_ONCE
 from autopart.solver.stages_problem import StageProblem, StageSolution, Step, Way
 from autopart.step_time import STEADY_SCHEDULES, WHOLE_SCHEDULES, one_stage_floor, simulated_seconds
-from autopart.tensor_choice import Builder, TensorChoice, choose
+from autopart.tensor_choice import TensorChoice
 
 # How often strategies are chosen again under a tighter memory limit when the fastest ones do not fit.
 TIGHTENINGS = 4
@@ -31,9 +31,8 @@ LIMITED_GAP = 0.002
 """How far from the fastest they may be then, of several stages, whose limit is a guess, or with levels of ZeRO to
 choose from: what is optimal takes long to prove.
 """
-_PRICES = (0.1, 0.2)
 _HIGH_PRICE = 100.0
-"""Of all bytes of a stage, in parts of its seconds: where strategies are chosen that hold less, or the least."""
+"""Of all bytes of a stage, in parts of its seconds: where strategies are chosen that hold the least."""
 _HOPELESS = 1.15
 """Times the seconds of interest: under other schedules than 1F1B and GPipe, whose divisions take the solver long, no
 other strategies are tried of what takes longer with the first.
@@ -51,61 +50,12 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Candidates(CandidateFloors):
+class Candidates(CandidateStrategies):
     """Solves candidates of one program on one cluster for a global batch."""
 
     # of the candidate that is evaluated, by strategies
     _divisions: dict[object, tuple[StageProblem, StageSolution]] = field(default_factory=dict)
     _worked: dict[object, float] = field(default_factory=dict)
-
-    def choose(
-        self,
-        config: Degrees,
-        memory_limit: float | None = None,
-        below: float = math.inf,
-        level: int | None = None,
-        gap: float = 0.0,
-    ) -> TensorChoice:
-        """The fastest strategies; under a limit, those whose bytes over all stages stay below it.
-
-        Parameters are divided over replicas only under a limit, unless a level is given. below: seconds of a step that
-        are of interest; raises NotBetter where it is found that strategies take longer. level: of ZeRO, of all. gap:
-        how far from the fastest they may be.
-        """
-        levels = LEVELS if self._divides(config) and memory_limit is not None else (level or self.zero or 0,)
-        return choose(
-            self.analysis,
-            self._folded,
-            self.setting(config),
-            self._block_costs,
-            self.optimizer,
-            memory_limit,
-            self.time_limit_s,
-            levels,
-            config.pp,
-            self._most_seconds(config, below),
-            gap,
-        )
-
-    def _most_seconds(self, config: Degrees, below: float) -> float:
-        """Of a microbatch, its part of the step's end included: what takes as long takes ``below`` a step or more.
-
-        That is known of one stage, with m microbatches of s seconds. Its last backward hides no more than the sums of
-        gradients, nor than itself, which is what the forward F leaves of s: the step takes m s - min(sums, s - F).
-        Of several stages a step takes at least what they make of s without the step's end, which whole weights have.
-        """
-        if below == math.inf:
-            return math.inf
-        if config.stages > 1:
-            setting, sent = self.setting(config), self.trained_bytes * self.summed
-            ends = max(setting.data.step_end_seconds(self.trained_bytes, level) for level in (0, 1)) + math.fsum(
-                bucketed_all_reduce_seconds(sent, axis.parts, axis.link) for axis in setting.axes
-            )
-            return below / self.step_floor(1.0, config) + ends / config.microbatches - self.free_seconds(config)
-        m, prices, share = config.microbatches, self.prices(config), 1 / config.tp
-        forward = math.fsum(count * prices.shared_seconds(node, share, share)[0] for (node, _), count in self.alike)
-        most = (below + self.sum_seconds(config)) / m
-        return (min(most, (below - forward) / (m - 1)) if m > 1 else most) - self.free_seconds(config)
 
     def evaluate(self, config: Degrees, below: float = math.inf) -> Evaluation[Answer]:
         """Strategies and stages of a candidate. Raises InfeasibleError when it does not fit in memory.
@@ -134,6 +84,11 @@ class Candidates(CandidateFloors):
                     raise
                 return replace(other, bound=min(other.objective, error.bound))
             stopped = error
+        except InfeasibleError:
+            found = self._at_levels(config, below)
+            if found is None:
+                raise
+            return found
         ordered = config.schedule not in WHOLE_SCHEDULES
         if ordered and found is not None and found.objective >= _HOPELESS * below:
             return found
@@ -143,9 +98,9 @@ class Candidates(CandidateFloors):
         bound = any(step.choices for step in found.answer.cut.way) if found is not None else promising
         best = found
         least = found.bound if found is not None else stopped.bound if stopped is not None else math.inf
-        if self._divides(config) and config.recompute == "auto" and (bound or len(answers) > 1):
-            divided = self._divided(config, below if best is None else min(below, best.objective))
-            if divided is not None and (best is None or divided.objective < best.objective):
+        if bound or len(answers) > 1:
+            divided = self._at_levels(config, below if best is None else min(below, best.objective))
+            if divided is not None:
                 best, least = divided, min(least, divided.bound)
         if fastest.solution is not None and (bound or len(answers) > 1):
             if config.recompute == "auto":
@@ -169,7 +124,7 @@ class Candidates(CandidateFloors):
         """The best of other strategies, where the fastest may take less than ``below`` and memory asks for too much."""
         if config.recompute != "auto" or self._least_seconds(config, fastest) >= below:
             return None
-        found = self._divided(config, below) if self._divides(config) else None
+        found = self._at_levels(config, below)
         if fastest.solution is not None:
             most = below if found is None else min(below, found.objective)
             found = self._at_prices(config, self._leaner(config, fastest.solution.objective), most) or found
@@ -189,17 +144,6 @@ class Candidates(CandidateFloors):
         whole = (problem.excess_bytes([Step(slot, 0, last)] * problem.stages) for slot in range(len(problem.slots)))
         return problem if max(whole) + (sent if config.stages > 1 else 0.0) <= 0 else None
 
-    def _leaner(self, config: Degrees, seconds: float, prices: Sequence[float] = _PRICES) -> list[TensorChoice]:
-        """The best strategies at prices for bytes, rising.
-
-        Those that take the fewest seconds may hold much, as whole weights, for few of them. seconds: of a microbatch.
-        """
-        places, warmup = self.layout.places(config), self.warmup_of(config)
-        flying = in_flight(config.schedule, config.stages, config.microbatches, warmup, places)
-        mean, sizes = sum(flying) / len(flying), self.kept_sizes(config)
-        unit = seconds / sum(self._rooms(config))
-        return [self._builder(config).solve_priced(price * unit, mean, self.time_limit_s, sizes) for price in prices]
-
     def _at_prices(self, config: Degrees, choices: list[TensorChoice], below: float) -> Evaluation[Answer] | None:
         """The best of these strategies, where layers may run again, if they take less than ``below``."""
         best: Evaluation[Answer] | None = None
@@ -212,6 +156,15 @@ class Candidates(CandidateFloors):
                 best, below = found, found.objective
         return best
 
+    def _at_levels(self, config: Degrees, below: float) -> Evaluation[Answer] | None:
+        """The best of strategies with parameters divided over replicas, of interest below so many seconds."""
+        best: Evaluation[Answer] | None = None
+        for divided in (self._divided, self._passing) if self._divides(config) and config.recompute == "auto" else ():
+            found = divided(config, below)
+            if found is not None and found.objective < below:
+                best, below = found, found.objective
+        return best
+
     def _divided(self, config: Degrees, below: float) -> Evaluation[Answer] | None:
         """The fastest strategies with optimizer state divided over replicas, where they fit with layers computed again.
 
@@ -219,6 +172,28 @@ class Candidates(CandidateFloors):
         """
         try:
             return self._evaluate(config, self.choose(config, level=1), below, tightenings=0)
+        except (InfeasibleError, NotBetter):
+            return None
+
+    def _passing(self, config: Degrees, below: float) -> Evaluation[Answer] | None:
+        """Strategies that are the fastest where replicas divide all, at levels whose exchange passes beside ops, where
+        they fit with layers computed again.
+        """
+        choice, setting = self.choose(config, level=3), self.setting(config)
+        costs, hiding = self._costs(config, choice, setting), 1 - 1 / max(1.0, self.units / config.stages)
+
+        def exchange(node: fx.Node, level: int) -> tuple[float, float]:
+            there, back = self._exchange_seconds(setting, choice, node, level)
+            return there * len(self.readers[node]), back * len(self.readers[node])
+
+        levels = passing_levels(
+            *(self._folded, self.analysis.program.tensors, choice, setting, exchange),
+            hiding * math.fsum(cost.forward_s for cost in costs),
+            hiding * math.fsum(cost.backward_s for cost in costs),
+            self.optimizer,
+        )
+        try:
+            return self._evaluate(config, replace(choice, levels=levels), below, tightenings=0)
         except (InfeasibleError, NotBetter):
             return None
 
@@ -322,31 +297,6 @@ class Candidates(CandidateFloors):
         seconds = self._step_seconds(problem, cut.way, config)
         return Evaluation(Answer(config, mixture, problem, cut), seconds, seconds)
 
-    def _builder(self, config: Degrees) -> Builder:
-        """Of all levels of ZeRO that parameters may have."""
-        levels = LEVELS if self._divides(config) else (self.zero or 0,)
-        return Builder(
-            *(self.analysis, self._folded, self.setting(config), self._block_costs, self.optimizer, levels, config.pp)
-        )
-
-    def layer_strategies(
-        self, config: Degrees, answer: TensorChoice, fastest: dict[object, tuple[float, ...]] | None = None
-    ) -> LayerStrategies:
-        """The ways of layers around an answer on tensor axes. fastest: what answers of this candidate share."""
-        places, warmup = self.layout.places(config), self.warmup_of(config)
-        flying = in_flight(config.schedule, config.stages, config.microbatches, warmup, places)
-        counts = sorted({max(flying), min(flying), 0}, reverse=True)
-        sizes = self.kept_sizes(config)
-        return LayerStrategies(
-            self._builder(config),
-            answer,
-            counts,
-            self.time_limit_s,
-            sizes,
-            config.recompute != "none",
-            {} if fastest is None else fastest,
-        )
-
     def _evaluate(
         self,
         config: Degrees,
@@ -363,7 +313,7 @@ class Candidates(CandidateFloors):
         free, whose = self.free_seconds(config), among or config
         if choice.solution is None:
             floor = 0.0
-        elif config.pp == 1:
+        elif config.pp == 1 and not choice.levels:
             sums = self.sum_seconds(config)
             floor = one_stage_floor(choice.solution.bound + free, sums, config)
             floor = max(floor, self.work_floor(whose)) if sums else floor

@@ -17,8 +17,9 @@ The second gather of level 3 is the backward's. Whole weights that level 3 has f
 layer that runs and of the next, their gradients and the message of these, so four times the layer's bytes.
 
 Sums of levels 0 and 1 start during the last backward, and what that hides is credited (:mod:`autopart.solver.overlap`).
-Gathers of level 3 run a layer ahead and sums of levels 2 and 3 beside each backward **without credit**: figures err to
-the slow side.
+Gathers of level 3 run a layer ahead, and sums of levels 2 and 3 beside each backward. Plans are timed so
+(:mod:`autopart.data_clock`); candidates are compared as if a layer's exchange passed beside its own ops, but for one
+layer of each stage, and bounds count none of it.
 """
 
 from __future__ import annotations
@@ -55,6 +56,15 @@ def held_bytes(whole: ParameterBytes, level: int, replicas: int) -> ParameterByt
         whole.gradient // replicas if level >= 2 else whole.gradient,
         whole.optimizer // replicas if level >= 1 else whole.optimizer,
     )
+
+
+def exposed(exchanged: float, computed: float, units: float, late: float = 0.0) -> float:
+    """Which part of a pass's exchange for divided parameters computing waits for, where both are spread over it evenly.
+
+    exchanged, computed: seconds. units: that are exchanged one after another; one of them passes beside nothing. late:
+    of the seconds, those of which even that one passes beside the next microbatch.
+    """
+    return min(1.0, max((1 - late / exchanged) / units, 1 - computed / exchanged)) if exchanged else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +117,9 @@ class DataPrices:
         """Of one microbatch's backward: adding the gradient of so many bytes to those before."""
         return self.prices.adding_seconds(weight / self.replicas if level >= 2 else weight, self.microbatches)
 
-    def least_seconds(self, weight: float, levels: Sequence[int]) -> float:
-        """Of one microbatch, what trained parameters of so many bytes take at one of these levels at least."""
-        return min(
-            sum(self.microbatch_seconds(weight, level, True, False, 0.0)) + self.adding_seconds(weight, level)
-            for level in levels
-        )
+    def least_adding_seconds(self, weight: float, levels: Sequence[int]) -> float:
+        """Of one microbatch, what adding gradients of so many bytes takes at one of these levels at least."""
+        return min(self.adding_seconds(weight, level) for level in levels)
 
     def _sent(self, kind: str, weight: float) -> float:
         return weight if kind == ALL_GATHER else weight * self.summed

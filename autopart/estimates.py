@@ -87,11 +87,12 @@ class Estimates:
         uneven = work * self._block / 2 if config.pp > 1 else 0.0  # a stage ends up to half a block late
         passes, sent = config.microbatches + (config.pp - 1) / config.virtual, self._sent_seconds(config)
         possible = []
-        for held, exchanged in self._parameters(config):
+        for held, exchanged, ends in self._parameters(config):
             too_much, shares = _run_again(config.recompute, held / config.virtual, kept, rooms)
             mean = math.fsum(share**2 for share in shares) / len(shares)  # those that run less again get more layers
             seconds = work * (1 + _FORWARD * mean) / config.pp + uneven
-            possible.append((too_much, (seconds + sent) * passes + exchanged, max(shares) > 0))
+            part = candidates.exposed(config, exchanged, seconds * config.microbatches)
+            possible.append((too_much, (seconds + sent) * passes + part * exchanged + ends, max(shares) > 0))
         too_much, seconds, again = min(possible)
         return seconds * (_HOPELESS if too_much else 1.0), again
 
@@ -113,8 +114,10 @@ class Estimates:
         size = self._crossing * self.candidates.samples(config) / config.tp
         return 4 * send_seconds(size, self.candidates.layout.stage_link(config, 0, 1))
 
-    def _parameters(self, config: Degrees) -> Iterator[tuple[float, float]]:
-        """By level of ZeRO, the bytes that parameters take on a rank and the seconds that they take in a step."""
+    def _parameters(self, config: Degrees) -> Iterator[tuple[float, float, float]]:
+        """By level of ZeRO, the bytes that parameters take on a rank, the seconds of a step in which replicas exchange
+        them microbatch by microbatch, and those that they take at its end.
+        """
         candidates, dp, m = self.candidates, config.dp, config.microbatches
         data, ranks = candidates.layout.data_link(config), config.pp * config.tp
         weights, gradients, optimizer = (size / ranks for size in (self._weights, self._gradients, self._optimizer))
@@ -123,14 +126,16 @@ class Estimates:
             held = math.fsum(
                 size / dp if level >= least else size for size, least in ((weights, 3), (gradients, 2), (optimizer, 1))
             )
+            exchanged = ends = 0.0
             if level < 2:
-                exchanged = bucketed_all_reduce_seconds(summed, dp, data)
+                ends = bucketed_all_reduce_seconds(summed, dp, data)
             elif level == 2:
                 exchanged = m * collective_seconds(REDUCE_SCATTER, summed, dp, data)
-                exchanged += collective_seconds(ALL_GATHER, weights, dp, data)
+                ends = collective_seconds(ALL_GATHER, weights, dp, data)
             else:
                 exchanged = 3 * m * collective_seconds(ALL_GATHER, weights, dp, data)
-            yield held, exchanged + candidates.prices(config).optimizer_seconds(weights / dp if level else weights)
+            ends += candidates.prices(config).optimizer_seconds(weights / dp if level else weights)
+            yield held, exchanged, ends
 
 
 def _run_again(recompute: str, held: float, kept: Sequence[float], rooms: Sequence[float]) -> tuple[bool, list[float]]:

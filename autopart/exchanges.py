@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopart.analysis import Analysis
 from autopart.passes.conversion import Axes
-from autopart.passes.data_axis import gathering_counts, gatherings, units
+from autopart.passes.data_axis import UnitMessages, gathering_counts, gatherings, unit_messages, units
 from autopart.passes.emit.layers import runs_of
 from autopart.passes.emit.program import Layout, StageMesh, gradient_roots, parameter_specs
 from autopart.passes.kept import rerun
@@ -27,14 +27,15 @@ Collectives = dict[str, dict[str, int]]
 class Exchanges:
     """Collectives of one rank of a stage by operation, over all axes of the stage and, per step, between stages.
 
-    axes: those of a microbatch by axis. gathered, scattered: of them, what replicas exchange forward and back.
+    axes: those of a microbatch by axis. units: of them what replicas exchange for parameters that are gathered at use,
+    in order; sums: for others that they divide, in each backward.
     """
 
     microbatch: Collectives
     step: Collectives
     axes: dict[str, Collectives]
-    gathered: Collectives
-    scattered: Collectives
+    units: Sequence[UnitMessages]
+    sums: Collectives
 
 
 def exchanges(
@@ -122,24 +123,24 @@ def _of_stage(
     reduce_dtype = analysis.program.reduce_dtype
     summed = dtype_of(reduce_dtype) if reduce_dtype else None
     gathers = units(gatherings(runs, found.cuts, recompute), found.cuts)
-    gathered = gathering_counts(gathers, reached, axes, summed)
+    messages = unit_messages(gathers, reached, axes, summed)
     microbatch: Collectives = {}
     by_axis: dict[str, Collectives] = {}
-    there: Collectives = {}
-    back: Collectives = {}
+    sums: Collectives = {}
     passed: dict[tuple[str, str], dict[str, list[int]]] = {}
     for (operation, axis), count in pass_counts(in_order, stage.index, mesh, places, bucket_bytes).items():
         passed.setdefault((axis, "backward"), {})[operation] = count
+        if axis == mesh[0][0]:
+            _add(sums, {operation: count})
+    gathered = gathering_counts(messages)
     for part in (collective_counts(graph, axes, samples, rerun(graph, recompute)), gathered, passed):
-        for (axis, phase), operations in part.items():
+        for (axis, _), operations in part.items():
             _add(microbatch, operations)
             _add(by_axis.setdefault(axis, {}), operations)
-            if axis == mesh[0][0]:
-                _add(there if phase == "forward" else back, operations)
     step: Collectives = {}
     for (operation, _), count in update_counts(in_order, stage.index, mesh, places, bucket_bytes).items():
         _add(step, {operation: count})
-    return Exchanges(microbatch, step, by_axis, there, back)
+    return Exchanges(microbatch, step, by_axis, messages, sums)
 
 
 def _add(totals: Collectives, operations: Mapping[str, Sequence[int]]) -> None:

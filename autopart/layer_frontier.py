@@ -66,8 +66,8 @@ class Frontiers:
     """The frontiers of a candidate's layers, as :func:`autopart.recomputation.layers` asks for them.
 
     known: those found before where ops are priced alike, by what they follow from besides; parts of layers that cost
-    the same share one, also under strategies that differ elsewhere. spans: those of parts, once found. whole: layers
-    whose modules do not run again by themselves.
+    the same share one, also under strategies that differ elsewhere. spans: those of parts, once found. gathered:
+    weights that are whole while they are used alone, which a module that runs again by itself would be given, and keep.
     """
 
     analysis: Analysis
@@ -76,12 +76,10 @@ class Frontiers:
     reads: Reads
     known: KnownFrontiers
     spans: dict[tuple[int, ...], Spans]
-    whole: Collection[str] = ()
+    gathered: Collection[fx.Node] = ()
 
     def __call__(self, layer: str, part: Sequence[int], keep: Choice) -> Family:
         """Of a layer's blocks in one stage, beside ``keep``, in which nothing is computed again."""
-        if layer in self.whole:
-            return ()
         held, blocks = self.held, [self.costs[index] for index in part]
         ops = [op for block in blocks for op in block.ops if op.node in self.analysis.block_of]
         # sizes without those that are counted elsewhere
@@ -92,10 +90,9 @@ class Frontiers:
             for item in items
         ]
         priced = [(id(op.chosen), *[seconds for _, seconds in op.converting_s]) for op in ops]
-        kinds = tuple(self.analysis.kinds[index] for index in part)
-        alike = kinds, tuple(sizes), tuple(priced), keep.activation_bytes
+        kinds, spans = tuple(self.analysis.kinds[index] for index in part), self._spans(layer, tuple(part), ops)
+        alike = kinds, tuple(sizes), tuple(priced), keep.activation_bytes, *(spans if self.gathered else ())
         if alike not in self.known:
-            spans = self._spans(layer, tuple(part), ops)
             beyond = frontier(spans, ops, self.reads, held.shared, keep.activation_bytes)
             self.known[alike] = beyond, [op.chosen for op in ops]
         return tuple(
@@ -113,7 +110,11 @@ class Frontiers:
         if part not in self.spans:
             found = spans_of(Run(layer, [op.node for op in ops]))
             self.spans[part] = {path.removeprefix(f"{layer}."): nodes for path, nodes in found.items()}
-        return self.spans[part]
+        return {
+            path: nodes
+            for path, nodes in self.spans[part].items()
+            if not any(source in self.gathered for node in nodes for source in node.all_input_nodes)
+        }
 
 
 def frontier(spans: Spans, ops: Sequence[PricedOp], reads: Reads, shared: Collection[Kept], all_bytes: float) -> Family:

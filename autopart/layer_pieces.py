@@ -167,14 +167,14 @@ def levels_of(own: Parameters, setting: PieceSetting) -> tuple[Way, ...]:
     data, size = setting.data, own.weight * setting.share
     found = []
     for level in setting.levels if own.divides else (0,):
-        seconds = sum(data.microbatch_seconds(size, level, own.trained, own.again, 0.0))
-        end = sums = stays = 0.0
+        sent = sum(data.microbatch_seconds(size, level, own.trained, own.again, 0.0))
+        seconds = end = sums = stays = 0.0
         if own.trained:
-            seconds += data.adding_seconds(size, level)
+            seconds = data.adding_seconds(size, level)
             end = data.step_end_seconds(size, level)
             if data.replicas > 1:
                 sums = data.sum_seconds(size, level)
                 stays = staying_bytes(level, own.gradient, data.replicas, data.summed)
         held = (own.held(level, data.replicas) + stays) / own.weight
-        found.append(Way(seconds / size, held, 0.0, end / size, sums / size))
+        found.append(Way(seconds / size, held, 0.0, end / size, sums / size, sent / size))
     return tuple(found)

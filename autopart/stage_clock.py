@@ -3,8 +3,8 @@
 Ops run one after another, and so do the collectives of an axis. A collective that is waited for at once takes its own
 time; one that is begun before other ops (:mod:`autopart.passes.ahead`), or beside which weights' gradients are computed
 (:mod:`autopart.passes.beside`), what it takes longer than these, and what it waits for collectives before it. What
-replicas exchange for divided parameters is waited for as often as it is sent. A GPU's ops take no less than their host
-takes to start them, one after another.
+replicas exchange for divided parameters is begun ahead too (:mod:`autopart.data_clock`), but under a split backward,
+of whose halves nothing is known here. A GPU's ops take no less than their host takes to start them, one after another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autopart.candidates import Candidates
-from autopart.cost.communication import counted_seconds
+from autopart.data_clock import Computed, DataClock
 from autopart.exchanges import Exchanges
 from autopart.passes import graph as graphs
 from autopart.passes.ahead import begun
@@ -33,7 +33,9 @@ from autopart.tensor_choice import Setting, TensorChoice
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """Of one microbatch. hidden_s: by kind what of collectives passes while ops are computed, uncounted."""
+    """Of one microbatch. hidden_s: by kind what of collectives passes while ops are computed, uncounted; of what
+    replicas exchange for parameters, by the data axis' name.
+    """
 
     forward_s: float
     backward_s: float
@@ -83,17 +85,22 @@ class StageClock:
         behind: dict[fx.Node, list[fx.Node]] = {}  # by op what is waited for behind it
         for node, meanwhile in started.items():
             behind.setdefault(meanwhile[-1], []).append(node)
-        forward, seen = self._forward(priced, started, behind, hidden)
-        again = math.fsum(seen[node] for node in rerun(self.graph, self.recompute) if node in seen)  # in any order
-        backward = self._backward(priced, setting, started, behind, hidden)
-        for node in self.stage.graph.nodes:
-            if node.op == "placeholder" and node.meta["role"] is Role.PARAMETER:
-                backward += self.candidates.adding_seconds(self.config, self.choice, self.stage.origin[node])
-        replicas, link = setting.data.replicas, setting.data.link
-        forward += sum(counted_seconds(self.exchanged.gathered, replicas, link).values())
-        backward += sum(counted_seconds(self.exchanged.scattered, replicas, link).values())
+        there, seen = self._forward(priced, started, behind, hidden)
+        again = {node: seen[node] for node in rerun(self.graph, self.recompute) if node in seen}
+        back = self._backward(priced, again, setting, started, behind, hidden)
+        adding = math.fsum(
+            self.candidates.adding_seconds(self.config, self.choice, self.stage.origin[node])
+            for node in self.stage.graph.nodes
+            if node.op == "placeholder" and node.meta["role"] is Role.PARAMETER
+        )
+        where = setting.data.replicas, setting.data.link
+        data = DataClock(self.exchanged, *where, setting.beside, self.config.microbatches)
+        forward, backward, passed = data.passes(there, back)
+        backward += adding
+        if passed > 0.0:
+            hidden["dp"] = passed
         starting = self._starting_s(setting)
-        return StageSeconds(max(forward, starting[0]), max(backward + again, starting[1]), hidden)
+        return StageSeconds(max(forward, starting[0]), max(backward, starting[1]), hidden)
 
     def _starting_s(self, setting: Setting) -> tuple[float, float]:
         """Seconds in which the host starts the kernels of the forward and of the backward, with what runs again."""
@@ -115,9 +122,10 @@ class StageClock:
         started: Collection[fx.Node],
         behind: Mapping[fx.Node, list[fx.Node]],
         hidden: dict[str, float],
-    ) -> tuple[float, dict[fx.Node, float]]:
-        """Seconds, and those of each node, what is waited for it included."""
+    ) -> tuple[Computed, dict[fx.Node, float]]:
+        """The pass, and seconds of each node, what is waited for it included."""
         line, ends, seen = _Timeline(hidden), dict[fx.Node, float](), dict[fx.Node, float]()
+        spans = dict[fx.Node, tuple[float, float]]()
         for node, (seconds, _) in priced.items():
             before = line.now
             axis, kind = _collective(node, forward=True)
@@ -127,23 +135,26 @@ class StageClock:
                 ends[node] = line.begin(axis, seconds)
             else:
                 line.wait(line.begin(axis, seconds), kind, seconds)
-            seen[node] = line.now - before
+            seen[node], spans[node] = line.now - before, (before, line.now)
             for other in behind.get(node, ()):
                 before = line.now
                 if other in ends:
                     line.wait(ends[other], _collective(other, forward=True)[1], priced[other][0])
                 seen[other] += line.now - before
-        return line.now, seen
+        return Computed(line.now, spans), seen
 
     def _backward(
         self,
         priced: Mapping[fx.Node, tuple[float, float]],
+        again: Mapping[fx.Node, float],
         setting: Setting,
         started: Collection[fx.Node],
         behind: Mapping[fx.Node, list[fx.Node]],
         hidden: dict[str, float],
-    ) -> float:
-        """Seconds, without what runs again."""
+    ) -> Computed:
+        """The pass. again: seconds of ops that run again, of which each is told right before its own backward; what is
+        begun ahead does not pass beside them.
+        """
         put_off: dict[fx.Node, float] = {}  # by product and by transition, weights' gradients
         for node, products in (products_beside(self.graph, self.recompute) if setting.beside else {}).items():
             for product in products:
@@ -151,7 +162,10 @@ class StageClock:
                 put_off[product] = setting.prices.weight_seconds(origin, self._chosen(origin), setting.sizes)
             put_off[node] = -sum(put_off[product] for product in products)
         line, ends = _Timeline(hidden), dict[fx.Node, float]()
+        repeated, spans = 0.0, dict[fx.Node, tuple[float, float]]()
         for node, (_, seconds) in reversed(list(priced.items())):
+            before = line.now + repeated
+            repeated += again.get(node, 0.0)
             for other in behind.get(node, ()):
                 axis, kind = _collective(other, forward=False)
                 if kind:
@@ -159,11 +173,12 @@ class StageClock:
             axis, kind = _collective(node, forward=False)
             if not kind:
                 line.compute(seconds - put_off.get(node, 0.0))
-                continue
-            end = ends[node] if node in started else line.begin(axis, seconds)
-            line.compute(-put_off.get(node, 0.0))
-            line.wait(end, kind, seconds)
-        return line.now
+            else:
+                end = ends[node] if node in started else line.begin(axis, seconds)
+                line.compute(-put_off.get(node, 0.0))
+                line.wait(end, kind, seconds)
+            spans[node] = before, line.now + repeated
+        return Computed(line.now + repeated, spans)
 
     def _priced(self, setting: Setting, hidden: dict[str, float]) -> dict[fx.Node, tuple[float, float]]:
         """Seconds of each op and transition forward and back, in the order of the graph."""

@@ -96,7 +96,8 @@ class Setting:
 
     dp: replicas, on ``data_link``. microbatches: of each replica, in one step. summed: bytes in the type that gradients
     are added up in, for each byte of a gradient. beside: whether weights' gradients are computed beside collectives of
-    the backward, which a split backward leaves for later.
+    the backward, which a split backward leaves for later. exposed: the part of what replicas exchange in a microbatch
+    for divided parameters that does not pass beside ops, as far as strategies are chosen by it.
     """
 
     prices: Prices
@@ -108,6 +109,7 @@ class Setting:
     shared: Shared = field(default_factory=Shared)
     summed: float = 1.0
     beside: bool = True
+    exposed: float = 1.0
 
     @property
     def axes(self) -> tuple[TensorAxis, ...]:
@@ -175,9 +177,8 @@ def work_bound(
 ) -> float:
     """Seconds that the ops of one microbatch, with what they exchange over tensor axes, take under any strategies.
 
-    memory_limit: bytes of all parameters of a rank in each stage, together; with one, what divided ones exchange in a
-    microbatch counts as well. enough: seconds from which more are of no interest. Raises
-    InfeasibleError where no strategies hold that little.
+    memory_limit: bytes of all parameters of a rank in each stage, together. enough: seconds from which more are of no
+    interest. Raises InfeasibleError where no strategies hold that little.
     """
     return Builder(analysis, folded, setting, block_costs, optimizer, levels).work_bound(
         memory_limit, time_limit_s, enough
@@ -227,15 +228,16 @@ class Builder:
     def stored(self, node: fx.Node, chosen: Chosen, level: int, count: int, ends: bool = True) -> Choice:
         """A way to store a parameter: its step end per microbatch, what it exchanges in each, and what it holds.
 
-        ends: whether the step end counts, and adding up the microbatches' gradients.
+        ends: whether this costs anything, and adding up the microbatches' gradients.
         """
         placements, setting = stored_as(chosen), self.setting
         info = self.analysis.program.tensors[node.meta["name"]]
         held = held_bytes(parameter_bytes(info.shape, info.dtype, self.optimizer, info.trainable), level, setting.dp)
         whole = self.block_costs.size(Value(node)).at(1)
         own = whole * share_of(placements, setting.sizes)
-        gathered = self.block_costs.gathering(node)
-        seconds = sum(setting.data.microbatch_seconds(own, level, info.trainable, *gathered))
+        gathered, seconds = self.block_costs.gathering(node), 0.0
+        if ends:
+            seconds = setting.exposed * sum(setting.data.microbatch_seconds(own, level, info.trainable, *gathered))
         if ends and info.trainable:
             seconds += setting.step_end_seconds(whole, placements, level) / setting.microbatches
             seconds += setting.data.adding_seconds(own, level)
@@ -427,7 +429,7 @@ class Builder:
         below: float = math.inf,
         gap: float = 0.0,
     ) -> tuple[TensorProblem, TensorSolution]:
-        """The problem of all classes, and its solution. free: parameters cost what they exchange, and alone hold.
+        """The problem of all classes, and its solution. free: parameters cost nothing, and alone hold.
 
         below, gap: as in :func:`choose`.
         """

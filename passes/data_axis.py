@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import fx
@@ -128,31 +127,56 @@ def units(found: Iterable[Gathering], cuts: Mapping[str, DataCut]) -> list[Gathe
     return [item for item in found if cuts[item.parameters[0].meta["name"]].level == 3]
 
 
-def gathering_counts(
+@dataclass(frozen=True, slots=True)
+class UnitMessages:
+    """What one statement of level 3 sends in a microbatch, in bytes of whole weights: gathered forward (0: it follows
+    itself, and is in memory still) and in the backward, and its gradients summed. readers: the ops that read it.
+    """
+
+    readers: tuple[fx.Node, ...]
+    gathered: int
+    gathered_again: int
+    summed: int
+
+
+def unit_messages(
     found: Sequence[Gathering], reached: set[fx.Node], axes: Axes, summed: torch.dtype | None = None
-) -> dict[tuple[str, str], dict[str, list[int]]]:
-    """What level 3 exchanges for one microbatch, as :func:`autopart.passes.shard.collective_counts` writes it.
+) -> list[UnitMessages]:
+    """Of statements of level 3, in order.
 
     reached: the ops through which gradients flow. summed: the type in which gradients are added up; None: their own.
-    A unit that follows itself is in memory still.
     """
-    counts: dict[tuple[str, str], dict[str, list[int]]] = {}
-
-    def count(phase: str, operation: str, size: int) -> None:
-        entry = counts.setdefault(("dp", phase), {}).setdefault(operation, [0, 0])
-        entry[0] += 1
-        entry[1] += size
-
-    for _, same in groupby(found, key=lambda item: item.parameters):
-        count("forward", "all_gather", sum(_bytes(node, axes) for node in next(same).parameters))
-    for item in found:
-        if item.recomputed or item.is_saved:
-            count("backward", "all_gather", sum(_bytes(node, axes) for node in item.parameters))
+    messages = []
+    for before, item in zip((None, *found), found, strict=False):
+        whole = sum(_bytes(node, axes) for node in item.parameters)
         readers = [node for node in item.readers if node in reached]
         trained = [node for node in item.parameters if node.meta.get("trainable")]
         learning = [node for node in trained if any(node in reader.all_input_nodes for reader in readers)]
-        if learning:
-            count("backward", "reduce_scatter", sum(_bytes(node, axes, summed) for node in learning))
+        messages.append(
+            UnitMessages(
+                item.readers,
+                0 if before is not None and before.parameters == item.parameters else whole,
+                whole if item.recomputed or item.is_saved else 0,
+                sum(_bytes(node, axes, summed) for node in learning),
+            )
+        )
+    return messages
+
+
+def gathering_counts(messages: Iterable[UnitMessages]) -> dict[tuple[str, str], dict[str, list[int]]]:
+    """What level 3 exchanges for one microbatch, as :func:`autopart.passes.shard.collective_counts` writes it."""
+    counts: dict[tuple[str, str], dict[str, list[int]]] = {}
+
+    def count(phase: str, operation: str, size: int) -> None:
+        if size:
+            entry = counts.setdefault(("dp", phase), {}).setdefault(operation, [0, 0])
+            entry[0] += 1
+            entry[1] += size
+
+    for item in messages:
+        count("forward", "all_gather", item.gathered)
+        count("backward", "all_gather", item.gathered_again)
+        count("backward", "reduce_scatter", item.summed)
     return counts
 
 
@@ -171,3 +195,11 @@ def _with_views(nodes: Iterable[fx.Node]) -> list[fx.Node]:
         if is_view(node) or shares_memory(node):
             found.update(dict.fromkeys(_with_views(node.users)))
     return list(found)
+
+
+def passed_on(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes, and the ops that only pass on what these make."""
+    found = set(nodes)
+    for node in list(found):
+        found |= passed_on(user for user in node.users if is_view(user) or shares_memory(user))
+    return found

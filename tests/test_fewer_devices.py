@@ -60,7 +60,7 @@ def test_no_plan_is_made_for_parts_that_cannot_be_faster(monkeypatch: pytest.Mon
         raise InfeasibleError("none")
 
     monkeypatch.setattr(fewer_devices, "planned", noted)
-    assert plan_on(Cluster.parse("2xA100-80GB")).notes == () and not made
+    assert not any("alone" in note for note in plan_on(Cluster.parse("2xA100-80GB")).notes) and not made
     slow = Cluster.parse("2x2xA100-80GB@Ethernet-10")
     for limits in ({"dp": 4}, {"pp": 2}, {"tp": 2}):
         assert not any("alone" in note for note in plan_on(slow, **limits).notes)

@@ -124,12 +124,14 @@ def test_no_candidate_takes_less_than_its_bounds() -> None:
 
 @pytest.mark.usefixtures("no_messages")
 @pytest.mark.parametrize(
-    ("room", "least_higher", "least_fitting"), [(2**25, 3, 4), pytest.param(3 * 2**24, 1, 5, marks=pytest.mark.slow)]
+    ("room", "least_higher", "least_fitting"), [(2**25, 1, 4), pytest.param(3 * 2**23, 3, 1, marks=pytest.mark.slow)]
 )
 def test_no_candidate_that_fits_takes_less_than_memory_asks_for(
     room: int, least_higher: int, least_fitting: int
 ) -> None:
-    """Under a limit: parameters divided over replicas, recomputation, and pipelines of both."""
+    """Under a limit: parameters divided over replicas, recomputation, and pipelines of both. What replicas exchange may
+    pass beside ops, so that floors rise where that is not all that memory asks for.
+    """
     program = analysis_of(GPT2)
     configs = [Degrees(1, 4, (), 1, "1f1b"), Degrees(1, 2, (2,), 2, "1f1b"), Degrees(2, 2, (), 4, "1f1b")]
     configs += [replace(configs[0], recompute="none"), Degrees(4, 1, (), 8, "1f1b"), Degrees(4, 1, (), 8, "gpipe")]
@@ -154,7 +156,7 @@ def test_estimates_know_memory() -> None:
     """What does not fit recomputes or divides its parameters, which takes longer; what fits in no way comes last."""
     analysis, config = analysis_of(GPT2), Degrees(1, 2, (), 1, "1f1b")
     seconds = []
-    for room in (2**40, 2**26, 2**20):
+    for room in (2**40, 2**25, 2**20):
         cluster = ideal(2, memory_bytes=CUDA_OVERHEAD_BYTES + room)
         seconds.append(Estimates(Candidates(analysis, cluster, 4, "adamw", zero=None)).expected(config, 0.0))
     assert seconds[0] < seconds[1] < seconds[2] / 10

@@ -100,6 +100,23 @@ def test_other_meshes_equal_one_process(
     check("gpt2", limits, level, tmp_path, monkeypatch)
 
 
+def test_modules_without_weights_run_again_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In layers whose weights are gathered; a module that reads one would keep it, and is refused."""
+    subject, analysis = subject_of("gpt2")
+    limits: dict[str, Any] = {"pp": 1, "dp": 2, "tp": 1, "microbatches": 2, "recompute": "none"}
+    plan = make_plan(subject.program, ideal(2), batch=8, analysis=analysis, **limits)
+    (stage,) = plan.stages
+    layers = sorted({layer for layer in analysis.layers if layer})
+
+    def again(module: str) -> Plan:
+        own = replace(stage, recompute=tuple(f"{layer}.{module}" for layer in layers))
+        return replace(plan, stages=(own,), recompute="some")
+
+    run("gpt2", divided(analysis, again("mlp.act"), 3), 3, tmp_path, monkeypatch)
+    with pytest.raises(PlanError, match="ZeRO level 3 and gathered by layer"):
+        realize(subject.program, divided(analysis, again("mlp"), 3), analysis)
+
+
 @pytest.mark.parametrize(
     ("level", "scheme", "tp"),
     [

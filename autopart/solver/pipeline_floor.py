@@ -11,7 +11,8 @@ under 1F1B and GPipe; for other orders :mod:`autopart.solver.pipeline_orders` sa
 What a stage has are pieces, of each the shares y_k over all stages add up to 1. With it come, at least:
 
 - a piece's seconds, forward and backward, and its parameters: bytes of weights on a rank, at levels of ZeRO, each with
-  seconds that it adds to a microbatch, bytes held, seconds of the step's end and of sums in it;
+  seconds that it adds to a microbatch, bytes held, seconds of the step's end and of sums in it, and seconds x in which
+  replicas exchange it for a microbatch: T >= m x_k + c_k, as all that passes one after another;
 - the ways to run it, mixed as one likes: seconds more in the backward for bytes less that a microbatch keeps.
 
 How fast strategies are depends on what they hold. Of a *family*, such as equal layers, it is known that whatever their
@@ -91,6 +92,7 @@ class _Stage:
     memory: _Terms = field(default_factory=dict)
     end: _Terms = field(default_factory=dict)
     sums: _Terms = field(default_factory=dict)
+    sent: _Terms = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -217,6 +219,7 @@ class _Program:
                 stage.memory[level] = self._bytes(number, way)
                 stage.extra[level] = way.seconds * per_byte
                 stage.end[level], stage.sums[level] = way.end_s * per_byte, way.sum_s * per_byte
+                stage.sent[level] = (self.pipeline.microbatches * way.sent_s + way.sum_s) * per_byte
             priced += levels if own.priced else []
         return priced
 
@@ -331,6 +334,8 @@ class _Program:
             self._row({b: 1.0, **_minus(stage.backward)}, lower=0.0)
             self._row({f: 1.0, b: 1.0, **_minus(stage.work), **_minus(stage.extra)}, lower=0.0)
             self._row(stage.memory, upper=group.capacity_bytes / self.unit_bytes)
+            if any(stage.sent.values()):
+                self._row({self.step: float(group.stages), **_minus(stage.sent)}, lower=0.0)
             if self.chains:
                 self._row({e: 1.0, **_minus(stage.end)}, lower=0.0)
                 continue

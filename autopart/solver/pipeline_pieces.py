@@ -11,7 +11,8 @@ from autopart.solver.pipeline_orders import Order
 @dataclass(frozen=True, slots=True)
 class Way:
     """A way to hold or to run something: seconds more per microbatch, bytes for good and per microbatch in flight, and
-    seconds at the end of the step. sum_s: of these what is summed beside the last backward.
+    seconds at the end of the step. sum_s: of these what is summed beside the last backward. sent_s: seconds that
+    replicas exchange something per microbatch, beside all else, but one message after another.
     """
 
     seconds: float = 0.0
@@ -19,6 +20,7 @@ class Way:
     kept_bytes: float = 0.0
     end_s: float = 0.0
     sum_s: float = 0.0
+    sent_s: float = 0.0
 
     def times(self, count: float) -> Way:
         return Way(
@@ -27,6 +29,7 @@ class Way:
             self.kept_bytes * count,
             self.end_s * count,
             self.sum_s * count,
+            self.sent_s * count,
         )
 
 

@@ -1,0 +1,118 @@
+"""The strategies of one configuration: the fastest, those that hold less, and the ways of layers around them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopart.candidate_floors import CandidateFloors
+from autopart.cost.communication import bucketed_all_reduce_seconds
+from autopart.layer_strategies import LayerStrategies
+from autopart.passes.data_axis import LEVELS
+from autopart.runtime.schedule import in_flight
+from autopart.solver.degrees import Degrees
+from autopart.tensor_choice import Builder, Setting, TensorChoice, choose
+
+_PRICES = (0.1, 0.2)
+"""Of all bytes of a stage, in parts of its seconds: where strategies are chosen that hold less."""
+
+
+@dataclass(slots=True)
+class CandidateStrategies(CandidateFloors):
+    """Chooses strategies of one program on one cluster for a global batch."""
+
+    def choose(
+        self,
+        config: Degrees,
+        memory_limit: float | None = None,
+        below: float = math.inf,
+        level: int | None = None,
+        gap: float = 0.0,
+    ) -> TensorChoice:
+        """The fastest strategies; under a limit, those whose bytes over all stages stay below it.
+
+        Parameters are divided over replicas only under a limit, unless a level is given. below: seconds of a step that
+        are of interest; raises NotBetter where it is found that strategies take longer. level: of ZeRO, of all. gap:
+        how far from the fastest they may be.
+        """
+        levels = LEVELS if self._divides(config) and memory_limit is not None else (level or self.zero or 0,)
+        return choose(
+            self.analysis,
+            self._folded,
+            self._choosing(config),
+            self._block_costs,
+            self.optimizer,
+            memory_limit,
+            self.time_limit_s,
+            levels,
+            config.pp,
+            self._most_seconds(config, below),
+            gap,
+        )
+
+    def _choosing(self, config: Degrees) -> Setting:
+        """What strategies are chosen by: of an exchange in every microbatch the part that does not pass beside ops, as
+        if replicas divided all weights and ops were shared perfectly.
+        """
+        setting = self.setting(config)
+        if not self._exchanges(config):
+            return setting
+        whole = sum(setting.data.microbatch_seconds(self.trained_bytes / config.tp, 3, True, True, float(self.units)))
+        return replace(setting, exposed=self.exposed(config, whole, self.work_seconds(config)))
+
+    def _most_seconds(self, config: Degrees, below: float) -> float:
+        """Of a microbatch, its part of the step's end included: what takes as long takes ``below`` a step or more.
+
+        That is known of one stage, with m microbatches of s seconds. Its last backward hides no more than the sums of
+        gradients, nor than itself, which is what the forward F leaves of s: the step takes m s - min(sums, s - F).
+        Of several stages a step takes at least what they make of s without the step's end, which whole weights have.
+        """
+        if below == math.inf:
+            return math.inf
+        if config.stages > 1:
+            setting, sent = self.setting(config), self.trained_bytes * self.summed
+            ends = max(setting.data.step_end_seconds(self.trained_bytes, level) for level in (0, 1)) + math.fsum(
+                bucketed_all_reduce_seconds(sent, axis.parts, axis.link) for axis in setting.axes
+            )
+            return below / self.step_floor(1.0, config) + ends / config.microbatches - self.free_seconds(config)
+        m, prices, share = config.microbatches, self.prices(config), 1 / config.tp
+        forward = math.fsum(count * prices.shared_seconds(node, share, share)[0] for (node, _), count in self.alike)
+        most = (below + self.sum_seconds(config)) / m
+        return (min(most, (below - forward) / (m - 1)) if m > 1 else most) - self.free_seconds(config)
+
+    def _leaner(self, config: Degrees, seconds: float, prices: Sequence[float] = _PRICES) -> list[TensorChoice]:
+        """The best strategies at prices for bytes, rising.
+
+        Those that take the fewest seconds may hold much, as whole weights, for few of them. seconds: of a microbatch.
+        """
+        places, warmup = self.layout.places(config), self.warmup_of(config)
+        flying = in_flight(config.schedule, config.stages, config.microbatches, warmup, places)
+        mean, sizes = sum(flying) / len(flying), self.kept_sizes(config)
+        unit = seconds / sum(self._rooms(config))
+        return [self._builder(config).solve_priced(price * unit, mean, self.time_limit_s, sizes) for price in prices]
+
+    def _builder(self, config: Degrees) -> Builder:
+        """Of all levels of ZeRO that parameters may have."""
+        levels = LEVELS if self._divides(config) else (self.zero or 0,)
+        return Builder(
+            *(self.analysis, self._folded, self._choosing(config), self._block_costs, self.optimizer, levels, config.pp)
+        )
+
+    def layer_strategies(
+        self, config: Degrees, answer: TensorChoice, fastest: dict[object, tuple[float, ...]] | None = None
+    ) -> LayerStrategies:
+        """The ways of layers around an answer on tensor axes. fastest: what answers of this candidate share."""
+        places, warmup = self.layout.places(config), self.warmup_of(config)
+        flying = in_flight(config.schedule, config.stages, config.microbatches, warmup, places)
+        counts = sorted({max(flying), min(flying), 0}, reverse=True)
+        sizes = self.kept_sizes(config)
+        return LayerStrategies(
+            self._builder(config),
+            answer,
+            counts,
+            self.time_limit_s,
+            sizes,
+            config.recompute != "none",
+            {} if fastest is None else fastest,
+        )

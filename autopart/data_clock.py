@@ -1,0 +1,137 @@
+"""What replicas' exchange for divided parameters adds to a stage's forward and backward, beside what is computed.
+
+As :mod:`autopart.runtime.data_weights` runs it. A unit of level 3 is gathered when the one before it, in the pass, has
+arrived, the first when it is read; in the backward once more, where something keeps its weights. A unit's gradients
+are summed once all of them are made, level 2's as a message of them is full. What sums is waited for before the next
+one starts, and at the end of the step: that of a backward's last, which the next microbatch hides, is spread over all.
+Messages pass one after another, in the order in which they are begun.
+
+Level 2's messages are taken to fill evenly over the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopart.cost.communication import ALL_GATHER, REDUCE_SCATTER, collective_seconds
+from autopart.cost.devices import Link
+from autopart.exchanges import Exchanges
+from autopart.passes.data_axis import UnitMessages
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """One pass without what replicas exchange. spans: of each op when it starts and when it is through, in seconds."""
+
+    seconds: float
+    spans: Mapping[fx.Node, tuple[float, float]]
+
+
+@dataclass(slots=True)
+class _Messages:
+    """Those of one pass. late: seconds by which computing waited for them so far."""
+
+    late: float = 0.0
+    _busy: float = 0.0
+    _gathered: float | None = None  # when the message that was begun ahead has arrived
+    _summed: float = 0.0
+
+    def begin(self, now: float, seconds: float) -> float:
+        """When a message that is begun now has passed."""
+        self._busy = max(now, self._busy) + seconds
+        return self._busy
+
+    def wait(self, at: float, end: float) -> float:
+        """at: when computing would be here without messages. The time when it goes on."""
+        self.late = max(self.late, end - at)
+        return at + self.late
+
+    def gather(self, at: float, seconds: float, following: float | None) -> None:
+        """A unit is read. following: seconds of the next one's message, which is begun then."""
+        end = self.begin(at + self.late, seconds) if self._gathered is None else self._gathered
+        now = self.wait(at, end)
+        self._gathered = None if following is None else self.begin(now, following)
+
+    def sum(self, at: float, seconds: float) -> None:
+        """Gradients are made."""
+        self._summed = self.begin(self.wait(at, self._summed), seconds)
+
+    def end(self, at: float, microbatches: int) -> float:
+        """Seconds of the pass, of which ``at`` without messages."""
+        here = at + self.late
+        return here + max(0.0, self._summed - here) / microbatches
+
+
+@dataclass(frozen=True, slots=True)
+class DataClock:
+    """Of one stage. beside: whether messages pass beside what is computed, else each is waited for at once.
+    microbatches: of a step.
+    """
+
+    exchanged: Exchanges
+    replicas: int
+    link: Link
+    beside: bool
+    microbatches: int
+    _known: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def passes(self, forward: Computed, backward: Computed) -> tuple[float, float, float]:
+        """Seconds of the forward and of the backward with what replicas exchange, and what of that passes unseen."""
+        gathers = [(_start(unit, forward), self._seconds(ALL_GATHER, unit.gathered)) for unit in self._units]
+        again = [(_start(unit, backward), self._seconds(ALL_GATHER, unit.gathered_again)) for unit in self._units]
+        sums = [(_end(unit, backward), self._seconds(REDUCE_SCATTER, unit.summed)) for unit in self._units]
+        sums += self._full(backward.seconds)
+        whole = sum(seconds for _, seconds in (*gathers, *again, *sums))
+        if not whole:
+            return forward.seconds, backward.seconds, 0.0
+        there, back = self._pass(forward, gathers, []), self._pass(backward, again, sums)
+        back = max(back, whole - there)  # what goes on into the next microbatch holds up its messages
+        return there, back, whole - (there + back - forward.seconds - backward.seconds)
+
+    @property
+    def _units(self) -> Sequence[UnitMessages]:
+        return self.exchanged.units
+
+    def _full(self, seconds: float) -> Iterator[tuple[float, float]]:
+        """Level 2's sums, and when their messages are full."""
+        for kind, count in self.exchanged.sums.items():
+            calls = count["calls"]
+            each = collective_seconds(kind, count["bytes"] / calls, self.replicas, self.link) if calls else 0.0
+            yield from ((seconds * number / calls, each) for number in range(1, calls + 1))
+
+    def _pass(
+        self, computed: Computed, gathers: Sequence[tuple[float, float]], sums: Sequence[tuple[float, float]]
+    ) -> float:
+        """gathers: when a unit is read, sums: when gradients are made, with seconds of the message."""
+        gathers, sums = (sorted(event for event in found if event[1]) for found in (gathers, sums))
+        if not self.beside:
+            return computed.seconds + sum(seconds for _, seconds in (*gathers, *sums))
+        messages = _Messages()
+        following = [seconds for _, seconds in gathers[1:]]
+        events = [(at, 0, seconds, after) for (at, seconds), after in zip(gathers, (*following, None), strict=False)]
+        for at, is_sum, seconds, after in sorted(
+            [*events, *((at, 1, seconds, None) for at, seconds in sums)], key=lambda event: event[:2]
+        ):
+            if is_sum:
+                messages.sum(at, seconds)
+            else:
+                messages.gather(at, seconds, after)
+        return messages.end(computed.seconds, self.microbatches)
+
+    def _seconds(self, kind: str, size: int) -> float:
+        if not size:
+            return 0.0
+        if (kind, size) not in self._known:
+            self._known[kind, size] = collective_seconds(kind, size, self.replicas, self.link)
+        return self._known[kind, size]
+
+
+def _start(unit: UnitMessages, computed: Computed) -> float:
+    return min((computed.spans[node][0] for node in unit.readers if node in computed.spans), default=0.0)
+
+
+def _end(unit: UnitMessages, computed: Computed) -> float:
+    return max((computed.spans[node][1] for node in unit.readers if node in computed.spans), default=computed.seconds)

@@ -1,0 +1,134 @@
+"""What replicas exchange for divided parameters, on the clock of what is computed meanwhile."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from torch import fx
+
+from autopart import data_clock
+from autopart.cost.communication import REDUCE_SCATTER
+from autopart.cost.devices import Link
+from autopart.data_clock import Computed, DataClock
+from autopart.data_prices import exposed
+from autopart.exchanges import Exchanges
+from autopart.passes.data_axis import UnitMessages
+
+
+@pytest.fixture(autouse=True)
+def bytes_are_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_clock, "collective_seconds", lambda kind, size, *_: float(size))
+
+
+def units(*seconds: tuple[int, int, int]) -> list[UnitMessages]:
+    """One op each. seconds: of the gather forward, of that in the backward, of the sum."""
+    graph = fx.Graph()
+    return [UnitMessages((graph.placeholder(f"op{number}"),), *own) for number, own in enumerate(seconds)]
+
+
+def computed(found: list[UnitMessages], seconds: list[float]) -> tuple[Computed, Computed]:
+    """Each unit's op in so many seconds forward, one after another, and twice as many back."""
+    there, back, now = {}, {}, 0.0
+    for unit, own in zip(found, seconds, strict=True):
+        there[unit.readers[0]] = now, now + own
+        now += own
+    whole = now
+    for op, (start, end) in there.items():
+        back[op] = 2 * (whole - end), 2 * (whole - start)
+    return Computed(whole, there), Computed(2 * whole, back)
+
+
+def clock(
+    found: list[UnitMessages], beside: bool = True, microbatches: int = 1, sums: tuple[int, float] = (0, 0.0)
+) -> DataClock:
+    """sums: messages of level 2, and seconds of each."""
+    counts = {REDUCE_SCATTER: {"calls": sums[0], "bytes": round(sums[0] * sums[1])}} if sums[0] else {}
+    return DataClock(Exchanges({}, {}, {}, found, counts), 2, Link("any", 1.0, 0.0), beside, microbatches)
+
+
+@pytest.mark.parametrize(
+    ("each", "forward", "backward"),
+    [
+        # of three layers of 10 s, 20 s back: the first gather of each pass, and the last sum, pass beside nothing
+        ((4, 4, 4), 34, 60 + 4 + 4),
+        ((10, 10, 10), 40, 60 + 10 + 10),
+        # gathers take longer than a layer: the first, and of each other what is longer
+        ((15, 0, 0), 15 + 15 + 15 + 10, 60),
+        # a sum is waited for before the next starts: 5 s twice, and the last
+        ((0, 0, 25), 30, 60 + 5 + 5 + 25),
+        # in the backward messages are in each other's way: from its second layer on one takes 24 s for 20
+        ((0, 12, 12), 30, 12 + 20 + 20 + 4 + 20 + 12),
+    ],
+)
+def test_three_layers(each: tuple[int, int, int], forward: float, backward: float) -> None:
+    found = units(each, each, each)
+    passes = computed(found, [10.0] * 3)
+    there, back, hidden = clock(found).passes(*passes)
+    assert (there, back) == pytest.approx((forward, backward))
+    whole = 3 * sum(each)
+    assert hidden == pytest.approx(whole - (there - 30) - (back - 60))
+    late = 30 + 3 * each[0], 60 + 3 * (each[1] + each[2]), 0.0
+    assert clock(found, beside=False).passes(*passes) == pytest.approx(late)
+
+
+def test_what_is_in_memory_still_is_not_gathered_again() -> None:
+    found = units((4, 4, 4), (0, 4, 4), (4, 4, 4))
+    there, _, _ = clock(found).passes(*computed(found, [10.0] * 3))
+    assert there == pytest.approx(34)
+
+
+def test_the_next_microbatch_hides_a_last_sum() -> None:
+    found = units((0, 0, 4), (0, 0, 4))
+    passes = computed(found, [10.0] * 2)
+    for microbatches in (1, 2, 8):
+        _, back, _ = clock(found, microbatches=microbatches).passes(*passes)
+        assert back == pytest.approx(40 + 4 / microbatches)
+    # but no more passes on an axis than there is time for
+    there, back, hidden = clock([], microbatches=8, sums=(1, 100.0)).passes(*passes)
+    assert there + back == pytest.approx(100) and hidden == pytest.approx(60)
+
+
+def test_messages_of_level_2_fill_evenly() -> None:
+    passes = computed(units((0, 0, 0)), [10.0])
+    for count in (1, 2, 4):
+        there, back, hidden = clock([], sums=(count, 8 / count)).passes(*passes)
+        assert (there, back) == pytest.approx((10, 20 + 8 / count))
+        assert hidden == pytest.approx(8 - 8 / count)
+
+
+def test_nothing_exchanged_takes_nothing() -> None:
+    passes = computed(units((0, 0, 0)), [10.0])
+    assert clock([]).passes(*passes) == (10, 20, 0)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_step_takes_no_less_than_its_parts(seed: int) -> None:
+    rng = random.Random(seed)
+    found = units(*((rng.randint(0, 9), rng.randint(0, 9), rng.randint(0, 9)) for _ in range(rng.randint(1, 6))))
+    passes = computed(found, [rng.uniform(0.0, 9.0) for _ in found])
+    microbatches = rng.choice([1, 2, 4])
+    own = clock(found, microbatches=microbatches)
+    there, back, hidden = own.passes(*passes)
+    forward, backward = (each.seconds for each in passes)
+    sent = [sum(getattr(unit, name) for unit in found) for name in ("gathered", "gathered_again", "summed")]
+    assert there >= max(forward, sent[0]) - 1e-9 and back >= max(backward, sent[1]) - 1e-9
+    assert there + back >= sum(sent) - 1e-9
+    late = clock(found, beside=False).passes(*passes)
+    assert there <= late[0] + 1e-9 and there + back <= late[0] + late[1] + 1e-9
+    assert -1e-9 <= hidden <= sum(sent) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("exchanged", "seconds", "count", "late", "part"),
+    [
+        (0, 5, 4, 0, 0.0),
+        (10, 20, 4, 0, 0.25),
+        (10, 5, 4, 0, 0.5),
+        (10, 0, 4, 0, 1.0),
+        (10, 20, 4, 5, 0.125),
+        (10, 9, 1, 0, 1.0),
+    ],
+)
+def test_the_exposed_part(exchanged: float, seconds: float, count: float, late: float, part: float) -> None:
+    assert exposed(exchanged, seconds, count, late) == pytest.approx(part)
