@@ -40,7 +40,7 @@ class CandidateStrategies(CandidateFloors):
         return choose(
             self.analysis,
             self._folded,
-            self._choosing(config),
+            self._choosing(config, memory_limit is None),
             self._block_costs,
             self.optimizer,
             memory_limit,
@@ -51,15 +51,22 @@ class CandidateStrategies(CandidateFloors):
             gap,
         )
 
-    def _choosing(self, config: Degrees) -> Setting:
+    def _choosing(self, config: Degrees, beyond: bool = True) -> Setting:
         """What strategies are chosen by: of an exchange in every microbatch the part that does not pass beside ops, as
-        if replicas divided all weights and ops were shared perfectly.
+        if replicas divided all weights and ops were shared perfectly. beyond: of what is exchanged because tensor axes
+        do not divide weights, the part as if they divided none; a limit of memory sees to that by itself.
         """
         setting = self.setting(config)
         if not self._exchanges(config):
             return setting
-        whole = sum(setting.data.microbatch_seconds(self.trained_bytes / config.tp, 3, True, True, float(self.units)))
-        return replace(setting, exposed=self.exposed(config, whole, self.work_seconds(config)))
+        data, work = setting.data, self.work_seconds(config)
+        least, most = (
+            sum(data.microbatch_seconds(held, 3, True, True, float(self.units)))
+            for held in (self.trained_bytes / config.tp, self.trained_bytes)
+        )
+        part = self.exposed(config, least, work)
+        more = (max(0.0, most - work) - max(0.0, least - work)) / (most - least) if most > least else part
+        return replace(setting, exposed=part, exposed_beyond=max(part, more) if beyond else part)
 
     def _most_seconds(self, config: Degrees, below: float) -> float:
         """Of a microbatch, its part of the step's end included: what takes as long takes ``below`` a step or more.

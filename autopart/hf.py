@@ -51,7 +51,7 @@ _DTYPES = {
     "fp16": torch.float16,
 }
 
-_OWN_KEYS = ("batch", "seq", "image", "audio", "task", "dtype")
+_OWN_KEYS = ("batch", "seq", "image", "audio", "task", "dtype", "padding")
 # Understood by every configuration although not among its fields, with the default that gives the type.
 _COMMON_FIELDS: dict[str, Any] = {
     "num_labels": DEFAULT_NUM_LABELS,
@@ -84,6 +84,11 @@ def load_hf(spec: str, meta: bool, dtype: torch.dtype | None, batch: int | None)
         if name not in _DTYPES:
             raise ModelError(f"{spec}: dtype={name} is unknown; use one of {', '.join(_DTYPES)}")
         dtype = dtype or _DTYPES[name]
+    padding = given.pop("padding", "yes")
+    if padding not in ("yes", "no"):
+        raise ModelError(f"{spec}: padding={padding} is neither yes nor no")
+    if padding == "no" and "seq" not in _SHAPES.get(task, ("seq",)):
+        raise ModelError(f"{spec}: padding= does not apply to {task}")
     shape: dict[str, int] = {
         key: _positive(spec, key, given.pop(key)) for key in ("batch", "seq", "image", "audio") if key in given
     }
@@ -95,7 +100,9 @@ def load_hf(spec: str, meta: bool, dtype: torch.dtype | None, batch: int | None)
     heads = getattr(modeling_auto, _TASKS[task][1])[family]
     head = heads[0] if isinstance(heads, tuple) else heads
     takes = tuple(inspect.signature(getattr(transformers, head).forward).parameters)
-    inputs = hf_inputs(spec, config, task, takes, batch or shape.get("batch", DEFAULT_BATCH), shape, meta, dtype)
+    inputs = hf_inputs(
+        *(spec, config, task, takes, batch or shape.get("batch", DEFAULT_BATCH), shape, meta, dtype, padding == "yes")
+    )
     auto = getattr(transformers, _TASKS[task][0])
     if isinstance(heads, tuple):
         config.architectures = [head]  # of several heads the library asks which

@@ -29,11 +29,13 @@ def hf_inputs(
     shape: Mapping[str, int],
     meta: bool,
     dtype: torch.dtype | None,
+    padded: bool = True,
 ) -> dict[str, Tensor]:
     """Seeded inputs of one call with labels, by name.
 
     takes: the parameters of the model's forward. shape: ``seq``, ``image`` and ``audio`` as far as given.
-    meta: on the meta device. dtype: of images and sound; None: float32. Raises ModelError.
+    meta: on the meta device. dtype: of images and sound; None: float32. padded: rows of text have different lengths,
+    which a mask says; else none is given. Raises ModelError.
     """
     random = torch.Generator().manual_seed(SEED)
     if task == "image-classification":
@@ -49,17 +51,20 @@ def hf_inputs(
         inputs = _audio_inputs(spec, config, task, takes, batch, shape, random)
         inputs = {name: leaf.to(dtype) if dtype and leaf.is_floating_point() else leaf for name, leaf in inputs.items()}
     else:
-        inputs = _text_inputs(task, _vocab_size(spec, config), batch, _sequence(spec, config, shape.get("seq")), random)
+        sizes = _vocab_size(spec, config), batch, _sequence(spec, config, shape.get("seq"))
+        inputs = _text_inputs(task, *sizes, random, padded)
         if task == "token-classification":
             classes = torch.randint(config.num_labels, inputs["labels"].shape, generator=random)
             inputs["labels"] = classes.where(inputs["labels"] != IGNORED_LABEL, inputs["labels"])
     return {name: value.to("meta") for name, value in inputs.items()} if meta else inputs
 
 
-def _text_inputs(task: str, vocab: int, batch: int, seq: int, random: torch.Generator) -> dict[str, Tensor]:
-    """Rows of different lengths, as a padding collator makes them; every row has at least one label."""
+def _text_inputs(
+    task: str, vocab: int, batch: int, seq: int, random: torch.Generator, padded: bool = True
+) -> dict[str, Tensor]:
+    """Rows of different lengths, as a padding collator makes them, or full ones; every row has at least one label."""
     ids = torch.randint(vocab, (batch, seq), generator=random)
-    valid = _ragged(batch, seq, random)
+    valid = _ragged(batch, seq, random) if padded else torch.ones(batch, seq, dtype=torch.bool)
     if task in ("causal-lm", "token-classification"):
         labels = ids.masked_fill(~valid, IGNORED_LABEL)
     elif task == "masked-lm":
@@ -68,8 +73,9 @@ def _text_inputs(task: str, vocab: int, batch: int, seq: int, random: torch.Gene
         labels = ids.masked_fill(~(asked & valid), IGNORED_LABEL)
     else:
         target = torch.randint(vocab, (batch, seq), generator=random)
-        labels = target.masked_fill(~_ragged(batch, seq, random), IGNORED_LABEL)
-    return {"input_ids": ids, "attention_mask": valid.long(), "labels": labels}
+        labels = target.masked_fill(~_ragged(batch, seq, random), IGNORED_LABEL) if padded else target
+    mask = {"attention_mask": valid.long()} if padded else {}
+    return {"input_ids": ids, **mask, "labels": labels}
 
 
 def _audio_inputs(

@@ -1,10 +1,11 @@
 """Models by name, as the command line takes them: ``hf:FAMILY?key=value&…`` or ``file.py:function``.
 
 ``hf:`` names a family of the transformers library (its ``model_type``) with random weights and nothing downloaded. Keys
-are fields of the family's configuration; their values are read as the type of the field's default. Six keys are
+are fields of the family's configuration; their values are read as the type of the field's default. Seven keys are
 autopart's own: ``batch``, ``seq``, ``image`` and ``audio`` (frames of features; in a waveform 320 samples each) shape
-the example inputs, ``task`` picks the head, ``dtype`` the precision of the weights. Labels are always among the inputs,
-so the loss is computed inside the model; but for ``task=ctc``, which gives logits.
+the example inputs, ``padding=no`` has rows of text full and gives no mask, as in pretraining, where attention's kernels
+leave out what a causal mask hides; ``task`` picks the head, ``dtype`` the precision of the weights. Labels are always
+among the inputs, so the loss is computed inside the model; but for ``task=ctc``, which gives logits.
 
     hf:gpt2                                               as published, 124 M parameters, 1,024 tokens
     hf:llama?num_hidden_layers=4&hidden_size=64&seq=32    any field of LlamaConfig

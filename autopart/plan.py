@@ -51,7 +51,8 @@ class StagePlan:
     tensor axes. blocks: half-open range of the model's block numbers. first_op, last_op: names of the ops at its ends.
     forward_s, backward_s: seconds of one microbatch with collectives; weight_s: of the backward, the weights' share
     that a zero-bubble schedule does apart. hidden_s: by kind, seconds of collectives that pass unseen beside ops that
-    are computed meanwhile, in neither of them. step_end_s: seconds once per step, for the optimizer and those of the
+    are computed meanwhile, in neither of them, and under "dp" what replicas exchange so for parameters that they
+    divide. step_end_s: seconds once per step, for the optimizer and those of the
     gradients' sums that the last backward does not hide.
     memory_bytes, capacity_bytes: predicted peak and what a device has (an even share where it runs several stages).
     state_bytes: of the peak, parameters, gradients and optimizer state that one device holds; 0: not told.

@@ -97,7 +97,8 @@ class Setting:
     dp: replicas, on ``data_link``. microbatches: of each replica, in one step. summed: bytes in the type that gradients
     are added up in, for each byte of a gradient. beside: whether weights' gradients are computed beside collectives of
     the backward, which a split backward leaves for later. exposed: the part of what replicas exchange in a microbatch
-    for divided parameters that does not pass beside ops, as far as strategies are chosen by it.
+    for divided parameters that does not pass beside ops, as far as strategies are chosen by it; exposed_beyond: the
+    part of what they exchange besides where tensor axes do not divide a parameter.
     """
 
     prices: Prices
@@ -110,6 +111,7 @@ class Setting:
     summed: float = 1.0
     beside: bool = True
     exposed: float = 1.0
+    exposed_beyond: float = 1.0
 
     @property
     def axes(self) -> tuple[TensorAxis, ...]:
@@ -235,9 +237,14 @@ class Builder:
         held = held_bytes(parameter_bytes(info.shape, info.dtype, self.optimizer, info.trainable), level, setting.dp)
         whole = self.block_costs.size(Value(node)).at(1)
         own = whole * share_of(placements, setting.sizes)
-        gathered, seconds = self.block_costs.gathering(node), 0.0
-        if ends:
-            seconds = setting.exposed * sum(setting.data.microbatch_seconds(own, level, info.trainable, *gathered))
+        seconds = 0.0
+        if ends and level >= 2:
+            gathered = self.block_costs.gathering(node)
+            least, all_ = (
+                sum(setting.data.microbatch_seconds(size, level, info.trainable, *gathered))
+                for size in (whole / math.prod(setting.sizes), own)
+            )
+            seconds = setting.exposed * least + setting.exposed_beyond * (all_ - least)
         if ends and info.trainable:
             seconds += setting.step_end_seconds(whole, placements, level) / setting.microbatches
             seconds += setting.data.adding_seconds(own, level)

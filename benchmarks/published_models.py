@@ -2,10 +2,10 @@
 
     python benchmarks/published_models.py [--only TEXT] [--every N] [--json]
 
-The rows of ``autopart/cost/published/mpt_fsdp.csv``: a GPT with fused attention in bfloat16 is captured without weights
-and priced by ``make_plan`` with the published batch, microbatches, recomputation and weights divided over all GPUs
-(ZeRO-3). Nothing was fitted to them. Whether memory holds it is not asked, as all of them ran. Beside it what one
-constant says: the median FLOP/s of all rows on that device.
+The rows of ``autopart/cost/published/mpt_fsdp.csv``, a GPT with fused attention in bfloat16, and of
+``torchtitan_fsdp.csv``, transformers' Llamas: captured without weights and priced by ``make_plan`` with the published
+batch, microbatches, recomputation and weights divided over all GPUs (ZeRO-3). Nothing was fitted to them, and memory is
+not asked, as all ran. Beside it what one constant says: the median FLOP/s of a table's rows on that device.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch.nn import functional
 
 from autopart.analysis import Analysis, analyze
 from autopart.cluster import Cluster
-from autopart.cost.gpt import Gpt
 from autopart.cost.published import read_table
 from autopart.cost.validate import rank_correlation
+from autopart.models import load_model
 from autopart.planner import make_plan
 from autopart.tracing import capture
 from autopart.what_if import Change
@@ -35,6 +35,21 @@ SIZES = {
     "7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56), "70b": (80, 8192, 64),
 }  # fmt: skip
 """Layers, width and heads (scripts/train/yamls/pretrain of the same repository)."""
+LLAMAS = {
+    "llama3-70b": (
+        "num_hidden_layers=80&hidden_size=8192&intermediate_size=28672&num_attention_heads=64"
+        "&num_key_value_heads=8&vocab_size=128256"
+    ),
+    "llama2-70b": (
+        "num_hidden_layers=80&hidden_size=8192&intermediate_size=28672&num_attention_heads=64"
+        "&num_key_value_heads=8&vocab_size=32000"
+    ),
+    "llama2-13b": (
+        "num_hidden_layers=40&hidden_size=5120&intermediate_size=13824&num_attention_heads=40"
+        "&num_key_value_heads=40&vocab_size=32000"
+    ),
+}
+TABLES = ("mpt_fsdp", "torchtitan_fsdp")
 VOCABULARY = 50368
 NODE = 8
 
@@ -87,6 +102,7 @@ class Model(nn.Module):
 class Priced:
     """A row. flops: of a device in a step, what runs again among it."""
 
+    table: str
     device: str
     model: str
     sequence: int
@@ -105,13 +121,17 @@ class Priced:
 
 @functools.cache
 def analysis_of(model: str, sequence: int) -> Analysis:
+    if model in LLAMAS:
+        spec = f"hf:llama?{LLAMAS[model]}&max_position_embeddings={sequence}&seq={sequence}&padding=no"
+        loaded = load_model(spec, meta=True, dtype=torch.bfloat16)
+        return analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False))
     with torch.device("meta"):
         module = Model(*SIZES[model], sequence).bfloat16()
         tokens = torch.zeros(2, sequence, dtype=torch.long)
     return analyze(capture(module, (tokens, tokens), {}, check_eval=False))
 
 
-def priced(row: dict[str, str]) -> Priced:
+def priced(table: str, row: dict[str, str]) -> Priced:
     sequence, gpus, samples = int(row["sequence"]), int(row["gpus"]), int(row["samples"])
     microbatches, batch, again = int(row["microbatches"]), int(row["batch"]), row["recompute"] == "yes"
     nodes = f"{gpus // NODE}x{NODE}x{row['device']}"
@@ -129,10 +149,9 @@ def priced(row: dict[str, str]) -> Priced:
         meshes="equal",
         zero=3,
     )
-    flops = Gpt(*SIZES[row["model"]], sequence, VOCABULARY).flops(batch, again) / gpus
     return Priced(
-        *(row["device"], row["model"], sequence, gpus, samples, microbatches, again),
-        *(batch * sequence / float(row["tokens_per_s"]), plan.step_time_s, flops),
+        *(table, row["device"], row["model"], sequence, gpus, samples, microbatches, again),
+        *(batch * sequence / float(row["tokens_per_s"]), plan.step_time_s, plan.flops * (4 / 3 if again else 1) / gpus),
     )
 
 
@@ -152,18 +171,18 @@ def report(rows: list[Priced]) -> None:
         )
     )
     table = []
-    for device in dict.fromkeys(row.device for row in rows):
-        own = [row for row in rows if row.device == device]
+    for name, device in dict.fromkeys((row.table, row.device) for row in rows):
+        own = [row for row in rows if (row.table, row.device) == (name, device)]
         rate = median(row.flops / row.measured_s for row in own)
         table.append(
             (
-                *(device, len(own), f"{mean(abs(row.error) for row in own):.1%}"),
+                *(name, device, len(own), f"{mean(abs(row.error) for row in own):.1%}"),
                 f"{median(row.error for row in own):+.1%}",
                 f"{mean(abs(row.flops / rate / row.measured_s - 1) for row in own):.1%}",
                 f"{rank_correlation([row.predicted_s for row in own], [row.measured_s for row in own]):.3f}",
             )
         )
-    headers = ("device", "rows", "mean |error|", "median error", "one constant", "rank correlation")
+    headers = ("table", "device", "rows", "mean |error|", "median error", "one constant", "rank correlation")
     print("\n" + tabulate(table, headers=headers, disable_numparse=True))
 
 
@@ -174,11 +193,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     chosen = [
-        row
-        for row in read_table("mpt_fsdp")
+        (table, row)
+        for table in TABLES
+        for row in read_table(table)
         if options.only in f"{row['device']} {row['model']} {row['sequence']} {row['gpus']}"
     ]
-    rows = [priced(row) for row in chosen[:: options.every]]
+    rows = [priced(*item) for item in chosen[:: options.every]]
     if options.json:
         print(json.dumps([asdict(row) for row in rows]))
     else:

@@ -101,7 +101,8 @@ def test_every_forced_plan_is_covered(program: Any, analysis: Analysis) -> None:
             ), (pp, dp, tp, count)
     assert ended_early(found) is None
     (only,) = memory_frontier(program, cluster, step=0.0, most=1, analysis=analysis)
-    assert only.seconds == found[0].seconds and ended_early([only])
+    # with less memory parameters are divided, which may be faster too, as far as the gap allows
+    assert only.seconds * (1 - only.gap) <= found[0].seconds <= only.seconds and ended_early([only])
     coarse = memory_frontier(program, cluster, step=0.3, analysis=analysis)
     assert len(coarse) <= len(found)
     for point in found:

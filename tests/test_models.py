@@ -97,6 +97,16 @@ def test_labels_are_ragged_and_a_tensor_of_their_own(family: str) -> None:
     assert inputs["attention_mask"].sum(1).unique().numel() > 1
 
 
+@pytest.mark.parametrize("family", ["gpt2", "bert", "t5"])
+def test_rows_without_padding_are_full_and_have_no_mask(family: str) -> None:
+    inputs = load_model(tiny(family, "&batch=16&padding=no")).kwargs
+    assert list(inputs) == ["input_ids", "labels"]
+    assert (inputs["labels"] != IGNORED_LABEL).all(dim=1).any() == (family != "bert")
+    padded = load_model(tiny(family, "&batch=16&padding=yes")).kwargs
+    assert list(padded) == list(load_model(tiny(family, "&batch=16")).kwargs)
+    assert padded["input_ids"].equal(inputs["input_ids"])
+
+
 def test_batch_sequence_and_image_shape_the_inputs() -> None:
     assert load_model(tiny("gpt2", "&batch=3")).kwargs["input_ids"].shape == (3, 12)
     assert load_model(tiny("gpt2", "&batch=3"), batch=5).kwargs["input_ids"].shape == (5, 12)
@@ -198,6 +208,8 @@ def test_special_tokens_follow_a_smaller_vocabulary() -> None:
         ("hf:vit?image=32&image_size=64", "image=32 contradicts image_size=64"),
         ("hf:gpt2?task=seq2seq", "no head for task=seq2seq; it has causal-lm"),
         ("hf:gpt2?dtype=int3", "dtype=int3 is unknown; use one of"),
+        ("hf:gpt2?padding=maybe", "padding=maybe is neither yes nor no"),
+        ("hf:vit?padding=no", "padding= does not apply to image-classification"),
         ("hf:gpt2?vocab_size=10&eos_token_id=12", "eos_token_id=12 lies outside the vocabulary of 10"),
         ("hf:gpt2?n_embd=30&n_head=4", "transformers cannot build it"),
         ("hf:dac", "dac has no head for"),
