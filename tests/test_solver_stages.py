@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from autopart.runtime.errors import InfeasibleError, PlanError
-from autopart.solver import brute, stages
+from autopart.solver import brute, stages, stages_model
 from autopart.solver.overlap import GradientSum
 from autopart.solver.stages_graph import StageGraph
 from autopart.solver.stages_order import positions
@@ -291,6 +291,16 @@ def test_both_methods_are_reached() -> None:
     assert (by_boxes.method, by_model.method) == ("dynamic program", "cp-sat")
     assert by_boxes.objective == pytest.approx(by_model.objective, rel=1e-9)
     assert by_model.programs == 1
+
+
+def test_no_model_is_written_of_too_many_arcs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The boxes' own bound stands then."""
+    problem = random_chain(Random(1), 12, 4, 2)
+    best = stages.solve(problem)
+    monkeypatch.setattr(stages_model, "MOST_ARCS", 0)
+    monkeypatch.setattr(stages_model, "_WayModel", None)
+    found = stages.solve(problem, max_programs=1)
+    assert found.bound <= best.objective * (1 + 1e-9) <= found.objective * (1 + 2e-9)
 
 
 @pytest.mark.parametrize("stage_count", [4, 16])

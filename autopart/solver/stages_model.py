@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
 _TICKS = 2**40
+MOST_ARCS = 200_000
+"""In one model: of more its rows take minutes and gigabytes to write, and the search's own bound stands."""
 
 
 def solve_rest(search: BoxSearch) -> float:
@@ -40,6 +42,8 @@ def solve_rest(search: BoxSearch) -> float:
             arcs += [_Arc(stage, number, before, table, *run) for run in between]
         if not arcs:
             return search.objective
+        if len(arcs) > MOST_ARCS or search.late:
+            return known
         model = _WayModel(search, arcs, least_busy, least_end)
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = max(0.1, search.until - time.perf_counter())
