@@ -368,3 +368,15 @@ def test_what_ends_sooner_takes_longer_before() -> None:
     assert proved(row, [first, Piece(0.5, 1.0)], pipeline) == pytest.approx(32, rel=1e-3)
     # the second stage waits for the first one's forward and backward, and for its end: 4 + 8 * 5
     assert proved(row, [first, Piece(2.0, 3.0)], pipeline) == pytest.approx(44, rel=1e-3)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_all_that_replicas_exchange_passes_within_the_step(stages: int) -> None:
+    """Beside ops, so that it counts only where it takes longer than these; and not where memory asks for none of it."""
+    levels = Way(0.0, 1.0), Way(0.0, 0.25, sent_s=0.5)
+    piece = Piece(1.0, 2.0, (Weights(100.0, levels),))
+    for room, sent in ((100.0, 0.0), (62.5, 25.0), (25.0, 50.0)):
+        pipeline = Pipeline(4, (1,) * stages, (room / stages,) * stages, 3.0)
+        found = least_step_seconds([], [piece], pipeline)
+        ideal = least_step_seconds([], [piece], replace(pipeline, capacity_bytes=(1e3,) * stages))
+        assert found == pytest.approx(max(ideal, 4 * sent / stages), rel=1e-4)
