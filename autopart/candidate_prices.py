@@ -377,7 +377,7 @@ class CandidatePrices:
         owners = [layer or f"block {index}" for index, layer in enumerate(layers)]
         whole: dict[str, float] = {}  # by owner, as are the blocks' seconds, there and back
         sent = [[0.0] * len(costs), [0.0] * len(costs)]
-        late = [0.0] * len(costs)  # of what is sent back, sums, for which the next microbatch's computing does not wait
+        late = [0.0] * len(costs)  # sums of what is sent back
         known: dict[object, tuple[tuple[float, float], float, float, float]] = {}
         for node, found in self.readers.items():
             name = node.meta["name"]
@@ -399,16 +399,15 @@ class CandidatePrices:
                 for owner in {owners[index] for index in found}:
                     whole[owner] = whole.get(owner, 0.0) + size
         if any(map(any, sent)):
-            last = 1 / config.microbatches
-            late = [seconds * (1 - last) for seconds in late]
-            there = self._seen(config, owners, sent[0], [cost.forward_s for cost in costs])
-            back = self._seen(config, owners, sent[1], [cost.backward_s for cost in costs], late)
+            late = [seconds * (1 - 1 / config.microbatches) for seconds in late]  # the last one is waited for
+            there = self._exposed_seconds(config, owners, sent[0], [cost.forward_s for cost in costs])
+            back = self._exposed_seconds(config, owners, sent[1], [cost.backward_s for cost in costs], late)
             for cost, forward, backward in zip(costs, there, back, strict=True):
                 cost.forward_s, cost.backward_s = cost.forward_s + forward, cost.backward_s + backward
         for owner, cost in zip(owners, costs, strict=True):
             cost.transient_bytes += TRANSIENT_COPIES * whole.get(owner, 0.0)
 
-    def _seen(
+    def _exposed_seconds(
         self,
         config: Degrees,
         owners: Sequence[str],

@@ -11,9 +11,9 @@ from torch import fx
 
 from autopart.candidate_strategies import CandidateStrategies
 from autopart.data_prices import offered_levels
+from autopart.hidden_levels import hidden_levels
 from autopart.layer_strategies import LayerStrategies
 from autopart.mixed_strategies import Samples, applied, carried, chosen_ways, merged, most_layers
-from autopart.passing_levels import passing_levels
 from autopart.recomputation import KEPT
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver import stages as stage_solver
@@ -159,7 +159,7 @@ class Candidates(CandidateStrategies):
     def _at_levels(self, config: Degrees, below: float) -> Evaluation[Answer] | None:
         """The best of strategies with parameters divided over replicas, of interest below so many seconds."""
         best: Evaluation[Answer] | None = None
-        for divided in (self._divided, self._passing) if self._divides(config) and config.recompute == "auto" else ():
+        for divided in (self._divided, self._hidden) if self._divides(config) and config.recompute == "auto" else ():
             found = divided(config, below)
             if found is not None and found.objective < below:
                 best, below = found, found.objective
@@ -175,7 +175,7 @@ class Candidates(CandidateStrategies):
         except (InfeasibleError, NotBetter):
             return None
 
-    def _passing(self, config: Degrees, below: float) -> Evaluation[Answer] | None:
+    def _hidden(self, config: Degrees, below: float) -> Evaluation[Answer] | None:
         """Strategies that are the fastest where replicas divide all, at levels whose exchange passes beside ops, where
         they fit with layers computed again.
         """
@@ -186,7 +186,7 @@ class Candidates(CandidateStrategies):
             there, back = self._exchange_seconds(setting, choice, node, level)
             return there * len(self.readers[node]), back * len(self.readers[node])
 
-        levels = passing_levels(
+        levels = hidden_levels(
             *(self._folded, self.analysis.program.tensors, choice, setting, exchange),
             hiding * math.fsum(cost.forward_s for cost in costs),
             hiding * math.fsum(cost.backward_s for cost in costs),

@@ -12,7 +12,7 @@ Level 2's messages are taken to fill evenly over the backward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -32,9 +32,9 @@ class Computed:
 
 @dataclass(slots=True)
 class _Messages:
-    """Those of one pass. late: seconds by which computing waited for them so far."""
+    """Those of one pass. waited: seconds by which computing waited for them so far."""
 
-    late: float = 0.0
+    waited: float = 0.0
     _busy: float = 0.0
     _gathered: float | None = None  # when the message that was begun ahead has arrived
     _summed: float = 0.0
@@ -46,12 +46,12 @@ class _Messages:
 
     def wait(self, at: float, end: float) -> float:
         """at: when computing would be here without messages. The time when it goes on."""
-        self.late = max(self.late, end - at)
-        return at + self.late
+        self.waited = max(self.waited, end - at)
+        return at + self.waited
 
     def gather(self, at: float, seconds: float, following: float | None) -> None:
         """A unit is read. following: seconds of the next one's message, which is begun then."""
-        end = self.begin(at + self.late, seconds) if self._gathered is None else self._gathered
+        end = self.begin(at + self.waited, seconds) if self._gathered is None else self._gathered
         now = self.wait(at, end)
         self._gathered = None if following is None else self.begin(now, following)
 
@@ -61,7 +61,7 @@ class _Messages:
 
     def end(self, at: float, microbatches: int) -> float:
         """Seconds of the pass, of which ``at`` without messages."""
-        here = at + self.late
+        here = at + self.waited
         return here + max(0.0, self._summed - here) / microbatches
 
 
@@ -76,13 +76,13 @@ class DataClock:
     link: Link
     beside: bool
     microbatches: int
-    _known: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def passes(self, forward: Computed, backward: Computed) -> tuple[float, float, float]:
         """Seconds of the forward and of the backward with what replicas exchange, and what of that passes unseen."""
-        gathers = [(_start(unit, forward), self._seconds(ALL_GATHER, unit.gathered)) for unit in self._units]
-        again = [(_start(unit, backward), self._seconds(ALL_GATHER, unit.gathered_again)) for unit in self._units]
-        sums = [(_end(unit, backward), self._seconds(REDUCE_SCATTER, unit.summed)) for unit in self._units]
+        units = self.exchanged.units
+        gathers = [(_start(unit, forward), self._seconds(ALL_GATHER, unit.gathered)) for unit in units]
+        again = [(_start(unit, backward), self._seconds(ALL_GATHER, unit.gathered_again)) for unit in units]
+        sums = [(_end(unit, backward), self._seconds(REDUCE_SCATTER, unit.summed)) for unit in units]
         sums += self._full(backward.seconds)
         whole = sum(seconds for _, seconds in (*gathers, *again, *sums))
         if not whole:
@@ -90,10 +90,6 @@ class DataClock:
         there, back = self._pass(forward, gathers, []), self._pass(backward, again, sums)
         back = max(back, whole - there)  # what goes on into the next microbatch holds up its messages
         return there, back, whole - (there + back - forward.seconds - backward.seconds)
-
-    @property
-    def _units(self) -> Sequence[UnitMessages]:
-        return self.exchanged.units
 
     def _full(self, seconds: float) -> Iterator[tuple[float, float]]:
         """Level 2's sums, and when their messages are full."""
@@ -109,24 +105,17 @@ class DataClock:
         gathers, sums = (sorted(event for event in found if event[1]) for found in (gathers, sums))
         if not self.beside:
             return computed.seconds + sum(seconds for _, seconds in (*gathers, *sums))
-        messages = _Messages()
-        following = [seconds for _, seconds in gathers[1:]]
-        events = [(at, 0, seconds, after) for (at, seconds), after in zip(gathers, (*following, None), strict=False)]
-        for at, is_sum, seconds, after in sorted(
-            [*events, *((at, 1, seconds, None) for at, seconds in sums)], key=lambda event: event[:2]
-        ):
+        messages, following = _Messages(), [*(seconds for _, seconds in gathers[1:]), None]
+        events = [(at, False, seconds) for at, seconds in gathers] + [(at, True, seconds) for at, seconds in sums]
+        for at, is_sum, seconds in sorted(events):
             if is_sum:
                 messages.sum(at, seconds)
             else:
-                messages.gather(at, seconds, after)
+                messages.gather(at, seconds, following.pop(0))
         return messages.end(computed.seconds, self.microbatches)
 
     def _seconds(self, kind: str, size: int) -> float:
-        if not size:
-            return 0.0
-        if (kind, size) not in self._known:
-            self._known[kind, size] = collective_seconds(kind, size, self.replicas, self.link)
-        return self._known[kind, size]
+        return collective_seconds(kind, size, self.replicas, self.link) if size else 0.0
 
 
 def _start(unit: UnitMessages, computed: Computed) -> float:

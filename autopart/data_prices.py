@@ -19,7 +19,7 @@ layer that runs and of the next, their gradients and the message of these, so fo
 Sums of levels 0 and 1 start during the last backward, and what that hides is credited (:mod:`autopart.solver.overlap`).
 Gathers of level 3 run a layer ahead, and sums of levels 2 and 3 beside each backward. Plans are timed so
 (:mod:`autopart.data_clock`); candidates are compared as if a layer's exchange passed beside its own ops, but for one
-layer of each stage, and bounds count none of it.
+layer of each stage, and bounds count only that all of it passes one after another while the step lasts.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def hf_inputs(
 
 
 def _text_inputs(
-    task: str, vocab: int, batch: int, seq: int, random: torch.Generator, padded: bool = True
+    task: str, vocab: int, batch: int, seq: int, random: torch.Generator, padded: bool
 ) -> dict[str, Tensor]:
     """Rows of different lengths, as a padding collator makes them, or full ones; every row has at least one label."""
     ids = torch.randint(vocab, (batch, seq), generator=random)

@@ -110,6 +110,8 @@ class Frontiers:
         if part not in self.spans:
             found = spans_of(Run(layer, [op.node for op in ops]))
             self.spans[part] = {path.removeprefix(f"{layer}."): nodes for path, nodes in found.items()}
+        if not self.gathered:
+            return self.spans[part]
         return {
             path: nodes
             for path, nodes in self.spans[part].items()

@@ -93,12 +93,13 @@ class StageClock:
             for node in self.stage.graph.nodes
             if node.op == "placeholder" and node.meta["role"] is Role.PARAMETER
         )
-        where = setting.data.replicas, setting.data.link
-        data = DataClock(self.exchanged, *where, setting.beside, self.config.microbatches)
-        forward, backward, passed = data.passes(there, back)
+        data = DataClock(
+            self.exchanged, setting.data.replicas, setting.data.link, setting.beside, self.config.microbatches
+        )
+        forward, backward, unseen = data.passes(there, back)
         backward += adding
-        if passed > 0.0:
-            hidden["dp"] = passed
+        if unseen > 0.0:
+            hidden["dp"] = unseen
         starting = self._starting_s(setting)
         return StageSeconds(max(forward, starting[0]), max(backward, starting[1]), hidden)
 

@@ -108,8 +108,9 @@ def test_what_replicas_exchange_is_no_compute(program: Any, tp: int, level: int)
     exchanged = sum(counted_seconds(stage.axis_collectives["dp"], stage.dp, link).values())
     exchanged -= stage.hidden_s.get("dp", 0.0)  # what passes beside ops
     assert whole.replicas_s == 0 and divided.replicas_s == pytest.approx(exchanged) and exchanged > 0
-    if tp == 1:  # else strategies may differ
-        assert divided.compute_s == pytest.approx(whole.compute_s)
+    # on tensor axes strategies may differ, by far less than the exchange
+    assert divided.compute_s == pytest.approx(whole.compute_s, rel=1e-6 if tp == 1 else 1e-3)
+    assert exchanged > 0.01 * whole.compute_s
     assert set(divided.collectives_s or {}) == set(stage.axis_collectives.get("tp", {}))
     assert sum(divided.seconds.values()) == pytest.approx(plans[1].step_time_s)
     text = binding_text(plans[1], break_down(plans[1], CLUSTER), 0)

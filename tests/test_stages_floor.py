@@ -8,7 +8,8 @@ import math
 import random
 
 import pytest
-from test_solver_stages import Random, chain_edges, random_chain, steps
+from test_solver_stages import Random, chain_edges, random_chain
+from test_solver_stages_cases import steps
 
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import deeper_warmup, in_flight, make_schedule, places_of

@@ -12,7 +12,7 @@ from torch import fx
 from autopart.analysis import Analysis, analyze
 from autopart.candidates import Candidates
 from autopart.folding import is_stored
-from autopart.passing_levels import passing_levels
+from autopart.hidden_levels import hidden_levels
 from autopart.solver.degrees import Degrees
 from autopart.tracing import capture
 from clusters import ideal
@@ -43,7 +43,7 @@ def test_they_take_no_longer_than_what_hides_them(share: float) -> None:
 
     there, back = rooms = [share * seconds for seconds in sent(choice.levels)]
     tensors = analysis().program.tensors
-    levels = passing_levels(folded, tensors, choice, setting, exchange, there, back, "adamw")
+    levels = hidden_levels(folded, tensors, choice, setting, exchange, there, back, "adamw")
     assert levels.keys() == choice.levels.keys() and set(levels.values()) <= {1, 2, 3}
     assert all(seconds <= room * (1 + 1e-9) for seconds, room in zip(sent(levels), rooms, strict=True))
     large = {name for name in levels if tensors[name].shape and math.prod(tensors[name].shape) > 1000}
@@ -62,10 +62,10 @@ def test_they_take_no_longer_than_what_hides_them(share: float) -> None:
 
 def test_they_are_tried_where_memory_asks_for_something() -> None:
     free = Candidates(analysis(), ideal(4), 8, "adamw", zero=None)
-    passing = free._passing(CONFIG, math.inf)
-    assert passing is not None and set(passing.answer.choice.levels.values()) >= {1, 3}
-    room = int(passing.answer.problem.stage_bytes(0, passing.answer.cut.way[0])) + 1
+    hidden = free._hidden(CONFIG, math.inf)
+    assert hidden is not None and set(hidden.answer.choice.levels.values()) >= {1, 3}
+    room = int(hidden.answer.problem.stage_bytes(0, hidden.answer.cut.way[0])) + 1
     whole = free.evaluate(CONFIG).answer
     assert room < whole.problem.stage_bytes(0, whole.cut.way[0])
     found = Candidates(analysis(), ideal(4, memory_bytes=room), 8, "adamw", zero=None).evaluate(CONFIG)
-    assert found.objective <= passing.objective * (1 + 1e-9)
+    assert found.objective <= hidden.objective * (1 + 1e-9)

@@ -1,4 +1,4 @@
-"""Levels of ZeRO whose exchange in every microbatch passes beside its ops: memory that costs next to nothing.
+"""Levels of ZeRO whose exchange is hidden: in every microbatch it passes beside ops, so that memory costs little.
 
 All parameters that can be are at level 1 at least, whose exchange is at the step's end. With F and B the seconds of a
 microbatch's forward and backward, g_p and s_p those in which parameter p's replicas gather it and sum its gradient,
@@ -28,7 +28,7 @@ Exchange = Callable[[fx.Node, int], tuple[float, float]]
 """Seconds in which replicas exchange a parameter at a level in a microbatch's forward and backward."""
 
 
-def passing_levels(
+def hidden_levels(
     folded: FoldedGraph,
     tensors: Mapping[str, TensorInfo],
     choice: TensorChoice,
@@ -38,7 +38,10 @@ def passing_levels(
     backward_s: float,
     optimizer: str,
 ) -> dict[str, int]:
-    """By parameter, those above 0. choice: how parameters are stored. forward_s, backward_s: that hide an exchange."""
+    """By parameter, those above 0; empty where no dim divides.
+
+    choice: how parameters are stored. forward_s, backward_s: of a microbatch's ops, in seconds, that hide an exchange.
+    """
     levels: dict[str, int] = {}
     classes: list[tuple[tuple[fx.Node, ...], TensorInfo]] = []
     for nodes in folded.classes:
