@@ -56,6 +56,7 @@ class Candidates(CandidateStrategies):
     # of the candidate that is evaluated, by strategies
     _divisions: dict[object, tuple[StageProblem, StageSolution]] = field(default_factory=dict)
     _worked: dict[object, float] = field(default_factory=dict)
+    _by_levels: dict[Degrees, Evaluation[Answer] | None] = field(default_factory=dict)
 
     def evaluate(self, config: Degrees, below: float = math.inf) -> Evaluation[Answer]:
         """Strategies and stages of a candidate. Raises InfeasibleError when it does not fit in memory.
@@ -64,7 +65,7 @@ class Candidates(CandidateStrategies):
         Where layers are computed again for the fastest strategies to fit, those are tried too that fit without; where
         memory binds, those at prices for bytes, and mixtures around the other answers as well.
         """
-        self._divisions, self._worked = {}, {}
+        self._divisions, self._worked, self._by_levels = {}, {}, {}
         fastest = self.choose(config)
         plain = replace(config, recompute="none")
         promising = False  # memory surely binds, and the fastest strategies alone take less than ``below``
@@ -78,6 +79,7 @@ class Candidates(CandidateStrategies):
         try:
             found = self._evaluate_alike(config, fastest, below)
         except NotBetter as error:
+            promising = promising or self._at_levels(config, below, known=True) is not None
             if not promising:
                 other = self._holding_less(config, fastest, below)
                 if other is None:
@@ -156,14 +158,22 @@ class Candidates(CandidateStrategies):
                 best, below = found, found.objective
         return best
 
-    def _at_levels(self, config: Degrees, below: float) -> Evaluation[Answer] | None:
-        """The best of strategies with parameters divided over replicas, of interest below so many seconds."""
-        best: Evaluation[Answer] | None = None
-        for divided in (self._divided, self._hidden) if self._divides(config) and config.recompute == "auto" else ():
-            found = divided(config, below)
-            if found is not None and found.objective < below:
-                best, below = found, found.objective
-        return best
+    def _at_levels(self, config: Degrees, below: float, known: bool = False) -> Evaluation[Answer] | None:
+        """The best of strategies with parameters divided over replicas, of interest below so many seconds.
+
+        known: if it is known already.
+        """
+        if config not in self._by_levels and not known:
+            best: Evaluation[Answer] | None = None
+            ways = (self._divided, self._hidden) if self._divides(config) and config.recompute == "auto" else ()
+            most = below
+            for divided in ways:
+                found = divided(config, most)
+                if found is not None and found.objective < most:
+                    best, most = found, found.objective
+            self._by_levels[config] = best
+        found = self._by_levels.get(config)
+        return found if found is not None and found.objective < below else None
 
     def _divided(self, config: Degrees, below: float) -> Evaluation[Answer] | None:
         """The fastest strategies with optimizer state divided over replicas, where they fit with layers computed again.
@@ -352,6 +362,9 @@ class Candidates(CandidateStrategies):
                         least = below if alone and complete else self.work_floor(whose)
                         raise NotBetter(below, least) from None
                     raise
+                if attempt == 0:  # limits take the solver longer than levels of ZeRO, which tell what is of interest
+                    divided = self._at_levels(whose, below)
+                    below = below if divided is None else divided.objective
                 # Other strategies may hold less: take the missing bytes off what these hold together.
                 try:
                     limit = choice.memory_bytes - config.pp * error.excess_bytes

@@ -5,9 +5,9 @@ layer that lies in one stage as a whole the sets of modules that may run again a
 (:mod:`autopart.module_sets`): what each frees, and which ops run again for it. Of a block of a layer that is cut
 those of its own ops are; what comes from the layer's other blocks is free where all of the block runs again.
 
-Of transients those of single ops are known, and what a module holds while it runs back
-(:attr:`~autopart.solver.pipeline_pieces.Piece.wholes`). Send buffers, and copies of tensors in several placements, are
-left out.
+Of transients those of single ops are known, what a module holds while it runs back
+(:attr:`~autopart.solver.pipeline_pieces.Piece.wholes`), and divided weights while they are whole. Send buffers, and
+copies of tensors in several placements, are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import fx
 
-from autopart.data_prices import DataPrices
+from autopart.data_prices import TRANSIENT_COPIES, DataPrices
 from autopart.memory_bound import BlockFacts, Kind, MemoryBound, Parameters, summed
 from autopart.message_memory import staying_bytes
 from autopart.module_sets import ModuleSets
@@ -111,7 +111,8 @@ class LayerPieces:
                 runs = tuple(Way(run.seconds, 0.0, run.kept_bytes) for run in points)
         else:
             runs = runs[:1]
-        return Piece(forward, backward, self._weights(own, setting, priced), runs, transient, wholes)
+        weights = self._weights(own, setting, priced, 1 if layer else len(own))
+        return Piece(forward, backward, weights, runs, transient, wholes)
 
     def _again_seconds(self, blocks: Sequence[int], setting: PieceSetting) -> float:
         """Of all that surely runs again of blocks."""
@@ -124,10 +125,13 @@ class LayerPieces:
         seconds = [setting.seconds(node) for facts in own for node in facts.ops]
         return math.fsum(forward for forward, _ in seconds), math.fsum(backward for _, backward in seconds)
 
-    def _weights(self, own: Sequence[BlockFacts], setting: PieceSetting, priced: Kind | None) -> tuple[Weights, ...]:
+    def _weights(
+        self, own: Sequence[BlockFacts], setting: PieceSetting, priced: Kind | None, parts: int = 1
+    ) -> tuple[Weights, ...]:
+        """parts: of which each gathers its weights by itself."""
         parameters = [item for facts in own for item in facts.parameters if item.weight]
         return tuple(
-            Weights(item.weight * setting.share, levels_of(item, setting), kind == priced)
+            Weights(item.weight * setting.share, levels_of(item, setting, parts), kind == priced)
             for kind, item in summed(parameters, setting.data.replicas)
         )
 
@@ -162,12 +166,12 @@ def _transient(own: Sequence[BlockFacts], setting: PieceSetting) -> float:
     return max((setting.transient(node) for facts in own for node in facts.ops), default=0.0)
 
 
-def levels_of(own: Parameters, setting: PieceSetting) -> tuple[Way, ...]:
-    """The ways to hold one byte of such weights."""
+def levels_of(own: Parameters, setting: PieceSetting, parts: int = 1) -> tuple[Way, ...]:
+    """The ways to hold one byte of such weights. parts: as of :meth:`LayerPieces._weights`, one at a time."""
     data, size = setting.data, own.weight * setting.share
     found = []
     for level in setting.levels if own.divides else (0,):
-        sent = sum(data.microbatch_seconds(size, level, own.trained, own.again, 0.0))
+        there, back = data.microbatch_seconds(size, level, own.trained, own.again, 0.0)
         seconds = end = sums = stays = 0.0
         if own.trained:
             seconds = data.adding_seconds(size, level)
@@ -176,5 +180,7 @@ def levels_of(own: Parameters, setting: PieceSetting) -> tuple[Way, ...]:
                 sums = data.sum_seconds(size, level)
                 stays = staying_bytes(level, own.gradient, data.replicas, data.summed)
         held = (own.held(level, data.replicas) + stays) / own.weight
-        found.append(Way(seconds / size, held, 0.0, end / size, sums / size, sent / size))
+        exchanged = there + back, there, there if own.again else 0.0
+        copies = TRANSIENT_COPIES / parts if level == 3 else 0.0
+        found.append(Way(seconds / size, held, 0.0, end / size, sums / size, *(s / size for s in exchanged), copies))
     return tuple(found)

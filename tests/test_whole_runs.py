@@ -19,7 +19,11 @@ def random_pieces(rng: random.Random, levels: int) -> dict[Piece, int]:
         transient = rng.random()
         runs = [Run(0.0, 1.0 + rng.random(), transient)]
         runs += [Run(rng.random(), 2 * rng.random(), transient + rng.random()) for _ in range(rng.randint(0, 3))]
-        ways = [Way(rng.random() if number else 0.0, 1.0 / (1 + number)) for number in range(levels)]
+        passing = rng.choice([0.0, rng.random()])
+        ways = [
+            Way(*((rng.random(), 0.5) if number else (0.0, 1.0)), transient_bytes=passing * number)
+            for number in range(levels)
+        ]
         weights = (Weights(rng.random(), tuple(ways)),) if levels else ()
         mixed = tuple(Way(run.seconds, 0.0, run.kept_bytes) for run in runs)
         found[Piece(rng.random(), rng.random(), weights, mixed, transient, tuple(runs))] = rng.randint(1, 3)
@@ -31,20 +35,23 @@ def tried(pieces: dict[Piece, int], in_flight: int, room: float, shares: int) ->
     each = [piece for piece, count in pieces.items() for _ in range(count)]
     found = math.inf
     for ways in itertools.product(*(piece.wholes for piece in each)):
-        held = in_flight * sum(run.kept_bytes for run in ways) + max(run.transient_bytes for run in ways)
+        kept = in_flight * sum(run.kept_bytes for run in ways)
         seconds = sum(piece.forward_s + piece.backward_s for piece in each) + sum(run.seconds for run in ways)
         weights = [own for piece in each for own in piece.weights]
         for parts in itertools.product(range(shares + 1), repeat=len(weights) if shares else 0):
             more = [
-                (own.bytes * (share * level.seconds, share * level.state_bytes)[at])
-                for own, part in zip(weights, parts, strict=True)
-                for share, level in zip((part / shares, 1 - part / shares), own.levels, strict=True)
-                for at in (0, 1)
-            ]
-            if held + sum(more[1::2]) <= room:
-                found = min(found, seconds + sum(more[::2]))
-        if not shares and held <= room:
-            found = min(found, seconds)
+                [
+                    own.bytes
+                    * sum(share * getattr(level, name) for share, level in zip(taken, own.levels, strict=True))
+                    for name in ("seconds", "state_bytes", "transient_bytes")
+                ]
+                for own, taken in zip(
+                    weights, ((part / shares, 1 - part / shares) for part in parts), strict=bool(parts)
+                )
+            ] or [[0.0] * 3] * len(each)
+            largest = max(run.transient_bytes + passing for run, (*_, passing) in zip(ways, more, strict=True))
+            if kept + sum(state for _, state, _ in more) + largest <= room:
+                found = min(found, seconds + sum(own for own, *_ in more))
     return found
 
 

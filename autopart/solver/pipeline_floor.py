@@ -12,8 +12,14 @@ What a stage has are pieces, of each the shares y_k over all stages add up to 1.
 
 - a piece's seconds, forward and backward, and its parameters: bytes of weights on a rank, at levels of ZeRO, each with
   seconds that it adds to a microbatch, bytes held, seconds of the step's end and of sums in it, and seconds x in which
-  replicas exchange it for a microbatch: T >= m x_k + c_k, as all that passes one after another;
+  replicas exchange it for a microbatch, of which g lie in the forward and h in the backward. All of that passes one
+  after another, and computing waits for it: F_k >= g_k, B_k >= h_k, F_k + B_k >= x_k, and T >= m x_k + c_k;
 - the ways to run it, mixed as one likes: seconds more in the backward for bytes less that a microbatch keeps.
+
+One stage of a family of n layers holds besides, while one of them runs, what this takes r_o under its way o and divided
+weights q while they are whole; the largest of all pieces, so no less than the mean, of which Q are the weights' of all:
+
+    r  >=  sum_o r_o y_o  +  Q / n
 
 How fast strategies are depends on what they hold. Of a *family*, such as equal layers, it is known that whatever their
 strategies are, their seconds t, bytes of weights v and bytes a that a microbatch keeps obey, for a few prices,
@@ -68,11 +74,8 @@ def least_step_seconds(
     """
     tight = tight or [set() for _ in families]
     if pipeline.stages == 1:
-        pieces = (*(item.whole for item in families if item.count), *rest)
-        room = pipeline.capacity_bytes[0] - max((piece.transient_bytes for piece in pieces), default=0.0)
-        if room <= 0:
-            return math.inf
-        pipeline = replace(pipeline, capacity_bytes=(room,))
+        families = [replace(item, whole=item.whole.in_one) for item in families]
+        rest = [piece.in_one for piece in rest]
     coarse = 0.0
     if grouping is Grouping.FINE and pipeline.stages >= _COARSE_FIRST and below < math.inf:
         coarse = _Program(families, rest, pipeline, Grouping.COARSE).solve(below, tight)
@@ -92,7 +95,8 @@ class _Stage:
     memory: _Terms = field(default_factory=dict)
     end: _Terms = field(default_factory=dict)
     sums: _Terms = field(default_factory=dict)
-    sent: _Terms = field(default_factory=dict)
+    sent: _Terms = field(default_factory=dict)  # of a step; of a microbatch all, in the forward, and again
+    exchanged: tuple[_Terms, _Terms, _Terms] = field(default_factory=lambda: ({}, {}, {}))
 
 
 @dataclass(slots=True)
@@ -120,6 +124,7 @@ class _Program:
         self.unit_s = max(pipeline.work, math.fsum(alone), math.fsum(map(_seconds, rest))) or 1.0
         self.unit_bytes = max(*pipeline.capacity_bytes, 1.0)
         self.step = self.model.add_variable(1.0, upper=math.inf)
+        self.largest: int | None = None  # transient of the only stage
         there, back = pipeline.transfers(self.unit_s)
         laid = pipeline.microbatches, pipeline.in_flight, pipeline.capacity_bytes, there, back
         self.chains: tuple[RankChain, ...] = ()
@@ -128,6 +133,9 @@ class _Program:
         else:
             self.groups, self.chains = ordered_groups(*laid, pipeline.order, grouping)
         self.stages = [_Stage() for _ in self.groups]
+        if pipeline.stages == 1:
+            self.largest = self._amount()
+            self.stages[0].memory[self.largest] = 1.0
         self.hasty = grouping is Grouping.COARSE or len(self.groups) >= _MANY
         for piece in rest:
             self._add(piece, self._shares(piece))
@@ -188,14 +196,12 @@ class _Program:
         for number, share in enumerate(shares):
             if not family:
                 self.stages[number].work[share] = _seconds(piece) / self.unit_s
-            if len(piece.runs) == 1:
-                self._run(number, share, piece.runs[0])
-            else:
-                ways = [self.model.add_variable() for _ in piece.runs]
+            ways = [share] if len(piece.runs) == 1 else [self.model.add_variable() for _ in piece.runs]
+            if len(ways) > 1:
                 self._row({share: -1.0, **dict.fromkeys(ways, 1.0)}, lower=0.0, upper=0.0)
-                for way, run in zip(ways, piece.runs, strict=True):
-                    self._run(number, way, run)
-            found.append(self._weights(number, piece, [share]))
+            for way, run in zip(ways, piece.runs, strict=True):
+                self._run(number, way, run)
+            found.append(self._weights(number, piece, [share], ways))
         return found
 
     def _run(self, number: int, variable: int, run: Way) -> None:
@@ -208,9 +214,15 @@ class _Program:
     def _bytes(self, number: int, way: Way) -> float:
         return way.state_bytes + self.groups[number].in_flight * way.kept_bytes
 
-    def _weights(self, number: int, piece: Piece, shares: Sequence[int]) -> list[int]:
-        """Variables for the bytes of the weights that are priced, by level."""
+    def _weights(
+        self, number: int, piece: Piece, shares: Sequence[int], ways: Sequence[int], count: float = 1.0
+    ) -> list[int]:
+        """Variables for the bytes of the weights that are priced, by level.
+
+        ways: to run the piece, by variable. count: of how many equal pieces this one is the sum.
+        """
         stage, priced = self.stages[number], list[int]()
+        transient = {at: run.transient_bytes / self.unit_bytes for at, run in zip(ways, piece.runs, strict=True)}
         per_byte = self.unit_bytes / self.unit_s
         for own in piece.weights:
             levels = [self._amount() for _ in own.levels]
@@ -220,7 +232,12 @@ class _Program:
                 stage.extra[level] = way.seconds * per_byte
                 stage.end[level], stage.sums[level] = way.end_s * per_byte, way.sum_s * per_byte
                 stage.sent[level] = (self.pipeline.microbatches * way.sent_s + way.sum_s) * per_byte
+                for terms, seconds in zip(stage.exchanged, (way.sent_s, way.gathered_s, way.again_s), strict=True):
+                    terms[level] = seconds * per_byte
+                transient[level] = way.transient_bytes / count
             priced += levels if own.priced else []
+        if self.largest is not None:
+            self._row({self.largest: 1.0, **_minus(transient)}, lower=piece.transient_bytes / self.unit_bytes)
         return priced
 
     def _whole(self, family: Family, count: int) -> list[_Layers]:
@@ -233,7 +250,7 @@ class _Program:
             self._row({share: -1.0, **dict.fromkeys(ways, 1.0)}, lower=0.0, upper=0.0)
             # seconds of strategies, beside those of what runs again
             once, again, kept = self._amount(), self._amount(), self._amount()
-            weights = self._weights(number, piece, [share])
+            weights = self._weights(number, piece, [share], ways, count)
             forward = self._amount()
             stage.forward[forward] = 1.0
             least_forward = piece.forward_s / self.unit_s
@@ -336,6 +353,9 @@ class _Program:
             self._row(stage.memory, upper=group.capacity_bytes / self.unit_bytes)
             if any(stage.sent.values()):
                 self._row({self.step: float(group.stages), **_minus(stage.sent)}, lower=0.0)
+            for passes, terms in zip(({f: 1.0, b: 1.0}, {f: 1.0}, {b: 1.0}), stage.exchanged, strict=True):
+                if any(terms.values()):
+                    self._row({**passes, **_minus(terms)}, lower=0.0)
             if self.chains:
                 self._row({e: 1.0, **_minus(stage.end)}, lower=0.0)
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from autopart.solver.pipeline_orders import Order
 
@@ -12,7 +12,9 @@ from autopart.solver.pipeline_orders import Order
 class Way:
     """A way to hold or to run something: seconds more per microbatch, bytes for good and per microbatch in flight, and
     seconds at the end of the step. sum_s: of these what is summed beside the last backward. sent_s: seconds that
-    replicas exchange something per microbatch, beside all else, but one message after another.
+    replicas exchange something per microbatch, beside all else, but one message after another; of these gathered_s lie
+    in the forward and again_s in the backward, the rest after it has begun. transient_bytes: beside all that, while it
+    is used, beyond what a piece takes whatever its ways.
     """
 
     seconds: float = 0.0
@@ -21,16 +23,17 @@ class Way:
     end_s: float = 0.0
     sum_s: float = 0.0
     sent_s: float = 0.0
+    gathered_s: float = 0.0
+    again_s: float = 0.0
+    transient_bytes: float = 0.0
 
     def times(self, count: float) -> Way:
-        return Way(
-            self.seconds * count,
-            self.state_bytes * count,
-            self.kept_bytes * count,
-            self.end_s * count,
-            self.sum_s * count,
-            self.sent_s * count,
-        )
+        """Of so many, of which one is used at a time."""
+        scaled = {name: getattr(self, name) * count for name in _SCALED}
+        return replace(self, **scaled)
+
+
+_SCALED = [entry.name for entry in fields(Way) if entry.name != "transient_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class Run:
 class Piece:
     """Seconds forward and backward, weights, and the ways to run it, mixed: nothing computed again is the first.
 
-    transient_bytes: beside what is held, while it runs. wholes: if known, the ways of which it is run in one.
+    transient_bytes: beside what is held, while it runs, at least. wholes: if known, the ways of which it is run in one.
     """
 
     forward_s: float
@@ -71,6 +74,17 @@ class Piece:
         weights = tuple(replace(own, bytes=own.bytes * count) for own in self.weights)
         runs = tuple(way.times(count) for way in self.runs)
         return Piece(self.forward_s * count, self.backward_s * count, weights, runs, self.transient_bytes)
+
+    @property
+    def in_one(self) -> Piece:
+        """Of which the ways are mixed in which it is run in one, where they are known."""
+        if not self.wholes:
+            return self
+        runs = (
+            Way(run.seconds, 0.0, run.kept_bytes, transient_bytes=run.transient_bytes - self.transient_bytes)
+            for run in self.wholes
+        )
+        return replace(self, runs=tuple(runs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,7 @@ class WholeRuns:
         ways = {piece: ways_of(piece) for piece in pieces}
         alone = math.fsum((piece.forward_s + piece.backward_s) * count for piece, count in pieces.items())
         weights = _Weights.of([(own, count) for piece, count in pieces.items() for own in piece.weights])
+        passing, least = self._with_passing(pieces, ways)
         # whichever ways are taken; and the fastest of all
         always = max((min(run.transient_bytes for run in own) for own in ways.values()), default=0.0)
         fastest = math.fsum(min(run.seconds for run in ways[piece]) * count for piece, count in pieces.items())
@@ -69,10 +70,32 @@ class WholeRuns:
             for piece, count in pieces.items():
                 sums = _thinned(_added(sums, self._of(ways[piece], most, count)))
             more = weights.freeing(weights.bytes + in_flight * sums[1] + most - room)
+            if passing is not None:
+                more = np.maximum(more, passing.freeing(passing.bytes + in_flight * sums[1] + least - room))
             found = min(found, float((sums[0] + more).min()))
             if found <= fastest:
                 break
         return alone + weights.seconds + found
+
+    def _with_passing(
+        self, pieces: Mapping[Piece, int], ways: Mapping[Piece, tuple[Run, ...]]
+    ) -> tuple[_Weights | None, float]:
+        """Weights, of which those of the pieces that have the most hold besides what is transient of them, on the mean;
+        and the least that such a piece takes while it runs.
+        """
+        if not any(level.transient_bytes for piece in pieces for own in piece.weights for level in own.levels):
+            return None, 0.0
+        most = max(pieces, key=lambda piece: sum(own.bytes for own in piece.weights) * pieces[piece])
+        found = []
+        for piece, count in pieces.items():
+            for own in piece.weights:
+                parts = pieces[piece] if piece is most else math.inf
+                levels = (
+                    replace(level, state_bytes=level.state_bytes + level.transient_bytes / parts)
+                    for level in own.levels
+                )
+                found.append((replace(own, levels=tuple(levels)), count))
+        return _Weights.of(found), min(run.transient_bytes for run in ways[most])
 
     def _of(self, ways: tuple[Run, ...], most: float, count: int) -> Sums:
         """The sums of so many pieces of the same ways, of those that take no more than ``most`` while they run."""
