@@ -346,7 +346,7 @@ class CandidateFloors(CandidateSums):
         # a backward hides no more than it takes, however much longer than this
         hiding = work if config.schedule in WHOLE_SCHEDULES else 0.0
         floor += max(0.0, sums - hiding) if summed else 0.0
-        if summed and hiding and config.dp > 1:
+        if summed and hiding and config.dp > 1 and not self._exchanges(config):
             floor = max(floor, (config.microbatches - 1) * work + self.last_microbatch(config)[0])
         return max(floor, started) + self.prices(config).optimizer_seconds(updated)
 
@@ -417,5 +417,5 @@ class CandidateFloors(CandidateSums):
 
     def besides_seconds(self, config: Degrees) -> float:
         """Seconds of one microbatch beside its ops, at least: free ops, and adding its gradients to those before."""
-        added = self.setting(config).data.least_adding_seconds(self.trained_bytes / config.tp, self.levels(config))
+        added = self.setting(config).data.least_moving_seconds(self.trained_bytes / config.tp, self.levels(config))
         return self.free_seconds(config) + added

@@ -352,6 +352,13 @@ class CandidatePrices:
             return 0.0
         return setting.data.adding_seconds(self._held(node, choice, setting), choice.levels.get(info.name, 0))
 
+    def moving_seconds(self, config: Degrees, choice: TensorChoice, node: fx.Node) -> tuple[float, float]:
+        """As :meth:`autopart.data_prices.DataPrices.moving_seconds`, of a parameter or buffer."""
+        setting, info = self.setting(config), self.analysis.program.tensors[node.meta["name"]]
+        size, level = self._held(node, choice, setting), choice.levels.get(info.name, 0)
+        again, _ = self._block_costs.gathering(node)
+        return setting.data.moving_seconds(size, level, bool(info.trainable), again)
+
     def _exchange_seconds(
         self, setting: Setting, choice: TensorChoice, node: fx.Node, level: int
     ) -> tuple[float, float]:
@@ -378,7 +385,7 @@ class CandidatePrices:
         whole: dict[str, float] = {}  # by owner, as are the blocks' seconds, there and back
         sent = [[0.0] * len(costs), [0.0] * len(costs)]
         late = [0.0] * len(costs)  # sums of what is sent back
-        known: dict[object, tuple[tuple[float, float], float, float, float]] = {}
+        known: dict[object, tuple[tuple[float, float], float, tuple[float, float], float]] = {}
         for node, found in self.readers.items():
             name = node.meta["name"]
             info, level = self.analysis.program.tensors[name], choice.levels.get(name, 0)
@@ -387,11 +394,12 @@ class CandidatePrices:
             if alike not in known:
                 exchanged = self._exchange_seconds(setting, choice, node, level)
                 summed = self._exchange_seconds(setting, choice, node, 2)[1] if level >= 2 else 0.0
-                adding = self.adding_seconds(config, choice, node)
-                known[alike] = exchanged, summed, adding, self._held(node, choice, setting)
-            exchanged, summed, adding, size = known[alike]
+                moving = self.moving_seconds(config, choice, node)
+                known[alike] = exchanged, summed, moving, self._held(node, choice, setting)
+            exchanged, summed, moving, size = known[alike]
             for index in found:
-                costs[index].backward_s += adding
+                costs[index].forward_s += moving[0]
+                costs[index].backward_s += moving[1]
                 for seconds, own in zip(sent, exchanged, strict=True):
                     seconds[index] += own
                 late[index] += summed

@@ -6,13 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torch import fx
+
 from autopart.candidate_floors import CandidateFloors
 from autopart.cost.communication import bucketed_all_reduce_seconds
+from autopart.folding import is_stored
+from autopart.hidden_levels import hidden_levels, least_price
 from autopart.layer_strategies import LayerStrategies
 from autopart.passes.data_axis import LEVELS
 from autopart.runtime.schedule import in_flight
 from autopart.solver.degrees import Degrees
-from autopart.tensor_choice import Builder, Setting, TensorChoice, choose
+from autopart.solver.stages_problem import Step
+from autopart.tensor_choice import Builder, Setting, TensorChoice, choose, stored_as
 
 _PRICES = (0.1, 0.2)
 """Of all bytes of a stage, in parts of its seconds: where strategies are chosen that hold less."""
@@ -105,6 +110,55 @@ class CandidateStrategies(CandidateFloors):
         return Builder(
             *(self.analysis, self._folded, self._choosing(config), self._block_costs, self.optimizer, levels, config.pp)
         )
+
+    def hidden(self, config: Degrees) -> list[TensorChoice]:
+        """Strategies that are the fastest where replicas divide all, at levels whose exchange passes beside ops: those
+        that cost no more besides than a byte is worth, and, where these differ, whatever they cost.
+        """
+        choice, setting, tensors = self.choose(config, level=3), self.setting(config), self.analysis.program.tensors
+        costs, hiding = self._costs(config, choice, setting), 1 - 1 / max(1.0, self.units / config.stages)
+        builder = replace(self._builder(config), setting=replace(setting, exposed=0.0, exposed_beyond=0.0))
+        ways: dict[fx.Node, dict[int, tuple[float, float]]] = {}
+        classes = [nodes for nodes in self._folded.classes if is_stored(nodes[0])]
+        for nodes in classes:
+            stored = choice.storage.get(nodes[0].meta["name"])
+            chosen = {level: own for own, level in builder.ways(nodes[0]) if stored in (None, stored_as(own))}
+            held = {level: builder.stored(nodes[0], own, level, len(nodes)) for level, own in chosen.items()}
+            ways[nodes[0]] = {level: (item.cost, item.memory) for level, item in held.items()}
+
+        def exchange(node: fx.Node, level: int) -> tuple[float, float]:
+            there, back = self._exchange_seconds(setting, choice, node, level)
+            return there * len(self.readers[node]), back * len(self.readers[node])
+
+        levels = list[dict[str, int]]()
+        for price in self._byte_price(config, choice, [list(own.values()) for own in ways.values()]), math.inf:
+            found = hidden_levels(
+                [nodes for nodes in classes if 3 in ways[nodes[0]] and tensors[nodes[0].meta["name"]].trainable],
+                *(exchange, lambda nodes, level: ways[nodes[0]][level]),
+                hiding * math.fsum(cost.forward_s for cost in costs),
+                hiding * math.fsum(cost.backward_s for cost in costs),
+                price,
+            )
+            levels += [found] if found not in levels else []
+        return [replace(choice, levels=own) for own in levels]
+
+    def _byte_price(
+        self, config: Degrees, choice: TensorChoice, parameters: Sequence[Sequence[tuple[float, float]]]
+    ) -> float:
+        """The least of a byte, in seconds of a microbatch, at which all stages together have room for these strategies.
+
+        parameters: the ways to hold each class, in seconds and bytes.
+        """
+        problem = self.problem(config, replace(choice, levels={}))
+        shape, whole = problem.shapes[0], Step(0, 0, len(problem.positions) - 1)
+        places, warmup = self.layout.places(config), self.warmup_of(config)
+        flying = in_flight(config.schedule, config.stages, config.microbatches, warmup, places)
+        mean, families = sum(flying) / len(flying), [family for _, family in problem.units(whole)]
+        largest = max(family[0].transient_bytes for family in families)
+        kept = math.fsum(group.bytes for group in shape.kept)
+        room = sum(self._rooms(config)) - config.stages * largest - mean * kept
+        layers = [[(way.seconds, mean * way.activation_bytes) for way in family] for family in families]
+        return least_price([*parameters, *layers], room)
 
     def layer_strategies(
         self, config: Degrees, answer: TensorChoice, fastest: dict[object, tuple[float, ...]] | None = None

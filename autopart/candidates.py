@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from torch import fx
-
 from autopart.candidate_strategies import CandidateStrategies
 from autopart.data_prices import offered_levels
-from autopart.hidden_levels import hidden_levels
 from autopart.layer_strategies import LayerStrategies
 from autopart.mixed_strategies import Samples, applied, carried, chosen_ways, merged, most_layers
 from autopart.recomputation import KEPT
@@ -186,26 +184,11 @@ class Candidates(CandidateStrategies):
             return None
 
     def _hidden(self, config: Degrees, below: float) -> Evaluation[Answer] | None:
-        """Strategies that are the fastest where replicas divide all, at levels whose exchange passes beside ops, where
-        they fit with layers computed again.
-        """
-        choice, setting = self.choose(config, level=3), self.setting(config)
-        costs, hiding = self._costs(config, choice, setting), 1 - 1 / max(1.0, self.units / config.stages)
-
-        def exchange(node: fx.Node, level: int) -> tuple[float, float]:
-            there, back = self._exchange_seconds(setting, choice, node, level)
-            return there * len(self.readers[node]), back * len(self.readers[node])
-
-        levels = hidden_levels(
-            *(self._folded, self.analysis.program.tensors, choice, setting, exchange),
-            hiding * math.fsum(cost.forward_s for cost in costs),
-            hiding * math.fsum(cost.backward_s for cost in costs),
-            self.optimizer,
-        )
-        try:
-            return self._evaluate(config, replace(choice, levels=levels), below, tightenings=0)
-        except (InfeasibleError, NotBetter):
-            return None
+        """The first of :meth:`hidden` that fit with layers computed again."""
+        for choice in self.hidden(config):
+            with contextlib.suppress(InfeasibleError, NotBetter):
+                return self._evaluate(config, choice, below, tightenings=0)
+        return None
 
     def seconds_of(self, answer: Answer) -> float:
         """Of a step, as candidates are compared by."""
@@ -323,7 +306,7 @@ class Candidates(CandidateStrategies):
         free, whose = self.free_seconds(config), among or config
         if choice.solution is None:
             floor = 0.0
-        elif config.pp == 1 and not choice.levels:
+        elif config.pp == 1 and not choice.levels and not self._divides(config):
             sums = self.sum_seconds(config)
             floor = one_stage_floor(choice.solution.bound + free, sums, config)
             floor = max(floor, self.work_floor(whose)) if sums else floor
@@ -376,20 +359,19 @@ class Candidates(CandidateStrategies):
                     raise error from None
                 problem = None
         assert problem is not None
+        # of what was not among the choices a bound of theirs says nothing
         if choice.solution is not None and choice.levels and self.zero is None:
-            floor = self.work_floor(whose)  # of all levels
+            floor = self.work_floor(whose)
         elif choice.solution is None:
             floor = cut.lower_bound_s / self.faster(config)
             whole = config.schedule in WHOLE_SCHEDULES
             floor = self._tied_floor(config, floor) if whole else max(floor, self.step_floor(free, config))
-            # of what was not among the choices this bound says nothing
-            if choice.levels and self.zero is None:
+            if not alone:
                 floor = self.work_floor(whose)
             elif not complete:
                 floor = max(self.work_floor(whose), self._uncut(config, problem))
         seconds = self._step_seconds(problem, cut.way, config)
-        only = choice.solution is None and config.stages == 1 and not cut.way[0].choices
-        if only and not (choice.levels and self.zero is None):
+        if alone and config.stages == 1 and not cut.way[0].choices:
             floor = seconds  # the only division; slower ways to run its blocks hide no more than they take longer
         return Evaluation(Answer(config, choice, problem, cut), seconds, min(floor, seconds))
 

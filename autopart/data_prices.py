@@ -16,6 +16,10 @@ A microbatch's gradients, or from level 2 on the shares of their sums, are added
 The second gather of level 3 is the backward's. Whole weights that level 3 has for a while are transient: those of the
 layer that runs and of the next, their gradients and the message of these, so four times the layer's bytes.
 
+What is exchanged in every microbatch takes the memory's bandwidth from what is computed meanwhile: of n bytes that pass
+on in a ring (Patarasuk and Yuan, Journal of Parallel and Distributed Computing 69(2), 2009) a gather writes and reads
+each on a rank, and a sum reads one of the rank's own with it.
+
 Sums of levels 0 and 1 start during the last backward, and what that hides is credited (:mod:`autopart.solver.overlap`).
 Gathers of level 3 run a layer ahead, and sums of levels 2 and 3 beside each backward. Plans are timed so
 (:mod:`autopart.data_clock`); candidates are compared as if a layer's exchange passed beside its own ops, but for one
@@ -28,6 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopart.cost.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, collective_seconds
+from autopart.cost.compute import copy_seconds
 from autopart.cost.devices import Link
 from autopart.passes.annotate import ParameterBytes
 from autopart.passes.conversion import Axes
@@ -38,6 +43,8 @@ from autopart.runtime.placement import Placements
 
 TRANSIENT_COPIES = 4
 """How often a layer's divided weights are in memory at most, whole: see the module."""
+_GATHERED_PASSES, _SUMMED_PASSES = 2, 3
+"""Through a rank's memory, of each byte that it passes on."""
 
 
 def offered_levels(
@@ -117,9 +124,28 @@ class DataPrices:
         """Of one microbatch's backward: adding the gradient of so many bytes to those before."""
         return self.prices.adding_seconds(weight / self.replicas if level >= 2 else weight, self.microbatches)
 
-    def least_adding_seconds(self, weight: float, levels: Sequence[int]) -> float:
-        """Of one microbatch, what adding gradients of so many bytes takes at one of these levels at least."""
-        return min(self.adding_seconds(weight, level) for level in levels)
+    def passing_seconds(self, gathered: float, summed: float) -> float:
+        """Of one microbatch, through a rank's memory, for what passes beside ops. gathered, summed: bytes of messages
+        on each rank. Sums of the last microbatch are left aside, as those at levels 0 and 1 are.
+        """
+        passes = _GATHERED_PASSES * gathered + _SUMMED_PASSES * summed * (1 - 1 / self.microbatches)
+        return copy_seconds(self.prices.device, passes * (1 - 1 / self.replicas))
+
+    def moving_seconds(
+        self, weight: float, level: int, trained: bool = True, again: bool = False
+    ) -> tuple[float, float]:
+        """In a microbatch's forward and backward: adding a parameter's gradient to those before, and what passes beside
+        ops for it.
+
+        again: as of :meth:`microbatch_seconds`.
+        """
+        gathered, summed = (weight if level == 3 else 0.0), (weight * self.summed if trained and level >= 2 else 0.0)
+        adding = self.adding_seconds(weight, level) if trained else 0.0
+        return self.passing_seconds(gathered, 0.0), adding + self.passing_seconds(gathered if again else 0.0, summed)
+
+    def least_moving_seconds(self, weight: float, levels: Sequence[int]) -> float:
+        """The same, both together, of trained parameters of so many bytes, at one of these levels at least."""
+        return min(sum(self.moving_seconds(weight, level)) for level in levels)
 
     def _sent(self, kind: str, weight: float) -> float:
         return weight if kind == ALL_GATHER else weight * self.summed

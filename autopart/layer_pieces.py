@@ -172,15 +172,23 @@ def levels_of(own: Parameters, setting: PieceSetting, parts: int = 1) -> tuple[W
     found = []
     for level in setting.levels if own.divides else (0,):
         there, back = data.microbatch_seconds(size, level, own.trained, own.again, 0.0)
-        seconds = end = sums = stays = 0.0
+        seconds, end, sums, stays = sum(data.moving_seconds(size, level, own.trained, own.again)), 0.0, 0.0, 0.0
         if own.trained:
-            seconds = data.adding_seconds(size, level)
             end = data.step_end_seconds(size, level)
             if data.replicas > 1:
                 sums = data.sum_seconds(size, level)
                 stays = staying_bytes(level, own.gradient, data.replicas, data.summed)
         held = (own.held(level, data.replicas) + stays) / own.weight
-        exchanged = there + back, there, there if own.again else 0.0
+        way = Way(
+            seconds,
+            held * size,
+            0.0,
+            end,
+            sums,
+            sent_s=there + back,
+            gathered_s=there,
+            again_s=there if own.again else 0.0,
+        )
         copies = TRANSIENT_COPIES / parts if level == 3 else 0.0
-        found.append(Way(seconds / size, held, 0.0, end / size, sums / size, *(s / size for s in exchanged), copies))
+        found.append(replace(way.times(1 / size), transient_bytes=copies))
     return tuple(found)

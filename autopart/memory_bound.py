@@ -188,9 +188,9 @@ class MemoryBound:
             ways = []
             for level in levels if own.divides else (0,):
                 size = own.weight * share
-                seconds = 0.0
+                seconds = sum(data.moving_seconds(size, level, own.trained, own.again))
                 if own.trained:  # beyond what CandidateFloors.besides_seconds has of it
-                    seconds = max(0.0, data.adding_seconds(size, level) - data.least_adding_seconds(size, levels))
+                    seconds = max(0.0, seconds - data.least_moving_seconds(size, levels))
                 ways.append(Way(seconds, own.held(level, data.replicas) * share))
             parts.append(tuple(ways))
         fixed = float(sum(amount.at(batch) for amount in facts.kept))

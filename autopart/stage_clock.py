@@ -93,11 +93,14 @@ class StageClock:
             for node in self.stage.graph.nodes
             if node.op == "placeholder" and node.meta["role"] is Role.PARAMETER
         )
+        units, sums, passing = self.exchanged.units, self.exchanged.sums.values(), setting.data.passing_seconds
+        there = there.longer(passing(sum(unit.gathered for unit in units), 0.0))
+        summed = sum(unit.summed for unit in units) + sum(count["bytes"] for count in sums)
+        back = back.longer(adding + passing(sum(unit.gathered_again for unit in units), summed))
         data = DataClock(
             self.exchanged, setting.data.replicas, setting.data.link, setting.beside, self.config.microbatches
         )
         forward, backward, unseen = data.passes(there, back)
-        backward += adding
         if unseen > 0.0:
             hidden["dp"] = unseen
         starting = self._starting_s(setting)

@@ -230,24 +230,24 @@ class Builder:
     def stored(self, node: fx.Node, chosen: Chosen, level: int, count: int, ends: bool = True) -> Choice:
         """A way to store a parameter: its step end per microbatch, what it exchanges in each, and what it holds.
 
-        ends: whether this costs anything, and adding up the microbatches' gradients.
+        ends: whether this costs anything, and moving it and its gradients in each microbatch.
         """
         placements, setting = stored_as(chosen), self.setting
         info = self.analysis.program.tensors[node.meta["name"]]
         held = held_bytes(parameter_bytes(info.shape, info.dtype, self.optimizer, info.trainable), level, setting.dp)
         whole = self.block_costs.size(Value(node)).at(1)
         own = whole * share_of(placements, setting.sizes)
-        seconds = 0.0
+        seconds, gathered = 0.0, self.block_costs.gathering(node)
         if ends and level >= 2:
-            gathered = self.block_costs.gathering(node)
             least, all_ = (
                 sum(setting.data.microbatch_seconds(size, level, info.trainable, *gathered))
                 for size in (whole / math.prod(setting.sizes), own)
             )
             seconds = setting.exposed * least + setting.exposed_beyond * (all_ - least)
+        if ends:
+            seconds += sum(setting.data.moving_seconds(own, level, bool(info.trainable), gathered[0]))
         if ends and info.trainable:
             seconds += setting.step_end_seconds(whole, placements, level) / setting.microbatches
-            seconds += setting.data.adding_seconds(own, level)
         stays = 0.0
         if info.trainable and (setting.dp > 1 or BROADCAST in placements):
             stays = staying_bytes(level, own, setting.dp, setting.summed)
