@@ -299,8 +299,10 @@ class CandidateFloors(CandidateSums):
         return max(found, self.sums_floor(config, below)) if found < below else found
 
     def sums_floor(self, config: Degrees, below: float) -> float:
-        """The best of those that count sums of gradients. below: seconds from which more are of no interest."""
-        if config.dp == 1 or config.schedule not in WHOLE_SCHEDULES:
+        """The best of those that count sums of gradients at the end of a step. below: seconds from which more are of no
+        interest.
+        """
+        if config.dp == 1 or config.schedule not in WHOLE_SCHEDULES or (self.zero or 0) >= 2:
             return 0.0
         if config.pp > 1:
             return self._tied_floor(config, self.divided_sums(config) / self.faster(config))
@@ -346,7 +348,7 @@ class CandidateFloors(CandidateSums):
         # a backward hides no more than it takes, however much longer than this
         hiding = work if config.schedule in WHOLE_SCHEDULES else 0.0
         floor += max(0.0, sums - hiding) if summed else 0.0
-        if summed and hiding and config.dp > 1 and not self._exchanges(config):
+        if summed and hiding and config.dp > 1 and (self.zero or 0) < 2:
             floor = max(floor, (config.microbatches - 1) * work + self.last_microbatch(config)[0])
         return max(floor, started) + self.prices(config).optimizer_seconds(updated)
 
