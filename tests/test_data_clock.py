@@ -11,9 +11,11 @@ from autopart import data_clock
 from autopart.cost.communication import REDUCE_SCATTER
 from autopart.cost.devices import Link
 from autopart.data_clock import Computed, DataClock
-from autopart.data_prices import exposed
+from autopart.data_prices import DataPrices, exposed
 from autopart.exchanges import Exchanges
 from autopart.passes.data_axis import UnitMessages
+from autopart.prices import Prices
+from clusters import ideal
 
 
 @pytest.fixture(autouse=True)
@@ -132,3 +134,29 @@ def test_a_step_takes_no_less_than_its_parts(seed: int) -> None:
 )
 def test_the_exposed_part(exchanged: float, seconds: float, count: float, late: float, part: float) -> None:
     assert exposed(exchanged, seconds, count, late) == pytest.approx(part)
+
+
+def test_more_to_do_hides_more() -> None:
+    found = units((4, 0, 0), (14, 0, 0))
+    there, back = computed(found, [10.0, 10.0])
+    assert clock(found).passes(there, back)[0] == 4 + 14 + 10
+    longer = there.longer(8.0)
+    assert longer.seconds == 28.0 and longer.spans[found[1].readers[0]] == (14.0, 28.0)
+    assert clock(found).passes(longer, back)[0] == 4 + 14 + 14
+
+
+def test_what_passes_goes_through_the_memory() -> None:
+    """Of four replicas three quarters of a message pass on: read and written where weights are gathered, and in sums
+    one's own read with it, but for the last microbatch's.
+    """
+    (node,) = ideal(4, memory_bandwidth=1e9).nodes
+    second = node.device.memory_bandwidth * node.device.memory
+    data = DataPrices(Prices(node.device, {}, 1, {}), Link("any", 1.0, 0.0), 4, 2.0, 5)
+    adding = 3 * 4 / 5
+    assert data.moving_seconds(second, 0) == data.moving_seconds(second, 1) == (0.0, pytest.approx(adding))
+    summed = 3 * 2 * 0.75 * 4 / 5
+    assert data.moving_seconds(second, 2) == (0.0, pytest.approx(adding / 4 + summed))
+    assert data.moving_seconds(second, 3) == pytest.approx((1.5, adding / 4 + summed))
+    assert data.moving_seconds(second, 3, again=True) == pytest.approx((1.5, adding / 4 + summed + 1.5))
+    assert data.moving_seconds(second, 3, trained=False) == pytest.approx((1.5, 0.0))
+    assert data.least_moving_seconds(second, (0, 2)) == pytest.approx(min(adding, adding / 4 + summed))

@@ -9,7 +9,9 @@ bytes for each, in a room of R bytes:
 
 For every value of the maximum the ways of larger r are left out, and it is taken off R. What the others may take
 together are the undominated sums (seconds, bytes) of one way of each; what a sum leaves of R the weights have, which
-are divided in fractions, where a byte freed costs the fewest seconds.
+are divided in fractions, where a byte freed costs the fewest seconds. Divided weights are whole while they are used: of
+n equal pieces the largest has no less than the mean, so that of the pieces with the most weights a byte at such a level
+holds 1/n of that besides, where the maximum is at least what one of them takes while it runs.
 
 Of more than MOST_SUMS undominated sums neighbours become one with the fewer seconds and bytes of both, so that it is
 below what any ways take.
