@@ -302,7 +302,7 @@ class CandidateFloors(CandidateSums):
         """The best of those that count sums of gradients at the end of a step. below: seconds from which more are of no
         interest.
         """
-        if config.dp == 1 or config.schedule not in WHOLE_SCHEDULES or (self.zero or 0) >= 2:
+        if config.dp == 1 or config.schedule not in WHOLE_SCHEDULES or self._exchange_forced:
             return 0.0
         if config.pp > 1:
             return self._tied_floor(config, self.divided_sums(config) / self.faster(config))
@@ -348,7 +348,7 @@ class CandidateFloors(CandidateSums):
         # a backward hides no more than it takes, however much longer than this
         hiding = work if config.schedule in WHOLE_SCHEDULES else 0.0
         floor += max(0.0, sums - hiding) if summed else 0.0
-        if summed and hiding and config.dp > 1 and (self.zero or 0) < 2:
+        if summed and hiding and config.dp > 1 and not self._exchange_forced:
             floor = max(floor, (config.microbatches - 1) * work + self.last_microbatch(config)[0])
         return max(floor, started) + self.prices(config).optimizer_seconds(updated)
 
@@ -418,6 +418,6 @@ class CandidateFloors(CandidateSums):
         return self._work[key]
 
     def besides_seconds(self, config: Degrees) -> float:
-        """Seconds of one microbatch beside its ops, at least: free ops, and adding its gradients to those before."""
+        """Seconds of one microbatch beside its ops, at least: free ops, and what moves for its parameters."""
         added = self.setting(config).data.least_moving_seconds(self.trained_bytes / config.tp, self.levels(config))
         return self.free_seconds(config) + added

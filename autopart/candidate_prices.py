@@ -204,9 +204,14 @@ class CandidatePrices:
         """Whether parameters may be divided over replicas where they do not fit; 2BW keeps versions of whole ones."""
         return self.zero is None and config.dp > 1 and config.schedule != "2bw"
 
+    @property
+    def _exchange_forced(self) -> bool:
+        """Whether all parameters have a level at which replicas exchange them in every microbatch."""
+        return (self.zero or 0) >= 2
+
     def _exchanges(self, config: Degrees) -> bool:
         """Whether replicas may exchange divided parameters in every microbatch."""
-        return self._divides(config) or (self.zero or 0) >= 2
+        return self._divides(config) or self._exchange_forced
 
     def exposed(self, config: Degrees, exchanged: float, computed: float, late: float = 0.0) -> float:
         """As :func:`autopart.data_prices.exposed`, where a stage has its part of the statements that gather."""

@@ -139,7 +139,8 @@ class CandidateStrategies(CandidateFloors):
                 hiding * math.fsum(cost.backward_s for cost in costs),
                 price,
             )
-            levels += [found] if found not in levels else []
+            if found not in levels:
+                levels.append(found)
         return [replace(choice, levels=own) for own in levels]
 
     def _byte_price(

@@ -188,7 +188,7 @@ def levels_of(own: Parameters, setting: PieceSetting, parts: int = 1) -> tuple[W
             sent_s=there + back,
             gathered_s=there,
             again_s=there if own.again else 0.0,
+            transient_bytes=TRANSIENT_COPIES / parts if level == 3 else 0.0,
         )
-        copies = TRANSIENT_COPIES / parts if level == 3 else 0.0
-        found.append(replace(way.times(1 / size), transient_bytes=copies))
+        found.append(way.times(1 / size))
     return tuple(found)

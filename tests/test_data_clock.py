@@ -153,9 +153,10 @@ def test_what_passes_goes_through_the_memory() -> None:
     second = node.device.memory_bandwidth * node.device.memory
     data = DataPrices(Prices(node.device, {}, 1, {}), Link("any", 1.0, 0.0), 4, 2.0, 5)
     adding = 3 * 4 / 5
-    assert data.moving_seconds(second, 0) == data.moving_seconds(second, 1) == (0.0, pytest.approx(adding))
+    for level in (0, 1):
+        assert data.moving_seconds(second, level) == pytest.approx((0.0, adding))
     summed = 3 * 2 * 0.75 * 4 / 5
-    assert data.moving_seconds(second, 2) == (0.0, pytest.approx(adding / 4 + summed))
+    assert data.moving_seconds(second, 2) == pytest.approx((0.0, adding / 4 + summed))
     assert data.moving_seconds(second, 3) == pytest.approx((1.5, adding / 4 + summed))
     assert data.moving_seconds(second, 3, again=True) == pytest.approx((1.5, adding / 4 + summed + 1.5))
     assert data.moving_seconds(second, 3, trained=False) == pytest.approx((1.5, 0.0))
