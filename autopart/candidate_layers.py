@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -51,7 +52,7 @@ class CandidateLayers(CandidatePrices):
     _alike_layers: list[AlikeLayers] | None = None
     _beside_layers: tuple[AlikeLayers, ...] | None = None
     _piece_layers: dict[tuple[int, ...], tuple[AlikeLayers, ...]] = field(default_factory=dict)
-    _least_blocks: dict[object, dict[int, float]] = field(default_factory=dict)
+    _least_parts: dict[object, dict[tuple[int, ...], float]] = field(default_factory=dict)
     _module_sets: dict[tuple[int, ...], Sequence[ModuleSet]] = field(default_factory=dict)
     _kept_sizes: dict[object, dict[tuple[str, ...], NDArray[np.float64]]] = field(default_factory=dict)
     _surely_again: frozenset[fx.Node] | None = None
@@ -67,7 +68,7 @@ class CandidateLayers(CandidatePrices):
         found = CandidatePrices._with(self, cluster, device, whole)
         if not same_but_for_memory(device, self.device) or whole != self.whole:
             found._priced_layers, found._least_op_seconds, found._least_transients = {}, {}, {}
-            found._least_blocks = {}
+            found._least_parts = {}
         if device.kind != self.device.kind:
             found._memory = MemoryBound(self.analysis, found._block_costs, self.readers, self.optimizer)
             found._pieces, found._alike_layers, found._beside_layers = LayerPieces(found._memory), None, None
@@ -153,22 +154,22 @@ class CandidateLayers(CandidatePrices):
             self._piece_layers[alike.blocks[0]] = own
         return own
 
-    def least_block_seconds(self, config: Degrees) -> dict[int, float]:
-        """Of blocks of alike layers, forward and backward, under any strategies, as far as layers are not too wide."""
+    def least_part_seconds(self, config: Degrees) -> dict[tuple[int, ...], float]:
+        """Of ops in layers, in runs of blocks beside these, and in each of their blocks, there and back, under any
+        strategies; where they are not too wide, nor too many alike to few.
+        """
         key = self._strategies_key(config)
-        if key not in self._least_blocks:
+        if key not in self._least_parts:
             builder = Builder(
                 self.analysis, self._folded, self.setting(config), self._block_costs, self.optimizer, (0,)
             )
-            found: dict[int, float] = {}
-            for piece in (piece for alike in self.alike_layers() for piece in self._pieces_of(alike)):
-                try:
-                    seconds = least_seconds(builder, piece)
-                except PlanError:
-                    continue
-                found |= dict.fromkeys((block for own in piece.blocks for block in own), seconds)
-            self._least_blocks[key] = found
-        return self._least_blocks[key]
+            found: dict[tuple[int, ...], float] = {}
+            for layers in (*self.alike_layers(), *self._other_layers(config)):
+                for piece in (*self._pieces_of(layers), *([layers] if len(layers.blocks[0]) > 1 else [])):
+                    with contextlib.suppress(PlanError):
+                        found |= dict.fromkeys(piece.blocks, least_seconds(builder, piece))
+            self._least_parts[key] = found
+        return self._least_parts[key]
 
     def _layer_prices(self, config: Degrees, layers: AlikeLayers, whole: Piece) -> tuple[Price, ...]:
         """Of the strategies of alike layers and the modules that run again.

@@ -26,11 +26,15 @@ from autopart.tensor_choice import Builder
 
 @dataclass(frozen=True, slots=True)
 class LeastParts:
-    """Blocks with the seconds of their parameters' sums, those of parameters that several blocks read, and the sums."""
+    """Blocks with the seconds of their parameters' sums, those of parameters that several blocks read, and the sums.
+
+    adding: by block, of a backward, where gradients are added to those of the microbatches before.
+    """
 
     blocks: tuple[Block, ...]
     tied: tuple[TiedGroup, ...]
     sums: tuple[GradientSum, ...]
+    adding: tuple[float, ...]
 
 
 @dataclass(slots=True)
@@ -117,22 +121,32 @@ class CandidateSums(CandidateLayers):
         divides = self._divides(config) or bool(self.zero)
         return free + late_seconds(builder, block_of, block, divides, self.time_limit_s, below - free)
 
-    def least_parts(self, config: Degrees) -> LeastParts:
-        """What stages of this configuration are made of, shared perfectly, without the optimizer and any memory."""
-        byte_s, (forward, backward) = self.byte_seconds(config), self.block_seconds(config)
-        ends = [0.0] * len(forward)
+    def least_parts(self, config: Degrees, level: int | None = None) -> LeastParts:
+        """What stages of this configuration are made of, shared perfectly, without any memory.
+
+        level: of ZeRO, of all parameters, with the optimizer and what adds up gradients; else without.
+        """
+        data, (forward, backward) = self.setting(config).data, self.block_seconds(config)
+        byte_s = 0.0 if (level or 0) >= 2 else self.byte_seconds(config)  # from there on what is summed may pass unseen
+        ends, adding = [0.0] * len(forward), [0.0] * len(forward)
         sums, tied = list[GradientSum](), list[TiedGroup]()
         for node, blocks in self.readers.items():
             if node.meta.get("trainable"):
-                seconds = value_bytes(Value(node)).at(1) * byte_s
+                size = value_bytes(Value(node)).at(1)
+                seconds = size * byte_s
                 sums.append(GradientSum(blocks, 2.0 * BUCKET_BYTES, seconds))  # in a message of its own
+                if level is not None:
+                    held = size / config.tp
+                    seconds += data.prices.optimizer_seconds(held / config.dp if level else held)
+                    for block in blocks:
+                        adding[block] += data.adding_seconds(held, level)
                 if len(blocks) == 1:
                     ends[blocks[0]] += seconds
                 else:
                     tied.append(TiedGroup(node.name, blocks, 0.0, 0.0, seconds))
         own = enumerate(zip(forward, backward, ends, strict=True))
         shared = (Block(f"block {at}", there, back, step_end_s=end) for at, (there, back, end) in own)
-        return LeastParts(tuple(shared), tuple(tied), tuple(sums))
+        return LeastParts(tuple(shared), tuple(tied), tuple(sums), tuple(adding))
 
     def least_cuts(self, config: Degrees, link: Link) -> tuple[Cut, ...]:
         """At each position, all values shared perfectly."""

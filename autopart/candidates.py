@@ -12,6 +12,7 @@ from autopart.candidate_strategies import CandidateStrategies
 from autopart.data_prices import offered_levels
 from autopart.layer_strategies import LayerStrategies
 from autopart.mixed_strategies import Samples, applied, carried, chosen_ways, merged, most_layers
+from autopart.passes.data_axis import LEVELS
 from autopart.recomputation import KEPT
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver import stages as stage_solver
@@ -45,6 +46,10 @@ class Answer:
     choice: TensorChoice
     problem: StageProblem
     cut: StageSolution
+
+    @property
+    def way(self) -> Way:
+        return self.cut.way
 
 
 @dataclass(slots=True)
@@ -95,7 +100,7 @@ class Candidates(CandidateStrategies):
         answers = [fastest]
         if found is not None and found.answer.choice is not fastest:
             answers.append(found.answer.choice)
-        bound = any(step.choices for step in found.answer.cut.way) if found is not None else promising
+        bound = any(step.choices for step in found.answer.way) if found is not None else promising
         best = found
         least = found.bound if found is not None else stopped.bound if stopped is not None else math.inf
         if bound or len(answers) > 1:
@@ -192,21 +197,29 @@ class Candidates(CandidateStrategies):
 
     def seconds_of(self, answer: Answer) -> float:
         """Of a step, as candidates are compared by."""
-        return self._step_seconds(answer.problem, answer.cut.way, answer.config)
+        return self._step_seconds(answer.problem, answer.way, answer.config)
 
-    def with_divided_state(self, answer: Answer) -> float:
-        """Seconds of a step where replicas divide the optimizer's state besides; infinite where all are as they are."""
-        config, choice = answer.config, answer.choice
+    def divided(self, answer: Answer) -> list[Answer]:
+        """The same with all that can be divided over replicas at a level of ZeRO, from 1 on, where that fits; none
+        where some are divided already.
+        """
+        config, choice, way = answer.config, answer.choice, answer.way
         if not self._divides(config) or choice.levels:
-            return math.inf
+            return []
         axes, tensors = self.setting(config).named_sizes, self.analysis.program.parameters
-        levels = {
-            info.name: 1
+        able = [
+            info.name
             for info in tensors
             if 1 in offered_levels(info, choice.storage.get(info.name, ()), axes, config.dp)
-        }
-        problem = self.problem(config, replace(choice, levels=levels))
-        return self._step_seconds(problem, answer.cut.way, config)
+        ]
+        found = []
+        # what runs again would not read weights of level 3 whole
+        for level in LEVELS[1:2] if any(step.choices for step in way) else LEVELS[1:]:
+            own = replace(choice, levels=dict.fromkeys(able, level))
+            problem = self.problem(config, own)
+            if problem.excess_bytes(way) <= 0:
+                found.append(replace(answer, choice=own, problem=problem))
+        return found
 
     def _evaluate_alike(self, config: Degrees, fastest: TensorChoice, below: float) -> Evaluation[Answer]:
         """The same, with equal strategies for equal layers."""
@@ -221,7 +234,7 @@ class Candidates(CandidateStrategies):
             if not other or self._least_seconds(config, fastest) >= below:
                 raise
             stopped = error
-        if found is not None and not (other and any(step.choices for step in found.answer.cut.way)):
+        if found is not None and not (other and any(step.choices for step in found.answer.way)):
             return found
         try:
             most = below if found is None else min(below, found.objective)

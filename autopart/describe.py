@@ -37,11 +37,11 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
     """The plan, without the search's account of bounds and alternatives."""
     analysis, config, choice = candidates.analysis, answer.config, answer.choice
     axes, problem = candidates.layout.axes(config), answer.problem
-    boundaries, order = problem.boundaries(answer.cut.way), problem.order(answer.cut.way)
+    boundaries, order = problem.boundaries(answer.way), problem.order(answer.way)
     cuts = cut_parameters(analysis.program.tensors, choice.storage, axes, config.dp, choice.levels)
     found = build(analysis, boundaries, axes, choice.strategies, choice.storage, cuts, order)
     places = candidates.layout.places(config)
-    again, recompute = recomputed(candidates, config, answer.cut.way, problem, found)
+    again, recompute = recomputed(candidates, config, answer.way, problem, found)
     exchanged = exchanges(
         *(analysis, found, config.dp, candidates.samples(config), again, candidates.bucket_bytes(config)), places
     )
@@ -59,14 +59,14 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
                 forward_s=times.forward_s,
                 backward_s=times.backward_s,
                 hidden_s=times.hidden_s,
-                weight_s=times.backward_s * candidates.weight_share(config, answer.cut.way[index], problem),
-                memory_bytes=round(problem.stage_bytes(index, answer.cut.way[index])),
-                state_bytes=round(problem.state_bytes(answer.cut.way[index])),
+                weight_s=times.backward_s * candidates.weight_share(config, answer.way[index], problem),
+                memory_bytes=round(problem.stage_bytes(index, answer.way[index])),
+                state_bytes=round(problem.state_bytes(answer.way[index])),
                 capacity_bytes=candidates.layout.capacity(config, index),
                 parameters=held_numbers(graph, axes, found.cuts, config.dp),
                 collectives=exchanged[index].microbatch,
                 axis_collectives=exchanged[index].axes,
-                step_end_s=step_end_seconds(problem, answer.cut.way[index], config.schedule),
+                step_end_s=step_end_seconds(problem, answer.way[index], config.schedule),
                 step_collectives=exchanged[index].step,
                 recompute=again[index] if recompute == "some" else (),
                 device=candidates.cluster.names(candidates.layout.ranks(config, index)),
@@ -77,7 +77,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
         config,
         stages,
         transfers=_transfers(candidates, config, found, choice.strategies),
-        tied_s=problem.tied_seconds(answer.cut.way),
+        tied_s=problem.tied_seconds(answer.way),
         strategies=strategy_names(analysis, choice.strategies),
         storage=storage_names(analysis, choice.storage),
         recompute=recompute,

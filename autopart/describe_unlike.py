@@ -24,12 +24,12 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
     """The plan, without the search's account of bounds and alternatives."""
     candidates, config, problem = unlike.candidates, answer.config, answer.problem
     analysis, priced = candidates.analysis, answer.stages
-    boundaries, order = problem.boundaries(answer.cut.way), problem.order(answer.cut.way)
+    boundaries, order = problem.boundaries(answer.way), problem.order(answer.way)
     settings = [item.setting for item in priced]
     held = [answer.held(stage) for stage in range(config.stages)]
     found = replace(build_unlike(analysis, boundaries, settings, order), cuts=_cuts(answer, held))
     rows = [max(item.mesh.rows) for item in priced]
-    again, recompute = recomputed(candidates, config, answer.cut.way, problem, found)
+    again, recompute = recomputed(candidates, config, answer.way, problem, found)
     exchanged = exchanges_unlike(*(analysis, found, settings, rows, again, answer.places), unlike.prices.bucket_bytes)
     named = [
         (strategy_names(analysis, own.strategies), storage_names(analysis, own.storage)) if own.axes else ({}, {})
@@ -39,7 +39,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
     common = {repr(own): own for own, setting in zip(named, settings, strict=True) if setting.axes}
     shared = next(iter(common.values()), ({}, {})) if len(common) < 2 else ({}, {})
     stages = []
-    for index, (item, step) in enumerate(zip(priced, answer.cut.way, strict=True)):
+    for index, (item, step) in enumerate(zip(priced, answer.way, strict=True)):
         first, last = boundaries[index], boundaries[index + 1]
         graph, slot, own = found.local[index], problem.slots[step.slot], settings[index]
         times = [

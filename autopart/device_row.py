@@ -12,8 +12,9 @@ section 5.2).
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -126,26 +127,19 @@ class DeviceRow:
                 yield whole, Place(more)
                 yield from self._onward(whole, more, kind, free)
 
-    def devices(self, runs: Sequence[Run]) -> list[tuple[int, ...]]:
-        """The numbers of the devices of runs that follow each other from the first place; equal nodes in order."""
-        starts = [0]
-        for node in self.cluster.nodes:
-            starts.append(starts[-1] + node.count)
-        waiting = {
-            kind: [index for index, other in enumerate(self.cluster.nodes) if other == node]
-            for kind, node in enumerate(self.kinds)
-        }
-        begun: tuple[int, int] | None = None  # the node that is not used up, and how many of its devices are
-        found = []
-        for run in runs:
-            devices: list[int] = []
-            for kind, size in run.pieces:
-                index, taken = begun if begun is not None else (waiting[kind].pop(0), 0)
-                devices += range(starts[index] + taken, starts[index] + taken + size)
-                taken += size
-                begun = None if taken == self.cluster.nodes[index].count else (index, taken)
-            found.append(tuple(devices))
-        return found
+    def devices(self, run: Run) -> tuple[int, ...]:
+        """The numbers of a run's devices; equal nodes are used in order."""
+        ends = list(itertools.accumulate(node.count for node in self.cluster.nodes))
+        place = self.places[run.start]
+        used, taken, found = list(place.used), place.taken, list[int]()
+        for kind, size in run.pieces:
+            used[kind] += not taken
+            nodes = [index for index, node in enumerate(self.cluster.nodes) if node == self.kinds[kind]]
+            index = nodes[used[kind] - 1]
+            start = ends[index] - self.cluster.nodes[index].count + taken
+            found += range(start, start + size)
+            taken = 0
+        return tuple(found)
 
     def memory_bytes(self, pieces: Pieces) -> int:
         """Of the smallest of these devices."""

@@ -73,7 +73,7 @@ class EarlierPlans:
             for stage, slot in enumerate(answer.problem.slots)
         )
         problem = replace(answer.problem, slots=slots)
-        if problem.excess_bytes(answer.cut.way) > 0:
+        if problem.excess_bytes(answer.way) > 0:
             return None
         bound = max(came.bound, self.candidates.work_floor(answer.config))
         return replace(came, answer=replace(answer, problem=problem), bound=min(bound, came.objective))

@@ -9,6 +9,7 @@ from autopart.analysis import pattern_of
 from autopart.candidate_prices import same_but_for_memory
 from autopart.candidates import Answer, Candidates
 from autopart.cluster import Cluster
+from autopart.describe import describe
 from autopart.passes.program import TensorInfo
 from autopart.report.units import format_bytes, format_seconds
 from autopart.several_axes import uncovered
@@ -20,15 +21,17 @@ _WAITS = 1.1
 """Times as long as its GPU computes for which a host starts kernels, from which it is told."""
 _TOLD = 0.005
 """Of a step's seconds: what would gain less is not told."""
+_DIVIDED = {1: "the optimizer's state", 2: "gradients and the optimizer's state", 3: "parameters"}
+"""By level of ZeRO."""
 
 
-def notes(candidates: Candidates, answer: Answer | UnlikeAnswer) -> list[str]:
-    """Of what was forced and could not be done, and of what a step waits for."""
+def notes(candidates: Candidates, answer: Answer | UnlikeAnswer, step_s: float) -> list[str]:
+    """Of what was forced and could not be done, and of what a step of so many seconds waits for."""
     if isinstance(answer, Answer):
         return [
             *_unfit(candidates, answer.config),
             *_undivided(candidates, answer),
-            *_whole_state(candidates, answer),
+            *_whole(candidates, answer, step_s),
             *_least_rates(candidates.cluster),
             *_waiting(candidates, answer.config, answer),
         ]
@@ -66,7 +69,7 @@ def _waiting(candidates: Candidates, config: Degrees, answer: Answer | UnlikeAns
     if starts is None:
         return []
     waits: dict[int, tuple[float, float]] = {}
-    for stage, step in enumerate(answer.cut.way):
+    for stage, step in enumerate(answer.way):
         host = sum(starts.of(answer.problem.blocks_between(step.first, step.last)))
         device = sum(choice.forward_s + choice.backward_s for choice in answer.problem.chosen(step))
         if host > _WAITS * device:
@@ -74,7 +77,7 @@ def _waiting(candidates: Candidates, config: Degrees, answer: Answer | UnlikeAns
     if not waits:
         return []
     host, device = max(waits.values(), key=lambda both: both[0] - both[1])
-    stages = "the stage" if len(answer.cut.way) == 1 else f"{len(waits)} of {len(answer.cut.way)} stages"
+    stages = "the stage" if len(answer.way) == 1 else f"{len(waits)} of {len(answer.way)} stages"
     return [
         f"GPUs of {stages} wait for their hosts: to start the kernels of a microbatch takes {format_seconds(host)} "
         f"(with the {format_seconds(candidates.device.host_s)} of one that the cluster says), to compute them "
@@ -131,15 +134,20 @@ def _undivided(candidates: Candidates, answer: Answer) -> list[str]:
     ]
 
 
-def _whole_state(candidates: Candidates, answer: Answer) -> list[str]:
-    """A note of what a step would take where replicas divide the optimizer's state, which they do as memory asks."""
-    whole, divided = candidates.seconds_of(answer), candidates.with_divided_state(answer)
-    if divided > whole * (1 - _TOLD):
+def _whole(candidates: Candidates, answer: Answer, step_s: float) -> list[str]:
+    """A note of what a step would take where replicas divide parameters besides, which they do as memory asks."""
+    least = candidates.seconds_of(answer) * (1 - _TOLD)
+    levels = [found for found in candidates.divided(answer) if candidates.seconds_of(found) <= least]
+    plans = [describe(candidates, found) for found in levels]
+    seconds = min((plan.step_time_s for plan in plans), default=math.inf)
+    if seconds > step_s * (1 - _TOLD):
         return []
+    best = next(plan for plan in plans if plan.step_time_s <= seconds + step_s * _TOLD)  # the lowest level
+    level = max(best.zero.values())
     return [
-        f"with the optimizer's state divided over replicas (zero=1) a step of this plan would take "
-        f"{format_seconds(divided)} instead of {format_seconds(whole)}; it is left whole where it fits, as some "
-        "optimizers need whole parameters, and the lower bound may be of such plans only"
+        f"with {_DIVIDED[level]} divided over replicas (zero={level}) a step of this plan would take "
+        f"{format_seconds(best.step_time_s)} instead of {format_seconds(step_s)}; whole parameters are kept where they "
+        "fit, as some optimizers need them, and the lower bound may be of such plans only"
     ]
 
 

@@ -277,7 +277,7 @@ def make_plan(
         notes=(
             *plan.notes,
             *speeds(cluster),
-            *notes(candidates, answer),
+            *notes(candidates, answer, plan.step_time_s),
             *(unfactored(candidates, configs, result.considered, bound) if free_axes else ()),
             *untried(result.considered),
         ),
@@ -303,7 +303,7 @@ def unlike_can_win(cluster: Cluster, best: Evaluation[Answer | UnlikeAnswer] | N
     if best is None:
         return False
     answer = best.answer
-    busy = [answer.problem.busy_seconds(step) for step in answer.cut.way]
+    busy = [answer.problem.busy_seconds(step) for step in answer.way]
     return max(busy) > UNBALANCED * sum(busy) / len(busy)
 
 

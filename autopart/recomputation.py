@@ -180,8 +180,13 @@ def _tensors(found: Activations, own: Sequence[int], block_of: Mapping[fx.Node, 
     return tuple(result)
 
 
+def parts_of(own: Sequence[int], positions: Sequence[int]) -> list[tuple[int, ...]]:
+    """The sets of a layer's blocks that can lie between two of the positions, which are sets of blocks as bits."""
+    return [_blocks(bits, own[0]) for bits in _parts(own, positions)]
+
+
 def _parts(own: Sequence[int], positions: Sequence[int]) -> frozenset[int]:
-    """The sets of a layer's blocks that can lie between two positions, as bits from its first block on."""
+    """The same, as bits from the layer's first block on."""
     start = own[0]
     whole = sum(1 << index - start for index in own)
     cuts = {position >> start & whole for position in positions}

@@ -12,69 +12,46 @@ cut off. The replicas of a shape divide all other parameters at one level of ZeR
 own: level 0 alone at first, and where that does not fit, or layers run again for it to fit, all of them.
 
 Where a schedule runs several stages on a rank (interleaved, ZB-V), :mod:`autopart.unlike_virtual` goes over the ways to
-lay meshes on the row, and the stage solver cuts for each.
-
-Lower bound of a configuration. With R the least seconds of the ops' arithmetic and traffic for one microbatch on any
-one device, L those of their launches, which devices cannot share, and v_d <= 1 the most of R that device d does per
-second, a stage with devices of speed V takes at least L_k + R_k / V. Every stage has at least the slowest device's
-speed v, so that with S the sum of all v_d, and r = (m - 1) / m, the argument of :mod:`autopart.candidates` gives
-
-    F >= R / (v (1 - r^p) + (S - p v) / m)    and    F >= (L + R / (S - (p - 1) v)) / (1 - r^p)
-
-After an evaluation the bound is the stage solver's, with tensor-parallel shapes at a perfect share of each op, of each
-gradient's sum and of what crosses, whatever the strategies; a block of layers that are alike takes what its fastest
-strategies do with their collectives. To that come sums of gradients that the first and the last stage share.
+lay meshes on the row, and the stage solver cuts for each. Lower bounds are in :mod:`autopart.unlike_floors`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
-from autopart.candidates import TIGHTENINGS, Candidates
-from autopart.cost.communication import bucketed_all_reduce_seconds
-from autopart.device_row import DeviceRow, Run
+from autopart.candidates import TIGHTENINGS
+from autopart.device_row import Run
 from autopart.mesh_prices import (
-    ALONE,
     INSIDE,
     NETWORK,
     Mesh,
-    MeshPrices,
-    Part,
     Priced,
     have_same_strategies,
 )
 from autopart.passes.data_axis import LEVELS
-from autopart.passes.graph import Value
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import in_flight
 from autopart.solver import stages as stage_solver
 from autopart.solver.degrees import UnlikeMeshes
 from autopart.solver.search import Evaluation, NotBetter
-from autopart.solver.stages_parts import Block, Cut, Shape, TiedGroup
-from autopart.solver.stages_passing import Passing
-from autopart.solver.stages_problem import Slot, StageProblem
+from autopart.solver.stages_problem import Slot, StageProblem, Way
 from autopart.step_time import WHOLE_SCHEDULES, simulated_seconds
 from autopart.unlike_answer import UnlikeAnswer
+from autopart.unlike_floors import UnlikeFloors, ending
 from autopart.unlike_virtual import VirtualMeshes
+
+_MUCH = 0.02
+"""Of a step's seconds: by how much less tied gradients have to take for other divisions to be tried."""
+_MOST_FIRST = 8
+"""Slots of the first stage with which they are."""
 
 
 @dataclass(slots=True)
-class UnlikeCandidates:
+class UnlikeCandidates(UnlikeFloors):
     """Solves configurations with unlike meshes."""
-
-    prices: MeshPrices
-    _work: dict[tuple[int, str], tuple[float, float, tuple[float, ...]]] = field(default_factory=dict)
-
-    @property
-    def candidates(self) -> Candidates:
-        return self.prices.candidates
-
-    @property
-    def row(self) -> DeviceRow:
-        return self.prices.row
 
     # -- configurations -------------------------------------------------------------------------------------------
 
@@ -207,44 +184,82 @@ class UnlikeCandidates:
         several = config.virtual > 1
         answer = VirtualMeshes(self, config, levels, below).solve() if several else self._solve(config, levels, below)
         seconds, floor = self.step_seconds(answer), self.lower_bound(config)
-        floor = max(floor, self._least_seconds(config, answer.problem, answer.priced))
+        floor = max(floor, self.least_seconds(config, answer.problem, answer.priced, min(seconds, below)))
         return Evaluation(answer, seconds, min(floor, seconds))
-
-    def _least_seconds(self, config: UnlikeMeshes, problem: StageProblem, priced: Sequence[Priced]) -> float:
-        """Seconds of a step on these meshes at least, under any strategies. Raises InfeasibleError where none fits."""
-        # of positions that are left out the solver's bound says nothing
-        every = self.candidates.positions
-        whole = every.complete and len(self.prices.positions) == len(every.sets)
-        if config.schedule not in WHOLE_SCHEDULES or not whole:
-            return 0.0
-        divided = stage_solver.least_seconds(self._relaxed(problem, priced)) + self._least_tied_seconds(config)
-        return divided / self.candidates.faster(config)
 
     def _solve(self, config: UnlikeMeshes, levels: Sequence[int], below: float) -> UnlikeAnswer:
         missing = 0.0
         problem, priced = self.problem(config, levels)
+
+        def timed(way: Way) -> float:
+            return self.step_seconds(self._answer(config, problem, priced, way))
+
         for attempt in range(TIGHTENINGS + 1):
             try:
-                cut = stage_solver.solve(problem, self.candidates.time_limit_s)
+                ordered = config.schedule in WHOLE_SCHEDULES
+                cut = stage_solver.solve(problem, self.candidates.time_limit_s, timed=timed if ordered else None)
                 break
             except InfeasibleError as error:
                 sharded = any(item.choice.solution is not None for item in priced)
                 if error.excess_bytes is None or not sharded or attempt == TIGHTENINGS:
                     raise
-                if not attempt and (least := self._least_seconds(config, problem, priced)) >= below:
+                if not attempt and (least := self.least_seconds(config, problem, priced, below)) >= below:
                     raise NotBetter(least, least) from None
                 missing += config.pp * error.excess_bytes
                 problem, less = self.problem(config, levels, missing)
                 if have_same_strategies(priced, less):
                     raise
                 priced = less
-        slots = [problem.slots[step.slot] for step in cut.way]
+        answer = self._answer(config, problem, priced, cut.way)
+        return self._with_less_to_sum(answer, below) if config.schedule in WHOLE_SCHEDULES else answer
+
+    def _with_less_to_sum(self, answer: UnlikeAnswer, below: float) -> UnlikeAnswer:
+        """The best of this and of divisions whose first and last stage sum tied gradients in less, where that is much
+        and may take less than ``below``: the stage solver prices these sums as if all meshes took as long.
+        """
+        config, problem, priced, size = answer.config, answer.problem, answer.priced, self._tied_bytes()
+        if config.pp == 1 or not size:
+            return answer
+        ends = self._sums_of_ends(problem, priced, size)
+        seconds, taken = self.step_seconds(answer), self.tied_seconds(answer)
+        firsts = dict.fromkeys(first for first, _ in sorted(ends, key=ends.__getitem__))
+        for first in itertools.islice(firsts, _MOST_FIRST):
+            most = taken - _MUCH * seconds
+            pairs = {pair: sums for pair, sums in ends.items() if pair[0] == first and sums < most}
+            if not pairs or seconds - (taken - min(pairs.values())) >= min(below, seconds):
+                continue
+            other = self._ending(answer, pairs)
+            if other is not None and self.step_seconds(other) < seconds:
+                answer, seconds, taken = other, self.step_seconds(other), self.tied_seconds(other)
+        return answer
+
+    def _ending(self, answer: UnlikeAnswer, pairs: Collection[tuple[int, int]]) -> UnlikeAnswer | None:
+        """The best with slots for the first and the last stage that some of these pairs have; None where none fits."""
+        problem, kept = answer.problem, ending(answer.problem, pairs)
+
+        def whole(way: Way) -> UnlikeAnswer:
+            steps = (replace(step, slot=kept[step.slot]) for step in way)
+            return self._answer(answer.config, problem, answer.priced, tuple(steps))
+
+        fewer = replace(problem, slots=tuple(problem.slots[number] for number in kept))
+        try:
+            cut = stage_solver.solve(
+                fewer, self.candidates.time_limit_s, timed=lambda way: self.step_seconds(whole(way))
+            )
+        except InfeasibleError:
+            return None
+        return whole(cut.way)
+
+    def _answer(
+        self, config: UnlikeMeshes, problem: StageProblem, priced: tuple[Priced, ...], way: Way
+    ) -> UnlikeAnswer:
+        slots = [problem.slots[step.slot] for step in way]
         runs = [Run(slot.start, slot.stop, priced[slot.shape].mesh.pieces) for slot in slots]
-        return UnlikeAnswer(config, priced, problem, cut, tuple(self.row.devices(runs)))
+        return UnlikeAnswer(config, priced, problem, way, tuple(map(self.row.devices, runs)))
 
     def step_seconds(self, answer: UnlikeAnswer) -> float:
         """The simulated step."""
-        config, problem, way = answer.config, answer.problem, answer.cut.way
+        config, problem, way = answer.config, answer.problem, answer.way
         shares = [
             item.parts[0].candidates.weight_share(item.parts[0].config, step, problem)
             for item, step in zip(answer.stages, way, strict=True)
@@ -257,8 +272,8 @@ class UnlikeCandidates:
 
     def tied_seconds(self, answer: UnlikeAnswer) -> float:
         """Of summing the gradients of parameters of several stages, over the ranks that the runtime sums them over."""
-        inside = [set(answer.problem.blocks_between(step.first, step.last)) for step in answer.cut.way]
-        cluster, total = self.candidates.cluster, 0.0
+        inside = [set(answer.problem.blocks_between(step.first, step.last)) for step in answer.way]
+        total = 0.0
         for node, blocks in self.candidates.readers.items():
             homes = list(
                 {answer.places[index]: index for index, own in enumerate(inside) if own & set(blocks)}.values()
@@ -266,121 +281,7 @@ class UnlikeCandidates:
             if len(homes) < 2 or not node.meta.get("trainable"):
                 continue
             stages = [answer.stages[index] for index in homes]
-            devices = [answer.devices[index] for index in homes]
-            groups = [tuple(rank for ranks in devices for rank in ranks)]
-            if len({(item.mesh.dp, item.mesh.axes) for item in stages}) == 1:
-                groups = list(zip(*devices, strict=True))
-            links = [
-                cluster.link(*ranks, senders=len(groups)) if len(ranks) == 2 else cluster.group_link(ranks)
-                for ranks in groups
-            ]
             size = stages[0].parts[0].gradient_bytes(node.meta["name"], stages[0].choice)
-            total += max(
-                bucketed_all_reduce_seconds(size, len(ranks), link) for ranks, link in zip(groups, links, strict=True)
-            )
+            devices = [answer.devices[index] for index in homes]
+            total += self.summed_seconds(size, [item.mesh for item in stages], devices)
         return total
-
-    # -- bounds ---------------------------------------------------------------------------------------------------
-
-    def lower_bound(self, config: UnlikeMeshes) -> float:
-        """Seconds that a step takes at least; see the module."""
-        return self._priced_bound(config) / self.candidates.faster(config)
-
-    def _priced_bound(self, config: UnlikeMeshes) -> float:
-        """The same where no device is faster than priced."""
-        launches, work, speeds = self._least_work(self.candidates.batch // config.microbatches, config.recompute)
-        counts = [node.count * number for node, number in zip(self.row.kinds, self.row.counts, strict=True)]
-        total = sum(speed * count for speed, count in zip(speeds, counts, strict=True))
-        slowest, stages, pieces = min(speeds), config.pp, config.microbatches
-        if config.schedule not in WHOLE_SCHEDULES:
-            return pieces * max(work / total, launches / stages)
-        filled = 1 - ((pieces - 1) / pieces) ** stages
-        shared = work / (slowest * filled + (total - stages * slowest) / pieces)
-        return max(shared, (launches + work / (total - (stages - 1) * slowest)) / filled)
-
-    def _least_work(self, rows: int, recompute: str) -> tuple[float, float, tuple[float, ...]]:
-        """Seconds of launches and of the rest of the ops for so many samples, and each kind's speed at the rest."""
-        key = rows, recompute
-        if key not in self._work:
-            views = [self.prices.view(kind, rows) for kind in range(len(self.row.kinds))]
-            prices = [view.prices(ALONE) for view in views]
-            launches = work = 0.0
-            speeds = [0.0] * len(views)
-            for (node, again), count in self.candidates.alike:
-                seconds = []
-                for own in prices:
-                    fixed, whole = own.shared_seconds(node, 0.0, 0.0), own.shared_seconds(node, 1.0, 1.0)
-                    times = 1.0 if again and recompute == "full" else 0.0
-                    start = sum(fixed) + times * fixed[0]
-                    seconds.append((start, max(0.0, sum(whole) + times * whole[0] - start)))
-                least = min(rest for _, rest in seconds)
-                launches += count * min(start for start, _ in seconds)
-                work += count * least
-                speeds = [
-                    max(speed, least / rest if rest else 0.0) for speed, (_, rest) in zip(speeds, seconds, strict=True)
-                ]
-            self._work[key] = launches, work, tuple(speed or 1.0 for speed in speeds)
-        return self._work[key]
-
-    def _relaxed(self, problem: StageProblem, priced: Sequence[Priced]) -> StageProblem:
-        """The problem in which tensor ranks share each op perfectly and hold nothing, and of unlike replicas one
-        counts: no strategies take fewer seconds.
-        """
-        shapes = []
-        for item, shape in zip(priced, problem.shapes, strict=True):
-            part = item.parts[0]
-            if item.mesh.axes:
-                shapes.append(self._shared(item, part))
-            elif len(item.parts) == 1:
-                shapes.append(replace(shape, tied=_free(shape.tied)))
-            else:
-                cuts = tuple(tuple(replace(cut, buffer_bytes=0.0) for cut in cuts) for cuts in shape.cuts)
-                shapes.append(_of_one(part.candidates.problem(part.config, item.choice).shapes[0], cuts, shape.name))
-        # what other strategies have to convert between unlike meshes may be less
-        alike = {pair: cuts for pair, cuts in problem.pairs.items() if not any(priced[at].mesh.axes for at in pair)}
-        return replace(problem, shapes=tuple(shapes), pairs=alike)
-
-    def _least_tied_seconds(self, config: UnlikeMeshes) -> float:
-        """Of summing gradients of parameters that the first and the last block read, at least: that crosses a network,
-        as the first and the last of several stages lie at the ends of a row of all devices. 0 where other blocks may be
-        in these stages.
-        """
-        cluster, last = self.candidates.cluster, len(self.candidates.analysis.blocks) - 1
-        if len(cluster.nodes) < 2 or config.pp == 1 or not self.candidates.positions.in_row:
-            return 0.0
-        ends = itertools.accumulate(own.count for own in cluster.nodes)
-        links = [cluster.link(*pair, senders=1) for pair in itertools.combinations((end - 1 for end in ends), 2)]
-        found = 0.0
-        for node, blocks in self.candidates.readers.items():
-            if node.meta.get("trainable") and {0, last} <= set(blocks):
-                size = self.candidates.whole_bytes(Value(node), 1) * self.candidates.summed
-                found += min(bucketed_all_reduce_seconds(size, 2, link) for link in links)
-        return found
-
-    def _shared(self, item: Priced, part: Part) -> Shape:
-        """A mesh with tensor axes under whatever strategies, and at whatever level of ZeRO."""
-        candidates, mesh = part.candidates, item.mesh
-        parts = candidates.least_parts(part.config)
-        links = (self.prices.between(mesh, mesh, level) for level in (INSIDE, NETWORK))
-        every = [candidates.least_cuts(part.config, link) for link in links]
-        cuts = tuple(tuple(replace(own[at], buffer_bytes=0.0) for at in self.prices.positions) for own in every)
-        # what collectives add may as well be part of the backward, which hides the more
-        least = candidates.least_block_seconds(part.config)
-        blocks = tuple(
-            replace(block, backward_s=max(block.backward_s, least.get(at, 0.0) - block.forward_s))
-            for at, block in enumerate(parts.blocks)
-        )
-        return Shape(blocks, cuts, 0.0, parts.tied, item.shape.name, sums=parts.sums)
-
-
-def _of_one(shape: Shape, cuts: tuple[tuple[Cut, ...], ...], name: str) -> Shape:
-    """What one of unlike replicas does, and sums with the others, without any memory."""
-    blocks = (Block(own.name, own.forward_s, own.backward_s, step_end_s=own.step_end_s) for own in shape.blocks)
-    tied = tuple(replace(group, bytes=0.0) for group in _free(shape.tied))
-    passing = Passing(limit=shape.passing.limit)
-    return Shape(tuple(blocks), cuts, 0.0, tied, name, sums=shape.sums, passing=passing)
-
-
-def _free(tied: Sequence[TiedGroup]) -> tuple[TiedGroup, ...]:
-    """Groups that may as well lie in stages whose links take no time."""
-    return tuple(replace(group, seconds=0.0) for group in tied)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from autopart.mesh_prices import Priced
 from autopart.runtime.schedule import places_of
 from autopart.solver.degrees import UnlikeMeshes
-from autopart.solver.stages_problem import StageProblem, StageSolution
+from autopart.solver.stages_problem import StageProblem, Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +17,12 @@ class UnlikeAnswer:
     config: UnlikeMeshes
     priced: tuple[Priced, ...]
     problem: StageProblem
-    cut: StageSolution
+    way: Way
     devices: tuple[tuple[int, ...], ...]
 
     @property
     def stages(self) -> list[Priced]:
-        return [self.priced[self.problem.slots[step.slot].shape] for step in self.cut.way]
+        return [self.priced[self.problem.slots[step.slot].shape] for step in self.way]
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -32,11 +32,11 @@ class UnlikeAnswer:
     @property
     def is_tight(self) -> bool:
         """Whether memory binds: some layer runs again, or replicas divide parameters."""
-        return any(item.mesh.zero for item in self.stages) or any(step.choices for step in self.cut.way)
+        return any(item.mesh.zero for item in self.stages) or any(step.choices for step in self.way)
 
     def held(self, stage: int) -> dict[str, int]:
         """The parameters of a stage's blocks by name, with the level of ZeRO of each."""
-        item, step = self.stages[stage], self.cut.way[stage]
+        item, step = self.stages[stage], self.way[stage]
         inside = set(self.problem.blocks_between(step.first, step.last))
         readers = item.parts[0].candidates.readers
         names = [node.meta["name"] for node, blocks in readers.items() if inside & set(blocks)]

@@ -118,7 +118,8 @@ class VirtualMeshes:
         Raises InfeasibleError when nothing fits.
         """
         unlike, config = self.unlike, self.config
-        devices = unlike.row.devices([Run(slot.start, slot.stop, priced[slot.shape].mesh.pieces) for slot in row])
+        runs = [Run(slot.start, slot.stop, priced[slot.shape].mesh.pieces) for slot in row]
+        devices = [unlike.row.devices(run) for run in runs]
         problem = self._problem(row, priced, devices)
         alike = problem.slots, problem.links
         if alike in known:
@@ -126,7 +127,7 @@ class VirtualMeshes:
         known.add(alike)
         found = stage_solver.solve(problem, unlike.candidates.time_limit_s)
         of_stage = tuple(devices[place] for place in self._places)
-        return UnlikeAnswer(config, priced, problem, found, of_stage)
+        return UnlikeAnswer(config, priced, problem, found.way, of_stage)
 
     @property
     def _places(self) -> tuple[int, ...]:

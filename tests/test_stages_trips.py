@@ -7,7 +7,7 @@ import math
 
 import pytest
 from test_alike_work import MODELS, analysis_of
-from test_solver_stages import Random, chain_edges, random_chain
+from test_solver_stages import Random, chain_edges, random_chain, small_problem
 from test_stages_floor import scheduled
 
 from autopart.candidates import Candidates
@@ -17,10 +17,8 @@ from autopart.describe import describe
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver import brute, stages
 from autopart.solver.degrees import Degrees
-from autopart.solver.stages_graph import StageGraph
-from autopart.solver.stages_parts import Block, Cut
-from autopart.solver.stages_problem import StageProblem, Way
-from autopart.solver.stages_trips import is_row
+from autopart.solver.stages_parts import Block, Cut, Shape
+from autopart.solver.stages_problem import Slot, StageProblem, Way
 from autopart.step_time import simulated_seconds
 from clusters import ideal
 
@@ -43,7 +41,6 @@ def test_no_division_takes_less_than_the_bound(seed: int, name: str) -> None:
     links = (0, *(rng.choice([0, 1]) for _ in range(p - 1)), 0)
     problem = dataclasses.replace(problem, slots=limits, shapes=(shape,), links=links)
     problem = scheduled(problem, name, ())
-    assert is_row(StageGraph.build(problem))
     try:
         plain = stages.solve(problem)
     except InfeasibleError:
@@ -60,6 +57,57 @@ def test_no_division_takes_less_than_the_bound(seed: int, name: str) -> None:
                 assert found.lower_bound_s <= (seconds - problem.tied_seconds(way)) * (1 + 1e-9)
                 best = min(best, seconds)
     assert best <= timed(problem, found.way, name) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("seed", range(60))
+def test_no_division_on_unlike_devices_takes_less_than_the_bounds(seed: int, name: str) -> None:
+    """Of a graph, on runs of devices with shapes of their own, under memory limits and with pins."""
+    problem, edges = small_problem(seed, dag=True)
+    problem = scheduled(problem, name, ())
+    try:
+        plain = stages.solve(problem)
+    except InfeasibleError:
+        return
+    found = stages.solve(problem, timed=lambda way: timed(problem, way, name))
+    taken = timed(problem, found.way, name)
+    assert taken <= timed(problem, plain.way, name) and problem.excess_bytes(found.way) <= 0
+    raised = stages.least_seconds(problem, taken)
+    assert raised >= stages.least_seconds(problem) and found.lower_bound_s >= plain.lower_bound_s
+    for boundaries in brute.divisions(problem, edges):
+        for way in brute.ways(problem, boundaries, {}):
+            if problem.respects_pins(way) and problem.excess_bytes(way) <= 0:
+                seconds = timed(problem, way, name) - problem.tied_seconds(way)
+                assert max(raised, found.lower_bound_s) <= seconds * (1 + 1e-9)
+
+
+def four_speeds(*speeds: float, microbatches: int = 4, sent: float = 3.0) -> StageProblem:
+    """24 equal blocks on four devices in a row, which take so many times as long."""
+    shapes = tuple(
+        Shape(
+            tuple(Block(f"block {number}", speed, 2 * speed) for number in range(24)),
+            ((Cut(), *(Cut(sent, sent),) * 23, Cut()),),
+        )
+        for speed in speeds
+    )
+    slots = tuple(Slot(place, place + 1, place, math.inf) for place in range(4))
+    return StageProblem(
+        shapes, tuple((1 << n) - 1 for n in range(25)), slots, (0,) * 5, (4,), microbatches, (4, 3, 2, 1)
+    )
+
+
+def test_bounds_on_unlike_devices_are_near() -> None:
+    problem = four_speeds(2.0, 1.0, 4.0, 2.0, microbatches=8, sent=1.0)
+    found = stages.solve(problem, timed=lambda way: timed(problem, way, "1f1b"))
+    seconds = timed(problem, found.way, "1f1b")
+    assert stages.least_seconds(problem) < 0.97 * seconds
+    assert 0.99 * seconds <= stages.least_seconds(problem, seconds) <= seconds
+
+
+def test_divisions_on_unlike_devices_follow_the_schedule() -> None:
+    problem = four_speeds(2.0, 1.0, 2.0, 4.0)
+    plain, found = stages.solve(problem), stages.solve(problem, timed=lambda way: timed(problem, way, "1f1b"))
+    assert timed(problem, plain.way, "1f1b") > 1.1 * timed(problem, found.way, "1f1b")
 
 
 def test_transfers_that_pass_beside_work_cost_no_layers() -> None:

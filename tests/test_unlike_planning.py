@@ -6,6 +6,7 @@ import functools
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -157,9 +158,9 @@ def test_what_does_not_fit_is_not_tried_again_with_the_same_strategies(monkeypat
     tried: list[StageProblem] = []
     solve = stages.solve
 
-    def counted(problem: StageProblem, *limits: float) -> StageSolution:
+    def counted(problem: StageProblem, *limits: float, **others: Any) -> StageSolution:
         tried.append(problem)
-        return solve(problem, *limits)
+        return solve(problem, *limits, **others)
 
     monkeypatch.setattr(stages, "solve", counted)
     with pytest.raises(InfeasibleError):

@@ -96,6 +96,20 @@ def test_a_plan_says_what_divided_state_would_gain() -> None:
     assert not any("zero=1" in note for note in (*forced.notes, *divided.notes))
 
 
+def test_a_plan_says_what_exchange_beside_ops_would_gain() -> None:
+    """An all-reduce passes beside the backward alone; gathers of level 3 pass beside the forward too."""
+    cluster = ideal(4, bandwidth=1e9, memory_bandwidth=1e11, memory_bytes=2**40)
+    limits = {**LIMITS, "microbatches": 1}
+    plans = [make_plan(analysis().program, cluster, analysis=analysis(), zero=level, **limits) for level in range(4)]
+    whole = make_plan(analysis().program, cluster, analysis=analysis(), **limits)
+    seconds = [found.step_time_s for found in plans]
+    (told,) = (note for note in whole.notes if "(zero=3)" in note)
+    assert seconds[3] < 0.91 * min(seconds[:3]) and not whole.zero
+    found = re.search(r"would take ([0-9.]+) ms instead of ([0-9.]+) ms", told)
+    assert found and float(found[1]) == pytest.approx(1e3 * seconds[3], rel=0.01)
+    assert float(found[2]) == pytest.approx(1e3 * whole.step_time_s, rel=0.01)
+
+
 def test_as_little_is_divided_as_memory_asks_for() -> None:
     forced = [plan(zero=level) for level in range(4)]
     for share in (0.99, 0.8, 0.6):

@@ -61,7 +61,7 @@ from autopart.solver.stages_graph import StageGraph
 from autopart.solver.stages_model import solve_rest
 from autopart.solver.stages_problem import StageProblem, StageSolution, Step, Way
 from autopart.solver.stages_ranks import balanced
-from autopart.solver.stages_trips import Timed, faster_way, is_row
+from autopart.solver.stages_trips import Timed, faster_way, raised_floor
 from autopart.solver.stages_ways import Found, least_sum, smallest_maximum
 from autopart.solver.tensor_problem import relative_gap
 
@@ -136,7 +136,7 @@ def solve(
         bound = search.objective
     time_limits.ended(until)
     way, objective = search.way, search.objective
-    if timed is not None and is_row(graph):
+    if timed is not None:
         ways = [way, known] if known and problem.excess_bytes(known) <= 0 else [way]
         if in_turn:
             way, least = faster_way(graph, min(ways, key=timed), floor, timed)
@@ -156,9 +156,13 @@ def solve(
     )
 
 
-def least_seconds(problem: StageProblem) -> float:
-    """StageSolution.lower_bound_s alone, with sums that pass the last backward. Raises as :func:`solve` does."""
-    return _floor(_graph(problem, late=True))[0]
+def least_seconds(problem: StageProblem, below: float = 0.0) -> float:
+    """StageSolution.lower_bound_s alone, with sums that pass the last backward. Raises as :func:`solve` does.
+
+    below: seconds up to which a higher bound is sought.
+    """
+    graph = _graph(problem, late=True)
+    return raised_floor(graph, _floor(graph)[0], below)
 
 
 def _few_positions(problem: StageProblem, until: float) -> Way:

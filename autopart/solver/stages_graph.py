@@ -37,7 +37,8 @@ class StageGraph:
     in their fastest choices that fit, or a bound. busy: with sends and receives; step_end. once: what is added up over
     stages: ``seconds`` and the tied groups that begin in it and end behind it. floor: see :func:`arc_floors`. ends:
     what is left of the step end by choices that take s seconds is at least ``ends`` - s. forward: [position] seconds of
-    the blocks before; source: [position], see :func:`source_ends`. there, back: [table, position] of transfers.
+    the blocks before; least: [shape, position] the same, forward_s and backward_s; source: [position], see
+    :func:`source_ends`. there, back: [table, position] of transfers.
     excess: bytes over the capacity; infinite for runs that no division has. room: bytes for what choices hold.
     exact: where ``seconds`` is no mere bound. held: [shape] what runs have.
     most_seconds: of a run's blocks at their fastest; those with more are left out. crossing: [shape, link,
@@ -56,6 +57,7 @@ class StageGraph:
     floor: Array
     ends: Array
     forward: Array
+    least: dict[str, Array]
     source: Array
     there: Array
     back: Array
@@ -129,6 +131,7 @@ class StageGraph:
             floor=floor,
             ends=np.array([shapes[key[1]].fastest + shapes[key[1]].exposed for key in keys]),
             forward=member @ np.array([problem.least(block, "forward_s") for block in range(member.shape[1])]),
+            least={name: _least(problem, member, name) for name in ("forward_s", "backward_s")},
             source=source_ends(problem, member),
             there=there,
             back=back,
@@ -230,6 +233,15 @@ class StageGraph:
             (block, choice) for (part, _), choice in zip(units, found.choices, strict=True) for block in part if choice
         )
         return found.bound
+
+
+def _least(problem: StageProblem, member: Bits, name: str) -> Array:
+    """[shape, position]: the smallest amount of that name."""
+    found = [
+        [min(getattr(choice, name) for choice in block.choices) for block in shape.blocks] for shape in problem.shapes
+    ]
+    least: Array = np.array(found) @ member.T
+    return least
 
 
 def _cut_seconds(problem: StageProblem, keys: Iterable[_Key], name: str) -> Array:
@@ -350,13 +362,16 @@ def _rounded(room: Array) -> Array:
 
 
 def _hiding_alone(shape: Shape) -> list[float]:
-    """Of each block; none where layers' blocks do not follow each other, or parts hide more than their blocks do."""
+    """Of each block; none where layers' blocks do not follow each other. What a part of a layer hides beyond its blocks
+    its first block does, which hides the sums of all others.
+    """
     if any(layer.blocks[-1] - layer.blocks[0] >= len(layer.blocks) for layer in shape.layers):
         return []
     found = [hiding_seconds(block.choices) for block in shape.blocks]
-    parts = (item for layer in shape.layers for item in layer.parts.items())
-    more = any(hiding_seconds(own) > (1 + 1e-9) * math.fsum(found[block] for block in part) for part, own in parts)
-    return [] if more else found
+    more = [0.0] * len(found)
+    for part, family in (item for layer in shape.layers for item in layer.parts.items()):
+        more[part[0]] = max(more[part[0]], hiding_seconds(family) - math.fsum(found[block] for block in part))
+    return [own + beyond for own, beyond in zip(found, more, strict=True)]
 
 
 def _fastest(family: Family) -> Choice:

@@ -1,0 +1,82 @@
+"""Bounds of plans on unlike meshes: no plan is below them, and they are near where tensors are divided too."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from test_unlike_planning import ROOMY, plan_of, subject_of, unlike
+
+from autopart.candidates import Candidates
+from autopart.cluster import Cluster
+from autopart.mesh_prices import MeshPrices
+from autopart.passes.data_axis import LEVELS
+from autopart.runtime.errors import InfeasibleError, PlanError
+from autopart.solver.degrees import UnlikeMeshes
+from autopart.solver.stages_parts import Block, Cut, Shape
+from autopart.solver.stages_problem import Slot, StageProblem
+from autopart.unlike import UnlikeCandidates
+from autopart.unlike_floors import _without_last
+
+CLUSTERS = (unlike((2, 1.0, ROOMY), (2, 0.5, ROOMY)), unlike((1, 3.0, ROOMY), (2, 1.0, ROOMY)))
+
+
+@pytest.mark.parametrize(("cluster", "name"), [(CLUSTERS[0], "gpt2"), (CLUSTERS[1], "t5")], ids=["gpt2", "t5"])
+def test_no_forced_plan_is_below_the_bound(cluster: Cluster, name: str) -> None:
+    plan = plan_of(name, cluster)
+    tried = 0
+    for pp, tp, microbatches, zero in itertools.product((1, 2, 3), (1, 2), (1, 4), (None, 3)):
+        forced: dict[str, Any] = {"pp": pp, "tp": tp, "microbatches": microbatches, "zero": zero}
+        try:
+            found = plan_of(name, cluster, meshes="unlike", **forced)
+        except (InfeasibleError, PlanError):
+            continue
+        tried += 1
+        assert plan.bound_s <= found.step_time_s * (1 + 1e-9), forced
+        assert found.bound_s <= found.step_time_s
+    assert tried >= 8
+
+
+def test_bounds_know_what_dividing_tensors_takes() -> None:
+    """As if devices shared tensors for nothing it was four fifths of the step here."""
+    plan = plan_of("gpt2", CLUSTERS[0], pp=2)
+    assert plan.gap < 0.1
+
+
+def test_stages_that_sum_a_tied_gradient_may_have_other_meshes_for_it() -> None:
+    """Two pairs of equal meshes share one port; ranks of unlike ones are one ring, which is priced at less."""
+    every, whole = (plan_of("gpt2", CLUSTERS[0], pp=2, tp=tp) for tp in (None, 1))
+    assert [(stage.dp, stage.tp) for stage in whole.stages] == [(2, 1)] * 2
+    assert len({(stage.dp, stage.tp) for stage in every.stages}) == 2
+    assert every.tied_s < 0.9 * whole.tied_s and every.step_time_s < whole.step_time_s
+
+
+def test_levels_of_meshes_with_tensor_axes_are_bounded_by_themselves() -> None:
+    """From level 2 on sums may pass unseen; each replica updates its part from level 1 on."""
+    _, analysis = subject_of("gpt2")
+    unlike_candidates = UnlikeCandidates(MeshPrices(Candidates(analysis, CLUSTERS[0], 8, "adamw", zero=None), 2, 2))
+    problem, priced = unlike_candidates.problem(UnlikeMeshes(1, 2, "1f1b", "none"), LEVELS)
+    relaxed = unlike_candidates._relaxed(problem, priced)
+    ends = {
+        item.mesh.zero: sum(block.step_end_s for block in shape.blocks)
+        for item, shape in zip(priced, relaxed.shapes, strict=True)
+    }
+    sums = {
+        item.mesh.zero: sum(own.seconds for own in shape.sums)
+        for item, shape in zip(priced, relaxed.shapes, strict=True)
+    }
+    assert list(ends) == [0, 1, 2, 3]
+    assert ends[0] > ends[1] > ends[2] == ends[3] > 0 and sums[0] == sums[1] > sums[2] == sums[3] == 0
+
+
+def test_a_stage_behind_the_last_that_shares_a_parameter_leaves_one_less() -> None:
+    blocks = tuple(Block(f"block {number}", 1.0, 2.0, step_end_s=1.0) for number in range(4))
+    shape = Shape(blocks, ((Cut(),) * 5,))
+    slots = (Slot(0, 1, 0, 1.0), Slot(1, 2, 0, 1.0), Slot(1, 3, 0, 1.0), Slot(2, 3, 0, 1.0))
+    problem = StageProblem((shape,), (0, 1, 3, 7, 15), slots, (0,) * 4, (3,), 4, (3, 2, 1), ((3, 2), (0, 0)))
+    fewer = _without_last(problem, 3)
+    assert fewer is not None
+    assert fewer.stages == 2 and set(fewer.ends) == {1, 2} and fewer.pins == ((0, 0),)
+    assert [block.seconds for block in fewer.blocks] == [3.0, 3.0, 3.0, 0.0] and fewer.blocks[3].step_end_s == 0.0
+    assert _without_last(problem, 4) is None, "the last stage has block 3"
