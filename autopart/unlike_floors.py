@@ -10,14 +10,13 @@ all v_d, and r = (m - 1) / m, the argument of :mod:`autopart.candidates` gives
 After an evaluation the bound is the stage solver's, whatever the strategies of meshes with tensor axes: each op, each
 gradient's sum and update and what crosses are shared perfectly, but a layer, and a run of blocks beside layers, takes
 where it is whole in a stage what its fastest strategies do with their collectives, and a block by itself likewise
-(:func:`autopart.alike_work.least_seconds`); of one stage, the order of sums of gradients counts
-(:mod:`autopart.late_sums`). Of unlike replicas one counts. To that come sums of gradients of parameters that the first
-stage shares with another.
+(:func:`autopart.alike_work.least_seconds`); of one stage all counts that does where meshes are equal
+(:meth:`Candidates.last_floor`). Of unlike replicas one counts. To that come sums of gradients of parameters that the
+first stage shares with another.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Collection, Sequence
@@ -117,7 +116,7 @@ class UnlikeFloors:
         relaxed, below = self._relaxed(problem, priced), below * faster
         found = stage_solver.least_seconds(relaxed, below)
         if config.pp == 1:
-            return self._one_stage(relaxed, priced)
+            return self._one_stage(relaxed, priced, below)
         return self._with_tied(relaxed, priced, found, below) / faster
 
     def _relaxed(self, problem: StageProblem, priced: Sequence[Priced]) -> StageProblem:
@@ -138,17 +137,15 @@ class UnlikeFloors:
         alike = {pair: cuts for pair, cuts in problem.pairs.items() if not any(priced[at].mesh.axes for at in pair)}
         return replace(problem, shapes=tuple(shapes), pairs=alike)
 
-    def _one_stage(self, problem: StageProblem, priced: Sequence[Priced]) -> float:
-        """The least on any mesh of all devices, with sums of gradients that nothing hides where tensors are divided."""
+    def _one_stage(self, problem: StageProblem, priced: Sequence[Priced], below: float) -> float:
+        """The least on any mesh of all devices, each with the best bound there is of its slowest replicas alone."""
         found = math.inf
         for slot in problem.slots:
-            item = priced[slot.shape]
-            with contextlib.suppress(InfeasibleError):
-                seconds = stage_solver.least_seconds(replace(problem, slots=(slot,)))
-                if len(item.mesh.axes) == 1 and item.mesh.dp > 1 and item.mesh.zero < 2:
-                    part = item.parts[0]
-                    seconds = max(seconds, part.candidates.late_sums(part.config, math.inf))
-                found = min(found, seconds)
+            part = priced[slot.shape].parts[0]
+            seconds = _least_or_infinite(replace(problem, slots=(slot,)), below)
+            if seconds < min(below, found):
+                seconds = max(seconds, part.candidates.last_floor(part.config, below))
+            found = min(found, seconds)
         return found
 
     def summed_seconds(self, size: float, meshes: Sequence[Mesh], devices: Sequence[Sequence[int]]) -> float:
@@ -205,12 +202,14 @@ class UnlikeFloors:
         Either the last stage has that block, and what its mesh and the first one's take for the sums is known. Or it
         lies in a stage before, and the last one has some of the blocks behind: the others are done by one stage less.
         """
-        ends = self._sums_of_ends(problem, priced, size) if problem.stages > 1 else {}
+        if problem.stages == 1 or found >= below:
+            return found
+        ends = self._sums_of_ends(problem, priced, size)
         steps = sorted(set(ends.values()))
-        if problem.stages == 1 or found >= below or (steps and steps[-1] < _LEAST_SUMS * found):
+        if steps and steps[-1] < _LEAST_SUMS * found:
             return found
         last = found + steps[0] if steps else math.inf
-        for step in steps[1:_MOST_STEPS] if len(problem.ends) == 1 else ():  # else others may stop at an end too
+        for step in steps[1:_MOST_STEPS]:
             # slots whose sums take less, at these sums' least; or others
             pairs = {pair for pair, seconds in ends.items() if seconds < step}
             slots = tuple(problem.slots[number] for number in ending(problem, pairs))
@@ -219,10 +218,14 @@ class UnlikeFloors:
             if less <= found + step:
                 break
         fewer = _without_last(problem, behind)
-        least = math.inf if fewer is None else _least_or_infinite(fewer, min(below, last))
-        if fewer is None or least >= last:
-            return last
-        return min(last, max(found, self._with_sums(fewer, priced, least, min(below, last), size, behind)))
+        for end in fewer.ends if fewer is not None else ():
+            assert fewer is not None
+            one, most = replace(fewer, ends=(end,)), min(below, last)
+            sent = _sent_behind(problem, behind, end)
+            least = max(sent, _least_or_infinite(one, most)) if sent < last else sent
+            if least < last:
+                last = min(last, max(found, sent, self._with_sums(one, priced, least, most, size, behind)))
+        return last
 
     def _sums_of_ends(
         self, problem: StageProblem, priced: Sequence[Priced], size: float
@@ -231,19 +234,19 @@ class UnlikeFloors:
         found, slots = {}, problem.slots
         firsts = [number for number, slot in enumerate(slots) if slot.start == 0]
         lasts = [number for number, slot in enumerate(slots) if slot.stop in problem.ends]
+        between = {
+            stop: _reached(problem, stop, problem.stages - 2) for stop in {slots[first].stop for first in firsts}
+        }
         for pair in itertools.product(firsts, lasts):
             begin, end = (slots[number] for number in pair)
-            if problem.stages == 2 and begin.stop != end.start:
+            if end.start not in between[begin.stop]:
                 continue
             meshes = [replace(priced[slot.shape].mesh, zero=0) for slot in (begin, end)]
             runs = [Run(slot.start, slot.stop, mesh.pieces) for slot, mesh in zip((begin, end), meshes, strict=True)]
             key = size, *runs, *meshes
             if key not in self._summed:
-                devices = [self.row.devices(run) for run in runs]
-                apart = set(devices[0]).isdisjoint(devices[1])
-                self._summed[key] = self.summed_seconds(size, meshes, devices) if apart else math.inf
-            if self._summed[key] < math.inf:
-                found[pair] = self._summed[key]
+                self._summed[key] = self.summed_seconds(size, meshes, [self.row.devices(run) for run in runs])
+            found[pair] = self._summed[key]
         return found
 
     def _shared(self, item: Priced, part: Part) -> Shape:
@@ -287,6 +290,14 @@ def _least_or_infinite(problem: StageProblem, below: float) -> float:
         return math.inf
 
 
+def _reached(problem: StageProblem, place: int, stages: int) -> set[int]:
+    """The places where so many stages that begin at a place may end."""
+    found = {place}
+    for _ in range(stages):
+        found = {slot.stop for slot in problem.slots if slot.start in found}
+    return found
+
+
 def ending(problem: StageProblem, pairs: Collection[tuple[int, int]]) -> list[int]:
     """The slots without those of the first and the last stage that none of these pairs has."""
     first, last = ({pair[at] for pair in pairs} for at in range(2))
@@ -295,6 +306,19 @@ def ending(problem: StageProblem, pairs: Collection[tuple[int, int]]) -> list[in
         for number, slot in enumerate(problem.slots)
         if (slot.start or number in first) and (slot.stop not in problem.ends or number in last)
     ]
+
+
+def _sent_behind(problem: StageProblem, behind: int, end: int) -> float:
+    """Seconds of a step at least in which all microbatches' values pass to a stage that begins at a place with some of
+    the blocks from ``behind`` on, and their gradients back.
+    """
+    link, last, least = problem.links[end], len(problem.positions) - 1, math.inf
+    for position, inside in enumerate(problem.positions):
+        if inside.bit_count() >= behind and position < last:
+            cuts = [shape.cuts[link][position] for shape in problem.shapes]
+            there, back = (min(getattr(cut, way) for cut in cuts) for way in ("forward_s", "backward_s"))
+            least = min(least, there + back + (problem.microbatches - 1) * max(there, back))
+    return least
 
 
 def _without_last(problem: StageProblem, behind: int) -> StageProblem | None:
