@@ -7,7 +7,7 @@ import math
 
 import pytest
 from test_alike_work import MODELS, analysis_of
-from test_solver_stages import Random, chain_edges, random_chain, small_problem
+from test_solver_stages import Edges, Random, chain_edges, random_chain, small_problem
 from test_stages_floor import scheduled
 
 from autopart.candidates import Candidates
@@ -18,13 +18,26 @@ from autopart.runtime.errors import InfeasibleError
 from autopart.solver import brute, stages
 from autopart.solver.degrees import Degrees
 from autopart.solver.stages_parts import Block, Cut, Shape
-from autopart.solver.stages_problem import Slot, StageProblem, Way
+from autopart.solver.stages_problem import Slot, StageProblem, StageSolution, Way
 from autopart.step_time import simulated_seconds
 from clusters import ideal
 
 
 def timed(problem: StageProblem, way: Way, name: str) -> float:
     return simulated_seconds(problem, way, name, [0.0] * problem.stages, (), range(problem.stages))
+
+
+def compared(
+    problem: StageProblem, edges: Edges, name: str
+) -> tuple[StageSolution, StageSolution, list[tuple[Way, float]]]:
+    """By the formula, and by the schedule's seconds, which take no more; and all that fit, with seconds."""
+    plain = stages.solve(problem)
+    found = stages.solve(problem, timed=lambda way: timed(problem, way, name))
+    assert timed(problem, found.way, name) <= timed(problem, plain.way, name)
+    assert found.lower_bound_s >= plain.lower_bound_s and problem.excess_bytes(found.way) <= 0
+    every = (way for bounds in brute.divisions(problem, edges) for way in brute.ways(problem, bounds, {}))
+    fitting = [way for way in every if problem.respects_pins(way) and problem.excess_bytes(way) <= 0]
+    return plain, found, [(way, timed(problem, way, name)) for way in fitting]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
@@ -42,21 +55,13 @@ def test_no_division_takes_less_than_the_bound(seed: int, name: str) -> None:
     problem = dataclasses.replace(problem, slots=limits, shapes=(shape,), links=links)
     problem = scheduled(problem, name, ())
     try:
-        plain = stages.solve(problem)
+        plain, found, every = compared(problem, chain_edges(n), name)
     except InfeasibleError:
         return
-    found = stages.solve(problem, timed=lambda way: timed(problem, way, name))
-    assert timed(problem, found.way, name) <= timed(problem, plain.way, name)
-    assert found.lower_bound_s >= plain.lower_bound_s and problem.excess_bytes(found.way) <= 0
     assert found.objective == problem.objective(found.way) and found.bound == plain.bound
-    best = math.inf
-    for boundaries in brute.divisions(problem, chain_edges(n)):
-        for way in brute.ways(problem, boundaries, {}):
-            if problem.respects_pins(way) and problem.excess_bytes(way) <= 0:
-                seconds = timed(problem, way, name)
-                assert found.lower_bound_s <= (seconds - problem.tied_seconds(way)) * (1 + 1e-9)
-                best = min(best, seconds)
-    assert best <= timed(problem, found.way, name) * (1 + 1e-9)
+    for way, seconds in every:
+        assert found.lower_bound_s <= (seconds - problem.tied_seconds(way)) * (1 + 1e-9)
+    assert min(seconds for _, seconds in every) <= timed(problem, found.way, name) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
@@ -66,19 +71,13 @@ def test_no_division_on_unlike_devices_takes_less_than_the_bounds(seed: int, nam
     problem, edges = small_problem(seed, dag=True)
     problem = scheduled(problem, name, ())
     try:
-        plain = stages.solve(problem)
+        _, found, every = compared(problem, edges, name)
     except InfeasibleError:
         return
-    found = stages.solve(problem, timed=lambda way: timed(problem, way, name))
-    taken = timed(problem, found.way, name)
-    assert taken <= timed(problem, plain.way, name) and problem.excess_bytes(found.way) <= 0
-    raised = stages.least_seconds(problem, taken)
-    assert raised >= stages.least_seconds(problem) and found.lower_bound_s >= plain.lower_bound_s
-    for boundaries in brute.divisions(problem, edges):
-        for way in brute.ways(problem, boundaries, {}):
-            if problem.respects_pins(way) and problem.excess_bytes(way) <= 0:
-                seconds = timed(problem, way, name) - problem.tied_seconds(way)
-                assert max(raised, found.lower_bound_s) <= seconds * (1 + 1e-9)
+    raised = stages.least_seconds(problem, timed(problem, found.way, name))
+    assert raised >= stages.least_seconds(problem)
+    for way, seconds in every:
+        assert max(raised, found.lower_bound_s) <= (seconds - problem.tied_seconds(way)) * (1 + 1e-9)
 
 
 def four_speeds(*speeds: float, microbatches: int = 4, sent: float = 3.0) -> StageProblem:
