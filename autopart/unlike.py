@@ -40,10 +40,10 @@ from autopart.solver.search import Evaluation, NotBetter
 from autopart.solver.stages_problem import Slot, StageProblem, Way
 from autopart.step_time import WHOLE_SCHEDULES, simulated_seconds
 from autopart.unlike_answer import UnlikeAnswer
-from autopart.unlike_floors import UnlikeFloors, ending
+from autopart.unlike_floors import UnlikeFloors, with_ends
 from autopart.unlike_virtual import VirtualMeshes
 
-_MUCH = 0.02
+_MUCH_LESS = 0.02
 """Of a step's seconds: by how much less tied gradients have to take for other divisions to be tried."""
 _MOST_FIRST = 8
 """Slots of the first stage with which they are."""
@@ -224,24 +224,23 @@ class UnlikeCandidates(UnlikeFloors):
         seconds, taken = self.step_seconds(answer), self.tied_seconds(answer)
         firsts = dict.fromkeys(first for first, _ in sorted(ends, key=ends.__getitem__))
         for first in itertools.islice(firsts, _MOST_FIRST):
-            most = taken - _MUCH * seconds
+            most = taken - _MUCH_LESS * seconds
             pairs = {pair: sums for pair, sums in ends.items() if pair[0] == first and sums < most}
             if not pairs or seconds - (taken - min(pairs.values())) >= min(below, seconds):
                 continue
-            other = self._ending(answer, pairs)
+            other = self._with_ends(answer, pairs)
             if other is not None and self.step_seconds(other) < seconds:
                 answer, seconds, taken = other, self.step_seconds(other), self.tied_seconds(other)
         return answer
 
-    def _ending(self, answer: UnlikeAnswer, pairs: Collection[tuple[int, int]]) -> UnlikeAnswer | None:
+    def _with_ends(self, answer: UnlikeAnswer, pairs: Collection[tuple[int, int]]) -> UnlikeAnswer | None:
         """The best with slots for the first and the last stage that some of these pairs have; None where none fits."""
-        problem, kept = answer.problem, ending(answer.problem, pairs)
+        problem, (fewer, kept) = answer.problem, with_ends(answer.problem, pairs)
 
         def whole(way: Way) -> UnlikeAnswer:
             steps = (replace(step, slot=kept[step.slot]) for step in way)
             return self._answer(answer.config, problem, answer.priced, tuple(steps))
 
-        fewer = replace(problem, slots=tuple(problem.slots[number] for number in kept))
         try:
             cut = stage_solver.solve(
                 fewer, self.candidates.time_limit_s, timed=lambda way: self.step_seconds(whole(way))

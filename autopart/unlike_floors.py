@@ -212,19 +212,15 @@ class UnlikeFloors:
         for step in steps[1:_MOST_STEPS]:
             # slots whose sums take less, at these sums' least; or others
             pairs = {pair for pair, seconds in ends.items() if seconds < step}
-            slots = tuple(problem.slots[number] for number in ending(problem, pairs))
-            less = _least_or_infinite(replace(problem, slots=slots), min(below, found + step)) + steps[0]
+            less = _least_or_infinite(with_ends(problem, pairs)[0], min(below, found + step)) + steps[0]
             last = max(last, min(less, found + step))
             if less <= found + step:
                 break
-        fewer = _without_last(problem, behind)
-        for end in fewer.ends if fewer is not None else ():
-            assert fewer is not None
-            one, most = replace(fewer, ends=(end,)), min(below, last)
-            sent = _sent_behind(problem, behind, end)
-            least = max(sent, _least_or_infinite(one, most)) if sent < last else sent
+        for fewer in _without_last(problem, behind):
+            most, sent = min(below, last), _sent_behind(problem, behind, *fewer.ends)
+            least = max(sent, _least_or_infinite(fewer, most)) if sent < last else sent
             if least < last:
-                last = min(last, max(found, sent, self._with_sums(one, priced, least, most, size, behind)))
+                last = min(last, max(found, sent, self._with_sums(fewer, priced, least, most, size, behind)))
         return last
 
     def _sums_of_ends(
@@ -298,14 +294,17 @@ def _reached(problem: StageProblem, place: int, stages: int) -> set[int]:
     return found
 
 
-def ending(problem: StageProblem, pairs: Collection[tuple[int, int]]) -> list[int]:
-    """The slots without those of the first and the last stage that none of these pairs has."""
+def with_ends(problem: StageProblem, pairs: Collection[tuple[int, int]]) -> tuple[StageProblem, list[int]]:
+    """The problem without the slots of the first and the last stage that none of these pairs has, and the numbers of
+    those it keeps. pairs: slots of the first and the last stage.
+    """
     first, last = ({pair[at] for pair in pairs} for at in range(2))
-    return [
+    kept = [
         number
         for number, slot in enumerate(problem.slots)
         if (slot.start or number in first) and (slot.stop not in problem.ends or number in last)
     ]
+    return replace(problem, slots=tuple(problem.slots[number] for number in kept)), kept
 
 
 def _sent_behind(problem: StageProblem, behind: int, end: int) -> float:
@@ -321,9 +320,9 @@ def _sent_behind(problem: StageProblem, behind: int, end: int) -> float:
     return least
 
 
-def _without_last(problem: StageProblem, behind: int) -> StageProblem | None:
-    """The problem without memory and without its last stage, which has some of the blocks from ``behind`` on; None
-    where it has others, as they are pinned.
+def _without_last(problem: StageProblem, behind: int) -> list[StageProblem]:
+    """The problem without memory and without its last stage, which has some of the blocks from ``behind`` on: one for
+    each place where that may begin. None where it has other blocks, as they are pinned.
     """
 
     def free(shape: Shape) -> Shape:
@@ -334,15 +333,16 @@ def _without_last(problem: StageProblem, behind: int) -> StageProblem | None:
 
     last = problem.stages - 1
     if any(block < behind and stage == last for block, stage in problem.pins):
-        return None
-    return replace(
+        return []
+    fewer = replace(
         problem,
         shapes=tuple(map(free, problem.shapes)),
         slots=tuple(replace(slot, capacity_bytes=math.inf) for slot in problem.slots),
-        ends=tuple({slot.start for slot in problem.slots if slot.stop in problem.ends}),
         in_flight=problem.in_flight[:-1],
         pins=tuple((block, stage) for block, stage in problem.pins if stage < last),
     )
+    places = dict.fromkeys(slot.start for slot in problem.slots if slot.stop in problem.ends)
+    return [replace(fewer, ends=(place,)) for place in places]
 
 
 def _of_one(shape: Shape, cuts: tuple[tuple[Cut, ...], ...], name: str) -> Shape:
