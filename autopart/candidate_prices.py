@@ -314,7 +314,8 @@ class CandidatePrices:
             cuts = tuple(self._cuts(config, choice, link) for link in kinds)
             places = (0, *map(kinds.index, links), 0)
         shapes = tuple(replace(shape, sums=priced.sums, cuts=cuts, passing=priced.passing) for shape in problem.shapes)
-        return replace(problem, shapes=shapes, links=places)
+        slots = tuple(replace(slot, sharing=config.virtual) for slot in problem.slots)
+        return replace(problem, shapes=shapes, slots=slots, links=places)
 
     def _frontiers(
         self, config: Degrees, choice: TensorChoice, costs: Sequence[BlockCost], held: Activations

@@ -26,6 +26,8 @@ from autopart.tensor_choice import TensorChoice
 
 # How often strategies are chosen again under a tighter memory limit when the fastest ones do not fit.
 TIGHTENINGS = 4
+_NEAR = 0.005
+"""Over the bound, up to which no further levels of ZeRO are tried."""
 LIMITED_GAP = 0.002
 """How far from the fastest they may be then, of several stages, whose limit is a guess, or with levels of ZeRO to
 choose from: what is optimal takes long to prove.
@@ -90,7 +92,7 @@ class Candidates(CandidateStrategies):
                 return replace(other, bound=min(other.objective, error.bound))
             stopped = error
         except InfeasibleError:
-            found = self._at_levels(config, below)
+            found = self._at_levels(config, below) or self._of_one_level(config, below)
             if found is None:
                 raise
             return found
@@ -168,23 +170,29 @@ class Candidates(CandidateStrategies):
         """
         if config not in self._by_levels and not known:
             best: Evaluation[Answer] | None = None
-            ways = (self._divided, self._hidden) if self._divides(config) and config.recompute == "auto" else ()
+            ways = (self._of_level, self._hidden) if self._divides(config) and config.recompute == "auto" else ()
             most = below
             for divided in ways:
                 found = divided(config, most)
+                if found is not None and found.objective < most:
+                    best, most = found, found.objective
+            for level in LEVELS[2:] if ways and most > (1 + _NEAR) * self.work_floor(config) else ():
+                found = self._of_level(config, most, level)
                 if found is not None and found.objective < most:
                     best, most = found, found.objective
             self._by_levels[config] = best
         found = self._by_levels.get(config)
         return found if found is not None and found.objective < below else None
 
-    def _divided(self, config: Degrees, below: float) -> Evaluation[Answer] | None:
-        """The fastest strategies with optimizer state divided over replicas, where they fit with layers computed again.
+    def _of_level(self, config: Degrees, below: float, level: int = 1) -> Evaluation[Answer] | None:
+        """The fastest strategies with all parameters at a level of ZeRO, where they fit, with layers computed again or
+        as is given.
 
-        Limits of memory do not lead to these: they count what is kept where nothing runs again.
+        Limits of memory do not lead to these: they count what is kept where nothing runs again, and lead to the fewest
+        seconds, of which the least of what runs at a time is no part.
         """
         try:
-            return self._evaluate(config, self.choose(config, level=1), below, tightenings=0)
+            return self._evaluate(config, self.choose(config, level=level), below, tightenings=0)
         except (InfeasibleError, NotBetter):
             return None
 
@@ -194,6 +202,15 @@ class Candidates(CandidateStrategies):
             with contextlib.suppress(InfeasibleError, NotBetter):
                 return self._evaluate(config, choice, below, tightenings=0)
         return None
+
+    def _of_one_level(self, config: Degrees, below: float) -> Evaluation[Answer] | None:
+        """The best with all parameters at one level of ZeRO, where what is computed again is given."""
+        best: Evaluation[Answer] | None = None
+        for level in LEVELS[1:] if self._divides(config) and config.recompute != "auto" else ():
+            found = self._of_level(config, below, level)
+            if found is not None:
+                best, below = found, found.objective
+        return best
 
     def seconds_of(self, answer: Answer) -> float:
         """Of a step, as candidates are compared by."""

@@ -64,6 +64,15 @@ class EarlierPlans:
         self._came[config] = found
         return found
 
+    def closest(self) -> Degrees | None:
+        """Of the configurations that did not fit the one that is over its memory by the fewest bytes."""
+        over = {
+            config: came.excess_bytes
+            for config, came in self._came.items()
+            if isinstance(came, InfeasibleError) and came.excess_bytes is not None
+        }
+        return min(over, key=over.__getitem__, default=None)
+
     def _held(self, came: Evaluation[Answer]) -> Evaluation[Answer] | None:
         """An earlier answer on this cluster, where it fits."""
         assert self.candidates is not None

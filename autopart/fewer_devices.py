@@ -18,11 +18,12 @@ from autopart.candidates import Candidates
 from autopart.cluster import Cluster, Node
 from autopart.cost.devices import Device
 from autopart.earlier_plans import EarlierPlans
+from autopart.forced_limits import what_would_fit
 from autopart.frontier import first_devices
 from autopart.plan import Plan
 from autopart.planned import planned
 from autopart.report.units import format_seconds
-from autopart.runtime.errors import BatchError, PlanError
+from autopart.runtime.errors import BatchError, InfeasibleError, PlanError
 from autopart.solver.degrees import degrees
 from autopart.solver.search import NotBetter
 
@@ -36,10 +37,18 @@ def advised_plan(cluster: Cluster, analysis: Analysis, **limits: Any) -> Plan:
     """As :func:`autopart.planned.planned`, with a note where fewer of the cluster's devices would take less time.
 
     Where limits name degrees, or devices share a host's cores, nothing is looked for. Further plans are made for parts
-    that may be faster alone, the MOST_TRIED largest of them.
+    that may be faster alone, the MOST_TRIED largest of them. Where nothing fits, the error says what it would without
+    (:mod:`autopart.forced_limits`).
     """
     known = EarlierPlans()
-    plan = planned(analysis.program, cluster, analysis=analysis, earlier=known, **limits)
+    try:
+        plan = planned(analysis.program, cluster, analysis=analysis, earlier=known, **limits)
+    except InfeasibleError as error:
+        closest = known.closest()
+        if known.candidates is None or closest is None:
+            raise
+        advice = what_would_fit(known.candidates, closest, limits)
+        raise InfeasibleError(f"{error}. {advice}" if advice else str(error), error.excess_bytes) from None
     if any(limits.get(name) is not None for name in ("pp", "dp", "tp")) or cluster.device(0).kind != "cuda":
         return plan
     candidates = known.candidates or Candidates(analysis, cluster, plan.batch, plan.optimizer)

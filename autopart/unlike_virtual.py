@@ -157,7 +157,7 @@ class VirtualMeshes:
             shapes,
             positions,
             tuple(
-                Slot(stage, stage + 1, slot.shape, slot.capacity_bytes / config.virtual)
+                Slot(stage, stage + 1, slot.shape, slot.capacity_bytes / config.virtual, config.virtual)
                 for stage, slot in enumerate(of_stage)
             ),
             (INSIDE, *links, INSIDE),

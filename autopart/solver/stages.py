@@ -245,14 +245,15 @@ def _infeasible(problem: StageProblem, graph: StageGraph) -> InfeasibleError:
     overhead = problem.shapes[slot.shape].overhead_bytes
     if overhead:
         what += f", {format_bytes(overhead)} are what a process takes besides its tensors, as CUDA and its libraries do"
-    enough = f"Devices with {format_enough(slot.capacity_bytes + over)}"
+    enough = f"Devices with {format_enough(slot.sharing * (slot.capacity_bytes + over))}"
     if len({other.capacity_bytes for other in problem.slots}) > 1:
-        enough = f"{format_enough(over)} more on every device"
+        enough = f"{format_enough(slot.sharing * over)} more on every device"
+    shared = f", as {slot.sharing} stages share a device's" if slot.sharing > 1 else ""
     return InfeasibleError(
         f"no cut into {problem.stages} stages fits: in the best one stage {stage} ({named}) holds "
         f"{format_bytes(problem.stage_bytes(stage, step))}, {format_bytes(over)} ({over:.0f} bytes) over its capacity "
-        f"of {format_bytes(slot.capacity_bytes)}; {format_bytes(state)} of it are parameters with gradients and "
-        f"optimizer state, {what}. "
+        f"of {format_bytes(slot.capacity_bytes)}{shared}; {format_bytes(state)} of it are parameters with gradients "
+        f"and optimizer state, {what}. "
         f"{enough} would do; or more devices, or smaller microbatches where they have several samples",
         over,
     )

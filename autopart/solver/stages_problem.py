@@ -24,12 +24,15 @@ from autopart.solver.stages_parts import Block, Choice, Cut, Family, KeptGroup, 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Devices that one stage may have. capacity_bytes: of the smallest of them."""
+    """Devices that one stage may have. capacity_bytes: its part of the smallest of them, which ``sharing`` stages share
+    evenly.
+    """
 
     start: int
     stop: int
     shape: int
     capacity_bytes: float
+    sharing: int = 1
 
 
 @dataclass(frozen=True, slots=True)

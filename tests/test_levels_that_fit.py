@@ -1,0 +1,49 @@
+"""Chosen levels of ZeRO against one level for all parameters, from plenty of memory to where nothing fits."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from autopart.analysis import Analysis, analyze
+from autopart.models import load_model
+from autopart.plan import Plan
+from autopart.planner import make_plan
+from autopart.runtime.errors import InfeasibleError
+from autopart.tracing import capture
+from clusters import ideal
+
+
+@functools.lru_cache(maxsize=1)
+def analysis() -> Analysis:
+    """Of a model whose layers weigh much, which replicas hold whole while they run."""
+    loaded = load_model("hf:gpt2?n_layer=4&n_embd=256&n_head=4&vocab_size=512&seq=128", meta=True)
+    return analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False))
+
+
+def made(level: int | None, memory: int, bandwidth: float, recompute: str) -> Plan | None:
+    """The plan of two replicas; None where none fits."""
+    limits: dict[str, Any] = {"batch": 32, "pp": 1, "dp": 2, "tp": 1, "microbatches": 4, "recompute": recompute}
+    cluster = ideal(2, memory_bytes=memory, bandwidth=bandwidth)
+    try:
+        return make_plan(analysis().program, cluster, analysis=analysis(), zero=level, **limits)
+    except InfeasibleError:
+        return None
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "auto"])
+@pytest.mark.parametrize("bandwidth", [1e9, 1e12])
+def test_chosen_levels_fit_where_one_for_all_does_and_take_no_longer(recompute: str, bandwidth: float) -> None:
+    """Within 1 %, as strategies under limits of memory are."""
+    plans = [found for level in range(4) if (found := made(level, 2**40, bandwidth, recompute)) is not None]
+    roomy = sorted(found.stages[0].memory_bytes for found in plans)
+    assert len(roomy) == 4
+    for memory in (roomy[0] - 2**24, roomy[0], (roomy[0] + roomy[-1]) // 2):
+        fitting = [
+            found.step_time_s for level in range(4) if (found := made(level, memory, bandwidth, recompute)) is not None
+        ]
+        chosen = made(None, memory, bandwidth, recompute)
+        assert (chosen is None) == (not fitting)
+        assert chosen is None or chosen.step_time_s <= 1.01 * min(fitting)
