@@ -41,7 +41,11 @@ class CandidateStrategies(CandidateFloors):
         are of interest; raises NotBetter where it is found that strategies take longer. level: of ZeRO, of all. gap:
         how far from the fastest they may be.
         """
-        levels = LEVELS if self._divides(config) and memory_limit is not None else (level or self.zero or 0,)
+        levels: tuple[int, ...] = (self.zero or 0,)
+        if level is not None:
+            levels = (level,)
+        elif self._divides(config) and memory_limit is not None:
+            levels = LEVELS
         return choose(
             self.analysis,
             self._folded,

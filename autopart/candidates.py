@@ -32,6 +32,8 @@ LIMITED_GAP = 0.002
 """How far from the fastest they may be then, of several stages, whose limit is a guess, or with levels of ZeRO to
 choose from: what is optimal takes long to prove.
 """
+_ENOUGH = 2.0**60
+"""Bytes of a device with room for anything."""
 _HIGH_PRICE = 100.0
 """Of all bytes of a stage, in parts of its seconds: where strategies are chosen that hold the least."""
 _HOPELESS = 1.15
@@ -86,16 +88,20 @@ class Candidates(CandidateStrategies):
         except NotBetter as error:
             promising = promising or self._at_levels(config, below, known=True) is not None
             if not promising:
-                other = self._holding_less(config, fastest, below)
+                other = self._holding_less(config, fastest, below) or self._of_one_level(config, fastest, below)
                 if other is None:
                     raise
                 return replace(other, bound=min(other.objective, error.bound))
             stopped = error
         except InfeasibleError:
-            found = self._at_levels(config, below) or self._of_one_level(config, below)
+            found = self._at_levels(config, below) or self._of_one_level(config, fastest, below)
             if found is None:
                 raise
             return found
+        if found is not None and config.recompute != "auto":
+            other = self._of_one_level(config, fastest, min(below, (1 - _NEAR) * found.objective))
+            if other is not None:
+                return replace(other, bound=min(other.bound, found.bound))
         ordered = config.schedule not in WHOLE_SCHEDULES
         if ordered and found is not None and found.objective >= _HOPELESS * below:
             return found
@@ -184,7 +190,9 @@ class Candidates(CandidateStrategies):
         found = self._by_levels.get(config)
         return found if found is not None and found.objective < below else None
 
-    def _of_level(self, config: Degrees, below: float, level: int = 1) -> Evaluation[Answer] | None:
+    def _of_level(
+        self, config: Degrees, below: float, level: int = 1, tightenings: int = 0
+    ) -> Evaluation[Answer] | None:
         """The fastest strategies with all parameters at a level of ZeRO, where they fit, with layers computed again or
         as is given.
 
@@ -192,7 +200,7 @@ class Candidates(CandidateStrategies):
         seconds, of which the least of what runs at a time is no part.
         """
         try:
-            return self._evaluate(config, self.choose(config, level=level), below, tightenings=0)
+            return self._evaluate(config, self.choose(config, level=level), below, None, tightenings, level=level)
         except (InfeasibleError, NotBetter):
             return None
 
@@ -203,14 +211,30 @@ class Candidates(CandidateStrategies):
                 return self._evaluate(config, choice, below, tightenings=0)
         return None
 
-    def _of_one_level(self, config: Degrees, below: float) -> Evaluation[Answer] | None:
-        """The best with all parameters at one level of ZeRO, where what is computed again is given."""
+    def _of_one_level(self, config: Degrees, fastest: TensorChoice, below: float) -> Evaluation[Answer] | None:
+        """The best with all parameters at one level of ZeRO, of interest below so many seconds, where what is computed
+        again is given and memory is what keeps whole parameters from taking less.
+        """
         best: Evaluation[Answer] | None = None
-        for level in LEVELS[1:] if self._divides(config) and config.recompute != "auto" else ():
-            found = self._of_level(config, below, level)
-            if found is not None:
+        if not self._divides(config) or config.recompute == "auto" or not self._memory_binds(config, fastest, below):
+            return None
+        for level in LEVELS[1:]:
+            found = self._of_level(config, below, level, TIGHTENINGS)
+            if found is not None and found.objective < below:
                 best, below = found, found.objective
         return best
+
+    def _memory_binds(self, config: Degrees, choice: TensorChoice, below: float) -> bool:
+        """Whether these strategies would take less than so many seconds on devices that hold whatever they ask for."""
+        if self._least_seconds(config, choice) >= below:
+            return False
+        problem = self.problem(config, choice)
+        roomy = replace(problem, slots=tuple(replace(slot, capacity_bytes=_ENOUGH) for slot in problem.slots))
+        try:
+            cut = self._cut(config, roomy, below * self.faster(config))
+        except (InfeasibleError, NotBetter):
+            return False
+        return self._step_seconds(roomy, cut.way, config) < below
 
     def seconds_of(self, answer: Answer) -> float:
         """Of a step, as candidates are compared by."""
@@ -328,10 +352,11 @@ class Candidates(CandidateStrategies):
         problem: StageProblem | None = None,
         tightenings: int = TIGHTENINGS,
         among: Degrees | None = None,
+        level: int | None = None,
     ) -> Evaluation[Answer]:
         """The same, from the strategies that are the fastest without a limit, and their problem.
 
-        among: what this is a part of, whose bound is asked for.
+        among: what this is a part of, whose bound is asked for. level: of ZeRO, of strategies that hold less too.
         """
         free, whose = self.free_seconds(config), among or config
         if choice.solution is None:
@@ -382,7 +407,7 @@ class Candidates(CandidateStrategies):
                 try:
                     limit = choice.memory_bytes - config.pp * error.excess_bytes
                     gap = LIMITED_GAP if config.pp > 1 or self._divides(config) else 0.0
-                    choice = self.choose(config, limit, below, gap=gap)
+                    choice = self.choose(config, limit, below, level, gap)
                 except (InfeasibleError, NotBetter):
                     if below < math.inf:
                         raise NotBetter(below, self.work_floor(whose)) from None
