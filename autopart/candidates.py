@@ -27,7 +27,7 @@ from autopart.tensor_choice import TensorChoice
 # How often strategies are chosen again under a tighter memory limit when the fastest ones do not fit.
 TIGHTENINGS = 4
 _NEAR = 0.005
-"""Over the bound, up to which no further levels of ZeRO are tried."""
+"""Of a step's seconds: what further levels of ZeRO have to be able to save to be tried."""
 LIMITED_GAP = 0.002
 """How far from the fastest they may be then, of several stages, whose limit is a guess, or with levels of ZeRO to
 choose from: what is optimal takes long to prove.
@@ -193,11 +193,10 @@ class Candidates(CandidateStrategies):
     def _of_level(
         self, config: Degrees, below: float, level: int = 1, tightenings: int = 0
     ) -> Evaluation[Answer] | None:
-        """The fastest strategies with all parameters at a level of ZeRO, where they fit, with layers computed again or
-        as is given.
+        """The fastest strategies with all parameters at a level of ZeRO, where they fit.
 
-        Limits of memory do not lead to these: they count what is kept where nothing runs again, and lead to the fewest
-        seconds, of which the least of what runs at a time is no part.
+        Limits of memory do not lead to these: they count what is kept where nothing runs again, and not the layers that
+        level 3 holds whole while they run.
         """
         try:
             return self._evaluate(config, self.choose(config, level=level), below, None, tightenings, level=level)

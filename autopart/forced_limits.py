@@ -14,7 +14,7 @@ from typing import Any
 
 from autopart.candidates import Candidates
 from autopart.report.units import format_seconds
-from autopart.runtime.errors import InfeasibleError
+from autopart.runtime.errors import PlanError
 from autopart.solver.degrees import Degrees
 
 
@@ -36,7 +36,7 @@ def what_would_fit(candidates: Candidates, config: Degrees, limits: Mapping[str,
             continue
         try:
             found = (others if "zero" in left_out else candidates).evaluate(tried)
-        except InfeasibleError:
+        except PlanError:
             continue
         forced = " and ".join(f"{name}={limits[name]}" for name in left_out)
         return f"Without {forced} it would fit, as {tried}, in about {format_seconds(found.objective)} a step"

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import Any
 
 import pytest
 
-import autopart
-from autopart.analysis import Analysis, analyze
 from autopart.cluster import Cluster
 from autopart.cost.devices import GIB
 from autopart.fewer_devices import advised_plan
-from autopart.models import load_model
 from autopart.plan import Plan
 from autopart.runtime.errors import InfeasibleError
 from autopart.what_if import Change
 from clusters import ideal
-
-
-@functools.cache
-def analysis() -> Analysis:
-    loaded = load_model("hf:gpt2?n_layer=4&n_embd=256&n_head=4&seq=128&vocab_size=512", meta=True)
-    program = autopart.capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False)
-    return analyze(program)
+from weighty import analysis, needed
 
 
 def plan_on(cluster: Cluster, **limits: Any) -> Plan:
     return advised_plan(cluster, analysis(), **{"batch": 32, **limits})
-
-
-def most(plan: Plan) -> int:
-    return max(stage.memory_bytes for stage in plan.stages)
 
 
 PLAIN: dict[str, Any] = {"pp": 1, "dp": 2, "tp": 1, "microbatches": 1, "recompute": "none", "zero": 0}
@@ -59,12 +45,12 @@ def test_what_is_named_is_enough(forced: dict[str, Any], left_out: tuple[str, ..
         leanest["zero"] = 3
     if "microbatches" in left_out:
         leanest["microbatches"] = 32 // forced["dp"]
-    cluster = ideal(2, memory_bytes=most(plan_on(ideal(2), **leanest)))
+    cluster = ideal(2, memory_bytes=needed(plan_on(ideal(2), **leanest)))
     with pytest.raises(InfeasibleError) as caught:
         plan_on(cluster, **forced)
     named = " and ".join(f"{name}={forced[name]}" for name in left_out)
     assert f"Without {named} it would fit, as pp={forced['pp']} dp={forced['dp']} tp=1" in str(caught.value)
-    assert most(plan_on(cluster, **free)) <= cluster.device(0).memory_bytes
+    assert needed(plan_on(cluster, **free)) <= cluster.device(0).memory_bytes
 
 
 @pytest.mark.parametrize("forced", [{}, {"pp": 2}, {"recompute": "full", "zero": 3, "schedule": "auto"}])

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 
-from autopart.analysis import Analysis, analyze
-from autopart.models import load_model
 from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.runtime.errors import InfeasibleError
-from autopart.tracing import capture
 from clusters import ideal
-
-
-@functools.lru_cache(maxsize=1)
-def analysis() -> Analysis:
-    """Of a model whose layers weigh much, which replicas hold whole while they run."""
-    loaded = load_model("hf:gpt2?n_layer=4&n_embd=256&n_head=4&vocab_size=512&seq=128", meta=True)
-    return analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False))
+from weighty import analysis, needed
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow), "auto"])
@@ -42,7 +32,7 @@ def test_chosen_levels_fit_where_one_for_all_does_and_take_no_longer(
             return None
 
     plans = [found for level in range(4) if (found := made(level, 2**40)) is not None]
-    roomy = sorted(max(stage.memory_bytes for stage in found.stages) for found in plans)
+    roomy = sorted(needed(found) for found in plans)
     assert len(roomy) == 4
     for memory in (roomy[0] - 2**23, roomy[0], (roomy[0] + roomy[-1]) // 2):
         fitting = [found.step_time_s for level in range(4) if (found := made(level, memory)) is not None]
