@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -70,7 +69,8 @@ class Candidates(CandidateStrategies):
 
         below: seconds that it has to stay below to be of interest; raises NotBetter where it surely does not.
         Where layers are computed again for the fastest strategies to fit, those are tried too that fit without; where
-        memory binds, those at prices for bytes, and mixtures around the other answers as well.
+        memory binds, those with parameters divided over replicas, and where layers may be computed again those at
+        prices for bytes, and mixtures around the other answers as well.
         """
         self._divisions, self._worked, self._by_levels = {}, {}, {}
         fastest = self.choose(config)
@@ -159,15 +159,7 @@ class Candidates(CandidateStrategies):
 
     def _at_prices(self, config: Degrees, choices: list[TensorChoice], below: float) -> Evaluation[Answer] | None:
         """The best of these strategies, where layers may run again, if they take less than ``below``."""
-        best: Evaluation[Answer] | None = None
-        for choice in choices:
-            try:
-                found = self._evaluate(config, choice, below, tightenings=0)
-            except (InfeasibleError, NotBetter):
-                continue
-            if found.objective < below:
-                best, below = found, found.objective
-        return best
+        return _best_of(below, (partial(self._tried, config, choice) for choice in choices))
 
     def _at_levels(self, config: Degrees, below: float, known: bool = False) -> Evaluation[Answer] | None:
         """The best of strategies with parameters divided over replicas, of interest below so many seconds.
@@ -176,23 +168,24 @@ class Candidates(CandidateStrategies):
         """
         if config not in self._by_levels and not known:
             best: Evaluation[Answer] | None = None
-            ways = (self._of_level, self._hidden) if self._divides(config) and config.recompute == "auto" else ()
-            most = below
-            for divided in ways:
-                found = divided(config, most)
-                if found is not None and found.objective < most:
-                    best, most = found, found.objective
-            for level in LEVELS[2:] if ways and most > (1 + _NEAR) * self.work_floor(config) else ():
-                found = self._of_level(config, most, level)
-                if found is not None and found.objective < most:
-                    best, most = found, found.objective
+            if self._divides(config) and config.recompute == "auto":
+                one, *more = (partial(self._of_level, config, level) for level in LEVELS[1:])
+                best = _best_of(below, (one, partial(self._hidden, config)))
+                most = below if best is None else best.objective
+                if most > (1 + _NEAR) * self.work_floor(config):
+                    best = _best_of(most, more) or best
             self._by_levels[config] = best
         found = self._by_levels.get(config)
         return found if found is not None and found.objective < below else None
 
-    def _of_level(
-        self, config: Degrees, below: float, level: int = 1, tightenings: int = 0
-    ) -> Evaluation[Answer] | None:
+    def _tried(self, config: Degrees, choice: TensorChoice, below: float) -> Evaluation[Answer] | None:
+        """These strategies, where they fit and may take less than ``below``."""
+        try:
+            return self._evaluate(config, choice, below, tightenings=0)
+        except (InfeasibleError, NotBetter):
+            return None
+
+    def _of_level(self, config: Degrees, level: int, below: float, tightenings: int = 0) -> Evaluation[Answer] | None:
         """The fastest strategies with all parameters at a level of ZeRO, where they fit.
 
         Limits of memory do not lead to these: they count what is kept where nothing runs again, and not the layers that
@@ -205,23 +198,17 @@ class Candidates(CandidateStrategies):
 
     def _hidden(self, config: Degrees, below: float) -> Evaluation[Answer] | None:
         """The first of :meth:`hidden` that fit with layers computed again."""
-        for choice in self.hidden(config):
-            with contextlib.suppress(InfeasibleError, NotBetter):
-                return self._evaluate(config, choice, below, tightenings=0)
-        return None
+        tried = (self._tried(config, choice, below) for choice in self.hidden(config))
+        return next((found for found in tried if found is not None), None)
 
     def _of_one_level(self, config: Degrees, fastest: TensorChoice, below: float) -> Evaluation[Answer] | None:
         """The best with all parameters at one level of ZeRO, of interest below so many seconds, where what is computed
         again is given and memory is what keeps whole parameters from taking less.
         """
-        best: Evaluation[Answer] | None = None
         if not self._divides(config) or config.recompute == "auto" or not self._memory_binds(config, fastest, below):
             return None
-        for level in LEVELS[1:]:
-            found = self._of_level(config, below, level, TIGHTENINGS)
-            if found is not None and found.objective < below:
-                best, below = found, found.objective
-        return best
+        levels = LEVELS[1:]
+        return _best_of(below, (partial(self._of_level, config, level, tightenings=TIGHTENINGS) for level in levels))
 
     def _memory_binds(self, config: Degrees, choice: TensorChoice, below: float) -> bool:
         """Whether these strategies would take less than so many seconds on devices that hold whatever they ask for."""
@@ -488,3 +475,13 @@ class Candidates(CandidateStrategies):
             self.shared.durations(devices) if self.shared is not None else None,
             self.host_starts(config),
         )
+
+
+def _best_of(below: float, ways: Iterable[Callable[[float], Evaluation[Answer] | None]]) -> Evaluation[Answer] | None:
+    """The fastest of what takes less than ``below``; each way is asked for less than what those before it take."""
+    best: Evaluation[Answer] | None = None
+    for way in ways:
+        found = way(below)
+        if found is not None and found.objective < below:
+            best, below = found, found.objective
+    return best

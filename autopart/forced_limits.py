@@ -24,11 +24,13 @@ def what_would_fit(candidates: Candidates, config: Degrees, limits: Mapping[str,
     Empty where nothing that could be left out was forced, or that does not help. candidates: under these limits.
     limits: as ``make_plan`` takes them.
     """
-    others = Candidates(
-        *(candidates.analysis, candidates.cluster, candidates.batch, candidates.optimizer, candidates.time_limit_s),
-        *(candidates.warmup, candidates.pins, None, candidates.scheme),
-    )
-    for left_out in _left_out(candidates, config, limits):
+    tries, others = list(_left_out(candidates, config, limits)), candidates
+    if any("zero" in left_out for left_out in tries):
+        others = Candidates(
+            *(candidates.analysis, candidates.cluster, candidates.batch, candidates.optimizer, candidates.time_limit_s),
+            *(candidates.warmup, candidates.pins, None, candidates.scheme),
+        )
+    for left_out in tries:
         tried = config
         for name in left_out:
             tried = replace(tried, **_instead(candidates, config, name))
