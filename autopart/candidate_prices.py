@@ -215,8 +215,6 @@ class CandidatePrices:
 
     def exposed(self, config: Degrees, exchanged: float, computed: float, late: float = 0.0) -> float:
         """As :func:`autopart.data_prices.exposed`, where a stage has its part of the statements that gather."""
-        if config.schedule in SPLIT_SCHEDULES:
-            return 1.0
         return exposed(exchanged, computed, max(1.0, self.units / config.stages), late)
 
     def _rooms(self, config: Degrees) -> list[float]:
@@ -237,15 +235,17 @@ class CandidatePrices:
             found.update([layer] if choice.name == WHOLE else modules_again(layer, choice.name))
         return found
 
-    def weight_share(self, config: Degrees, step: Step, problem: StageProblem) -> float:
+    def weight_share(self, config: Degrees, choice: TensorChoice, problem: StageProblem, step: Step) -> float:
         """Which part of a stage's backward a schedule can leave for W: half of that of ops with trained weights.
 
-        Their other half is the inputs' gradients. What is computed again leaves none, as B does all of it.
+        Their other half is the inputs' gradients. B does all of what is computed again, and makes the gradients of
+        weights that replicas divide at levels 2 and 3 of ZeRO.
         """
         if config.schedule not in SPLIT_SCHEDULES:
             return 0.0
         prices, inside = self.prices(config), set(problem.blocks_between(step.first, step.last))
         again = self.computed_again(config, step, problem)
+        in_b = {name for name, level in choice.levels.items() if level >= 2}
         later = whole = 0.0
         for node, block in self.analysis.block_of.items():
             if block in inside:
@@ -254,7 +254,8 @@ class CandidatePrices:
                     around(graphs.module_path(node))
                 )
                 whole += seconds + (forward if repeated else 0.0)
-                if not repeated and any(value.node.meta.get("trainable") for value in graphs.inputs(node)):
+                trained = (v.node.meta["name"] for v in graphs.inputs(node) if v.node.meta.get("trainable"))
+                if not repeated and any(name not in in_b for name in trained):
                     later += seconds / 2
         return later / whole if whole else 0.0
 

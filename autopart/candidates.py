@@ -217,14 +217,14 @@ class Candidates(CandidateStrategies):
         problem = self.problem(config, choice)
         roomy = replace(problem, slots=tuple(replace(slot, capacity_bytes=_ENOUGH) for slot in problem.slots))
         try:
-            cut = self._cut(config, roomy, below * self.faster(config))
+            cut = self._cut(config, choice, roomy, below * self.faster(config))
         except (InfeasibleError, NotBetter):
             return False
-        return self._step_seconds(roomy, cut.way, config) < below
+        return self._step_seconds(config, choice, roomy, cut.way) < below
 
     def seconds_of(self, answer: Answer) -> float:
         """Of a step, as candidates are compared by."""
-        return self._step_seconds(answer.problem, answer.way, answer.config)
+        return self._step_seconds(answer.config, answer.choice, answer.problem, answer.way)
 
     def divided(self, answer: Answer) -> list[Answer]:
         """The same with all that can be divided over replicas at a level of ZeRO, from 1 on, where that fits; none
@@ -320,14 +320,14 @@ class Candidates(CandidateStrategies):
         problem = merged(priced, samples, self.analysis)
         most = below * self.faster(config)
         try:
-            cut = self._cut(config, problem, most)
+            cut = self._cut(config, answer, problem, most)
             mixture = applied(answer, chosen_ways(problem, cut, ways, self.analysis), parts)
             problem, whole = self.problem(config, mixture), problem
             known = carried(whole, cut, problem)
-            cut = self._cut(config, problem, most, known or ())
+            cut = self._cut(config, mixture, problem, most, known or ())
         except (NotBetter, InfeasibleError):  # the merged problem counts messages as of its first way alone
             return None
-        seconds = self._step_seconds(problem, cut.way, config)
+        seconds = self._step_seconds(config, mixture, problem, cut.way)
         return Evaluation(Answer(config, mixture, problem, cut), seconds, seconds)
 
     def _evaluate(
@@ -366,7 +366,7 @@ class Candidates(CandidateStrategies):
                 break
             problem = problem or self.problem(config, choice)
             try:
-                cut = self._cut(config, problem, below * self.faster(config))
+                cut = self._cut(config, choice, problem, below * self.faster(config))
                 self._divisions[alike] = problem, cut
                 break
             except NotBetter as error:
@@ -411,7 +411,7 @@ class Candidates(CandidateStrategies):
                 floor = self.work_floor(whose)
             elif not complete:
                 floor = max(self.work_floor(whose), self._uncut(config, problem))
-        seconds = self._step_seconds(problem, cut.way, config)
+        seconds = self._step_seconds(config, choice, problem, cut.way)
         if alone and config.stages == 1 and not cut.way[0].choices:
             floor = seconds  # the only division; slower ways to run its blocks hide no more than they take longer
         return Evaluation(Answer(config, choice, problem, cut), seconds, min(floor, seconds))
@@ -426,7 +426,7 @@ class Candidates(CandidateStrategies):
             return False
         (leanest,) = self._leaner(config, choice.solution.objective, (_HIGH_PRICE,))
         try:
-            self._cut(config, self.problem(config, leanest), math.inf)
+            self._cut(config, leanest, self.problem(config, leanest), math.inf)
         except InfeasibleError:
             return True
         return False
@@ -444,11 +444,13 @@ class Candidates(CandidateStrategies):
         """Seconds of a step at least as blocks cannot be cut, with these choices, at whatever positions."""
         return blocks_floor(problem) / self.faster(config) if config.schedule in WHOLE_SCHEDULES else 0.0
 
-    def _cut(self, config: Degrees, problem: StageProblem, below: float, known: Way = ()) -> StageSolution:
+    def _cut(
+        self, config: Degrees, choice: TensorChoice, problem: StageProblem, below: float, known: Way = ()
+    ) -> StageSolution:
         """The best division that is found, of interest where it takes less than ``below``. known: to begin with."""
 
         def simulated(way: Way) -> float:
-            return self._step_seconds(problem, way, config)
+            return self._step_seconds(config, choice, problem, way)
 
         whole, steady = config.schedule in WHOLE_SCHEDULES, config.schedule in STEADY_SCHEDULES
         apart = 1 < config.stages == config.pp
@@ -462,14 +464,14 @@ class Candidates(CandidateStrategies):
             known=known,
         )
 
-    def _step_seconds(self, problem: StageProblem, way: Way, config: Degrees) -> float:
+    def _step_seconds(self, config: Degrees, choice: TensorChoice, problem: StageProblem, way: Way) -> float:
         places = self.layout.places(config)
         devices = [self.layout.ranks(config, places.index(place)) for place in range(config.pp)]
         return simulated_seconds(
             problem,
             way,
             config.schedule,
-            [self.weight_share(config, step, problem) for step in way],
+            [self.weight_share(config, choice, problem, step) for step in way],
             self.warmup_of(config),
             places,
             self.shared.durations(devices) if self.shared is not None else None,

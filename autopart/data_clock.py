@@ -6,7 +6,8 @@ are summed once all of them are made, level 2's as a message of them is full. Wh
 one starts, and at the end of the step: that of a backward's last, which the next microbatch hides, is spread over all.
 Messages pass one after another, in the order in which they are begun.
 
-Level 2's messages are taken to fill evenly over the backward.
+Level 2's messages are taken to fill evenly over the backward. A split backward counts as a whole one: messages pass
+beside W as well.
 """
 
 from __future__ import annotations
@@ -75,14 +76,11 @@ class _Messages:
 
 @dataclass(frozen=True, slots=True)
 class DataClock:
-    """Of one stage. beside: whether messages pass beside what is computed, else each is waited for at once.
-    microbatches: of a step.
-    """
+    """Of one stage. microbatches: of a step."""
 
     exchanged: Exchanges
     replicas: int
     link: Link
-    beside: bool
     microbatches: int
 
     def passes(self, forward: Computed, backward: Computed) -> tuple[float, float, float]:
@@ -111,8 +109,6 @@ class DataClock:
     ) -> float:
         """gathers: when a unit is read, sums: when gradients are made, with seconds of the message."""
         gathers, sums = (sorted(event for event in found if event[1]) for found in (gathers, sums))
-        if not self.beside:
-            return computed.seconds + sum(seconds for _, seconds in (*gathers, *sums))
         messages, following = _Messages(), [*(seconds for _, seconds in gathers[1:]), None]
         events = [(at, False, seconds) for at, seconds in gathers] + [(at, True, seconds) for at, seconds in sums]
         for at, is_sum, seconds in sorted(events):

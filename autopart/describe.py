@@ -59,7 +59,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
                 forward_s=times.forward_s,
                 backward_s=times.backward_s,
                 hidden_s=times.hidden_s,
-                weight_s=times.backward_s * candidates.weight_share(config, answer.way[index], problem),
+                weight_s=times.backward_s * candidates.weight_share(config, choice, problem, answer.way[index]),
                 memory_bytes=round(problem.stage_bytes(index, answer.way[index])),
                 state_bytes=round(problem.state_bytes(answer.way[index])),
                 capacity_bytes=candidates.layout.capacity(config, index),

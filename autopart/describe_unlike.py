@@ -50,7 +50,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
             for part in item.parts
         ]
         slowest = max(times, key=lambda found: found.backward_s)
-        weight = item.parts[0].candidates.weight_share(item.parts[0].config, step, problem)
+        weight = item.parts[0].candidates.weight_share(item.parts[0].config, item.choice, problem, step)
         stages.append(
             StagePlan(
                 devices=answer.devices[index],

@@ -3,8 +3,8 @@
 Ops run one after another, and so do the collectives of an axis. A collective that is waited for at once takes its own
 time; one that is begun before other ops (:mod:`autopart.passes.ahead`), or beside which weights' gradients are computed
 (:mod:`autopart.passes.beside`), what it takes longer than these, and what it waits for collectives before it. What
-replicas exchange for divided parameters is begun ahead too (:mod:`autopart.data_clock`), but under a split backward,
-of whose halves nothing is known here. A GPU's ops take no less than their host takes to start them, one after another.
+replicas exchange for divided parameters is begun ahead too (:mod:`autopart.data_clock`). A GPU's ops take no less than
+their host takes to start them, one after another.
 """
 
 from __future__ import annotations
@@ -97,9 +97,7 @@ class StageClock:
         there = there.longer(passing(sum(unit.gathered for unit in units), 0.0))
         summed = sum(unit.summed for unit in units) + sum(count["bytes"] for count in sums)
         back = back.longer(adding + passing(sum(unit.gathered_again for unit in units), summed))
-        data = DataClock(
-            self.exchanged, setting.data.replicas, setting.data.link, setting.beside, self.config.microbatches
-        )
+        data = DataClock(self.exchanged, setting.data.replicas, setting.data.link, self.config.microbatches)
         forward, backward, unseen = data.passes(there, back)
         if unseen > 0.0:
             hidden["dp"] = unseen

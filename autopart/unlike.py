@@ -260,7 +260,7 @@ class UnlikeCandidates(UnlikeFloors):
         """The simulated step."""
         config, problem, way = answer.config, answer.problem, answer.way
         shares = [
-            item.parts[0].candidates.weight_share(item.parts[0].config, step, problem)
+            item.parts[0].candidates.weight_share(item.parts[0].config, item.choice, problem, step)
             for item, step in zip(answer.stages, way, strict=True)
         ]
         warmup, shared = self.candidates.warmup_of(config.equal), self.candidates.shared

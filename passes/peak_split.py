@@ -2,7 +2,8 @@
 
 An op that meets a weight is cut out: B makes the gradients of what depends on received values, and leaves for W what
 the op saved and the gradients of its results. What depends on weights alone, W goes through by itself. A layer that is
-computed again makes all its gradients in B; so does a stage that receives nothing that has a gradient.
+computed again makes all its gradients in B; so does a stage that receives nothing that has a gradient. Of weights that
+replicas divide, B makes the gradients of levels 2 and 3, which are summed there.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def sides(code: StageCode) -> dict[fx.Node, str]:
     again = {node for segment in code.segments if segment.path for node in segment.nodes}
     weights: set[fx.Node] = set()
     for node in code.graph.nodes:
-        if is_parameter(node) and node.meta.get("trainable") and not code.divided.level(node):
+        if is_parameter(node) and node.meta.get("trainable") and code.divided.level(node) < 2:
             weights.add(node)
         if not graphs.is_op(node) and not graphs.is_getitem(node):
             continue

@@ -111,6 +111,7 @@ class Weights:
         self._axis: Axis = mesh.data
         divided = [spec for spec in specs if spec.zero and spec.name in parameters]
         self._summed = next(iter(divided), None)  # in what type gradients are added up, which is one for all
+        self._summed_last = {id(parameters[spec.name]) for spec in divided if spec.zero == 1}
         self._cut_in = {id(parameters[spec.name]): spec.data_dim for spec in divided}
         sizes = [axis.size for axis in mesh.tensor_axes]
         self._kept = [
@@ -136,6 +137,13 @@ class Weights:
         # been let go. While one lives its address is no other tensor's.
         self._lent: dict[int, tuple[weakref.ref[Tensor], _Unit, int]] = {}
         self._summing: tuple[_Unit, list[int], dist.Work, Tensor] | None = None
+
+    def left_for_w(self, parameter: nn.Parameter) -> Tensor:
+        """What a split backward may leave the gradients of for W: level 1's whole weight, of which this is a share.
+
+        Those of levels 2 and 3 are summed where B makes them, and none of theirs arrive at what is returned.
+        """
+        return self.leaves[id(parameter)] if id(parameter) in self._summed_last else parameter
 
     # --- Levels 1 and 2 ---
 

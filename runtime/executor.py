@@ -99,7 +99,7 @@ class Run:
         self._train = train
         self._reduce = reduce
         self._microbatches: dict[tuple[int, int], _Microbatch] = {}
-        self._weights: dict[int, list[nn.Parameter]] = {}
+        self._weights: dict[int, list[Tensor]] = {}
         self._step = mesh.step
         self._batch = mesh.step if train else _EVALUATED
         self._alone = len(set(mesh.place_of)) == len(mesh.place_of)  # no rank has several stages
@@ -124,11 +124,12 @@ class Run:
             if flush:
                 self._links.flush()
 
-    def _split_weights(self, actions: Sequence[Action]) -> dict[int, list[nn.Parameter]]:
-        """The parameters of the stages whose W has work of its own: without gradients to send, B may do it all."""
+    def _split_weights(self, actions: Sequence[Action]) -> dict[int, list[Tensor]]:
+        """The weights of the stages whose W has work of its own: without gradients to send, B may do it all."""
         sends = {value.name for values in self._links.values.values() for value in values if value.needs_grad}
+        whole = self._mesh.weights.left_for_w
         return {
-            stage: [p for p in self._modules[stage].parameters() if p.requires_grad]
+            stage: [whole(p) for p in self._modules[stage].parameters() if p.requires_grad]
             for stage in {action.stage for action in actions if action.work is Work.WEIGHT}
             if sends & set(self._specs[stage].receives)
         }

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -47,7 +47,7 @@ class LaterGradients:
         self._ends += ends
         self._gradients += gradients
 
-    def compute(self, weights: Sequence[nn.Parameter]) -> None:
+    def compute(self, weights: Sequence[Tensor]) -> None:
         """Adds the gradients to the weights' ``.grad``."""
         ends, self._ends = self._ends, []
         gradients, self._gradients = self._gradients, []
@@ -58,7 +58,7 @@ class LaterGradients:
 class SplitBackward(TorchFunctionMode):
     """Inside, ops that meet one of ``weights`` are cut out; their weights' gradients go to ``later``."""
 
-    def __init__(self, weights: Sequence[nn.Parameter], later: LaterGradients) -> None:
+    def __init__(self, weights: Sequence[Tensor], later: LaterGradients) -> None:
         super().__init__()
         self._weights = {id(weight) for weight in weights if weight.requires_grad}
         self._later = later

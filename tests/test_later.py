@@ -117,11 +117,11 @@ def _plainly() -> list[bool]:
     assert weight.grad is not None and axis.traffic.counts() == {}
     weight.grad = None
     rest = LaterGradients()
-    with SplitBackward([weight], rest):  # type: ignore[list-item]
+    with SplitBackward([weight], rest):
         y = run(torch.ones(4, 3, requires_grad=True))
     y.sum().backward()
     assert weight.grad is None
-    rest.compute([weight])  # type: ignore[list-item]
+    rest.compute([weight])
     assert weight.grad is not None
     return active
 

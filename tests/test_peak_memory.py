@@ -239,6 +239,12 @@ MIXED: dict[str, tuple[str, dict[str, Any]]] = {
     "vit-dp2-tp2-zero2": ("vit", {"dp": 2, "tp": 2, "zero": 2}),
     "vit-dp2-tp2-zero3": ("vit", {"dp": 2, "tp": 2, "zero": 3}),
     "t5-pp2-tp2-zb-h1": ("t5", {"pp": 2, "tp": 2, "schedule": "zb-h1"}),
+    # W makes the gradients of level 1, B those of levels 2 and 3
+    "gpt2-pp2-dp2-zero1-zb-h1": ("gpt2", {"pp": 2, "dp": 2, "zero": 1, "schedule": "zb-h1"}),
+    "gpt2-pp2-dp2-zero1-zb-v": ("gpt2", {"pp": 2, "dp": 2, "zero": 1, "schedule": "zb-v"}),
+    "t5-pp2-dp2-zero1-zb-h1": ("t5", {"pp": 2, "dp": 2, "zero": 1, "schedule": "zb-h1"}),
+    "gpt2-pp2-dp2-zero2-zb-h1": ("gpt2", {"pp": 2, "dp": 2, "zero": 2, "schedule": "zb-h1"}),
+    "gpt2-pp2-dp2-zero3-zb-h1": ("gpt2", {"pp": 2, "dp": 2, "zero": 3, "schedule": "zb-h1"}),
     "vit-tp2-again": ("vit", {"tp": 2, "recompute": "full"}),
     "vit-pp2-again": ("vit", {"pp": 2, "recompute": "full"}),
 }

@@ -100,6 +100,35 @@ def test_other_meshes_equal_one_process(
     check("gpt2", limits, level, tmp_path, monkeypatch)
 
 
+def _split(level: int, schedule: str) -> Plan:
+    subject, analysis = subject_of("gpt2")
+    limits: dict[str, Any] = {"pp": 2, "dp": 2, "tp": 1, "microbatches": 2, "recompute": "none", "zero": level}
+    return make_plan(subject.program, ideal(4), batch=8, analysis=analysis, schedule=schedule, **limits)
+
+
+@pytest.mark.parametrize(
+    ("level", "schedule"),
+    [
+        (1, "zb-h1"),
+        *(pytest.param(level, "zb-h1", marks=pytest.mark.slow) for level in (2, 3)),
+        *(pytest.param(level, "zb-v", marks=pytest.mark.slow) for level in (1, 2, 3)),
+    ],
+)
+def test_split_backwards_equal_one_process(
+    level: int, schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("gpt2", _split(level, schedule), level, tmp_path, monkeypatch)
+
+
+def test_what_split_backwards_leave_for_w() -> None:
+    """Level 1's gradients as whole ones; B sums those of levels 2 and 3, beside what it computes."""
+    plans = [_split(level, "zb-h1").stages for level in (0, 1, 2, 3)]
+    whole, first, *others = ([stage.weight_s for stage in stages] for stages in plans)
+    assert first == pytest.approx(whole) and all(first)
+    assert not any(map(any, others))
+    assert all(stage.hidden_s.get("dp", 0.0) > 0.0 for stages in plans[2:] for stage in stages)
+
+
 def test_modules_without_weights_run_again_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In layers whose weights are gathered; a module that reads one would keep it, and is refused."""
     subject, analysis = subject_of("gpt2")
