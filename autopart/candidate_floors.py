@@ -346,7 +346,7 @@ class CandidateFloors(CandidateSums):
         updated = held if self.zero == 0 else held / config.dp
         sums = bucketed_all_reduce_seconds(held * self.summed, config.dp, self.layout.data_link(config))
         # a backward hides no more than it takes, however much longer than this
-        hiding = work if config.schedule in WHOLE_SCHEDULES else 0.0
+        hiding = 0.0 if config.schedule in STEADY_SCHEDULES else work
         floor += max(0.0, sums - hiding) if summed else 0.0
         if summed and hiding and config.dp > 1 and not self._exchange_forced:
             floor = max(floor, (config.microbatches - 1) * work + self.last_microbatch(config)[0])

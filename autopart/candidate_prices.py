@@ -238,10 +238,10 @@ class CandidatePrices:
     def weight_share(self, config: Degrees, choice: TensorChoice, problem: StageProblem, step: Step) -> float:
         """Which part of a stage's backward a schedule can leave for W: half of that of ops with trained weights.
 
-        Their other half is the inputs' gradients. B does all of what is computed again, and makes the gradients of
-        weights that replicas divide at levels 2 and 3 of ZeRO.
+        Their other half is the inputs' gradients. B does all of the first stage, for which nothing waits, and of what
+        is computed again, and makes the gradients of weights that replicas divide at levels 2 and 3 of ZeRO.
         """
-        if config.schedule not in SPLIT_SCHEDULES:
+        if config.schedule not in SPLIT_SCHEDULES or not step.first:
             return 0.0
         prices, inside = self.prices(config), set(problem.blocks_between(step.first, step.last))
         again = self.computed_again(config, step, problem)

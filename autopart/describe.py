@@ -49,6 +49,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
     for index, (stage, graph) in enumerate(zip(found.stages, found.local, strict=True)):
         first, last = boundaries[index], boundaries[index + 1]
         times = StageClock(candidates, config, stage, graph, choice, again[index], exchanged[index]).seconds()
+        weight = candidates.weight_share(config, choice, problem, answer.way[index])
         stages.append(
             StagePlan(
                 devices=candidates.layout.ranks(config, index),
@@ -59,14 +60,14 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
                 forward_s=times.forward_s,
                 backward_s=times.backward_s,
                 hidden_s=times.hidden_s,
-                weight_s=times.backward_s * candidates.weight_share(config, choice, problem, answer.way[index]),
+                weight_s=times.backward_s * weight,
                 memory_bytes=round(problem.stage_bytes(index, answer.way[index])),
                 state_bytes=round(problem.state_bytes(answer.way[index])),
                 capacity_bytes=candidates.layout.capacity(config, index),
                 parameters=held_numbers(graph, axes, found.cuts, config.dp),
                 collectives=exchanged[index].microbatch,
                 axis_collectives=exchanged[index].axes,
-                step_end_s=step_end_seconds(problem, answer.way[index], config.schedule),
+                step_end_s=step_end_seconds(problem, answer.way[index], config.schedule, weight),
                 step_collectives=exchanged[index].step,
                 recompute=again[index] if recompute == "some" else (),
                 device=candidates.cluster.names(candidates.layout.ranks(config, index)),

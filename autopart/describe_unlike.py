@@ -68,7 +68,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
                 parameters=held_numbers(graph, own.axes, found.cuts, own.dp),
                 collectives=exchanged[index].microbatch,
                 axis_collectives=exchanged[index].axes,
-                step_end_s=step_end_seconds(problem, step, config.schedule),
+                step_end_s=step_end_seconds(problem, step, config.schedule, weight),
                 step_collectives=exchanged[index].step,
                 recompute=again[index] if recompute == "some" else (),
                 device=candidates.cluster.names(answer.devices[index]),

@@ -51,7 +51,7 @@ def simulated_seconds(
         if starts is not None:
             started = starts.of(problem.blocks_between(step.first, step.last))
             forward, backward = max(forward, started[0]), max(backward, started[1])
-        end = step_end_seconds(problem, step, schedule)
+        end = step_end_seconds(problem, step, schedule, share)
         times.append(StageTimes(forward, backward, weight_s=backward * share, reduce_s=end))
     crossed = [problem.crossings(before, after) for before, after in itertools.pairwise(way)]
     there = [max(cut.forward_s for cut in cuts) for cuts in crossed]
@@ -76,10 +76,14 @@ def _schedule(name: str, stages: int, microbatches: int, warmup: tuple[int, ...]
     return make_schedule(name, stages, microbatches, edges, warmup=warmup, places=places)
 
 
-def step_end_seconds(problem: StageProblem, step: Step, schedule: str) -> float:
-    """Seconds of a stage after its last backward, which hides sums of gradients where it is one whole pass."""
-    whole = schedule in WHOLE_SCHEDULES
-    return problem.exposed_step_end_seconds(step) if whole else problem.step_end_seconds(step)
+def step_end_seconds(problem: StageProblem, step: Step, schedule: str, weight_share: float) -> float:
+    """Seconds of a stage after its last backward, which hides sums of gradients where the step ends with it.
+
+    weight_share: the part of it that is left for W, where there is such a part; no more than W is taken to hide.
+    """
+    if schedule in STEADY_SCHEDULES:
+        return problem.step_end_seconds(step)
+    return problem.exposed_step_end_seconds(step, weight_share or 1.0)
 
 
 def pipeline_floor(work: float, config: Degrees, warmup: tuple[int, ...] = ()) -> float:
@@ -99,5 +103,5 @@ def one_stage_floor(seconds: float, sums: float, config: Degrees) -> float:
 
     sums: of gradients, at most. The last backward hides no more than these, and no more than a microbatch takes.
     """
-    hidden = min(sums, seconds) if config.schedule in WHOLE_SCHEDULES else 0.0
+    hidden = 0.0 if config.schedule in STEADY_SCHEDULES else min(sums, seconds)
     return pipeline_floor(seconds, config) - hidden

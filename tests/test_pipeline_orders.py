@@ -89,6 +89,11 @@ def test_memory_and_the_end_of_the_step_are_paid_for(name: str, virtual: int) ->
     ends = equal_layers(64, Piece(1.0, 2.0, (Weights(1.0, (Way(end_s=3.0),)),)))
     longer = least_step_seconds(ends, [], pipeline_of(name, ranks, virtual, m, work=192.0))
     assert free + 40 < longer < free + 50
+    # sums, of which the last backwards hide two seconds a layer, or all
+    for seconds, left in [(3.0, 16.0), (1.5, 0.0)]:
+        sums = equal_layers(64, Piece(1.0, 2.0, (Weights(1.0, (Way(end_s=seconds, sum_s=seconds),)),)))
+        found = least_step_seconds(sums, [], pipeline_of(name, ranks, virtual, m, work=192.0))
+        assert free + left - 8 < found < free + left + 2
 
 
 @pytest.mark.parametrize(

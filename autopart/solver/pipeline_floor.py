@@ -356,7 +356,9 @@ class _Program:
             for passes, terms in zip(({f: 1.0, b: 1.0}, {f: 1.0}, {b: 1.0}), stage.exchanged, strict=True):
                 if any(terms.values()):
                     self._row({**passes, **_minus(terms)}, lower=0.0)
-            if self.chains:
+            if not any(stage.end.values()):
+                continue
+            if self.pipeline.order is not None and self.pipeline.order.steady:
                 self._row({e: 1.0, **_minus(stage.end)}, lower=0.0)
                 continue
             self._row({e: 1.0, b: 1.0, **_minus(stage.end)}, lower=0.0)

@@ -3,13 +3,14 @@ r"""Chains of computations in orders other than 1F1B's and GPipe's, for :mod:`au
 A rank runs several stages, or leaves a part W_s <= B_s / 2 of a backward of B_s seconds for later. Before the first
 forward of stage s come those of the stages before; m microbatches of it, and of the later stages S_s on its rank,
 follow; and then the end of the step, or the way of the last gradient back through the stages before and the end of the
-first rank's step. With R_k the seconds of a stage's end, which no backward hides, a step of T seconds has for every
-stage s, on rank r,
+first rank's step. With R_k the seconds of a stage's end that its last backward does not hide, a step of T seconds has
+for every stage s, on rank r,
 
     T >= F_{<s} + m sum_{S_s} (F_k + B_k) + sum_r R_k
     T >= F_{<s} + m sum_{S_s} (F_k + B_k - W_k) + (B - W)_{<s} + sum_0 R_k
 
-Where batches follow each other without a gap a rank has its own work alone, T >= m sum_r (F_k + B_k) + sum_r R_k.
+Where batches follow each other without a gap nothing hides the ends, and a rank has its own work alone,
+T >= m sum_r (F_k + B_k) + sum_r R_k.
 These are the first chains of :mod:`autopart.solver.stages_least`. Of neighbouring ranks the mean is taken, whose stages
 join in groups as those of :mod:`autopart.solver.pipeline_groups` do: the k-th of n stages counts m v_k of its own and
 v_j for each stage behind it, where the weights v add up to 1, and the sum over the group as often as the least does.

@@ -260,10 +260,12 @@ class StageProblem:
         own = math.fsum(shape.blocks[block].step_end_s for block in inside)
         return own + math.fsum(group.step_end_s for group in shape.tied if inside & set(group.blocks))
 
-    def exposed_step_end_seconds(self, step: Step) -> float:
-        """The same without what the stage's last backward hides of sums of gradients, where it is one whole pass."""
+    def exposed_step_end_seconds(self, step: Step, share: float = 1.0) -> float:
+        """The same without what the stage's last backward hides of sums of gradients. share: of a backward, the pass
+        that makes the weights' gradients.
+        """
         made = dict(step.choices)
-        units = [(part, family[made.get(part[0], 0)].backward_s) for part, family in self.units(step)]
+        units = [(part, share * family[made.get(part[0], 0)].backward_s) for part, family in self.units(step)]
         shape = self.shapes[self.slots[step.slot].shape]
         return max(0.0, self.step_end_seconds(step) - hidden_seconds(shape.sums, units, shape.passing.limit))
 
