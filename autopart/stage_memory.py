@@ -30,6 +30,7 @@ def stage_peaks(
     splits: bool = False,
     divided: Sequence[Divided] | None = None,
     there: Sequence[Set[str]] | None = None,
+    alone: Sequence[bool] | None = None,
 ) -> list[Peak]:
     """Bytes of one microbatch of ``samples`` samples on a rank of each stage.
 
@@ -37,7 +38,7 @@ def stage_peaks(
     "cuda" or "cpu". axes: of each stage; None: those of the realization. messages: of each stage, those in which its
     gradients are summed. splits: weights' gradients are left for W. divided: of each stage, the weights of
     which replicas have shares. there: of each stage, the parameters whose gradients other stages of its rank have made
-    by then.
+    by then. alone: of each, whether its rank has no other.
     """
     counts = [samples] * len(found.stages) if isinstance(samples, int) else samples
     axes = axes or [found.axes] * len(found.stages)
@@ -52,12 +53,14 @@ def stage_peaks(
             splits=splits,
             divided=shares,
             there=made,
+            alone=single,
         )
-        for stage, graph, own, own_axes, count, sent, shares, made in zip(
+        for stage, graph, own, own_axes, count, sent, shares, made, single in zip(
             *(found.stages, found.local, recompute, axes, counts),
             messages or [()] * len(found.stages),
             divided or [Divided() for _ in found.stages],
             there or [frozenset[str]()] * len(found.stages),
+            alone or [True] * len(found.stages),
             strict=True,
         )
     ]

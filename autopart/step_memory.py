@@ -128,7 +128,8 @@ def step_peaks(analysis: Analysis, plan: Plan, found: Realization, kind: str) ->
     ]
     there = [made_before(specs[index], index, together[index]) for index in range(len(plan.stages))]
     again = recomputed(plan, found.local)
-    peaks = stage_peaks(analysis.program, found, samples, again, kind, axes, messages, splits, divided, there)
+    alone = [len(stages) == 1 for stages in together]
+    peaks = stage_peaks(analysis.program, found, samples, again, kind, axes, messages, splits, divided, there, alone)
     endless = plan.schedule == "2bw"
     repeats = plan.microbatches if endless else None
     waiting = [waiting_bytes(specs[index], index, together[index], axes[index]) for index in range(len(plan.stages))]
@@ -248,15 +249,14 @@ class _Walk:
                 self.sent[send, number] += held
                 self.now += held
         coming = sum(value.at_source for value in self.between(stage, None) if value.differentiable)
-        going = peak.back(self.passed[Work.BACKWARD, stage, batch], last)
-        before = self.tails.pop(stage, 0.0)
-        self.now -= before
-        if before:  # of several stages the last message alone is on its way, and this one stands for it
-            self.settle()
-        self.add(0.0, going.backward - peak.retained - coming)
-        if going.tail:
+        own = self.tails.pop(stage, 0.0)  # which the walk counts
+        going = peak.back(self.passed[Work.BACKWARD, stage, batch], last, bool(own))
+        self.now -= own
+        self.add(0.0, going.unsettled - peak.retained - coming)
+        if going.tail:  # of several stages the last message alone is on its way
             self.settle()
             self.tails[stage] = going.tail
+        self.add(0.0, going.backward - peak.retained - coming)
         self.now += going.tail
         self.grow(Work.BACKWARD, stage, batch, peak.gradients - peak.later)
         self.now += peak.messages if last and not peak.later else 0.0

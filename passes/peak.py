@@ -37,12 +37,14 @@ from autopart.runtime.data_weights import AHEAD
 class Back:
     """The most bytes while a microbatch goes back: in its backward, or its B; and in its W.
 
-    tail: bytes of divided gradients that are still on their way after it.
+    unsettled: of the backward, before what another stage of the rank has on its way is settled. tail: bytes of divided
+    gradients that are still on their way after it.
     """
 
     backward: float
-    weight: float = 0.0
-    tail: float = 0.0
+    weight: float
+    unsettled: float
+    tail: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,8 @@ class Peak:
 
     forward: the most while it goes forward. retained: between forward and backward. backs: of it going back, by how
     many microbatches of the stage went back before (0, 1, or 2 for more, where that differs), whose gradients are not
-    counted, and by whether it is the last, in which replicas begin to sum. gradients: of the stage's parameters; later:
+    counted, by whether it is the last, in which replicas begin to sum, and by whether a message of the one before is on
+    its way. gradients: of the stage's parameters; later:
     those of them that are made in W. left: between B and W, what is received aside, of which left_received. messages:
     what these take beyond the gradients, from the last microbatch on. arriving: divided weights on their way at the
     start of a call; arrival: the most while the first microbatch goes forward, with these.
@@ -59,7 +62,7 @@ class Peak:
 
     forward: float
     retained: float
-    backs: Mapping[tuple[int, bool], Back]
+    backs: Mapping[tuple[int, bool, bool], Back]
     gradients: float
     later: float = 0.0
     left: float = 0.0
@@ -68,9 +71,13 @@ class Peak:
     arriving: float = 0.0
     arrival: float = 0.0
 
-    def back(self, before: int, summing: bool) -> Back:
-        """before: microbatches of the stage that went back already. summing: it is the last."""
-        return self.backs[min(before, max(number for number, _ in self.backs)), summing]
+    def back(self, before: int, summing: bool, carried: bool = False) -> Back:
+        """before: microbatches of the stage that went back already. summing: it is the last. carried: a message of the
+        one before is on its way.
+        """
+        number = min(before, max(number for number, *_ in self.backs))
+        found = self.backs.get((number, summing, carried))
+        return found or self.backs[number, summing, not carried]
 
 
 def peak(
@@ -86,13 +93,15 @@ def peak(
     splits: bool = False,
     divided: Divided | None = None,
     there: Set[str] = frozenset(),
+    alone: bool = True,
 ) -> Peak:
     """The peak of a rank's graph of a stage for a microbatch of ``batch`` samples.
 
     roots: where gradients enter. recompute: paths of what is computed again. inlined: values without a name.
     sends: how many of the results, the first, go to other stages; the others are let go when the forward returns.
     messages: of gradients that ranks sum. splits: whether the weights' gradients are left for W. divided: weights of
-    which replicas have shares. there: parameters whose gradients other stages of the rank have made by then.
+    which replicas have shares. there: parameters whose gradients other stages of the rank have made by then. alone: the
+    rank has no other stage, whose messages settle what is on its way.
     """
     divided = divided or Divided()
     code = StageCode(graph, axes, batch, set(recompute), set(inlined), kind, messages, divided, splits)
@@ -116,20 +125,26 @@ def peak(
             one.holding.carry(carried)
         backward = one.backward(reached, roots)
         one.in_backward = one.gradients
-        return Back(backward, one.weights(), one.holding.tail), one
+        unsettled = backward if one.holding.unsettled_most is None else one.holding.unsettled_most
+        return Back(backward, one.weights(), unsettled, one.holding.tail), one
 
     order = back(there, False, (), None)[1].holding.seen if divided.units else ()
     first, one = back(there, False, order, None)
-    backs = {(0, False): first}
+    backs = {(0, False, False): first}
     known = [frozenset(there)]  # which gradients are there when a microbatch goes back, by how many did before
     on_its_way = one.holding.unsettled
     every = frozenset(node.meta["name"] for node in graph.nodes if is_parameter(node))
     known += [every] if on_its_way is None else [every - on_its_way.names | one.holding.there, every]
-    for before in range(1, len(known)):
-        backs[before, False] = back(known[before], False, order, on_its_way)[0]
-    for before, found in enumerate(known):
-        carried = on_its_way if before else None
-        backs[before, True] = back(found, True, order, carried)[0] if messages else backs[before, False]
+    for before, own in enumerate(known):
+        # own messages are on their way, if other stages' did not settle them
+        ways = [(own, on_its_way if before else None)]
+        ways += [(every, None)] if before and on_its_way is not None and not alone else []
+        for made, carried in ways:
+            key = carried is not None
+            if before:
+                backs[before, False, key] = back(made, False, order, carried)[0]
+            whole = backs[before, False, key]
+            backs[before, True, key] = back(made, True, order, carried)[0] if messages else whole
     return Peak(
         forward,
         walk.now,

@@ -37,7 +37,9 @@ class ForwardWalk:
 
     def __post_init__(self) -> None:
         self.stays = {*self.code.kept, *self.code.results}
-        self.holding = Holding(self.code.divided, self.add, self.code.kind == "cpu", there=set(self.there))
+        self.holding = Holding(
+            self.code.divided, self.add, lambda: self.most, self.code.kind == "cpu", there=set(self.there)
+        )
 
     def add(self, size: float, passing: float = 0.0) -> None:
         """Allocates; passing: what is freed again at once."""

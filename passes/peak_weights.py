@@ -198,13 +198,14 @@ def divided_weights(
 class Holding:
     """A walk's divided weights: what of them is in memory.
 
-    A message that is sent is held until its shares have arrived. add: allocates bytes, or frees them. copies: a copy
-    of it is (gloo). there: parameters whose shares have gradients, which are not counted where they had them before the
-    pass. expected: units in the order of such a pass.
+    A message that is sent is held until its shares have arrived. add: allocates bytes, or frees them. most: bytes so
+    far. copies: a copy of it is (gloo). there: parameters whose shares have gradients, which are not counted where they
+    had them before the pass. expected: units in the order of such a pass.
     """
 
     code: Divided
     add: Callable[[float], None]
+    most: Callable[[], float]
     copies: bool
     backward: bool = False
     there: set[str] = field(default_factory=set)
@@ -220,6 +221,7 @@ class Holding:
     started: int = 0  # buckets of level 2
     unsettled: Scattered | None = None
     carried: bool = False  # it is of the backward before
+    unsettled_most: float | None = None  # bytes, before the first time that what is on its way is settled
     gradients: float = 0.0  # of shares, new ones
 
     # -- weights --------------------------------------------------------------------------------------------------
@@ -393,6 +395,8 @@ class Holding:
 
     def settle(self) -> None:
         """What has arrived becomes the shares' gradients, or is added to them."""
+        if self.unsettled_most is None:
+            self.unsettled_most = self.most()
         message, self.unsettled = self.unsettled, None
         if message is None:
             return

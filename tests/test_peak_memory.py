@@ -245,13 +245,18 @@ MIXED: dict[str, tuple[str, dict[str, Any]]] = {
     "t5-pp2-dp2-zero1-zb-h1": ("t5", {"pp": 2, "dp": 2, "zero": 1, "schedule": "zb-h1"}),
     "gpt2-pp2-dp2-zero2-zb-h1": ("gpt2", {"pp": 2, "dp": 2, "zero": 2, "schedule": "zb-h1"}),
     "gpt2-pp2-dp2-zero3-zb-h1": ("gpt2", {"pp": 2, "dp": 2, "zero": 3, "schedule": "zb-h1"}),
+    # a stage's message is settled by that of the rank's other one
+    "gpt2-pp2-dp2-zero2-zb-v": ("gpt2", {"pp": 2, "dp": 2, "zero": 2, "schedule": "zb-v", "microbatches": 4}),
+    "t5-pp2-dp2-zero2-zb-v": ("t5", {"pp": 2, "dp": 2, "zero": 2, "schedule": "zb-v", "recompute": "full"}),
+    "llama-pp2-dp2-zero3": ("llama", {"pp": 2, "dp": 2, "zero": 3, "schedule": "interleaved", "microbatches": 4}),
     "vit-tp2-again": ("vit", {"tp": 2, "recompute": "full"}),
     "vit-pp2-again": ("vit", {"pp": 2, "recompute": "full"}),
 }
+MIXED_QUICK = ("vit-tp2-again", "gpt2-pp2-dp2-zero2-zb-v")
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case == "vit-tp2-again" else pytest.mark.slow) for case in MIXED]
+    "case", [pytest.param(case, marks=() if case in MIXED_QUICK else pytest.mark.slow) for case in MIXED]
 )
 def test_peak_of_mixed_plans(case: str, tmp_path: Path) -> None:
     name, wanted = MIXED[case]
