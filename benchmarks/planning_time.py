@@ -192,7 +192,7 @@ def phases(only: str, cases: Mapping[str, Sequence[str]]) -> None:
 def run(arguments: Sequence[str], kept: str = "off") -> tuple[float, dict[str, float]]:
     """Seconds of the whole command, and the plan it printed. kept: the folder of the cache."""
     start = time.perf_counter()
-    command = [sys.executable, "-m", "autopart.cli", "plan", *arguments, "--json"]
+    command = [sys.executable, "-m", "autopart", "plan", *arguments, "--json"]
     environment = {**os.environ, "AUTOPART_CACHE": kept}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return time.perf_counter() - start, json.loads(done.stdout)

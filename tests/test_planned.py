@@ -223,7 +223,7 @@ def test_plans_do_not_depend_on_the_order_of_sets(tmp_path: Path) -> None:
     )
     found = []
     for seed in ("0", "3"):
-        command = [sys.executable, "-m", "autopart.cli", "plan", model, "--cluster", "cluster.toml", "--batch", "32"]
+        command = [sys.executable, "-m", "autopart", "plan", model, "--cluster", "cluster.toml", "--batch", "32"]
         environment = {**os.environ, "PYTHONHASHSEED": seed, "AUTOPART_CACHE": "off"}
         subprocess.run(
             [*command, "-o", "plan.json"], cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=300

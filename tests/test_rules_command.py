@@ -81,7 +81,7 @@ def test_what_is_wrong_is_said_in_a_line(capsys: pytest.CaptureFixture[str], arg
 
 
 def test_a_users_op_is_tried_from_its_file() -> None:
-    command = [sys.executable, "-m", "autopart.cli", "rules", "autopart_tests.gate.default", "4x6", "4x6"]
+    command = [sys.executable, "-m", "autopart", "rules", "autopart_tests.gate.default", "4x6", "4x6"]
     command += ["--rules", f"{HERE / 'custom_ops.py'}:rules"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert "d1" in done.stdout and done.stdout.count("equal") == len(done.stdout.splitlines()) - 2

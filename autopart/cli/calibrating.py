@@ -23,7 +23,7 @@ $XDG_CACHE_HOME/autopart, else ~/.cache/autopart) and used whenever a plan is ma
 
 Under torchrun all ranks measure at once, and collectives between them are measured as well. Ranks on CPUs share the
 cores, so start as many as will train."""
-EXAMPLE = "torchrun --nproc-per-node 4 -m autopart.cli calibrate"
+EXAMPLE = "torchrun --nproc-per-node 4 -m autopart calibrate"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
