@@ -61,7 +61,7 @@ def _slowest_device(cluster: Cluster, dtype: str) -> Device:
     kinds = list(dict.fromkeys(node.device for node in cluster.nodes))
     if len(kinds) == 1:
         return kinds[0]
-    slowest = min(kinds, key=lambda device: (device.peak(dtype) * device.contraction, device.memory_bandwidth))
+    slowest = min(kinds, key=lambda device: (device.product_rate(dtype), device.memory_bandwidth))
     names = dict.fromkeys(name for device in kinds for name in device.peak_flops)
     peaks = {name: min(device.peak(name) for device in kinds) for name in names}
     return replace(
@@ -73,6 +73,9 @@ def _slowest_device(cluster: Cluster, dtype: str) -> Device:
         launch_s=max(device.launch_s for device in kinds),
         host_s=max(device.host_s for device in kinds),
         unaligned=min(device.unaligned for device in kinds),
+        contraction_by={
+            name: min(device.product_rate(name) for device in kinds) / peak for name, peak in peaks.items()
+        },
         attention_by={
             name: min(device.attention_rate(name) for device in kinds) / peak for name, peak in peaks.items()
         },

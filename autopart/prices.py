@@ -153,7 +153,7 @@ class Prices:
         if not self.device.processors or not is_attention(node):
             return 1.0
         slower = min((product.slower for product in forward_products(node, self.batch)), default=1.0)
-        rate = self.device.attention_rate(dtype) / (self.device.peak(dtype) * self.device.contraction)
+        rate = self.device.attention_rate(dtype) / self.device.product_rate(dtype)
         return min(1.0, slower / rate)
 
     def kernels(self, node: fx.Node) -> tuple[int, int]:

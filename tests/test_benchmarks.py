@@ -53,6 +53,30 @@ def test_measured_steps_of_plain_models_are_priced(device: str) -> None:
         assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=0.12), row
 
 
+@pytest.mark.parametrize(
+    ("only", "near"),
+    [
+        ("3090-Ti gpt2", 0.1),
+        *(
+            pytest.param(*item, marks=pytest.mark.slow)
+            for item in [
+                ("3090-Ti bert", 0.12),
+                ("3090-Ti t5", 0.11),
+                ("4090 gpt2", 0.2),
+                ("4090 t5", 0.15),
+                ("V100", 0.16),
+            ]
+        ),
+    ],
+)
+def test_measured_layers_are_priced(only: str, near: float) -> None:
+    """From batches of 8 on, where the GPU sets the pace; nothing was fitted to layers."""
+    rows = [row for row in run("published_layers.py", "--only", only) if row["batch"] >= 8]
+    assert len(rows) >= 4
+    for row in rows:
+        assert row["predicted_both_s"] == pytest.approx(row["both_s"], rel=near), row
+
+
 @pytest.mark.slow
 def test_h100_of_2023_were_slower_than_they_are_priced() -> None:
     """By a fifth, as the kernels and clocks of these runs are not those that the preset was measured with."""

@@ -222,6 +222,8 @@ def test_equal_meshes_are_priced_with_the_least_rates_of_any_device() -> None:
     assert device.peak("float32") == fast.peak("float32") < slow.peak("float32")
     assert device.memory_bandwidth == slow.memory_bandwidth < fast.memory_bandwidth
     assert all(device.attention_rate("bfloat16") <= other.attention_rate("bfloat16") for other in (fast, slow))
+    for name in ("bfloat16", "float32"):  # shares of the peaks differ, too
+        assert device.product_rate(name) == pytest.approx(min(fast.product_rate(name), slow.product_rate(name)))
     plan = make_plan(program, cluster, analysis=analysis, batch=8, meshes="equal")
     assert any("least of each rate" in note for note in plan.notes)
     alike = Candidates(analysis, Cluster.parse("2xA100-40GB+2xA100-40GB"), 8, "adamw")

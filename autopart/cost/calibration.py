@@ -108,14 +108,15 @@ class Calibration:
             threads = self.threads if processes == self.processes else 1
             alone = max(1.0, min(threads, self.cores) * processes / self.cores)
         rates = {name: rate * share for name, rate in self.rates.items()}
-        for name, rate in device.peak_flops.items():  # types that were not measured keep their relation to float32
-            rates.setdefault(name, rates["float32"] * rate / device.peak("float32"))
+        for name in device.peak_flops:  # types that were not measured keep their relation to float32
+            rates.setdefault(name, rates["float32"] * device.product_rate(name) / device.product_rate("float32"))
         return replace(
             device,
             peak_flops=rates,
             memory_bandwidth=self.memory_bandwidth * share,
             launch_s=self.launch_s * launches,
             contraction=1.0,
+            contraction_by={},
             memory=1.0,
             attention_by=self.attention,
             host_s=self.host_s,
@@ -265,6 +266,7 @@ class _Model:
             memory_bandwidth=values["memory_bandwidth"],
             launch_s=values["launch_s"],
             contraction=1.0,
+            contraction_by={},
             memory=1.0,
             attention_by={dtype: min(1.0, share) for dtype, share in shares.items()},
             host_s=values.get(_HOST_S, self.device.host_s),

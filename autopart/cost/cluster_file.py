@@ -18,6 +18,7 @@
     launch_s = 5e-6
     processors = 82                                        # optional: multiprocessors; without: no tile effects
     contraction = 0.65                                     # optional: shares of the peaks that are reached
+    contraction_by = { float32 = 0.9 }                     # optional: the same by type, where types differ
     memory = 0.8
     attention = 0.5                                        # optional: of the peak, what fused attention reaches
     attention_by = { bfloat16 = 0.4 }                      # optional: the same by type, where types differ
@@ -63,7 +64,10 @@ _RANGES = {
 }
 """Least and most by key: what lies outside is a slip of the pen or in another unit, and no seconds come of it."""
 
-_BY_DTYPE = {"peak_flops": ("FLOP/s", "10e12", (_LEAST_RATE, 1e30)), "attention_by": ("shares", "0.4", (1e-6, 1.0))}
+_SHARES = ("shares", "0.4", (1e-6, 1.0))
+_BY_DTYPE = {
+    "peak_flops": ("FLOP/s", "10e12", (_LEAST_RATE, 1e30)), "contraction_by": _SHARES, "attention_by": _SHARES,
+}  # fmt: skip
 """By key what its table has for each dtype, an example, and least and most."""
 
 Row = tuple[int, Device, int, Link, Link, int]
@@ -155,7 +159,7 @@ def _shown(value: object) -> str:
 
 def _read_device(name: str, table: object, where: str) -> Device:
     assert isinstance(table, dict)
-    _check_keys(table, (*_DEVICE, *_DEVICE_OPTIONS, "attention_by"), where, ".")
+    _check_keys(table, (*_DEVICE, *_DEVICE_OPTIONS, "contraction_by", "attention_by"), where, ".")
     for key in _DEVICE:
         if key not in table:
             raise ClusterError(f"{where}.{key}: missing")

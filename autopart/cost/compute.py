@@ -141,9 +141,12 @@ def op_seconds(
     elif flops <= 0 and num_bytes <= 0:
         return 0.0
     else:
-        share = efficiency.contraction if efficiency else device.contraction
-        arithmetic = flops / (device.peak(dtype) * share)
+        arithmetic = flops / _product_rate(device, dtype, efficiency)
     return max(arithmetic, copy_seconds(device, num_bytes, efficiency)) + launches * device.launch_s
+
+
+def _product_rate(device: Device, dtype: str, efficiency: Efficiency | None) -> float:
+    return device.peak(dtype) * efficiency.contraction if efficiency else device.product_rate(dtype)
 
 
 def copy_seconds(device: Device, num_bytes: float, efficiency: Efficiency | None = None) -> float:
@@ -155,7 +158,7 @@ def product_seconds(device: Device, product: Product, dtype: str, efficiency: Ef
     """Seconds of a matrix product's arithmetic, without traffic and launch."""
     if product.fused:
         return _fused_seconds(product, device.processors, device.attention_rate(dtype))
-    rate = device.peak(dtype) * (efficiency.contraction if efficiency else device.contraction)
+    rate = _product_rate(device, dtype, efficiency)
     if not product.is_aligned(dtype):
         rate *= device.unaligned
     if not device.processors:

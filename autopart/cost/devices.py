@@ -29,8 +29,8 @@ class Device:
     processors: streaming multiprocessors, over which a matrix product's tiles are dealt (0: no tiles, as on a CPU).
     contraction, memory: shares of the peaks that large matrix products and streaming kernels reach. attention: share
     of the peak FLOP/s that fused attention reaches on long sequences with heads of 128 and nothing masked, forward and
-    backward together; attention_by: by dtype name, where types differ in it. unaligned: share of the rate that products
-    of 16-bit numbers reach whose rows do not start at multiples of 16 bytes.
+    backward together; contraction_by, attention_by: by dtype name, where types differ in it. unaligned: share of the
+    rate that products of 16-bit numbers reach whose rows do not start at multiples of 16 bytes.
     alone: times as fast while no other device of its host computes, for CPUs that share fewer cores. measured: with how
     many ranks at once ``autopart calibrate`` measured the speeds (0: not at all, they are of datasheets).
     """
@@ -47,6 +47,7 @@ class Device:
     attention: float = 0.5
     alone: float = 1.0
     measured: int = 0
+    contraction_by: Mapping[str, float] = field(default_factory=dict, hash=False)
     attention_by: Mapping[str, float] = field(default_factory=dict, hash=False)
     host_s: float = 0.0
     unaligned: float = 1.0
@@ -60,7 +61,8 @@ class Device:
             )
         if "float32" not in self.peak_flops or min(self.peak_flops.values()) <= 0:
             raise ClusterError(f"device {self.name}: peak_flops has rates above zero, float32 among them")
-        shares = (self.contraction, self.memory, self.attention, self.unaligned, *self.attention_by.values())
+        by_dtype = (*self.contraction_by.values(), *self.attention_by.values())
+        shares = (self.contraction, self.memory, self.attention, self.unaligned, *by_dtype)
         if self.alone < 1:
             raise ClusterError(f"device {self.name}: alone is at least 1, as other devices make none faster")
         if min(self.processors, self.measured) < 0 or not all(0 < share <= 1 for share in shares):
@@ -72,6 +74,10 @@ class Device:
     def peak(self, dtype: str) -> float:
         """FLOP/s in a dtype ("bfloat16"); float32's rate for dtypes that are not listed."""
         return self.peak_flops.get(dtype, self.peak_flops["float32"])
+
+    def product_rate(self, dtype: str) -> float:
+        """FLOP/s of large matrix products in a dtype."""
+        return self.peak(dtype) * self.contraction_by.get(dtype, self.contraction)
 
     def attention_rate(self, dtype: str) -> float:
         """FLOP/s of fused attention in a dtype."""
@@ -136,14 +142,19 @@ def device_from_table(name: str, table: Mapping[str, Any]) -> Device:
         name,
         str(table["kind"]),
         round(number(table["memory_gib"]) * GIB),
-        {str(key): number(rate) for key, rate in table["peak_flops"].items()},
+        _by_dtype(table["peak_flops"]),
         number(table["memory_bandwidth"]),
         number(table["launch_s"]),
         **{key: number(table[key]) for key in _OPTIONAL if key in table},
         processors=round(number(table.get("processors", 0))),
         measured=round(number(table.get("measured", 0))),
-        attention_by={str(key): number(share) for key, share in table.get("attention_by", {}).items()},
+        contraction_by=_by_dtype(table.get("contraction_by", {})),
+        attention_by=_by_dtype(table.get("attention_by", {})),
     )
+
+
+def _by_dtype(table: Mapping[str, Any]) -> dict[str, float]:
+    return {str(dtype): number(value) for dtype, value in table.items()}
 
 
 def link_from_table(name: str, table: Mapping[str, Any]) -> Link:
