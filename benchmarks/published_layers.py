@@ -1,11 +1,11 @@
-"""The planner's prices against measured layers of transformers on one GPU: RTX 3090 Ti, RTX 4090, A100, V100.
+"""The planner's prices against measured layers of transformers on one GPU: RTX 3090 Ti, 4090, A6000, A100, V100.
 
     python benchmarks/published_layers.py [--only TEXT] [--json]
 
 The rows of ``autopart/cost/published/transformer_layers.csv``: single layers of BERT, GPT-2 and T5 with attention in
 single ops, in float16, from batches of 2 to 128, forward and with their backward. Captured without weights and priced
-by ``make_plan`` for one device. Of these measurements the presets of GeForce GPUs have the rate of one large product
-and of one copy (``devices.toml``); no layer was looked at.
+by ``make_plan`` for one device. Of these measurements the presets of RTX GPUs have the rate of one large product and of
+one copy (``devices.toml``); no layer was looked at.
 """
 
 from __future__ import annotations

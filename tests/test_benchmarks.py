@@ -65,6 +65,7 @@ def test_measured_steps_of_plain_models_are_priced(device: str) -> None:
                 ("4090 gpt2", 0.2),
                 ("4090 t5", 0.15),
                 ("V100", 0.16),
+                ("A6000", 0.25),
             ]
         ),
     ],

@@ -310,6 +310,11 @@ def test_local_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("NVIDIA GeForce RTX 4090", "RTX-4090"),
         ("Quadro RTX 5000", "RTX-5000"),
         ("NVIDIA RTX 5000 Ada Generation", "RTX-5000-Ada"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+        ("NVIDIA GeForce RTX 3090 Ti", "RTX-3090-Ti"),
+        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
+        ("NVIDIA RTX A6000", "RTX-A6000"),
+        ("NVIDIA L40S", "L40S"),
     ],
 )
 def test_names_that_the_driver_reports(reported: str, name: str) -> None:
@@ -317,7 +322,7 @@ def test_names_that_the_driver_reports(reported: str, name: str) -> None:
 
 
 def test_unknown_gpu() -> None:
-    with pytest.raises(ClusterError, match=r"cluster\.toml"):
+    with pytest.raises(ClusterError, match=r"autopart calibrate.*cluster\.toml"):
         presets.from_cuda_name("Tesla K80")
 
 

@@ -211,8 +211,8 @@ def from_cuda_name(name: str) -> Device:
     fitting = [preset for preset in devices() if set(preset.lower().split("-")) <= words]
     if not fitting:
         raise ClusterError(
-            f"no preset fits the GPU {name!r} (presets: {', '.join(devices())}); "
-            "describe it in a cluster.toml and use Cluster.load"
+            f"no preset fits the GPU {name!r} (presets: {', '.join(devices())}); run 'autopart calibrate' here, "
+            "or describe the GPU in a cluster.toml and use Cluster.load"
         )
     return devices()[max(fitting, key=len)]
 
