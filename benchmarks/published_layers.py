@@ -10,10 +10,8 @@ one copy (``devices.toml``); no layer was looked at.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import mean, median
 
 import torch
@@ -24,6 +22,7 @@ from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.t5.modeling_t5 import T5Block
 
+import published_rows
 from autopart.analysis import Analysis, analyze
 from autopart.cluster import Cluster
 from autopart.cost.published import read_table
@@ -164,16 +163,10 @@ def report(rows: list[Priced]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose device and layer contain it")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = published_rows.parser(__doc__, "device and layer").parse_args()
     chosen = [row for row in read_table("transformer_layers") if options.only in f"{row['device']} {row['layer']}"]
     rows = [priced(row) for row in chosen]
-    if options.json:
-        print(json.dumps([asdict(row) for row in rows]))
-    else:
-        report(rows)
+    published_rows.show(rows, options.json, report)
 
 
 if __name__ == "__main__":

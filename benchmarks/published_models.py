@@ -10,10 +10,8 @@ not asked, as all ran. Beside it what one constant says: the median FLOP/s of a 
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import mean, median
 
 import torch
@@ -21,6 +19,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn import functional
 
+import published_rows
 from autopart.analysis import Analysis, analyze
 from autopart.cluster import Cluster
 from autopart.cost.published import read_table
@@ -187,10 +186,8 @@ def report(rows: list[Priced]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose device, model and sequence contain it")
+    parser = published_rows.parser(__doc__, "device, model and sequence")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="of these the first of every N rows")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     chosen = [
         (table, row)
@@ -199,10 +196,7 @@ def main() -> None:
         if options.only in f"{row['device']} {row['model']} {row['sequence']} {row['gpus']}"
     ]
     rows = [priced(*item) for item in chosen[:: options.every]]
-    if options.json:
-        print(json.dumps([asdict(row) for row in rows]))
-    else:
-        report(rows)
+    published_rows.show(rows, options.json, report)
 
 
 if __name__ == "__main__":
