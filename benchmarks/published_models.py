@@ -23,7 +23,6 @@ import published_rows
 from autopart.analysis import Analysis, analyze
 from autopart.cluster import Cluster
 from autopart.cost.published import read_table
-from autopart.cost.validate import rank_correlation
 from autopart.models import load_model
 from autopart.planner import make_plan
 from autopart.tracing import capture
@@ -113,10 +112,6 @@ class Priced:
     predicted_s: float
     flops: float
 
-    @property
-    def error(self) -> float:
-        return self.predicted_s / self.measured_s - 1
-
 
 @functools.cache
 def analysis_of(model: str, sequence: int) -> Analysis:
@@ -161,7 +156,7 @@ def report(rows: list[Priced]) -> None:
                 (
                     *(row.device, row.model, row.sequence, row.gpus, f"{row.microbatches} x {row.samples}"),
                     *("full" if row.recompute else "", f"{row.measured_s:.3f}", f"{row.predicted_s:.3f}"),
-                    f"{row.error:+.1%}",
+                    f"{published_rows.error(row):+.1%}",
                 )
                 for row in rows
             ],
@@ -173,14 +168,9 @@ def report(rows: list[Priced]) -> None:
     for name, device in dict.fromkeys((row.table, row.device) for row in rows):
         own = [row for row in rows if (row.table, row.device) == (name, device)]
         rate = median(row.flops / row.measured_s for row in own)
-        table.append(
-            (
-                *(name, device, len(own), f"{mean(abs(row.error) for row in own):.1%}"),
-                f"{median(row.error for row in own):+.1%}",
-                f"{mean(abs(row.flops / rate / row.measured_s - 1) for row in own):.1%}",
-                f"{rank_correlation([row.predicted_s for row in own], [row.measured_s for row in own]):.3f}",
-            )
-        )
+        off, middle, correlation = published_rows.summary(own)
+        constant = f"{mean(abs(row.flops / rate / row.measured_s - 1) for row in own):.1%}"
+        table.append((name, device, len(own), off, middle, constant, correlation))
     headers = ("table", "device", "rows", "mean |error|", "median error", "one constant", "rank correlation")
     print("\n" + tabulate(table, headers=headers, disable_numparse=True))
 

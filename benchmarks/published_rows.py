@@ -1,4 +1,4 @@
-"""What the benchmarks on published tables share: their command line and how they print rows."""
+"""What the benchmarks on published tables share: their command line, errors, and how they print rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,20 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from statistics import mean, median
+from typing import Any, Protocol
+
+from autopart.cost.validate import rank_correlation
+
+
+class Row(Protocol):
+    """Seconds."""
+
+    @property
+    def measured_s(self) -> float: ...
+
+    @property
+    def predicted_s(self) -> float: ...
 
 
 def parser(description: str | None, what: str) -> argparse.ArgumentParser:
@@ -15,6 +28,18 @@ def parser(description: str | None, what: str) -> argparse.ArgumentParser:
     found.add_argument("--only", default="", metavar="TEXT", help=f"rows whose {what} contain it")
     found.add_argument("--json", action="store_true")
     return found
+
+
+def error(row: Row) -> float:
+    """0 where it is as measured, above where it is priced too slow."""
+    return row.predicted_s / row.measured_s - 1
+
+
+def summary(rows: Sequence[Row]) -> tuple[str, str, str]:
+    """The mean of errors without signs, their median, and the rank correlation."""
+    errors = [error(row) for row in rows]
+    correlation = rank_correlation([row.predicted_s for row in rows], [row.measured_s for row in rows])
+    return f"{mean(map(abs, errors)):.1%}", f"{median(errors):+.1%}", f"{correlation:.3f}"
 
 
 def show(rows: Sequence[Any], as_json: bool, report: Callable[[Any], None]) -> None:

@@ -73,7 +73,7 @@ class Peak:
 
     def back(self, before: int, summing: bool, carried: bool = False) -> Back:
         """before: microbatches of the stage that went back already. summing: it is the last. carried: a message of the
-        one before is on its way.
+        one before is on its way; the only stage of a rank that sends any always has one.
         """
         number = min(before, max(number for number, *_ in self.backs))
         found = self.backs.get((number, summing, carried))

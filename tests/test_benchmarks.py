@@ -75,7 +75,7 @@ def test_measured_layers_are_priced(only: str, near: float) -> None:
     rows = [row for row in run("published_layers.py", "--only", only) if row["batch"] >= 8]
     assert len(rows) >= 4
     for row in rows:
-        assert row["predicted_both_s"] == pytest.approx(row["both_s"], rel=near), row
+        assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=near), row
 
 
 @pytest.mark.slow
