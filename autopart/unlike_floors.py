@@ -61,8 +61,10 @@ class UnlikeFloors:
         return self.prices.row
 
     def lower_bound(self, config: UnlikeMeshes) -> float:
-        """Seconds that a step takes at least; see the module."""
-        return self._priced_bound(config) / self.candidates.faster(config)
+        """Seconds that a step takes at least; see the module. Hosts start all kernels of each microbatch in turn."""
+        candidates, equal = self.candidates, config.equal
+        started = candidates.step_floor(candidates.starting_seconds(equal), equal)
+        return max(self._priced_bound(config) / candidates.faster(config), started)
 
     def _priced_bound(self, config: UnlikeMeshes) -> float:
         """The same where no device is faster than priced."""

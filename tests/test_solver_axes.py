@@ -68,9 +68,9 @@ def two_axes(rng: random.Random, ops: int, choices: int, memory: bool) -> Tensor
 @pytest.mark.parametrize("seed", range(200))
 def test_equals_brute_force(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if seed % 2:
-        monkeypatch.setattr(tensor, "_FEW_PAIRS", 0)  # however small: by column generation
+        monkeypatch.setattr(tensor, "_FEW_PAIRS", 0)  # however small: in parts
         monkeypatch.setattr(tensor, "_AT_ONCE", 0)  # and what the proof has little against first
-        monkeypatch.setattr(tensor, "_MOST_NEW", 1)
+        monkeypatch.setattr(tensor, "_ROOMY", 1.0)
     rng = random.Random(seed)
     problem = two_axes(rng, rng.randint(2, 6), rng.randint(2, 4), memory=rng.random() < 0.6)
     best = brute.best_choices(problem)
@@ -84,7 +84,7 @@ def test_equals_brute_force(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_column_generation_finds_what_the_whole_model_does(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_find_what_the_whole_model_does(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = two_axes(random.Random(seed), 14, 8, memory=seed % 2 == 1)
     monkeypatch.setattr(tensor, "_FEW_PAIRS", 10**9)
     whole = tensor.solve(problem)
@@ -95,8 +95,8 @@ def test_column_generation_finds_what_the_whole_model_does(seed: int, monkeypatc
 
 @pytest.mark.parametrize("seed", [0, 9])
 def test_no_rounds_and_no_integers_that_lower_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The relaxation ends when the bound is as high as a part's optimum, long before nothing is priced below zero; the
-    integer solver begins with little.
+    """The relaxation, of two small models a round, ends when the bound is as high as a part's optimum; the integer
+    solver begins with little.
     """
     relaxed, solved = list[int](), list[int]()
     for name, sizes in (("relax", relaxed), ("solve", solved)):
@@ -109,8 +109,8 @@ def test_no_rounds_and_no_integers_that_lower_nothing(seed: int, monkeypatch: py
         monkeypatch.setattr(LinearModel, name, counting)
     solution = tensor.solve(two_axes(random.Random(seed), 30, 50, memory=True), gap=0.005)
     assert solution.gap <= 0.005 and solution.method == "mip"
-    assert len(relaxed) <= 8 and len(solved) > 3
-    assert solved == sorted(solved) and solved[0] < max(relaxed) / 8
+    assert len(relaxed) <= 20 and len(solved) > 3
+    assert solved == sorted(solved) and solved[0] < solved[-1] / 8
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -135,7 +135,7 @@ def test_any_prices_give_a_bound_and_passes_only_raise_it(seed: int) -> None:
         wanted.append([np.full(edge.seconds.shape[1], np.nan) for _ in edge.uses])
         for use, column in zip(edge.uses, wanted[-1], strict=True):
             column[use.columns] = known(len(use.columns))
-    prices, _ = completed(arrays, Duals(yielded, wanted, abs(noise.normal(0, 1e-5))))
+    prices = completed(arrays, Duals(yielded, wanted, abs(noise.normal(0, 1e-5))))
     for start in (prices, free(arrays)):
         bound = start.bound(arrays)
         assert bound.seconds <= optimum * (1 + 1e-9)

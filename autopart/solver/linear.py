@@ -65,6 +65,11 @@ class LinearModel:
         self._proto.constraint.add(var_index=variables, coefficient=coefficients, lower_bound=lower, upper_bound=upper)
         return len(self._proto.constraint) - 1
 
+    def extend_row(self, row: int, variable: int, coefficient: float) -> None:
+        """Adds coefficient * variable to a row."""
+        self._proto.constraint[row].var_index.append(variable)
+        self._proto.constraint[row].coefficient.append(coefficient)
+
     def fix(self, variable: int, value: float) -> None:
         self._proto.variable[variable].lower_bound = value
         self._proto.variable[variable].upper_bound = value

@@ -15,16 +15,17 @@ that a use of it wants (on several axes choices and placements are tuples, numbe
 
 An impossible conversion has no y. The flow is what makes the relaxation tight: it is exact where the graph is a tree,
 and on the graphs of models it mostly comes out integral. On several axes there are hundreds of choices per op and
-thousands of pairs (p, t) per use, of which few matter, so the relaxation is solved by column generation (Dantzig,
-Wolfe, Operations Research 8(1), 1960):
+thousands of pairs (p, t) per use, of which few matter, so the relaxation is solved in parts, with prices that are
+moved within a box (boxstep; Marsten, Hogan, Blankenship, Operations Research 23(3), 1975):
 
 1. Choices that are dominated or unreachable go (:mod:`autopart.solver.tensor_presolve`), local search finds a first
    assignment (:mod:`autopart.solver.tensor_descent`), and a first bound is climbed to without a linear solver
    (:mod:`autopart.solver.tensor_ascent`): choices whose excess over it is more than the distance between the two go.
-2. GLOP solves the model over a part of the choices and pairs, which contains the best assignment known   _Search._relax
-3. Its prices, completed to all choices, give a bound that holds for the whole problem
-   (:mod:`autopart.solver.tensor_bound`). What prices below zero joins the part, and 2 repeats;              _grow
-   when nothing does, or the bound is as high as the part's optimum, the relaxation of the whole problem is solved.
+2. GLOP solves the model over what the bound's prices have least against, which contains the best assignment
+   known; assignments outside take longer than the part reaches                                       _Search._approach
+3. Again with prices that may leave the known ones by so many seconds only, as pairs outside allow little more. They
+   are completed to all choices (:mod:`autopart.solver.tensor_bound`) and climb on, which gives a higher bound for the
+   whole problem, and 2 repeats; where the rise is lost to pairs outside, the box is halved, or the part grows.
 4. Where the best assignment does not meet the bound, choices and pairs whose excess over the bound is more than the
    distance between the two are left out, and SCIP solves the rest, that with little excess first       _Search._finish
 
@@ -44,7 +45,7 @@ import numpy as np
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver import time_limits
 from autopart.solver.search import NotBetter
-from autopart.solver.tensor_arrays import EdgeArrays, Mask, ProblemArrays, compiled
+from autopart.solver.tensor_arrays import ProblemArrays, compiled
 from autopart.solver.tensor_ascent import Ascent
 from autopart.solver.tensor_bound import Bound, Prices, completed, free
 from autopart.solver.tensor_descent import TOLERANCE, Incumbent
@@ -58,15 +59,16 @@ __all__ = ["TOLERANCE", "solve"]
 _FEW_PAIRS = 20_000
 # Below this number of pairs the integer solver is given all at once.
 _AT_ONCE = 2_000
-# Choices of an op that join the part in one round at most.
-_MOST_NEW = 12
+# A part has at first so many times the pairs that nothing speaks against, and where it brings little more by this.
+_ROOMY, _GROWTH = 1.8, 1.5
+# How far prices may move at first, of what a part reaches; half as far where less than a share of the rise is kept.
+_WIDTH, _KEPT, _LITTLE = 2.0, 0.5, 0.1
 # The relaxation is solved where a part's is above the bound by no more than this share of the gap that is asked for.
 _RELAXED = 0.1
 # Shares of the distance between the best known and the bound, for which the integer solver is given what is within.
 _ROOMS = (0.0005, 0.0025, 0.0125, 0.0625, 0.25, 1.0)
-# Passes of message passing before the first relaxation, and after each.
-_PASSES = 30
-_FEW_PASSES = 3
+# Passes of message passing before the first relaxation and after each, at most.
+_PASSES = 100
 # Leaving choices out is worth starting over while no more than this share of them stays.
 _WORTHWHILE = 0.8
 
@@ -119,6 +121,7 @@ class _Search:
     best: Incumbent = field(init=False)
     bound: float = 0.0
     _proof: Bound | None = None  # of the prices that gave the highest bound
+    _prices: Prices | None = None  # these, where they were climbed to
 
     def __post_init__(self) -> None:
         self.best = Incumbent(self.arrays, self.gap)
@@ -147,14 +150,18 @@ class _Search:
         return self.bound >= self.below
 
     @property
+    def _wanted(self) -> float:
+        """The bound that the best assignment meets."""
+        return self.best.objective * (1 - self.gap)
+
+    @property
     def _left(self) -> float:
         return max(0.1, self.until - time.perf_counter())
 
     def _climb(self) -> bool:
         """Raises the bound by message passing and leaves out what it excludes; False where that is little."""
         arrays, best = self.arrays, self.best
-        prices = free(arrays)
-        self._ascend(prices, _PASSES)
+        self._ascend(free(arrays))
         assert self._proof is not None
         if best.choices is None:
             return False
@@ -166,16 +173,19 @@ class _Search:
         if left > _WORTHWHILE * sum(map(len, kept)):
             return False
         reduced = arrays.of(kept)
-        self.arrays, self._proof = reduced, None
+        self.arrays, self._proof, self._prices = reduced, None, None
         self.best = Incumbent(reduced, self.gap)
         self.best.offer(best.choices)
         return True
 
-    def _ascend(self, prices: Prices, passes: int) -> None:
+    def _ascend(self, prices: Prices) -> None:
         ascent = Ascent(self.arrays, prices)
-        self._prove(ascent.run(passes), prices.bound(self.arrays))
+        seconds = ascent.run(_PASSES, self._wanted)
         for choices in ascent.assignments():
             self.best.offer(self.arrays.original(choices))
+        if self._proof is None or seconds > self._proof.seconds:
+            self._prices = prices
+        self._prove(seconds, prices.bound(self.arrays))
 
     def _prove(self, seconds: float, proof: Bound) -> None:
         if self._proof is None or proof.seconds > self._proof.seconds:
@@ -183,37 +193,58 @@ class _Search:
         self.bound = max(self.bound, seconds)
 
     def _relax(self) -> str:
-        """The relaxation over a growing part, until it is that of the whole or the bound meets the best assignment."""
+        """The relaxation, of the whole at once where that is little."""
+        if self.arrays.pairs > _FEW_PAIRS and self.best.choices is not None:
+            return self._approach()
+        best = self.best
+        unit = best.objective if 0 < best.objective < math.inf else largest_seconds(self.arrays)
+        flow = Flow(self.arrays, whole(self.arrays), unit)
+        try:
+            relaxed = flow.model.relax(self._left)
+        except TimeoutError:
+            return "lp"
+        if relaxed is None:
+            self.bound = math.inf if best.choices is None else self.bound
+            return "lp"
+        best.offer(flow.rounded(relaxed.values))
+        proof = completed(self.arrays, flow.duals(relaxed)).bound(self.arrays)
+        self._prove(max(proof.seconds, relaxed.objective * flow.unit), proof)
+        return "lp" if flow.is_integral(relaxed.values) else "lp rounded"
+
+    def _approach(self) -> str:
+        """The relaxation over parts of what may be in something better, with prices that go from box to box.
+
+        A part is what the proof has least against, so that all assignments outside take longer than it reaches.
+        """
         arrays, best = self.arrays, self.best
-        unit = best.objective if 0 < best.objective < math.inf else largest_seconds(arrays)
-        all_at_once = arrays.pairs <= _FEW_PAIRS or best.choices is None
-        part = whole(arrays) if all_at_once else _around(arrays, best.choices or (), self._proof)
+        assert self._proof is not None and self._prices is not None
+        most, width, least = int(_ROOMY * self._within(self._proof, 0.0).size), _WIDTH, math.inf
         while True:
-            flow = Flow(arrays, part, unit)
+            known = self._proof.seconds
+            room = self._wanted - known
+            reach = min(room, _reach(self._proof, most))
+            flow = Flow(arrays, self._within(self._proof, reach), best.objective)
             try:
+                relaxed = flow.model.relax(self._left)
+                assert relaxed is not None, "the part has an assignment"
+                seconds, integral = relaxed.objective * flow.unit, flow.is_integral(relaxed.values)
+                best.offer(flow.rounded(relaxed.values))
+                self.bound, least = max(self.bound, min(seconds, known + reach)), min(least, seconds)
+                # the whole's relaxation lies between the bound and the part's
+                near = least - self.bound <= max(TOLERANCE, _RELAXED * self.gap) * least
+                if reach == room or near or best.meets(self.bound) or self._surpassed:
+                    return "lp" if integral else "lp rounded"
+                flow.keep_near(self._prices.yielded, self._prices.wanted, width * reach)
                 relaxed = flow.model.relax(self._left)
             except TimeoutError:
                 return "lp"
-            if relaxed is None:
-                assert all_at_once, "the part has an assignment"
-                self.bound = math.inf if best.choices is None else self.bound
-                return "lp"
-            integral = flow.is_integral(relaxed.values)
-            if best.offer(flow.rounded(relaxed.values)):
-                _join(arrays, part, best.choices or ())
-            prices, violated = completed(arrays, flow.duals(relaxed))
-            found = prices.bound(arrays)
-            self._prove(found.seconds, found)
-            seconds = relaxed.objective * flow.unit
-            solved = all_at_once or not _grow(arrays, part, found, violated, TOLERANCE * unit)
-            if solved:
-                self.bound = max(self.bound, seconds)
-            elif not best.meets(self.bound):
-                self._ascend(prices, _FEW_PASSES)
-            # the whole's relaxation lies between the bound and the part's
-            near = seconds - self.bound <= max(TOLERANCE, _RELAXED * self.gap) * seconds
-            if solved or near or best.meets(self.bound):
-                return "lp" if integral else "lp rounded"
+            assert relaxed is not None, "slack makes it feasible"
+            self._ascend(completed(arrays, flow.duals(relaxed)))
+            promised, gained = relaxed.objective * flow.unit - known, self._proof.seconds - known
+            if gained < _KEPT * promised:
+                width /= 2
+            if gained < _LITTLE * promised:
+                most = int(_GROWTH * most)
 
     def _finish(self) -> None:
         """The integer optimum of what may still be part of something better.
@@ -264,18 +295,10 @@ class _Search:
             return
 
 
-def _around(arrays: ProblemArrays, choices: Sequence[int], proof: Bound | None) -> Part:
-    """A part with one assignment, and of each op what the proof has least against, or else what is cheapest."""
-    part = Part(
-        [np.zeros(len(cost), dtype=bool) for cost in arrays.cost],
-        [[np.zeros(edge.seconds.shape, dtype=bool) for _ in edge.uses] for edge in arrays.edges],
-    )
-    for op, mask in enumerate(part.choices):
-        mask[np.argsort(proof.values[op] if proof else arrays.cost[op], kind="stable")[:_MOST_NEW]] = True
-    _join(arrays, part, choices)
-    for index, (edge, pairs) in enumerate(zip(arrays.edges, part.pairs, strict=True)):
-        _add_pairs(part, edge, pairs, proof.slack[index] if proof else [edge.seconds] * len(edge.uses), 0.0)
-    return part
+def _reach(proof: Bound, pairs: int) -> float:
+    """Seconds that the proof has against about so many pairs at most; infinite where there are fewer."""
+    slack = np.concatenate([use.ravel() for uses in proof.slack for use in uses])
+    return float(np.partition(slack, pairs)[pairs]) if pairs < len(slack) else math.inf
 
 
 def _join(arrays: ProblemArrays, part: Part, choices: Sequence[int]) -> None:
@@ -286,43 +309,6 @@ def _join(arrays: ProblemArrays, part: Part, choices: Sequence[int]) -> None:
     for edge, pairs in zip(arrays.edges, part.pairs, strict=True):
         for use, mask in zip(edge.uses, pairs, strict=True):
             mask[edge.produced[chosen[edge.source]], use.wanted[chosen[use.op]]] = True
-
-
-def _grow(
-    arrays: ProblemArrays, part: Part, found: Bound, violated: Sequence[Sequence[Mask]], tolerance: float
-) -> bool:
-    """Adds to a part what prices below zero; False where nothing does."""
-    grown = False
-    share = tolerance / max(1, len(arrays.cost))
-    for values, mask in zip(found.values, part.choices, strict=True):
-        cheaper = np.flatnonzero(~mask & (values < values[mask].min() - share))
-        if len(cheaper):
-            mask[cheaper[np.argsort(values[cheaper])[:_MOST_NEW]]] = True
-            grown = True
-    for edge, pairs, slack, wrong in zip(arrays.edges, part.pairs, found.slack, violated, strict=True):
-        for mask, broken in zip(pairs, wrong, strict=True):
-            grown |= bool((broken & ~mask).any())
-            mask |= broken
-        _add_pairs(part, edge, pairs, slack, share)
-    return grown
-
-
-def _add_pairs(
-    part: Part,
-    edge: EdgeArrays,
-    pairs: Sequence[Mask],
-    slack: Sequence[np.ndarray],
-    tolerance: float,
-) -> None:
-    """For every use the pairs that cost next to nothing more, and the cheapest of each placement in the part."""
-    rows = np.unique(edge.produced[part.choices[edge.source]])
-    for use, mask, left in zip(edge.uses, pairs, slack, strict=True):
-        columns = np.unique(use.wanted[part.choices[use.op]])
-        inside = left[np.ix_(rows, columns)]
-        chosen = inside <= tolerance
-        chosen[np.arange(len(rows)), inside.argmin(axis=1)] = True
-        chosen[inside.argmin(axis=0), np.arange(len(columns))] = True
-        mask[np.ix_(rows, columns)] |= chosen
 
 
 class _Unsolvable(InfeasibleError):

@@ -10,12 +10,15 @@ the prices by taking, op after op, the choice of the least v plus the slack towa
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from autopart.solver.tensor_arrays import EdgeArrays, Floats, ProblemArrays, incoming, outgoing
 from autopart.solver.tensor_bound import Prices
 
-_LEAST_RISE = 1e-3
+# Of what is still wanting, a pass has to bring so much.
+_LEAST_RISE = 0.02
 
 
 class Ascent:
@@ -27,8 +30,8 @@ class Ascent:
         self._sources = [[number[id(edge)] for edge in edges] for edges in outgoing(arrays)]
         self._readers = [[(number[id(edge)], use) for edge, use in uses] for uses in incoming(arrays)]
 
-    def run(self, passes: int) -> float:
-        """There and back ``passes`` times at most, until the bound hardly rises; returns it."""
+    def run(self, passes: int, wanted: float = math.inf) -> float:
+        """There and back ``passes`` times at most, until the bound is as high as wanted or hardly rises; returns it."""
         ops = range(len(self.arrays.cost))
         bound = self.prices.bound(self.arrays).seconds
         for _ in range(passes):
@@ -37,7 +40,7 @@ class Ascent:
             for op in reversed(ops):
                 self._visit(op, forward=False)
             before, bound = bound, self.prices.bound(self.arrays).seconds
-            if bound - before < _LEAST_RISE * abs(bound):
+            if bound >= wanted or bound - before < _LEAST_RISE * min(wanted - bound, abs(bound)):
                 break
         return bound
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopart.solver.tensor_arrays import EdgeArrays, Floats, Mask, ProblemArrays
+from autopart.solver.tensor_arrays import EdgeArrays, Floats, ProblemArrays
 from autopart.solver.tensor_flow import Duals
 
 
@@ -79,28 +79,15 @@ def free(arrays: ProblemArrays) -> Prices:
     return Prices(yielded, wanted)
 
 
-def completed(arrays: ProblemArrays, duals: Duals) -> tuple[Prices, list[list[Mask]]]:
-    """Feasible prices from those known for a part of the placements.
-
-    Also returns, per edge and use, the pairs of known placements whose prices had to be lowered.
-    """
-    yielded, wanted, violated = [], [], []
+def completed(arrays: ProblemArrays, duals: Duals) -> Prices:
+    """Feasible prices from those known for a part of the placements."""
+    yielded, wanted = [], []
     for edge, rows, columns in zip(arrays.edges, duals.yielded, duals.wanted, strict=True):
         a, b = [row.copy() for row in rows], [column.copy() for column in columns]
-        violated.append(_violated(edge, a, b))
         (_complete_single if len(edge.uses) == 1 else _complete_shared)(edge, a, b)
         yielded.append(a)
         wanted.append([np.where(np.isnan(column), -np.inf, column) for column in b])
-    return Prices(yielded, wanted, duals.memory), violated
-
-
-def _violated(edge: EdgeArrays, a: Sequence[Floats], b: Sequence[Floats]) -> list[Mask]:
-    with np.errstate(invalid="ignore"):
-        sums = [row[:, None] + column[None, :] for row, column in zip(a, b, strict=True)]
-        if len(sums) == 1:
-            return [sums[0] > edge.seconds]
-        used = sum(np.where(np.isnan(one), 0.0, np.maximum(0.0, one)) for one in sums)
-        return [(one > 0) & (used > edge.seconds) for one in sums]
+    return Prices(yielded, wanted, duals.memory)
 
 
 def _complete_single(edge: EdgeArrays, a: Sequence[Floats], b: Sequence[Floats]) -> None:

@@ -83,6 +83,21 @@ class Flow:
             price = max(0.0, -relaxed.duals[self._memory_row]) * self.unit / self._memory_unit
         return Duals(yielded, wanted, price)
 
+    def keep_near(
+        self, yielded: Sequence[Sequence[Floats]], wanted: Sequence[Sequence[Floats]], seconds: float
+    ) -> None:
+        """Keeps the duals of flow rows within so many seconds of these prices, per edge and use.
+
+        What joins or leaves a row's flow from outside costs what the price may be at most, or gives the least.
+        """
+        for uses, *both in zip(self._rows, yielded, wanted, strict=True):
+            for numbers, prices in zip(uses, zip(*both, strict=True), strict=True):
+                for rows, known in zip(numbers, prices, strict=True):
+                    for placement, row in rows.items():
+                        for sign in (1.0, -1.0):
+                            cost = (sign * float(known[placement]) + seconds) / self.unit
+                            self.model.extend_row(row, self.model.add_variable(cost, upper=math.inf), sign)
+
     def hint(self, choices: Sequence[int]) -> None:
         """Where the integer solve starts from: an assignment in the problem's numbers."""
         chosen = [live.index(c) for live, c in zip(self.arrays.live, choices, strict=True)]
