@@ -232,7 +232,8 @@ class _Search:
                 self.bound, least = max(self.bound, min(seconds, known + reach)), min(least, seconds)
                 # the whole's relaxation lies between the bound and the part's
                 near = least - self.bound <= max(TOLERANCE, _RELAXED * self.gap) * least
-                if reach == room or near or best.meets(self.bound) or self._surpassed:
+                late = time.perf_counter() >= self.until
+                if reach == room or near or late or best.meets(self.bound) or self._surpassed:
                     return "lp" if integral else "lp rounded"
                 flow.keep_near(self._prices.yielded, self._prices.wanted, width * reach)
                 relaxed = flow.model.relax(self._left)
@@ -243,7 +244,7 @@ class _Search:
             promised, gained = relaxed.objective * flow.unit - known, self._proof.seconds - known
             if gained < _KEPT * promised:
                 width /= 2
-            if gained < _LITTLE * promised:
+            if gained <= _LITTLE * promised:
                 most = int(_GROWTH * most)
 
     def _finish(self) -> None:
