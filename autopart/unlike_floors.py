@@ -61,10 +61,13 @@ class UnlikeFloors:
         return self.prices.row
 
     def lower_bound(self, config: UnlikeMeshes) -> float:
-        """Seconds that a step takes at least; see the module. Hosts start all kernels of each microbatch in turn."""
-        candidates, equal = self.candidates, config.equal
-        started = candidates.step_floor(candidates.starting_seconds(equal), equal)
-        return max(self._priced_bound(config) / candidates.faster(config), started)
+        """Seconds that a step takes at least; see the module. The fastest host starts all kernels of a microbatch."""
+        candidates, equal, floor = self.candidates, config.equal, self._priced_bound(config)
+        floor /= candidates.faster(config)
+        if not (slowest := candidates.device.host_s):
+            return floor
+        fastest = min(node.device.host_s for node in self.row.kinds)
+        return max(floor, fastest / slowest * candidates.step_floor(candidates.starting_seconds(equal), equal))
 
     def _priced_bound(self, config: UnlikeMeshes) -> float:
         """The same where no device is faster than priced."""

@@ -19,7 +19,7 @@ from autopart.solver.linear import LinearModel
 from autopart.solver.tensor_arrays import compiled
 from autopart.solver.tensor_ascent import Ascent
 from autopart.solver.tensor_bound import completed, free
-from autopart.solver.tensor_flow import Duals
+from autopart.solver.tensor_flow import Duals, Flow, largest_seconds, whole
 from autopart.solver.tensor_problem import Choice, CostTable, Edge, Op, TensorProblem
 
 SIZES = (2, 4)
@@ -109,8 +109,37 @@ def test_no_rounds_and_no_integers_that_lower_nothing(seed: int, monkeypatch: py
         monkeypatch.setattr(LinearModel, name, counting)
     solution = tensor.solve(two_axes(random.Random(seed), 30, 50, memory=True), gap=0.005)
     assert solution.gap <= 0.005 and solution.method == "mip"
-    assert len(relaxed) <= 20 and len(solved) > 3
-    assert solved == sorted(solved) and solved[0] < solved[-1] / 8
+    assert len(relaxed) <= 16 and len(solved) > 3
+    assert solved == sorted(solved) and solved[0] < solved[-1] / 8 and max(relaxed) < solved[-1]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_prices_stay_in_their_box(seed: int) -> None:
+    """The optimum rises with the box, from the bound that its middle gives to that of the relaxation."""
+    arrays = compiled(two_axes(random.Random(seed), 8, 6, memory=False))
+    middle = free(arrays)
+
+    def optimum(side: float | None) -> float:
+        flow = Flow(arrays, whole(arrays), largest_seconds(arrays))
+        if side is not None:
+            flow.keep_near(middle.yielded, middle.wanted, side)
+        found = flow.model.relax()
+        assert found is not None
+        duals = flow.duals(found)
+        moved = [
+            float(np.nanmax(np.abs(other - one)))
+            for known, own in ((middle.yielded, duals.yielded), (middle.wanted, duals.wanted))
+            for uses, others in zip(known, own, strict=True)
+            for one, other in zip(uses, others, strict=True)
+        ]
+        assert side is None or max(moved) <= side * (1 + 1e-6)
+        return found.objective * flow.unit
+
+    relaxed, least = optimum(None), middle.bound(arrays).seconds
+    for side in (1e-6, 1e-5, 1.0):
+        before, least = least, optimum(side)
+        assert before < least <= relaxed * (1 + 1e-9)
+    assert least == pytest.approx(relaxed)
 
 
 @pytest.mark.parametrize("seed", range(16))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,6 +43,18 @@ def test_bounds_know_what_hosts_take() -> None:
     """As if GPUs waited for none it was a quarter of the step here, as the model is small."""
     plan = plan_of("gpt2", Cluster.parse("8xRTX-4090"), microbatches=1)
     assert plan.gap < 0.05
+
+
+def test_bounds_count_with_the_fastest_host() -> None:
+    """Stages have their own hosts, so that the one with slow hosts may have next to nothing."""
+    cluster = Cluster.parse("2xRTX-4090+2xRTX-3090")
+    fast, slow = cluster.nodes
+    cluster = replace(cluster, nodes=(fast, replace(slow, device=replace(slow.device, host_s=20 * fast.device.host_s))))
+    plan = plan_of("gpt2", cluster, meshes="unlike", pp=2, microbatches=1)
+    candidates = Candidates(subject_of("gpt2")[1], cluster, 8, "adamw")
+    started = candidates.starting_seconds(UnlikeMeshes(2, 1, "1f1b").equal)
+    bound = UnlikeCandidates(MeshPrices(candidates)).lower_bound(UnlikeMeshes(2, 1, "1f1b"))
+    assert started / 20 <= bound <= plan.step_time_s < started
 
 
 def test_bounds_know_what_dividing_tensors_takes() -> None:

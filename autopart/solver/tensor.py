@@ -121,7 +121,6 @@ class _Search:
     best: Incumbent = field(init=False)
     bound: float = 0.0
     _proof: Bound | None = None  # of the prices that gave the highest bound
-    _prices: Prices | None = None  # these, where they were climbed to
 
     def __post_init__(self) -> None:
         self.best = Incumbent(self.arrays, self.gap)
@@ -155,6 +154,12 @@ class _Search:
         return self.best.objective * (1 - self.gap)
 
     @property
+    def _unit(self) -> float:
+        """Seconds that costs are scaled by."""
+        known = self.best.objective
+        return known if 0 < known < math.inf else largest_seconds(self.arrays)
+
+    @property
     def _left(self) -> float:
         return max(0.1, self.until - time.perf_counter())
 
@@ -173,7 +178,7 @@ class _Search:
         if left > _WORTHWHILE * sum(map(len, kept)):
             return False
         reduced = arrays.of(kept)
-        self.arrays, self._proof, self._prices = reduced, None, None
+        self.arrays, self._proof = reduced, None
         self.best = Incumbent(reduced, self.gap)
         self.best.offer(best.choices)
         return True
@@ -183,8 +188,6 @@ class _Search:
         seconds = ascent.run(_PASSES, self._wanted)
         for choices in ascent.assignments():
             self.best.offer(self.arrays.original(choices))
-        if self._proof is None or seconds > self._proof.seconds:
-            self._prices = prices
         self._prove(seconds, prices.bound(self.arrays))
 
     def _prove(self, seconds: float, proof: Bound) -> None:
@@ -197,8 +200,7 @@ class _Search:
         if self.arrays.pairs > _FEW_PAIRS and self.best.choices is not None:
             return self._approach()
         best = self.best
-        unit = best.objective if 0 < best.objective < math.inf else largest_seconds(self.arrays)
-        flow = Flow(self.arrays, whole(self.arrays), unit)
+        flow = Flow(self.arrays, whole(self.arrays), self._unit)
         try:
             relaxed = flow.model.relax(self._left)
         except TimeoutError:
@@ -217,13 +219,13 @@ class _Search:
         A part is what the proof has least against, so that all assignments outside take longer than it reaches.
         """
         arrays, best = self.arrays, self.best
-        assert self._proof is not None and self._prices is not None
+        assert self._proof is not None
         most, width, least = int(_ROOMY * self._within(self._proof, 0.0).size), _WIDTH, math.inf
         while True:
-            known = self._proof.seconds
+            proof, known = self._proof, self._proof.seconds
             room = self._wanted - known
-            reach = min(room, _reach(self._proof, most))
-            flow = Flow(arrays, self._within(self._proof, reach), best.objective)
+            reach = min(room, _reach(proof, most))
+            flow = Flow(arrays, self._within(proof, reach), self._unit)
             try:
                 relaxed = flow.model.relax(self._left)
                 assert relaxed is not None, "the part has an assignment"
@@ -235,7 +237,7 @@ class _Search:
                 late = time.perf_counter() >= self.until
                 if reach == room or near or late or best.meets(self.bound) or self._surpassed:
                     return "lp" if integral else "lp rounded"
-                flow.keep_near(self._prices.yielded, self._prices.wanted, width * reach)
+                flow.keep_near(proof.prices.yielded, proof.prices.wanted, width * reach)
                 relaxed = flow.model.relax(self._left)
             except TimeoutError:
                 return "lp"
@@ -280,7 +282,7 @@ class _Search:
     def _integer(self, part: Part, outside: float) -> None:
         """The integer optimum of a part. outside: seconds that all takes that is not in it."""
         arrays, best = self.arrays, self.best
-        flow = Flow(arrays, part, best.objective if 0 < best.objective < math.inf else largest_seconds(arrays))
+        flow = Flow(arrays, part, self._unit)
         if best.choices is not None:
             flow.hint(best.choices)
         while True:

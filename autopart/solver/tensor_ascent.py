@@ -17,8 +17,8 @@ import numpy as np
 from autopart.solver.tensor_arrays import EdgeArrays, Floats, ProblemArrays, incoming, outgoing
 from autopart.solver.tensor_bound import Prices
 
-# Of what is still wanting, a pass has to bring so much.
-_LEAST_RISE = 0.02
+# What a pass has to bring: a share of the bound, or of what is still wanting.
+_LEAST_RISE, _LEAST_OF_WANTING = 1e-3, 0.02
 
 
 class Ascent:
@@ -40,7 +40,8 @@ class Ascent:
             for op in reversed(ops):
                 self._visit(op, forward=False)
             before, bound = bound, self.prices.bound(self.arrays).seconds
-            if bound >= wanted or bound - before < _LEAST_RISE * min(wanted - bound, abs(bound)):
+            least = min(_LEAST_RISE * abs(bound), _LEAST_OF_WANTING * (wanted - bound))
+            if bound >= wanted or bound - before < least:
                 break
         return bound
 

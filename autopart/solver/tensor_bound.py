@@ -49,16 +49,20 @@ class Prices:
         values = self.values(arrays)
         seconds = sum(float(row.min()) for row in values) - self.memory * (arrays.limit or 0.0)
         slack = [_slack(*item) for item in zip(arrays.edges, self.yielded, self.wanted, strict=True)]
-        return Bound(seconds, values, slack)
+        return Bound(seconds, values, slack, self)
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """seconds: no assignment takes fewer. values: v[o,c]. slack: per edge and use, what is left of each pair's cost."""
+    """seconds: no assignment takes fewer. values: v[o,c]. slack: per edge and use, what is left of each pair's cost.
+
+    prices: that give it.
+    """
 
     seconds: float
     values: list[Floats]
     slack: list[list[Floats]]
+    prices: Prices
 
     def excess(self, op: int) -> Floats:
         """Per choice what the bound rises by at least where the choice is taken."""
