@@ -95,8 +95,8 @@ def test_parts_find_what_the_whole_model_does(seed: int, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("seed", [0, 9])
 def test_no_rounds_and_no_integers_that_lower_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The relaxation, of two small models a round, ends when the bound is as high as a part's optimum; the integer
-    solver begins with little.
+    """The relaxation, of two small models a round, ends when the bound is as high as a part's optimum and prices
+    hardly rise; the integer solver begins with little.
     """
     relaxed, solved = list[int](), list[int]()
     for name, sizes in (("relax", relaxed), ("solve", solved)):
@@ -109,7 +109,7 @@ def test_no_rounds_and_no_integers_that_lower_nothing(seed: int, monkeypatch: py
         monkeypatch.setattr(LinearModel, name, counting)
     solution = tensor.solve(two_axes(random.Random(seed), 30, 50, memory=True), gap=0.005)
     assert solution.gap <= 0.005 and solution.method == "mip"
-    assert len(relaxed) <= 16 and len(solved) > 3
+    assert len(relaxed) <= 20 and len(solved) > 3
     assert solved == sorted(solved) and solved[0] < solved[-1] / 8 and max(relaxed) < solved[-1]
 
 

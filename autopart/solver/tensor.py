@@ -220,7 +220,7 @@ class _Search:
         """
         arrays, best = self.arrays, self.best
         assert self._proof is not None
-        most, width, least = int(_ROOMY * self._within(self._proof, 0.0).size), _WIDTH, math.inf
+        most, width, least, gained = int(_ROOMY * self._within(self._proof, 0.0).size), _WIDTH, math.inf, math.inf
         while True:
             proof, known = self._proof, self._proof.seconds
             room = self._wanted - known
@@ -234,8 +234,12 @@ class _Search:
                 self.bound, least = max(self.bound, min(seconds, known + reach)), min(least, seconds)
                 # the whole's relaxation lies between the bound and the part's
                 near = least - self.bound <= max(TOLERANCE, _RELAXED * self.gap) * least
+                solved = reach == room or near
+                if solved:  # the nearer the proof, the less is left to integers
+                    left = least - known
+                    solved = gained < _LITTLE * left or left <= _RELAXED * (best.objective - known)
                 late = time.perf_counter() >= self.until
-                if reach == room or near or late or best.meets(self.bound) or self._surpassed:
+                if solved or late or best.meets(self.bound) or self._surpassed:
                     return "lp" if integral else "lp rounded"
                 flow.keep_near(proof.prices.yielded, proof.prices.wanted, width * reach)
                 relaxed = flow.model.relax(self._left)
