@@ -396,6 +396,10 @@ class CandidateFloors(CandidateSums):
             self._starting[config.recompute] = sum(starts.of(range(len(self.analysis.blocks)))) + repeated
         return self._starting[config.recompute]
 
+    def starts_bind(self, config: Degrees) -> bool:
+        """Whether hosts start the kernels of a microbatch no faster than devices run them, at their best."""
+        return self.starting_seconds(config) > self.work_seconds(config) + self.besides_seconds(config)
+
     def host_starts(self, config: Degrees) -> HostStarts | None:
         """What hosts take to start blocks' kernels; None where none counts."""
         if self.device.host_s and self._started is None:

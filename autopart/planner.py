@@ -38,7 +38,7 @@ from autopart.runtime.errors import BatchError, PlanError
 from autopart.runtime.schedule import NAMES
 from autopart.several_axes import several_axes
 from autopart.solver.degrees import Degrees, UnlikeMeshes, degrees, read_axes
-from autopart.solver.search import Considered, Evaluation, NotBetter, search
+from autopart.solver.search import WORTH, Considered, Evaluation, NotBetter, search
 from autopart.solver.tensor_problem import relative_gap
 from autopart.step_time import WHOLE_SCHEDULES
 from autopart.tensor_scheme import TensorScheme
@@ -105,8 +105,9 @@ def make_plan(
     gradients too, 3 weights too; None: nothing where it fits, else chosen for each parameter.
     meshes: equal: all stages have one; unlike: stages may differ in replicas and tensor ranks; auto: equal, and
     unlike where that can win (:func:`unlike_can_win`).
-    time_limit_s: for each solver call. thorough: of a large model too, try all configurations that may be faster than
-    the best; else some (:data:`MOST_OPS`), and the gap says what those that are left may gain.
+    time_limit_s: for each solver call. thorough: try all configurations that may be faster than the best; else some of
+    a large model (:data:`MOST_OPS`), and none that takes long to search and may gain less than the share WORTH: the gap
+    says what those that are left may gain.
     below: seconds that a step has to stay below to be of interest.
     rules: what ops allow (``RULES.extended({...})`` adds a user's own); an ``analysis`` that is given has its own.
     earlier: of plans with this analysis and these limits on other clusters, whose work is not repeated.
@@ -244,6 +245,15 @@ def make_plan(
         described[id(answer)] = found
         return found.step_time_s
 
+    first = {*configs}
+
+    def worth(config: Degrees | UnlikeMeshes) -> float:
+        """Of what takes long, beside the first; and of hosts' seconds, which are known less well than that."""
+        if thorough or not first:
+            return 0.0
+        cheap = isinstance(config, Degrees) and config in first and not candidates.starts_bind(config)
+        return 0.0 if cheap else WORTH
+
     # under other schedules than 1F1B and GPipe each takes the solver several times as long, and raises no bound
     in_turn = [name in WHOLE_SCHEDULES for name, _ in schedules]
     most = None if thorough else max(LEAST_TRIED, MOST_OPS // len(analysis.block_of)) // (1 if any(in_turn) else 2)
@@ -258,6 +268,7 @@ def make_plan(
         most_tightened=MOST_TIGHTENED,
         most_last=LAST_TRIED if all(in_turn) else 0,
         settle=settle,
+        worth=worth,
         below=below,
     )
     solved = time.perf_counter()

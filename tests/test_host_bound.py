@@ -15,6 +15,7 @@ from autopart.models import load_model
 from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.prices import Prices
+from autopart.solver.search import WORTH
 from autopart.tracing import capture
 
 MODEL = "hf:gpt2?n_layer=4&n_embd=64&n_head=4&vocab_size=512&n_positions=64&seq=64&batch=16"
@@ -78,3 +79,15 @@ def test_fewer_microbatches_are_chosen_where_the_host_is_slow(analysis: Analysis
     assert slow.step_time_s <= one.step_time_s * (1 + 1e-9)
     half = sum(kernels(analysis)) * 1e-3 / 2
     assert (1 - slow.gap) * slow.step_time_s >= slow.microbatches * half * 0.9
+
+
+def test_where_hosts_bind_little_is_searched(analysis: Analysis) -> None:
+    """All configurations of one microbatch are bounded by the same seconds, and the plan is near these."""
+    plan = plan_of(analysis, 1e-3, 8)
+    assert plan.gap < WORTH
+    evaluated = [row for row in plan.considered if row["status"] != "untried" and row["status"] != "pruned"]
+    assert len(evaluated) <= 2 < sum(row["status"] == "untried" for row in plan.considered)
+    assert any("not tried, as it cannot take much less" in row["reason"] for row in plan.considered)
+    thorough = plan_of(analysis, 1e-3, 8, thorough=True)
+    assert thorough.step_time_s <= plan.step_time_s <= (1 + WORTH) * thorough.step_time_s
+    assert not any(row["status"] == "untried" for row in thorough.considered)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver.degrees import Config, Degrees, degrees, factorizations, read_axes
-from autopart.solver.search import Evaluation, NotBetter, Status, search
+from autopart.solver.search import Evaluation, NotBetter, SearchResult, Status, search
 
 
 def configs(count: int) -> list[Degrees]:
@@ -324,6 +325,56 @@ def test_what_is_ruled_out_is_not_evaluated() -> None:
     assert (result.objective, result.bound) == (9.0, 8.5)
     known = {item.config.microbatches: (item.status, item.seconds) for item in result.considered}
     assert known[3] == (Status.PRUNED, 10.0) and known[5] == (Status.PRUNED, 9.0) and known[6] == (Status.PRUNED, 9.5)
+
+
+def test_what_can_gain_too_little_is_left() -> None:
+    """It is neither refined nor tightened nor evaluated, and its bound counts; with less to gain asked for, it is."""
+    taken, asked = {1: 10.0, 2: 9.7, 3: 9.8}, list[tuple[str, int]]()
+    floors = {1: 9.0, 2: 9.6, 3: 9.7}
+
+    def noting(name: str, seconds: dict[int, float]) -> Callable[[Degrees, float], float]:
+        def found(config: Degrees, below: float) -> float:
+            asked.append((name, config.microbatches))
+            return seconds[config.microbatches]
+
+        return found
+
+    def evaluate(config: Degrees, below: float) -> Evaluation[None]:
+        asked.append(("evaluate", config.microbatches))
+        return Evaluation(None, taken[config.microbatches], taken[config.microbatches])
+
+    def found(worth: float) -> SearchResult[None]:
+        asked.clear()
+        return search(
+            configs(3),
+            evaluate,
+            lambda config: floors[config.microbatches],
+            refine=noting("refine", floors),
+            tighten=noting("tighten", floors),
+            most_tightened=3,
+            most_last=3,
+            worth=lambda config: 0.0 if config.microbatches == 1 else worth,
+        )
+
+    left = found(0.05)
+    assert [name for name in asked if name[1] != 1] == []
+    assert (left.objective, left.bound) == (10.0, 9.6)
+    assert [item.status for item in left.considered] == [Status.CHOSEN, Status.UNTRIED, Status.UNTRIED]
+    whole = found(0.0)
+    assert (whole.objective, whole.bound) == (9.7, 9.7) and ("evaluate", 2) in asked
+    assert found(0.035).objective == 9.7 and ("evaluate", 3) not in asked
+
+
+def test_what_could_gain_too_little_is_asked_again_once_the_best_takes_longer() -> None:
+    taken = {1: 10.0, 2: 9.9}
+    result = search(
+        configs(2),
+        lambda config, below: Evaluation(config.microbatches, taken[config.microbatches], 9.0),
+        lambda config: 9.0 if config.microbatches == 1 else 9.8,
+        settle=lambda answer: {1: 12.0, 2: 11.0}[answer],
+        worth=lambda config: 0.05,
+    )
+    assert (result.config.microbatches, result.objective) == (2, 11.0)
 
 
 def test_the_smallest_bounds_are_tightened() -> None:

@@ -143,7 +143,7 @@ def add_limits(parser: argparse.ArgumentParser, cluster_required: bool) -> None:
     parser.add_argument(
         "--thorough",
         action="store_true",
-        help="of a large model too, try all configurations that may be faster than the best (minutes)",
+        help="try all configurations that may be faster than the best, of a large model and by little too (minutes)",
     )
     parser.add_argument(
         "--no-cache",

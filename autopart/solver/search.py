@@ -119,6 +119,7 @@ def search(
     most_tightened: int = 0,
     most_last: int = 0,
     settle: Callable[[Answer], float] | None = None,
+    worth: Callable[[Candidate], float] = lambda config: 0.0,
     below: float = math.inf,
 ) -> SearchResult[Answer]:
     """Evaluates candidates until no other can be faster.
@@ -134,7 +135,8 @@ def search(
     bound that takes longer, for up to ``most_tightened`` of those whose bound is the smallest in the end. most_last:
     further evaluations then, of those left untried whose bound is the smallest. settle: seconds of an answer that were
     not known while it was evaluated; of the MOST_SETTLED fastest within NEAR of the best the one is chosen that takes
-    the fewest, and up to MOST_MORE others are looked at that may take fewer still, by the share WORTH. below: seconds
+    the fewest, and up to MOST_MORE others are looked at that may take fewer still, by the share WORTH. worth: the share
+    of the best by which a candidate has to be able to undercut it to be refined, evaluated or tightened. below: seconds
     that an answer has to stay below to be of interest; raises NotBetter when none does.
     Raises InfeasibleError, with what the closest candidates lack, when none has a solution.
     """
@@ -143,6 +145,9 @@ def search(
 
     def most_seconds() -> float:
         return below if best is None else best[1].objective
+
+    def limit(config: Candidate) -> float:
+        return most_seconds() if best is None else (1 - worth(config)) * most_seconds()
 
     def expected(config: Candidate, floor: float) -> float:
         return floor if order is None else order(config, floor)
@@ -169,7 +174,7 @@ def search(
                 first, floor, _, config = left.popleft()
                 ahead.append(_Ahead(config, max(first, floor), floor))
             next_ = min(ahead, key=lambda item: item.key)
-            of_interest = most_seconds()
+            of_interest = limit(next_.config)
             if best is None:
                 of_interest = min((item.key for item in ahead if item.known), default=of_interest)
             if refine is not None and next_.wants(of_interest):
@@ -179,12 +184,12 @@ def search(
                 continue
             ahead.remove(next_)
             config, floor = next_.config, next_.floor
-            if (limit := most_seconds()) < math.inf:  # something fits
-                if floor >= limit or (most is not None and tried >= most):
+            if (best_seconds := most_seconds()) < math.inf:  # something fits
+                if floor >= limit(config) or (most is not None and tried >= most):
                     found.append((config, floor, None))
                     continue
-                if rules_out is not None and rules_out(config, limit):
-                    found.append((config, limit, None))
+                if rules_out is not None and rules_out(config, best_seconds):
+                    found.append((config, best_seconds, None))
                     continue
             tried += 1
             found.append((config, floor, outcome_of(config)))
@@ -210,7 +215,7 @@ def search(
     while bounds:
         lowest = min(bounds, key=lambda at: bounds[at])
         config, floor, outcome = found[lowest]
-        if bounds[lowest] >= best[1].objective:
+        if bounds[lowest] >= limit(config):
             break
         if tighten is not None and lowest not in tightened and len(tightened) < most_tightened:
             tightened.add(lowest)
@@ -218,7 +223,7 @@ def search(
             if outcome is None:
                 found[lowest] = config, bounds[lowest], None
             continue
-        untried = [at for at in bounds if found[at][2] is None and bounds[at] < best[1].objective]
+        untried = [at for at in bounds if found[at][2] is None and bounds[at] < limit(found[at][0])]
         if not untried or len(last) == most_last:
             break
         lowest = min(untried, key=lambda at: bounds[at])
@@ -232,7 +237,7 @@ def search(
             assert outcome is not None
             bounds[lowest] = max(bounds[lowest], outcome.bound)
     if settle is not None:
-        best = _settled(found, bounds, best[1].objective, evaluate, settle, expected)
+        best = _settled(found, bounds, best[1].objective, evaluate, settle, expected, worth)
     config, chosen = best
     bound = min([*bounds.values(), chosen.objective])
     return SearchResult(
@@ -252,10 +257,12 @@ def _settled(
     evaluate: Callable[[Candidate, float], Evaluation[Answer]],
     settle: Callable[[Answer], float],
     expected: Callable[[Candidate, float], float],
+    worth: Callable[[Candidate], float],
 ) -> tuple[Candidate, Evaluation[Answer]]:
     """The best once the fastest are settled, and then what may be faster than these came out.
 
-    found, bounds: of :func:`search`, brought up to date. ruled_out: seconds from which candidates were left out.
+    found, bounds: of :func:`search`, brought up to date. ruled_out: seconds from which candidates were left out, less
+    what they have to be ``worth``.
     """
     best: tuple[Candidate, Evaluation[Answer]] | None = None
     looked: set[int] = set()
@@ -270,7 +277,7 @@ def _settled(
         if len(looked) >= MOST_SETTLED or not known:
             for at, (config, floor, outcome) in enumerate(found):
                 seconds = outcome.seconds if isinstance(outcome, NotBetter) else floor if outcome is None else math.inf
-                if at not in looked and ruled_out <= seconds < (1 - WORTH) * least:
+                if at not in looked and (1 - worth(config)) * ruled_out <= seconds < (1 - WORTH) * least:
                     known.append((max(seconds, expected(config, floor)), at))
         if not known:
             break
@@ -300,9 +307,8 @@ def _settled(
 
 def _considered(config: Candidate, floor: float, outcome: _Outcome[Answer], chosen: Evaluation[Answer]) -> Considered:
     if outcome is None and floor < chosen.objective:
-        reason = (
-            f"not tried, as enough others were; takes at least {floor:.6g} s, the chosen one {chosen.objective:.6g} s"
-        )
+        why = "it cannot take much less" if floor >= (1 - WORTH) * chosen.objective else "enough others were"
+        reason = f"not tried, as {why}; takes at least {floor:.6g} s, the chosen one {chosen.objective:.6g} s"
         return Considered(config, Status.UNTRIED, floor, reason)
     if outcome is None:
         reason = f"takes at least {floor:.6g} s, the chosen one {chosen.objective:.6g} s"
