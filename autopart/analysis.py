@@ -223,20 +223,17 @@ def _first_use(graph: fx.Graph, free: set[fx.Node], block_of: Mapping[fx.Node, i
 def _classes(
     graph: fx.Graph, blocks: Sequence[Block], block_of: Mapping[fx.Node, int]
 ) -> dict[fx.Node, tuple[str, ...]]:
-    """Ops by (block signature, position in the block); a block's own tensors by (signature, order of first use)."""
+    """Ops by (block signature, position in the block); tensors by (signature, order of first use) of the first block
+    that reads them.
+    """
     classes: dict[fx.Node, tuple[str, ...]] = {}
-    readers: dict[fx.Node, set[int]] = {}
-    for node, index in block_of.items():
-        for value in graphs.inputs(node):
-            if value.node.op == "placeholder":
-                readers.setdefault(value.node, set()).add(index)
     for block in blocks:
         own = 0
         for position, node in enumerate(block.nodes):
             classes[node] = (block.signature, str(position))
             for value in graphs.inputs(node):
                 source = value.node
-                if source.op == "placeholder" and source not in classes and len(readers[source]) == 1:
+                if source.op == "placeholder" and source not in classes:
                     classes[source] = (block.signature, "tensor", str(own))
                     own += 1
     for node in graph.nodes:

@@ -343,7 +343,7 @@ class CandidateFloors(CandidateSums):
         if config.pp > 1:
             return max(floor, started)
         held = self.trained_bytes / config.tp
-        updated = held if self.zero == 0 else held / config.dp
+        updated = held if self.levels(config) == (0,) else held / config.dp
         sums = bucketed_all_reduce_seconds(held * self.summed, config.dp, self.layout.data_link(config))
         # a backward hides no more than it takes, however much longer than this
         hiding = 0.0 if config.schedule in STEADY_SCHEDULES else work

@@ -22,7 +22,8 @@ from autopart.alike_work import (
     pieces_of,
     strategy_prices,
 )
-from autopart.candidate_prices import CandidatePrices, same_but_for_memory
+from autopart.candidate_levels import CandidateLevels
+from autopart.candidate_prices import same_but_for_memory
 from autopart.cluster import Cluster
 from autopart.conversion_prices import TensorAxis
 from autopart.cost.devices import Device
@@ -30,7 +31,6 @@ from autopart.folding import FoldedPart, fold_part
 from autopart.layer_pieces import LayerPieces, PieceSetting
 from autopart.memory_bound import MemoryBound
 from autopart.module_sets import ModuleSet, ModuleSets
-from autopart.passes.data_axis import LEVELS
 from autopart.passes.emit.layers import MOST_INLINE
 from autopart.runtime.errors import PlanError
 from autopart.solver.degrees import Degrees
@@ -42,7 +42,7 @@ _MOST_OTHERS = 4
 
 
 @dataclass(slots=True)
-class CandidateLayers(CandidatePrices):
+class CandidateLayers(CandidateLevels):
     """What is found for the layers of one candidate is kept for those that share it."""
 
     _memory: MemoryBound = field(init=False)
@@ -60,12 +60,12 @@ class CandidateLayers(CandidatePrices):
     _pieces: LayerPieces = field(init=False)
 
     def __post_init__(self) -> None:
-        CandidatePrices.__post_init__(self)
+        CandidateLevels.__post_init__(self)
         self._memory = MemoryBound(self.analysis, self._block_costs, self.readers, self.optimizer)
         self._pieces = LayerPieces(self._memory)
 
     def _with(self, cluster: Cluster, device: Device, whole: frozenset[str]) -> Self:
-        found = CandidatePrices._with(self, cluster, device, whole)
+        found = CandidateLevels._with(self, cluster, device, whole)
         if not same_but_for_memory(device, self.device) or whole != self.whole:
             found._priced_layers, found._least_op_seconds, found._least_transients = {}, {}, {}
             found._least_parts = {}
@@ -75,10 +75,6 @@ class CandidateLayers(CandidatePrices):
             found._module_sets, found._piece_layers, found._kept_sizes = {}, {}, {}
             found._surely_again = None
         return found
-
-    def levels(self, config: Degrees) -> tuple[int, ...]:
-        """Of ZeRO, those that a parameter may have."""
-        return LEVELS if self._divides(config) else tuple({0, self.zero or 0})
 
     def _strategies_key(self, config: Degrees) -> tuple[int, tuple[TensorAxis, ...], bool]:
         """Equal where strategies are the same, at the same prices."""

@@ -203,19 +203,6 @@ class CandidatePrices:
         gradients = self.trained_bytes / (config.tp * config.pp)
         return bucket_bytes(gradients, self.summed, config.dp, self.layout.data_link(config))
 
-    def _divides(self, config: Degrees) -> bool:
-        """Whether parameters may be divided over replicas where they do not fit; 2BW keeps versions of whole ones."""
-        return self.zero is None and config.dp > 1 and config.schedule != "2bw"
-
-    @property
-    def _exchange_forced(self) -> bool:
-        """Whether all parameters have a level at which replicas exchange them in every microbatch."""
-        return (self.zero or 0) >= 2
-
-    def _exchanges(self, config: Degrees) -> bool:
-        """Whether replicas may exchange divided parameters in every microbatch."""
-        return self._divides(config) or self._exchange_forced
-
     def exposed(self, config: Degrees, exchanged: float, computed: float, late: float = 0.0) -> float:
         """As :func:`autopart.data_prices.exposed`, where a stage has its part of the statements that gather."""
         return exposed(exchanged, computed, max(1.0, self.units / config.stages), late)
@@ -475,13 +462,6 @@ class CandidatePrices:
             there = send_seconds(total, link) if values else 0.0
             cuts.append(Cut(there, send_seconds(back, link) if back else 0.0, total + back))
         return tuple(cuts)
-
-    def kept_bytes(self, alone: ConversionPrices) -> float:
-        """Bytes of a sample's activations that one device would keep for the backward. alone: without tensor axes."""
-        prices = Prices(self.device, self.analysis.costs(self.device.kind), 1, self.analysis.first)
-        costs = self._block_costs.costs(prices, {}, {}, alone)
-        kept = {owner: size for cost in costs for owner, size in cost.kept.items()}
-        return sum(kept.values()) + sum(cost.inside_bytes for cost in costs)
 
     def whole_bytes(self, value: Value, samples: int) -> float:
         return self._block_costs.size(value).at(samples)

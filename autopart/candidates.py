@@ -13,13 +13,14 @@ from autopart.layer_strategies import LayerStrategies
 from autopart.mixed_strategies import Samples, applied, carried, chosen_ways, merged, most_layers
 from autopart.passes.data_axis import LEVELS
 from autopart.recomputation import KEPT
+from autopart.report.units import format_bytes
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver import stages as stage_solver
 from autopart.solver.degrees import Degrees
 from autopart.solver.search import Evaluation, NotBetter
 from autopart.solver.stages_floor import blocks_floor
 from autopart.solver.stages_least import MOST_STEPS_ONCE
-from autopart.solver.stages_problem import StageProblem, StageSolution, Step, Way
+from autopart.solver.stages_problem import StageProblem, StageSolution, Way
 from autopart.step_time import STEADY_SCHEDULES, WHOLE_SCHEDULES, one_stage_floor, simulated_seconds
 from autopart.tensor_choice import TensorChoice
 
@@ -63,6 +64,7 @@ class Candidates(CandidateStrategies):
     _divisions: dict[object, tuple[StageProblem, StageSolution]] = field(default_factory=dict)
     _worked: dict[object, float] = field(default_factory=dict)
     _by_levels: dict[Degrees, Evaluation[Answer] | None] = field(default_factory=dict)
+    _least_state: dict[object, float] = field(default_factory=dict)  # bytes of parameters on ranks of all stages
 
     def evaluate(self, config: Degrees, below: float = math.inf) -> Evaluation[Answer]:
         """Strategies and stages of a candidate. Raises InfeasibleError when it does not fit in memory.
@@ -147,16 +149,6 @@ class Candidates(CandidateStrategies):
                     found = mixture
         return found if found is not None and found.objective < below else None
 
-    def _fits_anyhow(self, config: Degrees, choice: TensorChoice) -> StageProblem | None:
-        """The problem of dividing these strategies, if they fit however they are: with all of them on every stage."""
-        if config.stages > 1 and choice.memory_bytes > max(self.layout.capacities(config)):
-            return None
-        problem = self.problem(config, choice)
-        last = len(problem.positions) - 1
-        sent = 2 * max(cut.buffer_bytes for shape in problem.shapes for cuts in shape.cuts for cut in cuts)
-        whole = (problem.excess_bytes([Step(slot, 0, last)] * problem.stages) for slot in range(len(problem.slots)))
-        return problem if max(whole) + (sent if config.stages > 1 else 0.0) <= 0 else None
-
     def _at_prices(self, config: Degrees, choices: list[TensorChoice], below: float) -> Evaluation[Answer] | None:
         """The best of these strategies, where layers may run again, if they take less than ``below``."""
         return _best_of(below, (partial(self._tried, config, choice) for choice in choices))
@@ -231,7 +223,7 @@ class Candidates(CandidateStrategies):
         where some are divided already.
         """
         config, choice, way = answer.config, answer.choice, answer.way
-        if not self._divides(config) or choice.levels:
+        if not self.may_divide(config) or choice.levels:
             return []
         axes, tensors = self.setting(config).named_sizes, self.analysis.program.parameters
         able = [
@@ -416,11 +408,25 @@ class Candidates(CandidateStrategies):
             floor = seconds  # the only division; slower ways to run its blocks hide no more than they take longer
         return Evaluation(Answer(config, choice, problem, cut), seconds, min(floor, seconds))
 
+    def unfit(self, config: Degrees) -> InfeasibleError | None:
+        """Why a candidate surely does not fit, as its parameters alone hold too much; None where it may fit."""
+        key = config.dp, self.setting(config).axes, self.levels(config), self.whole
+        if key not in self._least_state:
+            self._least_state[key] = self._builder(config).least_state_bytes()
+        held, room = (size / config.stages for size in (self._least_state[key], math.fsum(self._rooms(config))))
+        if held <= room:
+            return None
+        return InfeasibleError(
+            f"parameters with gradients and optimizer state alone take {format_bytes(held)} on each rank, in the mean "
+            f"over stages, {format_bytes(held - room)} more than there is room for",
+            held - room,
+        )
+
     def _never_fits(self, config: Degrees, choice: TensorChoice) -> bool:
         """Whether parameters alone hold more than there is, whatever the strategies; on several axes, where limits take
         a solver long, also whether not even the strategies that hold the least fit.
         """
-        if self._builder(config).least_state_bytes() > math.fsum(self._rooms(config)):
+        if self.unfit(config) is not None:
             return True
         if len(config.axes) < 2 or choice.solution is None:
             return False

@@ -25,8 +25,12 @@ from autopart.solver.search import Evaluation, NotBetter
 
 @dataclass(slots=True)
 class EarlierPlans:
-    """Of plans with equal limits. ``make_plan`` takes and fills it. best: the last plan's configuration."""
+    """Of plans with equal limits. ``make_plan`` takes and fills it. best: the last plan's configuration.
 
+    less_memory: later clusters have less, so that bounds have to be of plans that divide parameters too.
+    """
+
+    less_memory: bool = False
     candidates: Candidates | None = None
     best: Degrees | UnlikeMeshes | None = None
     _came: dict[Degrees, Evaluation[Answer] | NotBetter | InfeasibleError] = field(default_factory=dict)
@@ -36,7 +40,7 @@ class EarlierPlans:
         if self.candidates is None:
             self.candidates = make()
             return self.candidates
-        if not has_no_more_memory(cluster, self.candidates.cluster):
+        if not self.less_memory or not has_no_more_memory(cluster, self.candidates.cluster):
             self._came = {}
         self.candidates = self.candidates.elsewhere(cluster)
         return self.candidates

@@ -17,7 +17,6 @@ from torch import fx
 from autopart.analysis import FLOPS_PER_BYTE, Analysis
 from autopart.axes_volume import gathered_bytes, least_exchange_seconds
 from autopart.candidates import Candidates
-from autopart.conversion_prices import ConversionPrices
 from autopart.cost.communication import (
     ALL_GATHER,
     REDUCE_SCATTER,
@@ -61,7 +60,7 @@ class Estimates:
             self._weights += found.weight
             self._gradients += found.gradient
             self._optimizer += found.optimizer
-        self._kept = candidates.kept_bytes(ConversionPrices((), candidates.device))
+        self._kept = candidates.sample_bytes
         self._gathered = gathered_bytes(candidates)
         self._block = _largest_share(candidates.analysis)
         crossing = [sum(candidates.whole_bytes(value, 1) for value in row) for row in candidates.positions.crossings]

@@ -86,7 +86,7 @@ def memory_frontier(
     """
     if not 0 <= step < 1:
         raise PlanError(f"a step is a share, at least 0 and below 1, not {step}")
-    analysis, earlier = analysis or analyze(program), EarlierPlans()
+    analysis, earlier = analysis or analyze(program), EarlierPlans(less_memory=True)
     points: list[PlanPoint] = []
     capacity = max(device.memory_bytes for device in cluster.devices)
     for _ in range(most):

@@ -34,7 +34,7 @@ from autopart.pins import check_stages, read_pins
 from autopart.plan import DROPOUT, Plan, check_warmup
 from autopart.plan_notes import notes, unfactored, untried
 from autopart.recomputation import RECOMPUTE
-from autopart.runtime.errors import BatchError, PlanError
+from autopart.runtime.errors import BatchError, InfeasibleError, PlanError
 from autopart.runtime.schedule import NAMES
 from autopart.several_axes import several_axes
 from autopart.solver.degrees import Degrees, UnlikeMeshes, degrees, read_axes
@@ -151,7 +151,11 @@ def make_plan(
     check_stages(analysis, pp, pinned, together, pins)
     samples, known = batch, earlier or EarlierPlans()
     candidates = known.take(
-        cluster, lambda: Candidates(analysis, cluster, samples, optimizer, time_limit_s, warmup, pinned, zero, scheme)
+        cluster,
+        lambda: Candidates(
+            *(analysis, cluster, samples, optimizer, time_limit_s, warmup, pinned, zero, scheme),
+            all_levels=known.less_memory,
+        ),
     )
     axes = None if tp is None else read_axes(tp)
     unlike: UnlikeCandidates | None = None
@@ -226,6 +230,9 @@ def make_plan(
     def rules_out(config: Degrees | UnlikeMeshes, below: float) -> bool:
         return isinstance(config, Degrees) and candidates.surely_takes(config, below)
 
+    def unfit(config: Degrees | UnlikeMeshes) -> InfeasibleError | None:
+        return candidates.unfit(config) if isinstance(config, Degrees) else None
+
     def tighten(config: Degrees | UnlikeMeshes, below: float) -> float:
         return candidates.last_floor(config, below) if isinstance(config, Degrees) else lower_bound(config)
 
@@ -261,6 +268,7 @@ def make_plan(
         *(configs, evaluate, lower_bound),
         refine=refine,
         rules_out=rules_out,
+        unfit=unfit,
         order=order,
         most=most,
         more=more,

@@ -12,7 +12,7 @@ folded.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -263,26 +263,36 @@ def find_blocks(
     uncut: groups of ops, each of which stays in one block.
     """
     ops = chain(graph, free)
-    shared = _shared_parameters(ops, cuts := cut_positions(ops, weight, batch, uncut))
-    return [
-        Block(index, tuple(ops[start:end]), _signature(ops[start:end], shared))
-        for index, (start, end) in enumerate(pairwise(cuts))
-    ]
+    parts = [tuple(ops[start:end]) for start, end in pairwise(cut_positions(ops, weight, batch, uncut))]
+    shared = _shared(parts)
+    return [Block(index, own, _signature(index, own, shared)) for index, own in enumerate(parts)]
 
 
-def _shared_parameters(ops: Sequence[fx.Node], cuts: Sequence[int]) -> set[fx.Node]:
-    """Parameters that several blocks read: they tell blocks apart."""
-    home: dict[fx.Node, int] = {}
-    shared: set[fx.Node] = set()
-    for index, (start, end) in enumerate(pairwise(cuts)):
-        for node in ops[start:end]:
-            for value in graphs.inputs(node):
-                if value.node.op == "placeholder" and home.setdefault(value.node, index) != index:
-                    shared.add(value.node)
-    return shared
+@dataclass(slots=True)
+class _Shared:
+    """A parameter or buffer that several blocks read. blocks: their numbers. first: its place in the first of them."""
+
+    first: tuple[int, int]
+    blocks: list[int]
+
+    def label(self, block: int) -> str:
+        """What it is, seen from one of its blocks: the same in layers that share within themselves alike."""
+        return f"{self.first} of {[other - block for other in self.blocks]}"
 
 
-def _signature(nodes: Sequence[fx.Node], shared: set[fx.Node]) -> str:
+def _shared(parts: Sequence[Sequence[fx.Node]]) -> dict[fx.Node, _Shared]:
+    found: dict[fx.Node, _Shared] = {}
+    for index, nodes in enumerate(parts):
+        for position, node in enumerate(nodes):
+            for operand, value in enumerate(graphs.inputs(node)):
+                if value.node.op == "placeholder":
+                    own = found.setdefault(value.node, _Shared((position, operand), [index]))
+                    if own.blocks[-1] != index:
+                        own.blocks.append(index)
+    return {node: own for node, own in found.items() if len(own.blocks) > 1}
+
+
+def _signature(block: int, nodes: Sequence[fx.Node], shared: Mapping[fx.Node, _Shared]) -> str:
     numbers: dict[Value, str] = {}
     outside: dict[fx.Node, str] = {}
 
@@ -300,7 +310,7 @@ def _signature(nodes: Sequence[fx.Node], shared: set[fx.Node]) -> str:
             return numbers[value]
         if value.node not in outside:
             kind = value.node.meta["role"].value if value.node.op == "placeholder" else "value"
-            label = value.node.meta["name"] if value.node in shared else str(len(outside))
+            label = shared[value.node].label(block) if value.node in shared else str(len(outside))
             outside[value.node] = f"{kind} {label} {describe(value)}"
         return f"{outside[value.node]}.{value.index}"
 

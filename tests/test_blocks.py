@@ -164,6 +164,39 @@ def test_signatures_tell_shared_parameters_apart() -> None:
     assert distinct(True) > distinct(False)
 
 
+class Sharing(nn.Module):
+    """A layer whose two products are in blocks of their own, and read the same scales. swapped: the second in another
+    order than the first.
+    """
+
+    def __init__(self, swapped: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.swapped = nn.Linear(8, 8), nn.Linear(8, 8), swapped
+        self.one, self.other = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x * self.one) * self.other
+        one, other = (self.other, self.one) if self.swapped else (self.one, self.other)
+        return x + self.second(x * one) * other
+
+
+@pytest.mark.parametrize("swapped", [None, 1, 2])
+def test_layers_that_share_within_themselves_are_alike(swapped: int | None) -> None:
+    """As far as the same tensors are at the same places, and not with a layer that swaps them."""
+    model = nn.Sequential(*(Sharing(number == swapped) for number in range(4)))
+    blocks = blocks_of(capture(model, (torch.randn(2, 8),), check_eval=False))
+    homes: dict[str, set[int]] = {}
+    for block in blocks:
+        for node in block.nodes:
+            for value in graphs.inputs(node):
+                if value.node.op == "placeholder" and "one" in value.node.name:
+                    homes.setdefault(value.node.name, set()).add(block.index)
+    assert all(len(own) > 1 for own in homes.values()), "cut so that blocks share"
+    inside = [[own.signature for own in blocks if graphs.module_path(own.nodes[-1])[:1] == str(n)] for n in range(4)]
+    assert len(inside[3]) >= 2 and inside[0] != inside[3], "the first layer's input has no gradient"
+    assert [own == inside[3] for own in inside[1:3]] == [swapped != 1, swapped != 2]
+
+
 def test_bytes_of_values() -> None:
     program = capture(Branches(), (torch.randn(4, 8), torch.randn(4, 8)), check_eval=False)
     linear = next(node for node in program.graph.nodes if "linear" in str(node.target))

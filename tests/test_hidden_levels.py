@@ -73,7 +73,7 @@ def test_they_take_no_longer_than_what_hides_them(share: float) -> None:
 
 
 def test_they_are_tried_where_memory_asks_for_something() -> None:
-    free = Candidates(analysis(), ideal(4), 8, "adamw", zero=None)
+    free = Candidates(analysis(), ideal(4), 8, "adamw", zero=None, all_levels=True)
     for_little, for_all = free.hidden(CONFIG)
     assert set(for_little.levels.values()) <= {1, 2}, "gathers cost something, and memory is worth nothing"
     assert set(for_all.levels.values()) >= {1, 3}

@@ -148,7 +148,7 @@ def with_levels() -> tuple[Candidates, TensorChoice, LayerStrategies]:
     """Parameters choose levels of ZeRO too, on two replicas."""
     _, analysis = subject_of("gpt2")
     cluster = ideal(4, bandwidth=2e8, memory_bandwidth=1e15, memory_bytes=2**40)
-    candidates = Candidates(analysis, cluster, 8, "adamw", zero=None)
+    candidates = Candidates(analysis, cluster, 8, "adamw", zero=None, all_levels=True)
     answer = candidates.choose(DIVIDED)
     return candidates, answer, candidates.layer_strategies(DIVIDED, answer)
 

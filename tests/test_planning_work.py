@@ -86,7 +86,7 @@ def test_strategies_of_stages_are_ruled_out_where_they_take_longer_alone(config:
 
 def test_mixtures_are_looked_for_once_around_answers_that_leave_layers_the_same_ways() -> None:
     config = Degrees(2, 2, (2,), 2, "1f1b", "auto")
-    candidates = Candidates(analysis_of(SHALLOW), ideal(8), 32, "adamw", zero=None)
+    candidates = Candidates(analysis_of(SHALLOW), ideal(8), 32, "adamw", zero=None, all_levels=True)
     whole, divided = (candidates.layer_strategies(config, candidates.choose(config, level=level)) for level in (0, 1))
     for part in candidates.layer_parts().values():
         assert whole.around(part) == divided.around(part)

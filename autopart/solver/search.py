@@ -28,6 +28,10 @@ what was settled takes longer than these are known to, and by which share it has
 """
 
 
+MOST_UNFIT = 3
+"""Candidates that surely do not fit of which it is found out where nothing does by how much."""
+
+
 class Status(enum.Enum):
     CHOSEN = "chosen"
     SLOWER = "slower"
@@ -112,6 +116,7 @@ def search(
     *,
     refine: Callable[[Candidate, float], float] | None = None,
     rules_out: Callable[[Candidate, float], bool] | None = None,
+    unfit: Callable[[Candidate], InfeasibleError | None] | None = None,
     order: Callable[[Candidate, float], float] | None = None,
     most: int | None = None,
     more: Callable[[Evaluation[Answer] | None], Iterable[Candidate]] | None = None,
@@ -128,20 +133,23 @@ def search(
     takes as long as the seconds that are given. lower_bound: cheap seconds that a candidate takes at least, infinite
     when it cannot run at all. refine: a better bound, for those that it may rule out or put behind others; of no
     interest beyond the seconds that are given. rules_out: whether a candidate surely takes as long as the seconds that
-    are given, asked of each that would be evaluated next, once something fits. order: seconds that a candidate of such
-    a bound is expected to take, the bound by default; who is expected to take the fewest comes first, and of the AHEAD
-    first what is expected is asked again where bounds are refined. most: evaluations, after which the rest is left
-    untried once something fits. more: further candidates, asked for with the best evaluation of the first. tighten: a
-    bound that takes longer, for up to ``most_tightened`` of those whose bound is the smallest in the end. most_last:
-    further evaluations then, of those left untried whose bound is the smallest. settle: seconds of an answer that were
-    not known while it was evaluated; of the MOST_SETTLED fastest within NEAR of the best the one is chosen that takes
-    the fewest, and up to MOST_MORE others are looked at that may take fewer still, by the share WORTH. worth: the share
-    of the best by which a candidate has to be able to undercut it to be refined, evaluated or tightened. below: seconds
-    that an answer has to stay below to be of interest; raises NotBetter when none does.
+    are given, asked of each that would be evaluated next, once something fits. unfit: why a candidate surely has no
+    solution, sooner known than by evaluating it; where nothing fits the MOST_UNFIT closest to it are evaluated, which
+    says more. order: seconds that a candidate of such a bound is expected to take, the bound by default; who is
+    expected to take the fewest comes first, and of the AHEAD first what is expected is asked again where bounds are
+    refined. most: evaluations, after which the rest is left untried once something fits. more: further candidates,
+    asked for with the best evaluation of the first. tighten: a bound that takes longer, for up to ``most_tightened`` of
+    those whose bound is the smallest in the end. most_last: further evaluations then, of those left untried whose bound
+    is the smallest. settle: seconds of an answer that were not known while it was evaluated; of the MOST_SETTLED
+    fastest within NEAR of the best the one is chosen that takes the fewest, and up to MOST_MORE others are looked at
+    that may take fewer still, by the share WORTH. worth: the share of the best by which a candidate has to be able to
+    undercut it to be refined, evaluated or tightened. below: seconds that an answer has to stay below to be of
+    interest; raises NotBetter when none does.
     Raises InfeasibleError, with what the closest candidates lack, when none has a solution.
     """
     best: tuple[Candidate, Evaluation[Answer]] | None = None
     found: list[tuple[Candidate, float, _Outcome[Answer]]] = []
+    hopeless: list[int] = []  # of what was found, those that surely do not fit
 
     def most_seconds() -> float:
         return below if best is None else best[1].objective
@@ -172,7 +180,13 @@ def search(
         while left or ahead:
             while left and len(ahead) < (1 if refine is None else AHEAD):
                 first, floor, _, config = left.popleft()
-                ahead.append(_Ahead(config, max(first, floor), floor))
+                if unfit is not None and floor < most_seconds() and (why := unfit(config)) is not None:
+                    hopeless.append(len(found))
+                    found.append((config, floor, why))
+                else:
+                    ahead.append(_Ahead(config, max(first, floor), floor))
+            if not ahead:
+                break
             next_ = min(ahead, key=lambda item: item.key)
             of_interest = limit(next_.config)
             if best is None:
@@ -207,9 +221,15 @@ def search(
     if best is None and bounds:
         raise NotBetter(below, min(bounds.values()))
     if best is None:
-        raise _none_feasible(
-            [(config, outcome) for config, _, outcome in found if isinstance(outcome, InfeasibleError)]
-        )
+        failures = {at: outcome for at, (_, _, outcome) in enumerate(found) if isinstance(outcome, InfeasibleError)}
+        known = [at for at in failures if at not in hopeless]
+        for at in sorted(hopeless, key=lambda at: failures[at].excess_bytes or 0.0)[: 0 if known else MOST_UNFIT]:
+            try:
+                evaluate(found[at][0], math.inf)
+            except InfeasibleError as error:
+                failures[at] = error
+                known.append(at)
+        raise _none_feasible([(found[at][0], failures[at]) for at in sorted(known)], len(failures))
     tightened: set[int] = set()
     last: set[int] = set()
     while bounds:
@@ -327,9 +347,10 @@ def _considered(config: Candidate, floor: float, outcome: _Outcome[Answer], chos
     return Considered(config, Status.SLOWER, outcome.objective, f"{share:.1%} slower than the chosen one")
 
 
-def _none_feasible(failures: Sequence[tuple[Config, InfeasibleError]]) -> InfeasibleError:
-    """The failure that is closest to fitting speaks for all; failures are in the order of the search, fastest first."""
+def _none_feasible(failures: Sequence[tuple[Config, InfeasibleError]], count: int) -> InfeasibleError:
+    """The failure that is closest to fitting speaks for all; failures are in the order of the search, fastest first.
+    count: of all that do not fit.
+    """
     config, closest = min(failures, key=lambda item: math.inf if item[1].excess_bytes is None else item[1].excess_bytes)
-    count = len(failures)
     which = "the only configuration" if count == 1 else f"none of {count} configurations fits; the closest"
     return InfeasibleError(f"{which}, {config}: {closest}", closest.excess_bytes)

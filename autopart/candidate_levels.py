@@ -1,0 +1,99 @@
+"""Which levels of ZeRO a candidate's parameters may have: none where whole ones fit, whatever else ranks hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from autopart.candidate_prices import CandidatePrices
+from autopart.cluster import Cluster
+from autopart.conversion_prices import ConversionPrices
+from autopart.cost.devices import Device
+from autopart.passes.annotate import parameter_bytes
+from autopart.passes.data_axis import LEVELS
+from autopart.prices import Prices
+from autopart.runtime.schedule import in_flight
+from autopart.solver.degrees import Degrees
+from autopart.solver.stages_problem import StageProblem, Step
+from autopart.tensor_choice import TensorChoice
+
+
+@dataclass(slots=True)
+class CandidateLevels(CandidatePrices):
+    """Levels are searched where they may be needed, so that bounds are of plans that may be chosen."""
+
+    all_levels: bool = False  # search levels where whole parameters fit too, for bounds that hold with less memory
+    _state_bytes: int = field(init=False)  # of all parameters, with gradients and what the optimizer keeps
+    _sample_bytes: float | None = None
+    _roomy: dict[Degrees, bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        CandidatePrices.__post_init__(self)
+        self._state_bytes = sum(
+            parameter_bytes(info.shape, info.dtype, self.optimizer, info.trainable).total
+            for info in self.analysis.program.parameters
+        )
+
+    def _with(self, cluster: Cluster, device: Device, whole: frozenset[str]) -> Self:
+        found = CandidatePrices._with(self, cluster, device, whole)
+        found._roomy = {}
+        if device.kind != self.device.kind:
+            found._sample_bytes = None
+        return found
+
+    def levels(self, config: Degrees) -> tuple[int, ...]:
+        """Those that a parameter may have."""
+        return LEVELS if self._divides(config) else tuple({0, self.zero or 0})
+
+    def may_divide(self, config: Degrees) -> bool:
+        """Whether no level is given and replicas can divide parameters; 2BW keeps versions of whole ones."""
+        return self.zero is None and config.dp > 1 and config.schedule != "2bw"
+
+    def _divides(self, config: Degrees) -> bool:
+        """Whether parameters may be divided over replicas, as whole ones may not fit."""
+        return self.may_divide(config) and (self.all_levels or not self.surely_whole(config))
+
+    @property
+    def _exchange_forced(self) -> bool:
+        """Whether all parameters have a level at which replicas exchange them in every microbatch."""
+        return (self.zero or 0) >= 2
+
+    def _exchanges(self, config: Degrees) -> bool:
+        """Whether replicas may exchange divided parameters in every microbatch."""
+        return self._divides(config) or self._exchange_forced
+
+    def surely_whole(self, config: Degrees) -> bool:
+        """Whether each rank could hold all parameters whole, and all that is kept, undivided and on one stage."""
+        plain = replace(config, recompute="none")
+        if plain not in self._roomy:
+            self._roomy[plain] = (
+                self._held_bytes(config) <= min(self._rooms(config))
+                and self._fits_anyhow(plain, TensorChoice({}, {}, None)) is not None
+            )
+        return self._roomy[plain]
+
+    def _held_bytes(self, config: Degrees) -> float:
+        """Of all parameters, and about what is kept: most of what a stage with everything holds, and sooner known."""
+        places, warmup = self.layout.places(config), self.warmup_of(config)
+        flying = in_flight(config.schedule, config.stages, config.microbatches, warmup, places)
+        return self._state_bytes + max(flying) * self.samples(config) * self.sample_bytes
+
+    @property
+    def sample_bytes(self) -> float:
+        """Of a sample's activations, what one device would keep for the backward."""
+        if self._sample_bytes is None:
+            prices = Prices(self.device, self.analysis.costs(self.device.kind), 1, self.analysis.first)
+            costs = self._block_costs.costs(prices, {}, {}, ConversionPrices((), self.device))
+            kept = {owner: size for cost in costs for owner, size in cost.kept.items()}
+            self._sample_bytes = sum(kept.values()) + sum(cost.inside_bytes for cost in costs)
+        return self._sample_bytes
+
+    def _fits_anyhow(self, config: Degrees, choice: TensorChoice) -> StageProblem | None:
+        """The problem of dividing these strategies, if they fit however they are: with all of them on every stage."""
+        if config.stages > 1 and choice.memory_bytes > max(self.layout.capacities(config)):
+            return None
+        problem = self.problem(config, choice)
+        last = len(problem.positions) - 1
+        sent = 2 * max(cut.buffer_bytes for shape in problem.shapes for cuts in shape.cuts for cut in cuts)
+        whole = (problem.excess_bytes([Step(slot, 0, last)] * problem.stages) for slot in range(len(problem.slots)))
+        return problem if max(whole) + (sent if config.stages > 1 else 0.0) <= 0 else None
