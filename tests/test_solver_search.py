@@ -433,3 +433,28 @@ def test_the_last_to_be_tried_are_those_of_the_smallest_bounds() -> None:
     assert (found(2), asked) == ((6.0, 4.0), [1, 4, 3])
     assert (found(1, 1), asked) == ((6.0, 4.0), [1, 3])
     assert (found(9, 9), asked) == ((6.0, 6.0), [1, 3, 2])
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_what_surely_does_not_fit_is_evaluated_for_what_it_lacks_alone(fits: bool) -> None:
+    """And then only those that lack least."""
+    tried: list[int] = []
+
+    def unfit(config: Degrees) -> InfeasibleError | None:
+        lacks = 100 - config.microbatches
+        return None if fits and config.microbatches == 7 else InfeasibleError(f"about {lacks}", lacks)
+
+    def evaluate(config: Degrees, below: float) -> Evaluation[None]:
+        tried.append(config.microbatches)
+        if fits:
+            return Evaluation(None, 1.0, 1.0)
+        raise InfeasibleError(f"surely {200 - config.microbatches}", 200 - config.microbatches)
+
+    if fits:
+        result = search(configs(9), evaluate, lambda config: 0.5, unfit=unfit)
+        assert tried == [7] and result.bound == 1.0
+        assert sum(item.status is Status.INFEASIBLE for item in result.considered) == 8
+        return
+    with pytest.raises(InfeasibleError, match=r"none of 9 configurations fits; the closest, .*=9 1f1b: surely 191"):
+        search(configs(9), evaluate, lambda config: 0.5, unfit=unfit)
+    assert sorted(tried) == [7, 8, 9]
