@@ -223,19 +223,16 @@ def _first_use(graph: fx.Graph, free: set[fx.Node], block_of: Mapping[fx.Node, i
 def _classes(
     graph: fx.Graph, blocks: Sequence[Block], block_of: Mapping[fx.Node, int]
 ) -> dict[fx.Node, tuple[str, ...]]:
-    """Ops by (block signature, position in the block); tensors by (signature, order of first use) of the first block
+    """Ops by (block signature, position in the block); tensors by (signature, where they are read) of the first block
     that reads them.
     """
     classes: dict[fx.Node, tuple[str, ...]] = {}
     for block in blocks:
-        own = 0
         for position, node in enumerate(block.nodes):
             classes[node] = (block.signature, str(position))
-            for value in graphs.inputs(node):
-                source = value.node
-                if source.op == "placeholder" and source not in classes:
-                    classes[source] = (block.signature, "tensor", str(own))
-                    own += 1
+            for operand, value in enumerate(graphs.inputs(node)):
+                if value.node.op == "placeholder":
+                    classes.setdefault(value.node, (block.signature, "tensor", f"{position}.{operand}"))
     for node in graph.nodes:
         if node.op == "placeholder" and node not in classes:
             classes[node] = ("shared", node.name)

@@ -1,7 +1,7 @@
 """What plans of one program, batch and limits tell later ones, which are for other clusters.
 
-Prices and solved problems that do not depend on where clusters differ are shared. Where all that a later cluster has
-less of is memory, what came of a configuration there holds here too:
+Prices and solved problems that do not depend on where clusters differ are shared. Where all that later clusters have
+less of is memory (``less_memory``), what came of a configuration there holds here too:
 
 - an answer that still fits is as good as any, as what fits here fitted there, and its bound holds;
 - what took no less than so many seconds, or did not fit, does not now.

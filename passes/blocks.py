@@ -265,34 +265,31 @@ def find_blocks(
     ops = chain(graph, free)
     parts = [tuple(ops[start:end]) for start, end in pairwise(cut_positions(ops, weight, batch, uncut))]
     shared = _shared(parts)
-    return [Block(index, own, _signature(index, own, shared)) for index, own in enumerate(parts)]
+    return [Block(index, own, _signature(own, shared)) for index, own in enumerate(parts)]
 
 
-@dataclass(slots=True)
-class _Shared:
-    """A parameter or buffer that several blocks read. blocks: their numbers. first: its place in the first of them."""
+def _shared(parts: Sequence[Sequence[fx.Node]]) -> dict[fx.Node, str]:
+    """Parameters and buffers that several blocks read, with a label: what the first of these blocks does, and where in
+    it they are read.
 
-    first: tuple[int, int]
-    blocks: list[int]
-
-    def label(self, block: int) -> str:
-        """What it is, seen from one of its blocks: the same in layers that share within themselves alike."""
-        return f"{self.first} of {[other - block for other in self.blocks]}"
-
-
-def _shared(parts: Sequence[Sequence[fx.Node]]) -> dict[fx.Node, _Shared]:
-    found: dict[fx.Node, _Shared] = {}
+    It tells them from those of one block and from each other, and is the same in layers that share alike within
+    themselves, and for all blocks that read one.
+    """
+    found: dict[fx.Node, tuple[int, int, int]] = {}
+    several: set[fx.Node] = set()
     for index, nodes in enumerate(parts):
         for position, node in enumerate(nodes):
             for operand, value in enumerate(graphs.inputs(node)):
-                if value.node.op == "placeholder":
-                    own = found.setdefault(value.node, _Shared((position, operand), [index]))
-                    if own.blocks[-1] != index:
-                        own.blocks.append(index)
-    return {node: own for node, own in found.items() if len(own.blocks) > 1}
+                if (
+                    value.node.op == "placeholder"
+                    and found.setdefault(value.node, (index, position, operand))[0] != index
+                ):
+                    several.add(value.node)
+    first = {index: _signature(parts[index], {}) for index in {found[node][0] for node in several}}
+    return {node: f"{first[found[node][0]]} {found[node][1:]}" for node in several}
 
 
-def _signature(block: int, nodes: Sequence[fx.Node], shared: Mapping[fx.Node, _Shared]) -> str:
+def _signature(nodes: Sequence[fx.Node], shared: Mapping[fx.Node, str]) -> str:
     numbers: dict[Value, str] = {}
     outside: dict[fx.Node, str] = {}
 
@@ -310,8 +307,8 @@ def _signature(block: int, nodes: Sequence[fx.Node], shared: Mapping[fx.Node, _S
             return numbers[value]
         if value.node not in outside:
             kind = value.node.meta["role"].value if value.node.op == "placeholder" else "value"
-            label = shared[value.node].label(block) if value.node in shared else str(len(outside))
-            outside[value.node] = f"{kind} {label} {describe(value)}"
+            first = f" shared from {shared[value.node]}" if value.node in shared else ""
+            outside[value.node] = f"{kind} {len(outside)}{first} {describe(value)}"
         return f"{outside[value.node]}.{value.index}"
 
     def text(argument: Any) -> str:

@@ -1,4 +1,4 @@
-"""Layers that read tensors in several of their blocks: folded as others are, also where stages part them."""
+"""Layers that share tensors between their blocks, or with all layers: folded as others are, and parted by stages."""
 
 from __future__ import annotations
 
@@ -33,10 +33,24 @@ class Sharing(nn.Module):
         return x + self.second(x * self.one).tanh() * self.other
 
 
-class Net(nn.Module):
-    def __init__(self, count: int) -> None:
+class Scaled(nn.Module):
+    """A product that all layers share, with scales of its own."""
+
+    def __init__(self, product: nn.Module) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Sharing() for _ in range(count))
+        self.product, self.scale = product, nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.product(x).tanh() * self.scale
+
+
+class Net(nn.Module):
+    """reused: the layers are of one product, else they share within themselves."""
+
+    def __init__(self, count: int, reused: bool) -> None:
+        super().__init__()
+        product = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Scaled(product) if reused else Sharing() for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -44,23 +58,27 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def subject_of(count: int) -> tuple[Subject, Analysis]:
-    subject = prepare(Net(count), (torch.randn(8, WIDTH),), {})
+def subject_of(count: int, reused: bool) -> tuple[Subject, Analysis]:
+    subject = prepare(Net(count, reused), (torch.randn(8, WIDTH),), {})
     return subject, analyze(subject.program)
 
 
-def test_more_layers_are_no_more_classes() -> None:
-    sizes = {len(fold_graph(subject_of(count)[1]).classes) for count in (9, 12)}
-    assert len(sizes) == 1
+@pytest.mark.parametrize("reused", [False, True])
+def test_more_layers_are_no_more_classes(reused: bool) -> None:
+    folded = [fold_graph(subject_of(count, reused)[1]) for count in (18, 24)]
+    assert len(folded[0].classes) == len(folded[1].classes)
+    for members in (own for graph in folded for own in graph.classes):
+        assert len({(member.op, str(member.meta["val"].shape)) for member in members}) == 1
 
 
+@pytest.mark.parametrize("reused", [False, True])
 @pytest.mark.parametrize(("count", "pp", "dp", "tp"), [(4, 1, 1, 2), (4, 1, 2, 1), (2, 4, 1, 1), (3, 2, 1, 2)], ids=str)
 def test_parallel_equals_serial(
-    count: int, pp: int, dp: int, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    count: int, pp: int, dp: int, tp: int, reused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two layers on four stages, and of three on two, a layer's scales lie on two stages."""
+    """Of two layers on four stages, and of three on two, a layer's scales lie on two stages; what all read on all."""
     monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
-    subject, analysis = subject_of(count)
+    subject, analysis = subject_of(2 * count if reused else count, reused)
     plan = make_plan(
         subject.program, ideal(pp * dp * tp), batch=8, analysis=analysis, pp=pp, dp=dp, tp=tp, microbatches=min(pp, 2)
     )
@@ -72,4 +90,4 @@ def test_parallel_equals_serial(
     parted = [
         stage for stage in plan.stages if analysis.layers[stage.blocks[0]] == analysis.layers[stage.blocks[0] - 1]
     ]
-    assert pp == 1 or any(stage.blocks[0] for stage in parted)
+    assert pp == 1 or reused or any(stage.blocks[0] for stage in parted)

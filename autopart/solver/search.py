@@ -26,10 +26,8 @@ NEAR, MOST_SETTLED, MOST_MORE, WORTH = 0.1, 4, 8, 0.005
 """The share of the best within which answers may change places once they are settled, how many are, how many more where
 what was settled takes longer than these are known to, and by which share it has to.
 """
-
-
 MOST_UNFIT = 3
-"""Candidates that surely do not fit of which it is found out where nothing does by how much."""
+"""Of the candidates that surely do not fit, how many are evaluated where nothing else is left."""
 
 
 class Status(enum.Enum):
@@ -229,6 +227,8 @@ def search(
             except InfeasibleError as error:
                 failures[at] = error
                 known.append(at)
+            else:
+                raise AssertionError(f"{found[at][0]} fits, where {failures[at]}")
         raise _none_feasible([(found[at][0], failures[at]) for at in sorted(known)], len(failures))
     tightened: set[int] = set()
     last: set[int] = set()
