@@ -358,6 +358,11 @@ class Plan:
         return self.tokens / self.step_time_s if self.step_time_s else 0.0
 
     @property
+    def counted(self) -> str:
+        """What ``tokens`` are: those of a model that reads one sequence of numbers a sample, else samples."""
+        return "samples" if self.tokens == self.batch else "tokens"
+
+    @property
     def tflops_per_device(self) -> float:
         """10^12 model FLOPs per second and device (recomputation not counted)."""
         return self.flops / self.step_time_s / self.device_count / 1e12 if self.step_time_s else 0.0

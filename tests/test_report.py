@@ -86,6 +86,7 @@ def test_header_answers_how_good() -> None:
     ):
         assert words in text
     plan = example()
+    assert "128 samples/s" in "\n".join(plan_header(replace(plan, tokens=plan.batch)))
     other = replace(plan.stages[1], mesh=(("dp", 4), ("tp", 1)))
     unlike = replace(plan, stages=(plan.stages[0], other))
     assert "pp 2, dp x tp by stage 2x2, 4x1" in "\n".join(plan_header(unlike))
