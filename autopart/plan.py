@@ -358,7 +358,7 @@ class Plan:
         return self.tokens / self.step_time_s if self.step_time_s else 0.0
 
     @property
-    def counted(self) -> str:
+    def throughput_unit(self) -> str:
         """What ``tokens`` are: those of a model that reads one sequence of numbers a sample, else samples."""
         return "samples" if self.tokens == self.batch else "tokens"
 

@@ -280,11 +280,10 @@ def _shared(parts: Sequence[Sequence[fx.Node]]) -> dict[fx.Node, str]:
     for index, nodes in enumerate(parts):
         for position, node in enumerate(nodes):
             for operand, value in enumerate(graphs.inputs(node)):
-                if (
-                    value.node.op == "placeholder"
-                    and found.setdefault(value.node, (index, position, operand))[0] != index
-                ):
-                    several.add(value.node)
+                if value.node.op == "placeholder":
+                    block, *_ = found.setdefault(value.node, (index, position, operand))
+                    if block != index:
+                        several.add(value.node)
     first = {index: _signature(parts[index], {}) for index in {found[node][0] for node in several}}
     return {node: f"{first[found[node][0]]} {found[node][1:]}" for node in several}
 

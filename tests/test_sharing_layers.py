@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import autopart.verify
 from autopart.analysis import Analysis, analyze
 from autopart.folding import fold_graph
+from autopart.passes import graph as graphs
 from autopart.planner import make_plan
 from autopart.realize import realize
 from autopart.verify import Subject, compare_emitted, prepare
@@ -87,7 +88,10 @@ def test_parallel_equals_serial(
     result = compare_emitted(tmp_path / "program", subject, plan=plan)
     assert result.equal, result
     assert all(stage.as_planned for stage in result.traffic), result.traffic
-    parted = [
-        stage for stage in plan.stages if analysis.layers[stage.blocks[0]] == analysis.layers[stage.blocks[0] - 1]
-    ]
-    assert pp == 1 or reused or any(stage.blocks[0] for stage in parted)
+    homes: dict[str, set[int]] = {}
+    for node, block in analysis.block_of.items():
+        (stage,) = (index for index, own in enumerate(plan.stages) if own.blocks[0] <= block < own.blocks[1])
+        for value in graphs.inputs(node):
+            homes.setdefault(value.node.name, set()).add(stage)
+    shared = [own for name, own in homes.items() if name.endswith(("_one", "_other", "_product_weight"))]
+    assert shared and any(len(own) > 1 for own in shared) == (pp > 1)

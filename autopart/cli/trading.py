@@ -170,7 +170,7 @@ def table(points: Sequence[PlanPoint], by_count: bool, price: float | None) -> s
     cost = "device-seconds" if price is None else "cost of a step"
     headers = [
         *(["devices"] if by_count else []),
-        *("step time", "gap at most", "memory", f"{points[0].plan.counted}/s"),
+        *("step time", "gap at most", "memory", f"{points[0].plan.throughput_unit}/s"),
         *([cost, "dominated"] if by_count else []),
         "plan",
     ]

@@ -31,7 +31,7 @@ def plan_header(plan: Plan) -> list[str]:
         f"planned in {format_seconds(plan.total_s)}",
     ]
     if plan.tokens or plan.flops:
-        speed = f"{format_count(round(plan.tokens_per_s, 1))} {plan.counted}/s"
+        speed = f"{format_count(round(plan.tokens_per_s, 1))} {plan.throughput_unit}/s"
         lines.append(f"{speed}, {plan.tflops_per_device:.3g} TFLOP/s per device")
     lines += [f"asked for: {text}" for text in _pinned(plan)]
     return [*lines, *(f"note: {note}" for note in plan.notes)]

@@ -147,7 +147,7 @@ def search(
     """
     best: tuple[Candidate, Evaluation[Answer]] | None = None
     found: list[tuple[Candidate, float, _Outcome[Answer]]] = []
-    hopeless: list[int] = []  # of what was found, those that surely do not fit
+    hopeless: set[int] = set()  # of what was found, those that surely do not fit
 
     def most_seconds() -> float:
         return below if best is None else best[1].objective
@@ -179,7 +179,7 @@ def search(
             while left and len(ahead) < (1 if refine is None else AHEAD):
                 first, floor, _, config = left.popleft()
                 if unfit is not None and floor < most_seconds() and (why := unfit(config)) is not None:
-                    hopeless.append(len(found))
+                    hopeless.add(len(found))
                     found.append((config, floor, why))
                 else:
                     ahead.append(_Ahead(config, max(first, floor), floor))
@@ -221,7 +221,8 @@ def search(
     if best is None:
         failures = {at: outcome for at, (_, _, outcome) in enumerate(found) if isinstance(outcome, InfeasibleError)}
         known = [at for at in failures if at not in hopeless]
-        for at in sorted(hopeless, key=lambda at: failures[at].excess_bytes or 0.0)[: 0 if known else MOST_UNFIT]:
+        closest = sorted(hopeless, key=lambda at: (failures[at].excess_bytes or 0.0, at))
+        for at in () if known else closest[:MOST_UNFIT]:
             try:
                 evaluate(found[at][0], math.inf)
             except InfeasibleError as error:
