@@ -40,6 +40,9 @@ _NEAR = 0.01
 _MOST_LONGER = 3.0
 """How many times as long as without memory: more is not told apart."""
 
+_Key = tuple[Degrees, tuple[int, ...], float]
+"""A configuration, the levels of ZeRO that its parameters may have, and seconds of a microbatch's ops."""
+
 
 @dataclass(slots=True)
 class CandidateFloors(CandidateSums):
@@ -49,9 +52,9 @@ class CandidateFloors(CandidateSums):
     _work: dict[tuple[int, int, str], float] = field(default_factory=dict)
     _work_bounds: dict[tuple[int, tuple[TensorAxis, ...], bool], float] = field(default_factory=dict)
     _enough: dict[object, float] = field(default_factory=dict)  # from where such a bound was not raised further
-    _added: dict[tuple[Degrees, float], float] = field(default_factory=dict)
-    _floors: dict[tuple[Degrees, float], float] = field(default_factory=dict)  # of pipelines that end whole
-    _rows: dict[tuple[Degrees, float], Divisions | None] = field(default_factory=dict)
+    _added: dict[_Key, float] = field(default_factory=dict)
+    _floors: dict[_Key, float] = field(default_factory=dict)  # of pipelines that end whole
+    _rows: dict[_Key, Divisions | None] = field(default_factory=dict)
     _starting: dict[str, float] = field(default_factory=dict)  # of a microbatch, by what is computed again
     _started: HostStarts | None = None
 
@@ -65,7 +68,7 @@ class CandidateFloors(CandidateSums):
 
     def _with(self, cluster: Cluster, device: Device, whole: frozenset[str]) -> Self:
         found = CandidateSums._with(self, cluster, device, whole)
-        found._added, found._floors, found._rows = {}, {}, {}
+        found._added, found._floors, found._rows, found._late = {}, {}, {}, {}
         if device.kind != self.device.kind:
             found.alike = found._counted()
         if not same_but_for_memory(device, self.device):
@@ -121,7 +124,7 @@ class CandidateFloors(CandidateSums):
 
         work: of a microbatch's ops in blocks, with nothing computed again. priced: with prices of layers' strategies.
         """
-        key = config, work
+        key = config, self.levels(config), work
         if key in self._floors:
             return self._floors[key]
         parts = self._pipeline(config, work, priced=priced)
@@ -200,11 +203,11 @@ class CandidateFloors(CandidateSums):
 
     def _divisions_of(self, config: Degrees) -> Divisions | None:
         work = self._work_bound(config)
-        if (config, work) not in self._rows:
+        key = config, self.levels(config), work
+        if key not in self._rows:
             parts = self._pipeline(config, work, others=True)
-            found = None if parts is None else Divisions(*parts[:2], self._row(config), parts[2])
-            self._rows[config, work] = found
-        return self._rows[config, work]
+            self._rows[key] = None if parts is None else Divisions(*parts[:2], self._row(config), parts[2])
+        return self._rows[key]
 
     def _row(self, config: Degrees) -> Row:
         layers = [*self.alike_layers(), *self._other_layers(config)]
@@ -302,11 +305,11 @@ class CandidateFloors(CandidateSums):
         """The best of those that count sums of gradients at the end of a step. below: seconds from which more are of no
         interest.
         """
+        if config.pp == 1:
+            return self.late_sums(config, below).seconds
         if config.dp == 1 or config.schedule not in WHOLE_SCHEDULES or self._exchange_forced:
             return 0.0
-        if config.pp > 1:
-            return self._tied_floor(config, self.divided_sums(config) / self.faster(config))
-        return self.late_sums(config, below) if len(config.axes) == 1 else 0.0
+        return self._tied_floor(config, self.divided_sums(config) / self.faster(config))
 
     def strategy_floor(self, config: Degrees) -> float:
         """The same from the best strategies whose parameters fit, which takes a solver for every candidate."""
@@ -364,15 +367,17 @@ class CandidateFloors(CandidateSums):
 
     def _memory_seconds(self, config: Degrees, work: float) -> float:
         """Seconds that memory adds to ``work`` of a microbatch, at least."""
-        if (config, work) not in self._added:
+        levels = self.levels(config)
+        key = config, levels, work
+        if key not in self._added:
             data, whole = self.setting(config).data, config.schedule in WHOLE_SCHEDULES
-            prices, levels, rooms = self.prices(config), self.levels(config), self._rooms(config)
+            prices, rooms = self.prices(config), self._rooms(config)
             blocks = self._memory.blocks(prices, 1 / config.tp, data, levels, config.recompute)
             m, places = config.microbatches, self.layout.places(config)
             flying = in_flight(config.schedule, config.stages, m, self.warmup_of(config), places)
             timed = whole and self.faster(config) == 1.0
-            self._added[config, work] = least_added(blocks, rooms, flying, m if timed else 1, work)
-        return self._added[config, work]
+            self._added[key] = least_added(blocks, rooms, flying, m if timed else 1, work)
+        return self._added[key]
 
     def step_floor(self, work: float, config: Degrees) -> float:
         """Least seconds of a step whose microbatches take ``work`` seconds each through all stages."""

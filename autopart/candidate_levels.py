@@ -1,4 +1,4 @@
-"""Which levels of ZeRO a candidate's parameters may have: none where whole ones fit, whatever else ranks hold."""
+"""Which levels of ZeRO a candidate's parameters may have: none where whole ones fit, however blocks are divided."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class CandidateLevels(CandidatePrices):
     _state_bytes: int = field(init=False)  # of all parameters, with gradients and what the optimizer keeps
     _sample_bytes: float | None = None
     _roomy: dict[Degrees, bool] = field(default_factory=dict)
+    _fitted: set[Degrees] = field(default_factory=set)  # whose fastest strategies, with whole parameters, fit anyhow
 
     def __post_init__(self) -> None:
         CandidatePrices.__post_init__(self)
@@ -36,7 +37,7 @@ class CandidateLevels(CandidatePrices):
 
     def _with(self, cluster: Cluster, device: Device, whole: frozenset[str]) -> Self:
         found = CandidatePrices._with(self, cluster, device, whole)
-        found._roomy = {}
+        found._roomy, found._fitted = {}, set()
         if device.kind != self.device.kind:
             found._sample_bytes = None
         return found
@@ -51,7 +52,7 @@ class CandidateLevels(CandidatePrices):
 
     def _divides(self, config: Degrees) -> bool:
         """Whether parameters may be divided over replicas, as whole ones may not fit."""
-        return self.may_divide(config) and (self.all_levels or not self.surely_whole(config))
+        return self.may_divide(config) and (self.all_levels or not self.keeps_whole(config))
 
     @property
     def _exchange_forced(self) -> bool:
@@ -62,7 +63,11 @@ class CandidateLevels(CandidatePrices):
         """Whether replicas may exchange divided parameters in every microbatch."""
         return self._divides(config) or self._exchange_forced
 
-    def surely_whole(self, config: Degrees) -> bool:
+    def keeps_whole(self, config: Degrees) -> bool:
+        """Whether whole parameters are known to fit: any, or since it was evaluated those of the fastest strategies."""
+        return config in self._fitted or self._surely_whole(config)
+
+    def _surely_whole(self, config: Degrees) -> bool:
         """Whether each rank could hold all parameters whole, and all that is kept, undivided and on one stage."""
         plain = replace(config, recompute="none")
         if plain not in self._roomy:

@@ -11,7 +11,7 @@ from torch import fx
 from autopart.candidate_layers import CandidateLayers
 from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.cost.devices import Link
-from autopart.late_sums import late_seconds
+from autopart.late_sums import LateSums, late_sums
 from autopart.passes.amounts import value_bytes
 from autopart.passes.graph import Value
 from autopart.runtime.buckets import BUCKET_BYTES
@@ -21,6 +21,7 @@ from autopart.solver.degrees import Degrees
 from autopart.solver.overlap import GradientSum
 from autopart.solver.stages_parts import Block, Cut, TiedGroup
 from autopart.solver.stages_problem import StageProblem
+from autopart.step_time import WHOLE_SCHEDULES
 from autopart.tensor_choice import Builder
 
 
@@ -45,6 +46,7 @@ class CandidateSums(CandidateLayers):
     _shares: dict[object, tuple[tuple[float, ...], tuple[float, ...]]] = field(default_factory=dict)  # of blocks
     _shared_cuts: dict[tuple[int, int, Link], tuple[Cut, ...]] = field(default_factory=dict)
     _last: dict[object, tuple[float, int]] = field(default_factory=dict)  # of last microbatches with sums
+    _late: dict[object, LateSums] = field(default_factory=dict)
 
     def free_seconds(self, config: Degrees) -> float:
         """Seconds of one microbatch's free ops, which some stage has to compute at least once."""
@@ -110,16 +112,27 @@ class CandidateSums(CandidateLayers):
                 spans.setdefault(layer, []).append(block)
         return {block for own in spans.values() for block in range(own[0] + 1, own[-1] + 1)}
 
-    def late_sums(self, config: Degrees, below: float) -> float:
-        """Of one stage, under any strategies."""
+    def late_sums(self, config: Degrees, below: float) -> LateSums:
+        """Of one stage, under any strategies; nothing where it is not known. below: seconds of interest."""
+        sums = config.dp > 1 and config.schedule in WHOLE_SCHEDULES and not self._exchange_forced
+        if config.pp > 1 or len(config.axes) != 1 or not sums:
+            return LateSums(0.0)
+        divides = self._divides(config) or bool(self.zero)
+        key = config, divides
+        known = self._late.get(key)
+        if known is None or (known.seconds < below and not known.complete):
+            known = self._late[key] = self._late_sums(config, below, divides)
+        return known
+
+    def _late_sums(self, config: Degrees, below: float, divides: bool) -> LateSums:
         builder = Builder(
             *(self.analysis, self._folded, self.setting(config), self._block_costs, self.optimizer, (0,), config.pp)
         )
         block_of = {node: blocks[0] for node, blocks in self.readers.items()} | self.analysis.block_of
         free = config.microbatches * self.free_seconds(config)
-        block = self.last_microbatch(config)[1]
-        divides = self._divides(config) or bool(self.zero)
-        return free + late_seconds(builder, block_of, block, divides, self.time_limit_s, below - free)
+        blocks = tuple(dict.fromkeys((self.last_microbatch(config)[1], 0)))
+        found = late_sums(builder, block_of, blocks, divides, self.time_limit_s, below - free)
+        return replace(found, seconds=found.seconds + free)
 
     def least_parts(self, config: Degrees, level: int | None = None) -> LeastParts:
         """What stages of this configuration are made of, shared perfectly, without any memory.

@@ -28,6 +28,8 @@ from autopart.tensor_choice import TensorChoice
 TIGHTENINGS = 4
 _NEAR = 0.005
 """Of a step's seconds: what further levels of ZeRO have to be able to save to be tried."""
+_ALIKE = 0.03
+"""Of a step's seconds, by which graphs may tell strategies of one configuration apart."""
 LIMITED_GAP = 0.002
 """How far from the fastest they may be then, of several stages, whose limit is a guess, or with levels of ZeRO to
 choose from: what is optimal takes long to prove.
@@ -44,12 +46,13 @@ other strategies are tried of what takes longer with the first.
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A solved candidate."""
+    """A solved candidate. others: such that may be faster, once they are timed on their graphs."""
 
     config: Degrees
     choice: TensorChoice
     problem: StageProblem
     cut: StageSolution
+    others: tuple[Answer, ...] = ()
 
     @property
     def way(self) -> Way:
@@ -78,10 +81,12 @@ class Candidates(CandidateStrategies):
         fastest = self.choose(config)
         plain = replace(config, recompute="none")
         promising = False  # memory surely binds, and the fastest strategies alone take less than ``below``
-        if config.recompute == "auto":
+        if config.recompute != "full":
             problem = self._fits_anyhow(plain, fastest)
             if problem is not None:
-                return self._evaluate(plain, fastest, below, problem, among=config)
+                self._fitted |= {config, plain}
+                return self._whole(config, fastest, problem, below)
+        if config.recompute == "auto":
             promising = config.stages == 1 and self._least_seconds(config, fastest) < below
         found: Evaluation[Answer] | None = None
         stopped: NotBetter | None = None
@@ -134,6 +139,31 @@ class Candidates(CandidateStrategies):
             assert stopped is not None
             raise NotBetter(stopped.seconds, least)
         return replace(best, bound=least)
+
+    def _whole(
+        self, config: Degrees, fastest: TensorChoice, problem: StageProblem, below: float
+    ) -> Evaluation[Answer]:
+        """The fastest strategies, which fit with whole parameters, or those that are the fastest once it counts which
+        sums of gradients the last backward hides. problem: of the fastest.
+        """
+        plain = replace(config, recompute="none")
+        found: list[Evaluation[Answer]] = []
+        try:
+            found.append(self._evaluate(plain, fastest, below, problem, among=config))
+            most, near, bound = found[0].objective, (1 + _ALIKE) * found[0].objective, found[0].bound
+        except NotBetter as error:
+            stopped, most, near, bound = error, below, below, error.bound
+        if bound < (1 - _NEAR) * most:
+            late = self.late_sums(plain, most)
+            bound = max(bound, late.seconds)
+            others = (choice for choice in late.choices if choice.strategies != fastest.strategies)
+            tried = (self._tried(plain, choice, near) for choice in others)
+            found += [other for other in tried if other is not None and other.objective < near]
+        if not found:
+            raise NotBetter(stopped.seconds, bound)
+        best, *rest = sorted(found, key=lambda item: item.objective)
+        answer = replace(best.answer, others=tuple(other.answer for other in rest[:1]))
+        return replace(best, answer=answer, bound=min(best.objective, bound))
 
     def _holding_less(self, config: Degrees, fastest: TensorChoice, below: float) -> Evaluation[Answer] | None:
         """The best of other strategies, where the fastest may take less than ``below`` and memory asks for too much."""

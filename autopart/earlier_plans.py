@@ -89,7 +89,7 @@ class EarlierPlans:
         if problem.excess_bytes(answer.way) > 0:
             return None
         bound = max(came.bound, self.candidates.work_floor(answer.config))
-        return replace(came, answer=replace(answer, problem=problem), bound=min(bound, came.objective))
+        return replace(came, answer=replace(answer, problem=problem, others=()), bound=min(bound, came.objective))
 
 
 def has_no_more_memory(cluster: Cluster, before: Cluster) -> bool:

@@ -1,21 +1,28 @@
-r"""Least seconds of a step in one stage whose last gradients' sums nothing hides, under any strategies of the ops.
+r"""Least seconds of a step in one stage whose last gradients' sums nothing hides, and the strategies that take so few.
 
 The gradients of all parameters that block b or an earlier one reads are summed one after the other, and none of them
 before the last microbatch's backward is through b, where b begins a layer or lies in none. So with F and B the seconds
 of blocks, c those of a parameter's sum over replicas, o those of its optimizer and of partial sums over tensor axes,
 f the first block that reads it, and m microbatches, for every such b::
 
-    T >= m sum_k F_k + (m - 1) sum_k B_k + sum_{k >= b} B_k + sum_{p: f_p <= b} c_p + sum_p o_p
+    T >= L_b = m sum_k F_k + (m - 1) sum_k B_k + sum_{k >= b} B_k + sum_{p: f_p <= b} c_p + sum_p o_p
 
 For one b this is a problem of :mod:`autopart.tensor_choice`, where ops before b have one backward less, conversions of
-what these make too, and later parameters have no sum. Levels of ZeRO exchange no less, and hide no more of it.
+what these make too, and later parameters have no sum. So it is for two of them at shares y and 1 - y, and for any y::
+
+    T >= max(L_b, L_c) >= y L_b + (1 - y) L_c
+
+whose least seconds over all strategies are concave in y: the next y is where those of the strategies found so far
+would be highest (Kelley's cutting planes). Levels of ZeRO exchange no less, and hide no more of it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import fx
 
@@ -28,51 +35,103 @@ from autopart.runtime.placement import BROADCAST, Placements
 from autopart.solver import cache, tensor_transient
 from autopart.solver.search import NotBetter
 from autopart.solver.tensor_problem import Choice, CostTable, Edge, Op, TensorProblem
-from autopart.tensor_choice import Builder, stored_as
+from autopart.tensor_choice import Builder, TensorChoice, stored_as
+
+MOST_SHARES = 4
+"""For which two blocks' seconds are mixed."""
+_NEAR = 1e-4
+"""Of seconds: a bound that is nearer to the highest that is possible is good enough."""
 
 
-def late_seconds(
+@dataclass(frozen=True, slots=True)
+class LateSums:
+    """seconds: of a step at least, ops outside of blocks left aside. choices: strategies that were found on the way.
+
+    complete: whether more seconds of interest would tell no more.
+    """
+
+    seconds: float
+    choices: tuple[TensorChoice, ...] = ()
+    complete: bool = True
+
+
+def late_sums(
     builder: Builder,
     block_of: Mapping[fx.Node, int],
-    block: int,
+    blocks: Sequence[int],
     divides: bool,
     time_limit_s: float = 60.0,
     enough: float = math.inf,
-) -> float:
-    """Seconds of a step at least, ops outside of blocks left aside; see the module.
+) -> LateSums:
+    """By one block or two; see the module.
 
     block_of: of ops, and of parameters the first that reads them. divides: whether parameters may be divided over
     replicas. enough: seconds from which more are of no interest.
     """
     microbatches = builder.setting.microbatches
-    problem = _late_problem(builder, block_of, block, divides)
-    enough /= microbatches
-    try:
-        if enough == math.inf:
-            return microbatches * cache.solve(problem, time_limit_s, builder.gap).bound
-        return microbatches * tensor_transient.solve(problem, time_limit_s, builder.gap, enough).bound
-    except NotBetter as error:
-        return microbatches * error.bound
+    ends = [_late_problem(builder, block_of, {block: 1.0}, divides) for block in blocks]
+    solver = partial(tensor_transient.solve, below=enough / microbatches)
+    least, found, lines = 0.0, list[TensorChoice](), list[tuple[float, float]]()
+    share = 1.0
+    for _ in range(MOST_SHARES):
+        problem = ends[0] if share == 1.0 else _late_problem(builder, block_of, _shares(blocks, share), divides)
+        try:
+            solution = cache.solve(problem, time_limit_s, builder.gap, solver)
+        except NotBetter as error:
+            return LateSums(microbatches * max(least, error.bound), tuple(found), complete=False)
+        least = max(least, solution.bound)
+        found.append(builder.chosen(problem, solution))
+        first, last = (ends[at].objective(solution.choices) for at in (0, -1))
+        lines.append((first, last))
+        share, most = _highest(lines)
+        if most <= least * (1 + _NEAR):
+            break
+    return LateSums(microbatches * least, tuple(found))
 
 
-def _late_problem(builder: Builder, block_of: Mapping[fx.Node, int], block: int, divides: bool) -> TensorProblem:
-    """Seconds per microbatch, as all prices of strategies are."""
-    whole = builder.problem(None)
-    early = [sum(block_of[node] < block for node in nodes) for nodes in builder.folded.classes]
+def _shares(blocks: Sequence[int], share: float) -> dict[int, float]:
+    return {block: part for block, part in zip(blocks, (share, 1 - share), strict=True) if part}
+
+
+def _highest(lines: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The share y at which the least of y first + (1 - y) last is highest, and that."""
+    crossings = (
+        (last - other) / (other_first - other - first + last)
+        for (first, last), (other_first, other) in itertools.combinations(lines, 2)
+        if other_first - other != first - last
+    )
+    shares = [1.0, 0.0, *(share for share in crossings if 0 < share < 1)]
+    return max(
+        ((share, min(share * first + (1 - share) * last for first, last in lines)) for share in shares),
+        key=lambda both: both[1],
+    )
+
+
+def _late_problem(
+    builder: Builder, block_of: Mapping[fx.Node, int], blocks: Mapping[int, float], divides: bool
+) -> TensorProblem:
+    """Seconds per microbatch, as all prices of strategies are. blocks: those that count, each with its share."""
+    whole, classes = builder.problem(None), builder.folded.classes
+    early = [[sum(block_of[node] < block for node in nodes) for block in blocks] for nodes in classes]
+    late = [[sum(block_of[node] <= block for node in nodes) for block in blocks] for nodes in classes]
+
+    def mean(counts: Iterable[int]) -> float:
+        return sum(share * count for share, count in zip(blocks.values(), counts, strict=True))
+
     ops = [
-        _stored(builder, op, nodes, sum(block_of[node] <= block for node in nodes), out, divides)
+        _stored(builder, op, nodes, mean(late[at]), mean(early[at]), divides)
         if is_stored(nodes[0])
-        else _op(builder, op, nodes, out)
-        for op, nodes, out in zip(whole.ops, builder.folded.classes, early, strict=False)
+        else _op(builder, op, nodes, mean(early[at]))
+        for at, (op, nodes) in enumerate(zip(whole.ops, classes, strict=False))
     ]
     edges = (
-        _edge(builder, edge, value, min(value.count, early[value.source]))
+        _edge(builder, edge, value, mean(min(value.count, count) for count in early[value.source]))
         for edge, value in zip(whole.edges, builder.folded.values, strict=True)
     )
     return TensorProblem((*ops, whole.ops[-1]), tuple(edges))
 
 
-def _op(builder: Builder, op: Op, nodes: Sequence[fx.Node], early: int) -> Op:
+def _op(builder: Builder, op: Op, nodes: Sequence[fx.Node], early: float) -> Op:
     """early: how many have one backward less."""
     node, setting = nodes[0], builder.setting
     prices, backwards = setting.prices, len(nodes) - early / setting.microbatches
@@ -86,7 +145,7 @@ def _op(builder: Builder, op: Op, nodes: Sequence[fx.Node], early: int) -> Op:
     return _priced(op, [seconds(chosen) for chosen, _ in builder.ways(node)])
 
 
-def _stored(builder: Builder, op: Op, nodes: Sequence[fx.Node], late: int, early: int, divides: bool) -> Op:
+def _stored(builder: Builder, op: Op, nodes: Sequence[fx.Node], late: float, early: float, divides: bool) -> Op:
     """late: how many gradients' sums count; early: how many are added up once less."""
     node, setting = nodes[0], builder.setting
     if not builder.analysis.program.tensors[node.meta["name"]].trainable:
@@ -106,7 +165,7 @@ def _stored(builder: Builder, op: Op, nodes: Sequence[fx.Node], late: int, early
     return _priced(op, [seconds(stored_as(chosen)) for chosen, _ in builder.ways(node)])
 
 
-def _edge(builder: Builder, edge: Edge, value: FoldedValue, early: int) -> Edge:
+def _edge(builder: Builder, edge: Edge, value: FoldedValue, early: float) -> Edge:
     """early: how many such values have their gradients converted once less."""
     table = edge.cost
     if not early or not isinstance(table, CostTable):

@@ -144,7 +144,7 @@ def _whole(candidates: Candidates, answer: Answer, step_s: float) -> list[str]:
         return []
     best = next(plan for plan in plans if plan.step_time_s <= seconds + step_s * _TOLD)  # the lowest level
     level = max(best.zero.values())
-    whole = "is of plans that do" if candidates.surely_whole(answer.config) else "may be of plans that do not"
+    whole = "is of plans that do" if candidates.keeps_whole(answer.config) else "may be of plans that do not"
     return [
         f"with {_DIVIDED[level]} divided over replicas (zero={level}) a step of this plan would take "
         f"{format_seconds(best.step_time_s)} instead of {format_seconds(step_s)}; whole parameters are kept where they "

@@ -243,14 +243,15 @@ def make_plan(
 
     described: dict[int, Plan] = {}  # by identity of the answer
 
-    def settle(answer: Answer | UnlikeAnswer) -> float:
+    def settle(answer: Answer | UnlikeAnswer) -> tuple[Answer | UnlikeAnswer, float]:
         if isinstance(answer, Answer):
-            found = describe(candidates, answer)
+            ways = [(own, describe(candidates, own)) for own in (answer, *answer.others)]
+            best, found = min(ways, key=lambda way: way[1].step_time_s)
         else:
             assert unlike is not None
-            found = describe_unlike(unlike, answer)
-        described[id(answer)] = found
-        return found.step_time_s
+            best, found = answer, describe_unlike(unlike, answer)
+        described[id(best)] = found
+        return best, found.step_time_s
 
     first = {*configs}
 

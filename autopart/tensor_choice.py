@@ -370,9 +370,10 @@ class Builder:
         classes: Sequence[tuple[fx.Node, ...]] = self.folded.classes
         if not self.setting.axes:
             return self.solve_levels([nodes for nodes in classes if is_stored(nodes[0])], memory_limit, time_limit_s)
-        return self._chosen(*self.solution(memory_limit, time_limit_s, below=below, gap=gap))
+        return self.chosen(*self.solution(memory_limit, time_limit_s, below=below, gap=gap))
 
-    def _chosen(self, problem: TensorProblem, solution: TensorSolution) -> TensorChoice:
+    def chosen(self, problem: TensorProblem, solution: TensorSolution) -> TensorChoice:
+        """What a solution chooses, of a problem with the choices of :meth:`problem`."""
         strategies: dict[fx.Node, Chosen] = {}
         storage: dict[str, Placements] = {}
         levels: dict[str, int] = {}
@@ -412,7 +413,7 @@ class Builder:
             ops.append(Op(op.name, tuple(priced)))
         found = cache.solve(replace(problem, ops=tuple(ops)), time_limit_s, self.gap)
         seconds = problem.objective(found.choices)
-        return self._chosen(problem, replace(found, objective=seconds, bound=0.0, gap=1.0))
+        return self.chosen(problem, replace(found, objective=seconds, bound=0.0, gap=1.0))
 
     def work_bound(self, memory_limit: float | None, time_limit_s: float, enough: float = math.inf) -> float:
         """No strategies make the ops and conversions of one microbatch take less, ends of a step left aside."""

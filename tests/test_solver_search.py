@@ -128,7 +128,7 @@ def test_an_evaluation_may_stop_where_it_is_not_better() -> None:
 
 def test_the_fastest_change_places_once_they_are_settled() -> None:
     objectives = {1: 10.0, 2: 10.5, 3: 10.9, 4: 10.95, 5: 10.97, 6: 12.0}
-    settled = {1: 10.2, 2: 9.9, 3: 10.4, 4: 10.1}
+    settled = {1: (1, 10.2), 2: (22, 9.9), 3: (3, 10.4), 4: (4, 10.1)}
     asked: list[int] = []
 
     def evaluate(config: Degrees, below: float) -> Evaluation[int]:
@@ -137,17 +137,17 @@ def test_the_fastest_change_places_once_they_are_settled() -> None:
             raise NotBetter(10.1, 10.1)
         return Evaluation(number, objectives[number], 9.0 + number / 10)
 
-    def settle(answer: int) -> float:
+    def settle(answer: int) -> tuple[int, float]:
         asked.append(answer)
         return settled[answer]
 
     result = search(configs(8), evaluate, lambda config: 10.1 if config.microbatches == 8 else 1.0, settle=settle)
-    # of the five within a tenth of the best the four fastest
-    assert asked == [1, 2, 3, 4] and (result.answer, result.objective, result.bound) == (2, 9.9, 9.1)
+    # of the five within a tenth of the best the four fastest, the second with a better answer
+    assert asked == [1, 2, 3, 4] and (result.answer, result.objective, result.bound) == (22, 9.9, 9.1)
     statuses = {item.config.microbatches: (item.status, item.seconds) for item in result.considered}
     assert statuses[2] == (Status.CHOSEN, 9.9) and statuses[1] == (Status.SLOWER, 10.2)
     assert statuses[5] == (Status.SLOWER, 10.97) and statuses[8] == (Status.PRUNED, 10.1)
-    slower = search(configs(1), evaluate, lambda config: 1.0, settle=lambda answer: 11.0)
+    slower = search(configs(1), evaluate, lambda config: 1.0, settle=lambda answer: (answer, 11.0))
     assert (slower.objective, slower.bound) == (11.0, 9.1)
 
 
@@ -162,8 +162,8 @@ def test_others_are_looked_at_where_what_is_settled_takes_longer_than_they_may()
             raise NotBetter(below, 9.0)
         return Evaluation(number, objectives[number], 9.0)
 
-    def settle(answer: int) -> float:
-        return {1: 12.0, 5: 11.4, 7: 11.3, 8: 11.6}.get(answer, 13.0)
+    def settle(answer: int) -> tuple[int, float]:
+        return answer, {1: 12.0, 5: 11.4, 7: 11.3, 8: 11.6}.get(answer, 13.0)
 
     floors = {8: 10.9, 9: 11.35}
     result = search(configs(9), evaluate, lambda config: floors.get(config.microbatches, 1.0), settle=settle)
@@ -185,7 +185,7 @@ def test_others_are_not_looked_at_for_less_than_they_are_worth() -> None:
 
     for settled, tried in ((10.049, 2), (10.06, 3)):
         asked.clear()
-        result = search(configs(2), evaluate, lambda config: 1.0, settle=dict.fromkeys([1], settled).__getitem__)
+        result = search(configs(2), evaluate, lambda config: 1.0, settle={1: (1, settled)}.__getitem__)
         assert len(asked) == tried and (result.objective, result.bound) == (settled, 9.9)
 
 
@@ -371,7 +371,7 @@ def test_what_could_gain_too_little_is_asked_again_once_the_best_takes_longer() 
         configs(2),
         lambda config, below: Evaluation(config.microbatches, taken[config.microbatches], 9.0),
         lambda config: 9.0 if config.microbatches == 1 else 9.8,
-        settle=lambda answer: {1: 12.0, 2: 11.0}[answer],
+        settle=lambda answer: (answer, {1: 12.0, 2: 11.0}[answer]),
         worth=lambda config: 0.05,
     )
     assert (result.config.microbatches, result.objective) == (2, 11.0)

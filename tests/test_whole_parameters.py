@@ -65,8 +65,8 @@ def test_levels_are_for_less_memory() -> None:
     kinds = set()
     for memory in (24 * GIB, 5 * GIB // 2, 9 * GIB // 4):
         own = Candidates(analysis(), Change(memory=memory).applied(ROOMY), 64, "adamw", zero=None)
-        assert own.levels(config) == ((0,) if own.surely_whole(config) else (0, 1, 2, 3))
-        kinds.add(own.surely_whole(config))
+        assert own.levels(config) == ((0,) if own.keeps_whole(config) else (0, 1, 2, 3))
+        kinds.add(own.keeps_whole(config))
         every = Candidates(analysis(), own.cluster, 64, "adamw", zero=None, all_levels=True)
         assert every.levels(config) == (0, 1, 2, 3)
         assert every.work_floor(config) <= own.work_floor(config) * (1 + 1e-9)

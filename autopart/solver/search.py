@@ -121,7 +121,7 @@ def search(
     tighten: Callable[[Candidate, float], float] | None = None,
     most_tightened: int = 0,
     most_last: int = 0,
-    settle: Callable[[Answer], float] | None = None,
+    settle: Callable[[Answer], tuple[Answer, float]] | None = None,
     worth: Callable[[Candidate], float] = lambda config: 0.0,
     below: float = math.inf,
 ) -> SearchResult[Answer]:
@@ -138,11 +138,11 @@ def search(
     refined. most: evaluations, after which the rest is left untried once something fits. more: further candidates,
     asked for with the best evaluation of the first. tighten: a bound that takes longer, for up to ``most_tightened`` of
     those whose bound is the smallest in the end. most_last: further evaluations then, of those left untried whose bound
-    is the smallest. settle: seconds of an answer that were not known while it was evaluated; of the MOST_SETTLED
-    fastest within NEAR of the best the one is chosen that takes the fewest, and up to MOST_MORE others are looked at
-    that may take fewer still, by the share WORTH. worth: the share of the best by which a candidate has to be able to
-    undercut it to be refined, evaluated or tightened. below: seconds that an answer has to stay below to be of
-    interest; raises NotBetter when none does.
+    is the smallest. settle: an answer, or a better one of its candidate, with seconds that were not known while it was
+    evaluated; of the MOST_SETTLED fastest within NEAR of the best the one is chosen that takes the fewest, and up to
+    MOST_MORE others are looked at that may take fewer still, by the share WORTH. worth: the share of the best by which
+    a candidate has to be able to undercut it to be refined, evaluated or tightened. below: seconds that an answer has
+    to stay below to be of interest; raises NotBetter when none does.
     Raises InfeasibleError, with what the closest candidates lack, when none has a solution.
     """
     best: tuple[Candidate, Evaluation[Answer]] | None = None
@@ -276,7 +276,7 @@ def _settled(
     bounds: dict[int, float],
     ruled_out: float,
     evaluate: Callable[[Candidate, float], Evaluation[Answer]],
-    settle: Callable[[Answer], float],
+    settle: Callable[[Answer], tuple[Answer, float]],
     expected: Callable[[Candidate, float], float],
     worth: Callable[[Candidate], float],
 ) -> tuple[Candidate, Evaluation[Answer]]:
@@ -313,7 +313,8 @@ def _settled(
             except (InfeasibleError, NotBetter) as error:
                 outcome = error
         if isinstance(outcome, Evaluation) and outcome.objective < near:
-            outcome = replace(outcome, objective=settle(outcome.answer))
+            answer, seconds = settle(outcome.answer)
+            outcome = replace(outcome, answer=answer, objective=seconds)
             if outcome.objective < least:
                 best = config, outcome
         found[at] = config, floor, outcome
