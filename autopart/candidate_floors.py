@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -180,7 +181,7 @@ class CandidateFloors(CandidateSums):
         divisions = self._divisions_of(config)
         if divisions is None:
             return known
-        return max(known, self._tied_floor(config, divisions.least_seconds(known, below, effort)))
+        return divisions.least_seconds(known, below, effort)
 
     def surely_takes(self, config: Degrees, seconds: float) -> bool:
         """Whether :meth:`divided_floor` is known to be as much, which is sooner told, of several stages."""
@@ -230,11 +231,15 @@ class CandidateFloors(CandidateSums):
             for mask, own in zip(self.positions.sets, zip(*cuts.values(), strict=True), strict=True)
         )
         transfers = {link: [(cut.forward_s, cut.backward_s) for cut in own] for link, own in cuts.items()}
+        tied = self._pieces.tied(self._piece_setting(config, transients=False))
+        summed: dict[tuple[int, ...], float] = {}
+        for blocks, seconds in self._tied_seconds(config):
+            summed[blocks] = summed.get(blocks, 0.0) + seconds
         return Row(
             tuple(places[block] for block in range(len(places))),
             tuple(boundaries),
             tuple(transfers[link] for link in links),
-            tuple(Tied(*found) for found in self._pieces.tied(self._piece_setting(config, transients=False))),
+            tuple(Tied(blocks, piece, summed.get(blocks, 0.0)) for blocks, piece in tied),
         )
 
     def _least_transfers(self, config: Degrees) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -251,17 +256,21 @@ class CandidateFloors(CandidateSums):
         """With sums of gradients of parameters that several stages read, or all in between in one stage."""
         if config.pp == 1:
             return found
-        ends, seconds = self.layout.stage_link(config, 0, config.pp - 1), self._op_seconds(config)
-        first = self.analysis.first
+        seconds, first = self._op_seconds(config), self.analysis.first
+        for blocks, tied in self._tied_seconds(config):
+            between = (self.analysis.blocks[number] for number in self.positions.between(blocks))
+            alone = math.fsum(sum(seconds(first.get(op, op))) for block in between for op in block.nodes)
+            found = min(found + tied, max(found, config.microbatches * alone))
+        return found
+
+    def _tied_seconds(self, config: Degrees) -> Iterator[tuple[tuple[int, ...], float]]:
+        """Of each trained parameter that several blocks read these, and seconds of its gradient's sum between stages."""
+        ends = self.layout.stage_link(config, 0, config.pp - 1)
         ranks = config.tp * (config.dp if max(self.levels(config)) >= 2 else 1)  # that share a gradient at most
         for node, blocks in self.readers.items():
             if len(blocks) > 1 and node.meta.get("trainable"):
                 size = value_bytes(Value(node)).at(1) / ranks
-                tied = bucketed_all_reduce_seconds(size * self.summed, 2, ends)
-                between = (self.analysis.blocks[number] for number in self.positions.between(blocks))
-                alone = math.fsum(sum(seconds(first.get(op, op))) for block in between for op in block.nodes)
-                found = min(found + tied, max(found, config.microbatches * alone))
-        return found
+                yield blocks, bucketed_all_reduce_seconds(size * self.summed, 2, ends)
 
     def _order_floor(self, config: Degrees, work: float, below: float) -> float:
         """What the order of a schedule with W apart, or several stages on a rank, makes of so many seconds at least.

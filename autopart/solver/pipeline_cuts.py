@@ -14,11 +14,15 @@ behind them over the arcs left, and with what the first stage has to do at the e
 behind a stage may be of different divisions: where the shortest way left takes T by itself, the arcs are parted in two
 by where a stage ends, and each part is looked at by itself. Where no way through all stages is left, T is proved. T is
 sought between what is known and what is of interest.
+
+Stages that share parameters sum their gradients at the end of a step, besides all this, in s seconds. So every division
+takes T if without that all of them take T - s, and those take T that have all readers in one stage.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -26,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopart.solver.pipeline_pieces import Family, Piece, Pipeline, Price
-from autopart.solver.pipeline_row import Place, Row
+from autopart.solver.pipeline_row import Place, Row, Tied
 from autopart.solver.pipeline_stage import StageFloors
 from autopart.solver.stages_floor import NEIGHBOURS, body_seconds
 
@@ -36,6 +40,8 @@ _LEAST_GAIN = 0.1
 """Of the way to that: where not so much of it is proved, nothing more is sought."""
 _MOST_PARTS = 20
 """Ways that are looked at by themselves in one proof."""
+_MOST_TIED = 2
+"""Of the parameters that several blocks read, those whose sums take the longest."""
 
 Array = NDArray[np.float64]
 
@@ -130,9 +136,34 @@ class Divisions:
 
     def take(self, seconds: float, effort: Effort = SHORT) -> bool:
         """Whether every division takes so many seconds, as far as this proves it."""
+        tied = sorted((own for own in self.row.tied if own.seconds), key=lambda own: -own.seconds)
+        return self._take(seconds, effort, tied[:_MOST_TIED], ())
+
+    def _take(self, seconds: float, effort: Effort, tied: Sequence[Tied], held: Sequence[tuple[int, Tied]]) -> bool:
+        """The same of divisions in which stages have all readers of what they are said to hold."""
+        if not tied:
+            return self._proved(seconds, effort, held)
+        own, *rest = tied
+        if not self._take(seconds - own.seconds, effort, rest, held):
+            return False
+        first, last = self._around(own)
+        if self.pipeline.microbatches * float(self.least[last] - self.least[first]) >= seconds:
+            return True
+        return all(self._take(seconds, effort, rest, (*held, (stage, own))) for stage in range(self.pipeline.stages))
+
+    def _around(self, tied: Tied) -> tuple[int, int]:
+        """The nearest boundaries that have all readers between them."""
+        at = [boundary.blocks for boundary in self.row.boundaries]
+        return bisect_right(at, tied.blocks[0]) - 1, bisect_right(at, tied.blocks[-1])
+
+    def _proved(self, seconds: float, effort: Effort, held: Sequence[tuple[int, Tied]]) -> bool:
+        """The same, whatever the stages' sums of what they share take."""
         arcs = self._arcs(seconds, effort.arcs)
         if arcs is None:
             return False
+        for stage, tied in held:
+            first, last = self._around(tied)
+            arcs[stage] = arcs[stage].left((arcs[stage].first <= first) & (arcs[stage].last >= last))
         parts, seen = [arcs], 0
         while parts:
             arcs, way = self._shorter(parts.pop(), seconds)

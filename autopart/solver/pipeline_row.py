@@ -32,11 +32,13 @@ class Boundary:
 @dataclass(frozen=True, slots=True)
 class Tied:
     """Parameters that several blocks read, by number from the first on: a stage with one of these holds them. piece: of
-    a stage without the first block, which has them as its own.
+    a stage without the first block, which has them as its own. seconds: at the end of a step, where several stages hold
+    them, at least.
     """
 
     blocks: tuple[int, ...]
     piece: Piece
+    seconds: float = 0.0
 
     def is_more(self, start: int, stop: int) -> bool:
         """Whether a stage of these blocks has them besides its blocks' own."""
