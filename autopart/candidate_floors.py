@@ -157,7 +157,12 @@ class CandidateFloors(CandidateSums):
         families = [self._family(config, item, setting, priced) for item in alike]
         if others and config.pp > 1:
             families = [self._with_pieces(config, *pair) for pair in zip(alike, families, strict=True)]
-        rest = [self._pieces.block(number, setting) for number in apart]
+        ends_last = config.schedule in WHOLE_SCHEDULES and (config.pp == 1 or self.positions.in_row)
+        first = ends_last and not self.analysis.layers[0]
+        rest = [
+            self._pieces.block(number, setting) if number or not first else self._pieces.first(setting)
+            for number in apart
+        ]
         rest.append(Piece(self.free_seconds(config), 0.0))
         flying = in_flight(
             *(config.schedule, config.stages, config.microbatches, self.warmup_of(config), self.layout.places(config))
@@ -362,6 +367,7 @@ class CandidateFloors(CandidateSums):
         floor += max(0.0, sums - hiding) if summed else 0.0
         if summed and hiding and config.dp > 1 and not self._exchange_forced:
             floor = max(floor, (config.microbatches - 1) * work + self.last_microbatch(config)[0])
+            started += self.first_sums(config)
         return max(floor, started) + self.prices(config).optimizer_seconds(updated)
 
     def _mixture_floor(self, config: Degrees, seconds: float, work: float) -> float:

@@ -104,6 +104,11 @@ class CandidateSums(CandidateLayers):
             self._last[key] = math.fsum(forward) + best[0], best[1]
         return self._last[key]
 
+    def first_sums(self, config: Degrees) -> float:
+        """Seconds of the sums of what the first block reads, which begin when the last backward is over, at least."""
+        first = (node for node, blocks in self.readers.items() if not blocks[0] and node.meta.get("trainable"))
+        return math.fsum(value_bytes(Value(node)).at(1) for node in first) * self.byte_seconds(config)
+
     def _inside_layers(self) -> set[int]:
         """Blocks before which a layer has begun, so that it may run as one with others behind them."""
         spans: dict[str, list[int]] = {}

@@ -3,8 +3,8 @@
 As :mod:`autopart.runtime.data_weights` runs it. A unit of level 3 is gathered when the one before it, in the pass, has
 arrived, the first when it is read; in the backward once more, where something keeps its weights. A unit's gradients
 are summed once all of them are made, level 2's as a message of them is full. What sums is waited for before the next
-one starts, and at the end of the step: that of a backward's last, which the next microbatch hides, is spread over all.
-Messages pass one after another, in the order in which they are begun.
+one of its level starts, and at the end of the step: that of a backward's last, which the next microbatch hides, is
+spread over all. Messages pass one after another, in the order in which they are begun.
 
 Level 2's messages are taken to fill evenly over the backward. A split backward counts as a whole one: messages pass
 beside W as well.
@@ -13,7 +13,7 @@ beside W as well.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -21,6 +21,10 @@ from autopart.cost.communication import ALL_GATHER, REDUCE_SCATTER, collective_s
 from autopart.cost.devices import Link
 from autopart.exchanges import Exchanges
 from autopart.passes.data_axis import UnitMessages
+
+
+_Sent = Sequence[tuple[float, float]]
+_NOTHING: Mapping[int, _Sent] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class _Messages:
     waited: float = 0.0
     _busy: float = 0.0
     _gathered: float | None = None  # when the message that was begun ahead has arrived
-    _summed: float = 0.0
+    _summed: dict[int, float] = field(default_factory=dict)  # by level, when its last sum is over
 
     def begin(self, now: float, seconds: float) -> float:
         """When a message that is begun now has passed."""
@@ -64,14 +68,14 @@ class _Messages:
         now = self.wait(at, end)
         self._gathered = None if following is None else self.begin(now, following)
 
-    def sum(self, at: float, seconds: float) -> None:
+    def sum(self, at: float, seconds: float, level: int) -> None:
         """Gradients are made."""
-        self._summed = self.begin(self.wait(at, self._summed), seconds)
+        self._summed[level] = self.begin(self.wait(at, self._summed.get(level, 0.0)), seconds)
 
     def end(self, at: float, microbatches: int) -> float:
         """Seconds of the pass, of which ``at`` without messages."""
         here = at + self.waited
-        return here + max(0.0, self._summed - here) / microbatches
+        return here + max([0.0, *(end - here for end in self._summed.values())]) / microbatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +93,11 @@ class DataClock:
         gathers = [(_start(unit, forward), self._seconds(ALL_GATHER, unit.gathered)) for unit in units]
         again = [(_start(unit, backward), self._seconds(ALL_GATHER, unit.gathered_again)) for unit in units]
         sums = [(_end(unit, backward), self._seconds(REDUCE_SCATTER, unit.summed)) for unit in units]
-        sums += self._full(backward.seconds)
-        whole = sum(seconds for _, seconds in (*gathers, *again, *sums))
+        full = list(self._full(backward.seconds))
+        whole = sum(seconds for _, seconds in (*gathers, *again, *sums, *full))
         if not whole:
             return forward.seconds, backward.seconds, 0.0
-        there, back = self._pass(forward, gathers, []), self._pass(backward, again, sums)
+        there, back = self._pass(forward, gathers), self._pass(backward, again, {2: full, 3: sums})
         back = max(back, whole - there)  # what goes on into the next microbatch holds up its messages
         return there, back, whole - (there + back - forward.seconds - backward.seconds)
 
@@ -104,16 +108,15 @@ class DataClock:
             each = collective_seconds(kind, count["bytes"] / calls, self.replicas, self.link) if calls else 0.0
             yield from ((seconds * number / calls, each) for number in range(1, calls + 1))
 
-    def _pass(
-        self, computed: Computed, gathers: Sequence[tuple[float, float]], sums: Sequence[tuple[float, float]]
-    ) -> float:
-        """gathers: when a unit is read, sums: when gradients are made, with seconds of the message."""
-        gathers, sums = (sorted(event for event in found if event[1]) for found in (gathers, sums))
+    def _pass(self, computed: Computed, gathers: _Sent, sums: Mapping[int, _Sent] = _NOTHING) -> float:
+        """gathers: when a unit is read, sums: by level when gradients are made, with seconds of the message."""
+        gathers = sorted(event for event in gathers if event[1])
         messages, following = _Messages(), [*(seconds for _, seconds in gathers[1:]), None]
-        events = [(at, False, seconds) for at, seconds in gathers] + [(at, True, seconds) for at, seconds in sums]
-        for at, is_sum, seconds in sorted(events):
-            if is_sum:
-                messages.sum(at, seconds)
+        events = [(at, 0, seconds) for at, seconds in gathers]
+        events += [(at, level, seconds) for level, found in sums.items() for at, seconds in found if seconds]
+        for at, level, seconds in sorted(events):
+            if level:
+                messages.sum(at, seconds, level)
             else:
                 messages.gather(at, seconds, following.pop(0))
         return messages.end(computed.seconds, self.microbatches)

@@ -59,6 +59,23 @@ class LayerPieces:
         facts, layer = self.memory.row[number], self.memory.analysis.layers[number]
         return self._piece((facts,), (number,), setting, priced, bool(layer))
 
+    def first(self, setting: PieceSetting) -> Piece:
+        """The first block, which lies in no layer: a step ends with sums of what it reads, beside no backward, and each
+        forward begins with the gather of what of that is divided at level 3, beside this block's ops alone.
+        """
+        found, facts = self.block(0, setting), self.memory.row[0]
+        parameters = [item for item in facts.parameters if item.weight]
+        largest = max(parameters, key=lambda item: item.weight, default=None)
+        weights = []
+        for item in parameters:
+            (_, own), size = summed([item], setting.data.replicas)[0], item.weight * setting.share
+            gathered = setting.data.microbatch_seconds(size, 3, False, False, 0.0)[0]
+            alone = item is largest and item.weight == math.prod(item.shape) * item.dtype.itemsize
+            waits = max(0.0, 1 - found.forward_s / gathered) if alone and gathered else 0.0
+            ways = tuple(_first_way(own, level, setting, waits) for level in _levels(own, setting))
+            weights.append(Weights(size, ways))
+        return replace(found, weights=tuple(weights))
+
     def tied(self, setting: PieceSetting) -> list[tuple[tuple[int, ...], Piece]]:
         """What several blocks read, by these."""
         found = ((blocks, BlockFacts((), own, (), ())) for blocks, own in self.memory.tied.items())
@@ -168,27 +185,46 @@ def _transient(own: Sequence[BlockFacts], setting: PieceSetting) -> float:
 
 def levels_of(own: Parameters, setting: PieceSetting, parts: int = 1) -> tuple[Way, ...]:
     """The ways to hold one byte of such weights. parts: as of :meth:`LayerPieces._weights`, one at a time."""
+    return tuple(_way(own, level, setting, parts) for level in _levels(own, setting))
+
+
+def _levels(own: Parameters, setting: PieceSetting) -> tuple[int, ...]:
+    return setting.levels if own.divides else (0,)
+
+
+def _way(own: Parameters, level: int, setting: PieceSetting, parts: int = 1) -> Way:
     data, size = setting.data, own.weight * setting.share
-    found = []
-    for level in setting.levels if own.divides else (0,):
-        there, back = data.microbatch_seconds(size, level, own.trained, own.again, 0.0)
-        seconds, end, sums, stays = sum(data.moving_seconds(size, level, own.trained, own.again)), 0.0, 0.0, 0.0
-        if own.trained:
-            end = data.step_end_seconds(size, level)
-            if data.replicas > 1:
-                sums = data.sum_seconds(size, level)
-                stays = staying_bytes(level, own.gradient, data.replicas, data.summed)
-        held = (own.held(level, data.replicas) + stays) / own.weight
-        way = Way(
-            seconds,
-            held * size,
-            0.0,
-            end,
-            sums,
-            sent_s=there + back,
-            gathered_s=there,
-            again_s=there if own.again else 0.0,
-            transient_bytes=TRANSIENT_COPIES / parts if level == 3 else 0.0,
-        )
-        found.append(way.times(1 / size))
-    return tuple(found)
+    there, back = data.microbatch_seconds(size, level, own.trained, own.again, 0.0)
+    seconds, end, sums, stays = sum(data.moving_seconds(size, level, own.trained, own.again)), 0.0, 0.0, 0.0
+    if own.trained:
+        end = data.step_end_seconds(size, level)
+        if data.replicas > 1:
+            sums = data.sum_seconds(size, level)
+            stays = staying_bytes(level, own.gradient, data.replicas, data.summed)
+    held = (own.held(level, data.replicas) + stays) / own.weight
+    way = Way(
+        seconds,
+        held * size,
+        0.0,
+        end,
+        sums,
+        sent_s=there + back,
+        gathered_s=there,
+        again_s=there if own.again else 0.0,
+        transient_bytes=TRANSIENT_COPIES / parts if level == 3 else 0.0,
+    )
+    return way.times(1 / size)
+
+
+def _first_way(own: Parameters, level: int, setting: PieceSetting, waits: float) -> Way:
+    """The same of what the first block reads, whose last sum hides nothing. waits: for which part of a gather the
+    forward does.
+    """
+    found, trained = _way(own, level, setting), setting.data.replicas > 1 and own.trained
+    scattered = found.sent_s - found.gathered_s - found.again_s if trained else 0.0
+    return replace(
+        found,
+        seconds=found.seconds + waits * found.gathered_s,
+        end_s=found.end_s + scattered,
+        late_s=found.sum_s,
+    )

@@ -230,7 +230,7 @@ class _Program:
             for level, way in zip(levels, own.levels, strict=True):
                 stage.memory[level] = self._bytes(number, way)
                 stage.extra[level] = way.seconds * per_byte
-                stage.end[level], stage.sums[level] = way.end_s * per_byte, way.sum_s * per_byte
+                stage.end[level], stage.sums[level] = way.end_s * per_byte, (way.sum_s - way.late_s) * per_byte
                 stage.sent[level] = (self.pipeline.microbatches * way.sent_s + way.sum_s) * per_byte
                 for terms, seconds in zip(stage.exchanged, (way.sent_s, way.gathered_s, way.again_s), strict=True):
                     terms[level] = seconds * per_byte

@@ -11,10 +11,10 @@ from autopart.solver.pipeline_orders import Order
 @dataclass(frozen=True, slots=True)
 class Way:
     """A way to hold or to run something: seconds more per microbatch, bytes for good and per microbatch in flight, and
-    seconds at the end of the step. sum_s: of these what is summed beside the last backward. sent_s: seconds that
-    replicas exchange something per microbatch, beside all else, but one message after another; of these gathered_s lie
-    in the forward and again_s in the backward, the rest after it has begun. transient_bytes: beside all that, while it
-    is used, beyond what a piece takes whatever its ways.
+    seconds at the end of the step. sum_s: of these what is summed once the last backward has made it; late_s: of that
+    what is made when it is over. sent_s: seconds that replicas exchange something per microbatch, beside all else, but
+    one message after another; of these gathered_s lie in the forward and again_s in the backward, the rest after it has
+    begun. transient_bytes: beside all that, while it is used, beyond what a piece takes whatever its ways.
     """
 
     seconds: float = 0.0
@@ -26,6 +26,7 @@ class Way:
     gathered_s: float = 0.0
     again_s: float = 0.0
     transient_bytes: float = 0.0
+    late_s: float = 0.0
 
     def times(self, count: float) -> Way:
         """Of so many, of which one is used at a time."""
