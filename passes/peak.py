@@ -118,7 +118,9 @@ def peak(
     walk.let_go(sends)
     reached = reached_by_gradients(roots)
 
-    def back(there: Set[str], summing: bool, order: Sequence[Unit], carried: Scattered | None) -> tuple[Back, Walk]:
+    def back(
+        there: Set[str], summing: bool, order: Sequence[Unit], carried: Mapping[int, Scattered] | None
+    ) -> tuple[Back, Walk]:
         one = walk.back(there, summing)
         one.holding.expected = order
         if carried is not None:
@@ -132,9 +134,10 @@ def peak(
     first, one = back(there, False, order, None)
     backs = {(0, False, False): first}
     known = [frozenset(there)]  # which gradients are there when a microbatch goes back, by how many did before
-    on_its_way = one.holding.unsettled
+    on_its_way = one.holding.unsettled or None
     every = frozenset(node.meta["name"] for node in graph.nodes if is_parameter(node))
-    known += [every] if on_its_way is None else [every - on_its_way.names | one.holding.there, every]
+    coming = {name for message in (on_its_way or {}).values() for name in message.names}
+    known += [every] if on_its_way is None else [every - coming | one.holding.there, every]
     for before, own in enumerate(known):
         # own messages are on their way, if other stages' did not settle them
         ways = [(own, on_its_way if before else None)]

@@ -4,7 +4,7 @@ As :mod:`autopart.runtime.data_weights` and :mod:`autopart.runtime.gradients` do
 gathers a *unit*; the next one is on its way meanwhile. Each is let go when the next is used, in the backward when its
 gradients have been put into a message. Levels 1 and 2: whole weights arrive at the start of a call, two messages on
 their way at once, each beside the weights that it is copied into when the first of them is read. Gradients of levels 2
-and 3 are scattered in every backward; what arrives is added up when the next message is started.
+and 3 are scattered in every backward; what arrives is added up when the next message of the level is started.
 """
 
 from __future__ import annotations
@@ -219,8 +219,8 @@ class Holding:
     left: Counter[Gathering] = field(default_factory=Counter)  # gradients to come
     made: dict[Gathering, dict[fx.Node, float]] = field(default_factory=dict)
     started: int = 0  # buckets of level 2
-    unsettled: Scattered | None = None
-    carried: bool = False  # it is of the backward before
+    unsettled: dict[int, Scattered] = field(default_factory=dict)  # by level, what is on its way
+    carried: set[int] = field(default_factory=set)  # levels of which it is of the backward before
     unsettled_most: float | None = None  # bytes, before the first time that what is on its way is settled
     gradients: float = 0.0  # of shares, new ones
 
@@ -310,9 +310,8 @@ class Holding:
                 self.add(-unit.whole)
 
     def end(self) -> None:
-        """No whole weight outlives the pass. In a backward the last message stays on its way."""
-        if self.unsettled is not None and self.is_new(self.unsettled):
-            self.gradients += self.unsettled.shares
+        """No whole weight outlives the pass. In a backward the last message of a level stays on its way."""
+        self.gradients += sum(message.shares for message in self.unsettled.values() if self.is_new(message))
         for unit in list(self.held):
             self.free(unit)
         for unit in self.coming:
@@ -322,7 +321,7 @@ class Holding:
     @property
     def tail(self) -> float:
         """Bytes on their way after a backward, beside gradients."""
-        return 0.0 if self.unsettled is None else self.on_its_way(self.unsettled)
+        return sum(map(self.on_its_way, self.unsettled.values()))
 
     def is_new(self, message: Scattered) -> bool:
         """Whether some of its shares have no gradients yet: what arrives becomes these, in one tensor."""
@@ -362,16 +361,17 @@ class Holding:
         for statement in reversed([statement for statement in self.made if self.left[statement] <= 0]):
             made = self.made.pop(statement)
             self.free(self.code.units[statement])
-            self.settle()
+            self.settle(3)
             specs = [self.code.specs[node.meta["name"]] for node in statement.parameters if node in made]
-            self.send(scattered(specs, self.code.sizes, self.code.replicas), sum(made.values()), True)
+            self.send(scattered(specs, self.code.sizes, self.code.replicas), sum(made.values()), 3)
         while self.started < len(self.code.buckets) and self.code.buckets[self.started].names <= final:
             message = self.code.buckets[self.started]
             self.started += 1
-            self.send(message, sum(size for node, size in whole.items() if node.meta["name"] in message.names), False)
+            self.send(message, sum(size for node, size in whole.items() if node.meta["name"] in message.names), 2)
 
-    def send(self, message: Scattered, gradients: float, used: bool) -> None:
-        """gradients: their bytes. used: autograd holds them until the message is on its way."""
+    def send(self, message: Scattered, gradients: float, level: int) -> None:
+        """gradients: their bytes, which autograd holds at level 3 until the message is on its way."""
+        used = level == 3
         self.add(0.0 if message.alone else message.whole)
         if message.converted:
             self.add(message.converted)
@@ -379,25 +379,25 @@ class Holding:
         same = message.alone and not message.converted
         if not used:
             self.add(0.0 if same else message.last - gradients)
-            self.settle()
+            self.settle(level)
         self.add(message.own)
         if self.copies:
             self.add(message.sent)
             self.add(-message.sent)
         if not same:
             self.add(-gradients if used else -message.last)
-        self.unsettled = message
+        self.unsettled[level] = message
 
-    def carry(self, message: Scattered) -> None:
-        """A message of the backward before is on its way."""
-        self.unsettled, self.carried = message, True
-        self.add(self.on_its_way(message))
+    def carry(self, messages: Mapping[int, Scattered]) -> None:
+        """Messages of the backward before are on their way, by level."""
+        self.unsettled, self.carried = dict(messages), set(messages)
+        self.add(self.tail)
 
-    def settle(self) -> None:
+    def settle(self, level: int) -> None:
         """What has arrived becomes the shares' gradients, or is added to them."""
         if self.unsettled_most is None:
             self.unsettled_most = self.most()
-        message, self.unsettled = self.unsettled, None
+        message = self.unsettled.pop(level, None)
         if message is None:
             return
         self.add(-message.sent)
@@ -406,7 +406,7 @@ class Holding:
             self.add(-message.own)
         if not self.is_new(message):
             self.add(-message.shares)
-        elif not self.carried:
+        elif level not in self.carried:
             self.gradients += message.shares
         self.there |= message.names
-        self.carried = False
+        self.carried.discard(level)

@@ -233,6 +233,21 @@ def test_peak_where_replicas_divide_parameters(case: str, tmp_path: Path) -> Non
     assert predicted == pytest.approx([max(counted[2 * i : 2 * i + 2]) for i in range(stages)], rel=0.04)
 
 
+def test_peak_with_sums_of_two_levels_on_their_way(tmp_path: Path) -> None:
+    subject, analysis = subject_of("gpt2")
+    limits: dict[str, Any] = {"pp": 1, "dp": 2, "tp": 1, "microbatches": 3, "recompute": "none"}
+    plan = make_plan(subject.program, ideal(2), batch=12, analysis=analysis, zero=2, **limits)
+    levels = {name: 3 if "c_fc" in name or "c_attn" in name else level for name, level in plan.zero.items()}
+    assert set(levels.values()) == {2, 3}
+    plan = replace(plan, zero=levels)
+    realize(subject.program, plan, analysis).save(tmp_path / "program")
+    weights = {key: tensor.detach() for key, tensor in subject.model.state_dict().items()}
+    leaves = {key: value.repeat(2, *[1] * (value.dim() - 1))[:12] for key, value in subject.leaves.items()}
+    counted = launch(_most, 2, str(tmp_path / "program"), weights, leaves, 4, 1)
+    predicted = [peak.call for peak in step_peaks(analysis, plan, realized(analysis, plan), "cpu")]
+    assert predicted == pytest.approx([max(counted)], rel=0.03)
+
+
 # The model, and its plan: parameters that are gathered or summed on a tensor axis before replicas divide them, gathers
 # that are begun early in a backward that is in one piece alone, and layers that run again up to what they keep last.
 MIXED: dict[str, tuple[str, dict[str, Any]]] = {

@@ -136,9 +136,9 @@ def test_no_cut_is_simulated_faster(
     boundaries = tuple(Boundary(blocks, sent[0], sent[1], buffers) for blocks in range(1, len(row)))
     boundaries = (Boundary(0), *boundaries, Boundary(len(row)))
     transfers = tuple([cut] * len(boundaries) for cut in zip(there, back, strict=True))
-    tied = Tied(
-        (0, *sorted(rng.sample(range(len(row)), rng.randint(0, len(row))))), Piece(0.0, 0.0, row_tied(rng, levels))
-    )
+    shared = (0, *sorted(rng.sample(range(len(row)), rng.randint(0, len(row)))))
+    summed = random.Random(-seed).choice([0.0, 0.5 * floor])
+    tied = Tied(shared, Piece(0.0, 0.0, row_tied(rng, levels)), summed)
     cut_row = Row(places, boundaries, transfers, (tied,))
     divided = Divisions([layers], rest, cut_row, pipeline).least_seconds(floor, 1.5 * floor)
     assert divided >= floor
@@ -158,7 +158,8 @@ def test_no_cut_is_simulated_faster(
                 times.append(found)
             if len(times) == stages:
                 step = makespan(schedule, times, functools.partial(transfer, there, back))
-                assert divided <= step * (1 + 1e-6) + 1e-9
+                parted = any(min(shared) < cut <= max(shared) for cut in cuts)
+                assert divided <= (step + summed * parted) * (1 + 1e-6) + 1e-9
 
 
 def transfer(there: list[float], back: list[float], action: Action) -> float:
