@@ -105,6 +105,9 @@ class Candidates(CandidateStrategies):
             if found is None:
                 raise
             return found
+        if found is not None and config.recompute == "auto" and _as_they_are(found.answer, fastest):
+            self._fitted |= {config, plain}  # and bounds are of such plans from here on
+            found = replace(found, bound=min(found.objective, max(found.bound, self.work_floor(config))))
         if found is not None and config.recompute != "auto":
             other = self._of_one_level(config, fastest, min(below, (1 - _NEAR) * found.objective))
             if other is not None:
@@ -513,6 +516,11 @@ class Candidates(CandidateStrategies):
             self.shared.durations(devices) if self.shared is not None else None,
             self.host_starts(config),
         )
+
+
+def _as_they_are(answer: Answer, fastest: TensorChoice) -> bool:
+    """Whether it has the fastest strategies, with nothing computed again."""
+    return answer.choice is fastest and not any(step.choices for step in answer.way)
 
 
 def _best_of(below: float, ways: Iterable[Callable[[float], Evaluation[Answer] | None]]) -> Evaluation[Answer] | None:
