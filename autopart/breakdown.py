@@ -2,12 +2,13 @@
 
 For every stage of a plan with m microbatches, or all stages of one rank of the pipeline where it runs several::
 
-    m (forward + backward) = compute + sum over kinds of collectives + replicas' exchange
+    m (forward + backward) + arrival = compute + sum over kinds of collectives + replicas' exchange
     compute + collectives + replicas' exchange + step end + idle + tied = step time
 
 Collectives are priced from the plan's own counts, which is exact, since their seconds are linear in calls and bytes,
 less what passes beside ops that are computed meanwhile (``StagePlan.hidden_s``). Those by kind are on tensor axes;
-what replicas exchange in every microbatch (ZeRO from level 2 on) is a part of its own.
+what replicas exchange in every microbatch (ZeRO from level 2 on), and what the first forward waits for weights that
+they update in shares, is a part of its own.
 Recomputation, collectives that it repeats included, counts as compute. Idle is waiting for other stages and for
 transfers between them (the bubble).
 """
@@ -122,13 +123,14 @@ def break_down(plan: Plan, cluster: Cluster | None) -> Breakdown:
         sent = [_sent(stage, plan.microbatches, cluster) for stage in own]
         known = [item for item in sent if item is not None]
         collectives = _joined([kinds for kinds, _ in known]) if len(known) == len(sent) else None
-        replicas = sum(seconds for _, seconds in known) if len(known) == len(sent) else None
+        arrival = sum(stage.arrival_s for stage in own)
+        replicas = arrival + sum(seconds for _, seconds in known) if len(known) == len(sent) else None
         used = sum(stage.memory_bytes for stage in own)
         state = min(used, sum(_state_bytes(stage, plan.dtype, plan.optimizer) for stage in own))
         stages.append(
             StageBreakdown(
                 numbers,
-                max(0.0, busy - sum((collectives or {}).values()) - (replicas or 0.0)),
+                max(0.0, busy + arrival - sum((collectives or {}).values()) - (replicas or 0.0)),
                 collectives,
                 replicas,
                 plan.microbatches * sum(sum(stage.hidden_s.values()) for stage in own),

@@ -269,7 +269,7 @@ class CandidateFloors(CandidateSums):
         return found
 
     def _tied_seconds(self, config: Degrees) -> Iterator[tuple[tuple[int, ...], float]]:
-        """Of each trained parameter that several blocks read these, and seconds of its gradient's sum between stages."""
+        """Of each trained parameter that several blocks read these, and seconds to sum its gradient between stages."""
         ends = self.layout.stage_link(config, 0, config.pp - 1)
         ranks = config.tp * (config.dp if max(self.levels(config)) >= 2 else 1)  # that share a gradient at most
         for node, blocks in self.readers.items():

@@ -264,7 +264,8 @@ class CandidatePrices:
             versions=1 + (config.schedule == "2bw"),
             limit=self.bucket_bytes(config),
         )
-        own = zip(costs, held.blocks, priced.private, strict=True)
+        waits = self._arriving_seconds(config, choice, costs)
+        own = zip(costs, held.blocks, priced.private, waits, strict=True)
         blocks = [
             Block(
                 f"block {index}, {self.analysis.keys[self.analysis.blocks[index].nodes[0]]}",
@@ -273,9 +274,9 @@ class CandidatePrices:
                 state,
                 kept,
                 cost.transient_bytes,
-                step_end,
+                step_end + waited,
             )
-            for index, (cost, kept, (state, step_end)) in enumerate(own)
+            for index, (cost, kept, (state, step_end), waited) in enumerate(own)
         ]
         places = self.layout.places(config)
         flying = in_flight(config.schedule, config.stages, config.microbatches, self.warmup_of(config), places)
@@ -373,12 +374,12 @@ class CandidatePrices:
 
         What replicas exchange for a layer passes beside its ops, but for one layer of a stage.
         """
-        setting, layers = self.setting(config), self.analysis.layers
+        setting = self.setting(config)
         if not choice.levels:
             for cost, size in zip(costs, self._gradient_bytes(config, choice), strict=True):
                 cost.backward_s += setting.data.adding_seconds(size, 0)
             return
-        owners = [layer or f"block {index}" for index, layer in enumerate(layers)]
+        owners = self._owners()
         whole: dict[str, float] = {}  # by owner, as are the blocks' seconds, there and back
         sent = [[0.0] * len(costs), [0.0] * len(costs)]
         late = [0.0] * len(costs)  # sums of what is sent back
@@ -411,6 +412,30 @@ class CandidatePrices:
                 cost.forward_s, cost.backward_s = cost.forward_s + forward, cost.backward_s + backward
         for owner, cost in zip(owners, costs, strict=True):
             cost.transient_bytes += TRANSIENT_COPIES * whole.get(owner, 0.0)
+
+    def _owners(self) -> list[str]:
+        """Of each block its layer, or itself."""
+        return [layer or f"block {index}" for index, layer in enumerate(self.analysis.layers)]
+
+    def arriving_seconds(self, config: Degrees, choice: TensorChoice) -> list[float]:
+        """For how long the first forward of a step waits in each block for weights that were updated in shares.
+
+        About: they are taken to pass beside a layer's ops, but for one layer of a stage.
+        """
+        costs = self._costs(config, choice, self.setting(config))
+        self._add_parameters(costs, config, choice)
+        return self._arriving_seconds(config, choice, costs)
+
+    def _arriving_seconds(self, config: Degrees, choice: TensorChoice, costs: Sequence[BlockCost]) -> list[float]:
+        """The same, beside the forward of these blocks."""
+        setting, found = self.setting(config), [0.0] * len(costs)
+        for node, blocks in self.readers.items():
+            level = choice.levels.get(node.meta["name"], 0)
+            if level in (1, 2) and node.meta.get("trainable"):
+                found[blocks[0]] += setting.data.arriving_seconds(self._held(node, choice, setting), level)
+        if not any(found):
+            return found
+        return self._exposed_seconds(config, self._owners(), found, [cost.forward_s for cost in costs])
 
     def _exposed_seconds(
         self,

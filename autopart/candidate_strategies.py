@@ -88,7 +88,9 @@ class CandidateStrategies(CandidateFloors):
             return math.inf
         if config.stages > 1:
             setting, sent = self.setting(config), self.trained_bytes * self.summed
-            ends = max(setting.data.step_end_seconds(self.trained_bytes, level) for level in (0, 1)) + math.fsum(
+            data, held = setting.data, self.trained_bytes
+            every = (data.step_end_seconds(held, level) + data.arriving_seconds(held, level) for level in (0, 1))
+            ends = max(every) + math.fsum(
                 bucketed_all_reduce_seconds(sent, axis.parts, axis.link) for axis in setting.axes
             )
             return below / self.step_floor(1.0, config) + ends / config.microbatches - self.free_seconds(config)

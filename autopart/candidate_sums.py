@@ -83,19 +83,30 @@ class CandidateSums(CandidateLayers):
         """Of a byte of all weights, to sum its gradient over replicas where tensor axes divide it."""
         return self.sum_seconds(config) / (self.trained_bytes or 1) / config.tp
 
+    def late_byte_seconds(self, config: Degrees, divided: bool | None = None) -> float:
+        """The same of what is summed when its gradient is made: of weights that are divided a reduce-scatter.
+
+        divided: whether they are; None: at best.
+        """
+        found, data = self.byte_seconds(config), self.setting(config).data
+        if not found or not (self._divides(config) or self.zero if divided is None else divided):
+            return found
+        return found * data.sum_seconds(self.trained_bytes, 1) / data.sum_seconds(self.trained_bytes, 0)
+
     def last_microbatch(self, config: Degrees) -> tuple[float, int]:
         """Seconds of the last microbatch and of sums of gradients in one stage, at least, and the block that says so.
 
         As :mod:`autopart.late_sums` says, with all shared perfectly.
         """
-        key = self.samples(config), config.tp, config.dp, config.recompute, self.layout.data_link(config)
+        byte_s = self.late_byte_seconds(config)
+        key = self.samples(config), config.tp, config.dp, config.recompute, byte_s
         if key not in self._last:
             forward, backward = self.block_seconds(config)
             sent = [0.0] * len(forward)
             for node, blocks in self.readers.items():
                 if node.meta.get("trainable"):
                     sent[blocks[0]] += value_bytes(Value(node)).at(1)
-            byte_s, inside = self.byte_seconds(config), self._inside_layers()
+            inside = self._inside_layers()
             behind, best = math.fsum(backward), (0.0, 0)
             for block, (back, size) in enumerate(zip(backward, itertools.accumulate(sent), strict=True)):
                 if block not in inside:
@@ -107,7 +118,7 @@ class CandidateSums(CandidateLayers):
     def first_sums(self, config: Degrees) -> float:
         """Seconds of the sums of what the first block reads, which begin when the last backward is over, at least."""
         first = (node for node, blocks in self.readers.items() if not blocks[0] and node.meta.get("trainable"))
-        return math.fsum(value_bytes(Value(node)).at(1) for node in first) * self.byte_seconds(config)
+        return math.fsum(value_bytes(Value(node)).at(1) for node in first) * self.late_byte_seconds(config)
 
     def _inside_layers(self) -> set[int]:
         """Blocks before which a layer has begun, so that it may run as one with others behind them."""
@@ -145,7 +156,9 @@ class CandidateSums(CandidateLayers):
         level: of ZeRO, of all parameters, with the optimizer and what adds up gradients; else without.
         """
         data, (forward, backward) = self.setting(config).data, self.block_seconds(config)
-        byte_s = 0.0 if (level or 0) >= 2 else self.byte_seconds(config)  # from there on what is summed may pass unseen
+        # from level 2 on what is summed may pass unseen
+        divided = None if level is None else level > 0
+        byte_s = 0.0 if (level or 0) >= 2 else self.late_byte_seconds(config, divided)
         ends, adding = [0.0] * len(forward), [0.0] * len(forward)
         sums, tied = list[GradientSum](), list[TiedGroup]()
         for node, blocks in self.readers.items():

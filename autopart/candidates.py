@@ -143,9 +143,7 @@ class Candidates(CandidateStrategies):
             raise NotBetter(stopped.seconds, least)
         return replace(best, bound=least)
 
-    def _whole(
-        self, config: Degrees, fastest: TensorChoice, problem: StageProblem, below: float
-    ) -> Evaluation[Answer]:
+    def _whole(self, config: Degrees, fastest: TensorChoice, problem: StageProblem, below: float) -> Evaluation[Answer]:
         """The fastest strategies, which fit with whole parameters, or those that are the fastest once it counts which
         sums of gradients the last backward hides. problem: of the fastest.
         """

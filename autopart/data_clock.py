@@ -6,6 +6,9 @@ are summed once all of them are made, level 2's as a message of them is full. Wh
 one of its level starts, and at the end of the step: that of a backward's last, which the next microbatch hides, is
 spread over all. Messages pass one after another, in the order in which they are begun.
 
+Whole weights of levels 1 and 2 arrive when a step begins, ``AHEAD`` messages on their way at once: the first begin with
+the call, each other one when one before it is read, and the first forward waits for what it reads.
+
 Level 2's messages are taken to fill evenly over the backward. A split backward counts as a whole one: messages pass
 beside W as well.
 """
@@ -21,7 +24,7 @@ from autopart.cost.communication import ALL_GATHER, REDUCE_SCATTER, collective_s
 from autopart.cost.devices import Link
 from autopart.exchanges import Exchanges
 from autopart.passes.data_axis import UnitMessages
-
+from autopart.runtime.data_weights import AHEAD
 
 _Sent = Sequence[tuple[float, float]]
 _NOTHING: Mapping[int, _Sent] = {}
@@ -101,6 +104,37 @@ class DataClock:
         back = max(back, whole - there)  # what goes on into the next microbatch holds up its messages
         return there, back, whole - (there + back - forward.seconds - backward.seconds)
 
+    def arrival(self, forward: Computed, ahead: float) -> float:
+        """For how long the first forward of a step waits for whole weights of levels 1 and 2.
+
+        ahead: seconds that it begins after the step, on stages behind others.
+        """
+        messages = self.exchanged.arriving
+        reads = sorted(
+            (_first(message.readers, forward), number)
+            for number, message in enumerate(messages)
+            if any(node in forward.spans for node in message.readers)
+        )
+        left, flying = list(range(len(messages))), dict[int, float]()  # to be sent; when those on their way are there
+        busy = waited = 0.0
+
+        def send(number: int, now: float) -> None:
+            nonlocal busy
+            left.remove(number)
+            busy = flying[number] = max(busy, now) + self._seconds(ALL_GATHER, messages[number].size)
+
+        def send_ahead(now: float) -> None:
+            while left and len(flying) < AHEAD:
+                send(left[0], now)
+
+        send_ahead(0.0)
+        for at, number in reads:
+            if number in left:
+                send(number, ahead + at + waited)
+            waited = max(waited, flying.pop(number) - ahead - at)
+            send_ahead(ahead + at + waited)
+        return waited
+
     def _full(self, seconds: float) -> Iterator[tuple[float, float]]:
         """Level 2's sums, and when their messages are full."""
         for kind, count in self.exchanged.sums.items():
@@ -126,7 +160,12 @@ class DataClock:
 
 
 def _start(unit: UnitMessages, computed: Computed) -> float:
-    return min((computed.spans[node][0] for node in unit.readers if node in computed.spans), default=0.0)
+    return _first(unit.readers, computed)
+
+
+def _first(readers: Sequence[fx.Node], computed: Computed) -> float:
+    """When the first of these begins."""
+    return min((computed.spans[node][0] for node in readers if node in computed.spans), default=0.0)
 
 
 def _end(unit: UnitMessages, computed: Computed) -> float:

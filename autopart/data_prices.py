@@ -21,9 +21,10 @@ on in a ring (Patarasuk and Yuan, Journal of Parallel and Distributed Computing 
 each on a rank, and a sum reads one of the rank's own with it.
 
 Sums of levels 0 and 1 start during the last backward, and what that hides is credited (:mod:`autopart.solver.overlap`).
-Gathers of level 3 run a layer ahead, and sums of levels 2 and 3 beside each backward. Plans are timed so
-(:mod:`autopart.data_clock`); candidates are compared as if a layer's exchange passed beside its own ops, but for one
-layer of each stage, and bounds count only that all of it passes one after another while the step lasts.
+Gathers of levels 1 and 2 pass beside the first forward, those of level 3 run a layer ahead, and sums of levels 2 and 3
+beside each backward. Plans are timed so (:mod:`autopart.data_clock`); candidates are compared as if a layer's exchange
+passed beside its own ops, but for one layer of each stage, and bounds count only that all of it passes one after
+another while the step lasts, and what the first block has to do with it.
 """
 
 from __future__ import annotations
@@ -88,15 +89,19 @@ class DataPrices:
     microbatches: int = 1
 
     def step_end_seconds(self, weight: float, level: int) -> float:
-        """Once a step, for a trained parameter of ``weight`` bytes: sums and gathers in large buckets, optimizer."""
-        seconds = self.prices.optimizer_seconds(weight / self.replicas if level else weight)
-        kinds = {0: (ALL_REDUCE,), 1: (REDUCE_SCATTER, ALL_GATHER), 2: (ALL_GATHER,), 3: ()}[level]
-        return seconds + sum(self._bytes_seconds(kind, self._sent(kind, weight)) for kind in kinds)
+        """Once a step, for a trained parameter of ``weight`` bytes: sums in large buckets, optimizer."""
+        return self.prices.optimizer_seconds(weight / self.replicas if level else weight) + self.sum_seconds(
+            weight, level
+        )
+
+    def arriving_seconds(self, weight: float, level: int) -> float:
+        """Of the gather of a trained parameter that is whole, but updated in shares, when a step begins."""
+        return self._bytes_seconds(ALL_GATHER, weight) if level in (1, 2) else 0.0
 
     def sum_seconds(self, weight: float, level: int) -> float:
         """Of :meth:`step_end_seconds` what starts during the last backward."""
         kind = {0: ALL_REDUCE, 1: REDUCE_SCATTER}.get(level)
-        return self._bytes_seconds(kind, self._sent(kind, weight)) if kind else 0.0
+        return self._bytes_seconds(kind, weight * self.summed) if kind else 0.0
 
     def call_seconds(self, level: int) -> float:
         """Of a message in which such sums pass, besides its bytes."""
@@ -146,9 +151,6 @@ class DataPrices:
     def least_moving_seconds(self, weight: float, levels: Sequence[int]) -> float:
         """The same, both together, of trained parameters of so many bytes, at one of these levels at least."""
         return min(sum(self.moving_seconds(weight, level)) for level in levels)
-
-    def _sent(self, kind: str, weight: float) -> float:
-        return weight if kind == ALL_GATHER else weight * self.summed
 
     def _bytes_seconds(self, kind: str, size: float) -> float:
         """A part of a large message: its bytes, without the call's latency."""

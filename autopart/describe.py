@@ -29,7 +29,7 @@ from autopart.realize import Realization, build, level_names, storage_names, str
 from autopart.shared_hosts import SharedHosts
 from autopart.solver.degrees import Config, Degrees
 from autopart.solver.stages_problem import StageProblem, Way
-from autopart.stage_clock import StageClock
+from autopart.stage_clock import StageClock, StageSeconds
 from autopart.step_time import step_end_seconds
 
 
@@ -45,11 +45,16 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
     exchanged = exchanges(
         *(analysis, found, config.dp, candidates.samples(config), again, candidates.bucket_bytes(config)), places
     )
+    timed: list[StageSeconds] = []
+    for stage, graph, layers, sent in zip(found.stages, found.local, again, exchanged, strict=True):
+        ahead = sum(before.forward_s + before.arrival_s for before in timed)
+        timed.append(StageClock(candidates, config, stage, graph, choice, layers, sent).seconds(ahead))
+    weights = [candidates.weight_share(config, choice, problem, step) for step in answer.way]
+    estimated = candidates.arriving_seconds(config, choice)
     stages = []
-    for index, (stage, graph) in enumerate(zip(found.stages, found.local, strict=True)):
-        first, last = boundaries[index], boundaries[index + 1]
-        times = StageClock(candidates, config, stage, graph, choice, again[index], exchanged[index]).seconds()
-        weight = candidates.weight_share(config, choice, problem, answer.way[index])
+    for index, (times, weight) in enumerate(zip(timed, weights, strict=True)):
+        first, last, graph, step = boundaries[index], boundaries[index + 1], found.local[index], answer.way[index]
+        known = sum(estimated[block] for block in problem.blocks_between(step.first, step.last))
         stages.append(
             StagePlan(
                 devices=candidates.layout.ranks(config, index),
@@ -61,13 +66,14 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
                 backward_s=times.backward_s,
                 hidden_s=times.hidden_s,
                 weight_s=times.backward_s * weight,
-                memory_bytes=round(problem.stage_bytes(index, answer.way[index])),
-                state_bytes=round(problem.state_bytes(answer.way[index])),
+                memory_bytes=round(problem.stage_bytes(index, step)),
+                state_bytes=round(problem.state_bytes(step)),
                 capacity_bytes=candidates.layout.capacity(config, index),
                 parameters=held_numbers(graph, axes, found.cuts, config.dp),
                 collectives=exchanged[index].microbatch,
                 axis_collectives=exchanged[index].axes,
-                step_end_s=step_end_seconds(problem, answer.way[index], config.schedule, weight),
+                step_end_s=max(0.0, step_end_seconds(problem, step, config.schedule, weight) - known),
+                arrival_s=times.arrival_s,
                 step_collectives=exchanged[index].step,
                 recompute=again[index] if recompute == "some" else (),
                 device=candidates.cluster.names(candidates.layout.ranks(config, index)),

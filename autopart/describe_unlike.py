@@ -38,7 +38,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
     # one table for all where those with tensor axes agree
     common = {repr(own): own for own, setting in zip(named, settings, strict=True) if setting.axes}
     shared = next(iter(common.values()), ({}, {})) if len(common) < 2 else ({}, {})
-    stages = []
+    stages: list[StagePlan] = []
     for index, (item, step) in enumerate(zip(priced, answer.way, strict=True)):
         first, last = boundaries[index], boundaries[index + 1]
         graph, slot, own = found.local[index], problem.slots[step.slot], settings[index]
@@ -46,9 +46,12 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
             StageClock(
                 *(part.candidates, part.config, found.stages[index], graph, item.choice),
                 *(again[index], exchanged[index]),
-            ).seconds()
+            ).seconds(sum(stage.forward_s + stage.arrival_s for stage in stages))
             for part in item.parts
         ]
+        inside = problem.blocks_between(step.first, step.last)
+        estimated = (part.candidates.arriving_seconds(part.config, item.choice) for part in item.parts)
+        known = min(sum(own[block] for block in inside) for own in estimated)
         slowest = max(times, key=lambda found: found.backward_s)
         weight = item.parts[0].candidates.weight_share(item.parts[0].config, item.choice, problem, step)
         stages.append(
@@ -68,7 +71,8 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
                 parameters=held_numbers(graph, own.axes, found.cuts, own.dp),
                 collectives=exchanged[index].microbatch,
                 axis_collectives=exchanged[index].axes,
-                step_end_s=step_end_seconds(problem, step, config.schedule, weight),
+                step_end_s=max(0.0, step_end_seconds(problem, step, config.schedule, weight) - known),
+                arrival_s=max(found.arrival_s for found in times),
                 step_collectives=exchanged[index].step,
                 recompute=again[index] if recompute == "some" else (),
                 device=candidates.cluster.names(answer.devices[index]),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torch import fx
+
 from autopart.analysis import Analysis
 from autopart.passes.conversion import Axes
-from autopart.passes.data_axis import UnitMessages, gathering_counts, gatherings, unit_messages, units
+from autopart.passes.data_axis import Gathering, UnitMessages, gathering_counts, gatherings, unit_messages, units
 from autopart.passes.emit.layers import runs_of
 from autopart.passes.emit.program import Layout, StageMesh, gradient_roots, parameter_specs
 from autopart.passes.kept import rerun
@@ -15,7 +17,7 @@ from autopart.passes.program import reached_by_gradients
 from autopart.passes.shard import collective_counts
 from autopart.passes.unlike_meshes import StageSetting
 from autopart.realize import Realization
-from autopart.runtime.buckets import pass_counts, update_counts
+from autopart.runtime.buckets import home_of, kept_buckets, pass_counts, tensor_bytes, update_counts
 from autopart.runtime.links import dtype_of
 from autopart.runtime.manifest import ParameterSpec
 
@@ -24,11 +26,21 @@ Collectives = dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
+class Arriving:
+    """A message of whole weights that replicas update in shares (levels 1 and 2), when a step begins: bytes of these,
+    and the ops that read them.
+    """
+
+    size: int
+    readers: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Exchanges:
     """Collectives of one rank of a stage by operation, over all axes of the stage and, per step, between stages.
 
     axes: those of a microbatch by axis. units: of them what replicas exchange for parameters that are gathered at use,
-    in order; sums: for others that they divide, in each backward.
+    in order; sums: for others that they divide, in each backward. arriving: of a step, in order.
     """
 
     microbatch: Collectives
@@ -36,6 +48,7 @@ class Exchanges:
     axes: dict[str, Collectives]
     units: Sequence[UnitMessages]
     sums: Collectives
+    arriving: Sequence[Arriving]
 
 
 def exchanges(
@@ -122,7 +135,8 @@ def _of_stage(
     reached = reached_by_gradients(gradient_roots(analysis.program, stage, graph))
     reduce_dtype = analysis.program.reduce_dtype
     summed = dtype_of(reduce_dtype) if reduce_dtype else None
-    gathers = units(gatherings(runs, found.cuts, recompute), found.cuts)
+    statements = gatherings(runs, found.cuts, recompute)
+    gathers = units(statements, found.cuts)
     messages = unit_messages(gathers, reached, axes, summed)
     microbatch: Collectives = {}
     by_axis: dict[str, Collectives] = {}
@@ -140,7 +154,28 @@ def _of_stage(
     step: Collectives = {}
     for (operation, _), count in update_counts(in_order, stage.index, mesh, places, bucket_bytes).items():
         _add(step, {operation: count})
-    return Exchanges(microbatch, step, by_axis, messages, sums)
+    own = [other for other, place in enumerate(places) if place == places[index]]
+    home = [spec for spec in in_order if stage.index in spec.stages and home_of(spec, own) == stage.index]
+    arriving = _arriving(home, statements, axes, bucket_bytes) if mesh[0][1] > 1 else []
+    return Exchanges(microbatch, step, by_axis, messages, sums, arriving)
+
+
+def _arriving(
+    home: Sequence[ParameterSpec], statements: Sequence[Gathering], axes: Axes, bucket_bytes: int
+) -> list[Arriving]:
+    """home: the parameters that arrive with this stage."""
+    readers: dict[str, list[fx.Node]] = {}
+    for statement in statements:
+        for node in statement.parameters:
+            readers.setdefault(node.meta["name"], []).extend(statement.readers)
+    sizes = [size for _, size in axes]
+    return [
+        Arriving(
+            sum(tensor_bytes(spec, sizes) for spec in run),
+            tuple(node for spec in run for node in readers.get(spec.name, ())),
+        )
+        for run in kept_buckets(home, sizes, bucket_bytes)
+    ]
 
 
 def _add(totals: Collectives, operations: Mapping[str, Sequence[int]]) -> None:

@@ -15,7 +15,16 @@ _OUTCOMES = {"step_time_s", "bound_s", "gap", "solve_s", "total_s", "tokens", "f
 _OUTCOMES |= {"transfers", "peak_flops", "cluster_digest", "example_batch", "asked"}
 _STAGE_OUTCOMES = {"forward_s", "backward_s", "memory_bytes", "state_bytes", "capacity_bytes", "parameters"}
 _LIMITS = ("pp", "dp", "tp", "meshes", "microbatches")
-_STAGE_OUTCOMES |= {"collectives", "axis_collectives", "step_end_s", "hidden_s", "first_op", "last_op", "device"}
+_STAGE_OUTCOMES |= {
+    "collectives",
+    "axis_collectives",
+    "step_end_s",
+    "arrival_s",
+    "hidden_s",
+    "first_op",
+    "last_op",
+    "device",
+}
 
 
 @dataclass(frozen=True, slots=True)

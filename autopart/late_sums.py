@@ -13,7 +13,8 @@ what these make too, and later parameters have no sum. So it is for two of them 
     T >= max(L_b, L_c) >= y L_b + (1 - y) L_c
 
 whose least seconds over all strategies are concave in y: the next y is where those of the strategies found so far
-would be highest (Kelley's cutting planes). Levels of ZeRO exchange no less, and hide no more of it.
+would be highest (Kelley's cutting planes). Where levels of ZeRO may divide parameters, c is what all of them sum then:
+a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def _stored(builder: Builder, op: Op, nodes: Sequence[fx.Node], late: float, ear
         for placement, axis in zip(placements, setting.axes, strict=True):
             if placement == BROADCAST:
                 end += bucketed_all_reduce_seconds(held * share * setting.summed, axis.parts, axis.link)
-        ends = len(nodes) * end + late * setting.data.sum_seconds(held, 0)
+        ends = len(nodes) * end + late * setting.data.sum_seconds(held, 1 if divides else 0)
         adding = setting.prices.adding_seconds(held * share, setting.microbatches)
         return ends / setting.microbatches + adding * (len(nodes) - early / setting.microbatches)
 

@@ -60,8 +60,8 @@ class LayerPieces:
         return self._piece((facts,), (number,), setting, priced, bool(layer))
 
     def first(self, setting: PieceSetting) -> Piece:
-        """The first block, which lies in no layer: a step ends with sums of what it reads, beside no backward, and each
-        forward begins with the gather of what of that is divided at level 3, beside this block's ops alone.
+        """The first block, which lies in no layer: a step ends with sums of what it reads, beside no backward, and a
+        forward begins with the gather of what of that is divided, at level 3 each, beside this block's ops alone.
         """
         found, facts = self.block(0, setting), self.memory.row[0]
         parameters = [item for item in facts.parameters if item.weight]
@@ -196,9 +196,11 @@ def _way(own: Parameters, level: int, setting: PieceSetting, parts: int = 1) -> 
     data, size = setting.data, own.weight * setting.share
     there, back = data.microbatch_seconds(size, level, own.trained, own.again, 0.0)
     seconds, end, sums, stays = sum(data.moving_seconds(size, level, own.trained, own.again)), 0.0, 0.0, 0.0
+    arriving = 0.0
     if own.trained:
         end = data.step_end_seconds(size, level)
         if data.replicas > 1:
+            arriving = data.arriving_seconds(size, level)
             sums = data.sum_seconds(size, level)
             stays = staying_bytes(level, own.gradient, data.replicas, data.summed)
     held = (own.held(level, data.replicas) + stays) / own.weight
@@ -212,6 +214,7 @@ def _way(own: Parameters, level: int, setting: PieceSetting, parts: int = 1) -> 
         gathered_s=there,
         again_s=there if own.again else 0.0,
         transient_bytes=TRANSIENT_COPIES / parts if level == 3 else 0.0,
+        arriving_s=arriving,
     )
     return way.times(1 / size)
 
@@ -225,6 +228,6 @@ def _first_way(own: Parameters, level: int, setting: PieceSetting, waits: float)
     return replace(
         found,
         seconds=found.seconds + waits * found.gathered_s,
-        end_s=found.end_s + scattered,
+        end_s=found.end_s + scattered + waits * found.arriving_s,
         late_s=found.sum_s,
     )

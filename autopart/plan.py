@@ -52,8 +52,8 @@ class StagePlan:
     forward_s, backward_s: seconds of one microbatch with collectives; weight_s: of the backward, the weights' share
     that a zero-bubble schedule does apart. hidden_s: by kind, seconds of collectives that pass unseen beside ops that
     are computed meanwhile, in neither of them, and under "dp" what replicas exchange so for parameters that they
-    divide. step_end_s: seconds once per step, for the optimizer and those of the
-    gradients' sums that the last backward does not hide.
+    divide. step_end_s: seconds once per step, for the optimizer and those of the gradients' sums that the last backward
+    does not hide; arrival_s: those that the first forward waits for weights that replicas update in shares.
     memory_bytes, capacity_bytes: predicted peak and what a device has (an even share where it runs several stages).
     state_bytes: of the peak, parameters, gradients and optimizer state that one device holds; 0: not told.
     parameters: numbers held by one device. collectives: by kind, calls and payload bytes per microbatch, such as
@@ -89,6 +89,7 @@ class StagePlan:
     device: str = ""
     state_bytes: int = 0
     axis_collectives: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict, hash=False)
+    arrival_s: float = 0.0
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.mesh]
@@ -123,6 +124,7 @@ class StagePlan:
             "forward_s",
             "backward_s",
             "step_end_s",
+            "arrival_s",
             "weight_s",
             "memory_bytes",
             "capacity_bytes",

@@ -245,11 +245,12 @@ def make_plan(
 
     def settle(answer: Answer | UnlikeAnswer) -> tuple[Answer | UnlikeAnswer, float]:
         if isinstance(answer, Answer):
+            ways: list[tuple[Answer | UnlikeAnswer, Plan]]
             ways = [(own, describe(candidates, own)) for own in (answer, *answer.others)]
-            best, found = min(ways, key=lambda way: way[1].step_time_s)
         else:
             assert unlike is not None
-            best, found = answer, describe_unlike(unlike, answer)
+            ways = [(answer, describe_unlike(unlike, answer))]
+        best, found = min(ways, key=lambda way: way[1].step_time_s)
         described[id(best)] = found
         return best, found.step_time_s
 

@@ -28,7 +28,11 @@ def simulate_plan(plan: Plan) -> Simulation:
         plan.schedule, count, plan.microbatches, sorted(there), sorted(back), plan.warmup, plan.places
     )
     times = [
-        StageTimes(stage.forward_s, stage.backward_s, stage.weight_s, stage.step_end_s, fixed_bytes=stage.memory_bytes)
+        StageTimes(
+            *(stage.forward_s, stage.backward_s, stage.weight_s, stage.step_end_s),
+            fixed_bytes=stage.memory_bytes,
+            first_s=stage.arrival_s,
+        )
         for stage in plan.stages
     ]
 

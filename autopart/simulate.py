@@ -27,7 +27,7 @@ class StageTimes:
     backward_s: of the whole backward. weight_s: the weights' share of it, which a schedule with W does there.
     reduce_s: once per step. fixed_bytes: parameters, gradients, optimizer state. saved_bytes: per microbatch between
     its forward and backward. weight_bytes: per microbatch between its B and W; None: as many as saved_bytes.
-    working_bytes: temporary, while a microbatch is computed.
+    working_bytes: temporary, while a microbatch is computed. first_s: what the step's first forward takes longer.
     """
 
     forward_s: float
@@ -38,6 +38,7 @@ class StageTimes:
     saved_bytes: int = 0
     working_bytes: int = 0
     weight_bytes: int | None = None
+    first_s: float = 0.0
 
     def seconds(self, work: Work, splits: bool = False) -> float:
         """splits: the stage's schedule has W actions."""
@@ -141,6 +142,8 @@ class _Clock:
             duration = self.times[stage].seconds(work, stage in self.splits)
         else:
             duration = next(self.durations[rank])
+        if work is Work.FORWARD and action.microbatch == 0:
+            duration += self.times[stage].first_s
         self.now[rank] = start + duration
         self.busy[rank] += duration
         self.events.append(Event(action, start, self.now[rank]))

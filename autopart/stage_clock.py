@@ -34,12 +34,14 @@ from autopart.tensor_choice import Setting, TensorChoice
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
     """Of one microbatch. hidden_s: by kind what of collectives passes while ops are computed, uncounted; of what
-    replicas exchange for parameters, by the data axis' name.
+    replicas exchange for parameters, by the data axis' name. arrival_s: what a step's first forward takes longer, as it
+    waits for weights that replicas update in shares.
     """
 
     forward_s: float
     backward_s: float
     hidden_s: Mapping[str, float]
+    arrival_s: float
 
 
 @dataclass(slots=True)
@@ -78,7 +80,8 @@ class StageClock:
     recompute: Collection[str]  # layers and modules in them that run again in the backward
     exchanged: Exchanges
 
-    def seconds(self) -> StageSeconds:
+    def seconds(self, ahead: float = 0.0) -> StageSeconds:
+        """ahead: seconds of the first forward before this stage's."""
         setting, hidden = self.candidates.setting(self.config), dict[str, float]()
         priced = self._priced(setting, hidden)
         started = begun(self.graph, self.recompute) if setting.beside else {}
@@ -102,7 +105,7 @@ class StageClock:
         if unseen > 0.0:
             hidden["dp"] = unseen
         starting = self._starting_s(setting)
-        return StageSeconds(max(forward, starting[0]), max(backward, starting[1]), hidden)
+        return StageSeconds(max(forward, starting[0]), max(backward, starting[1]), hidden, data.arrival(there, ahead))
 
     def _starting_s(self, setting: Setting) -> tuple[float, float]:
         """Seconds in which the host starts the kernels of the forward and of the backward, with what runs again."""

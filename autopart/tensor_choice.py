@@ -130,7 +130,10 @@ class Setting:
         return DataPrices(self.prices, self.data_link, self.dp, self.summed, self.microbatches)
 
     def step_end_seconds(self, whole_bytes: float, placements: Placements, level: int = 0) -> float:
-        """Seconds of a trained parameter's step end: sums of its gradient over replicas and axes, the optimizer."""
+        """Seconds of a trained parameter's step end: sums of its gradient over replicas and axes, the optimizer.
+
+        Without what arrives when the next step begins.
+        """
         held = whole_bytes * share_of(placements, self.sizes)
         seconds = self.data.step_end_seconds(held, level)
         for placement, axis in zip(placements, self.axes, strict=True):
@@ -247,7 +250,9 @@ class Builder:
         if ends:
             seconds += sum(setting.data.moving_seconds(own, level, bool(info.trainable), gathered[0]))
         if ends and info.trainable:
-            seconds += setting.step_end_seconds(whole, placements, level) / setting.microbatches
+            arriving = setting.data.arriving_seconds(whole * share_of(placements, setting.sizes), level)
+            once = setting.step_end_seconds(whole, placements, level) + setting.exposed * arriving
+            seconds += once / setting.microbatches
         stays = 0.0
         if info.trainable and (setting.dp > 1 or BROADCAST in placements):
             stays = staying_bytes(level, own, setting.dp, setting.summed)

@@ -12,7 +12,7 @@ from autopart.cost.communication import REDUCE_SCATTER
 from autopart.cost.devices import Link
 from autopart.data_clock import Computed, DataClock
 from autopart.data_prices import DataPrices, exposed
-from autopart.exchanges import Exchanges
+from autopart.exchanges import Arriving, Exchanges
 from autopart.passes.data_axis import UnitMessages
 from autopart.prices import Prices
 from clusters import ideal
@@ -41,10 +41,15 @@ def computed(found: list[UnitMessages], seconds: list[float]) -> tuple[Computed,
     return Computed(whole, there), Computed(2 * whole, back)
 
 
-def clock(found: list[UnitMessages], microbatches: int = 1, sums: tuple[int, float] = (0, 0.0)) -> DataClock:
+def clock(
+    found: list[UnitMessages],
+    microbatches: int = 1,
+    sums: tuple[int, float] = (0, 0.0),
+    arriving: list[Arriving] | None = None,
+) -> DataClock:
     """sums: messages of level 2, and seconds of each."""
     counts = {REDUCE_SCATTER: {"calls": sums[0], "bytes": round(sums[0] * sums[1])}} if sums[0] else {}
-    return DataClock(Exchanges({}, {}, {}, found, counts), 2, Link("any", 1.0, 0.0), microbatches)
+    return DataClock(Exchanges({}, {}, {}, found, counts, arriving or []), 2, Link("any", 1.0, 0.0), microbatches)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +98,35 @@ def test_messages_of_level_2_fill_evenly() -> None:
         there, back, hidden = clock([], sums=(count, 8 / count)).passes(*passes)
         assert (there, back) == pytest.approx((10, 20 + 8 / count))
         assert hidden == pytest.approx(8 - 8 / count)
+
+
+def test_sums_of_two_levels_do_not_wait_for_each_other() -> None:
+    found = units((0, 0, 8), (0, 0, 8))
+    # level 2's pass from 20 to 32 s and from 40 to 52, level 3's behind them, to 40 and 60
+    _, back, _ = clock(found, sums=(2, 12.0)).passes(*computed(found, [10.0] * 2))
+    assert back == pytest.approx(60)
+
+
+@pytest.mark.parametrize(
+    ("each", "ahead", "waited"),
+    [
+        (4, 0.0, 4.0),  # the first one beside nothing
+        (4, 3.0, 1.0),
+        (4, 5.0, 0.0),
+        # two on their way, which end at 15 and 30; the third is begun at 15 and ends at 45, 25 s late
+        (15, 0.0, 25.0),
+        # all that time earlier: the third is begun at 30 and ends at 45 or 63, where it is read at 50
+        (15, 30.0, 0.0),
+        (21, 30.0, 13.0),
+    ],
+)
+def test_the_first_forward_waits_for_weights(each: int, ahead: float, waited: float) -> None:
+    found = units((0, 0, 0), (0, 0, 0), (0, 0, 0))
+    forward, _ = computed(found, [10.0] * 3)
+    unread = Arriving(1, ())
+    messages = [*(Arriving(each, unit.readers) for unit in found), unread]
+    assert clock([], arriving=messages).arrival(forward, ahead) == pytest.approx(waited)
+    assert clock([]).arrival(forward, ahead) == 0.0
 
 
 def test_nothing_exchanged_takes_nothing() -> None:

@@ -93,8 +93,9 @@ def test_no_strategies_or_division_take_less(model: str, zero: int | None) -> No
                     continue
             assert max(floor, known) <= min(found) * (1 + 1e-9), (bandwidth, config)
             higher += floor > known * 1.01 and len(config.axes) == 1
-    # sums in every microbatch pass beside what is computed, in whatever order
-    assert (higher > 0) == ((zero or 0) < 2), "some of them say more than what is known without a solver"
+    # sums in every microbatch pass beside what is computed, in whatever order; at level 1 half of a sum is late
+    if zero != 1 or model == "tied":
+        assert (higher > 0) == ((zero or 0) < 2), "some of them say more than what is known without a solver"
 
 
 def test_without_replicas_nothing_is_summed() -> None:

@@ -86,7 +86,8 @@ def test_levels_of_meshes_with_tensor_axes_are_bounded_by_themselves() -> None:
         for item, shape in zip(priced, relaxed.shapes, strict=True)
     }
     assert list(ends) == [0, 1, 2, 3]
-    assert ends[0] > ends[1] > ends[2] == ends[3] > 0 and sums[0] == sums[1] > sums[2] == sums[3] == 0
+    assert ends[0] > ends[1] > ends[2] == ends[3] > 0 and sums[0] > sums[1] > sums[2] == sums[3] == 0
+    assert sums[1] == pytest.approx(sums[0] / 2), "weights arrive beside the next forward"
 
 
 def test_a_stage_behind_the_last_that_shares_a_parameter_leaves_one_less() -> None:

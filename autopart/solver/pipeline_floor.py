@@ -13,7 +13,8 @@ What a stage has are pieces, of each the shares y_k over all stages add up to 1.
 - a piece's seconds, forward and backward, and its parameters: bytes of weights on a rank, at levels of ZeRO, each with
   seconds that it adds to a microbatch, bytes held, seconds of the step's end and of sums in it, and seconds x in which
   replicas exchange it for a microbatch, of which g lie in the forward and h in the backward. All of that passes one
-  after another, and computing waits for it: F_k >= g_k, B_k >= h_k, F_k + B_k >= x_k, and T >= m x_k + c_k;
+  after another, and computing waits for it: F_k >= g_k, B_k >= h_k, F_k + B_k >= x_k, and T >= m x_k + c_k + a_k, with
+  a_k what arrives when a step begins;
 - the ways to run it, mixed as one likes: seconds more in the backward for bytes less that a microbatch keeps.
 
 One stage of a family of n layers holds besides, while one of them runs, what this takes r_o under its way o and divided
@@ -231,7 +232,8 @@ class _Program:
                 stage.memory[level] = self._bytes(number, way)
                 stage.extra[level] = way.seconds * per_byte
                 stage.end[level], stage.sums[level] = way.end_s * per_byte, (way.sum_s - way.late_s) * per_byte
-                stage.sent[level] = (self.pipeline.microbatches * way.sent_s + way.sum_s) * per_byte
+                once = way.sum_s + way.arriving_s
+                stage.sent[level] = (self.pipeline.microbatches * way.sent_s + once) * per_byte
                 for terms, seconds in zip(stage.exchanged, (way.sent_s, way.gathered_s, way.again_s), strict=True):
                     terms[level] = seconds * per_byte
                 transient[level] = way.transient_bytes / count

@@ -14,7 +14,8 @@ class Way:
     seconds at the end of the step. sum_s: of these what is summed once the last backward has made it; late_s: of that
     what is made when it is over. sent_s: seconds that replicas exchange something per microbatch, beside all else, but
     one message after another; of these gathered_s lie in the forward and again_s in the backward, the rest after it has
-    begun. transient_bytes: beside all that, while it is used, beyond what a piece takes whatever its ways.
+    begun. transient_bytes: beside all that, while it is used, beyond what a piece takes whatever its ways. arriving_s:
+    of a step, exchanged like that when it begins.
     """
 
     seconds: float = 0.0
@@ -27,6 +28,7 @@ class Way:
     again_s: float = 0.0
     transient_bytes: float = 0.0
     late_s: float = 0.0
+    arriving_s: float = 0.0
 
     def times(self, count: float) -> Way:
         """Of so many, of which one is used at a time."""

@@ -184,6 +184,6 @@ class StageFloors:
 
 def _endless(piece: Piece) -> Piece:
     def of(way: Way) -> Way:
-        return replace(way, end_s=0.0, sum_s=0.0, late_s=0.0)
+        return replace(way, end_s=0.0, sum_s=0.0, late_s=0.0, arriving_s=0.0)
 
     return replace(piece, weights=tuple(replace(own, levels=tuple(map(of, own.levels))) for own in piece.weights))
