@@ -6,8 +6,9 @@ are summed once all of them are made, level 2's as a message of them is full. Wh
 one of its level starts, and at the end of the step: that of a backward's last, which the next microbatch hides, is
 spread over all. Messages pass one after another, in the order in which they are begun.
 
-Whole weights of levels 1 and 2 arrive when a step begins, ``AHEAD`` messages on their way at once: the first begin with
-the call, each other one when one before it is read, and the first forward waits for what it reads.
+Whole weights of levels 1 and 2 arrive when a step begins. In the first stage ``AHEAD`` messages are on their way at
+once: the first begin with the call, each other one when one before it is read, and the first forward waits for what it
+reads. Others wait for all of theirs before they wait for the stages before.
 
 Level 2's messages are taken to fill evenly over the backward. A split backward counts as a whole one: messages pass
 beside W as well.
@@ -107,9 +108,11 @@ class DataClock:
     def arrival(self, forward: Computed, ahead: float) -> float:
         """For how long the first forward of a step waits for whole weights of levels 1 and 2.
 
-        ahead: seconds that it begins after the step, on stages behind others.
+        ahead: seconds that it begins after the step, on stages behind others; 0: the first stage.
         """
         messages = self.exchanged.arriving
+        if ahead:
+            return max(0.0, sum(self._seconds(ALL_GATHER, message.size) for message in messages) - ahead)
         reads = sorted(
             (_first(message.readers, forward), number)
             for number, message in enumerate(messages)
@@ -130,9 +133,9 @@ class DataClock:
         send_ahead(0.0)
         for at, number in reads:
             if number in left:
-                send(number, ahead + at + waited)
-            waited = max(waited, flying.pop(number) - ahead - at)
-            send_ahead(ahead + at + waited)
+                send(number, at + waited)
+            waited = max(waited, flying.pop(number) - at)
+            send_ahead(at + waited)
         return waited
 
     def _full(self, seconds: float) -> Iterator[tuple[float, float]]:

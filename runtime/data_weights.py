@@ -13,7 +13,7 @@ level     whole weights                    gradients
 Emitted code reads a weight by ``mesh.gather(share, ...)``. At levels 1 and 2 the shares are views into the whole
 weights, which are autograd leaves of their own (:mod:`autopart.runtime.gradients` divides what gathers in them). They
 are gathered in messages of several, of which as many as ``AHEAD`` are on their way: the first when a call begins, each
-other one when one before it is read.
+other one when one before it is read. Where a call begins with waiting for another stage, all arrive before that.
 
 At level 3 the shares of one call are a *unit*: one message forward, and one back with their gradients. Nothing keeps
 the whole weights between the two: where autograd saves a tensor that lies in one, it is given a note of which part of
@@ -191,6 +191,11 @@ class Weights:
             kept.layout.fill(message, index, leaf.data)
         del work, message  # a work may hold its tensors
         self._send_ahead()
+
+    def arrive(self) -> None:
+        """Waits for all weights that are kept whole."""
+        for kept in self._kept:
+            self._arrive(kept)
 
     # --- Level 3 ---
 

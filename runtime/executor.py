@@ -113,6 +113,8 @@ class Run:
         """
         with torch.set_grad_enabled(self._train):
             self._weights = self._split_weights(actions) if self._train else {}
+            if actions and actions[0].work.is_receive:  # while others compute, with nothing kept for the backward yet
+                self._mesh.weights.arrive()
             last_sum = max((index for index, action in enumerate(actions) if action.work is Work.REDUCE), default=-1)
             for index, action in enumerate(actions):
                 if action.work is Work.REDUCE:
