@@ -23,6 +23,8 @@ from autopart.planner import make_plan
 from autopart.realize import realize, realized, recomputed
 from autopart.runtime import checkpoint
 from autopart.runtime.errors import PlanError
+from autopart.runtime.executor import Run
+from autopart.runtime.schedule import Action
 from autopart.tracing import capture
 from autopart.verify import Subject, compare_emitted, prepare
 from clusters import ideal
@@ -288,6 +290,31 @@ def test_checkpoints_move_between_divisions(
     for losses in launch(saved_and_loaded, 2, str(tmp_path), *programs, str(tmp_path / "saved")):
         assert losses[2:] == pytest.approx(losses[:2], rel=1e-9)
         assert losses[0] != pytest.approx(losses[1], rel=1e-3)
+
+
+def there_before(directory: str) -> dict[str, bool]:
+    """By kind of this rank's actions, when the first begins: whether all whole weights are there."""
+    item, found = family("gpt2"), dict[str, bool]()
+    model = load(directory, dict(item.build().state_dict()), device=torch.device("cpu")).train()
+    do = Run.do
+
+    def noted(self: Run, action: Action) -> None:
+        kept = model.mesh.weights._kept
+        found.setdefault(action.work.name, all(item.arriving is None and not item.stale for item in kept))
+        do(self, action)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "do", noted)
+        model(**item.inputs(item.batch))
+    return found
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_arrive_while_a_stage_waits_for_others(level: int, tmp_path: Path) -> None:
+    found = launch(there_before, 4, str(emitted("gpt2", level, tmp_path, pp=2)))
+    # the first stage has them one after another, as its forward reads them
+    assert [own["FORWARD"] for own in found[:2]] == [False, False]
+    assert [own["RECV_ACTIVATION"] for own in found[2:]] == [True, True]
 
 
 def freeze_some(directory: str) -> list[Any]:
