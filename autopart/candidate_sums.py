@@ -129,7 +129,10 @@ class CandidateSums(CandidateLayers):
         return {block for own in spans.values() for block in range(own[0] + 1, own[-1] + 1)}
 
     def late_sums(self, config: Degrees, below: float) -> LateSums:
-        """Of one stage, under any strategies; nothing where it is not known. below: seconds of interest."""
+        """Of one stage, under any strategies, and such with whole parameters; nothing where it is not known.
+
+        below: seconds of interest.
+        """
         sums = config.dp > 1 and config.schedule in WHOLE_SCHEDULES and not self._exchange_forced
         if config.pp > 1 or len(config.axes) != 1 or not sums:
             return LateSums(0.0)

@@ -157,7 +157,7 @@ class Candidates(CandidateStrategies):
         if bound < (1 - _NEAR) * most:
             late = self.late_sums(plain, most)
             bound = max(bound, late.seconds)
-            others = (choice for choice in late.choices if choice.strategies != fastest.strategies)
+            others = (choice for choice in late.choices if not self.zero and choice.strategies != fastest.strategies)
             tried = (self._tried(plain, choice, near) for choice in others)
             found += [other for other in tried if other is not None and other.objective < near]
         if not found:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +13,9 @@ from torch import Tensor, nn
 
 from autopart.analysis import Analysis, analyze
 from autopart.candidates import Candidates
+from autopart.cluster import Cluster
+from autopart.models import load_model
+from autopart.planner import make_plan
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver.degrees import Degrees
 from autopart.tensor_scheme import TensorScheme
@@ -114,3 +119,52 @@ def test_the_last_sums_are_those_of_what_the_first_block_reads() -> None:
     work = candidates.work_seconds(config)
     assert seconds >= work + embedding and seconds <= work + every
     assert block == 0 or seconds > work + embedding
+
+
+def test_one_block_says_no_more_than_two() -> None:
+    plain, higher = Degrees(1, 2, (2,), 1, "1f1b", "none"), 0
+    for bandwidth in (3e5, 3e6, 3e7):
+        candidates = Candidates(analysis_of("tied"), ideal(4, bandwidth=bandwidth), BATCH, "adamw")
+        late = candidates.late_sums(plain, math.inf)
+        assert late.complete and candidates.last_microbatch(plain)[1] > 0
+        assert late.seconds <= candidates.evaluate(plain).objective * (1 + 1e-9)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Candidates, "last_microbatch", lambda *_: (0.0, 0))
+            first = replace(candidates, _late={}).late_sums(plain, math.inf)
+        assert first.seconds <= late.seconds * (1 + 1e-6)
+        higher += first.seconds < 0.999 * late.seconds
+    assert higher
+
+
+@pytest.mark.parametrize("network", ["Ethernet-100", "Ethernet-25"])
+def test_strategies_that_count_what_is_hidden(network: str) -> None:
+    """The fastest strategies count all sums, and are not those that take the fewest seconds where some are hidden."""
+    loaded = load_model("hf:gpt2?n_layer=2&n_embd=256&n_head=4&seq=64", meta=True)
+    analysis = analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False))
+    candidates = Candidates(analysis, Cluster.parse(f"2x4xA100-40GB@{network}"), 64, "adamw")
+    plain = Degrees(1, 2, (4,), 1, "1f1b", "none")
+    fastest = candidates.choose(plain)
+    alone = candidates._evaluate(plain, fastest, math.inf)
+    found = candidates.evaluate(plain)
+    assert found.answer.choice is not fastest and alone.answer.choice is fastest
+    assert alone.bound < found.bound < found.objective < 0.999 * alone.objective
+    (other,) = found.answer.others  # graphs tell which of the two is faster
+    assert other.choice is not found.answer.choice
+    # where the fastest strategies are of no interest, others may be
+    within = candidates.evaluate(plain, (found.objective + alone.objective) / 2)
+    assert within.objective == found.objective and all(own.choice is not fastest for own in within.answer.others)
+
+
+def test_given_levels_are_kept() -> None:
+    for level in (0, 1):
+        plan = make_plan(
+            analysis_of("tied").program,
+            ideal(4, bandwidth=1e6),
+            batch=BATCH,
+            pp=1,
+            dp=2,
+            tp=2,
+            microbatches=1,
+            zero=level,
+        )
+        assert set(plan.zero.values()) == ({1} if level else set())
