@@ -251,7 +251,7 @@ class Builder:
             seconds += sum(setting.data.moving_seconds(own, level, bool(info.trainable), gathered[0]))
         if ends and info.trainable:
             arriving = setting.data.arriving_seconds(whole * share_of(placements, setting.sizes), level)
-            once = setting.step_end_seconds(whole, placements, level) + setting.exposed * arriving
+            once = setting.step_end_seconds(whole, placements, level) + arriving
             seconds += once / setting.microbatches
         stays = 0.0
         if info.trainable and (setting.dp > 1 or BROADCAST in placements):
