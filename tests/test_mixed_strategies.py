@@ -15,7 +15,7 @@ import pytest
 from chains import subject_of
 from test_solver_tensor import random_problem
 
-import autopart.candidates
+import autopart.candidate_stages
 import autopart.verify
 from autopart.candidates import Answer, Candidates
 from autopart.cluster import Cluster
@@ -243,7 +243,7 @@ def test_mixtures_are_divided_by_the_seconds_of_their_schedule(monkeypatch: pyte
 
     free = evaluated(2**40)
     most = max(free.problem.stage_bytes(stage, step) for stage, step in enumerate(free.cut.way))
-    monkeypatch.setattr(autopart.candidates, "stage_solver", SimpleNamespace(solve=solve))
+    monkeypatch.setattr(autopart.candidate_stages, "stage_solver", SimpleNamespace(solve=solve))
     overhead = free.problem.shapes[0].overhead_bytes
     evaluated(round(overhead + 0.9 * (most - overhead)))
     assert solved and all(solved)
