@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from torch import fx
 
 from autopart.candidate_floors import CandidateFloors
+from autopart.cluster import Cluster
 from autopart.cost.communication import bucketed_all_reduce_seconds
+from autopart.cost.devices import Device
 from autopart.folding import is_stored
 from autopart.hidden_levels import hidden_levels, least_price
 from autopart.layer_strategies import LayerStrategies
 from autopart.passes.data_axis import LEVELS
+from autopart.passes.graph import Value
+from autopart.prices import share_of
 from autopart.runtime.schedule import in_flight
 from autopart.solver.degrees import Degrees
 from autopart.solver.stages_problem import Step
@@ -21,11 +26,20 @@ from autopart.tensor_choice import Builder, Setting, TensorChoice, choose, store
 
 _PRICES = (0.1, 0.2)
 """Of all bytes of a stage, in parts of its seconds: where strategies are chosen that hold less."""
+_BISECTIONS = 3
+"""In which the price is found at which what replicas exchange just passes beside ops."""
 
 
 @dataclass(slots=True)
 class CandidateStrategies(CandidateFloors):
     """Chooses strategies of one program on one cluster for a global batch."""
+
+    _beyond: dict[Degrees, float] = field(default_factory=dict)
+
+    def _with(self, cluster: Cluster, device: Device, whole: frozenset[str]) -> Self:
+        found = CandidateFloors._with(self, cluster, device, whole)
+        found._beyond = {}
+        return found
 
     def choose(
         self,
@@ -46,10 +60,11 @@ class CandidateStrategies(CandidateFloors):
             levels = (level,)
         elif self._divides(config) and memory_limit is not None:
             levels = LEVELS
+        beyond = memory_limit is None and max(levels) >= 2
         return choose(
             self.analysis,
             self._folded,
-            self._choosing(config, memory_limit is None),
+            self._choosing(config, beyond),
             self._block_costs,
             self.optimizer,
             memory_limit,
@@ -63,19 +78,63 @@ class CandidateStrategies(CandidateFloors):
     def _choosing(self, config: Degrees, beyond: bool = True) -> Setting:
         """What strategies are chosen by: of an exchange in every microbatch the part that does not pass beside ops, as
         if replicas divided all weights and ops were shared perfectly. beyond: of what is exchanged because tensor axes
-        do not divide weights, the part as if they divided none; a limit of memory sees to that by itself.
+        do not divide weights, the part that :meth:`_beyond_part` says; a limit of memory sees to that by itself.
         """
         setting = self.setting(config)
         if not self._exchanges(config):
             return setting
-        data, work = setting.data, self.work_seconds(config)
-        least, most = (
-            sum(data.microbatch_seconds(held, 3, True, True, float(self.units)))
-            for held in (self.trained_bytes / config.tp, self.trained_bytes)
-        )
+        work = self.work_seconds(config)
+        least, most = (self._exchanged(config, held) for held in (self.trained_bytes / config.tp, self.trained_bytes))
         part = self.exposed(config, least, work)
+        setting = replace(setting, exposed=part, exposed_beyond=part)
+        if not beyond or not config.axes:
+            return setting
         more = (max(0.0, most - work) - max(0.0, least - work)) / (most - least) if most > least else part
-        return replace(setting, exposed=part, exposed_beyond=max(part, more) if beyond else part)
+        if more <= part or least >= work:
+            return replace(setting, exposed_beyond=max(part, more))
+        return replace(setting, exposed_beyond=self._beyond_part(config, setting, more))
+
+    def _exchanged(self, config: Degrees, held: float) -> float:
+        """Seconds of a microbatch in which replicas exchange so many bytes of weights at level 3."""
+        return sum(self.setting(config).data.microbatch_seconds(held, 3, True, True, float(self.units)))
+
+    def _beyond_part(self, config: Degrees, setting: Setting, most: float) -> float:
+        """What is counted of a second of an exchange that there is because tensor axes do not divide a weight: the
+        least, from ``setting``'s to ``most``, at which strategies that divide all over replicas exchange no more than
+        passes beside ops.
+
+        By Lagrange: with s the seconds of ops under some strategies and x those of their exchange, the least s under
+        x <= s is that of s + part * x at a part at which the best strategies just obey it, if there is one. At ``most``
+        as much is counted as weights add that are all whole.
+        """
+        key = replace(config, recompute="auto")
+        if key not in self._beyond:
+            part = least = setting.exposed_beyond
+            for _ in range(_BISECTIONS):
+                if not self._passes(config, replace(setting, exposed_beyond=part)):
+                    least = part
+                elif part == least:
+                    most = part
+                    break
+                else:
+                    most = part
+                part = math.sqrt(least * most)
+            self._beyond[key] = most
+        return self._beyond[key]
+
+    def _passes(self, config: Degrees, setting: Setting) -> bool:
+        """Whether what the best strategies of level 3 exchange in a microbatch passes beside their ops."""
+        builder = Builder(self.analysis, self._folded, setting, self._block_costs, self.optimizer, (3,), config.pp)
+        problem, found = builder.solution(None, self.time_limit_s)
+        work, exchanged = found.objective, 0.0
+        for nodes, op, index in zip(self._folded.classes, problem.ops, found.choices, strict=False):
+            if is_stored(nodes[0]):
+                chosen, level = builder.ways(nodes[0])[index]
+                work -= op.choices[index].cost
+                held = self._block_costs.size(Value(nodes[0])).at(1) * share_of(stored_as(chosen), setting.sizes)
+                trained, gathered = bool(nodes[0].meta.get("trainable")), self._block_costs.gathering(nodes[0])
+                exchanged += len(nodes) * sum(setting.data.microbatch_seconds(held, level, trained, *gathered))
+        return exchanged <= work
 
     def _most_seconds(self, config: Degrees, below: float) -> float:
         """Of a microbatch, its part of the step's end included: what takes as long takes ``below`` a step or more.

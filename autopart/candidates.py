@@ -26,6 +26,8 @@ _NEAR = 0.005
 """Of a step's seconds: what further levels of ZeRO have to be able to save to be tried."""
 _ALIKE = 0.03
 """Of a step's seconds, by which graphs may tell strategies of one configuration apart."""
+_MOST_OTHERS = 2
+"""Answers of one configuration, at other levels of ZeRO than the best, that are kept to be told apart so."""
 LIMITED_GAP = 0.002
 """How far from the fastest they may be then, of several stages, whose limit is a guess, or with levels of ZeRO to
 choose from: what is optimal takes long to prove.
@@ -38,7 +40,7 @@ other strategies are tried of what takes longer with the first.
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A solved candidate. others: such that may be faster, once they are timed on their graphs."""
+    """A solved candidate. others: such that may be faster, once they are timed on their graphs, the fastest first."""
 
     config: Degrees
     choice: TensorChoice
@@ -58,6 +60,7 @@ class Candidates(CandidateStages):
     # of the candidate that is evaluated, by strategies
     _divisions: dict[object, tuple[StageProblem, StageSolution]] = field(default_factory=dict)
     _by_levels: dict[Degrees, Evaluation[Answer] | None] = field(default_factory=dict)
+    _answers: list[Evaluation[Answer]] = field(default_factory=list)
 
     def evaluate(self, config: Degrees, below: float = math.inf) -> Evaluation[Answer]:
         """Strategies and stages of a candidate. Raises InfeasibleError when it does not fit in memory.
@@ -67,7 +70,21 @@ class Candidates(CandidateStages):
         memory binds, those with parameters divided over replicas, and where layers may be computed again those at
         prices for bytes, and mixtures around the other answers as well.
         """
-        self._divisions, self._worked, self._by_levels = {}, {}, {}
+        self._divisions, self._worked, self._by_levels, self._answers = {}, {}, {}, []
+        best = self._best(config, below)
+        answer, most = best.answer, (1 + _ALIKE) * best.objective
+        if not answer.others and answer.choice.levels:
+            near = {
+                tuple(found.answer.choice.levels.items()): found.answer
+                for found in sorted(self._answers, key=lambda item: -item.objective)
+                if found.objective < most and found.answer.choice.levels != answer.choice.levels
+            }
+            others = tuple(reversed(near.values()))[:_MOST_OTHERS]
+            best = replace(best, answer=replace(answer, others=others))
+        return best
+
+    def _best(self, config: Degrees, below: float) -> Evaluation[Answer]:
+        """As :meth:`evaluate`; what is found on the way is kept."""
         fastest = self.choose(config)
         plain = replace(config, recompute="none")
         promising = False  # memory surely binds, and the fastest strategies alone take less than ``below``
@@ -329,7 +346,8 @@ class Candidates(CandidateStages):
         except (NotBetter, InfeasibleError):  # the merged problem counts messages as of its first way alone
             return None
         seconds = self._step_seconds(config, mixture, problem, cut.way)
-        return Evaluation(Answer(config, mixture, problem, cut), seconds, seconds)
+        self._answers.append(Evaluation(Answer(config, mixture, problem, cut), seconds, seconds))
+        return self._answers[-1]
 
     def _evaluate(
         self,
@@ -415,7 +433,8 @@ class Candidates(CandidateStages):
         seconds = self._step_seconds(config, choice, problem, cut.way)
         if alone and config.stages == 1 and not cut.way[0].choices:
             floor = seconds  # the only division; slower ways to run its blocks hide no more than they take longer
-        return Evaluation(Answer(config, choice, problem, cut), seconds, min(floor, seconds))
+        self._answers.append(Evaluation(Answer(config, choice, problem, cut), seconds, min(floor, seconds)))
+        return self._answers[-1]
 
 
 def _as_they_are(answer: Answer, fastest: TensorChoice) -> bool:
