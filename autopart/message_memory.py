@@ -1,16 +1,18 @@
 """What a rank holds of messages in which gradients are summed and whole weights gathered, beside what it always holds.
 
 As :mod:`autopart.runtime.gradients` and :mod:`autopart.runtime.data_weights` send them: tensors that are treated alike
-share messages of up to l bytes (:mod:`autopart.bucket_size`), or of one larger tensor. Of parameters
-with G bytes of gradients on a rank, at a level of ZeRO over r replicas, a message takes b = min(G, max(l, the largest))
-bytes of gradients, and one of several c = min(G, l). Besides what :mod:`autopart.data_prices` says of them a rank holds
+share messages of up to l bytes (:mod:`autopart.bucket_size`); a larger one is a message by itself, and no copy of its
+gradient where it is cut in its first dim. Of parameters with G bytes of gradients on a rank, at a level of ZeRO over r
+replicas, a message of several takes c = min(G, l) bytes of gradients. The largest of all takes b, the largest beside it
+b', and the largest that is a copy k. Besides what :mod:`autopart.data_prices` says of them a rank holds
 
 =====  ===========  ===================  ====================================================================
 level  all step     while one is made    which is
 =====  ===========  ===================  ====================================================================
 0      -            c                    the message beside its gradients (one alone is its own message)
-1      G / r        b                    what arrives, until the end of the step; the same
-2      -            3 b + b / r          the same, with the gradients; and the message before, with what arrives
+1      G / r        k                    what arrives, until the end of the step; the same
+2      -            n + d + d / r        gradients, with their message where it is a copy (n is b, b' or 2 k);
+                                         and the message before, with what arrives (d is b', b or the other)
 3      -            -                    what is gathered and summed layer by layer is counted with the layer
 =====  ===========  ===================  ====================================================================
 
@@ -39,15 +41,29 @@ Bytes = float | NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """Trained parameters that share messages: bytes of their gradients on a rank, in all and of the largest."""
+    """Trained parameters that share messages: bytes of their gradients on a rank, in all and of the largest.
+
+    second: of the largest but for that one. copied: of the largest that is larger than a message and no message by
+    itself, as it is not cut in its first dim; 0 where there is none.
+    """
 
     level: int
     bytes: Bytes
     largest: Bytes
+    second: Bytes
+    copied: Bytes
 
-    def message(self, limit: float) -> Bytes:
-        """Bytes of gradients in one message of no more than ``limit``, or of one larger tensor, at most."""
-        return np.minimum(self.bytes, np.maximum(limit, self.largest))
+    def messages(self, limit: float) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+        """Bytes of gradients in one message of no more than ``limit``, or of one larger tensor, at most: in the first,
+        in any beside it, in any that is a copy, and in any but the first that is one. An only message goes beside that
+        of the microbatch before.
+        """
+        first = np.minimum(self.bytes, np.maximum(limit, self.largest))
+        rest, apart = self.bytes - self.largest, self.largest > limit
+        beside = np.where(apart & (rest > 0), np.minimum(rest, np.maximum(limit, self.second)), first)
+        shared = np.where(apart, np.minimum(rest, limit), first)
+        other = np.maximum(shared, np.where(self.copied < first, self.copied, np.minimum(self.copied, beside)))
+        return first, beside, np.maximum(shared, self.copied), other
 
 
 def staying_bytes(level: int, gradient: float, replicas: int, summed: float) -> float:
@@ -66,16 +82,23 @@ def message_bytes(parameters: Iterable[Alike], replicas: int, summed: float, lim
     """
     making: Bytes = 0.0
     arriving: Bytes = 0.0
+
+    def converted(size: Bytes) -> Bytes:
+        return summed * size if summed != 1.0 else 0.0
+
     for alike in parameters:
-        size, whole = alike.message(limit), alike.bytes
-        converted = summed * size if summed != 1.0 else 0.0
+        first, beside, copied, other = alike.messages(limit)
+        whole, sent = alike.bytes, summed * (1 + 1 / replicas)
         if alike.level == 0:
-            making = np.maximum(making, np.minimum(whole, limit) + converted)
+            making = np.maximum(making, np.minimum(whole, limit) + converted(first))
         elif alike.level == 1:
-            making = np.maximum(making, size + converted)
+            making = np.maximum(making, np.maximum(copied + converted(copied), converted(first)))
         elif alike.level == 2:
-            making = np.maximum(making, 2 * size + converted + summed * size * (1 + 1 / replicas))
+            making = np.maximum(making, first + converted(first) + sent * beside)
+            making = np.maximum(making, beside + converted(beside) + sent * first)
+            making = np.maximum(making, 2 * copied + converted(copied) + sent * np.where(copied < first, first, beside))
+            making = np.maximum(making, 2 * other + converted(other) + sent * first)
         if alike.level in (1, 2):
-            flying = np.minimum(whole, AHEAD * size) * (1 + 1 / replicas)
+            flying = np.minimum(whole, first + (AHEAD - 1) * beside) * (1 + 1 / replicas)
             arriving = arriving + np.maximum(0.0, flying - (whole if alike.level == 1 else whole / replicas))
     return np.maximum(making, arriving)

@@ -13,6 +13,7 @@ from autopart.cost.devices import Link
 from autopart.data_prices import held_bytes
 from autopart.message_memory import staying_bytes
 from autopart.passes.annotate import ParameterBytes, parameter_bytes
+from autopart.passes.data_axis import data_dim
 from autopart.passes.program import TensorInfo
 from autopart.prices import share_of
 from autopart.runtime.placement import BROADCAST, REPLICATE, Placements
@@ -28,7 +29,8 @@ class ParameterPrice:
     """Of one parameter or buffer.
 
     step_end_s: gradient sums and the optimizer. sum_s: of these the sum over replicas that starts during the last
-    backward, in messages of what is equal in ``kind``; sum_bytes: by which these are filled.
+    backward, in messages of what is equal in ``kind``; sum_bytes: by which these are filled. first: whether replicas
+    cut it in its first dim, if they do.
     """
 
     held: ParameterBytes
@@ -36,6 +38,7 @@ class ParameterPrice:
     sum_s: float
     sum_bytes: float
     kind: Hashable
+    first: bool = True
 
     @staticmethod
     def of(
@@ -54,7 +57,8 @@ class ParameterPrice:
         seconds = setting.step_end_seconds(whole.weight, placements, level)
         partial = tuple(placement == BROADCAST for placement in placements)
         sum_s = setting.data.sum_seconds(whole.weight * share, level) if setting.dp > 1 else 0.0
-        return ParameterPrice(own, seconds, sum_s, whole.weight * share, (info.dtype, level, partial))
+        first = data_dim(info, placements, setting.named_sizes, setting.dp) == 0
+        return ParameterPrice(own, seconds, sum_s, whole.weight * share, (info.dtype, level, partial), first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,7 @@ def priced_parameters(
     tied: list[TiedGroup] = []
     sums: dict[str, GradientSum] = {}
     known: dict[object, ParameterPrice] = {}
-    sent: list[tuple[tuple[int, ...], Hashable, int, float]] = []
+    sent: list[tuple[tuple[int, ...], Hashable, int, float, bool]] = []
     trained: dict[str, tuple[tuple[int, ...], float]] = {}
     for node, found in readers.items():
         info = analysis.program.tensors[node.meta["name"]]
@@ -98,7 +102,7 @@ def priced_parameters(
         price = known[alike]
         stays = 0.0
         if price.kind is not None and (setting.dp > 1 or BROADCAST in choice.storage.get(info.name, ())):
-            sent.append((found, price.kind, level, price.sum_bytes))
+            sent.append((found, price.kind, level, price.sum_bytes, price.first))
             stays = staying_bytes(level, price.sum_bytes, setting.dp, setting.summed)
         if price.kind is not None:
             trained[info.name] = found, price.sum_bytes / (setting.dp if level else 1)

@@ -11,7 +11,7 @@ import torch
 
 from autopart.message_memory import Alike, message_bytes, staying_bytes
 from autopart.passes.annotate import parameter_bytes
-from autopart.runtime.buckets import BUCKET_BYTES
+from autopart.runtime.buckets import BUCKET_BYTES, split_by_bytes
 from autopart.runtime.errors import PlanError
 from autopart.solver.stages_passing import passing
 from autopart.solver.stages_runs import Runs
@@ -21,8 +21,10 @@ from autopart.verify.live_bytes import LiveBytes
 SMALL, LARGE = BUCKET_BYTES // 4, 8 * BUCKET_BYTES
 
 
-def alike(level: int, *sizes: float) -> Alike:
-    return Alike(level, sum(sizes), max(sizes))
+def alike(level: int, *sizes: float, copied: Sequence[float] = (), limit: float = BUCKET_BYTES) -> Alike:
+    """copied: of these sizes those that are not cut in their first dim."""
+    second = sorted(sizes)[-2] if len(sizes) > 1 else 0.0
+    return Alike(level, sum(sizes), max(sizes), second, max((size for size in copied if size > limit), default=0.0))
 
 
 def held(parameters: Sequence[Alike], replicas: int, summed: float) -> float:
@@ -42,8 +44,41 @@ def test_many_messages() -> None:
     assert held([alike(0, *sizes)], 4, 1.0) == BUCKET_BYTES
     assert held([alike(1, *sizes)], 4, 1.0) == BUCKET_BYTES + 25 * SMALL
     assert held([alike(2, *sizes)], 4, 1.0) == 3.25 * BUCKET_BYTES
-    assert held([alike(2, LARGE, *sizes)], 4, 1.0) == 3.25 * LARGE
+    assert held([alike(2, LARGE, *sizes, copied=[LARGE])], 4, 1.0) == 2 * LARGE + 1.25 * BUCKET_BYTES
+    assert held([alike(2, LARGE, LARGE, *sizes, copied=[LARGE])], 4, 1.0) == 3.25 * LARGE
     assert held([alike(0, LARGE, *sizes), alike(2, *sizes)], 4, 1.0) == 3.25 * BUCKET_BYTES
+
+
+def test_a_large_tensor_is_its_own_message() -> None:
+    """No copy of its gradient, beside smaller messages, which follow it while it is on its way."""
+    sizes = [SMALL] * 100
+    assert held([alike(1, LARGE, *sizes)], 4, 1.0) == BUCKET_BYTES + (LARGE + 100 * SMALL) / 4
+    assert held([alike(1, LARGE, *sizes, copied=[LARGE])], 4, 1.0) == LARGE + (LARGE + 100 * SMALL) / 4
+    assert held([alike(2, LARGE, *sizes)], 4, 1.0) == 1.25 * LARGE + 2 * BUCKET_BYTES
+    assert held([alike(2, LARGE)], 4, 1.0) == 2.25 * LARGE, "that of the microbatch before is on its way"
+    assert held([alike(2, LARGE, LARGE, *sizes)], 4, 1.0) == 2.25 * LARGE
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_message_takes_more(seed: int) -> None:
+    """Of messages as the runtime fills them, each made beside the one before it, and the first beside the last."""
+    rng = random.Random(seed)
+    limit, replicas, summed = rng.choice([SMALL, BUCKET_BYTES]), rng.choice([2, 4, 16]), rng.choice([0.5, 1.0, 2.0])
+    sizes = [SMALL / 3, SMALL, 2 * SMALL, LARGE / 2, LARGE]
+    count = rng.randint(1, 6)
+    tensors = [(rng.choices(sizes, [5, 5, 2, 1, 1])[0], rng.random() < 0.7) for _ in range(count)]
+    runs = split_by_bytes([((size, first), size) for size, first in tensors], limit)
+    copied = [size for size, first in tensors if not first]
+    for level in (1, 2):
+        own = alike(level, *(size for size, _ in tensors), copied=copied, limit=limit)
+        most = float(message_bytes([own], replicas, summed, limit))
+        for at, run in enumerate(runs):
+            before = sum(size for size, _ in runs[at - 1])
+            size, alone = sum(size for size, _ in run), len(run) == 1 and run[0][1]
+            made = (0.0 if alone else size) + (summed * size if summed != 1.0 else 0.0)
+            if level == 2:
+                made += size + summed * before * (1 + 1 / replicas)
+            assert made <= most * (1 + 1e-9)
 
 
 def test_sums_in_another_type() -> None:
@@ -57,8 +92,9 @@ def test_sums_in_another_type() -> None:
 
 def test_weights_arrive_before_there_are_gradients() -> None:
     """Of level 2, whose shares of gradients are small, two messages and their parts are more."""
-    assert held([alike(2, LARGE)], 64, 1.0) == pytest.approx(LARGE * (3 + 1 / 64))
-    assert held([alike(1, LARGE)], 2, 1.0) == LARGE * 1.5
+    assert held([alike(2, LARGE, copied=[LARGE])], 64, 1.0) == pytest.approx(LARGE * (3 + 1 / 64))
+    assert held([alike(1, LARGE)], 2, 1.0) == LARGE
+    assert held([alike(2, LARGE, LARGE)], 64, 1.0) == pytest.approx(LARGE * (2 + 1 / 64))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -67,13 +103,18 @@ def test_stages_have_what_their_own_parameters_take(seed: int) -> None:
     rng, count = random.Random(seed), 7
     sizes = [SMALL / 3, SMALL, 2 * SMALL, LARGE]
     parameters = [
-        (tuple(sorted(rng.sample(range(count), rng.choice([1, 1, 2])))), rng.choice(sizes), rng.randint(0, 2))
+        (
+            tuple(sorted(rng.sample(range(count), rng.choice([1, 1, 2])))),
+            rng.choice(sizes),
+            rng.randint(0, 2),
+            rng.random() < 0.5,
+        )
         for _ in range(12)
     ]
     apart, summed, limit = rng.random() < 0.5, rng.choice([0.5, 1.0, 2.0]), rng.choice([SMALL, BUCKET_BYTES])
     found = passing(
-        [(blocks, level, level, size) for blocks, size, level in parameters],
-        [(blocks, size) for blocks, size, _ in parameters],
+        [(blocks, level, level, size, first) for blocks, size, level, first in parameters],
+        [(blocks, size) for blocks, size, *_ in parameters],
         4,
         summed,
         apart,
@@ -84,11 +125,18 @@ def test_stages_have_what_their_own_parameters_take(seed: int) -> None:
     messages, updates = found.messages_of(member, runs), found.updates_of(member, runs)
     for number, (first, last) in enumerate(zip(runs.first, runs.last, strict=True)):
         inside = set(range(first, last))
-        own = [(size, level) for blocks, size, level in parameters if inside & set(blocks)]
-        by_level = [[size for size, other in own if other == level] for level in (0, 1, 2)]
-        wanted = message_bytes([alike(level, *some) for level, some in enumerate(by_level) if some], 4, summed, limit)
-        assert messages[number] == pytest.approx(wanted) == found.message_bytes(inside)
-        made = (max if apart else sum)([0.0, *(size for size, _ in own)])
+        own = [(size, level, first) for blocks, size, level, first in parameters if inside & set(blocks)]
+        by_level = [[(size, first) for size, other, first in own if other == level] for level in (0, 1, 2)]
+        exact = [
+            alike(level, *(s for s, _ in some), copied=[s for s, first in some if not first], limit=limit)
+            for level, some in enumerate(by_level)
+            if some
+        ]
+        assert messages[number] == pytest.approx(found.message_bytes(inside))
+        assert messages[number] >= float(message_bytes(exact, 4, summed, limit)) * (1 - 1e-9)
+        if inside == set(range(count)):
+            assert messages[number] == pytest.approx(float(message_bytes(exact, 4, summed, limit)))
+        made = (max if apart else sum)([0.0, *(size for size, *_ in own)])
         assert updates[number] == pytest.approx(made) == found.update_bytes(inside)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -22,11 +23,16 @@ from autopart.solver.stages_runs import Array, Bits, Runs
 
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:
-    """Parameters that the same blocks read: bytes on a rank, all and the largest, where a stage has such a block."""
+    """Parameters that the same blocks read: bytes on a rank, all and the largest, where a stage has such a block.
+
+    second, copied: as of :class:`autopart.message_memory.Alike`, but for the largest of all groups.
+    """
 
     blocks: tuple[int, ...]
     bytes: float
     largest: float
+    second: float = 0.0
+    copied: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +71,14 @@ class Passing:
         return np.zeros(len(runs)) + self._update(*_of_runs(member, runs))
 
     def _messages(self, total: _Reduce, most: _Reduce) -> Array | float:
-        found = [Alike(level, total(_sums(some)), most(_largest(some))) for level, some in self.sent]
+        found = []
+        for level, some in self.sent:
+            largest = (most(_largest(some, name)) for name in ("largest", "second", "copied"))
+            found.append(Alike(level, total(_sums(some)), *largest))
         return message_bytes(found, self.replicas, self.summed, self.limit)
 
     def _update(self, total: _Reduce, most: _Reduce) -> Array | float:
-        return most(_largest(self.updated)) if self.apart else total(_sums(self.updated))
+        return most(_largest(self.updated, "largest")) if self.apart else total(_sums(self.updated))
 
 
 NOTHING_PASSES = Passing()
@@ -87,10 +96,10 @@ def _sums(some: Collection[ParameterGroup]) -> _Amounts:
     return found
 
 
-def _largest(some: Collection[ParameterGroup]) -> _Amounts:
+def _largest(some: Collection[ParameterGroup], name: Literal["largest", "second", "copied"]) -> _Amounts:
     found: _Amounts = {}
     for item in some:
-        found[item.blocks] = max(found.get(item.blocks, 0.0), item.largest)
+        found[item.blocks] = max(found.get(item.blocks, 0.0), getattr(item, name))
     return found
 
 
@@ -128,26 +137,35 @@ def _of_runs(member: Bits, runs: Runs) -> tuple[_Reduce, _Reduce]:
 
 
 def passing(
-    sent: Collection[tuple[tuple[int, ...], Hashable, int, float]],
+    sent: Collection[tuple[tuple[int, ...], Hashable, int, float, bool]],
     updated: Collection[tuple[tuple[int, ...], float]],
     replicas: int,
     summed: float,
     apart: bool,
     limit: float,
 ) -> Passing:
-    """sent: by parameter its blocks, what those of one message have in common, its level of ZeRO, and bytes of its
-    gradient on a rank. updated: its blocks, and what the optimizer makes for it. limit: bytes that fill a message.
+    """sent: by parameter its blocks, what those of one message have in common, its level of ZeRO, bytes of its gradient
+    on a rank, and whether replicas cut it in its first dim. updated: its blocks, and what the optimizer makes for it.
+    limit: bytes that fill a message.
     """
-    kinds: dict[tuple[Hashable, int], dict[tuple[int, ...], list[float]]] = {}
-    for blocks, kind, level, size in sent:
-        kinds.setdefault((kind, level), {}).setdefault(blocks, []).append(size)
+    kinds: dict[tuple[Hashable, int], dict[tuple[int, ...], list[tuple[float, bool]]]] = {}
+    for blocks, kind, level, size, first in sent:
+        kinds.setdefault((kind, level), {}).setdefault(blocks, []).append((size, first))
     made: dict[tuple[int, ...], list[float]] = {}
     for blocks, size in updated:
         if size:
             made.setdefault(blocks, []).append(size)
-    groups = tuple((level, _groups(found)) for (_, level), found in kinds.items())
-    return Passing(groups, replicas, summed, _groups(made), apart, limit)
+    groups = tuple((level, _groups(found, limit)) for (_, level), found in kinds.items())
+    ends = tuple(ParameterGroup(blocks, sum(sizes), max(sizes)) for blocks, sizes in made.items())
+    return Passing(groups, replicas, summed, ends, apart, limit)
 
 
-def _groups(found: dict[tuple[int, ...], list[float]]) -> tuple[ParameterGroup, ...]:
-    return tuple(ParameterGroup(blocks, sum(sizes), max(sizes)) for blocks, sizes in found.items())
+def _groups(found: dict[tuple[int, ...], list[tuple[float, bool]]], limit: float) -> tuple[ParameterGroup, ...]:
+    """Of parameters that share messages."""
+    top, groups = max(found, key=lambda blocks: max(found[blocks])), []
+    for blocks, parameters in found.items():
+        sizes = sorted(size for size, _ in parameters)
+        others = sizes[:-1] if blocks == top else sizes
+        copied = (size for size, first in parameters if size > limit and not first)
+        groups.append(ParameterGroup(blocks, sum(sizes), sizes[-1], max(others, default=0.0), max(copied, default=0.0)))
+    return tuple(groups)
