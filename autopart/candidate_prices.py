@@ -412,6 +412,12 @@ class CandidatePrices:
                 cost.forward_s, cost.backward_s = cost.forward_s + forward, cost.backward_s + backward
         for owner, cost in zip(owners, costs, strict=True):
             cost.transient_bytes += TRANSIENT_COPIES * whole.get(owner, 0.0)
+        if whole:  # behind the last, what it gathered waits for its backward; the first one's sum may be on its way
+            inside = [index for index, owner in enumerate(owners) if owner in whole]
+            first, last = whole[owners[inside[0]]], whole[owners[inside[-1]]]
+            flying = first * self.summed if config.pp == 1 and config.microbatches > 1 else 0.0
+            for cost in costs[inside[-1] + 1 :]:
+                cost.transient_bytes += last + flying
 
     def _owners(self) -> list[str]:
         """Of each block its layer, or itself."""

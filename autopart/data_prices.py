@@ -14,7 +14,8 @@ level  bytes held          exchanged over the data axis
 
 A microbatch's gradients, or from level 2 on the shares of their sums, are added to those of the microbatches before.
 The second gather of level 3 is the backward's. Whole weights that level 3 has for a while are transient: those of the
-layer that runs and of the next, their gradients and the message of these, so four times the layer's bytes.
+layer that runs and of the next, their gradients and the message of these, so four times the layer's bytes. Ops behind
+the last such layer, as a loss, run back beside what it has gathered, and the last sum of the microbatch before.
 
 What is exchanged in every microbatch takes the memory's bandwidth from what is computed meanwhile: of n bytes that pass
 on in a ring (Patarasuk and Yuan, Journal of Parallel and Distributed Computing 69(2), 2009) a gather writes and reads

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from autopart.analysis import Analysis, analyze
+from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
 from autopart.candidates import Candidates
 from autopart.cluster import Cluster
 from autopart.describe import describe
 from autopart.models import load_model
 from autopart.planner import make_plan
+from autopart.rank_peaks import rank_peaks
 from autopart.solver.degrees import Degrees
 from autopart.tensor_choice import Setting
 from autopart.tracing import capture
@@ -24,6 +26,14 @@ def analysis(**sizes: int) -> Analysis:
     spec = "hf:gpt2?seq=2048&n_positions=2048&vocab_size=51200"
     spec += "".join(f"&{name}={value}" for name, value in sizes.items())
     loaded = load_model(spec, meta=True, dtype=torch.float16)
+    return analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False))
+
+
+@functools.cache
+def large_vocabulary(tied: bool) -> Analysis:
+    spec = "hf:llama?num_hidden_layers=4&hidden_size=256&intermediate_size=512&num_attention_heads=4&seq=64"
+    spec += f"&num_key_value_heads=4&vocab_size=65536&tie_word_embeddings={str(tied).lower()}"
+    loaded = load_model(spec, meta=True, dtype=torch.bfloat16)
     return analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False))
 
 
@@ -64,6 +74,28 @@ def test_the_part_that_counts_is_the_least_at_which_the_exchange_passes(
     assert found >= needed or found == most, "where none passes the most counts"
     assert all(part < found for part in asked if part < needed)
     assert len(asked) == (1 if needed == 0.0 else 3)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_no_step_holds_more_than_is_planned(zero: int, tied: bool, microbatches: int) -> None:
+    """Of a model whose vocabulary is most of it: what its output layer gathers is there while the loss goes back."""
+    of = large_vocabulary(tied)
+    plan = make_plan(
+        *(of.program, Cluster.parse("4xA100-80GB")),
+        analysis=of,
+        batch=256 * microbatches,
+        pp=1,
+        dp=4,
+        tp=1,
+        microbatches=microbatches,
+        zero=zero,
+        recompute="none",
+    )
+    (peak,) = rank_peaks(plan, of, "cuda")
+    planned = peak.planned - CUDA_OVERHEAD_BYTES
+    assert peak.total <= planned
 
 
 def test_answers_at_other_levels_are_told_apart_on_their_graphs() -> None:
