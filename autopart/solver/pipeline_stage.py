@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -44,6 +44,7 @@ class StageFloors:
     pipeline: Pipeline
     counts: tuple[int, int, int] = field(init=False)
     programs: int = 0
+    _ending: tuple[list[Family], list[Piece]] = field(init=False)  # what arrives before is there by then
     _endless: tuple[list[Family], list[Piece]] = field(init=False)
     _contents: dict[tuple[int, int], _Content] = field(default_factory=dict)
     _kinds: dict[tuple[_Content, float], int] = field(default_factory=dict)  # stages of the same content and room
@@ -57,12 +58,12 @@ class StageFloors:
     def __post_init__(self) -> None:
         m = self.pipeline.microbatches
         self.counts = 1, 1 + m - min(self.pipeline.in_flight[0], m), m
-        self._endless = (
-            [
-                replace(item, whole=_endless(item.whole), pieces=tuple(map(_endless, item.pieces)))
-                for item in self.families
-            ],
-            [_endless(piece) for piece in self.rest],
+        self._ending, self._endless = (
+            (
+                [replace(item, whole=of(item.whole), pieces=tuple(map(of, item.pieces))) for item in self.families],
+                [of(piece) for piece in self.rest],
+            )
+            for of in (_ending, _endless)
         )
 
     def price(self, stage: int, first: int, last: int) -> None:
@@ -162,11 +163,11 @@ class StageFloors:
     def _least(self, content: _Content, room: float, flying: int, microbatches: int, *, ends: bool) -> float:
         """Seconds of one stage at least. ends: with the end of the step."""
         whole, cut, rest, tied = content
-        of, others = (self.families, self.rest) if ends else self._endless
+        of, others = self._ending if ends else self._endless
         families = [replace(of[number], count=count) for number, count in enumerate(whole) if count]
         families += [of[family].alone(piece, count) for (family, piece), count in Counter(cut).items()]
         pieces = [others[piece] for piece in rest]
-        pieces += [own if ends else _endless(own) for own in (self.row.tied[number].piece for number in tied)]
+        pieces += [(_ending if ends else _endless)(self.row.tied[number].piece) for number in tied]
         if room <= 0:
             return math.inf
         self.programs += 1
@@ -182,8 +183,20 @@ class StageFloors:
         return least_step_seconds(families, pieces, Pipeline(microbatches, (flying,), (room,)), tight=tight)
 
 
+def _ending(piece: Piece) -> Piece:
+    def of(way: Way) -> Way:
+        return replace(way, arriving_s=0.0)
+
+    return _with(piece, of)
+
+
 def _endless(piece: Piece) -> Piece:
     def of(way: Way) -> Way:
         return replace(way, end_s=0.0, sum_s=0.0, late_s=0.0, arriving_s=0.0)
 
+    return _with(piece, of)
+
+
+def _with(piece: Piece, of: Callable[[Way], Way]) -> Piece:
+    """With other levels of its weights."""
     return replace(piece, weights=tuple(replace(own, levels=tuple(map(of, own.levels))) for own in piece.weights))
