@@ -10,7 +10,7 @@ from typing import Self
 
 from torch import fx
 
-from autopart.candidate_prices import same_but_for_memory
+from autopart.candidate_settings import same_but_for_memory
 from autopart.candidate_sums import CandidateSums
 from autopart.cluster import Cluster
 from autopart.conversion_prices import TensorAxis

@@ -23,7 +23,7 @@ from autopart.alike_work import (
     strategy_prices,
 )
 from autopart.candidate_levels import CandidateLevels
-from autopart.candidate_prices import same_but_for_memory
+from autopart.candidate_settings import same_but_for_memory
 from autopart.cluster import Cluster
 from autopart.conversion_prices import TensorAxis
 from autopart.cost.devices import Device

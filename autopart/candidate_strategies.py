@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Self
 
 from torch import fx
@@ -17,8 +18,6 @@ from autopart.folding import is_stored
 from autopart.hidden_levels import hidden_levels, least_price
 from autopart.layer_strategies import LayerStrategies
 from autopart.passes.data_axis import LEVELS
-from autopart.passes.graph import Value
-from autopart.prices import share_of
 from autopart.runtime.schedule import in_flight
 from autopart.solver.degrees import Degrees
 from autopart.solver.stages_problem import Step
@@ -126,15 +125,18 @@ class CandidateStrategies(CandidateFloors):
         """Whether what the best strategies of level 3 exchange in a microbatch passes beside their ops."""
         builder = Builder(self.analysis, self._folded, setting, self._block_costs, self.optimizer, (3,), config.pp)
         problem, found = builder.solution(None, self.time_limit_s)
-        work, exchanged = found.objective, 0.0
+        choice, work, exchanged = builder.chosen(problem, found), found.objective, 0.0
         for nodes, op, index in zip(self._folded.classes, problem.ops, found.choices, strict=False):
             if is_stored(nodes[0]):
-                chosen, level = builder.ways(nodes[0])[index]
                 work -= op.choices[index].cost
-                held = self._block_costs.size(Value(nodes[0])).at(1) * share_of(stored_as(chosen), setting.sizes)
-                trained, gathered = bool(nodes[0].meta.get("trainable")), self._block_costs.gathering(nodes[0])
-                exchanged += len(nodes) * sum(setting.data.microbatch_seconds(held, level, trained, *gathered))
+                level = choice.levels.get(nodes[0].meta["name"], 0)
+                exchanged += sum(math.fsum(self._exchanges_of(setting, choice, node, level)) for node in nodes)
         return exchanged <= work
+
+    def _exchanges_of(self, setting: Setting, choice: TensorChoice, node: fx.Node, level: int) -> tuple[float, float]:
+        """Forward and backward seconds of a microbatch in which replicas exchange a parameter for all that read it."""
+        there, back = self._exchange_seconds(setting, choice, node, level)
+        return there * len(self.readers[node]), back * len(self.readers[node])
 
     def _most_seconds(self, config: Degrees, below: float) -> float:
         """Of a microbatch, its part of the step's end included: what takes as long takes ``below`` a step or more.
@@ -191,15 +193,12 @@ class CandidateStrategies(CandidateFloors):
             held = {level: builder.stored(nodes[0], own, level, len(nodes)) for level, own in chosen.items()}
             ways[nodes[0]] = {level: (item.cost, item.memory) for level, item in held.items()}
 
-        def exchange(node: fx.Node, level: int) -> tuple[float, float]:
-            there, back = self._exchange_seconds(setting, choice, node, level)
-            return there * len(self.readers[node]), back * len(self.readers[node])
-
         levels = list[dict[str, int]]()
         for price in self._byte_price(config, choice, [list(own.values()) for own in ways.values()]), math.inf:
             found = hidden_levels(
                 [nodes for nodes in classes if 3 in ways[nodes[0]] and tensors[nodes[0].meta["name"]].trainable],
-                *(exchange, lambda nodes, level: ways[nodes[0]][level]),
+                partial(self._exchanges_of, setting, choice),
+                lambda nodes, level: ways[nodes[0]][level],
                 hiding * math.fsum(cost.forward_s for cost in costs),
                 hiding * math.fsum(cost.backward_s for cost in costs),
                 price,

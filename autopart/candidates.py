@@ -74,12 +74,12 @@ class Candidates(CandidateStages):
         best = self._best(config, below)
         answer, most = best.answer, (1 + _ALIKE) * best.objective
         if not answer.others and answer.choice.levels:
-            near = {
-                tuple(found.answer.choice.levels.items()): found.answer
-                for found in sorted(self._answers, key=lambda item: -item.objective)
-                if found.objective < most and found.answer.choice.levels != answer.choice.levels
-            }
-            others = tuple(reversed(near.values()))[:_MOST_OTHERS]
+            near = dict[object, Answer]()
+            for found in sorted(self._answers, key=lambda item: item.objective):
+                levels = found.answer.choice.levels
+                if found.objective < most and levels != answer.choice.levels:
+                    near.setdefault(tuple(sorted(levels.items())), found.answer)
+            others = tuple(near.values())[:_MOST_OTHERS]
             best = replace(best, answer=replace(answer, others=others))
         return best
 

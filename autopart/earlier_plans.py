@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from autopart.candidate_prices import same_but_for_memory
+from autopart.candidate_settings import same_but_for_memory
 from autopart.candidates import Answer, Candidates
 from autopart.cluster import Cluster
 from autopart.runtime.errors import InfeasibleError

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from autopart.analysis import pattern_of
-from autopart.candidate_prices import same_but_for_memory
+from autopart.candidate_settings import same_but_for_memory
 from autopart.candidates import Answer, Candidates
 from autopart.cluster import Cluster
 from autopart.describe import describe

@@ -250,15 +250,14 @@ def make_plan(
             for other in answer.others:
                 # what divided parameters exchange makes most answers slower than they were taken to be
                 if not other.choice.levels or candidates.seconds_of(other) < found.step_time_s:
-                    best, found = min((best, found), (other, describe(candidates, other)), key=step_seconds)
+                    timed = describe(candidates, other)
+                    if timed.step_time_s < found.step_time_s:
+                        best, found = other, timed
         else:
             assert unlike is not None
             found = describe_unlike(unlike, answer)
         described[id(best)] = found
         return best, found.step_time_s
-
-    def step_seconds(way: tuple[Answer | UnlikeAnswer, Plan]) -> float:
-        return way[1].step_time_s
 
     first = {*configs}
 

@@ -38,7 +38,7 @@ from torch import nn
 
 import autopart
 from autopart.analysis import Analysis, analyze
-from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
+from autopart.candidate_settings import CUDA_OVERHEAD_BYTES
 from autopart.cluster import Cluster, Node
 from autopart.cost import calibrated, devices
 from autopart.cost.calibrate import calibrate

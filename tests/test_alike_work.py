@@ -14,7 +14,7 @@ from torch import fx
 
 from autopart.alike_work import AlikeLayers, _conversions, _places
 from autopart.analysis import Analysis, analyze
-from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
+from autopart.candidate_settings import CUDA_OVERHEAD_BYTES
 from autopart.candidates import Candidates
 from autopart.describe import describe
 from autopart.folding import is_stored

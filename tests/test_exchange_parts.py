@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autopart.analysis import Analysis, analyze
-from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
+from autopart.candidate_settings import CUDA_OVERHEAD_BYTES
 from autopart.candidates import Candidates
 from autopart.cluster import Cluster
 from autopart.describe import describe

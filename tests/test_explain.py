@@ -11,7 +11,7 @@ import pytest
 
 from autopart.analysis import analyze
 from autopart.breakdown import IDLE, axis_link, break_down
-from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
+from autopart.candidate_settings import CUDA_OVERHEAD_BYTES
 from autopart.cli import main
 from autopart.cluster import Cluster
 from autopart.cost.communication import collective_seconds, counted_seconds

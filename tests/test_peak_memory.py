@@ -18,7 +18,7 @@ from unlike_cases import with_meshes
 
 from autopart.analysis import analyze
 from autopart.api import load
-from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
+from autopart.candidate_settings import CUDA_OVERHEAD_BYTES
 from autopart.passes.kept import kept_bytes
 from autopart.planner import make_plan
 from autopart.realize import realize, realized, recomputed

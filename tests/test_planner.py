@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopart.planner
 from autopart.analysis import Analysis, analyze, fold, look_up, pattern_of
-from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
+from autopart.candidate_settings import CUDA_OVERHEAD_BYTES
 from autopart.candidates import Candidates
 from autopart.cluster import Cluster
 from autopart.cost.devices import GIB

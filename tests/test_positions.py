@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import autopart.verify
 from autopart.analysis import Analysis, analyze
-from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
+from autopart.candidate_settings import CUDA_OVERHEAD_BYTES
 from autopart.candidates import Candidates
 from autopart.passes import graph as graphs
 from autopart.passes.blocks import block_edges

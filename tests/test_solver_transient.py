@@ -10,7 +10,7 @@ import pytest
 from test_planner import GPT2, analysis_of
 from test_solver_tensor import random_problem
 
-from autopart.candidate_prices import CUDA_OVERHEAD_BYTES
+from autopart.candidate_settings import CUDA_OVERHEAD_BYTES
 from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.runtime.errors import InfeasibleError
