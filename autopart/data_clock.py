@@ -6,9 +6,9 @@ are summed once all of them are made, level 2's as a message of them is full. Wh
 one of its level starts, and at the end of the step: that of a backward's last, which the next microbatch hides, is
 spread over all. Messages pass one after another, in the order in which they are begun.
 
-Whole weights of levels 1 and 2 arrive when a step begins. In the first stage ``AHEAD`` messages are on their way at
-once: the first begin with the call, each other one when one before it is read, and the first forward waits for what it
-reads. Others wait for all of theirs before they wait for the stages before.
+Whole weights of levels 1 and 2 arrive when a step begins. In the first stage some messages are on their way at once:
+the first begin with the call, others when one before them is read, and the first forward waits for what it reads.
+Others wait for all of theirs before they wait for the stages before.
 
 Level 2's messages are taken to fill evenly over the backward. A split backward counts as a whole one: messages pass
 beside W as well.
@@ -25,7 +25,7 @@ from autopart.cost.communication import ALL_GATHER, REDUCE_SCATTER, collective_s
 from autopart.cost.devices import Link
 from autopart.exchanges import Exchanges
 from autopart.passes.data_axis import UnitMessages
-from autopart.runtime.data_weights import AHEAD
+from autopart.runtime.data_weights import sent_ahead
 
 _Sent = Sequence[tuple[float, float]]
 _NOTHING: Mapping[int, _Sent] = {}
@@ -127,7 +127,9 @@ class DataClock:
             busy = flying[number] = max(busy, now) + self._seconds(ALL_GATHER, messages[number].size)
 
         def send_ahead(now: float) -> None:
-            while left and len(flying) < AHEAD:
+            while left and sent_ahead(
+                [messages[number].size for number in flying], messages[left[0]].size, self.exchanged.window
+            ):
                 send(left[0], now)
 
         send_ahead(0.0)

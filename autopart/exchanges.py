@@ -40,7 +40,8 @@ class Exchanges:
     """Collectives of one rank of a stage by operation, over all axes of the stage and, per step, between stages.
 
     axes: those of a microbatch by axis. units: of them what replicas exchange for parameters that are gathered at use,
-    in order; sums: for others that they divide, in each backward. arriving: of a step, in order.
+    in order; sums: for others that they divide, in each backward. arriving: of a step, in order; window: bytes of it
+    that are on their way at once.
     """
 
     microbatch: Collectives
@@ -49,6 +50,7 @@ class Exchanges:
     units: Sequence[UnitMessages]
     sums: Collectives
     arriving: Sequence[Arriving]
+    window: int = 0
 
 
 def exchanges(
@@ -157,7 +159,8 @@ def _of_stage(
     own = [other for other, place in enumerate(places) if place == places[index]]
     home = [spec for spec in in_order if stage.index in spec.stages and home_of(spec, own) == stage.index]
     arriving = _arriving(home, statements, axes, bucket_bytes) if mesh[0][1] > 1 else []
-    return Exchanges(microbatch, step, by_axis, messages, sums, arriving)
+    window = bucket_bytes + _most_read(home, statements, axes) if arriving else 0
+    return Exchanges(microbatch, step, by_axis, messages, sums, arriving, window)
 
 
 def _arriving(
@@ -176,6 +179,13 @@ def _arriving(
         )
         for run in kept_buckets(home, sizes, bucket_bytes)
     ]
+
+
+def _most_read(home: Sequence[ParameterSpec], statements: Sequence[Gathering], axes: Axes) -> int:
+    """Bytes of whole weights of levels 1 and 2 that one statement reads, at most. home: as of :func:`_arriving`."""
+    kept = {spec.name: tensor_bytes(spec, [size for _, size in axes]) for spec in home if spec.zero in (1, 2)}
+    read = (sum(kept.get(node.meta["name"], 0) for node in statement.parameters) for statement in statements)
+    return max(read, default=0)
 
 
 def _add(totals: Collectives, operations: Mapping[str, Sequence[int]]) -> None:

@@ -19,7 +19,7 @@ level  all step     while one is made    which is
 Where sums have a type of their own, s bytes for each, there is a converted message besides (s b), what is on its way
 is s times that, and at levels 0 and 1 messages stay until the end of the step (less the gradients: (s - 1) G). At the
 start of a call, when there are no gradients, the first whole weights of levels 1 and 2 are on their way, each message
-beside the shares that are put together for it.
+beside the shares that are put together for it: two, or as many as one layer reads and one more.
 
 What stays all step is counted with each parameter (:func:`staying_bytes`), the rest for each stage's own parameters
 (:mod:`autopart.solver.stages_passing`). Gradients that wait for their turn behind others' messages are not.
@@ -33,8 +33,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopart.runtime.data_weights import AHEAD
-
 Bytes = float | NDArray[np.float64]
 """Of one stage, or of several at once."""
 
@@ -44,7 +42,8 @@ class Alike:
     """Trained parameters that share messages: bytes of their gradients on a rank, in all and of the largest.
 
     second: of the largest but for that one. copied: of the largest that is larger than a message and no message by
-    itself, as it is not cut in its first dim; 0 where there is none.
+    itself, as it is not cut in its first dim; 0 where there is none. read: of what one layer, or op outside of layers,
+    reads, at most.
     """
 
     level: int
@@ -52,6 +51,7 @@ class Alike:
     largest: Bytes
     second: Bytes
     copied: Bytes
+    read: Bytes
 
     def messages(self, limit: float) -> tuple[Bytes, Bytes, Bytes, Bytes]:
         """Bytes of gradients in one message of no more than ``limit``, or of one larger tensor, at most: in the first,
@@ -99,6 +99,6 @@ def message_bytes(parameters: Iterable[Alike], replicas: int, summed: float, lim
             making = np.maximum(making, 2 * copied + converted(copied) + sent * np.where(copied < first, first, beside))
             making = np.maximum(making, 2 * other + converted(other) + sent * first)
         if alike.level in (1, 2):
-            flying = np.minimum(whole, first + (AHEAD - 1) * beside) * (1 + 1 / replicas)
+            flying = np.minimum(whole, np.maximum(first + beside, alike.read + limit)) * (1 + 1 / replicas)
             arriving = arriving + np.maximum(0.0, flying - (whole if alike.level == 1 else whole / replicas))
     return np.maximum(making, arriving)

@@ -128,5 +128,5 @@ def priced_parameters(
             found, size = trained[info.name]
             updated.append((found, made.together * size if together else made.own * size + made.before * before))
             before = size
-    held = passing(sent, updated, setting.dp, setting.summed, not together, limit)
+    held = passing(sent, updated, setting.dp, setting.summed, not together, limit, analysis.layers)
     return PricedParameters([(size, seconds) for size, seconds in private], tuple(tied), in_order, held)

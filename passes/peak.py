@@ -30,7 +30,6 @@ from autopart.passes.peak_split import SplitWalk, sides
 from autopart.passes.peak_walk import Walk
 from autopart.passes.peak_weights import Divided, Scattered, Unit
 from autopart.passes.program import reached_by_gradients
-from autopart.runtime.data_weights import AHEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +155,6 @@ def peak(
         one.gradients - one.in_backward,
         *(one.left, one.left_received),
         sum(message.size - message.replaces for message in messages),
-        sum(unit.coming for unit in divided.kept[:AHEAD]),
+        divided.begun(),
         opening.most,
     )

@@ -2,7 +2,7 @@
 
 As :mod:`autopart.runtime.data_weights` and :mod:`autopart.runtime.gradients` do it. Level 3: a statement of the code
 gathers a *unit*; the next one is on its way meanwhile. Each is let go when the next is used, in the backward when its
-gradients have been put into a message. Levels 1 and 2: whole weights arrive at the start of a call, two messages on
+gradients have been put into a message. Levels 1 and 2: whole weights arrive at the start of a call, some messages on
 their way at once, each beside the weights that it is copied into when the first of them is read. Gradients of levels 2
 and 3 are scattered in every backward; what arrives is added up when the next message of the level is started.
 """
@@ -29,7 +29,7 @@ from autopart.runtime.buckets import (
     summed_over,
     tensor_bytes,
 )
-from autopart.runtime.data_weights import AHEAD
+from autopart.runtime.data_weights import sent_ahead
 from autopart.runtime.manifest import ParameterSpec
 
 
@@ -99,15 +99,18 @@ class Divided:
 
     layers: statements at the start of a layer, by its first node; ops: those before an op outside of layers. units: of
     level 3; read: by reader and parameter where these are gathered. kept: messages of levels 1 and 2, in which whole
-    weights arrive at the start of a call. buckets: of level 2's gradients, in their order. sizes: of the tensor axes.
+    weights arrive at the start of a call; window: bytes of them on their way at once. buckets: of level 2's gradients,
+    in their order. sizes: of the tensor axes. bucket_bytes: of a message.
     """
 
     specs: Mapping[str, ParameterSpec] = field(default_factory=dict)
     cuts: Mapping[str, DataCut] = field(default_factory=dict)
     sizes: Sequence[int] = ()
     replicas: int = 1
+    bucket_bytes: int = 0
     buckets: Sequence[Scattered] = ()
     kept: Sequence[Unit] = ()
+    window: float = 0.0
     layers: dict[fx.Node, list[Gathering]] = field(default_factory=dict)
     ops: dict[fx.Node, list[Gathering]] = field(default_factory=dict)
     read: dict[fx.Node, dict[fx.Node, Gathering]] = field(default_factory=dict)
@@ -122,7 +125,10 @@ class Divided:
                 else:
                     self.ops.setdefault(statement.readers[0], []).append(statement)
                 names = [node.meta["name"] for node in statement.parameters]
-                if self.cuts[names[0]].level == 3:
+                if self.cuts[names[0]].level < 3:
+                    read = sum(tensor_bytes(self.specs[name], self.sizes) for name in names)
+                    self.window = max(self.window, read + self.bucket_bytes)
+                else:
                     self.units[statement] = self.unit([self.specs[name] for name in names], 3)
                     for reader in statement.readers:
                         for node in reader.all_input_nodes:
@@ -158,6 +164,12 @@ class Divided:
                 found += sum(tensor_bytes(spec, self.sizes) // self.replicas for spec in again)
         return found
 
+    def begun(self) -> float:
+        """Bytes of what is on its way when a call begins."""
+        found = Holding(self, lambda size: None, lambda: 0.0, False)
+        found.begin_call()
+        return sum(unit.coming for unit in found.flying)
+
     def level(self, node: fx.Node) -> int:
         """Of a parameter's placeholder."""
         cut = self.cuts.get(node.meta["name"])
@@ -189,7 +201,7 @@ def divided_weights(
         if bucket.zero == 2
     ]
     own = {name: cut for name, cut in cuts.items() if name in by_name}
-    found = Divided(by_name, own, sizes, replicas, buckets)
+    found = Divided(by_name, own, sizes, replicas, bucket_bytes, buckets)
     found.kept = [found.unit(run, 2) for run in kept_buckets(home, sizes, bucket_bytes)]
     return found
 
@@ -212,10 +224,11 @@ class Holding:
     expected: Sequence[Unit] = ()
     seen: list[Unit] = field(default_factory=list)
     held: dict[Unit, bool] = field(default_factory=dict)  # True while gradients are awaited
-    coming: set[Unit] = field(default_factory=set)
+    coming: set[Unit] = field(default_factory=set)  # of level 3
     reading: set[Unit] = field(default_factory=set)  # by the op at hand
     passed: list[float] = field(default_factory=list)  # bytes of those that are let go behind it
-    kept: list[Unit] = field(default_factory=list)  # whose messages have not been sent
+    kept: list[Unit] = field(default_factory=list)  # whose messages have not been sent; and those on their way
+    flying: list[Unit] = field(default_factory=list)
     left: Counter[Gathering] = field(default_factory=Counter)  # gradients to come
     made: dict[Gathering, dict[fx.Node, float]] = field(default_factory=dict)
     started: int = 0  # buckets of level 2
@@ -232,8 +245,13 @@ class Holding:
         self.send_ahead()
 
     def send_ahead(self) -> None:
-        while self.kept and sum(unit in self.coming for unit in self.code.kept) < AHEAD:
-            self.start(self.kept.pop(0))
+        while self.kept and sent_ahead([unit.message for unit in self.flying], self.kept[0].message, self.code.window):
+            self.send_for(self.kept[0])
+
+    def send_for(self, unit: Unit) -> None:
+        self.kept.remove(unit)
+        self.flying.append(unit)
+        self.add(unit.coming)
 
     def enter_layer(self, nodes: Sequence[fx.Node]) -> None:
         """The forward of a layer with these ops begins."""
@@ -272,10 +290,9 @@ class Holding:
     def arrive(self, names: Set[str]) -> None:
         """Whole weights of levels 1 and 2 are read."""
         for unit in [unit for unit in self.kept if not names.isdisjoint(unit.names)]:
-            self.kept.remove(unit)
-            self.start(unit)
-        for unit in [unit for unit in self.code.kept if unit in self.coming and not names.isdisjoint(unit.names)]:
-            self.coming.discard(unit)
+            self.send_for(unit)
+        for unit in [unit for unit in self.flying if not names.isdisjoint(unit.names)]:
+            self.flying.remove(unit)
             self.add(-unit.coming)
             self.send_ahead()
 
@@ -314,9 +331,10 @@ class Holding:
         self.gradients += sum(message.shares for message in self.unsettled.values() if self.is_new(message))
         for unit in list(self.held):
             self.free(unit)
-        for unit in self.coming:
+        for unit in (*self.coming, *self.flying):
             self.add(-unit.coming)
         self.coming.clear()
+        self.flying.clear()
 
     @property
     def tail(self) -> float:

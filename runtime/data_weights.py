@@ -12,8 +12,9 @@ level     whole weights                    gradients
 
 Emitted code reads a weight by ``mesh.gather(share, ...)``. At levels 1 and 2 the shares are views into the whole
 weights, which are autograd leaves of their own (:mod:`autopart.runtime.gradients` divides what gathers in them). They
-are gathered in messages of several, of which as many as ``AHEAD`` are on their way: the first when a call begins, each
-other one when one before it is read. Where a call begins with waiting for another stage, all arrive before that.
+are gathered in messages of several, the first when a call begins, others when one before them is read: as far as what
+is on its way are ``AHEAD`` messages, or no more bytes than one statement reads and a message more. So what the next
+layer reads arrives while one runs. Where a call begins with waiting for another stage, all arrive before that.
 
 At level 3 the shares of one call are a *unit*: one message forward, and one back with their gradients. Nothing keeps
 the whole weights between the two: where autograd saves a tensor that lies in one, it is given a note of which part of
@@ -24,6 +25,7 @@ the pass before used them, is on its way: at most two are in memory.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,10 +44,17 @@ from autopart.runtime.mesh import Axis, Mesh
 from autopart.runtime.traffic import Phase
 
 AHEAD = 2
-"""Messages of whole weights of levels 1 and 2 that are on their way at once."""
+"""Messages of whole weights of levels 1 and 2 that are on their way at once, however large."""
 
 # A microbatch's way through a stage. weight: what a split backward has left for later.
 Pass = Literal["forward", "backward", "weight"]
+
+
+def sent_ahead(flying: Sequence[float], size: float, window: float) -> bool:
+    """Whether a message of whole weights of levels 1 and 2 is begun beside others. flying: bytes of these. window: the
+    most that one statement reads, and that fills a message.
+    """
+    return len(flying) < AHEAD or sum(flying) + size <= window
 
 
 @dataclass(eq=False, slots=True)
@@ -66,14 +75,17 @@ class _Unit:
 class _Kept:
     """Whole weights that shares are views of.
 
-    stale: shares may have changed since they were gathered. arriving: the message on its way.
+    arriving: the message on its way.
     """
 
     shares: list[nn.Parameter]
     leaves: list[Tensor]
     layout: FlatShares
-    stale: bool = False
     arriving: tuple[dist.Work, Tensor] | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.leaves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +132,10 @@ class Weights:
             for run in kept_buckets((s for s in divided if home_of(s, mesh.stages) == stage), sizes, bucket_bytes)
         ]
         self._kept_of = {id(share): kept for kept in self._kept for share in kept.shares}
+        # Of what shares may have changed since it was gathered; what is on its way; the most that a statement read.
+        self._stale: deque[_Kept] = deque()
+        self._flying: dict[_Kept, int] = {}
+        self._read, self._limit = 0, bucket_bytes
         self.leaves = {
             id(share): leaf for kept in self._kept for share, leaf in zip(kept.shares, kept.leaves, strict=True)
         }
@@ -165,25 +181,27 @@ class Weights:
     def refresh(self) -> None:
         """Begins gathering the weights that are kept whole: an optimizer or a loaded state may have changed shares."""
         for kept in self._kept:
-            kept.stale = True
             for share, leaf in zip(kept.shares, kept.leaves, strict=True):
                 leaf.requires_grad_(share.requires_grad)
+        self._stale = deque(self._kept)
         self._send_ahead()
 
     def _send_ahead(self) -> None:
-        flying = sum(kept.arriving is not None for kept in self._kept)
-        for kept in [kept for kept in self._kept if kept.stale][: max(0, AHEAD - flying)]:
-            self._send(kept)
+        window = self._read + self._limit
+        while self._stale and sent_ahead([*self._flying.values()], self._stale[0].bytes, window):
+            self._send(self._stale.popleft())
 
     def _send(self, kept: _Kept) -> None:
-        kept.stale = False
         kept.arriving = gather_message(kept.layout.message(kept.shares), self._axis, "update")
+        self._flying[kept] = kept.bytes
 
     def _arrive(self, kept: _Kept) -> None:
-        if kept.stale:
+        if kept in self._stale:  # read sooner than the model has it
+            self._stale.remove(kept)
             self._send(kept)
         if kept.arriving is None:
             return
+        del self._flying[kept]
         (work, message), kept.arriving = kept.arriving, None
         work.wait()
         for index, leaf in enumerate(kept.leaves):
@@ -202,9 +220,11 @@ class Weights:
     def gather(self, *shares: nn.Parameter) -> Any:
         """The whole weights of shares that are stored alike: one tensor, or a tuple of several."""
         if id(shares[0]) in self._kept_of:
-            for share in shares:
-                self._arrive(self._kept_of[id(share)])
             found = tuple(self.leaves[id(share)] for share in shares)
+            if self._stale or self._flying:
+                self._read = max(self._read, sum(leaf.nbytes for leaf in found))
+                for share in shares:
+                    self._arrive(self._kept_of[id(share)])
         else:
             unit = self._unit(shares)
             self._ensure(unit)

@@ -46,10 +46,12 @@ def clock(
     microbatches: int = 1,
     sums: tuple[int, float] = (0, 0.0),
     arriving: list[Arriving] | None = None,
+    window: int = 0,
 ) -> DataClock:
     """sums: messages of level 2, and seconds of each."""
     counts = {REDUCE_SCATTER: {"calls": sums[0], "bytes": round(sums[0] * sums[1])}} if sums[0] else {}
-    return DataClock(Exchanges({}, {}, {}, found, counts, arriving or []), 2, Link("any", 1.0, 0.0), microbatches)
+    exchanged = Exchanges({}, {}, {}, found, counts, arriving or [], window)
+    return DataClock(exchanged, 2, Link("any", 1.0, 0.0), microbatches)
 
 
 @pytest.mark.parametrize(
@@ -189,3 +191,12 @@ def test_what_passes_goes_through_the_memory() -> None:
     assert data.moving_seconds(second, 3, again=True) == pytest.approx((1.5, adding / 4 + summed + 1.5))
     assert data.moving_seconds(second, 3, trained=False) == pytest.approx((1.5, 0.0))
     assert data.least_moving_seconds(second, (0, 2)) == pytest.approx(min(adding, adding / 4 + summed))
+
+
+@pytest.mark.parametrize(("window", "waited"), [(0, 10.0), (4, 10.0), (6, 8.0), (100, 8.0)])
+def test_messages_of_the_next_layer_are_on_their_way_together(window: int, waited: float) -> None:
+    """Three layers of 5 s, each of which reads three messages of 2 s: with two on their way one is begun late."""
+    found = units((0, 0, 0), (0, 0, 0), (0, 0, 0))
+    forward, _ = computed(found, [5.0] * 3)
+    messages = [Arriving(2, unit.readers) for unit in found for _ in range(3)]
+    assert clock([], arriving=messages, window=window).arrival(forward, 0.0) == pytest.approx(waited)

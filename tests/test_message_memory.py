@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from autopart.message_memory import Alike, message_bytes, staying_bytes
 from autopart.passes.annotate import parameter_bytes
 from autopart.runtime.buckets import BUCKET_BYTES, split_by_bytes
+from autopart.runtime.data_weights import sent_ahead
 from autopart.runtime.errors import PlanError
 from autopart.solver.stages_passing import passing
 from autopart.solver.stages_runs import Runs
@@ -22,9 +24,10 @@ SMALL, LARGE = BUCKET_BYTES // 4, 8 * BUCKET_BYTES
 
 
 def alike(level: int, *sizes: float, copied: Sequence[float] = (), limit: float = BUCKET_BYTES) -> Alike:
-    """copied: of these sizes those that are not cut in their first dim."""
+    """copied: of these sizes those that are not cut in their first dim. Each is read by itself."""
     second = sorted(sizes)[-2] if len(sizes) > 1 else 0.0
-    return Alike(level, sum(sizes), max(sizes), second, max((size for size in copied if size > limit), default=0.0))
+    apart = max((size for size in copied if size > limit), default=0.0)
+    return Alike(level, sum(sizes), max(sizes), second, apart, max(sizes))
 
 
 def held(parameters: Sequence[Alike], replicas: int, summed: float) -> float:
@@ -79,6 +82,52 @@ def test_no_message_takes_more(seed: int) -> None:
             if level == 2:
                 made += size + summed * before * (1 + 1 / replicas)
             assert made <= most * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_no_more_weights_arrive(seed: int) -> None:
+    """Than are counted: of layers that read several messages, and messages that several layers read."""
+    rng = random.Random(seed)
+    limit, replicas = rng.choice([SMALL, BUCKET_BYTES]), rng.choice([2, 16, 1024])
+    sizes = [SMALL / 3, SMALL, 2 * SMALL, LARGE / 2, LARGE]
+    layers = [rng.choices(sizes, [5, 5, 2, 1, 1], k=rng.randint(1, 6)) for _ in range(rng.randint(1, 5))]
+    parameters = [(number, size) for number, own in enumerate(layers) for size in own]
+    runs = split_by_bytes([(item, item[1]) for item in parameters], limit)
+    read = max(map(sum, layers))
+    waiting, flying, most = list(range(len(runs))), dict[int, float](), 0.0
+
+    def send() -> None:
+        nonlocal most
+        while waiting and sent_ahead([*flying.values()], sum(s for _, s in runs[waiting[0]]), read + limit):
+            first = waiting.pop(0)
+            flying[first] = sum(size for _, size in runs[first])
+        most = max(most, sum(flying.values()))
+
+    send()
+    for number in range(len(layers)):
+        for at in [at for at, run in enumerate(runs) if any(layer == number for layer, _ in run)]:
+            assert number == 0 or at not in waiting, "on its way before the layer runs"
+            if at in waiting:
+                waiting.remove(at)
+            elif flying.pop(at, 0.0):
+                send()
+    for level in (1, 2):
+        own = replace(alike(level, *(size for _, size in parameters), limit=limit), read=read)
+        there = own.bytes / (1 if level == 1 else replicas)  # gradients that come later
+        assert most * (1 + 1 / replicas) - there <= float(message_bytes([own], replicas, 1.0, limit)) * (1 + 1e-9)
+
+
+def test_a_layer_reads_what_all_its_blocks_do() -> None:
+    """Also beside other stages: of blocks of two layers and one that lies in none."""
+    sent: list[tuple[tuple[int, ...], str, int, float, bool]] = [
+        ((block,), "kind", 2, float(size), True) for block, size in enumerate([7, 1, 2, 3, 4])
+    ]
+    sent.append(((1, 3), "kind", 2, 10.0, True))
+    found = passing(sent, [], 2, 1.0, False, 1.0, ["", "one", "one", "two", "two"])
+    ((_, groups),) = found.sent
+    assert {group.blocks: group.read for group in groups} == {
+        (0,): 7.0, (1,): 13.0, (2,): 13.0, (3,): 17.0, (4,): 17.0, (1, 3): 17.0
+    }  # fmt: skip
 
 
 def test_sums_in_another_type() -> None:

@@ -86,7 +86,8 @@ class Random(random.Random):
                 largest = self.size(scale)
                 inside = tuple(self.sample(range(blocks), min(blocks, self.choice([1, 1, 2]))))
                 second, copied = self.choice([0.0, largest / 2, largest]), self.choice([0.0, largest])
-                found.append(ParameterGroup(inside, largest + second + self.size(scale), largest, second, copied))
+                total, read = largest + second + self.size(scale), largest * self.choice([1, 2])
+                found.append(ParameterGroup(inside, total, largest, second, copied, read))
             return tuple(found)
 
         sent = tuple((self.randint(0, 3), some(20)) for _ in range(self.randint(0, 2)))

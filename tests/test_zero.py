@@ -178,12 +178,13 @@ def test_schemes_of_tensor_axes_equal_one_process(
 # --- What one rank has in memory, and what a script does besides training ---
 
 
-def emitted(name: str, level: int, folder: Path, **limits: Any) -> Path:
-    """A program of a family on two replicas (or ``limits``), everything divided."""
+def emitted(name: str, level: int, folder: Path, bucket_bytes: int = 0, **limits: Any) -> Path:
+    """A program of a family on two replicas (or ``limits``), everything divided. bucket_bytes: default, the plan's."""
     subject, analysis = subject_of(name)
     limits = {"pp": 1, "dp": 2, "tp": 1, "microbatches": 2, "recompute": "none", **limits}
     devices = limits["pp"] * limits["dp"] * limits["tp"]
     plan = make_plan(subject.program, ideal(devices), batch=8, analysis=analysis, **limits)
+    plan = replace(plan, bucket_bytes=bucket_bytes or plan.bucket_bytes)
     plan = divided(analysis, plan, level) if level else plan
     target = folder / f"zero{level}"
     realize(subject.program, plan, analysis).save(target)
@@ -300,7 +301,7 @@ def there_before(directory: str) -> dict[str, bool]:
 
     def noted(self: Run, action: Action) -> None:
         kept = model.mesh.weights._kept
-        found.setdefault(action.work.name, all(item.arriving is None and not item.stale for item in kept))
+        found.setdefault(action.work.name, all(item.arriving is None for item in kept))
         do(self, action)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -315,6 +316,33 @@ def test_weights_arrive_while_a_stage_waits_for_others(level: int, tmp_path: Pat
     # the first stage has them one after another, as its forward reads them
     assert [own["FORWARD"] for own in found[:2]] == [False, False]
     assert [own["RECV_ACTIVATION"] for own in found[2:]] == [True, True]
+
+
+def sent_late(directory: str) -> tuple[list[bool], int]:
+    """By statement of a second step: whether some of what it reads was not on its way before; and messages in all."""
+    item = family("gpt2")
+    model = load(directory, item.build()).train()
+    weights = model.mesh.weights
+    gather, found = weights.gather, list[bool]()
+
+    def noted(*shares: Any) -> Any:
+        found.append(any(weights._kept_of[id(share)] in weights._stale for share in shares))
+        return gather(*shares)
+
+    model(**item.inputs(8)).loss.backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "gather", noted)
+        model(**item.inputs(8))
+    return found, len(weights._kept)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_of_the_next_layer_arrive_while_one_runs(level: int, tmp_path: Path) -> None:
+    """However many messages it reads."""
+    program = emitted("gpt2", level, tmp_path, bucket_bytes=4096, microbatches=1)
+    for late, messages in launch(sent_late, 2, str(program)):
+        assert messages > 3 * len(late) > 12
+        assert not any(late[1:])
 
 
 def freeze_some(directory: str) -> list[Any]:

@@ -10,7 +10,7 @@ Of the parameters a stage has those that one of its blocks reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +25,7 @@ from autopart.solver.stages_runs import Array, Bits, Runs
 class ParameterGroup:
     """Parameters that the same blocks read: bytes on a rank, all and the largest, where a stage has such a block.
 
-    second, copied: as of :class:`autopart.message_memory.Alike`, but for the largest of all groups.
+    second, copied, read: as of :class:`autopart.message_memory.Alike`, the first but for the largest of all groups.
     """
 
     blocks: tuple[int, ...]
@@ -33,6 +33,7 @@ class ParameterGroup:
     largest: float
     second: float = 0.0
     copied: float = 0.0
+    read: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Passing:
     def _messages(self, total: _Reduce, most: _Reduce) -> Array | float:
         found = []
         for level, some in self.sent:
-            largest = (most(_largest(some, name)) for name in ("largest", "second", "copied"))
+            largest = (most(_largest(some, name)) for name in _MOST)
             found.append(Alike(level, total(_sums(some)), *largest))
         return message_bytes(found, self.replicas, self.summed, self.limit)
 
@@ -82,6 +83,8 @@ class Passing:
 
 
 NOTHING_PASSES = Passing()
+
+_MOST: tuple[Literal["largest", "second", "copied", "read"], ...] = "largest", "second", "copied", "read"
 
 _Amounts = dict[tuple[int, ...], float]
 """By the blocks of which a stage has to have one."""
@@ -96,7 +99,7 @@ def _sums(some: Collection[ParameterGroup]) -> _Amounts:
     return found
 
 
-def _largest(some: Collection[ParameterGroup], name: Literal["largest", "second", "copied"]) -> _Amounts:
+def _largest(some: Collection[ParameterGroup], name: Literal["largest", "second", "copied", "read"]) -> _Amounts:
     found: _Amounts = {}
     for item in some:
         found[item.blocks] = max(found.get(item.blocks, 0.0), getattr(item, name))
@@ -143,10 +146,11 @@ def passing(
     summed: float,
     apart: bool,
     limit: float,
+    layers: Sequence[str] = (),
 ) -> Passing:
     """sent: by parameter its blocks, what those of one message have in common, its level of ZeRO, bytes of its gradient
     on a rank, and whether replicas cut it in its first dim. updated: its blocks, and what the optimizer makes for it.
-    limit: bytes that fill a message.
+    limit: bytes that fill a message. layers: by block the layer that it lies in, "" for none; default, none.
     """
     kinds: dict[tuple[Hashable, int], dict[tuple[int, ...], list[tuple[float, bool]]]] = {}
     for blocks, kind, level, size, first in sent:
@@ -155,17 +159,26 @@ def passing(
     for blocks, size in updated:
         if size:
             made.setdefault(blocks, []).append(size)
-    groups = tuple((level, _groups(found, limit)) for (_, level), found in kinds.items())
+    groups = tuple((level, _groups(found, limit, layers)) for (_, level), found in kinds.items())
     ends = tuple(ParameterGroup(blocks, sum(sizes), max(sizes)) for blocks, sizes in made.items())
     return Passing(groups, replicas, summed, ends, apart, limit)
 
 
-def _groups(found: dict[tuple[int, ...], list[tuple[float, bool]]], limit: float) -> tuple[ParameterGroup, ...]:
+def _groups(
+    found: dict[tuple[int, ...], list[tuple[float, bool]]], limit: float, layers: Sequence[str]
+) -> tuple[ParameterGroup, ...]:
     """Of parameters that share messages."""
+    inside = {blocks: {layers[block] for block in blocks} - {""} if layers else set[str]() for blocks in found}
+    of_layer: dict[str, float] = {}
+    for blocks, parameters in found.items():
+        for layer in inside[blocks]:
+            of_layer[layer] = of_layer.get(layer, 0.0) + sum(size for size, _ in parameters)
     top, groups = max(found, key=lambda blocks: max(found[blocks])), []
     for blocks, parameters in found.items():
         sizes = sorted(size for size, _ in parameters)
         others = sizes[:-1] if blocks == top else sizes
         copied = (size for size, first in parameters if size > limit and not first)
-        groups.append(ParameterGroup(blocks, sum(sizes), sizes[-1], max(others, default=0.0), max(copied, default=0.0)))
+        read = max([sizes[-1], *(of_layer[layer] for layer in inside[blocks])])
+        rest = max(others, default=0.0), max(copied, default=0.0)
+        groups.append(ParameterGroup(blocks, sum(sizes), sizes[-1], *rest, read))
     return tuple(groups)
