@@ -10,8 +10,7 @@ Whole weights of levels 1 and 2 arrive when a step begins. In the first stage so
 the first begin with the call, others when one before them is read, and the first forward waits for what it reads.
 Others wait for all of theirs before they wait for the stages before.
 
-Level 2's messages are taken to fill evenly over the backward. A split backward counts as a whole one: messages pass
-beside W as well.
+A split backward counts as a whole one: messages pass beside W as well.
 """
 
 from __future__ import annotations
@@ -96,8 +95,8 @@ class DataClock:
         units = self.exchanged.units
         gathers = [(_start(unit, forward), self._seconds(ALL_GATHER, unit.gathered)) for unit in units]
         again = [(_start(unit, backward), self._seconds(ALL_GATHER, unit.gathered_again)) for unit in units]
-        sums = [(_end(unit, backward), self._seconds(REDUCE_SCATTER, unit.summed)) for unit in units]
-        full = list(self._full(backward.seconds))
+        sums = [(_last(unit.readers, backward), self._seconds(REDUCE_SCATTER, unit.summed)) for unit in units]
+        full = list(self._full(backward))
         whole = sum(seconds for _, seconds in (*gathers, *again, *sums, *full))
         if not whole:
             return forward.seconds, backward.seconds, 0.0
@@ -140,12 +139,12 @@ class DataClock:
             send_ahead(at + waited)
         return waited
 
-    def _full(self, seconds: float) -> Iterator[tuple[float, float]]:
-        """Level 2's sums, and when their messages are full."""
-        for kind, count in self.exchanged.sums.items():
-            calls = count["calls"]
-            each = collective_seconds(kind, count["bytes"] / calls, self.replicas, self.link) if calls else 0.0
-            yield from ((seconds * number / calls, each) for number in range(1, calls + 1))
+    def _full(self, backward: Computed) -> Iterator[tuple[float, float]]:
+        """Level 2's sums, and when their messages are full and those before them."""
+        full = 0.0
+        for message in self.exchanged.scattered:
+            full = max(full, _last(message.readers, backward))
+            yield full, self._seconds(REDUCE_SCATTER, message.size)
 
     def _pass(self, computed: Computed, gathers: _Sent, sums: Mapping[int, _Sent] = _NOTHING) -> float:
         """gathers: when a unit is read, sums: by level when gradients are made, with seconds of the message."""
@@ -173,5 +172,6 @@ def _first(readers: Sequence[fx.Node], computed: Computed) -> float:
     return min((computed.spans[node][0] for node in readers if node in computed.spans), default=0.0)
 
 
-def _end(unit: UnitMessages, computed: Computed) -> float:
-    return max((computed.spans[node][1] for node in unit.readers if node in computed.spans), default=computed.seconds)
+def _last(readers: Sequence[fx.Node], computed: Computed) -> float:
+    """When all of these are through."""
+    return max((computed.spans[node][1] for node in readers if node in computed.spans), default=computed.seconds)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopart.analysis import Analysis
+from autopart.passes.backward_memory import is_parameter
 from autopart.passes.conversion import Axes
 from autopart.passes.data_axis import Gathering, UnitMessages, gathering_counts, gatherings, unit_messages, units
 from autopart.passes.emit.layers import runs_of
@@ -17,7 +18,16 @@ from autopart.passes.program import reached_by_gradients
 from autopart.passes.shard import collective_counts
 from autopart.passes.unlike_meshes import StageSetting
 from autopart.realize import Realization
-from autopart.runtime.buckets import home_of, kept_buckets, pass_counts, tensor_bytes, update_counts
+from autopart.runtime.buckets import (
+    gradient_buckets,
+    home_of,
+    kept_buckets,
+    learning_at,
+    pass_counts,
+    summed_bytes,
+    tensor_bytes,
+    update_counts,
+)
 from autopart.runtime.links import dtype_of
 from autopart.runtime.manifest import ParameterSpec
 
@@ -26,10 +36,8 @@ Collectives = dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Arriving:
-    """A message of whole weights that replicas update in shares (levels 1 and 2), when a step begins: bytes of these,
-    and the ops that read them.
-    """
+class Message:
+    """Of several parameters that replicas update in shares: its bytes, and the ops that read these."""
 
     size: int
     readers: tuple[fx.Node, ...]
@@ -40,16 +48,17 @@ class Exchanges:
     """Collectives of one rank of a stage by operation, over all axes of the stage and, per step, between stages.
 
     axes: those of a microbatch by axis. units: of them what replicas exchange for parameters that are gathered at use,
-    in order; sums: for others that they divide, in each backward. arriving: of a step, in order; window: bytes of it
-    that are on their way at once.
+    in order; scattered: messages of the gradients of others that they divide, in each backward (level 2). arriving: of
+    whole weights, when a step begins (levels 1 and 2), and window: bytes of these that are on their way at once. All in
+    the order of sending.
     """
 
     microbatch: Collectives
     step: Collectives
     axes: dict[str, Collectives]
     units: Sequence[UnitMessages]
-    sums: Collectives
-    arriving: Sequence[Arriving]
+    scattered: Sequence[Message]
+    arriving: Sequence[Message]
     window: int = 0
 
 
@@ -142,12 +151,9 @@ def _of_stage(
     messages = unit_messages(gathers, reached, axes, summed)
     microbatch: Collectives = {}
     by_axis: dict[str, Collectives] = {}
-    sums: Collectives = {}
     passed: dict[tuple[str, str], dict[str, list[int]]] = {}
     for (operation, axis), count in pass_counts(in_order, stage.index, mesh, places, bucket_bytes).items():
         passed.setdefault((axis, "backward"), {})[operation] = count
-        if axis == mesh[0][0]:
-            _add(sums, {operation: count})
     gathered = gathering_counts(messages)
     for part in (collective_counts(graph, axes, samples, rerun(graph, recompute)), gathered, passed):
         for (axis, _), operations in part.items():
@@ -158,14 +164,32 @@ def _of_stage(
         _add(step, {operation: count})
     own = [other for other, place in enumerate(places) if place == places[index]]
     home = [spec for spec in in_order if stage.index in spec.stages and home_of(spec, own) == stage.index]
+    learning = learning_at(in_order, stage.index, own)
+    scattered = _scattered(learning, graph, mesh[0][1], axes, bucket_bytes) if mesh[0][1] > 1 else []
     arriving = _arriving(home, statements, axes, bucket_bytes) if mesh[0][1] > 1 else []
     window = bucket_bytes + _most_read(home, statements, axes) if arriving else 0
-    return Exchanges(microbatch, step, by_axis, messages, sums, arriving, window)
+    return Exchanges(microbatch, step, by_axis, messages, scattered, arriving, window)
+
+
+def _scattered(
+    learning: Sequence[ParameterSpec], graph: fx.Graph, replicas: int, axes: Axes, bucket_bytes: int
+) -> list[Message]:
+    """learning: parameters with gradients that the stage sums."""
+    read = {node.meta["name"]: tuple(node.users) for node in graph.nodes if is_parameter(node)}
+    sizes = [size for _, size in axes]
+    return [
+        Message(
+            sum(summed_bytes(spec, tensor_bytes(spec, sizes)) for spec in bucket.specs),
+            tuple(node for spec in bucket.specs for node in read.get(spec.name, ())),
+        )
+        for bucket in gradient_buckets(learning, replicas, sizes, bucket_bytes)
+        if bucket.zero == 2
+    ]
 
 
 def _arriving(
     home: Sequence[ParameterSpec], statements: Sequence[Gathering], axes: Axes, bucket_bytes: int
-) -> list[Arriving]:
+) -> list[Message]:
     """home: the parameters that arrive with this stage."""
     readers: dict[str, list[fx.Node]] = {}
     for statement in statements:
@@ -173,7 +197,7 @@ def _arriving(
             readers.setdefault(node.meta["name"], []).extend(statement.readers)
     sizes = [size for _, size in axes]
     return [
-        Arriving(
+        Message(
             sum(tensor_bytes(spec, sizes) for spec in run),
             tuple(node for spec in run for node in readers.get(spec.name, ())),
         )

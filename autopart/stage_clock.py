@@ -96,9 +96,9 @@ class StageClock:
             for node in self.stage.graph.nodes
             if node.op == "placeholder" and node.meta["role"] is Role.PARAMETER
         )
-        units, sums, passing = self.exchanged.units, self.exchanged.sums.values(), setting.data.passing_seconds
+        units, passing = self.exchanged.units, setting.data.passing_seconds
         there = there.longer(passing(sum(unit.gathered for unit in units), 0.0))
-        summed = sum(unit.summed for unit in units) + sum(count["bytes"] for count in sums)
+        summed = sum(unit.summed for unit in units) + sum(message.size for message in self.exchanged.scattered)
         back = back.longer(adding + passing(sum(unit.gathered_again for unit in units), summed))
         data = DataClock(self.exchanged, setting.data.replicas, setting.data.link, self.config.microbatches)
         forward, backward, unseen = data.passes(there, back)

@@ -8,11 +8,10 @@ import pytest
 from torch import fx
 
 from autopart import data_clock
-from autopart.cost.communication import REDUCE_SCATTER
 from autopart.cost.devices import Link
 from autopart.data_clock import Computed, DataClock
 from autopart.data_prices import DataPrices, exposed
-from autopart.exchanges import Arriving, Exchanges
+from autopart.exchanges import Exchanges, Message
 from autopart.passes.data_axis import UnitMessages
 from autopart.prices import Prices
 from clusters import ideal
@@ -44,13 +43,11 @@ def computed(found: list[UnitMessages], seconds: list[float]) -> tuple[Computed,
 def clock(
     found: list[UnitMessages],
     microbatches: int = 1,
-    sums: tuple[int, float] = (0, 0.0),
-    arriving: list[Arriving] | None = None,
+    scattered: list[Message] | None = None,
+    arriving: list[Message] | None = None,
     window: int = 0,
 ) -> DataClock:
-    """sums: messages of level 2, and seconds of each."""
-    counts = {REDUCE_SCATTER: {"calls": sums[0], "bytes": round(sums[0] * sums[1])}} if sums[0] else {}
-    exchanged = Exchanges({}, {}, {}, found, counts, arriving or [], window)
+    exchanged = Exchanges({}, {}, {}, found, scattered or [], arriving or [], window)
     return DataClock(exchanged, 2, Link("any", 1.0, 0.0), microbatches)
 
 
@@ -90,22 +87,36 @@ def test_the_next_microbatch_hides_a_last_sum() -> None:
         _, back, _ = clock(found, microbatches=microbatches).passes(*passes)
         assert back == pytest.approx(40 + 4 / microbatches)
     # but no more passes on an axis than there is time for
-    there, back, hidden = clock([], microbatches=8, sums=(1, 100.0)).passes(*passes)
+    there, back, hidden = clock([], microbatches=8, scattered=[Message(100, found[0].readers)]).passes(*passes)
     assert there + back == pytest.approx(100) and hidden == pytest.approx(60)
 
 
-def test_messages_of_level_2_fill_evenly() -> None:
-    passes = computed(units((0, 0, 0)), [10.0])
-    for count in (1, 2, 4):
-        there, back, hidden = clock([], sums=(count, 8 / count)).passes(*passes)
-        assert (there, back) == pytest.approx((10, 20 + 8 / count))
-        assert hidden == pytest.approx(8 - 8 / count)
+@pytest.mark.parametrize(
+    ("sizes", "readers", "exposed"),
+    [
+        ((8,), (0,), 8),
+        ((8,), (1,), 0),  # beside the other layer
+        ((4, 4), (1, 0), 4),
+        ((8, 4), (0, 1), 8 + 4),  # in their order, when the first is over
+        ((30, 4), (1, 0), 10 + 4),  # which is waited for
+    ],
+)
+def test_messages_of_level_2_leave_when_they_are_full(
+    sizes: tuple[int, ...], readers: tuple[int, ...], exposed: int
+) -> None:
+    """Two layers of 10 s, 20 s back."""
+    layers = units((0, 0, 0), (0, 0, 0))
+    messages = [Message(size, layers[reader].readers) for size, reader in zip(sizes, readers, strict=True)]
+    there, back, hidden = clock([], scattered=messages).passes(*computed(layers, [10.0] * 2))
+    assert (there, back) == pytest.approx((20, 40 + exposed))
+    assert hidden == pytest.approx(sum(sizes) - exposed)
 
 
 def test_sums_of_two_levels_do_not_wait_for_each_other() -> None:
     found = units((0, 0, 8), (0, 0, 8))
     # level 2's pass from 20 to 32 s and from 40 to 52, level 3's behind them, to 40 and 60
-    _, back, _ = clock(found, sums=(2, 12.0)).passes(*computed(found, [10.0] * 2))
+    messages = [Message(12, unit.readers) for unit in reversed(found)]
+    _, back, _ = clock(found, scattered=messages).passes(*computed(found, [10.0] * 2))
     assert back == pytest.approx(60)
 
 
@@ -123,10 +134,10 @@ def test_sums_of_two_levels_do_not_wait_for_each_other() -> None:
 def test_the_first_forward_waits_for_weights(each: int, ahead: float, waited: float) -> None:
     found = units((0, 0, 0), (0, 0, 0), (0, 0, 0))
     forward, _ = computed(found, [10.0] * 3)
-    messages = [Arriving(each, unit.readers) for unit in found]
+    messages = [Message(each, unit.readers) for unit in found]
     assert clock([], arriving=messages).arrival(forward, ahead) == pytest.approx(waited)
     assert clock([]).arrival(forward, ahead) == 0.0
-    unread = [*messages, Arriving(100, ())]
+    unread = [*messages, Message(100, ())]
     assert ahead or clock([], arriving=unread).arrival(forward, ahead) == pytest.approx(waited)
 
 
@@ -198,5 +209,5 @@ def test_messages_of_the_next_layer_are_on_their_way_together(window: int, waite
     """Three layers of 5 s, each of which reads three messages of 2 s: with two on their way one is begun late."""
     found = units((0, 0, 0), (0, 0, 0), (0, 0, 0))
     forward, _ = computed(found, [5.0] * 3)
-    messages = [Arriving(2, unit.readers) for unit in found for _ in range(3)]
+    messages = [Message(2, unit.readers) for unit in found for _ in range(3)]
     assert clock([], arriving=messages, window=window).arrival(forward, 0.0) == pytest.approx(waited)
