@@ -18,6 +18,7 @@ from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.cost.devices import Device, Link
 from autopart.host_starts import HostStarts
 from autopart.memory_bound import least_added
+from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
 from autopart.passes.graph import Value
 from autopart.runtime.errors import InfeasibleError
@@ -58,10 +59,12 @@ class CandidateFloors(CandidateSums):
     _rows: dict[_Key, Divisions | None] = field(default_factory=dict)
     _starting: dict[str, float] = field(default_factory=dict)  # of a microbatch, by what is computed again
     _started: HostStarts | None = None
+    _last_ops: list[fx.Node] = field(init=False)  # of a forward, from the last parameter on
 
     def __post_init__(self) -> None:
         CandidateSums.__post_init__(self)
         self.alike = self._counted()
+        self._last_ops = self._behind_weights()
 
     def _counted(self) -> list[tuple[tuple[fx.Node, bool], int]]:
         first = self.analysis.first
@@ -173,7 +176,24 @@ class CandidateFloors(CandidateSums):
         if config.schedule not in WHOLE_SCHEDULES:
             kind = config.schedule in SPLIT_SCHEDULES, config.schedule in STEADY_SCHEDULES
             order = Order(self.layout.places(config), *kind)
-        return families, rest, Pipeline(config.microbatches, tuple(flying), rooms, work, *transfers, order)
+        after = self._after_weights(config) if config.pp == 1 else 0.0
+        return families, rest, Pipeline(config.microbatches, tuple(flying), rooms, work, *transfers, order, after)
+
+    def _after_weights(self, config: Degrees) -> float:
+        """Seconds of a forward, at least, from the op on that is the last to read a parameter for the first time."""
+        seconds, first = self._op_seconds(config), self.analysis.first
+        return math.fsum(seconds(first.get(node, node))[0] for node in self._last_ops)
+
+    def _behind_weights(self) -> list[fx.Node]:
+        """The op that is the last to read a trained parameter for the first time, and those behind it."""
+        found, read = list[fx.Node](), set[fx.Node]()
+        for node in self.analysis.block_of:
+            new = {value.node for value in graphs.inputs(node) if value.node.meta.get("trainable")} - read
+            if new:
+                found.clear()
+            found.append(node)
+            read |= new
+        return found
 
     def divided_floor(self, config: Degrees, below: float, effort: Effort = SHORT) -> float:
         """The same, of stages that are runs of whole blocks, with the strategies of layers that few are alike to."""

@@ -228,6 +228,7 @@ def _first_way(own: Parameters, level: int, setting: PieceSetting, waits: float)
     return replace(
         found,
         seconds=found.seconds + waits * found.gathered_s,
-        end_s=found.end_s + scattered + waits * found.arriving_s,
+        end_s=found.end_s + scattered,
         late_s=found.sum_s,
+        awaited_s=waits * found.arriving_s,
     )

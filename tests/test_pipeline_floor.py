@@ -414,3 +414,26 @@ def test_divided_weights_are_whole_while_a_layer_runs() -> None:
     ]
     # with x bytes divided, 40 - 0.9 x are held, and x / 2 passes
     assert seconds == [pytest.approx(12.0), pytest.approx(12.0 + 10 / 0.4), float("inf")]
+
+
+@pytest.mark.parametrize(
+    ("arriving", "awaited", "after", "waits"),
+    [(8.0, 0.0, 0.0, 7.0), (8.0, 2.0, 0.5, 7.5), (1.0, 0.75, 0.0, 0.75), (1.5, 0.75, 1.0, 1.5), (0.5, 0.0, 0.0, 0.0)],
+)
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_the_first_forward_waits_for_what_arrives(
+    arriving: float, awaited: float, after: float, waits: float, microbatches: int
+) -> None:
+    """Before it begins, or for what it reads the last: the longer of both."""
+    weights = Weights(1.0, (Way(arriving_s=arriving, awaited_s=awaited),))
+    pipeline = Pipeline(microbatches, (1,), (1e9,), after_s=after)
+    found = least_step_seconds([], [Piece(1.0, 2.0, (weights,))], pipeline)
+    assert found == pytest.approx(waits + 3 * microbatches, rel=1e-5)
+
+
+def test_a_pipeline_waits_for_the_weights_of_its_first_stage() -> None:
+    """Of two equal layers, each with room in one stage: its own arrive in 8 s, of which its forward takes one."""
+    layers = equal_layers(2, Piece(1.0, 2.0, (Weights(1.0, (Way(0.0, 1.0, arriving_s=8.0),)),)))
+    for microbatches, body in ((1, 6.0), (4, 15.0)):
+        pipeline = Pipeline(microbatches, (min(2, microbatches), 1), (1.0, 1.0))
+        assert least_step_seconds(layers, [], pipeline) == pytest.approx(7 + body, rel=1e-5)

@@ -6,15 +6,16 @@ the seconds of its step's end, of which its last backward hides H_k <= B_k, and 
 
     T >= F_{<k} + body_k + E_k - H_k        T >= F_{<k} + B_{<k} + body_k + E_0 - H_0
 
-under 1F1B and GPipe; for other orders :mod:`autopart.solver.pipeline_orders` says the like.
+under 1F1B and GPipe, where F_{<k} + F_k of the first forward is no less than a_k, what arrives when a step begins
+(of one stage, and what is computed behind the last of that); for other orders :mod:`autopart.solver.pipeline_orders`
+says the like.
 
 What a stage has are pieces, of each the shares y_k over all stages add up to 1. With it come, at least:
 
 - a piece's seconds, forward and backward, and its parameters: bytes of weights on a rank, at levels of ZeRO, each with
   seconds that it adds to a microbatch, bytes held, seconds of the step's end and of sums in it, and seconds x in which
   replicas exchange it for a microbatch, of which g lie in the forward and h in the backward. All of that passes one
-  after another, and computing waits for it: F_k >= g_k, B_k >= h_k, F_k + B_k >= x_k, and T >= m x_k + c_k + a_k, with
-  a_k what arrives when a step begins;
+  after another, and computing waits for it: F_k >= g_k, B_k >= h_k, F_k + B_k >= x_k, and T >= m x_k + c_k + a_k;
 - the ways to run it, mixed as one likes: seconds more in the backward for bytes less that a microbatch keeps.
 
 One stage of a family of n layers holds besides, while one of them runs, what this takes r_o under its way o and divided
@@ -96,6 +97,8 @@ class _Stage:
     memory: _Terms = field(default_factory=dict)
     end: _Terms = field(default_factory=dict)
     sums: _Terms = field(default_factory=dict)
+    arriving: _Terms = field(default_factory=dict)  # when a step begins; and what the first forward waits for
+    awaited: _Terms = field(default_factory=dict)
     sent: _Terms = field(default_factory=dict)  # of a step; of a microbatch all, in the forward, and again
     exchanged: tuple[_Terms, _Terms, _Terms] = field(default_factory=lambda: ({}, {}, {}))
 
@@ -232,6 +235,7 @@ class _Program:
                 stage.memory[level] = self._bytes(number, way)
                 stage.extra[level] = way.seconds * per_byte
                 stage.end[level], stage.sums[level] = way.end_s * per_byte, (way.sum_s - way.late_s) * per_byte
+                stage.arriving[level], stage.awaited[level] = way.arriving_s * per_byte, way.awaited_s * per_byte
                 once = way.sum_s + way.arriving_s
                 stage.sent[level] = (self.pipeline.microbatches * way.sent_s + once) * per_byte
                 for terms, seconds in zip(stage.exchanged, (way.sent_s, way.gathered_s, way.again_s), strict=True):
@@ -383,12 +387,20 @@ class _Program:
             first = cuts.stop
         return found
 
+    def _starts(self, forward: Sequence[int], transfers: Sequence[float]) -> list[int]:
+        """By group, of the first forwards through all before it, and until its own waits no more for what arrives."""
+        found, after = self._ahead([{f: 1.0} for f in forward], transfers), self.pipeline.after_s / self.unit_s
+        for start, f, stage, group in zip(found, forward, self.stages, self.groups, strict=True):
+            if group.stages == 1 and any(stage.arriving.values()):
+                self._row({start: 1.0, f: 1.0, **_minus(stage.arriving)}, lower=after)
+                self._row({start: 1.0, **_minus(stage.awaited)}, lower=0.0)
+        return found
+
     def _in_turn(self, forward: Sequence[int], backward: Sequence[int], end: Sequence[int]) -> None:
         """Chains of 1F1B and GPipe."""
         there, back = self.pipeline.transfers(self.unit_s)
         both = [one + two for one, two in zip(there, back, strict=True)]
-        ahead_f = self._ahead([{f: 1.0} for f in forward], there)
-        ahead = self._ahead([{f: 1.0, b: 1.0} for f, b in zip(forward, backward, strict=True)], both)
+        starts, ahead_b = self._starts(forward, there), self._ahead([{b: 1.0} for b in backward], back)
         behind, first = [self._amount() for _ in forward], 0
         for number, group in enumerate(self.groups):
             f, b, e = forward[number], backward[number], end[number]
@@ -398,10 +410,11 @@ class _Program:
                 self._row({behind[number - 1]: 1.0, **after}, lower=math.fsum(inside))
             for chain in group.own:
                 own = {f: -chain.forward, b: -chain.backward, behind[number]: -chain.behind}
-                self._row({self.step: 1.0, ahead_f[number]: -1.0, e: -chain.end, **own}, lower=chain.sent)
+                self._row({self.step: 1.0, starts[number]: -1.0, e: -chain.end, **own}, lower=chain.sent)
             for chain in group.first if number else ():
                 own = {f: -chain.forward, b: -chain.backward, behind[number]: -chain.behind}
-                self._row({self.step: 1.0, ahead[number]: -1.0, end[0]: -1.0, **own}, lower=chain.sent)
+                own |= {starts[number]: -1.0, ahead_b[number]: -1.0, end[0]: -1.0}
+                self._row({self.step: 1.0, **own}, lower=chain.sent)
             first += group.stages
 
     def _ordered(self, forward: Sequence[int], backward: Sequence[int], end: Sequence[int]) -> None:
@@ -413,15 +426,14 @@ class _Program:
             later = self._amount()
             terms[later] = -1.0
             self._row({later: 2.0, b: -1.0}, upper=0.0)
-        ahead_f = self._ahead([{f: 1.0} for f in forward], there)
-        ahead_b = self._ahead(inputs, back)
+        starts, ahead_b = self._starts(forward, there), self._ahead(inputs, back)
         for chain in self.chains:
             first, *others = chain.groups
             if self.pipeline.order.steady:
                 own = {at[group]: -chain.own for at in (forward, backward) for group in chain.groups}
                 self._row({self.step: 1.0, **own, **{end[group]: -chain.end for group in chain.ends}}, lower=0.0)
                 continue
-            own = {self.step: 1.0, ahead_f[first]: -1.0, forward[first]: -chain.first}
+            own = {self.step: 1.0, starts[first]: -1.0, forward[first]: -chain.first}
             own |= {forward[group]: -chain.own for group in others}
             alone = own | {backward[group]: -chain.own for group in chain.groups}
             self._row(alone | {end[group]: -chain.end for group in chain.ends}, lower=chain.there_s)

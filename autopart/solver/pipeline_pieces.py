@@ -15,7 +15,7 @@ class Way:
     what is made when it is over. sent_s: seconds that replicas exchange something per microbatch, beside all else, but
     one message after another; of these gathered_s lie in the forward and again_s in the backward, the rest after it has
     begun. transient_bytes: beside all that, while it is used, beyond what a piece takes whatever its ways. arriving_s:
-    of a step, exchanged like that when it begins.
+    of a step, exchanged like that when it begins; awaited_s: of that what the first forward waits for before it begins.
     """
 
     seconds: float = 0.0
@@ -29,6 +29,7 @@ class Way:
     transient_bytes: float = 0.0
     late_s: float = 0.0
     arriving_s: float = 0.0
+    awaited_s: float = 0.0
 
     def times(self, count: float) -> Way:
         """Of so many, of which one is used at a time."""
@@ -126,7 +127,8 @@ class Family:
 class Pipeline:
     """in_flight, capacity_bytes: by stage, w_k and C_k. work: seconds of a microbatch in all stages together, at least,
     nothing computed again or exchanged for parameters. there, back: by cut, of a transfer between neighbours; none: 0.
-    order: None: of 1F1B or GPipe, with a stage on each rank.
+    order: None: of 1F1B or GPipe, with a stage on each rank. after_s: of one stage, seconds of a forward from the op on
+    that is the last to read a parameter for the first time.
     """
 
     microbatches: int
@@ -136,6 +138,7 @@ class Pipeline:
     there: tuple[float, ...] = ()
     back: tuple[float, ...] = ()
     order: Order | None = None
+    after_s: float = 0.0
 
     @property
     def stages(self) -> int:

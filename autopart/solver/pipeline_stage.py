@@ -192,7 +192,7 @@ def _ending(piece: Piece) -> Piece:
 
 def _endless(piece: Piece) -> Piece:
     def of(way: Way) -> Way:
-        return replace(way, end_s=0.0, sum_s=0.0, late_s=0.0, arriving_s=0.0)
+        return replace(way, end_s=0.0, sum_s=0.0, late_s=0.0, arriving_s=0.0, awaited_s=0.0)
 
     return _with(piece, of)
 
