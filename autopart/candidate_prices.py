@@ -293,13 +293,16 @@ class CandidatePrices(CandidateSettings):
         return [own * part[owner] for owner, own in zip(owners, sent, strict=True)]
 
     def _gradient_bytes(self, config: Degrees, choice: TensorChoice) -> list[float]:
-        """Of each block's trained parameters on one rank, where no replicas divide them; candidates share it."""
-        key = self._priced_by(config, choice)
+        """Of each block's trained parameters on one rank, where no replicas divide them; candidates share it.
+
+        What several blocks of the only stage read has one gradient, of several stages it may have one in each.
+        """
+        key = config.pp == 1, self._priced_by(config, choice)
         if key not in self._gradients:
             setting, found = self.setting(config), [0.0] * len(self.analysis.blocks)
             for node, blocks in self.readers.items():
                 if node.meta.get("trainable"):
-                    for index in blocks:
+                    for index in blocks[:1] if config.pp == 1 else blocks:
                         found[index] += self._held(node, choice, setting)
             self._gradients[key] = found
         return self._gradients[key]

@@ -172,8 +172,7 @@ class CandidateSums(CandidateLayers):
                 if level is not None:
                     held = size / config.tp
                     seconds += data.prices.optimizer_seconds(held / config.dp if level else held)
-                    for block in blocks:
-                        adding[block] += data.adding_seconds(held, level)
+                    adding[blocks[0]] += data.adding_seconds(held, level)  # once, if all are in one stage
                 if len(blocks) == 1:
                     ends[blocks[0]] += seconds
                 else:

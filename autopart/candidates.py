@@ -372,8 +372,9 @@ class Candidates(CandidateStages):
             floor = max(floor, self.work_floor(whose)) if sums else floor
         else:
             floor = self.work_floor(whose)
-        # without other strategies what holds for these choices holds for the candidate
-        alone = choice.solution is None and not self._divides(config)
+        # without other strategies what holds for these choices holds for the candidate, but for what replicas exchange,
+        # of which more may pass unseen
+        alone = choice.solution is None and not self._divides(config) and not (self.zero and config.dp > 1)
         complete = self.positions.complete
         for attempt in range(tightenings + 1):
             least = self._least_seconds(config, choice) if below < math.inf else 0.0

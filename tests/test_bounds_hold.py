@@ -1,0 +1,74 @@
+"""No plan takes less than what is said of its configuration: of all that replicas exchange some passes unseen."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+
+import autopart.planner
+from autopart.analysis import Analysis, analyze
+from autopart.cluster import Cluster
+from autopart.planner import make_plan
+from autopart.runtime.errors import PlanError
+from autopart.solver.search import NotBetter, search
+from autopart.tracing import capture
+from families import family
+
+DEGREES = [
+    (pp, dp, tp, microbatches)
+    for pp, dp, tp, microbatches in itertools.product((1, 2), (2, 4), (1, 2), (1, 2))
+    if pp * dp * tp == 4
+]
+
+
+@functools.lru_cache(maxsize=1)
+def analysis_of(name: str) -> Analysis:
+    item = family(name)
+    return analyze(capture(item.build(), (), item.inputs(item.batch), check_eval=False))
+
+
+def bounds_of(found: list[float]) -> Any:
+    """A search that keeps what it is told of configurations, before anything of a plan found joins it."""
+
+    def noting(configs: Any, evaluate: Any, lower_bound: Any, **given: Any) -> Any:
+        def evaluated(config: Any, below: float) -> Any:
+            try:
+                evaluation = evaluate(config, below)
+            except NotBetter as error:
+                found.append(error.bound)
+                raise
+            found.append(evaluation.bound)
+            return evaluation
+
+        def noted(of: Any) -> Any:
+            def kept(*asked: Any) -> float:
+                found.append(of(*asked))
+                return found[-1]
+
+            return kept
+
+        more = {name: noted(given[name]) for name in ("refine", "tighten")}
+        return search(configs, evaluated, noted(lower_bound), **(given | more))
+
+    return noting
+
+
+@pytest.mark.parametrize("cluster", ["2x2xRTX-4090", "2x2xV100-16GB@Ethernet-10"])
+@pytest.mark.parametrize("level", [None, 1, 2, 3])
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_no_plan_takes_less(name: str, level: int | None, cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    analysis, tried = analysis_of(name), 0
+    for pp, dp, tp, microbatches in DEGREES:
+        found: list[float] = []
+        monkeypatch.setattr(autopart.planner, "search", bounds_of(found))
+        limits: dict[str, Any] = {"pp": pp, "dp": dp, "tp": tp, "microbatches": microbatches, "zero": level}
+        try:
+            plan = make_plan(analysis.program, Cluster.parse(cluster), analysis=analysis, batch=16, **limits)
+        except PlanError:
+            continue
+        tried += 1
+        assert max(found) <= plan.step_time_s * (1 + 1e-9), limits
+    assert tried > len(DEGREES) / 2
