@@ -226,7 +226,8 @@ class CandidatePrices(CandidateSettings):
                 moving = self.moving_seconds(config, choice, node)
                 known[alike] = exchanged, summed, moving, self._held(node, choice, setting)
             exchanged, summed, moving, size = known[alike]
-            for index in found:
+            # below level 3 what several blocks of the only stage read has one gradient, of several stages maybe more
+            for index in found[:1] if level < 3 and config.pp == 1 else found:
                 costs[index].forward_s += moving[0]
                 costs[index].backward_s += moving[1]
                 for seconds, own in zip(sent, exchanged, strict=True):
@@ -293,10 +294,7 @@ class CandidatePrices(CandidateSettings):
         return [own * part[owner] for owner, own in zip(owners, sent, strict=True)]
 
     def _gradient_bytes(self, config: Degrees, choice: TensorChoice) -> list[float]:
-        """Of each block's trained parameters on one rank, where no replicas divide them; candidates share it.
-
-        What several blocks of the only stage read has one gradient, of several stages it may have one in each.
-        """
+        """Of each block's trained parameters on one rank, where no replicas divide them; candidates share it."""
         key = config.pp == 1, self._priced_by(config, choice)
         if key not in self._gradients:
             setting, found = self.setting(config), [0.0] * len(self.analysis.blocks)

@@ -83,12 +83,12 @@ def test_as_many_bytes_are_added_as_are_priced(microbatches: int, zero: int, tmp
     )
     assert found == [pytest.approx(seconds * microbatches * MEMORY / 3)] * REPLICAS
     assert (seconds > 0) == (microbatches > 1)
-    # and that is in the backward, for each block that reads one
+    # and that is in the backward, once for all blocks that read one
     alone = of._block_costs.costs(setting.prices, choice.strategies, choice.storage, setting.conversions)
     blocks = of.problem(config, choice).blocks
     backward = sum(block.backward_s for block in blocks) - sum(cost.backward_s for cost in alone)
-    added = sum(of.moving_seconds(config, choice, node)[1] * len(of.readers[node]) for node in trained)
-    exchanged = sum(of._exchange_seconds(setting, choice, node, zero)[1] * len(of.readers[node]) for node in trained)
+    added = sum(of.moving_seconds(config, choice, node)[1] for node in trained)
+    exchanged = sum(of._exchange_seconds(setting, choice, node, zero)[1] for node in trained)
     assert added * (1 - 1e-9) <= backward <= (added + exchanged) * (1 + 1e-9) and added >= seconds
     assert (exchanged > 0) == (zero == 2)
 
