@@ -141,10 +141,7 @@ class VirtualMeshes:
         candidates = unlike.candidates
         positions = tuple(candidates.positions.sets[number] for number in unlike.prices.positions)
         free = (Cut(),) * len(positions)
-        shapes = tuple(
-            replace(own, cuts=(*own.cuts, free), overhead_bytes=own.overhead_bytes / config.virtual)
-            for own in (item.shape for item in priced)
-        )
+        shapes = tuple(replace(item.shape, cuts=(*item.shape.cuts, free)) for item in priced)
         of_stage = [row[place] for place in places]
         pairs = {}
         for first, second in itertools.pairwise(of_stage):

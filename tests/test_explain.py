@@ -356,6 +356,7 @@ def test_in_what_a_model_is_another(program: Any, plan: Plan) -> None:
     [
         {"pp": 4, "dp": 1, "tp": 1, "schedule": "1f1b"},
         {"pp": 2, "dp": 1, "tp": 2, "schedule": "interleaved"},
+        {"pp": 2, "schedule": "interleaved", "meshes": "unlike"},
         {"pp": 1, "dp": 4, "tp": 1, "zero": 0},
         {"pp": 1, "dp": 4, "tp": 1, "zero": 1},
         {"pp": 1, "dp": 4, "tp": 1, "zero": 2},
