@@ -3,8 +3,9 @@
 As :mod:`autopart.runtime.data_weights` runs it. A unit of level 3 is gathered when the one before it, in the pass, has
 arrived, the first when it is read; in the backward once more, where something keeps its weights. A unit's gradients
 are summed once all of them are made, level 2's as a message of them is full. What sums is waited for before the next
-one of its level starts, and at the end of the step: that of a backward's last, which the next microbatch hides, is
-spread over all. Messages pass one after another, in the order in which they are begun.
+one of level 3 starts, of level 2 before one for which there is no room beside it, and at the end of the step: that of a
+backward's last, which the next microbatch hides, is spread over all. Messages pass one after another, in the order in
+which they are begun.
 
 Whole weights of levels 1 and 2 arrive when a step begins. In the first stage some messages are on their way at once:
 the first begin with the call, others when one before them is read, and the first forward waits for what it reads.
@@ -24,9 +25,9 @@ from autopart.cost.communication import ALL_GATHER, REDUCE_SCATTER, collective_s
 from autopart.cost.devices import Link
 from autopart.exchanges import Exchanges
 from autopart.passes.data_axis import UnitMessages
-from autopart.runtime.data_weights import sent_ahead
+from autopart.runtime.data_weights import sent_ahead, summed_beside
 
-_Sent = Sequence[tuple[float, float]]
+_Sent = Sequence[tuple[float, float, int]]
 _NOTHING: Mapping[int, _Sent] = {}
 
 
@@ -48,12 +49,13 @@ class Computed:
 
 @dataclass(slots=True)
 class _Messages:
-    """Those of one pass. waited: seconds by which computing waited for them so far."""
+    """Those of one pass. limit: bytes that fill one. waited: seconds by which computing waited for them so far."""
 
+    limit: int
     waited: float = 0.0
     _busy: float = 0.0
     _gathered: float | None = None  # when the message that was begun ahead has arrived
-    _summed: dict[int, float] = field(default_factory=dict)  # by level, when its last sum is over
+    _summed: dict[int, list[tuple[float, int]]] = field(default_factory=dict)  # by level, when sums end; their bytes
 
     def begin(self, now: float, seconds: float) -> float:
         """When a message that is begun now has passed."""
@@ -71,14 +73,18 @@ class _Messages:
         now = self.wait(at, end)
         self._gathered = None if following is None else self.begin(now, following)
 
-    def sum(self, at: float, seconds: float, level: int) -> None:
+    def sum(self, at: float, seconds: float, size: int, level: int) -> None:
         """Gradients are made."""
-        self._summed[level] = self.begin(self.wait(at, self._summed.get(level, 0.0)), seconds)
+        flying, now = self._summed.setdefault(level, []), at + self.waited
+        while flying and (level == 3 or not summed_beside([own for _, own in flying], size, self.limit)):
+            now = self.wait(at, flying.pop(0)[0])
+        flying.append((self.begin(now, seconds), size))
 
     def end(self, at: float, microbatches: int) -> float:
         """Seconds of the pass, of which ``at`` without messages."""
         here = at + self.waited
-        return here + max([0.0, *(end - here for end in self._summed.values())]) / microbatches
+        ends = (flying[-1][0] for flying in self._summed.values())
+        return here + max([0.0, *(end - here for end in ends)]) / microbatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +99,11 @@ class DataClock:
     def passes(self, forward: Computed, backward: Computed) -> tuple[float, float, float]:
         """Seconds of the forward and of the backward with what replicas exchange, and what of that passes unseen."""
         units = self.exchanged.units
-        gathers = [(_start(unit, forward), self._seconds(ALL_GATHER, unit.gathered)) for unit in units]
-        again = [(_start(unit, backward), self._seconds(ALL_GATHER, unit.gathered_again)) for unit in units]
-        sums = [(_last(unit.readers, backward), self._seconds(REDUCE_SCATTER, unit.summed)) for unit in units]
+        gathers = [self._event(_start(unit, forward), ALL_GATHER, unit.gathered) for unit in units]
+        again = [self._event(_start(unit, backward), ALL_GATHER, unit.gathered_again) for unit in units]
+        sums = [self._event(_last(unit.readers, backward), REDUCE_SCATTER, unit.summed) for unit in units]
         full = list(self._full(backward))
-        whole = sum(seconds for _, seconds in (*gathers, *again, *sums, *full))
+        whole = sum(seconds for _, seconds, _ in (*gathers, *again, *sums, *full))
         if not whole:
             return forward.seconds, backward.seconds, 0.0
         there, back = self._pass(forward, gathers), self._pass(backward, again, {2: full, 3: sums})
@@ -119,6 +125,7 @@ class DataClock:
         )
         left, flying = list(range(len(messages))), dict[int, float]()  # to be sent; when those on their way are there
         busy = waited = 0.0
+        window = self.exchanged.read + self.exchanged.limit
 
         def send(number: int, now: float) -> None:
             nonlocal busy
@@ -126,9 +133,7 @@ class DataClock:
             busy = flying[number] = max(busy, now) + self._seconds(ALL_GATHER, messages[number].size)
 
         def send_ahead(now: float) -> None:
-            while left and sent_ahead(
-                [messages[number].size for number in flying], messages[left[0]].size, self.exchanged.window
-            ):
+            while left and sent_ahead([messages[number].size for number in flying], messages[left[0]].size, window):
                 send(left[0], now)
 
         send_ahead(0.0)
@@ -139,25 +144,29 @@ class DataClock:
             send_ahead(at + waited)
         return waited
 
-    def _full(self, backward: Computed) -> Iterator[tuple[float, float]]:
+    def _full(self, backward: Computed) -> Iterator[tuple[float, float, int]]:
         """Level 2's sums, and when their messages are full and those before them."""
         full = 0.0
         for message in self.exchanged.scattered:
             full = max(full, _last(message.readers, backward))
-            yield full, self._seconds(REDUCE_SCATTER, message.size)
+            yield self._event(full, REDUCE_SCATTER, message.size)
 
     def _pass(self, computed: Computed, gathers: _Sent, sums: Mapping[int, _Sent] = _NOTHING) -> float:
-        """gathers: when a unit is read, sums: by level when gradients are made, with seconds of the message."""
+        """gathers: when a unit is read, sums: by level when gradients are made; seconds and bytes of the message."""
         gathers = sorted(event for event in gathers if event[1])
-        messages, following = _Messages(), [*(seconds for _, seconds in gathers[1:]), None]
-        events = [(at, 0, seconds) for at, seconds in gathers]
-        events += [(at, level, seconds) for level, found in sums.items() for at, seconds in found if seconds]
-        for at, level, seconds in sorted(events):
+        messages = _Messages(self.exchanged.limit)
+        following = [*(seconds for _, seconds, _ in gathers[1:]), None]
+        events = [(0, event) for event in gathers]
+        events += [(level, event) for level, found in sums.items() for event in found if event[1]]
+        for level, (at, seconds, size) in sorted(events, key=lambda item: (item[1][0], item[0])):
             if level:
-                messages.sum(at, seconds, level)
+                messages.sum(at, seconds, size, level)
             else:
                 messages.gather(at, seconds, following.pop(0))
         return messages.end(computed.seconds, self.microbatches)
+
+    def _event(self, at: float, kind: str, size: int) -> tuple[float, float, int]:
+        return at, self._seconds(kind, size), size
 
     def _seconds(self, kind: str, size: int) -> float:
         return collective_seconds(kind, size, self.replicas, self.link) if size else 0.0

@@ -49,8 +49,8 @@ class Exchanges:
 
     axes: those of a microbatch by axis. units: of them what replicas exchange for parameters that are gathered at use,
     in order; scattered: messages of the gradients of others that they divide, in each backward (level 2). arriving: of
-    whole weights, when a step begins (levels 1 and 2), and window: bytes of these that are on their way at once. All in
-    the order of sending.
+    whole weights, when a step begins (levels 1 and 2). All in the order of sending. limit: bytes that fill a message;
+    read: the most of whole weights that one statement reads.
     """
 
     microbatch: Collectives
@@ -59,7 +59,8 @@ class Exchanges:
     units: Sequence[UnitMessages]
     scattered: Sequence[Message]
     arriving: Sequence[Message]
-    window: int = 0
+    limit: int = 0
+    read: int = 0
 
 
 def exchanges(
@@ -167,8 +168,8 @@ def _of_stage(
     learning = learning_at(in_order, stage.index, own)
     scattered = _scattered(learning, graph, mesh[0][1], axes, bucket_bytes) if mesh[0][1] > 1 else []
     arriving = _arriving(home, statements, axes, bucket_bytes) if mesh[0][1] > 1 else []
-    window = bucket_bytes + _most_read(home, statements, axes) if arriving else 0
-    return Exchanges(microbatch, step, by_axis, messages, scattered, arriving, window)
+    read = _most_read(home, statements, axes)
+    return Exchanges(microbatch, step, by_axis, messages, scattered, arriving, bucket_bytes, read)
 
 
 def _scattered(

@@ -11,8 +11,8 @@ level  all step     while one is made    which is
 =====  ===========  ===================  ====================================================================
 0      -            c                    the message beside its gradients (one alone is its own message)
 1      G / r        k                    what arrives, until the end of the step; the same
-2      -            n + d + d / r        gradients, with their message where it is a copy (n is b, b' or 2 k);
-                                         and the message before, with what arrives (d is b', b or the other)
+2      -            n + d + d / r        gradients, with messages before and what arrives (n is b or b', d the other
+                                         and b' or 2 l); or with their own, a copy (n is 2 k), and what is left then
 3      -            -                    what is gathered and summed layer by layer is counted with the layer
 =====  ===========  ===================  ====================================================================
 
@@ -32,6 +32,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from autopart.runtime.data_weights import AHEAD
 
 Bytes = float | NDArray[np.float64]
 """Of one stage, or of several at once."""
@@ -94,11 +96,19 @@ def message_bytes(parameters: Iterable[Alike], replicas: int, summed: float, lim
         elif alike.level == 1:
             making = np.maximum(making, np.maximum(copied + converted(copied), converted(first)))
         elif alike.level == 2:
-            making = np.maximum(making, first + converted(first) + sent * beside)
-            making = np.maximum(making, beside + converted(beside) + sent * first)
-            making = np.maximum(making, 2 * copied + converted(copied) + sent * np.where(copied < first, first, beside))
-            making = np.maximum(making, 2 * other + converted(other) + sent * first)
+            room = AHEAD * limit / summed  # of gradients whose messages are on their way beside the largest
+            most = np.maximum(beside, room)
+            # where few are all on their way, the first may be made beside that of the microbatch before
+            again = np.where(whole - first <= most, first, beside)
+            for made, largest in ((first, again), (beside, first)):
+                making = np.maximum(making, made + sent * np.minimum(whole, largest + most))
+            apart = np.where(copied < first, first, beside)
+            kinds = (1, first, beside), (1, beside, first), (2, copied, apart), (2, other, first)
+            for copies, made, largest in kinds:  # beside what was not waited for first
+                flying = np.maximum(largest, room + np.maximum(0.0, largest - made))
+                flying = sent * np.minimum(whole - made, flying)
+                making = np.maximum(making, copies * made + converted(made) + flying)
         if alike.level in (1, 2):
-            flying = np.minimum(whole, np.maximum(first + beside, alike.read + limit)) * (1 + 1 / replicas)
-            arriving = arriving + np.maximum(0.0, flying - (whole if alike.level == 1 else whole / replicas))
+            coming = np.minimum(whole, np.maximum(first + beside, alike.read + limit)) * (1 + 1 / replicas)
+            arriving = arriving + np.maximum(0.0, coming - (whole if alike.level == 1 else whole / replicas))
     return np.maximum(making, arriving)

@@ -118,7 +118,7 @@ def peak(
     reached = reached_by_gradients(roots)
 
     def back(
-        there: Set[str], summing: bool, order: Sequence[Unit], carried: Mapping[int, Scattered] | None
+        there: Set[str], summing: bool, order: Sequence[Unit], carried: Mapping[int, Sequence[Scattered]] | None
     ) -> tuple[Back, Walk]:
         one = walk.back(there, summing)
         one.holding.expected = order
@@ -133,9 +133,9 @@ def peak(
     first, one = back(there, False, order, None)
     backs = {(0, False, False): first}
     known = [frozenset(there)]  # which gradients are there when a microbatch goes back, by how many did before
-    on_its_way = one.holding.unsettled or None
+    on_its_way = {level: messages for level, messages in one.holding.unsettled.items() if messages} or None
     every = frozenset(node.meta["name"] for node in graph.nodes if is_parameter(node))
-    coming = {name for message in (on_its_way or {}).values() for name in message.names}
+    coming = {name for message in one.holding.flying_sums for name in message.names}
     known += [every] if on_its_way is None else [every - coming | one.holding.there, every]
     for before, own in enumerate(known):
         # own messages are on their way, if other stages' did not settle them

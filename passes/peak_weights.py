@@ -4,7 +4,8 @@ As :mod:`autopart.runtime.data_weights` and :mod:`autopart.runtime.gradients` do
 gathers a *unit*; the next one is on its way meanwhile. Each is let go when the next is used, in the backward when its
 gradients have been put into a message. Levels 1 and 2: whole weights arrive at the start of a call, some messages on
 their way at once, each beside the weights that it is copied into when the first of them is read. Gradients of levels 2
-and 3 are scattered in every backward; what arrives is added up when the next message of the level is started.
+and 3 are scattered in every backward; what arrives is added up when the next message of level 3 is started, of level 2
+when there is no room beside it. At the first of a backward all that is of the one before is.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from autopart.runtime.buckets import (
     summed_over,
     tensor_bytes,
 )
-from autopart.runtime.data_weights import sent_ahead
+from autopart.runtime.data_weights import sent_ahead, summed_beside
 from autopart.runtime.manifest import ParameterSpec
 
 
@@ -232,7 +233,7 @@ class Holding:
     left: Counter[Gathering] = field(default_factory=Counter)  # gradients to come
     made: dict[Gathering, dict[fx.Node, float]] = field(default_factory=dict)
     started: int = 0  # buckets of level 2
-    unsettled: dict[int, Scattered] = field(default_factory=dict)  # by level, what is on its way
+    unsettled: dict[int, list[Scattered]] = field(default_factory=dict)  # by level, what is on its way
     carried: set[int] = field(default_factory=set)  # levels of which it is of the backward before
     unsettled_most: float | None = None  # bytes, before the first time that what is on its way is settled
     gradients: float = 0.0  # of shares, new ones
@@ -327,8 +328,8 @@ class Holding:
                 self.add(-unit.whole)
 
     def end(self) -> None:
-        """No whole weight outlives the pass. In a backward the last message of a level stays on its way."""
-        self.gradients += sum(message.shares for message in self.unsettled.values() if self.is_new(message))
+        """No whole weight outlives the pass. In a backward the last messages of a level stay on their way."""
+        self.gradients += sum(message.shares for message in self.flying_sums if self.is_new(message))
         for unit in list(self.held):
             self.free(unit)
         for unit in (*self.coming, *self.flying):
@@ -339,7 +340,11 @@ class Holding:
     @property
     def tail(self) -> float:
         """Bytes on their way after a backward, beside gradients."""
-        return sum(map(self.on_its_way, self.unsettled.values()))
+        return sum(map(self.on_its_way, self.flying_sums))
+
+    @property
+    def flying_sums(self) -> list[Scattered]:
+        return [message for messages in self.unsettled.values() for message in messages]
 
     def is_new(self, message: Scattered) -> bool:
         """Whether some of its shares have no gradients yet: what arrives becomes these, in one tensor."""
@@ -390,6 +395,8 @@ class Holding:
     def send(self, message: Scattered, gradients: float, level: int) -> None:
         """gradients: their bytes, which autograd holds at level 3 until the message is on its way."""
         used = level == 3
+        if not used:
+            self.make_room(message)
         self.add(0.0 if message.alone else message.whole)
         if message.converted:
             self.add(message.converted)
@@ -397,27 +404,38 @@ class Holding:
         same = message.alone and not message.converted
         if not used:
             self.add(0.0 if same else message.last - gradients)
-            self.settle(level)
         self.add(message.own)
         if self.copies:
             self.add(message.sent)
             self.add(-message.sent)
         if not same:
             self.add(-gradients if used else -message.last)
-        self.unsettled[level] = message
+        self.unsettled.setdefault(level, []).append(message)
 
-    def carry(self, messages: Mapping[int, Scattered]) -> None:
+    def carry(self, messages: Mapping[int, Sequence[Scattered]]) -> None:
         """Messages of the backward before are on their way, by level."""
-        self.unsettled, self.carried = dict(messages), set(messages)
+        self.unsettled, self.carried = {level: list(own) for level, own in messages.items()}, set(messages)
         self.add(self.tail)
 
+    def make_room(self, message: Scattered) -> None:
+        """For one of level 2."""
+        if self.unsettled_most is None or 2 in self.carried:
+            self.settle(2)
+        flying = self.unsettled.get(2, [])
+        while flying and not summed_beside([own.sent for own in flying], message.sent, self.code.bucket_bytes):
+            self.settle_first(2)
+
     def settle(self, level: int) -> None:
-        """What has arrived becomes the shares' gradients, or is added to them."""
+        """All that is on its way is waited for."""
         if self.unsettled_most is None:
             self.unsettled_most = self.most()
-        message = self.unsettled.pop(level, None)
-        if message is None:
-            return
+        while self.unsettled.get(level):
+            self.settle_first(level)
+        self.carried.discard(level)
+
+    def settle_first(self, level: int) -> None:
+        """What has arrived becomes the shares' gradients, or is added to them."""
+        message = self.unsettled[level].pop(0)
         self.add(-message.sent)
         if message.converted:
             self.add(message.shares)
@@ -427,4 +445,3 @@ class Holding:
         elif level not in self.carried:
             self.gradients += message.shares
         self.there |= message.names
-        self.carried.discard(level)

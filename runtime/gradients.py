@@ -3,7 +3,8 @@
 Sums over replicas start during the last microbatch's backward (ZeRO-2: during each), as the gradients of a bucket
 become final, and always in the order of the buckets (:mod:`autopart.runtime.buckets`), so that all replicas make the
 same calls in the same order. At the end of the step those start that are incomplete, because no gradient reached some
-parameter.
+parameter. Of ZeRO-2's some are on their way at once (:func:`autopart.runtime.data_weights.summed_beside`), so that a
+backward goes on beside a large one; those of the backward before have ended when a backward sends its first.
 """
 
 from __future__ import annotations
@@ -18,9 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopart.runtime.buckets import BUCKET_BYTES, Bucket, gradient_buckets, learning_at, tied_buckets, ties_of
+from autopart.runtime.buckets import (
+    BUCKET_BYTES,
+    Bucket,
+    gradient_buckets,
+    learning_at,
+    summed_bytes,
+    tied_buckets,
+    ties_of,
+)
 from autopart.runtime.collectives import scatter_message, sum_in_place, sum_message
-from autopart.runtime.data_weights import Pass, Weights, add_gradient, in_sum_type
+from autopart.runtime.data_weights import Pass, Weights, add_gradient, in_sum_type, summed_beside
 from autopart.runtime.flat import FlatShares
 from autopart.runtime.hooks import weakly
 from autopart.runtime.manifest import Manifest, ParameterSpec
@@ -50,6 +59,7 @@ class _Sum:
     message: Tensor
     work: dist.Work
     axes: list[Axis]
+    sent: int = 0  # bytes
 
 
 class GradientSums:
@@ -79,7 +89,8 @@ class GradientSums:
         self._always: dict[int, _Queue] = {}  # ZeRO-2: started in every one, by stage
         self._divided: list[Bucket] = []  # ZeRO-2 and -3: partial sums of what is divided already
         self._sums: list[_Sum] = []
-        self._scattering: _Sum | None = None
+        self._scattering: list[_Sum] = []  # ZeRO-2
+        self._before = False  # whether they are of the backward before
         self._stages_of: dict[int, list[int]] = {}  # by leaf: the stages in which it has gradients
         self._passes_left: Counter[tuple[Pass, int]] = Counter()  # to come, that of now included
         self._now: tuple[Pass, int] | None = None
@@ -93,7 +104,7 @@ class GradientSums:
         for bucket in self._whole_buckets():
             for spec in bucket.specs:
                 self._leaf(spec).grad = None
-        self._sums, self._scattering = [], None
+        self._sums, self._scattering = [], []
         kinds: dict[Work, Pass] = {Work.BACKWARD: "backward", Work.WEIGHT: "weight"}
         self._passes_left = Counter((kinds[a.work], a.stage) for a in actions if a.work in kinds)
 
@@ -155,7 +166,7 @@ class GradientSums:
         if kind == "forward":
             yield
             return
-        self._now = kind, stage
+        self._now, self._before = (kind, stage), True
         try:
             yield
         finally:
@@ -186,25 +197,34 @@ class GradientSums:
             axes = [data, *axes] if data.size > 1 else axes
             self._sums.append(_Sum(specs, layout, message, sum_message(message, axes[0], "update"), axes[1:]))
             return
+        if bucket.zero == 2:
+            self._make_room(sum(summed_bytes(spec, g.nbytes) for spec, g in zip(specs, made, strict=True)))
         message = in_sum_type(layout.whole_message(made), specs[0])
         del made
+        sent = message.nbytes
         if bucket.zero == 1:
             work, message = scatter_message(message, data, "update")
             self._sums.append(_Sum(specs, layout, message, work, axes))
         else:
-            self._settle()
             work, message = scatter_message(message, data, "backward")
-            self._scattering = _Sum(specs, layout, message, work, [])
+            self._scattering.append(_Sum(specs, layout, message, work, [], sent))
 
     def _layout(self, specs: Sequence[ParameterSpec]) -> FlatShares:
         shapes = [self._parameters[spec.name].shape for spec in specs]
         return FlatShares(shapes, [spec.data_dim for spec in specs], self._mesh.data.size)
 
+    def _make_room(self, size: int) -> None:
+        """Ends ZeRO-2's sums, the first ones first, beside which no message of so many bytes is sent."""
+        if self._before:
+            self._settle()
+            self._before = False
+        while self._scattering and not summed_beside([s.sent for s in self._scattering], size, self._bucket_bytes):
+            self._finish(self._scattering.pop(0))
+
     def _settle(self) -> None:
-        """Ends ZeRO-2's sum that is on its way."""
-        if self._scattering is not None:
-            self._finish(self._scattering)
-            self._scattering = None
+        """Ends ZeRO-2's sums that are on their way."""
+        while self._scattering:
+            self._finish(self._scattering.pop(0))
 
     def _finish(self, found: _Sum) -> None:
         found.work.wait()

@@ -45,9 +45,10 @@ def clock(
     microbatches: int = 1,
     scattered: list[Message] | None = None,
     arriving: list[Message] | None = None,
-    window: int = 0,
+    limit: int = 0,
+    read: int = 0,
 ) -> DataClock:
-    exchanged = Exchanges({}, {}, {}, found, scattered or [], arriving or [], window)
+    exchanged = Exchanges({}, {}, {}, found, scattered or [], arriving or [], limit, read)
     return DataClock(exchanged, 2, Link("any", 1.0, 0.0), microbatches)
 
 
@@ -210,4 +211,14 @@ def test_messages_of_the_next_layer_are_on_their_way_together(window: int, waite
     found = units((0, 0, 0), (0, 0, 0), (0, 0, 0))
     forward, _ = computed(found, [5.0] * 3)
     messages = [Message(2, unit.readers) for unit in found for _ in range(3)]
-    assert clock([], arriving=messages, window=window).arrival(forward, 0.0) == pytest.approx(waited)
+    assert clock([], arriving=messages, read=window).arrival(forward, 0.0) == pytest.approx(waited)
+
+
+@pytest.mark.parametrize(("limit", "exposed"), [(0, 5 + 1), (1, 1)])
+def test_a_backward_goes_on_beside_a_large_message(limit: int, exposed: int) -> None:
+    """Four layers of 10 s back: the first message takes 25 s, of those behind it the second need not wait for it."""
+    layers = units(*[(0, 0, 0)] * 4)
+    messages = [Message(size, unit.readers) for size, unit in zip((25, 1, 1, 1), reversed(layers), strict=True)]
+    there, back, hidden = clock([], scattered=messages, limit=limit).passes(*computed(layers, [5.0] * 4))
+    assert (there, back) == pytest.approx((20, 40 + exposed))
+    assert hidden == pytest.approx(28 - exposed)
