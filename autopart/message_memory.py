@@ -12,7 +12,7 @@ level  all step     while one is made    which is
 0      -            c                    the message beside its gradients (one alone is its own message)
 1      G / r        k                    what arrives, until the end of the step; the same
 2      -            n + d + d / r        gradients, with messages before and what arrives (n is b or b', d the other
-                                         and b' or 2 l); or with their own, a copy (n is 2 k), and what is left then
+                                         and 4 l); or with their own, a copy (n is 2 k), and what is left then
 3      -            -                    what is gathered and summed layer by layer is counted with the layer
 =====  ===========  ===================  ====================================================================
 
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopart.runtime.data_weights import AHEAD
+from autopart.runtime.data_weights import BESIDE
 
 Bytes = float | NDArray[np.float64]
 """Of one stage, or of several at once."""
@@ -96,16 +96,15 @@ def message_bytes(parameters: Iterable[Alike], replicas: int, summed: float, lim
         elif alike.level == 1:
             making = np.maximum(making, np.maximum(copied + converted(copied), converted(first)))
         elif alike.level == 2:
-            room = AHEAD * limit / summed  # of gradients whose messages are on their way beside the largest
-            most = np.maximum(beside, room)
+            room = BESIDE * limit / summed  # of gradients whose messages are on their way beside the largest
             # where few are all on their way, the first may be made beside that of the microbatch before
-            again = np.where(whole - first <= most, first, beside)
+            again = np.where(whole - first <= room, first, beside)
             for made, largest in ((first, again), (beside, first)):
-                making = np.maximum(making, made + sent * np.minimum(whole, largest + most))
+                making = np.maximum(making, made + sent * np.minimum(whole, largest + room))
             apart = np.where(copied < first, first, beside)
             kinds = (1, first, beside), (1, beside, first), (2, copied, apart), (2, other, first)
             for copies, made, largest in kinds:  # beside what was not waited for first
-                flying = np.maximum(largest, room + np.maximum(0.0, largest - made))
+                flying = np.maximum(room, np.where(made <= room, largest + room - made, 0.0))
                 flying = sent * np.minimum(whole - made, flying)
                 making = np.maximum(making, copies * made + converted(made) + flying)
         if alike.level in (1, 2):

@@ -44,7 +44,9 @@ from autopart.runtime.mesh import Axis, Mesh
 from autopart.runtime.traffic import Phase
 
 AHEAD = 2
-"""Messages of levels 1 and 2 that are on their way at once, however large."""
+"""Messages of whole weights of levels 1 and 2 that are on their way at once, however large."""
+BESIDE = 4
+"""As many bytes of level 2's gradients as fill so many messages are on their way beside the largest."""
 
 # A microbatch's way through a stage. weight: what a split backward has left for later.
 Pass = Literal["forward", "backward", "weight"]
@@ -59,9 +61,9 @@ def sent_ahead(flying: Sequence[float], size: float, window: float) -> bool:
 
 def summed_beside(flying: Sequence[float], size: float, limit: float) -> bool:
     """Whether a message of level 2's gradients is sent beside others on their way. flying: bytes of these. limit: that
-    fill a message. Beside the largest of all there are ``AHEAD`` times as many, or one message.
+    fill a message.
     """
-    return len(flying) < AHEAD or sum(flying) + size - max(*flying, size) <= AHEAD * limit
+    return sum(flying) + size - max([*flying, size]) <= BESIDE * limit
 
 
 @dataclass(eq=False, slots=True)

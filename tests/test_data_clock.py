@@ -214,9 +214,9 @@ def test_messages_of_the_next_layer_are_on_their_way_together(window: int, waite
     assert clock([], arriving=messages, read=window).arrival(forward, 0.0) == pytest.approx(waited)
 
 
-@pytest.mark.parametrize(("limit", "exposed"), [(0, 5 + 1), (1, 1)])
+@pytest.mark.parametrize(("limit", "exposed"), [(0, 15 + 1), (1, 1)])
 def test_a_backward_goes_on_beside_a_large_message(limit: int, exposed: int) -> None:
-    """Four layers of 10 s back: the first message takes 25 s, of those behind it the second need not wait for it."""
+    """Four layers of 10 s back: the first message takes 25 s, those behind it need not wait for it."""
     layers = units(*[(0, 0, 0)] * 4)
     messages = [Message(size, unit.readers) for size, unit in zip((25, 1, 1, 1), reversed(layers), strict=True)]
     there, back, hidden = clock([], scattered=messages, limit=limit).passes(*computed(layers, [5.0] * 4))

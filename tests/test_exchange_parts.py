@@ -99,15 +99,15 @@ def test_no_step_holds_more_than_is_planned(zero: int, tied: bool, microbatches:
 
 
 def test_answers_at_other_levels_are_told_apart_on_their_graphs() -> None:
-    of = analysis(n_layer=36, n_embd=4096, n_head=32)
-    cluster, config = Cluster.parse("8x8xA100-40GB@Ethernet-100"), Degrees(1, 64, (), 1, "1f1b")
-    candidates = Candidates(of, cluster, 256, "adamw", zero=None)
+    of = analysis(n_layer=24, n_embd=3072, n_head=24)
+    cluster, config = Cluster.parse("16x8xV100-32GB"), Degrees(1, 128, (), 1, "1f1b")
+    candidates = Candidates(of, cluster, 512, "adamw", zero=None)
     answer = candidates.evaluate(config).answer
     assert answer.choice.levels and answer.others
     near = candidates.seconds_of(answer)
     assert all(near <= candidates.seconds_of(other) < 1.03 * near for other in answer.others)
     levels = [tuple(own.choice.levels.items()) for own in (answer, *answer.others)]
     assert len(set(levels)) == len(levels)
-    plan = make_plan(of.program, cluster, analysis=of, batch=256, pp=1, dp=64, tp=1, microbatches=1)
+    plan = make_plan(of.program, cluster, analysis=of, batch=512, pp=1, dp=128, tp=1, microbatches=1)
     first, *others = (describe(candidates, own).step_time_s for own in (answer, *answer.others))
     assert plan.step_time_s == pytest.approx(min(first, *others)) and min(others) < first
