@@ -226,8 +226,7 @@ class CandidatePrices(CandidateSettings):
                 moving = self.moving_seconds(config, choice, node)
                 known[alike] = exchanged, summed, moving, self._held(node, choice, setting)
             exchanged, summed, moving, size = known[alike]
-            # below level 3 what several blocks of the only stage read has one gradient, of several stages maybe more
-            for index in found[:1] if level < 3 and config.pp == 1 else found:
+            for index in found if level == 3 else _summing(found, config):
                 costs[index].forward_s += moving[0]
                 costs[index].backward_s += moving[1]
                 for seconds, own in zip(sent, exchanged, strict=True):
@@ -300,7 +299,7 @@ class CandidatePrices(CandidateSettings):
             setting, found = self.setting(config), [0.0] * len(self.analysis.blocks)
             for node, blocks in self.readers.items():
                 if node.meta.get("trainable"):
-                    for index in blocks[:1] if config.pp == 1 else blocks:
+                    for index in _summing(blocks, config):
                         found[index] += self._held(node, choice, setting)
             self._gradients[key] = found
         return self._gradients[key]
@@ -337,3 +336,10 @@ class CandidatePrices(CandidateSettings):
         if not chosen:
             return size
         return size * share_of([item.outputs[value.index] for item in chosen], config.axes)
+
+
+def _summing(blocks: Sequence[int], config: Degrees) -> Sequence[int]:
+    """Of the blocks that read a parameter those at which its gradient is whole: of one stage the first, whose backward
+    is the last; of several stages any may be the first in its own.
+    """
+    return blocks[:1] if config.pp == 1 else blocks

@@ -10,7 +10,15 @@ from torch import fx
 from autopart.analysis import Analysis
 from autopart.passes.backward_memory import is_parameter
 from autopart.passes.conversion import Axes
-from autopart.passes.data_axis import Gathering, UnitMessages, gathering_counts, gatherings, unit_messages, units
+from autopart.passes.data_axis import (
+    Gathering,
+    UnitMessages,
+    gathering_counts,
+    gatherings,
+    read_bytes,
+    unit_messages,
+    units,
+)
 from autopart.passes.emit.layers import runs_of
 from autopart.passes.emit.program import Layout, StageMesh, gradient_roots, parameter_specs
 from autopart.passes.kept import rerun
@@ -168,7 +176,8 @@ def _of_stage(
     learning = learning_at(in_order, stage.index, own)
     scattered = _scattered(learning, graph, mesh[0][1], axes, bucket_bytes) if mesh[0][1] > 1 else []
     arriving = _arriving(home, statements, axes, bucket_bytes) if mesh[0][1] > 1 else []
-    read = _most_read(home, statements, axes)
+    kept = {spec.name: spec for spec in home if spec.zero in (1, 2)}
+    read = max((read_bytes(statement, kept, [size for _, size in axes]) for statement in statements), default=0)
     return Exchanges(microbatch, step, by_axis, messages, scattered, arriving, bucket_bytes, read)
 
 
@@ -204,13 +213,6 @@ def _arriving(
         )
         for run in kept_buckets(home, sizes, bucket_bytes)
     ]
-
-
-def _most_read(home: Sequence[ParameterSpec], statements: Sequence[Gathering], axes: Axes) -> int:
-    """Bytes of whole weights of levels 1 and 2 that one statement reads, at most. home: as of :func:`_arriving`."""
-    kept = {spec.name: tensor_bytes(spec, [size for _, size in axes]) for spec in home if spec.zero in (1, 2)}
-    read = (sum(kept.get(node.meta["name"], 0) for node in statement.parameters) for statement in statements)
-    return max(read, default=0)
 
 
 def _add(totals: Collectives, operations: Mapping[str, Sequence[int]]) -> None:

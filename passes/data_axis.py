@@ -24,6 +24,8 @@ from autopart.passes.program import Role, TensorInfo
 from autopart.passes.saved import saved_tensors
 from autopart.passes.shard import local_extents
 from autopart.passes.storage import is_view, op_name, shares_memory
+from autopart.runtime.buckets import tensor_bytes
+from autopart.runtime.manifest import ParameterSpec
 from autopart.runtime.placement import Placements
 
 LEVELS = (0, 1, 2, 3)
@@ -120,6 +122,12 @@ def gatherings(
             read = [(source, node) for node in run.nodes for source in dict.fromkeys(node.all_input_nodes)]
             found += [Gathering((source,), (node,)) for source, node in read if cut_of(source, cuts) is not None]
     return found
+
+
+def read_bytes(statement: Gathering, specs: Mapping[str, ParameterSpec], sizes: Sequence[int]) -> int:
+    """Bytes of whole weights that a statement reads. specs: by name, of those that count. sizes: of the tensor axes."""
+    own = (specs[node.meta["name"]] for node in statement.parameters if node.meta["name"] in specs)
+    return sum(tensor_bytes(spec, sizes) for spec in own)
 
 
 def units(found: Iterable[Gathering], cuts: Mapping[str, DataCut]) -> list[Gathering]:

@@ -155,6 +155,6 @@ def peak(
         one.gradients - one.in_backward,
         *(one.left, one.left_received),
         sum(message.size - message.replaces for message in messages),
-        divided.begun(),
+        opening.holding.begun,
         opening.most,
     )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autopart.passes.conversion import Axes
-from autopart.passes.data_axis import DataCut, Gathering, gatherings, kept_of
+from autopart.passes.data_axis import DataCut, Gathering, gatherings, kept_of, read_bytes
 from autopart.passes.emit.layers import Run
 from autopart.passes.graph import Value
 from autopart.passes.kept import owner_of
@@ -127,8 +127,7 @@ class Divided:
                     self.ops.setdefault(statement.readers[0], []).append(statement)
                 names = [node.meta["name"] for node in statement.parameters]
                 if self.cuts[names[0]].level < 3:
-                    read = sum(tensor_bytes(self.specs[name], self.sizes) for name in names)
-                    self.window = max(self.window, read + self.bucket_bytes)
+                    self.window = max(self.window, self.bucket_bytes + read_bytes(statement, self.specs, self.sizes))
                 else:
                     self.units[statement] = self.unit([self.specs[name] for name in names], 3)
                     for reader in statement.readers:
@@ -164,12 +163,6 @@ class Divided:
             if len(again) < len(new):
                 found += sum(tensor_bytes(spec, self.sizes) // self.replicas for spec in again)
         return found
-
-    def begun(self) -> float:
-        """Bytes of what is on its way when a call begins."""
-        found = Holding(self, lambda size: None, lambda: 0.0, False)
-        found.begin_call()
-        return sum(unit.coming for unit in found.flying)
 
     def level(self, node: fx.Node) -> int:
         """Of a parameter's placeholder."""
@@ -230,6 +223,7 @@ class Holding:
     passed: list[float] = field(default_factory=list)  # bytes of those that are let go behind it
     kept: list[Unit] = field(default_factory=list)  # whose messages have not been sent; and those on their way
     flying: list[Unit] = field(default_factory=list)
+    begun: float = 0.0  # bytes that were on their way at once when the call began
     left: Counter[Gathering] = field(default_factory=Counter)  # gradients to come
     made: dict[Gathering, dict[fx.Node, float]] = field(default_factory=dict)
     started: int = 0  # buckets of level 2
@@ -244,6 +238,7 @@ class Holding:
         """A call sends for the first whole weights of levels 1 and 2."""
         self.kept = list(self.code.kept)
         self.send_ahead()
+        self.begun = sum(unit.coming for unit in self.flying)
 
     def send_ahead(self) -> None:
         while self.kept and sent_ahead([unit.message for unit in self.flying], self.kept[0].message, self.code.window):
@@ -344,6 +339,7 @@ class Holding:
 
     @property
     def flying_sums(self) -> list[Scattered]:
+        """Messages of gradients that are on their way."""
         return [message for messages in self.unsettled.values() for message in messages]
 
     def is_new(self, message: Scattered) -> bool:

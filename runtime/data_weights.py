@@ -82,15 +82,11 @@ class _Unit:
 
 @dataclass(eq=False, slots=True)
 class _Kept:
-    """Whole weights that shares are views of.
-
-    arriving: the message on its way.
-    """
+    """Whole weights that shares are views of, which are gathered in one message."""
 
     shares: list[nn.Parameter]
     leaves: list[Tensor]
     layout: FlatShares
-    arriving: tuple[dist.Work, Tensor] | None = None
 
     @property
     def bytes(self) -> int:
@@ -141,9 +137,9 @@ class Weights:
             for run in kept_buckets((s for s in divided if home_of(s, mesh.stages) == stage), sizes, bucket_bytes)
         ]
         self._kept_of = {id(share): kept for kept in self._kept for share in kept.shares}
-        # Of what shares may have changed since it was gathered; what is on its way; the most that a statement read.
+        # Of what shares may have changed since it was gathered; messages on their way; bytes that a statement read.
         self._stale: deque[_Kept] = deque()
-        self._flying: dict[_Kept, int] = {}
+        self._flying: dict[_Kept, tuple[dist.Work, Tensor]] = {}
         self._read, self._limit = 0, bucket_bytes
         self.leaves = {
             id(share): leaf for kept in self._kept for share, leaf in zip(kept.shares, kept.leaves, strict=True)
@@ -197,21 +193,19 @@ class Weights:
 
     def _send_ahead(self) -> None:
         window = self._read + self._limit
-        while self._stale and sent_ahead([*self._flying.values()], self._stale[0].bytes, window):
+        while self._stale and sent_ahead([kept.bytes for kept in self._flying], self._stale[0].bytes, window):
             self._send(self._stale.popleft())
 
     def _send(self, kept: _Kept) -> None:
-        kept.arriving = gather_message(kept.layout.message(kept.shares), self._axis, "update")
-        self._flying[kept] = kept.bytes
+        self._flying[kept] = gather_message(kept.layout.message(kept.shares), self._axis, "update")
 
     def _arrive(self, kept: _Kept) -> None:
         if kept in self._stale:  # read sooner than the model has it
             self._stale.remove(kept)
             self._send(kept)
-        if kept.arriving is None:
+        if kept not in self._flying:
             return
-        del self._flying[kept]
-        (work, message), kept.arriving = kept.arriving, None
+        work, message = self._flying.pop(kept)
         work.wait()
         for index, leaf in enumerate(kept.leaves):
             # By .data: a graph that still waits for its backward may have saved the weight, whose values are the same.

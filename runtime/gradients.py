@@ -59,7 +59,6 @@ class _Sum:
     message: Tensor
     work: dist.Work
     axes: list[Axis]
-    sent: int = 0  # bytes
 
 
 class GradientSums:
@@ -90,7 +89,7 @@ class GradientSums:
         self._divided: list[Bucket] = []  # ZeRO-2 and -3: partial sums of what is divided already
         self._sums: list[_Sum] = []
         self._scattering: list[_Sum] = []  # ZeRO-2
-        self._before = False  # whether they are of the backward before
+        self._carried = False  # whether they are of the backward before
         self._stages_of: dict[int, list[int]] = {}  # by leaf: the stages in which it has gradients
         self._passes_left: Counter[tuple[Pass, int]] = Counter()  # to come, that of now included
         self._now: tuple[Pass, int] | None = None
@@ -166,7 +165,7 @@ class GradientSums:
         if kind == "forward":
             yield
             return
-        self._now, self._before = (kind, stage), True
+        self._now, self._carried = (kind, stage), True
         try:
             yield
         finally:
@@ -201,13 +200,12 @@ class GradientSums:
             self._make_room(sum(summed_bytes(spec, g.nbytes) for spec, g in zip(specs, made, strict=True)))
         message = in_sum_type(layout.whole_message(made), specs[0])
         del made
-        sent = message.nbytes
         if bucket.zero == 1:
             work, message = scatter_message(message, data, "update")
             self._sums.append(_Sum(specs, layout, message, work, axes))
         else:
             work, message = scatter_message(message, data, "backward")
-            self._scattering.append(_Sum(specs, layout, message, work, [], sent))
+            self._scattering.append(_Sum(specs, layout, message, work, []))
 
     def _layout(self, specs: Sequence[ParameterSpec]) -> FlatShares:
         shapes = [self._parameters[spec.name].shape for spec in specs]
@@ -215,10 +213,13 @@ class GradientSums:
 
     def _make_room(self, size: int) -> None:
         """Ends ZeRO-2's sums, the first ones first, beside which no message of so many bytes is sent."""
-        if self._before:
+        if self._carried:
             self._settle()
-            self._before = False
-        while self._scattering and not summed_beside([s.sent for s in self._scattering], size, self._bucket_bytes):
+            self._carried = False
+        ranks = self._mesh.data.size  # of what was sent each has a part
+        while self._scattering and not summed_beside(
+            [found.message.nbytes * ranks for found in self._scattering], size, self._bucket_bytes
+        ):
             self._finish(self._scattering.pop(0))
 
     def _settle(self) -> None:

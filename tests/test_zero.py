@@ -300,8 +300,8 @@ def there_before(directory: str) -> dict[str, bool]:
     do = Run.do
 
     def noted(self: Run, action: Action) -> None:
-        kept = model.mesh.weights._kept
-        found.setdefault(action.work.name, all(item.arriving is None for item in kept))
+        weights = model.mesh.weights
+        found.setdefault(action.work.name, not weights._stale and not weights._flying)
         do(self, action)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -74,7 +74,7 @@ class Passing:
     def _messages(self, total: _Reduce, most: _Reduce) -> Array | float:
         found = []
         for level, some in self.sent:
-            largest = (most(_largest(some, name)) for name in _MOST)
+            largest = (most(_largest(some, name)) for name in get_args(_Most))
             found.append(Alike(level, total(_sums(some)), *largest))
         return message_bytes(found, self.replicas, self.summed, self.limit)
 
@@ -84,7 +84,7 @@ class Passing:
 
 NOTHING_PASSES = Passing()
 
-_MOST: tuple[Literal["largest", "second", "copied", "read"], ...] = "largest", "second", "copied", "read"
+_Most = Literal["largest", "second", "copied", "read"]
 
 _Amounts = dict[tuple[int, ...], float]
 """By the blocks of which a stage has to have one."""
@@ -99,7 +99,7 @@ def _sums(some: Collection[ParameterGroup]) -> _Amounts:
     return found
 
 
-def _largest(some: Collection[ParameterGroup], name: Literal["largest", "second", "copied", "read"]) -> _Amounts:
+def _largest(some: Collection[ParameterGroup], name: _Most) -> _Amounts:
     found: _Amounts = {}
     for item in some:
         found[item.blocks] = max(found.get(item.blocks, 0.0), getattr(item, name))
