@@ -13,7 +13,7 @@ from autopart.candidate_settings import CandidateSettings, same_but_for_memory
 from autopart.cluster import Cluster
 from autopart.cost.communication import send_seconds
 from autopart.cost.devices import Device, Link
-from autopart.data_prices import TRANSIENT_COPIES
+from autopart.data_prices import whole_bytes
 from autopart.device_layout import slowest
 from autopart.layer_frontier import Frontiers, KnownFrontiers, Spans
 from autopart.layer_frontier import paths as modules_again
@@ -94,6 +94,9 @@ class CandidatePrices(CandidateSettings):
             *(self.analysis, self.readers, choice, setting, self.optimizer, ends),
             versions=1 + (config.schedule == "2bw"),
             limit=self.bucket_bytes(config),
+            repeats=config.microbatches > 1,
+            late=config.schedule not in (*SPLIT_SCHEDULES, "2bw"),
+            alone=config.stages == 1 and not self.whole,
         )
         waits = self._arriving_seconds(config, choice, costs)
         own = zip(costs, held.blocks, priced.private, waits, strict=True)
@@ -102,12 +105,13 @@ class CandidatePrices(CandidateSettings):
                 f"block {index}, {self.analysis.keys[self.analysis.blocks[index].nodes[0]]}",
                 cost.forward_s,
                 cost.backward_s,
-                state,
+                parameters.state_bytes,
                 kept,
-                cost.transient_bytes,
-                step_end + waited,
+                cost.transient_bytes + parameters.passing_bytes + min(kept, parameters.late_bytes),
+                parameters.step_end_s + waited,
+                late_bytes=parameters.late_bytes,
             )
-            for index, (cost, kept, (state, step_end), waited) in enumerate(own)
+            for index, (cost, kept, parameters, waited) in enumerate(own)
         ]
         places = self.layout.places(config)
         flying = in_flight(config.schedule, config.stages, config.microbatches, self.warmup_of(config), places)
@@ -211,7 +215,7 @@ class CandidatePrices(CandidateSettings):
                 cost.backward_s += setting.data.adding_seconds(size, 0)
             return
         owners = self._owners()
-        whole: dict[str, float] = {}  # by owner, as are the blocks' seconds, there and back
+        whole: dict[str, list[float]] = {}  # of level 3, by owner, as are the blocks' seconds, there and back
         sent = [[0.0] * len(costs), [0.0] * len(costs)]
         late = [0.0] * len(costs)  # sums of what is sent back
         known: dict[object, tuple[tuple[float, float], float, tuple[float, float], float]] = {}
@@ -234,21 +238,18 @@ class CandidatePrices(CandidateSettings):
                 late[index] += summed
             if level == 3:
                 for owner in {owners[index] for index in found}:
-                    whole[owner] = whole.get(owner, 0.0) + size
+                    whole.setdefault(owner, []).append(size)
         if any(map(any, sent)):
             late = [seconds * (1 - 1 / config.microbatches) for seconds in late]  # the last one is waited for
             there = self._exposed_seconds(config, owners, sent[0], [cost.forward_s for cost in costs])
             back = self._exposed_seconds(config, owners, sent[1], [cost.backward_s for cost in costs], late)
             for cost, forward, backward in zip(costs, there, back, strict=True):
                 cost.forward_s, cost.backward_s = cost.forward_s + forward, cost.backward_s + backward
-        for owner, cost in zip(owners, costs, strict=True):
-            cost.transient_bytes += TRANSIENT_COPIES * whole.get(owner, 0.0)
-        if whole:  # behind the last, what it gathered waits for its backward; the first one's sum may be on its way
-            inside = [index for index, owner in enumerate(owners) if owner in whole]
-            first, last = whole[owners[inside[0]]], whole[owners[inside[-1]]]
-            flying = first * self.summed if config.pp == 1 and config.microbatches > 1 else 0.0
-            for cost in costs[inside[-1] + 1 :]:
-                cost.transient_bytes += last + flying
+        if whole:
+            repeats = config.pp == 1 and config.microbatches > 1
+            passing = whole_bytes(owners, set(self.analysis.layers), whole, config.dp, self.summed, repeats)
+            for cost, size in zip(costs, passing, strict=True):
+                cost.transient_bytes += size
 
     def _owners(self) -> list[str]:
         """Of each block its layer, or itself."""

@@ -13,9 +13,8 @@ level  bytes held          exchanged over the data axis
 =====  ==================  ============================================================
 
 A microbatch's gradients, or from level 2 on the shares of their sums, are added to those of the microbatches before.
-The second gather of level 3 is the backward's. Whole weights that level 3 has for a while are transient: those of the
-layer that runs and of the next, their gradients and the message of these, so four times the layer's bytes. Ops behind
-the last such layer, as a loss, run back beside what it has gathered, and the last sum of the microbatch before.
+The second gather of level 3 is the backward's. Whole weights that level 3 has for a while are transient
+(:func:`whole_bytes`).
 
 What is exchanged in every microbatch takes the memory's bandwidth from what is computed meanwhile: of n bytes that pass
 on in a ring (Patarasuk and Yuan, Journal of Parallel and Distributed Computing 69(2), 2009) a gather writes and reads
@@ -30,7 +29,7 @@ another while the step lasts, and what the first block has to do with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopart.cost.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, collective_seconds
@@ -43,10 +42,46 @@ from autopart.passes.program import TensorInfo
 from autopart.prices import Prices
 from autopart.runtime.placement import Placements
 
-TRANSIENT_COPIES = 4
-"""How often a layer's divided weights are in memory at most, whole: see the module."""
+LAYER_COPIES, BLOCK_COPIES = 4, 1
+"""How often the divided weights of a layer, or of a block outside of layers, are in memory at least, whole, beside what
+its ops take: see :func:`whole_bytes`.
+"""
 _GATHERED_PASSES, _SUMMED_PASSES = 2, 3
 """Through a rank's memory, of each byte that it passes on."""
+
+
+def whole_bytes(
+    owners: Sequence[str],
+    layers: Collection[str],
+    whole: Mapping[str, Sequence[float]],
+    replicas: int,
+    summed: float,
+    repeats: bool,
+) -> list[float]:
+    """Of each block the bytes that level 3 has for a while while it goes back, beside what its ops take.
+
+    owners: by block, what gathers its weights: its layer, or the block itself, whose ops gather each for themselves.
+    whole: by owner the bytes of its divided weights. summed: bytes in the type of sums for each byte of a gradient.
+    repeats: a microbatch follows another on all blocks.
+
+    A layer has its own weights and their gradients, what comes before it, which is gathered, and the message of what
+    comes behind it with what arrives of that; the two are taken to be no less than its own. An op outside of layers has
+    its gradient among what it takes. Behind the last are ops, such as a loss, that run back beside what it has
+    gathered; and there the first one's message of the microbatch before may be on its way.
+    """
+    units = [owner for owner in dict.fromkeys(owners) if owner in whole]
+    sizes = [sum(whole[owner]) for owner in units]
+    before = [0.0, *sizes[:-1]]
+    behind = [summed * (1 + 1 / replicas) * size for size in (*sizes[1:], sizes[0] if repeats else 0.0)]
+    found = dict[str, float]()
+    for owner, own, gathered, flying in zip(units, sizes, before, behind, strict=True):
+        if owner in layers:
+            found[owner] = 2 * own + max(own, gathered) + max(own, flying)
+        else:
+            found[owner] = 2 * own - max(whole[owner]) + gathered + flying
+    last = max(index for index, owner in enumerate(owners) if owner in whole)
+    loss = sizes[-1] + behind[-1]
+    return [found.get(owner, loss if index > last else 0.0) for index, owner in enumerate(owners)]
 
 
 def offered_levels(

@@ -342,8 +342,8 @@ def merged(shapes: Sequence[Shape]) -> Shape:
     for every in zip(*(shape.blocks for shape in shapes), strict=True):
         own, *others = _widest([block.choices for block in every])
         step_end = max(block.step_end_s for block in every)
-        amounts = (own.forward_s, own.backward_s, own.state_bytes, own.activation_bytes, own.transient_bytes)
-        blocks.append(Block(every[0].name, *amounts, step_end, tuple(others)))
+        amounts = {name: getattr(own, name) for name in AMOUNTS}
+        blocks.append(Block(every[0].name, step_end_s=step_end, others=tuple(others), **amounts))
     layers = [
         Layer(own[0].blocks, {part: _widest([layer.parts[part] for layer in own]) for part in own[0].parts})
         for own in zip(*(shape.layers for shape in shapes), strict=True)

@@ -3,25 +3,29 @@
 As :mod:`autopart.runtime.gradients` and :mod:`autopart.runtime.data_weights` send them: tensors that are treated alike
 share messages of up to l bytes (:mod:`autopart.bucket_size`); a larger one is a message by itself, and no copy of its
 gradient where it is cut in its first dim. Of parameters with G bytes of gradients on a rank, at a level of ZeRO over r
-replicas, a message of several takes c = min(G, l) bytes of gradients. The largest of all takes b, the largest beside it
-b', and the largest that is a copy k. Besides what :mod:`autopart.data_prices` says of them a rank holds
+replicas, a message of several takes c = min(G, l) bytes of gradients, the largest of all takes b. Besides what
+:mod:`autopart.data_prices` says of them a rank holds
 
-=====  ===========  ===================  ====================================================================
-level  all step     while one is made    which is
-=====  ===========  ===================  ====================================================================
-0      -            c                    the message beside its gradients (one alone is its own message)
-1      G / r        k                    what arrives, until the end of the step; the same
-2      -            n + d + d / r        gradients, with messages before and what arrives (n is b or b', d the other
-                                         and 4 l); or with their own, a copy (n is 2 k), and what is left then
-3      -            -                    what is gathered and summed layer by layer is counted with the layer
-=====  ===========  ===================  ====================================================================
+=====  ===========  ==================  =====================================================================
+level  to the end   while one is made   which is
+=====  ===========  ==================  =====================================================================
+0      -            c                   the message beside its gradients
+1      G / r        c                   what arrives; the same
+2      -            c + d + d / r       gradients of a message to be, with those on their way and what arrives of them
+                                        (d is b and 4 l); or with the message (c more), and what is left then
+3      -            -                   what is gathered and summed layer by layer is counted with the layer
+=====  ===========  ==================  =====================================================================
+
+A single gradient that is larger than l is among what the op takes that makes it (:mod:`autopart.block_costs`); its copy
+counts there at levels 0 and 1 (:func:`single_bytes`), and at level 2 as c does that is more.
 
 Where sums have a type of their own, s bytes for each, there is a converted message besides (s b), what is on its way
-is s times that, and at levels 0 and 1 messages stay until the end of the step (less the gradients: (s - 1) G). At the
+is s times that, and at levels 0 and 1 messages stay to the end of the step (less the gradients: (s - 1) G). At the
 start of a call, when there are no gradients, the first whole weights of levels 1 and 2 are on their way, each message
 beside the shares that are put together for it: two, or as many as one layer reads and one more.
 
-What stays all step is counted with each parameter (:func:`staying_bytes`), the rest for each stage's own parameters
+What stays is counted with each parameter (:func:`staying_bytes`): it comes in the backward of the last microbatch, as
+what that kept goes (:class:`autopart.solver.stages_parts.Block`). The rest is counted for each stage's own parameters
 (:mod:`autopart.solver.stages_passing`). Gradients that wait for their turn behind others' messages are not.
 """
 
@@ -55,17 +59,14 @@ class Alike:
     copied: Bytes
     read: Bytes
 
-    def messages(self, limit: float) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+    def messages(self, limit: float) -> tuple[Bytes, Bytes, Bytes]:
         """Bytes of gradients in one message of no more than ``limit``, or of one larger tensor, at most: in the first,
-        in any beside it, in any that is a copy, and in any but the first that is one. An only message goes beside that
-        of the microbatch before.
+        in any beside it, and in any that several share. An only message goes beside that of the microbatch before.
         """
         first = np.minimum(self.bytes, np.maximum(limit, self.largest))
         rest, apart = self.bytes - self.largest, self.largest > limit
         beside = np.where(apart & (rest > 0), np.minimum(rest, np.maximum(limit, self.second)), first)
-        shared = np.where(apart, np.minimum(rest, limit), first)
-        other = np.maximum(shared, np.where(self.copied < first, self.copied, np.minimum(self.copied, beside)))
-        return first, beside, np.maximum(shared, self.copied), other
+        return first, beside, np.where(apart, np.minimum(rest, limit), first)
 
 
 def staying_bytes(level: int, gradient: float, replicas: int, summed: float) -> float:
@@ -78,6 +79,16 @@ def staying_bytes(level: int, gradient: float, replicas: int, summed: float) -> 
     return converted + (summed * gradient / replicas if level else 0.0)
 
 
+def single_bytes(level: int, gradient: float, first: bool, summed: float, limit: float) -> float:
+    """What a message of one gradient takes while it is made, beside that and its op, at levels 0 and 1; 0 where it
+    shares one. first: replicas cut it in its first dim. The others are as of :func:`message_bytes`.
+    """
+    if gradient <= limit or level > 1:
+        return 0.0
+    copied = gradient if level and not first else 0.0
+    return copied + (summed * gradient if summed != 1.0 else 0.0)
+
+
 def message_bytes(parameters: Iterable[Alike], replicas: int, summed: float, limit: float) -> Bytes:
     """What is held for a while. summed: bytes in the type of the sum for each byte of a gradient. limit: bytes that
     fill a message.
@@ -88,26 +99,25 @@ def message_bytes(parameters: Iterable[Alike], replicas: int, summed: float, lim
     def converted(size: Bytes) -> Bytes:
         return summed * size if summed != 1.0 else 0.0
 
+    sent, room = summed * (1 + 1 / replicas), BESIDE * limit / summed
+    whole: Bytes = 0.0  # gradients of level 2, whose messages follow each other whatever they share
+    largest: Bytes = 0.0
+    filling: Bytes = 0.0
+    copied: list[Bytes] = []
     for alike in parameters:
-        first, beside, copied, other = alike.messages(limit)
-        whole, sent = alike.bytes, summed * (1 + 1 / replicas)
-        if alike.level == 0:
-            making = np.maximum(making, np.minimum(whole, limit) + converted(first))
-        elif alike.level == 1:
-            making = np.maximum(making, np.maximum(copied + converted(copied), converted(first)))
+        first, beside, shared = alike.messages(limit)
+        if alike.level < 2:
+            making = np.maximum(making, shared + converted(shared))
         elif alike.level == 2:
-            room = BESIDE * limit / summed  # of gradients whose messages are on their way beside the largest
-            # where few are all on their way, the first may be made beside that of the microbatch before
-            again = np.where(whole - first <= room, first, beside)
-            for made, largest in ((first, again), (beside, first)):
-                making = np.maximum(making, made + sent * np.minimum(whole, largest + room))
-            apart = np.where(copied < first, first, beside)
-            kinds = (1, first, beside), (1, beside, first), (2, copied, apart), (2, other, first)
-            for copies, made, largest in kinds:  # beside what was not waited for first
-                flying = np.maximum(room, np.where(made <= room, largest + room - made, 0.0))
-                flying = sent * np.minimum(whole - made, flying)
-                making = np.maximum(making, copies * made + converted(made) + flying)
+            whole, largest = whole + alike.bytes, np.maximum(largest, first)
+            filling = filling + shared
+            copied += alike.copied, shared
         if alike.level in (1, 2):
-            coming = np.minimum(whole, np.maximum(first + beside, alike.read + limit)) * (1 + 1 / replicas)
-            arriving = arriving + np.maximum(0.0, coming - (whole if alike.level == 1 else whole / replicas))
-    return np.maximum(making, arriving)
+            coming = np.minimum(alike.bytes, np.maximum(first + beside, alike.read + limit)) * (1 + 1 / replicas)
+            arriving = arriving + np.maximum(0.0, coming - alike.bytes / (1 if alike.level == 1 else replicas))
+    most = filling + sent * np.minimum(whole, largest + room)
+    for made in copied:  # beside what was not waited for first
+        flying = np.maximum(room, np.where(made <= room, largest + room - made, 0.0))
+        held = filling + made + converted(made) + sent * np.minimum(whole - made, flying)
+        most = np.maximum(most, np.where(made > 0, held, 0.0))
+    return np.maximum(np.maximum(making, most), arriving)

@@ -11,7 +11,7 @@ from autopart.analysis import Analysis
 from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.cost.devices import Link
 from autopart.data_prices import held_bytes
-from autopart.message_memory import staying_bytes
+from autopart.message_memory import single_bytes, staying_bytes
 from autopart.passes.annotate import ParameterBytes, parameter_bytes
 from autopart.passes.data_axis import data_dim
 from autopart.passes.program import TensorInfo
@@ -61,14 +61,31 @@ class ParameterPrice:
         return ParameterPrice(own, seconds, sum_s, whole.weight * share, (info.dtype, level, partial), first)
 
 
-@dataclass(frozen=True, slots=True)
-class PricedParameters:
-    """private: per block the bytes of its own parameters and the seconds of their step end. tied: those of several
-    blocks. sums: of all these seconds those that start during the last backward, in the order of messages. passing:
-    what is held for a while; what stays of messages is with the parameters.
+@dataclass(slots=True)
+class Private:
+    """Of one block. late_bytes: of messages, from its last backward to the end of the step. made_bytes: while a message
+    is made of one large gradient. waiting_bytes: gradients that wait for readers before it, where one stage has all.
     """
 
-    private: Sequence[tuple[float, float]]
+    state_bytes: float = 0.0
+    step_end_s: float = 0.0
+    late_bytes: float = 0.0
+    made_bytes: float = 0.0
+    waiting_bytes: float = 0.0
+
+    @property
+    def passing_bytes(self) -> float:
+        """While it goes back."""
+        return self.made_bytes + self.waiting_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PricedParameters:
+    """private: per block what its own parameters take. tied: those of several blocks. sums: of the seconds at a step's
+    end those that start during the last backward, in the order of messages. passing: what is held for a while.
+    """
+
+    private: Sequence[Private]
     tied: tuple[TiedGroup, ...]
     sums: tuple[GradientSum, ...]
     passing: Passing
@@ -83,15 +100,21 @@ def priced_parameters(
     between: Link | None,
     limit: float,
     versions: int = 1,
+    repeats: bool = True,
+    late: bool = True,
+    alone: bool = False,
 ) -> PricedParameters:
     """readers: the blocks that read each. between: where gradients of several stages are summed; None: one stage.
-    limit: bytes that fill a message. versions: of the weights, beside which as many gradients are held.
+    limit: bytes that fill a message. versions: of the weights, beside which as many gradients are held. repeats:
+    there are several microbatches. late: what messages leave comes as what the last one keeps goes. alone: one stage
+    has all blocks.
     """
-    private = [[0.0, 0.0] for _ in analysis.blocks]
+    private = [Private() for _ in analysis.blocks]
     tied: list[TiedGroup] = []
     sums: dict[str, GradientSum] = {}
     known: dict[object, ParameterPrice] = {}
     sent: list[tuple[tuple[int, ...], Hashable, int, float, bool]] = []
+    waiting: list[tuple[tuple[int, ...], float]] = []
     trained: dict[str, tuple[tuple[int, ...], float]] = {}
     for node, found in readers.items():
         info = analysis.program.tensors[node.meta["name"]]
@@ -104,15 +127,28 @@ def priced_parameters(
         if price.kind is not None and (setting.dp > 1 or BROADCAST in choice.storage.get(info.name, ())):
             sent.append((found, price.kind, level, price.sum_bytes, price.first))
             stays = staying_bytes(level, price.sum_bytes, setting.dp, setting.summed)
+            for index in found[:1] if alone else found:  # the backward's last
+                made_bytes = single_bytes(level, price.sum_bytes, price.first, setting.summed, limit)
+                private[index].made_bytes = max(private[index].made_bytes, made_bytes)
+        waits = len(found) > 1 and price.kind is not None and (level == 2 or (level < 2 and repeats))
+        if waits and alone:
+            for own in private[found[0] : found[-1]]:
+                own.waiting_bytes += price.sum_bytes
+        elif waits:
+            waiting.append((found, price.sum_bytes))
         if price.kind is not None:
             trained[info.name] = found, price.sum_bytes / (setting.dp if level else 1)
         if price.sum_s:
             call_s = setting.data.call_seconds(level)
             sums[info.name] = GradientSum(found, price.sum_bytes, price.sum_s, price.kind, call_s)
         if len(found) == 1:
-            (index,) = found
-            private[index][0] += price.held.total + (versions - 1) * (price.held.weight + price.held.gradient) + stays
-            private[index][1] += price.step_end_s
+            own = private[found[0]]
+            own.state_bytes += price.held.total + (versions - 1) * (price.held.weight + price.held.gradient)
+            own.step_end_s += price.step_end_s
+            if late:
+                own.late_bytes += stays
+            else:
+                own.state_bytes += stays
             continue
         seconds = 0.0
         if price.held.gradient and between is not None:
@@ -128,5 +164,5 @@ def priced_parameters(
             found, size = trained[info.name]
             updated.append((found, made.together * size if together else made.own * size + made.before * before))
             before = size
-    held = passing(sent, updated, setting.dp, setting.summed, not together, limit, analysis.layers)
-    return PricedParameters([(size, seconds) for size, seconds in private], tuple(tied), in_order, held)
+    held = passing(sent, updated, setting.dp, setting.summed, not together, limit, analysis.layers, waiting)
+    return PricedParameters(private, tuple(tied), in_order, held)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -138,7 +138,8 @@ def _ways(
         math.fsum(block.backward_s for block in inside),
         math.fsum(block.state_bytes for block in inside),
         math.fsum(held.values()) + math.fsum(costs[index].inside_bytes for index in part),
-        max(block.transient_bytes for block in inside),
+        max(block.transient_bytes - min(block.activation_bytes, block.late_bytes) for block in inside),
+        late_bytes=math.fsum(block.late_bytes for block in inside),
     )
     again = Choice(
         keep.forward_s,
@@ -147,6 +148,11 @@ def _ways(
         math.fsum(entering.values()),
         keep.transient_bytes + keep.activation_bytes,
         WHOLE,
+        keep.late_bytes,
+    )
+    keep, again = (
+        replace(way, transient_bytes=way.transient_bytes + min(way.activation_bytes, way.late_bytes))
+        for way in (keep, again)
     )
     if recompute == KEPT or sum(op.node in block_of for index in part for op in costs[index].ops) <= MOST_INLINE:
         return (keep,)

@@ -37,7 +37,6 @@ from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.cost.devices import Link
 from autopart.data_prices import DataPrices, held_bytes, offered_levels
 from autopart.folding import FoldedGraph, FoldedValue, is_stored
-from autopart.message_memory import staying_bytes
 from autopart.offers import Offers
 from autopart.passes import graph as graphs
 from autopart.passes.annotate import parameter_bytes
@@ -253,14 +252,11 @@ class Builder:
             arriving = setting.data.arriving_seconds(whole * share_of(placements, setting.sizes), level)
             once = setting.step_end_seconds(whole, placements, level) + arriving
             seconds += once / setting.microbatches
-        stays = 0.0
-        if info.trainable and (setting.dp > 1 or BROADCAST in placements):
-            stays = staying_bytes(level, own, setting.dp, setting.summed)
         return Choice(
             name_of(chosen) + (f" zero{level}" if level else ""),
             seconds * count,
             (self.id_of(placements),),
-            memory=(held.total * share_of(placements, setting.sizes) + stays) * count,
+            memory=held.total * share_of(placements, setting.sizes) * count,
         )
 
     def run(self, node: fx.Node, chosen: Chosen, count: int) -> Choice:

@@ -29,5 +29,5 @@ def no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr("autopart.solver.stages_passing.message_bytes", lambda *_: 0.0)
     monkeypatch.setattr("autopart.parameter_prices.temporaries", lambda optimizer: Temporaries())
-    for reader in ("parameter_prices", "layer_pieces", "tensor_choice"):
-        monkeypatch.setattr(f"autopart.{reader}.staying_bytes", lambda level, gradient, replicas, summed: 0.0)
+    monkeypatch.setattr("autopart.parameter_prices.staying_bytes", lambda *_: 0.0)
+    monkeypatch.setattr("autopart.parameter_prices.single_bytes", lambda *_: 0.0)

@@ -99,7 +99,7 @@ def test_no_step_holds_more_than_is_planned(zero: int, tied: bool, microbatches:
 
 
 def test_answers_at_other_levels_are_told_apart_on_their_graphs() -> None:
-    of = analysis(n_layer=24, n_embd=3072, n_head=24)
+    of = analysis(n_layer=24, n_embd=2560, n_head=20)
     cluster, config = Cluster.parse("16x8xV100-32GB"), Degrees(1, 128, (), 1, "1f1b")
     candidates = Candidates(of, cluster, 512, "adamw", zero=None)
     answer = candidates.evaluate(config).answer

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from autopart.solver.overlap import GradientSum
 from autopart.solver.stages_passing import NOTHING_PASSES, Passing
 
-AMOUNTS = ("forward_s", "backward_s", "state_bytes", "activation_bytes", "transient_bytes")
+AMOUNTS = ("forward_s", "backward_s", "state_bytes", "activation_bytes", "transient_bytes", "late_bytes")
 """What choices differ in."""
 
 
@@ -26,6 +26,7 @@ class Choice:
     activation_bytes: float = 0.0
     transient_bytes: float = 0.0
     name: str = ""
+    late_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         _check_amounts("a choice", self, AMOUNTS)
@@ -35,11 +36,15 @@ class Choice:
         return self.forward_s + self.backward_s
 
     def kept_bytes(self, in_flight: int) -> float:
-        return self.state_bytes + in_flight * self.activation_bytes
+        return self.state_bytes + self.running_bytes(in_flight)
+
+    def running_bytes(self, in_flight: int) -> float:
+        """What microbatches keep, or what comes instead: the last one goes back alone, block by block."""
+        return max(in_flight * self.activation_bytes, self.late_bytes)
 
     def undercuts(self, other: Choice) -> bool:
         """Whether this takes no more of anything."""
-        amounts = ("seconds", "state_bytes", "activation_bytes", "transient_bytes")
+        amounts = ("seconds", *AMOUNTS[2:])
         return all(getattr(self, name) <= getattr(other, name) for name in amounts)
 
 
@@ -58,7 +63,9 @@ class Block:
 
     forward_s, backward_s: seconds for one microbatch. step_end_s: seconds per step after the last backward (gradient
     reduction, optimizer). state_bytes: weights, gradients, optimizer. activation_bytes: kept for the backward, per
-    microbatch in flight. transient_bytes: peak beyond these while the block runs. others: further ways to run it.
+    microbatch in flight. transient_bytes: peak beyond these while the block runs. late_bytes: held from the block's
+    last backward to the end of the step, when what it kept is gone; while it goes back the smaller of the two is in
+    transient_bytes. others: further ways to run it.
     """
 
     name: str
@@ -69,9 +76,10 @@ class Block:
     transient_bytes: float = 0.0
     step_end_s: float = 0.0
     others: tuple[Choice, ...] = ()
+    late_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_amounts(f"block {self.name!r}", self, self.__slots__[1:-1])
+        _check_amounts(f"block {self.name!r}", self, (*AMOUNTS, "step_end_s"))
 
     @property
     def seconds(self) -> float:
@@ -79,8 +87,7 @@ class Block:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        own = Choice(self.forward_s, self.backward_s, self.state_bytes, self.activation_bytes, self.transient_bytes)
-        return (own, *self.others)
+        return (Choice(**{name: getattr(self, name) for name in AMOUNTS}), *self.others)
 
 
 @dataclass(frozen=True, slots=True)

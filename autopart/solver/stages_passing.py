@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
@@ -41,7 +41,8 @@ class Passing:
     """sent: by level of ZeRO, what shares messages over ``replicas``; see :mod:`autopart.message_memory` for summed.
     limit: bytes that fill a message.
 
-    updated: what the optimizer makes; apart: of one parameter after the other, else of all together.
+    updated: what the optimizer makes; apart: of one parameter after the other, else of all together. waiting: whose
+    gradients are there beside all this from the first to the last of their readers in a stage.
     """
 
     sent: tuple[tuple[int, tuple[ParameterGroup, ...]], ...] = ()
@@ -50,10 +51,11 @@ class Passing:
     updated: tuple[ParameterGroup, ...] = ()
     apart: bool = False
     limit: float = BUCKET_BYTES
+    waiting: tuple[ParameterGroup, ...] = ()
 
     @property
     def parameters(self) -> tuple[ParameterGroup, ...]:
-        return (*self.updated, *(item for _, found in self.sent for item in found))
+        return (*self.updated, *self.waiting, *(item for _, found in self.sent for item in found))
 
     def message_bytes(self, inside: Collection[int]) -> float:
         """Of a stage with these blocks."""
@@ -71,14 +73,14 @@ class Passing:
         """By run."""
         return np.zeros(len(runs)) + self._update(*_of_runs(member, runs))
 
-    def _messages(self, total: _Reduce, most: _Reduce) -> Array | float:
+    def _messages(self, total: _Total, most: _Reduce) -> Array | float:
         found = []
         for level, some in self.sent:
-            largest = (most(_largest(some, name)) for name in get_args(_Most))
-            found.append(Alike(level, total(_sums(some)), *largest))
-        return message_bytes(found, self.replicas, self.summed, self.limit)
+            largest = {name: most(_largest(some, name)) for name in get_args(_Most)}
+            found.append(Alike(level, total(_sums(some)), **largest))
+        return message_bytes(found, self.replicas, self.summed, self.limit) + total(_sums(self.waiting), 2)
 
-    def _update(self, total: _Reduce, most: _Reduce) -> Array | float:
+    def _update(self, total: _Total, most: _Reduce) -> Array | float:
         return most(_largest(self.updated, "largest")) if self.apart else total(_sums(self.updated))
 
 
@@ -90,6 +92,11 @@ _Amounts = dict[tuple[int, ...], float]
 """By the blocks of which a stage has to have one."""
 
 _Reduce = Callable[[_Amounts], "Array | float"]
+
+
+class _Total(Protocol):
+    def __call__(self, amounts: _Amounts, least: int = 1) -> Array | float:
+        """Of what ``least`` blocks of a stage share."""
 
 
 def _sums(some: Collection[ParameterGroup]) -> _Amounts:
@@ -106,25 +113,26 @@ def _largest(some: Collection[ParameterGroup], name: _Most) -> _Amounts:
     return found
 
 
-def _of_one(inside: Collection[int]) -> tuple[_Reduce, _Reduce]:
+def _of_one(inside: Collection[int]) -> tuple[_Total, _Reduce]:
     """The sum and the largest of what a stage has."""
+    own = set(inside)
 
-    def there(amounts: _Amounts) -> list[float]:
-        return [size for blocks, size in amounts.items() if not set(blocks).isdisjoint(inside)]
+    def there(amounts: _Amounts, least: int = 1) -> list[float]:
+        return [size for blocks, size in amounts.items() if len(own.intersection(blocks)) >= least]
 
-    return lambda amounts: sum(there(amounts)), lambda amounts: max(there(amounts), default=0.0)
+    return lambda amounts, least=1: sum(there(amounts, least)), lambda amounts: max(there(amounts), default=0.0)
 
 
-def _of_runs(member: Bits, runs: Runs) -> tuple[_Reduce, _Reduce]:
+def _of_runs(member: Bits, runs: Runs) -> tuple[_Total, _Reduce]:
     """The same by run. member: [position, block]."""
 
-    def total(amounts: _Amounts) -> Array:
+    def total(amounts: _Amounts, least: int = 1) -> Array:
         each, found = np.zeros(member.shape[1]), np.zeros(len(runs))
         for blocks, size in amounts.items():
-            if len(blocks) == 1:
+            if len(blocks) > 1:
+                found += size * (runs.between(member[:, list(set(blocks))].sum(axis=1)) >= least)
+            elif least < 2:
                 each[blocks[0]] = size
-            else:
-                found += size * (runs.between(member[:, list(set(blocks))].sum(axis=1)) > 0)
         return found + runs.between(member @ each)
 
     def most(amounts: _Amounts) -> Array:
@@ -147,21 +155,26 @@ def passing(
     apart: bool,
     limit: float,
     layers: Sequence[str] = (),
+    waiting: Collection[tuple[tuple[int, ...], float]] = (),
 ) -> Passing:
     """sent: by parameter its blocks, what those of one message have in common, its level of ZeRO, bytes of its gradient
     on a rank, and whether replicas cut it in its first dim. updated: its blocks, and what the optimizer makes for it.
-    limit: bytes that fill a message. layers: by block the layer that it lies in, "" for none; default, none.
+    limit: bytes that fill a message. layers: by block the layer that it lies in, "" for none; default, none. waiting:
+    blocks of what several read, and bytes of a gradient that waits for the others'.
     """
     kinds: dict[tuple[Hashable, int], dict[tuple[int, ...], list[tuple[float, bool]]]] = {}
     for blocks, kind, level, size, first in sent:
         kinds.setdefault((kind, level), {}).setdefault(blocks, []).append((size, first))
+    groups = tuple((level, _groups(found, limit, layers)) for (_, level), found in kinds.items())
+    return Passing(groups, replicas, summed, _grouped(updated), apart, limit, _grouped(waiting))
+
+
+def _grouped(found: Collection[tuple[tuple[int, ...], float]]) -> tuple[ParameterGroup, ...]:
     made: dict[tuple[int, ...], list[float]] = {}
-    for blocks, size in updated:
+    for blocks, size in found:
         if size:
             made.setdefault(blocks, []).append(size)
-    groups = tuple((level, _groups(found, limit, layers)) for (_, level), found in kinds.items())
-    ends = tuple(ParameterGroup(blocks, sum(sizes), max(sizes)) for blocks, sizes in made.items())
-    return Passing(groups, replicas, summed, ends, apart, limit)
+    return tuple(ParameterGroup(blocks, sum(sizes), max(sizes)) for blocks, sizes in made.items())
 
 
 def _groups(

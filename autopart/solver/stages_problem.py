@@ -242,7 +242,7 @@ class StageProblem:
         shape, chosen = self.shapes[self.slots[step.slot].shape], self.chosen(step)
         inside = set(self.blocks_between(step.first, step.last))
         return (
-            math.fsum(self.in_flight[stage] * choice.activation_bytes for choice in chosen)
+            math.fsum(choice.running_bytes(self.in_flight[stage]) for choice in chosen)
             + math.fsum(self.in_flight[stage] * group.bytes for group in shape.kept if inside & set(group.blocks))
             + max(choice.transient_bytes for choice in chosen)
             + math.fsum(cut.buffer_bytes for cut in self.ends_of(step))
