@@ -17,7 +17,7 @@ from autopart.analysis import Analysis
 from autopart.conversion_prices import ConversionPrices, TensorAxis
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import Amount, value_bytes
-from autopart.passes.backward_memory import backward_copies, passes_memory
+from autopart.passes.backward_memory import backward_copies, copies_of_form, passes_memory
 from autopart.passes.beside import is_cast, operand_of
 from autopart.passes.emit.layers import runs_of
 from autopart.passes.graph import Value
@@ -102,7 +102,7 @@ class _OpFacts:
     learned: tuple[tuple[int, Amount], ...]  # parameters with a gradient: which input, and bytes
     multiplied: int  # which input is multiplied with a trained weight; -1: none
     passing: bool  # neither the op nor its backward makes a tensor
-    copies: int  # of its largest tensor, that the backward makes on its way
+    copies: float  # of its largest tensor, that it makes on its way beside gradients
 
     def position(self, item: _Kept) -> int:
         """Where a kept tensor stands among inputs and outputs."""
@@ -217,7 +217,9 @@ class BlockCosts:
             kept = self._keeping(node, facts.inputs, facts.outputs, form)
             inside, copied = saved_inside(node, self.kind, form), copied_inside(node, self.kind, form)
             found = tuple((facts.inputs.index(value), size) for value, size in copied)
-            self._formed[node, form] = replace(facts, kept=kept, inside=inside, copied=found)
+            there, back = copies_of_form(node, form)
+            copies = max(facts.copies, there - 1, back)  # forward there is no gradient
+            self._formed[node, form] = replace(facts, kept=kept, inside=inside, copied=found, copies=copies)
         return self._formed[node, form]
 
     def gathering(self, node: fx.Node) -> tuple[bool, float]:
@@ -233,6 +235,12 @@ class BlockCosts:
             known = (True, 1.0 / self._read_in[layer]) if layer else (node in self._saved, 1.0)
             self._gathering[node] = known
         return known
+
+    def gathered_again(self, node: fx.Node, index: int) -> bool:
+        """Whether a block's backward needs a parameter that is gathered at use: its layer does, or an op keeps it."""
+        nodes = self.analysis.blocks[index].nodes
+        ops = [] if self.analysis.layers[index] else [op for op in nodes if op in self.analysis.block_of]
+        return not ops or any(item.owner.node is node for op in ops for item in self._facts[op].kept)
 
     def kept_by(self, node: fx.Node) -> Iterator[tuple[Value, Amount]]:
         """The tensors that an op keeps for its backward, by who owns their memory, with bytes; parameters left out."""

@@ -215,7 +215,9 @@ class CandidatePrices(CandidateSettings):
                 cost.backward_s += setting.data.adding_seconds(size, 0)
             return
         owners = self._owners()
-        whole: dict[str, list[float]] = {}  # of level 3, by owner, as are the blocks' seconds, there and back
+        whole: dict[
+            str, list[tuple[float, bool]]
+        ] = {}  # of level 3, by owner, as are the blocks' seconds, there and back
         sent = [[0.0] * len(costs), [0.0] * len(costs)]
         late = [0.0] * len(costs)  # sums of what is sent back
         known: dict[object, tuple[tuple[float, float], float, tuple[float, float], float]] = {}
@@ -237,8 +239,9 @@ class CandidatePrices(CandidateSettings):
                     seconds[index] += own
                 late[index] += summed
             if level == 3:
-                for owner in {owners[index] for index in found}:
-                    whole.setdefault(owner, []).append(size)
+                for owner, index in {owners[index]: index for index in found}.items():
+                    again = self._block_costs.gathered_again(node, index)
+                    whole.setdefault(owner, []).append((size, again))
         if any(map(any, sent)):
             late = [seconds * (1 - 1 / config.microbatches) for seconds in late]  # the last one is waited for
             there = self._exposed_seconds(config, owners, sent[0], [cost.forward_s for cost in costs])

@@ -29,6 +29,7 @@ another while the step lasts, and what the first block has to do with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,9 +43,9 @@ from autopart.passes.program import TensorInfo
 from autopart.prices import Prices
 from autopart.runtime.placement import Placements
 
-LAYER_COPIES, BLOCK_COPIES = 4, 1
-"""How often the divided weights of a layer, or of a block outside of layers, are in memory at least, whole, beside what
-its ops take: see :func:`whole_bytes`.
+LAYER_COPIES = 4
+"""How often the divided weights of a layer are in memory at least, whole, beside what its ops take: see
+:func:`whole_bytes`.
 """
 _GATHERED_PASSES, _SUMMED_PASSES = 2, 3
 """Through a rank's memory, of each byte that it passes on."""
@@ -53,7 +54,7 @@ _GATHERED_PASSES, _SUMMED_PASSES = 2, 3
 def whole_bytes(
     owners: Sequence[str],
     layers: Collection[str],
-    whole: Mapping[str, Sequence[float]],
+    whole: Mapping[str, Sequence[tuple[float, bool]]],
     replicas: int,
     summed: float,
     repeats: bool,
@@ -61,16 +62,17 @@ def whole_bytes(
     """Of each block the bytes that level 3 has for a while while it goes back, beside what its ops take.
 
     owners: by block, what gathers its weights: its layer, or the block itself, whose ops gather each for themselves.
-    whole: by owner the bytes of its divided weights. summed: bytes in the type of sums for each byte of a gradient.
-    repeats: a microbatch follows another on all blocks.
+    whole: by owner the bytes of its divided weights, and whether each is gathered again in the backward. summed: bytes
+    in the type of sums for each byte of a gradient. repeats: a microbatch follows another on all blocks.
 
     A layer has its own weights and their gradients, what comes before it, which is gathered, and the message of what
     comes behind it with what arrives of that; the two are taken to be no less than its own. An op outside of layers has
-    its gradient among what it takes. Behind the last are ops, such as a loss, that run back beside what it has
-    gathered; and there the first one's message of the microbatch before may be on its way.
+    its gradient among what it takes, and its weight again if it kept that. Behind the last are ops, such as a loss,
+    that run back beside what it has gathered; and there the first one's message of the microbatch before may be on its
+    way.
     """
     units = [owner for owner in dict.fromkeys(owners) if owner in whole]
-    sizes = [sum(whole[owner]) for owner in units]
+    sizes = [math.fsum(size for size, _ in whole[owner]) for owner in units]
     before = [0.0, *sizes[:-1]]
     behind = [summed * (1 + 1 / replicas) * size for size in (*sizes[1:], sizes[0] if repeats else 0.0)]
     found = dict[str, float]()
@@ -78,7 +80,8 @@ def whole_bytes(
         if owner in layers:
             found[owner] = 2 * own + max(own, gathered) + max(own, flying)
         else:
-            found[owner] = 2 * own - max(whole[owner]) + gathered + flying
+            again = math.fsum(size for size, read in whole[owner] if read)
+            found[owner] = again + own - max(size for size, _ in whole[owner]) + gathered + flying
     last = max(index for index, owner in enumerate(owners) if owner in whole)
     loss = sizes[-1] + behind[-1]
     return [found.get(owner, loss if index > last else 0.0) for index, owner in enumerate(owners)]

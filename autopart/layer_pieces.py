@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import fx
 
-from autopart.data_prices import BLOCK_COPIES, LAYER_COPIES, DataPrices
+from autopart.data_prices import LAYER_COPIES, DataPrices
 from autopart.memory_bound import BlockFacts, Kind, MemoryBound, Parameters, summed
 from autopart.module_sets import ModuleSets
 from autopart.passes.emit.layers import MOST_INLINE
@@ -127,7 +127,7 @@ class LayerPieces:
                 runs = tuple(Way(run.seconds, 0.0, run.kept_bytes) for run in points)
         else:
             runs = runs[:1]
-        weights = self._weights(own, setting, priced, LAYER_COPIES if layer else BLOCK_COPIES / len(own))
+        weights = self._weights(own, setting, priced, 0 if layer else len(own))
         return Piece(forward, backward, weights, runs, transient, wholes)
 
     def _again_seconds(self, blocks: Sequence[int], setting: PieceSetting) -> float:
@@ -142,12 +142,12 @@ class LayerPieces:
         return math.fsum(forward for forward, _ in seconds), math.fsum(backward for _, backward in seconds)
 
     def _weights(
-        self, own: Sequence[BlockFacts], setting: PieceSetting, priced: Kind | None, copies: float = BLOCK_COPIES
+        self, own: Sequence[BlockFacts], setting: PieceSetting, priced: Kind | None, parts: int = 1
     ) -> tuple[Weights, ...]:
-        """copies: whole at least, on the mean of what gathers its weights by itself, where replicas divide them."""
+        """parts: blocks outside of layers, each of which gathers its weights by itself; 0: a layer."""
         parameters = [item for facts in own for item in facts.parameters if item.weight]
         return tuple(
-            Weights(item.weight * setting.share, levels_of(item, setting, copies), kind == priced)
+            Weights(item.weight * setting.share, levels_of(item, setting, parts), kind == priced)
             for kind, item in summed(parameters, setting.data.replicas)
         )
 
@@ -182,16 +182,16 @@ def _transient(own: Sequence[BlockFacts], setting: PieceSetting) -> float:
     return max((setting.transient(node) for facts in own for node in facts.ops), default=0.0)
 
 
-def levels_of(own: Parameters, setting: PieceSetting, copies: float) -> tuple[Way, ...]:
-    """The ways to hold one byte of such weights. copies: as of :meth:`LayerPieces._weights`."""
-    return tuple(_way(own, level, setting, copies) for level in _levels(own, setting))
+def levels_of(own: Parameters, setting: PieceSetting, parts: int) -> tuple[Way, ...]:
+    """The ways to hold one byte of such weights. parts: as of :meth:`LayerPieces._weights`."""
+    return tuple(_way(own, level, setting, parts) for level in _levels(own, setting))
 
 
 def _levels(own: Parameters, setting: PieceSetting) -> tuple[int, ...]:
     return setting.levels if own.divides else (0,)
 
 
-def _way(own: Parameters, level: int, setting: PieceSetting, copies: float) -> Way:
+def _way(own: Parameters, level: int, setting: PieceSetting, parts: int) -> Way:
     data, size = setting.data, own.weight * setting.share
     there, back = data.microbatch_seconds(size, level, own.trained, own.again, 0.0)
     seconds, end, sums = sum(data.moving_seconds(size, level, own.trained, own.again)), 0.0, 0.0
@@ -202,6 +202,7 @@ def _way(own: Parameters, level: int, setting: PieceSetting, copies: float) -> W
             arriving = data.arriving_seconds(size, level)
             sums = data.sum_seconds(size, level)
     held = own.held(level, data.replicas) / own.weight
+    copies = (1.0 / parts if own.again else 0.0) if parts else LAYER_COPIES
     way = Way(
         seconds,
         held * size,
@@ -211,7 +212,7 @@ def _way(own: Parameters, level: int, setting: PieceSetting, copies: float) -> W
         sent_s=there + back,
         gathered_s=there,
         again_s=there if own.again else 0.0,
-        transient_bytes=copies if level == 3 else 0.0,
+        transient_bytes=copies if level == 3 else 0.0,  # on the mean of the parts
         arriving_s=arriving,
     )
     return way.times(1 / size)
@@ -221,7 +222,7 @@ def _first_way(own: Parameters, level: int, setting: PieceSetting, waits: float)
     """The same of what the first block reads, whose last sum hides nothing. waits: for which part of a gather the
     forward does.
     """
-    found, trained = _way(own, level, setting, BLOCK_COPIES), setting.data.replicas > 1 and own.trained
+    found, trained = _way(own, level, setting, 1), setting.data.replicas > 1 and own.trained
     scattered = found.sent_s - found.gathered_s - found.again_s if trained else 0.0
     return replace(
         found,

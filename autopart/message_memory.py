@@ -22,7 +22,7 @@ counts there at levels 0 and 1 (:func:`single_bytes`), and at level 2 as c does 
 Where sums have a type of their own, s bytes for each, there is a converted message besides (s b), what is on its way
 is s times that, and at levels 0 and 1 messages stay to the end of the step (less the gradients: (s - 1) G). At the
 start of a call, when there are no gradients, the first whole weights of levels 1 and 2 are on their way, each message
-beside the shares that are put together for it: two, or as many as one layer reads and one more.
+beside the shares that are put together for it: the largest, and beside it as many as one layer reads and one more.
 
 What stays is counted with each parameter (:func:`staying_bytes`): it comes in the backward of the last microbatch, as
 what that kept goes (:class:`autopart.solver.stages_parts.Block`). The rest is counted for each stage's own parameters
@@ -47,26 +47,22 @@ Bytes = float | NDArray[np.float64]
 class Alike:
     """Trained parameters that share messages: bytes of their gradients on a rank, in all and of the largest.
 
-    second: of the largest but for that one. copied: of the largest that is larger than a message and no message by
-    itself, as it is not cut in its first dim; 0 where there is none. read: of what one layer, or op outside of layers,
-    reads, at most.
+    copied: of the largest that is larger than a message and no message by itself, as it is not cut in its first dim; 0
+    where there is none. read: of what one layer, or op outside of layers, reads, at most.
     """
 
     level: int
     bytes: Bytes
     largest: Bytes
-    second: Bytes
     copied: Bytes
     read: Bytes
 
-    def messages(self, limit: float) -> tuple[Bytes, Bytes, Bytes]:
-        """Bytes of gradients in one message of no more than ``limit``, or of one larger tensor, at most: in the first,
-        in any beside it, and in any that several share. An only message goes beside that of the microbatch before.
+    def messages(self, limit: float) -> tuple[Bytes, Bytes]:
+        """Bytes of gradients in one message of no more than ``limit``, or of one larger tensor, at most: in any, and in
+        one that several share.
         """
         first = np.minimum(self.bytes, np.maximum(limit, self.largest))
-        rest, apart = self.bytes - self.largest, self.largest > limit
-        beside = np.where(apart & (rest > 0), np.minimum(rest, np.maximum(limit, self.second)), first)
-        return first, beside, np.where(apart, np.minimum(rest, limit), first)
+        return first, np.where(self.largest > limit, np.minimum(self.bytes - self.largest, limit), first)
 
 
 def staying_bytes(level: int, gradient: float, replicas: int, summed: float) -> float:
@@ -105,7 +101,7 @@ def message_bytes(parameters: Iterable[Alike], replicas: int, summed: float, lim
     filling: Bytes = 0.0
     copied: list[Bytes] = []
     for alike in parameters:
-        first, beside, shared = alike.messages(limit)
+        first, shared = alike.messages(limit)
         if alike.level < 2:
             making = np.maximum(making, shared + converted(shared))
         elif alike.level == 2:
@@ -113,7 +109,7 @@ def message_bytes(parameters: Iterable[Alike], replicas: int, summed: float, lim
             filling = filling + shared
             copied += alike.copied, shared
         if alike.level in (1, 2):
-            coming = np.minimum(alike.bytes, np.maximum(first + beside, alike.read + limit)) * (1 + 1 / replicas)
+            coming = np.minimum(alike.bytes, first + alike.read + limit) * (1 + 1 / replicas)
             arriving = arriving + np.maximum(0.0, coming - alike.bytes / (1 if alike.level == 1 else replicas))
     most = filling + sent * np.minimum(whole, largest + room)
     for made in copied:  # beside what was not waited for first

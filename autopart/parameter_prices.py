@@ -164,5 +164,20 @@ def priced_parameters(
             found, size = trained[info.name]
             updated.append((found, made.together * size if together else made.own * size + made.before * before))
             before = size
-    held = passing(sent, updated, setting.dp, setting.summed, not together, limit, analysis.layers, waiting)
+    lingering = _lingering(sent, setting, analysis.layers) if repeats and not alone else []
+    exchanged = setting.dp, setting.summed
+    held = passing(sent, updated, *exchanged, not together, limit, analysis.layers, waiting, lingering)
     return PricedParameters(private, tuple(tied), in_order, held)
+
+
+def _lingering(
+    sent: Sequence[tuple[tuple[int, ...], Hashable, int, float, bool]], setting: Setting, layers: Sequence[str]
+) -> list[tuple[tuple[int, ...], float]]:
+    """Of level 3, of whose messages one at a time is on its way: of what the first block to read some reads, if it lies
+    in no layer; of a stage that begins with a layer it is no more than that takes (:func:`data_prices.whole_bytes`).
+    """
+    found = [(blocks[:1], size) for blocks, _, level, size, _ in sent if level == 3]
+    first = min((blocks for blocks, _ in found), default=(0,))
+    if layers[first[0]]:
+        return []
+    return [(blocks, setting.summed * (1 + 1 / setting.dp) * size) for blocks, size in found if blocks == first]

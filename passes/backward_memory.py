@@ -32,11 +32,19 @@ _FORM_COPIES = {"vocab_cross_entropy": (1, 0)}
 def form_copies(node: fx.Node, size: float) -> tuple[float, float]:
     """Bytes that a local form makes on its way, forward and backward. size: bytes of its first operand."""
     for _, form in node.meta.get("forms", ()):
-        if form.function in _FORM_COPIES:
-            there, back = _FORM_COPIES[form.function]
-            narrow = 4 / graphs.inputs(node)[0].fake.dtype.itemsize
-            return (there * size, back * size) if narrow <= 1 else ((there + 1) * size * narrow, size * narrow)
+        there, back = copies_of_form(node, form.function)
+        if there:
+            return there * size, back * size
     return 0.0, 0.0
+
+
+def copies_of_form(node: fx.Node, function: str) -> tuple[float, float]:
+    """The same for each byte of the first operand, of a form's function by name."""
+    if function not in _FORM_COPIES:
+        return 0.0, 0.0
+    there, back = _FORM_COPIES[function]
+    narrow = 4 / graphs.inputs(node)[0].fake.dtype.itemsize
+    return (there, back) if narrow <= 1 else ((there + 1) * narrow, narrow)
 
 
 def backward_copies(node: fx.Node) -> int:

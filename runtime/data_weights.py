@@ -12,9 +12,10 @@ level     whole weights                    gradients
 
 Emitted code reads a weight by ``mesh.gather(share, ...)``. At levels 1 and 2 the shares are views into the whole
 weights, which are autograd leaves of their own (:mod:`autopart.runtime.gradients` divides what gathers in them). They
-are gathered in messages of several, the first when a call begins, others when one before them is read: as far as what
-is on its way are ``AHEAD`` messages, or no more bytes than one statement reads and a message more. So what the next
-layer reads arrives while one runs. Where a call begins with waiting for another stage, all arrive before that.
+are gathered in messages of several, the first when a call begins, others when one before them is read, as far as what
+is on its way beside the largest are no more bytes than one statement reads and a message more. So what the next layer
+reads arrives while one runs, and a large table, as an output layer's, while several do. Where a call begins with
+waiting for another stage, all arrive before that.
 
 At level 3 the shares of one call are a *unit*: one message forward, and one back with their gradients. Nothing keeps
 the whole weights between the two: where autograd saves a tensor that lies in one, it is given a note of which part of
@@ -43,8 +44,6 @@ from autopart.runtime.manifest import ParameterSpec
 from autopart.runtime.mesh import Axis, Mesh
 from autopart.runtime.traffic import Phase
 
-AHEAD = 2
-"""Messages of whole weights of levels 1 and 2 that are on their way at once, however large."""
 BESIDE = 4
 """As many bytes of level 2's gradients as fill so many messages are on their way beside the largest."""
 
@@ -56,7 +55,7 @@ def sent_ahead(flying: Sequence[float], size: float, window: float) -> bool:
     """Whether a message of whole weights of levels 1 and 2 is begun beside others. flying: bytes of these. window: the
     most that one statement reads, and that fills a message.
     """
-    return len(flying) < AHEAD or sum(flying) + size <= window
+    return sum(flying) + size - max([*flying, size]) <= window
 
 
 def summed_beside(flying: Sequence[float], size: float, limit: float) -> bool:

@@ -205,13 +205,26 @@ def test_what_passes_goes_through_the_memory() -> None:
     assert data.least_moving_seconds(second, (0, 2)) == pytest.approx(min(adding, adding / 4 + summed))
 
 
-@pytest.mark.parametrize(("window", "waited"), [(0, 10.0), (4, 10.0), (6, 8.0), (100, 8.0)])
+@pytest.mark.parametrize(("window", "waited"), [(0, 14.0), (2, 10.0), (4, 8.0), (100, 8.0)])
 def test_messages_of_the_next_layer_are_on_their_way_together(window: int, waited: float) -> None:
     """Three layers of 5 s, each of which reads three messages of 2 s: with two on their way one is begun late."""
     found = units((0, 0, 0), (0, 0, 0), (0, 0, 0))
     forward, _ = computed(found, [5.0] * 3)
     messages = [Message(2, unit.readers) for unit in found for _ in range(3)]
     assert clock([], arriving=messages, read=window).arrival(forward, 0.0) == pytest.approx(waited)
+
+
+def test_a_large_table_arrives_beside_what_layers_read() -> None:
+    """Four layers of 5 s read two messages of 1 s each, and what is behind them one of 12 s."""
+    found = units(*[(0, 0, 0)] * 5)
+    forward, _ = computed(found, [5.0] * 5)
+    layers = [Message(1, unit.readers) for unit in found[:-1] for _ in range(2)]
+    held_up = [
+        clock([], arriving=[*layers, Message(12, found[-1].readers)], read=window).arrival(forward, 0.0)
+        for window in (0, 1, 2, 3)
+    ]
+    # it is begun beside nothing, one or both of the last layer's, and as the third layer reads its first
+    assert held_up == pytest.approx([12, 9, 5, 4])
 
 
 @pytest.mark.parametrize(("limit", "exposed"), [(0, 15 + 1), (1, 1)])

@@ -26,9 +26,8 @@ SMALL, LARGE = BUCKET_BYTES // 4, 8 * BUCKET_BYTES
 
 def alike(level: int, *sizes: float, copied: Sequence[float] = (), limit: float = BUCKET_BYTES) -> Alike:
     """copied: of these sizes those that are not cut in their first dim. Each is read by itself."""
-    second = sorted(sizes)[-2] if len(sizes) > 1 else 0.0
     apart = max((size for size in copied if size > limit), default=0.0)
-    return Alike(level, sum(sizes), max(sizes), second, apart, max(sizes))
+    return Alike(level, sum(sizes), max(sizes), apart, max(sizes))
 
 
 def held(parameters: Sequence[Alike], replicas: int, summed: float) -> float:

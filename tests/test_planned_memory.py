@@ -67,11 +67,14 @@ def test_late_bytes_take_the_place_of_activations() -> None:
 def test_whole_weights_of_neighbours() -> None:
     """An embedding, two layers, an output layer with its norm, and a loss, which gathers nothing."""
     owners = ["block 0", "layer", "layer", "other", "block 4", "block 5"]
-    whole = {"block 0": [100.0], "layer": [3.0, 5.0], "other": [8.0], "block 4": [1.0, 90.0]}
+    whole = {
+        "block 0": [(100.0, False)], "layer": [(3.0, True), (5.0, True)], "other": [(8.0, True)],
+        "block 4": [(1.0, True), (90.0, True)],
+    }  # fmt: skip
     found = whole_bytes(owners, {"layer", "other"}, whole, 2, 1.0, True)
     layer = 2 * 8 + 100 + 1.5 * 8  # its own and their gradients; the embedding, which is gathered; the other's message
     other = 2 * 8 + 8 + 1.5 * 91
     last = 91 + 1 + 8 + 1.5 * 100  # its gradients are its ops'; the embedding's message of the microbatch before
-    assert found == [100 + 1.5 * 8, layer, layer, other, last, 91 + 1.5 * 100]
+    assert found == [1.5 * 8, layer, layer, other, last, 91 + 1.5 * 100]
     assert whole_bytes(owners, {"layer", "other"}, whole, 2, 1.0, False)[-2:] == [91 + 1 + 8, 91]
-    assert whole_bytes(owners, {"layer", "other"}, {"layer": [8.0]}, 2, 1.0, False) == [0, 32, 32, 8, 8, 8]
+    assert whole_bytes(owners, {"layer", "other"}, {"layer": [(8.0, True)]}, 2, 1.0, False) == [0, 32, 32, 8, 8, 8]

@@ -85,14 +85,15 @@ class Random(random.Random):
             for _ in range(self.randint(0, 4)):
                 largest = self.size(scale)
                 inside = tuple(self.sample(range(blocks), min(blocks, self.choice([1, 1, 2]))))
-                second, copied = self.choice([0.0, largest / 2, largest]), self.choice([0.0, largest])
-                total, read = largest + second + self.size(scale), largest * self.choice([1, 2])
-                found.append(ParameterGroup(inside, total, largest, second, copied, read))
+                total, read = largest + self.size(scale), largest * self.choice([1, 2])
+                found.append(ParameterGroup(inside, total, largest, self.choice([0.0, largest]), read))
             return tuple(found)
 
         sent = tuple((self.randint(0, 3), some(20)) for _ in range(self.randint(0, 2)))
         updated = some(100) if self.random() < 0.4 else ()
-        return Passing(sent, self.randint(1, 4), self.choice([0.5, 1.0]), updated, self.random() < 0.5)
+        waiting = some(20) if self.random() < 0.4 else ()
+        summed, apart = self.choice([0.5, 1.0]), self.random() < 0.5
+        return Passing(sent, self.randint(1, 4), summed, updated, apart, waiting=waiting)
 
     def layers(self, blocks: Sequence[Block]) -> tuple[Layer, ...]:
         """Up to two layers of up to three blocks: every part of one can be run as its blocks are, and slower."""
@@ -247,7 +248,7 @@ def check_against_all(problem: StageProblem, edges: Edges, max_programs: int) ->
     assert solution.gap == 0
     least = brute.lower_bound_seconds(problem, edges)
     assert solution.lower_bound_s <= least * (1 + 1e-9)
-    assert solution.lower_bound_s <= stages.least_seconds(problem) * (1 + 1e-9) <= least * (1 + 2e-9)
+    assert stages.least_seconds(problem) <= least * (1 + 1e-9)
     assert solution.lower_bound_s <= solution.objective * (1 + 1e-9)
     assert problem.excess_bytes(solution.way) <= 0 and problem.respects_pins(solution.way)
 

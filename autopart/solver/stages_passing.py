@@ -25,13 +25,12 @@ from autopart.solver.stages_runs import Array, Bits, Runs
 class ParameterGroup:
     """Parameters that the same blocks read: bytes on a rank, all and the largest, where a stage has such a block.
 
-    second, copied, read: as of :class:`autopart.message_memory.Alike`, the first but for the largest of all groups.
+    copied, read: as of :class:`autopart.message_memory.Alike`.
     """
 
     blocks: tuple[int, ...]
     bytes: float
     largest: float
-    second: float = 0.0
     copied: float = 0.0
     read: float = 0.0
 
@@ -42,7 +41,8 @@ class Passing:
     limit: bytes that fill a message.
 
     updated: what the optimizer makes; apart: of one parameter after the other, else of all together. waiting: whose
-    gradients are there beside all this from the first to the last of their readers in a stage.
+    gradients are there beside all this from the first to the last of their readers in a stage. lingering: what is on
+    its way after a backward of a stage that has it, and beside the next.
     """
 
     sent: tuple[tuple[int, tuple[ParameterGroup, ...]], ...] = ()
@@ -52,10 +52,11 @@ class Passing:
     apart: bool = False
     limit: float = BUCKET_BYTES
     waiting: tuple[ParameterGroup, ...] = ()
+    lingering: tuple[ParameterGroup, ...] = ()
 
     @property
     def parameters(self) -> tuple[ParameterGroup, ...]:
-        return (*self.updated, *self.waiting, *(item for _, found in self.sent for item in found))
+        return (*self.updated, *self.waiting, *self.lingering, *(item for _, found in self.sent for item in found))
 
     def message_bytes(self, inside: Collection[int]) -> float:
         """Of a stage with these blocks."""
@@ -78,7 +79,8 @@ class Passing:
         for level, some in self.sent:
             largest = {name: most(_largest(some, name)) for name in get_args(_Most)}
             found.append(Alike(level, total(_sums(some)), **largest))
-        return message_bytes(found, self.replicas, self.summed, self.limit) + total(_sums(self.waiting), 2)
+        beside = total(_sums(self.waiting), 2) + total(_sums(self.lingering))
+        return message_bytes(found, self.replicas, self.summed, self.limit) + beside
 
     def _update(self, total: _Total, most: _Reduce) -> Array | float:
         return most(_largest(self.updated, "largest")) if self.apart else total(_sums(self.updated))
@@ -86,7 +88,7 @@ class Passing:
 
 NOTHING_PASSES = Passing()
 
-_Most = Literal["largest", "second", "copied", "read"]
+_Most = Literal["largest", "copied", "read"]
 
 _Amounts = dict[tuple[int, ...], float]
 """By the blocks of which a stage has to have one."""
@@ -156,17 +158,18 @@ def passing(
     limit: float,
     layers: Sequence[str] = (),
     waiting: Collection[tuple[tuple[int, ...], float]] = (),
+    lingering: Collection[tuple[tuple[int, ...], float]] = (),
 ) -> Passing:
     """sent: by parameter its blocks, what those of one message have in common, its level of ZeRO, bytes of its gradient
     on a rank, and whether replicas cut it in its first dim. updated: its blocks, and what the optimizer makes for it.
     limit: bytes that fill a message. layers: by block the layer that it lies in, "" for none; default, none. waiting:
-    blocks of what several read, and bytes of a gradient that waits for the others'.
+    blocks of what several read, and bytes of a gradient that waits for the others'. lingering: blocks, and bytes.
     """
     kinds: dict[tuple[Hashable, int], dict[tuple[int, ...], list[tuple[float, bool]]]] = {}
     for blocks, kind, level, size, first in sent:
         kinds.setdefault((kind, level), {}).setdefault(blocks, []).append((size, first))
     groups = tuple((level, _groups(found, limit, layers)) for (_, level), found in kinds.items())
-    return Passing(groups, replicas, summed, _grouped(updated), apart, limit, _grouped(waiting))
+    return Passing(groups, replicas, summed, _grouped(updated), apart, limit, _grouped(waiting), _grouped(lingering))
 
 
 def _grouped(found: Collection[tuple[tuple[int, ...], float]]) -> tuple[ParameterGroup, ...]:
@@ -186,12 +189,10 @@ def _groups(
     for blocks, parameters in found.items():
         for layer in inside[blocks]:
             of_layer[layer] = of_layer.get(layer, 0.0) + sum(size for size, _ in parameters)
-    top, groups = max(found, key=lambda blocks: max(found[blocks])), []
+    groups = []
     for blocks, parameters in found.items():
-        sizes = sorted(size for size, _ in parameters)
-        others = sizes[:-1] if blocks == top else sizes
+        sizes = [size for size, _ in parameters]
         copied = (size for size, first in parameters if size > limit and not first)
-        read = max([sizes[-1], *(of_layer[layer] for layer in inside[blocks])])
-        rest = max(others, default=0.0), max(copied, default=0.0)
-        groups.append(ParameterGroup(blocks, sum(sizes), sizes[-1], *rest, read))
+        read = max([*sizes, *(of_layer[layer] for layer in inside[blocks])])
+        groups.append(ParameterGroup(blocks, sum(sizes), max(sizes), max(copied, default=0.0), read))
     return tuple(groups)
