@@ -215,11 +215,9 @@ class CandidatePrices(CandidateSettings):
                 cost.backward_s += setting.data.adding_seconds(size, 0)
             return
         owners = self._owners()
-        whole: dict[
-            str, list[tuple[float, bool]]
-        ] = {}  # of level 3, by owner, as are the blocks' seconds, there and back
-        sent = [[0.0] * len(costs), [0.0] * len(costs)]
-        late = [0.0] * len(costs)  # sums of what is sent back
+        whole: dict[str, list[tuple[float, bool]]] = {}  # of level 3, by owner
+        sent = [[0.0] * len(costs), [0.0] * len(costs)]  # seconds by block, there and back
+        late = [0.0] * len(costs)  # of that sums
         known: dict[object, tuple[tuple[float, float], float, tuple[float, float], float]] = {}
         for node, found in self.readers.items():
             name = node.meta["name"]

