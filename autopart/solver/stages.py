@@ -120,7 +120,12 @@ def solve(
         most = most_seconds(problem, begun[-1])
     graph = _graph(problem, most)
     beyond = below if below < math.inf else problem.microbatches * most  # seconds of what is left out
-    floor = min(_floor(graph)[0] if least_step is None else _work_floor(graph, least_step, below, steady), beyond)
+    try:
+        floor = min(_floor(graph)[0] if least_step is None else _work_floor(graph, least_step, below, steady), beyond)
+    except InfeasibleError:
+        if below < math.inf and _fits(_graph(problem)):  # by stages that were left out for their seconds
+            raise NotBetter(below, below) from None
+        raise
     if floor >= below:
         raise NotBetter(floor, floor)
     search = BoxSearch(problem, graph, until)
@@ -172,7 +177,7 @@ def _few_positions(problem: StageProblem, until: float) -> Way:
         return ()
     fewer = problem.at(kept)
     graph = _graph(fewer)
-    if smallest_maximum(graph, np.where(graph.fits, graph.busy, np.inf)) is None:
+    if not _fits(graph):
         return ()
     search = BoxSearch(fewer, graph, until)
     search.run(_FEW_PROGRAMS)
@@ -186,6 +191,11 @@ def _graph(problem: StageProblem, most_seconds: float = math.inf, late: bool = F
             f"use at most {len(problem.blocks)} stages"
         )
     return StageGraph.build(problem, most_seconds, late)
+
+
+def _fits(graph: StageGraph) -> bool:
+    """Whether some division does."""
+    return smallest_maximum(graph, np.where(graph.fits, graph.busy, np.inf)) is not None
 
 
 def _floor(graph: StageGraph) -> Found:
