@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -42,17 +43,8 @@ def analysis_of(name: str) -> Analysis:
 def test_planned_memory_is_near_the_exact_peak(name: str, pp: int, dp: int, tp: int, zero: int) -> None:
     """And no less: messages, whole weights, and gradients that wait for their other readers included."""
     analysis = analysis_of(name)
-    plan = make_plan(
-        *(analysis.program, Cluster.parse("4xA100-80GB")),
-        analysis=analysis,
-        batch=32,
-        pp=pp,
-        dp=dp,
-        tp=tp,
-        microbatches=8,
-        zero=zero,
-        recompute="none",
-    )
+    limits: dict[str, Any] = {"pp": pp, "dp": dp, "tp": tp, "microbatches": 8, "zero": zero, "recompute": "none"}
+    plan = make_plan(analysis.program, Cluster.parse("4xA100-80GB"), analysis=analysis, batch=32, **limits)
     # of layers that share one's weights, and of a small model's, messages are much of all
     most = 1.15 if name in ("gpt2", "llama") else 1.3
     least = 0.98 if name == "t5" else 0.995
