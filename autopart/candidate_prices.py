@@ -96,7 +96,7 @@ class CandidatePrices(CandidateSettings):
             limit=self.bucket_bytes(config),
             repeats=config.microbatches > 1,
             late=config.schedule not in (*SPLIT_SCHEDULES, "2bw"),
-            alone=config.stages == 1 and not self.whole,
+            alone=self.has_one_stage(config),
         )
         waits = self._arriving_seconds(config, choice, costs)
         own = zip(costs, held.blocks, priced.private, waits, strict=True)
@@ -247,7 +247,7 @@ class CandidatePrices(CandidateSettings):
             for cost, forward, backward in zip(costs, there, back, strict=True):
                 cost.forward_s, cost.backward_s = cost.forward_s + forward, cost.backward_s + backward
         if whole:
-            repeats = config.pp == 1 and config.microbatches > 1
+            repeats = self.has_one_stage(config) and config.microbatches > 1
             passing = whole_bytes(owners, set(self.analysis.layers), whole, config.dp, self.summed, repeats)
             for cost, size in zip(costs, passing, strict=True):
                 cost.transient_bytes += size

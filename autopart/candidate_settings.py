@@ -85,6 +85,7 @@ class CandidateSettings:
     zero: int | None = 0  # the level of all parameters; None: 0 where that fits, else chosen for each
     scheme: TensorScheme = TensorScheme.AUTO
     whole: frozenset[str] = frozenset()  # parameters that neither tensor axes nor replicas divide
+    partial: bool = False  # one stage of several, whatever the configurations say
     bucket: int | None = None  # bytes that fill a message of gradients; None: by what these take to sum
     device: Device = field(init=False)
     layout: DeviceLayout = field(init=False)
@@ -124,7 +125,12 @@ class CandidateSettings:
         """
         found = self._with(cluster, device, whole)
         found.batch, found.zero, found.warmup, found.pins = batch, 0, None, None
+        found.partial = True
         return found
+
+    def has_one_stage(self, config: Degrees) -> bool:
+        """Whether a rank has all blocks."""
+        return config.stages == 1 and not self.partial
 
     def elsewhere(self, cluster: Cluster) -> Self:
         """The same candidates on another cluster."""

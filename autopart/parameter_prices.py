@@ -62,9 +62,11 @@ class ParameterPrice:
 
 
 @dataclass(slots=True)
-class Private:
-    """Of one block. late_bytes: of messages, from its last backward to the end of the step. made_bytes: while a message
-    is made of one large gradient. waiting_bytes: gradients that wait for readers before it, where one stage has all.
+class BlockParameters:
+    """What a block's own parameters take.
+
+    late_bytes: of messages, from its last backward to the end of the step. made_bytes: while a message is made of one
+    large gradient. waiting_bytes: gradients that wait for readers before it, where one stage has all.
     """
 
     state_bytes: float = 0.0
@@ -85,7 +87,7 @@ class PricedParameters:
     end those that start during the last backward, in the order of messages. passing: what is held for a while.
     """
 
-    private: Sequence[Private]
+    private: Sequence[BlockParameters]
     tied: tuple[TiedGroup, ...]
     sums: tuple[GradientSum, ...]
     passing: Passing
@@ -109,7 +111,7 @@ def priced_parameters(
     there are several microbatches. late: what messages leave comes as what the last one keeps goes. alone: one stage
     has all blocks.
     """
-    private = [Private() for _ in analysis.blocks]
+    private = [BlockParameters() for _ in analysis.blocks]
     tied: list[TiedGroup] = []
     sums: dict[str, GradientSum] = {}
     known: dict[object, ParameterPrice] = {}
