@@ -309,6 +309,16 @@ class BlockCosts:
         facts, shares = self._facts_of(node, chosen), value_shares(node, chosen, sizes)
         return [shares[facts.position(item)] for item in facts.kept if item.owner == owner]
 
+    def memory(
+        self,
+        prices: Prices,
+        strategies: Mapping[fx.Node, Chosen],
+        storage: Mapping[str, Placements],
+        sizes: Sequence[int],
+    ) -> RankMemory:
+        """Of a rank under these strategies. sizes: of the tensor axes."""
+        return RankMemory(self._views, strategies, storage, sizes, prices.batch)
+
     def costs(
         self,
         prices: Prices,
@@ -325,7 +335,7 @@ class BlockCosts:
         blocks = [BlockCost() for _ in self.analysis.blocks]
         batch, axes, first = prices.batch, conversions.axes, self.analysis.first
         sizes = [axis.parts for axis in axes]
-        memory = RankMemory(self._views, strategies, storage, sizes, batch)
+        memory = self.memory(prices, strategies, storage, sizes)
         replicated, lie = memory.replicated, memory.lies
         # Equal ops under one choice; choices by identity, as hashing them costs more than pricing.
         runs: dict[tuple[fx.Node, int], _Run] = {}

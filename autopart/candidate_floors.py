@@ -251,7 +251,8 @@ class CandidateFloors(CandidateSums):
                 mask.bit_count(),
                 min(cut.forward_s for cut in own),
                 min(cut.backward_s for cut in own),
-                own[0].buffer_bytes,
+                own[0].before_bytes,
+                own[0].behind_bytes,
             )
             for mask, own in zip(self.positions.sets, zip(*cuts.values(), strict=True), strict=True)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -13,6 +14,7 @@ from autopart.candidate_settings import CandidateSettings, same_but_for_memory
 from autopart.cluster import Cluster
 from autopart.cost.communication import send_seconds
 from autopart.cost.devices import Device, Link
+from autopart.crossing_memory import buffer_bytes, held_across
 from autopart.data_prices import whole_bytes
 from autopart.device_layout import slowest
 from autopart.layer_frontier import Frontiers, KnownFrontiers, Spans
@@ -41,11 +43,12 @@ class CandidatePrices(CandidateSettings):
     _families: dict[object, KnownFrontiers] = field(default_factory=dict)  # those of layers, by how ops are priced
     _spans: dict[tuple[int, ...], Spans] = field(default_factory=dict)
     _gradients: dict[object, list[float]] = field(default_factory=dict)  # by strategies, bytes of each block on a rank
+    _across: dict[object, list[tuple[float, float]]] = field(default_factory=dict)  # see held_across
 
     def _with(self, cluster: Cluster, device: Device, whole: frozenset[str]) -> Self:
         found = CandidateSettings._with(self, cluster, device, whole)
         if not same_but_for_memory(device, self.device) or whole != self.whole:  # else by axes with their links
-            found._priced, found._families, found._gradients = {}, {}, {}
+            found._priced, found._families, found._gradients, found._across = {}, {}, {}, {}
         return found
 
     def computed_again(self, config: Config, step: Step, problem: StageProblem) -> set[str]:
@@ -315,16 +318,28 @@ class CandidatePrices(CandidateSettings):
         last = slowest([link for link in found if link is not None])
         return [link or last for link in found]
 
+    def held_across(self, config: Degrees, choice: TensorChoice) -> Sequence[tuple[float, float]]:
+        """By position, see :func:`autopart.crossing_memory.held_across`."""
+        key = self._priced_by(config, choice), config.recompute
+        if key not in self._across:
+            costs, setting = self._costs(config, choice, self.setting(config)), self.setting(config)
+            memory = self._block_costs.memory(setting.prices, choice.strategies, choice.storage, setting.sizes)
+            layers, block_of = self.analysis.layers, self.analysis.block_of
+            self._across[key] = held_across(self.positions, costs, layers, block_of, config.recompute, memory)
+        return self._across[key]
+
     def _cuts(self, config: Degrees, choice: TensorChoice | None, link: Link) -> tuple[Cut, ...]:
         """What a rank sends and receives at each position. choice: None: at least, all values shared perfectly."""
         crossings = self.positions.crossings
+        held = itertools.repeat((0.0, 0.0)) if choice is None else self.held_across(config, choice)
         sizes = {v: self.local_bytes(v, config, choice) for v in dict.fromkeys(v for row in crossings for v in row)}
         cuts = []
-        for values in crossings:
+        for values, across in zip(crossings, held, strict=choice is not None):
             total = sum(sizes[value] for value in values)
             back = sum(sizes[value] for value in values if value.node.meta.get("differentiable"))
             there = send_seconds(total, link) if values else 0.0
-            cuts.append(Cut(there, send_seconds(back, link) if back else 0.0, total + back))
+            buffers = buffer_bytes(total, back, config.microbatches)
+            cuts.append(Cut(there, send_seconds(back, link) if back else 0.0, *buffers, *across))
         return tuple(cuts)
 
     def whole_bytes(self, value: Value, samples: int) -> float:

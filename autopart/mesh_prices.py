@@ -11,6 +11,7 @@ from autopart.candidates import Candidates
 from autopart.cluster import slower
 from autopart.cost.communication import bucketed_all_reduce_seconds, send_seconds
 from autopart.cost.devices import Link
+from autopart.crossing_memory import buffer_bytes
 from autopart.device_row import DeviceRow, Pieces
 from autopart.parameter_prices import ParameterPrice
 from autopart.passes.conversion import Axes
@@ -253,7 +254,9 @@ class MeshPrices:
         sizes = {value: most.candidates.local_bytes(value, most.config, choice) for value in values}
         total = sum(sizes.values())
         back = sum(size for value, size in sizes.items() if value.node.meta.get("differentiable"))
-        return Cut(send_seconds(total, link), send_seconds(back, link) if back else 0.0, total + back)
+        buffers = buffer_bytes(total, back, most.config.microbatches)
+        held = most.candidates.held_across(most.config, choice)[position]
+        return Cut(send_seconds(total, link), send_seconds(back, link) if back else 0.0, *buffers, *held)
 
     def between(self, first: Mesh, second: Mesh, level: int) -> Link:
         """The slowest link between two stages that meet inside a node or between nodes."""

@@ -136,7 +136,7 @@ class UnlikeFloors:
             elif len(item.parts) == 1:
                 shapes.append(replace(shape, tied=_free(shape.tied)))
             else:
-                cuts = tuple(tuple(replace(cut, buffer_bytes=0.0) for cut in cuts) for cuts in shape.cuts)
+                cuts = tuple(tuple(map(_free_of_memory, cuts)) for cuts in shape.cuts)
                 shapes.append(_of_one(part.candidates.problem(part.config, item.choice).shapes[0], cuts, shape.name))
         # what other strategies have to convert between unlike meshes may be less
         alike = {pair: cuts for pair, cuts in problem.pairs.items() if not any(priced[at].mesh.axes for at in pair)}
@@ -256,7 +256,7 @@ class UnlikeFloors:
         parts = candidates.least_parts(part.config, mesh.zero)
         links = (self.prices.between(mesh, mesh, level) for level in (INSIDE, NETWORK))
         every = [candidates.least_cuts(part.config, link) for link in links]
-        cuts = tuple(tuple(replace(own[at], buffer_bytes=0.0) for at in self.prices.positions) for own in every)
+        cuts = tuple(tuple(_free_of_memory(own[at]) for at in self.prices.positions) for own in every)
         least = candidates.least_part_seconds(part.config)
         # what collectives add may as well be part of the backward, which hides the more
         blocks = [
@@ -356,6 +356,10 @@ def _of_one(shape: Shape, cuts: tuple[tuple[Cut, ...], ...], name: str) -> Shape
     tied = tuple(replace(group, bytes=0.0) for group in _free(shape.tied))
     passing = Passing(limit=shape.passing.limit)
     return Shape(tuple(blocks), cuts, 0.0, tied, name, sums=shape.sums, passing=passing)
+
+
+def _free_of_memory(cut: Cut) -> Cut:
+    return Cut(cut.forward_s, cut.backward_s)
 
 
 def _free(tied: Sequence[TiedGroup]) -> tuple[TiedGroup, ...]:

@@ -56,7 +56,10 @@ class Random(random.Random):
         return dataclasses.replace(block, others=tuple(others))
 
     def cuts(self, count: int) -> tuple[Cut, ...]:
-        return tuple(Cut(self.seconds(5e-4), self.seconds(5e-4), self.size(30)) for _ in range(count))
+        return tuple(
+            Cut(self.seconds(5e-4), self.seconds(5e-4), *(self.size(most) for most in (30, 30, 6, 6)))
+            for _ in range(count)
+        )
 
     def tied(self, blocks: int) -> tuple[TiedGroup, ...]:
         return tuple(

@@ -48,7 +48,10 @@ def test_no_division_takes_less_than_the_bound(seed: int, name: str) -> None:
     n = rng.randint(2, 7)
     p, m = rng.randint(2, min(n, 4)), rng.choice([2, 4, 9, 16])
     problem = rng.with_sums(random_chain(rng, n, p, m))
-    slower = tuple(Cut(3 * cut.forward_s, 2 * cut.backward_s, cut.buffer_bytes) for cut in problem.shapes[0].cuts[0])
+    slower = tuple(
+        dataclasses.replace(cut, forward_s=3 * cut.forward_s, backward_s=2 * cut.backward_s)
+        for cut in problem.shapes[0].cuts[0]
+    )
     shape = dataclasses.replace(problem.shapes[0], cuts=(problem.shapes[0].cuts[0], slower))
     limits = tuple(dataclasses.replace(slot, capacity_bytes=rng.uniform(100, 1500)) for slot in problem.slots)
     links = (0, *(rng.choice([0, 1]) for _ in range(p - 1)), 0)
@@ -149,4 +152,4 @@ def test_transfers_take_what_the_link_of_their_stages_takes() -> None:
     ):
         (cut, _) = answer.problem.crossings(first, second)
         assert target == source + 1 and cut.forward_s == pytest.approx(there)
-        assert there == send_seconds((cut.buffer_bytes) / 2, link)
+        assert there == send_seconds(cut.before_bytes / 2, link)  # two gradients, each as large as what was sent

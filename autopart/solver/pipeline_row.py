@@ -19,14 +19,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Where stages may begin and end. blocks: before it. there, back: seconds of a transfer. buffers: bytes of a rank
-    on either side. All at least.
+    """Where stages may begin and end. blocks: before it. there, back: seconds of a transfer. before_bytes, behind_bytes:
+    buffers of a stage that ends there, and of one that begins there. All at least.
     """
 
     blocks: int
     there: float = 0.0
     back: float = 0.0
-    buffers: float = 0.0
+    before_bytes: float = 0.0
+    behind_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

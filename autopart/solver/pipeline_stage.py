@@ -158,7 +158,7 @@ class StageFloors:
 
     def _room(self, stage: int, first: int, last: int) -> float:
         boundaries = self.row.boundaries
-        return self.pipeline.capacity_bytes[stage] - boundaries[first].buffers - boundaries[last].buffers
+        return self.pipeline.capacity_bytes[stage] - boundaries[first].behind_bytes - boundaries[last].before_bytes
 
     def _least(self, content: _Content, room: float, flying: int, microbatches: int, *, ends: bool) -> float:
         """Seconds of one stage at least. ends: with the end of the step."""

@@ -247,7 +247,7 @@ def _infeasible(problem: StageProblem, graph: StageGraph) -> InfeasibleError:
     named += f" on {problem.shapes[slot.shape].name}" if problem.shapes[slot.shape].name else ""
     chosen, in_flight = problem.chosen(step), problem.in_flight[stage]
     state = math.fsum(choice.state_bytes for choice in chosen)
-    kept = math.fsum(choice.running_bytes(in_flight) for choice in chosen)
+    kept = math.fsum(choice.running_bytes(in_flight) for choice in chosen) + in_flight * problem.crossing_bytes(step)
     what = f"{format_bytes(kept)} activations of {in_flight} microbatch{'es' if in_flight > 1 else ''} in flight"
     update = problem.shapes[slot.shape].passing.update_bytes(inside)
     if update > problem.running_bytes(stage, step):

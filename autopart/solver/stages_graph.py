@@ -100,12 +100,14 @@ class StageGraph:
         for key, table in keys.items():
             stage, number, capacity, start, stop = key
             costs, shape = shapes[number], problem.shapes[number]
-            buffers = [np.array([cut.buffer_bytes for cut in shape.cuts[link]]) for link in (start, stop)]
-            room = capacity - shape.overhead_bytes - costs.tied_bytes - problem.in_flight[stage] * costs.kept_bytes
-            room = _rounded(room - buffers[0][runs.first] - buffers[1][runs.last] - costs.messages)
+            flying = problem.in_flight[stage]
+            behind = np.array([cut.behind_bytes + flying * cut.held_behind_bytes for cut in shape.cuts[start]])
+            before = np.array([cut.before_bytes + flying * cut.held_before_bytes for cut in shape.cuts[stop]])
+            room = capacity - shape.overhead_bytes - costs.tied_bytes - flying * costs.kept_bytes
+            room = _rounded(room - behind[runs.first] - before[runs.last] - costs.messages)
             made["room"][table] = room
             wanted = allowed[stage] & (costs.fastest <= most_seconds)
-            seconds, excess, sure = costs.fit(room, problem.in_flight[stage], wanted)
+            seconds, excess, sure = costs.fit(room, flying, wanted)
             excess = np.maximum(excess, costs.updating + shape.overhead_bytes - capacity)
             made["excess"][table] = np.where(wanted, excess, np.inf)
             made["seconds"][table], exact[table] = seconds, sure

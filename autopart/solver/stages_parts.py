@@ -92,11 +92,18 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What a rank next to a position does there: seconds of sending and receiving forward and backward, buffers."""
+    """What a rank next to a position does there: seconds of sending and receiving, forward and backward.
+
+    before_bytes, behind_bytes: buffers of a stage that ends there, and of one that begins there. held_before_bytes,
+    held_behind_bytes: what these hold of each microbatch in flight of what crosses, beside what their blocks keep.
+    """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
-    buffer_bytes: float = 0.0
+    before_bytes: float = 0.0
+    behind_bytes: float = 0.0
+    held_before_bytes: float = 0.0
+    held_behind_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         _check_amounts("a cut", self, self.__slots__)

@@ -245,9 +245,20 @@ class StageProblem:
             math.fsum(choice.running_bytes(self.in_flight[stage]) for choice in chosen)
             + math.fsum(self.in_flight[stage] * group.bytes for group in shape.kept if inside & set(group.blocks))
             + max(choice.transient_bytes for choice in chosen)
-            + math.fsum(cut.buffer_bytes for cut in self.ends_of(step))
+            + self.buffer_bytes(step)
+            + self.in_flight[stage] * self.crossing_bytes(step)
             + shape.passing.message_bytes(inside)
         )
+
+    def buffer_bytes(self, step: Step) -> float:
+        """Of a stage, what is on its way at its two ends."""
+        start, stop = self.ends_of(step)
+        return start.behind_bytes + stop.before_bytes
+
+    def crossing_bytes(self, step: Step) -> float:
+        """Of a microbatch in flight what a stage holds since it received or sent it, beside what its blocks keep."""
+        start, stop = self.ends_of(step)
+        return start.held_behind_bytes + stop.held_before_bytes
 
     def busy_seconds(self, step: Step) -> float:
         """Seconds per microbatch of a stage: forward and backward, and its own sends and receives, not overlapped."""

@@ -1,0 +1,80 @@
+"""What a stage holds of values that cross between stages, beside what its ops keep.
+
+A stage has what it received until it has sent the gradient of that, and what it made for other stages until the
+gradient comes, of each microbatch in flight (:mod:`autopart.step_memory` counts the same from emitted code). Mostly an
+op keeps the tensor anyway. What none does: a residual sum that is handed on, logits that a loss reads.
+
+Who keeps a tensor depends on what is computed again. Where a layer may be, what its ops keep of what it makes itself
+may be gone after its forward, and what enters it counts as kept.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from autopart.block_costs import BlockCost
+from autopart.passes.graph import Value
+from autopart.passes.storage import is_contiguous
+from autopart.positions import Positions
+from autopart.rank_memory import Kept, RankMemory
+from autopart.recomputation import KEPT
+
+
+def buffer_bytes(there: float, back: float, microbatches: int) -> tuple[float, float]:
+    """Bytes of buffers of a stage that ends where so many bytes of a microbatch cross, and of one that begins there.
+
+    Receives are posted one computation early, so of several microbatches two gradients come at a time, while what is
+    sent forward is held anyway; behind, one microbatch comes beside that which is held, and a gradient goes.
+    """
+    more = microbatches > 1
+    return (1 + more) * back, more * there + back
+
+
+def held_across(
+    positions: Positions,
+    costs: Sequence[BlockCost],
+    layer_of: Sequence[str],
+    block_of: Mapping[fx.Node, int],
+    recompute: str,
+    memory: RankMemory,
+) -> list[tuple[float, float]]:
+    """By position, bytes of a microbatch that a stage holds which ends there, and one that begins there.
+
+    costs: of the blocks, on a rank with ``memory``. recompute: as in :func:`autopart.recomputation.layers`.
+    """
+    before, behind = _keepers(costs, layer_of, block_of, recompute)
+    tensors: dict[Value, Kept] = {}
+    found = []
+    for mask, values in zip(positions.sets, positions.crossings, strict=True):
+        sent, received = dict[Kept, float](), 0.0
+        for value in values:
+            placements = memory.lies(value)
+            if value not in tensors:
+                tensors[value] = memory.owner(value, placements)
+            item = tensors[value]
+            if not before[item] & mask:
+                sent[item] = memory.bytes(item)
+            if not is_contiguous(value):  # a copy is sent
+                sent[value, placements] = memory.bytes((value, placements))
+            if not behind[item] & ~mask:
+                received += memory.bytes((value, placements))
+        found.append((sum(sent.values()), received))
+    return found
+
+
+def _keepers(
+    costs: Sequence[BlockCost], layer_of: Sequence[str], block_of: Mapping[fx.Node, int], recompute: str
+) -> tuple[Mapping[Kept, int], Mapping[Kept, int]]:
+    """The blocks, as bits, that keep a tensor which lies before, and behind, where stages are parted."""
+    before, behind = defaultdict[Kept, int](int), defaultdict[Kept, int](int)
+    for index, (layer, cost) in enumerate(zip(layer_of, costs, strict=True)):
+        again = bool(layer) and recompute not in ("none", KEPT)
+        for item in (*cost.kept, *(cost.entering if again else ())):
+            behind[item] |= 1 << index
+            made = block_of.get(item[0].node)
+            if not again or made is None or layer_of[made] != layer:
+                before[item] |= 1 << index
+    return before, behind
