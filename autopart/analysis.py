@@ -13,7 +13,7 @@ from torch import fx
 from autopart.passes import graph as graphs
 from autopart.passes.annotate import OpCost, annotate
 from autopart.passes.batch import BatchSplit, split_batch
-from autopart.passes.blocks import Block, find_blocks, free_nodes
+from autopart.passes.blocks import Block, chain, find_blocks, free_nodes
 from autopart.passes.draws import number_draws
 from autopart.passes.emit.layers import find_runs, is_recomputable, mark_layers
 from autopart.passes.emit.segments import is_inside
@@ -165,8 +165,8 @@ def analyze(program: Program, rules: RuleBook = RULES, samples: int = 0) -> Anal
     # free values are whole everywhere: rows that are routed by them (by a table of tokens, say) cannot be a rank's own
     routings = tuple(item for item in find_routings(graph, rules) if not any(op.node in free for op in item.ops))
     uncut = [[op.node for op in routing.ops] for routing in routings]
+    mark_layers(graph, chain(graph, free))
     blocks = find_blocks(graph, free, weight, batch, uncut)
-    mark_layers(graph, [node for block in blocks for node in block.nodes])
     block_of = {node: block.index for block in blocks for node in block.nodes}
     classes = _classes(graph, blocks, block_of)
     layers = _layers(blocks)

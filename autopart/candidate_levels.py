@@ -99,7 +99,8 @@ class CandidateLevels(CandidatePrices):
             return None
         problem = self.problem(config, choice)
         last = len(problem.positions) - 1
-        crossing, flying = [cut for shape in problem.shapes for cuts in shape.cuts for cut in cuts], max(problem.in_flight)
+        crossing = [cut for shape in problem.shapes for cuts in shape.cuts for cut in cuts]
+        flying = max(problem.in_flight)
         sent = max(cut.behind_bytes + flying * cut.held_behind_bytes for cut in crossing)
         sent += max(cut.before_bytes + flying * cut.held_before_bytes for cut in crossing)
         whole = (problem.excess_bytes([Step(slot, 0, last)] * problem.stages) for slot in range(len(problem.slots)))

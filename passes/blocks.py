@@ -3,10 +3,10 @@
 Values that depend on no parameter and on no chance (masks, position ids, rotary tables) are *free*: every stage that
 uses one computes it itself (RaNNC's cloning, arXiv 2103.16063, section III-A). The other ops form a chain in an order
 of the graph, branch by branch; any run of it is convex, since the order is topological, and for the same reason blocks
-depend on earlier ones alone. The chain is cut where few values cross: at the positions where the number of crossing
-values is at a local minimum, which are the residual streams between sublayers. Blocks are the nodes of a graph
-(:func:`block_edges`), which need be no chain. Blocks with equal text, up to the names of what they read, repeat and are
-folded.
+depend on earlier ones alone. The chain is cut where few values cross: where their number is at a local minimum, as
+between sublayers, at the position with the fewest bytes, and where a layer begins or ends there. Blocks are the nodes
+of a graph (:func:`block_edges`), which need be no chain. Blocks with equal text, up to the names of what they read,
+repeat and are folded.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from autopart.passes import graph as graphs
+from autopart.passes.emit.layers import MOST_INLINE, find_runs, is_recomputable
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
 from autopart.passes.sizes import extent
@@ -194,18 +195,33 @@ def cut_positions(
     spans = [[position_of[node] for node in group] for group in uncut]
     closed = {position for span in spans for position in range(min(span) + 1, max(span) + 1)}
     counts = [len(live) for live in lives]
-    cuts = [0]
-    for position in range(1, len(ops)):
-        left = next((counts[other] for other in range(position - 1, 0, -1) if counts[other] != counts[position]), 10**9)
-        if counts[position] < left and counts[position + 1] > counts[position] and position not in closed:
-            cuts.append(position)
-    cuts.append(len(ops))
+    ends = _ends_of_layers(ops)
+    cuts, start = {0, len(ops)}, 1
+    while start < len(ops):
+        stop = next((other for other in range(start + 1, len(ops)) if counts[other] != counts[start]), len(ops))
+        if start == 1 or counts[start] < counts[start - 1]:
+            alike = [position for position in range(start, stop) if position not in closed]
+            cuts.update(ends.intersection(alike))
+            if alike and counts[stop] > counts[start]:
+                sizes = {position: sum(value_bytes(value, batch) for value in lives[position]) for position in alike}
+                cuts.add(min(alike, key=lambda position: (sizes[position], -position)))
+        start = stop
     total = sum(weight(node) for node in ops) or 1.0
     refined = [0]
-    for start, end in pairwise(cuts):
+    for start, end in pairwise(sorted(cuts)):
         refined.extend(_refine(ops, lives, weight, batch, start, end, total * _MOST_SHARE, closed))
         refined.append(end)
     return sorted(set(refined))
+
+
+def _ends_of_layers(ops: Sequence[fx.Node]) -> set[int]:
+    """Where layers that may be computed again begin and end."""
+    found, at = set[int](), 0
+    for run in find_runs(ops):
+        if run.path and len(run.nodes) > MOST_INLINE and is_recomputable(run):
+            found |= {at, at + len(run.nodes)}
+        at += len(run.nodes)
+    return found
 
 
 def _refine(

@@ -19,8 +19,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Where stages may begin and end. blocks: before it. there, back: seconds of a transfer. before_bytes, behind_bytes:
-    buffers of a stage that ends there, and of one that begins there. All at least.
+    """Where stages may begin and end. blocks: before it.
+
+    there, back: seconds of a transfer. before_bytes, behind_bytes: buffers of a stage that ends there, and of one that
+    begins there. All at least.
     """
 
     blocks: int
