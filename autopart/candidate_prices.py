@@ -14,7 +14,7 @@ from autopart.candidate_settings import CandidateSettings, same_but_for_memory
 from autopart.cluster import Cluster
 from autopart.cost.communication import send_seconds
 from autopart.cost.devices import Device, Link
-from autopart.crossing_memory import buffer_bytes, held_across
+from autopart.crossing_memory import Across, buffer_bytes, held_across
 from autopart.data_prices import whole_bytes
 from autopart.device_layout import slowest
 from autopart.layer_frontier import Frontiers, KnownFrontiers, Spans
@@ -43,7 +43,7 @@ class CandidatePrices(CandidateSettings):
     _families: dict[object, KnownFrontiers] = field(default_factory=dict)  # those of layers, by how ops are priced
     _spans: dict[tuple[int, ...], Spans] = field(default_factory=dict)
     _gradients: dict[object, list[float]] = field(default_factory=dict)  # by strategies, bytes of each block on a rank
-    _across: dict[object, list[tuple[float, float]]] = field(default_factory=dict)  # see held_across
+    _across: dict[object, Across] = field(default_factory=dict)
 
     def _with(self, cluster: Cluster, device: Device, whole: frozenset[str]) -> Self:
         found = CandidateSettings._with(self, cluster, device, whole)
@@ -143,7 +143,9 @@ class CandidatePrices(CandidateSettings):
             kinds = list(dict.fromkeys(links))
             cuts = tuple(self._cuts(config, choice, link) for link in kinds)
             places = (0, *map(kinds.index, links), 0)
-        shapes = tuple(replace(shape, sums=priced.sums, cuts=cuts, passing=priced.passing) for shape in problem.shapes)
+        more = {"sums": priced.sums, "cuts": cuts, "passing": priced.passing}
+        more["crossing"] = self.across(config, choice).groups
+        shapes = tuple(replace(shape, **more) for shape in problem.shapes)
         slots = tuple(replace(slot, sharing=config.virtual) for slot in problem.slots)
         return replace(problem, shapes=shapes, slots=slots, links=places)
 
@@ -318,8 +320,8 @@ class CandidatePrices(CandidateSettings):
         last = slowest([link for link in found if link is not None])
         return [link or last for link in found]
 
-    def held_across(self, config: Degrees, choice: TensorChoice) -> Sequence[tuple[float, float]]:
-        """By position, see :func:`autopart.crossing_memory.held_across`."""
+    def across(self, config: Degrees, choice: TensorChoice) -> Across:
+        """What stages hold of what crosses between them."""
         key = self._priced_by(config, choice), config.recompute
         if key not in self._across:
             costs, setting = self._costs(config, choice, self.setting(config)), self.setting(config)
@@ -331,7 +333,7 @@ class CandidatePrices(CandidateSettings):
     def _cuts(self, config: Degrees, choice: TensorChoice | None, link: Link) -> tuple[Cut, ...]:
         """What a rank sends and receives at each position. choice: None: at least, all values shared perfectly."""
         crossings = self.positions.crossings
-        held = itertools.repeat((0.0, 0.0)) if choice is None else self.held_across(config, choice)
+        held = itertools.repeat((0.0, 0.0)) if choice is None else self.across(config, choice).held
         sizes = {v: self.local_bytes(v, config, choice) for v in dict.fromkeys(v for row in crossings for v in row)}
         cuts = []
         for values, across in zip(crossings, held, strict=choice is not None):

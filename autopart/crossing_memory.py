@@ -10,17 +10,22 @@ may be gone after its forward, and what enters it counts as kept.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
 from autopart.block_costs import BlockCost
-from autopart.passes.graph import Value
 from autopart.passes.storage import is_contiguous
 from autopart.positions import Positions
 from autopart.rank_memory import Kept, RankMemory
 from autopart.recomputation import KEPT
+from autopart.solver.stages_coarse import bits_of
+from autopart.solver.stages_parts import CrossingGroup
+
+_FEW, _MOST_GROUPS = 8, 32
+"""Tensors that cross more positions than that are counted one by one, of many those that cross the most."""
 
 
 def buffer_bytes(there: float, back: float, microbatches: int) -> tuple[float, float]:
@@ -33,6 +38,18 @@ def buffer_bytes(there: float, back: float, microbatches: int) -> tuple[float, f
     return (1 + more) * back, more * there + back
 
 
+@dataclass(frozen=True, slots=True)
+class Across:
+    """What stages hold of what crosses, of each microbatch in flight.
+
+    held: by position, bytes of a stage that ends there, and of one that begins there. groups: tensors that cross many
+    positions, such as what skips over stages that have nothing of it.
+    """
+
+    held: tuple[tuple[float, float], ...]
+    groups: tuple[CrossingGroup, ...]
+
+
 def held_across(
     positions: Positions,
     costs: Sequence[BlockCost],
@@ -40,29 +57,34 @@ def held_across(
     block_of: Mapping[fx.Node, int],
     recompute: str,
     memory: RankMemory,
-) -> list[tuple[float, float]]:
-    """By position, bytes of a microbatch that a stage holds which ends there, and one that begins there.
-
-    costs: of the blocks, on a rank with ``memory``. recompute: as in :func:`autopart.recomputation.layers`.
-    """
+) -> Across:
+    """costs: of the blocks, on a rank with ``memory``. recompute: as in :func:`autopart.recomputation.layers`."""
     before, behind = _keepers(costs, layer_of, block_of, recompute)
-    tensors: dict[Value, Kept] = {}
+    crossed = Counter(value for values in positions.crossings for value in values)
+    long = {value for value, count in crossed.most_common(_MOST_GROUPS) if count > _FEW}
     found = []
     for mask, values in zip(positions.sets, positions.crossings, strict=True):
         sent, received = dict[Kept, float](), 0.0
         for value in values:
-            placements = memory.lies(value)
-            if value not in tensors:
-                tensors[value] = memory.owner(value, placements)
-            item = tensors[value]
+            if value in long:
+                continue
+            lying = value, memory.lies(value)
+            item = memory.owner(*lying)
             if not before[item] & mask:
                 sent[item] = memory.bytes(item)
             if not is_contiguous(value):  # a copy is sent
-                sent[value, placements] = memory.bytes((value, placements))
+                sent[lying] = memory.bytes(lying)
             if not behind[item] & ~mask:
-                received += memory.bytes((value, placements))
+                received += memory.bytes(lying)
         found.append((sum(sent.values()), received))
-    return found
+    groups = []
+    for value in crossed:
+        if value in long:
+            item = memory.owner(value, memory.lies(value))
+            blocks = {block_of[value.node]} | {block_of[user] for user in value.node.users if user in block_of}
+            keepers = tuple(bits_of(before[item]))
+            groups.append(CrossingGroup(tuple(sorted(blocks)), keepers, memory.bytes(item)))
+    return Across(tuple(found), tuple(groups))
 
 
 def _keepers(

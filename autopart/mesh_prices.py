@@ -255,7 +255,7 @@ class MeshPrices:
         total = sum(sizes.values())
         back = sum(size for value, size in sizes.items() if value.node.meta.get("differentiable"))
         buffers = buffer_bytes(total, back, most.config.microbatches)
-        held = most.candidates.held_across(most.config, choice)[position]
+        held = most.candidates.across(most.config, choice).held[position]
         return Cut(send_seconds(total, link), send_seconds(back, link) if back else 0.0, *buffers, *held)
 
     def between(self, first: Mesh, second: Mesh, level: int) -> Link:
@@ -359,7 +359,18 @@ def merged(shapes: Sequence[Shape]) -> Shape:
         replace(own[0], seconds=max(item.seconds for item in own))
         for own in zip(*(shape.sums for shape in shapes), strict=True)
     ]
-    return replace(shapes[0], blocks=tuple(blocks), layers=tuple(layers), kept=tuple(kept), sums=tuple(sums))
+    crossing = [
+        replace(own[0], bytes=max(group.bytes for group in own))
+        for own in zip(*(shape.crossing for shape in shapes), strict=True)
+    ]
+    return replace(
+        shapes[0],
+        blocks=tuple(blocks),
+        layers=tuple(layers),
+        kept=tuple(kept),
+        crossing=tuple(crossing),
+        sums=tuple(sums),
+    )
 
 
 def _widest(families: Sequence[Family]) -> Family:

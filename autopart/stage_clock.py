@@ -30,6 +30,8 @@ from autopart.prices import Chosen, share_of
 from autopart.solver.degrees import Degrees
 from autopart.tensor_choice import Setting, TensorChoice
 
+_ROUNDING = 1e-12
+
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
@@ -102,7 +104,7 @@ class StageClock:
         back = back.longer(adding + passing(sum(unit.gathered_again for unit in units), summed))
         data = DataClock(self.exchanged, setting.data.replicas, setting.data.link, self.config.microbatches)
         forward, backward, unseen = data.passes(there, back)
-        if unseen > 0.0:
+        if unseen > _ROUNDING * (forward + backward):
             hidden["dp"] = unseen
         starting = self._starting_s(setting)
         return StageSeconds(max(forward, starting[0]), max(backward, starting[1]), hidden, data.arrival(there, ahead))

@@ -2,10 +2,10 @@
 
     python benchmarks/planned_memory.py [--only TEXT] [--list]
 
-Models without weights on four H100, in bfloat16: four replicas, two stages of two, and two of two tensor ranks; two and
-eight microbatches; nothing computed again, and every layer. Of each rank the libraries' part is left out of both. The
-exact peak is what ``autopart explain plan.json --model`` prints (:mod:`autopart.rank_peaks`), which
-``benchmarks/memory.py`` holds against real steps. --list: every rank.
+Models without weights on four H100, in bfloat16: four replicas, two stages of two, two of two tensor ranks, and four
+stages, under 1F1B and under GPipe; two and eight microbatches; nothing computed again, and every layer. Of each rank
+the libraries' part is left out of both. The exact peak is what ``autopart explain plan.json --model`` prints
+(:mod:`autopart.rank_peaks`), which ``benchmarks/memory.py`` holds against real steps. --list: every rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,13 @@ MODELS = {
     ),
     "T5 large, 6 + 6 layers": "hf:t5?num_layers=6&d_model=1024&d_ff=4096&num_heads=16&d_kv=64&seq=512",
 }
-DEGREES = ((1, 4, 1), (2, 2, 1), (1, 2, 2))
+DEGREES = (
+    *(((1, 4, 1), level, "1f1b") for level in range(4)),
+    *(((2, 2, 1), level, "1f1b") for level in range(4)),
+    *(((1, 2, 2), level, "1f1b") for level in range(4)),
+    *(((4, 1, 1), 0, schedule) for schedule in ("1f1b", "gpipe")),
+)
+"""pp, dp and tp, level of ZeRO, schedule."""
 
 
 def main() -> None:
@@ -51,7 +57,8 @@ def main() -> None:
             continue
         loaded = load_model(spec, meta=True, dtype=torch.bfloat16)
         analysis = analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False))
-        for (pp, dp, tp), zero, parts, recompute in itertools.product(DEGREES, range(4), (2, 8), ("none", "full")):
+        for of, parts, recompute in itertools.product(DEGREES, (2, 8), ("none", "full")):
+            (pp, dp, tp), zero, schedule = of
             plan = make_plan(
                 *(analysis.program, cluster),
                 analysis=analysis,
@@ -62,12 +69,15 @@ def main() -> None:
                 microbatches=parts,
                 zero=zero,
                 recompute=recompute,
+                schedule=schedule,
             )
             for rank in rank_peaks(plan, analysis, "cuda"):
                 ratio = (rank.planned - CUDA_OVERHEAD_BYTES) / rank.total
                 found.setdefault(zero, []).append(ratio)
                 if options.list:
-                    degrees = f"pp {pp} dp {dp} tp {tp}, {parts} microbatches, zero {zero}, recompute {recompute}"
+                    degrees = (
+                        f"pp {pp} dp {dp} tp {tp}, {schedule}, {parts} microbatches, zero {zero}, recompute {recompute}"
+                    )
                     print(f"{name}, {degrees}, stage {rank.stages[0]}: {ratio:.3f} of {rank.total / 1e9:.2f} GB")
     rows = [(zero, len(own), mean(own), min(own), max(own)) for zero, own in sorted(found.items())]
     print(tabulate(rows, ("level", "ranks", "mean", "least", "most"), tablefmt="github", floatfmt=".3f"))

@@ -199,12 +199,13 @@ def cut_positions(
     cuts, start = {0, len(ops)}, 1
     while start < len(ops):
         stop = next((other for other in range(start + 1, len(ops)) if counts[other] != counts[start]), len(ops))
-        if start == 1 or counts[start] < counts[start - 1]:
-            alike = [position for position in range(start, stop) if position not in closed]
+        alike = [position for position in range(start, stop) if position not in closed]
+        fewer = start == 1 or counts[start] < counts[start - 1], counts[start] < counts[stop]
+        if any(fewer):
             cuts.update(ends.intersection(alike))
-            if alike and counts[stop] > counts[start]:
-                sizes = {position: sum(value_bytes(value, batch) for value in lives[position]) for position in alike}
-                cuts.add(min(alike, key=lambda position: (sizes[position], -position)))
+        if all(fewer) and alike:
+            sizes = {position: sum(value_bytes(value, batch) for value in lives[position]) for position in alike}
+            cuts.add(min(alike, key=lambda position: (sizes[position], -position)))
         start = stop
     total = sum(weight(node) for node in ops) or 1.0
     refined = [0]

@@ -187,8 +187,8 @@ def test_layers_of_a_decoder_with_masks_of_their_own_are_alike() -> None:
 
 
 def test_pipelines_are_bounded_where_the_first_and_last_layers_have_many_blocks() -> None:
-    """As of Gemma 2, whose first and last layer are like no other."""
-    model = "hf:gemma2?num_hidden_layers=7&hidden_size=64&intermediate_size=128&num_attention_heads=4&head_dim=16"
+    """As of Gemma 3, of whose layers one in six attends to all, and the first is like no other."""
+    model = "hf:gemma3_text?num_hidden_layers=7&hidden_size=64&intermediate_size=128&num_attention_heads=4&head_dim=16"
     analysis = analysis_of(f"{model}&num_key_value_heads=2&seq=16&vocab_size=128", torch.bfloat16)
     candidates = Candidates(analysis, ideal(4), BATCH, "adamw")
     (alike,) = candidates.alike_layers()

@@ -49,7 +49,7 @@ def test_weights_stay_whole_on_tensor_axes_where_replicas_gather_them_unseen() -
     weights = [name for name in ours.answer.choice.storage if name.endswith("attn.c_proj.weight")]
     assert {ours.answer.choice.storage[name][0].kind.name for name in weights} == {"BROADCAST"}
     assert {theirs.answer.choice.storage[name][0].kind.name for name in weights} == {"SHARD"}
-    assert ours.objective < 0.99 * theirs.objective
+    assert ours.objective < 0.995 * theirs.objective
 
 
 @pytest.mark.parametrize("needed", [0.0, 0.03, 0.1, 0.5, 2.0])

@@ -32,7 +32,7 @@ PLAIN: dict[str, Any] = {"pp": 1, "dp": 2, "tp": 1, "microbatches": 1, "recomput
         ({**PLAIN, "recompute": "full", "zero": 3}, ("microbatches",)),
         ({**PLAIN, "microbatches": 16}, ("recompute", "zero")),
         (PLAIN, ("recompute", "zero", "microbatches")),
-        ({**PLAIN, "pp": 2, "dp": 1, "microbatches": 16, "schedule": "gpipe"}, ("schedule",)),
+        ({**PLAIN, "pp": 2, "dp": 1, "microbatches": 16, "recompute": "full", "schedule": "gpipe"}, ("schedule",)),
     ],
 )
 def test_what_is_named_is_enough(forced: dict[str, Any], left_out: tuple[str, ...]) -> None:

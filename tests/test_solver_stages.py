@@ -15,7 +15,7 @@ from autopart.solver import brute, stages, stages_model
 from autopart.solver.overlap import GradientSum
 from autopart.solver.stages_graph import StageGraph
 from autopart.solver.stages_order import positions
-from autopart.solver.stages_parts import Block, Choice, Cut, KeptGroup, Layer, Shape, TiedGroup
+from autopart.solver.stages_parts import Block, Choice, CrossingGroup, Cut, KeptGroup, Layer, Shape, TiedGroup
 from autopart.solver.stages_passing import ParameterGroup, Passing
 from autopart.solver.stages_problem import Slot, StageProblem, Step
 
@@ -79,6 +79,13 @@ class Random(random.Random):
             KeptGroup(tuple(self.sample(range(blocks), min(blocks, self.randint(1, 3)))), self.size(50))
             for _ in range(count)
         )
+
+    def crossing(self, blocks: int) -> tuple[CrossingGroup, ...]:
+        found = []
+        for _ in range(self.randint(0, 2)):
+            ends = self.sample(range(blocks), min(blocks, self.randint(2, 4)))
+            found.append(CrossingGroup(tuple(ends), tuple(self.sample(ends, self.randint(0, 1))), self.size(30)))
+        return tuple(found)
 
     def passing(self, blocks: int) -> Passing:
         """Messages of up to two kinds; the optimizer makes up to as much as a stage otherwise holds."""
@@ -155,7 +162,8 @@ def random_chain(rng: Random, n: int, p: int, microbatches: int) -> StageProblem
     found = StageProblem.chain(
         blocks, rng.cuts(n - 1), microbatches, flight, capacity, overhead, rng.tied(n), kept=rng.kept(n), layers=layers
     )
-    return dataclasses.replace(found, shapes=(dataclasses.replace(found.shapes[0], passing=rng.passing(n)),))
+    shape = dataclasses.replace(found.shapes[0], passing=rng.passing(n), crossing=rng.crossing(n))
+    return dataclasses.replace(found, shapes=(shape,))
 
 
 def random_edges(rng: Random, n: int) -> Edges:
@@ -187,7 +195,7 @@ def random_dag(rng: Random, n: int, p: int) -> tuple[StageProblem, Edges]:
         cuts = tuple((Cut(), *rng.cuts(len(places) - 2), Cut()) for _ in range(2))
         layers = rng.layers(slower) if n < 10 else ()
         shape = Shape(slower, cuts, rng.size(9), tied, f"shape{number}", rng.kept(n), layers)
-        shapes.append(dataclasses.replace(shape, passing=rng.passing(n)))
+        shapes.append(dataclasses.replace(shape, passing=rng.passing(n), crossing=rng.crossing(n)))
     microbatches = rng.choice([1, 2, 4, 16])
     flight = tuple(min(microbatches, p - stage) for stage in range(p))
     slots = [

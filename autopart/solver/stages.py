@@ -9,7 +9,8 @@ s to the next, both ways, the largest of what the two sides need on the link bet
               + (m - 1) max_s t_s                                         the others, at the slowest stage's pace
               + max_s step_end_s + sum_{tied groups over several stages} seconds                  once per step
 
-    state + tied + in_flight[s] * activations + transient peak + buffers + overhead <= capacity(slot)     for every s
+    state + tied + in_flight[s] * (activations + what crosses) + transient peak + buffers + overhead <= capacity(slot)
+                                                                                                    for every s
 
 A layer's blocks that are in one stage are run in one way, as a unit (:class:`stages_parts.Layer`), and a tensor that
 several blocks keep counts once (:class:`stages_parts.KeptGroup`).

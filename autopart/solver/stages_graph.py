@@ -279,7 +279,7 @@ class _Costs:
     held: Held
     fastest: Array
     tied_bytes: Array
-    kept_bytes: Array  # of tensors that several blocks keep, per microbatch in flight
+    kept_bytes: Array  # of tensors that several blocks keep, or that cross, per microbatch in flight
     messages: Array  # of gradients and weights, while microbatches run
     updating: Array  # state at least, and what the optimizer makes
     tied_once: Array
@@ -305,6 +305,11 @@ class _Costs:
         kept_bytes = np.zeros(len(runs))
         for kept in shape.kept:
             kept_bytes += kept.bytes * (runs.between(member[:, list(set(kept.blocks))].sum(axis=1)) > 0)
+        for item in shape.crossing:
+            some, keepers = (
+                runs.between(member[:, list(set(blocks))].sum(axis=1)) for blocks in (item.blocks, item.keepers)
+            )
+            kept_bytes += item.bytes * ((some > 0) & (some < len(set(item.blocks))) & (keepers == 0))
         hiding = held.summed([hiding_seconds(family) for family in families])
         sums = sums_between(shape.sums, member, runs)
         exposed = step_end - np.minimum(sums, hiding)

@@ -6,7 +6,7 @@ Times are seconds per microbatch unless said otherwise, memory is bytes per devi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopart.solver.overlap import GradientSum
@@ -95,7 +95,8 @@ class Cut:
     """What a rank next to a position does there: seconds of sending and receiving, forward and backward.
 
     before_bytes, behind_bytes: buffers of a stage that ends there, and of one that begins there. held_before_bytes,
-    held_behind_bytes: what these hold of each microbatch in flight of what crosses, beside what their blocks keep.
+    held_behind_bytes: what these hold of each microbatch in flight of what crosses, beside what their blocks keep, and
+    groups of :class:`CrossingGroup` left out.
     """
 
     forward_s: float = 0.0
@@ -151,6 +152,29 @@ class KeptGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class CrossingGroup:
+    """A tensor that may cross many positions, counted in no :class:`Cut`.
+
+    bytes: per microbatch in flight, in every stage that has some of ``blocks``, which make and read it, but not all,
+    and none of ``keepers``, which count it anyway.
+    """
+
+    blocks: tuple[int, ...]
+    keepers: tuple[int, ...]
+    bytes: float
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            raise ValueError("a tensor that crosses has no blocks")
+        _check_amounts("a tensor that crosses", self, ("bytes",))
+
+    def is_held(self, inside: Collection[int]) -> bool:
+        """By a stage with these blocks."""
+        own = sum(block in inside for block in self.blocks)
+        return 0 < own < len(self.blocks) and not any(block in inside for block in self.keepers)
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """Blocks that are run in one way where they are in one stage, such as a layer that is computed again as a whole.
 
@@ -181,6 +205,7 @@ class Shape:
     layers: tuple[Layer, ...] = ()
     sums: tuple[GradientSum, ...] = ()
     passing: Passing = NOTHING_PASSES
+    crossing: tuple[CrossingGroup, ...] = ()
 
     def units(self, blocks: Sequence[int]) -> list[tuple[tuple[int, ...], Family]]:
         """What is chosen for each by itself in a stage with these blocks: parts of layers, and the other blocks."""

@@ -83,8 +83,8 @@ class StageProblem:
                 len(cuts) != len(self.positions) for links in self.pairs.values() for cuts in links
             ):
                 raise ValueError(f"{len(self.positions)} cut positions need as many cuts")
-            grouped_blocks = (shape.tied, shape.kept, shape.layers, shape.sums, shape.passing.parameters)
-            named = [group.blocks for groups in grouped_blocks for group in groups]
+            memory = (shape.tied, shape.kept, shape.crossing, shape.passing.parameters)
+            named = [group.blocks for groups in (*memory, shape.layers, shape.sums) for group in groups]
             if any(not 0 <= block < count for blocks in named for block in blocks):
                 raise ValueError(f"a group of blocks names one beyond the {count} there are")
             grouped = [block for layer in shape.layers for block in layer.blocks]
@@ -258,7 +258,9 @@ class StageProblem:
     def crossing_bytes(self, step: Step) -> float:
         """Of a microbatch in flight what a stage holds since it received or sent it, beside what its blocks keep."""
         start, stop = self.ends_of(step)
-        return start.held_behind_bytes + stop.held_before_bytes
+        shape, inside = self.shapes[self.slots[step.slot].shape], set(self.blocks_between(step.first, step.last))
+        groups = math.fsum(group.bytes for group in shape.crossing if group.is_held(inside))
+        return start.held_behind_bytes + stop.held_before_bytes + groups
 
     def busy_seconds(self, step: Step) -> float:
         """Seconds per microbatch of a stage: forward and backward, and its own sends and receives, not overlapped."""
