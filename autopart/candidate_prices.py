@@ -143,9 +143,11 @@ class CandidatePrices(CandidateSettings):
             kinds = list(dict.fromkeys(links))
             cuts = tuple(self._cuts(config, choice, link) for link in kinds)
             places = (0, *map(kinds.index, links), 0)
-        more = {"sums": priced.sums, "cuts": cuts, "passing": priced.passing}
-        more["crossing"] = self.across(config, choice).groups
-        shapes = tuple(replace(shape, **more) for shape in problem.shapes)
+        crossing = self.across(config, choice).groups
+        shapes = tuple(
+            replace(shape, sums=priced.sums, cuts=cuts, passing=priced.passing, crossing=crossing)
+            for shape in problem.shapes
+        )
         slots = tuple(replace(slot, sharing=config.virtual) for slot in problem.slots)
         return replace(problem, shapes=shapes, slots=slots, links=places)
 
