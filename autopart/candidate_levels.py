@@ -9,6 +9,7 @@ from autopart.candidate_prices import CandidatePrices
 from autopart.cluster import Cluster
 from autopart.conversion_prices import ConversionPrices
 from autopart.cost.devices import Device
+from autopart.passes.amounts import value_bytes
 from autopart.passes.annotate import parameter_bytes
 from autopart.passes.data_axis import LEVELS
 from autopart.prices import Prices
@@ -17,6 +18,9 @@ from autopart.solver.degrees import Degrees
 from autopart.solver.stages_problem import StageProblem, Step
 from autopart.tensor_choice import TensorChoice
 
+_BUFFERS = 4
+"""Of what crosses at the two ends of a stage, on its way."""
+
 
 @dataclass(slots=True)
 class CandidateLevels(CandidatePrices):
@@ -24,7 +28,7 @@ class CandidateLevels(CandidatePrices):
 
     all_levels: bool = False  # search levels where whole parameters fit too, for bounds that hold with less memory
     _state_bytes: int = field(init=False)  # of all parameters, with gradients and what the optimizer keeps
-    _sample_bytes: float | None = None
+    _sample_bytes: tuple[float, float, float] | None = None
     _roomy: dict[Degrees, bool] = field(default_factory=dict)
     _fitted: set[Degrees] = field(default_factory=set)  # whose fastest strategies, with whole parameters, fit anyhow
 
@@ -71,26 +75,40 @@ class CandidateLevels(CandidatePrices):
         """Whether each rank could hold all parameters whole, and all that is kept, undivided and on one stage."""
         plain = replace(config, recompute="none")
         if plain not in self._roomy:
-            self._roomy[plain] = (
-                self._held_bytes(config) <= min(self._rooms(config))
-                and self._fits_anyhow(plain, TensorChoice({}, {}, None)) is not None
-            )
+            room, (least, most) = min(self._rooms(config)), self._held_bytes(config)
+            fits = most <= room and config.schedule != "2bw"  # which has versions of parameters
+            if not fits and least <= room:
+                fits = self._fits_anyhow(plain, TensorChoice({}, {}, None)) is not None
+            self._roomy[plain] = fits
         return self._roomy[plain]
 
-    def _held_bytes(self, config: Degrees) -> float:
-        """Of all parameters, and about what is kept: most of what a stage with everything holds, and sooner known."""
+    def _held_bytes(self, config: Degrees) -> tuple[float, float]:
+        """Of all parameters, and what is kept: about the most of what a stage with everything holds; and no less than
+        that. Both are sooner known than that itself.
+
+        Messages and the optimizer's step take less than the parameters' state.
+        """
         places, warmup = self.layout.places(config), self.warmup_of(config)
-        flying = in_flight(config.schedule, config.stages, config.microbatches, warmup, places)
-        return self._state_bytes + max(flying) * self.samples(config) * self.sample_bytes
+        flying = max(in_flight(config.schedule, config.stages, config.microbatches, warmup, places))
+        kept, passing, crossing = (self.samples(config) * size for size in self._sample)
+        most = 2 * self._state_bytes + flying * kept + passing + (2 * flying + _BUFFERS) * crossing
+        return self._state_bytes + flying * kept, most
 
     @property
     def sample_bytes(self) -> float:
         """Of a sample's activations, what one device would keep for the backward."""
+        return self._sample[0]
+
+    @property
+    def _sample(self) -> tuple[float, float, float]:
+        """Of one sample on one device: bytes that are kept, the largest transients, and the most that crosses."""
         if self._sample_bytes is None:
             prices = Prices(self.device, self.analysis.costs(self.device.kind), 1, self.analysis.first)
             costs = self._block_costs.costs(prices, {}, {}, ConversionPrices((), self.device))
             kept = {owner: size for cost in costs for owner, size in cost.kept.items()}
-            self._sample_bytes = sum(kept.values()) + sum(cost.inside_bytes for cost in costs)
+            held = sum(kept.values()) + sum(cost.inside_bytes for cost in costs)
+            crossing = (sum(value_bytes(v).at(1) for v in values) for values in self.positions.crossings)
+            self._sample_bytes = held, max(cost.transient_bytes for cost in costs), max(crossing)
         return self._sample_bytes
 
     def _fits_anyhow(self, config: Degrees, choice: TensorChoice) -> StageProblem | None:

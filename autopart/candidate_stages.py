@@ -45,6 +45,8 @@ class CandidateStages(CandidateStrategies):
 
     def unfit(self, config: Degrees) -> InfeasibleError | None:
         """Why a candidate surely does not fit, as its parameters alone hold too much; None where it may fit."""
+        if self._surely_whole(config):
+            return None
         key = config.dp, self.setting(config).axes, self.levels(config), self.whole
         if key not in self._least_state:
             self._least_state[key] = self._builder(config).least_state_bytes()

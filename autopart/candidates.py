@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,6 +13,7 @@ from autopart.data_prices import offered_levels
 from autopart.layer_strategies import LayerStrategies
 from autopart.mixed_strategies import Samples, applied, carried, chosen_ways, merged, most_layers
 from autopart.passes.data_axis import LEVELS
+from autopart.realize import Realization
 from autopart.recomputation import KEPT
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver.degrees import Degrees
@@ -61,6 +63,7 @@ class Candidates(CandidateStages):
     _divisions: dict[object, tuple[StageProblem, StageSolution]] = field(default_factory=dict)
     _by_levels: dict[Degrees, Evaluation[Answer] | None] = field(default_factory=dict)
     _answers: list[Evaluation[Answer]] = field(default_factory=list)
+    built: deque[tuple[object, Realization]] = field(default_factory=lambda: deque(maxlen=2))  # for answers, the last
 
     def evaluate(self, config: Degrees, below: float = math.inf) -> Evaluation[Answer]:
         """Strategies and stages of a candidate. Raises InfeasibleError when it does not fit in memory.

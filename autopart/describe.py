@@ -31,6 +31,7 @@ from autopart.solver.degrees import Config, Degrees
 from autopart.solver.stages_problem import StageProblem, Way
 from autopart.stage_clock import StageClock, StageSeconds
 from autopart.step_time import step_end_seconds
+from autopart.tensor_choice import TensorChoice
 
 
 def describe(candidates: Candidates, answer: Answer) -> Plan:
@@ -39,7 +40,7 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
     axes, problem = candidates.layout.axes(config), answer.problem
     boundaries, order = problem.boundaries(answer.way), problem.order(answer.way)
     cuts = cut_parameters(analysis.program.tensors, choice.storage, axes, config.dp, choice.levels)
-    found = build(analysis, boundaries, axes, choice.strategies, choice.storage, cuts, order)
+    found = _built(candidates, boundaries, axes, choice, cuts, order)
     places = candidates.layout.places(config)
     again, recompute = recomputed(candidates, config, answer.way, problem, found)
     exchanged = exchanges(
@@ -93,6 +94,24 @@ def describe(candidates: Candidates, answer: Answer) -> Plan:
         bucket_bytes=candidates.bucket_bytes(config),
         order=order if order != tuple(range(len(order))) else (),
     )
+
+
+def _built(
+    candidates: Candidates,
+    boundaries: tuple[int, ...],
+    axes: Axes,
+    choice: TensorChoice,
+    cuts: dict[str, DataCut],
+    order: tuple[int, ...],
+) -> Realization:
+    """The stages' graphs, which answers that differ in microbatches, replicas or levels of ZeRO alone share."""
+    asked = boundaries, axes, order, choice.strategies, choice.storage
+    for known, found in candidates.built:
+        if known == asked:
+            return replace(found, cuts=cuts)
+    found = build(candidates.analysis, boundaries, axes, choice.strategies, choice.storage, cuts, order)
+    candidates.built.append((asked, found))
+    return found
 
 
 def timed_plan(

@@ -147,20 +147,21 @@ def phase_seconds(model: str, cluster: str, batch: int, dtype: str) -> str:
     from autopart import cache
     from autopart.analysis import analyze
     from autopart.cluster import Cluster
+    from autopart.collection import seldom_collected
     from autopart.models import load_model
     from autopart.planner import make_plan
     from autopart.tracing import capture
 
     clock = [_clock()]
-    loaded = load_model(model, meta=True, dtype=getattr(torch, dtype))
-    clock.append(_clock())
-    program = capture(loaded.model, loaded.args, loaded.kwargs)
-    clock.append(_clock())
-    analysis = analyze(program)
-    clock.append(_clock())
-    with cache.used(False):
+    with seldom_collected(), cache.used(False):  # as the command does with --no-cache
+        loaded = load_model(model, meta=True, dtype=getattr(torch, dtype))
+        clock.append(_clock())
+        program = capture(loaded.model, loaded.args, loaded.kwargs)
+        clock.append(_clock())
+        analysis = analyze(program)
+        clock.append(_clock())
         plan = make_plan(program, Cluster.parse(cluster), batch=batch, analysis=analysis)
-    clock.append(_clock())
+        clock.append(_clock())
     parts = [after - before for before, after in itertools.pairwise(clock)]
     built, captured, analyzed, planned = parts
     layers = len({layer for layer in analysis.layers if layer})
