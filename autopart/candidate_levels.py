@@ -86,12 +86,14 @@ class CandidateLevels(CandidatePrices):
         """Of all parameters, and what is kept: about the most of what a stage with everything holds; and no less than
         that. Both are sooner known than that itself.
 
-        Messages and the optimizer's step take less than the parameters' state.
+        Each gradient may be in a message, be copied, stay converted and be converted on its way, all of it at once;
+        what the optimizer makes for its step is less.
         """
         places, warmup = self.layout.places(config), self.warmup_of(config)
         flying = max(in_flight(config.schedule, config.stages, config.microbatches, warmup, places))
         kept, passing, crossing = (self.samples(config) * size for size in self._sample)
-        most = 2 * self._state_bytes + flying * kept + passing + (2 * flying + _BUFFERS) * crossing
+        state = (2 + 3 * self.summed) * self._state_bytes
+        most = state + flying * kept + passing + (2 * flying + _BUFFERS) * crossing
         return self._state_bytes + flying * kept, most
 
     @property

@@ -136,20 +136,18 @@ def _undivided(candidates: Candidates, answer: Answer) -> list[str]:
 
 def _whole(candidates: Candidates, answer: Answer, step_s: float) -> list[str]:
     """A note of what a step would take where replicas divide parameters besides, which they do as memory asks."""
-    now, divided = candidates.seconds_of(answer), candidates.divided(answer)
-    seconds = [candidates.seconds_of(found) for found in divided]
-    if min(seconds, default=math.inf) > now * (1 - _TOLD):
+    least = candidates.seconds_of(answer) * (1 - _TOLD)
+    levels = [found for found in candidates.divided(answer) if candidates.seconds_of(found) <= least]
+    plans = [describe(candidates, found) for found in levels]
+    seconds = min((plan.step_time_s for plan in plans), default=math.inf)
+    if seconds > step_s * (1 - _TOLD):
         return []
-    # the lowest level of those that take about as little
-    best = next(found for found, own in zip(divided, seconds, strict=True) if own <= min(seconds) + now * _TOLD)
-    plan = describe(candidates, best)
-    if plan.step_time_s > step_s * (1 - _TOLD):
-        return []
-    level = max(plan.zero.values())
+    best = next(plan for plan in plans if plan.step_time_s <= seconds + step_s * _TOLD)  # the lowest level
+    level = max(best.zero.values())
     whole = "is of plans that do" if candidates.keeps_whole(answer.config) else "may be of plans that do not"
     return [
         f"with {_DIVIDED[level]} divided over replicas (zero={level}) a step of this plan would take "
-        f"{format_seconds(plan.step_time_s)} instead of {format_seconds(step_s)}; whole parameters are kept where they "
+        f"{format_seconds(best.step_time_s)} instead of {format_seconds(step_s)}; whole parameters are kept where they "
         f"fit, as some optimizers need them, and the lower bound {whole}"
     ]
 

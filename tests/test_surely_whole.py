@@ -1,0 +1,46 @@
+"""What surely fits with whole parameters, told from one sample's bytes, beside the stages that are counted in full."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from autopart.analysis import Analysis, analyze
+from autopart.candidates import Candidates
+from autopart.solver.degrees import Degrees
+from autopart.solver.stages_problem import Step
+from autopart.tensor_choice import TensorChoice
+from autopart.tracing import capture
+from clusters import ideal
+from families import family
+
+
+@functools.cache
+def analysis_of(name: str, reduce_dtype: str) -> Analysis:
+    item = family(name)
+    model = item.build().to(torch.bfloat16) if reduce_dtype else item.build()
+    return analyze(capture(model, (), item.inputs(8), reduce_dtype=reduce_dtype, check_eval=False))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("reduce_dtype", ["", "float32"])
+@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
+def test_no_stage_holds_more(name: str, reduce_dtype: str, optimizer: str) -> None:
+    """Not one that has all blocks, with nothing divided."""
+    found = Candidates(analysis_of(name, reduce_dtype), ideal(8), 64, optimizer, zero=None)
+    nothing = TensorChoice({}, {}, None)
+    for pp, dp, tp in ((1, 8, 1), (1, 4, 2), (4, 2, 1), (2, 2, 2), (8, 1, 1)):
+        for microbatches in (1, 2, 8):
+            for schedule in ("1f1b", "gpipe") if pp > 1 else ("1f1b",):
+                config = Degrees(pp, dp, (tp,) if tp > 1 else (), microbatches, schedule, "none")
+                problem = found.problem(config, nothing)
+                whole = Step(0, 0, len(problem.positions) - 1)
+                ends = [cut for shape in problem.shapes for cuts in shape.cuts for cut in cuts]
+                flying = max(problem.in_flight)
+                most = max(cut.before_bytes + flying * cut.held_before_bytes for cut in ends)
+                most += max(cut.behind_bytes + flying * cut.held_behind_bytes for cut in ends)
+                held = max(problem.stage_bytes(stage, whole) for stage in range(pp)) + most - found.overhead_bytes
+                assert held <= found._held_bytes(config)[1], config
+                assert found._held_bytes(config)[0] <= found._held_bytes(config)[1]
