@@ -37,13 +37,15 @@ class BlockCost:
     kept: bytes of the tensors that its ops keep from its forward to its backward; other blocks may keep them too.
     inside_bytes: what they keep besides. entering: bytes of the tensors that it reads of other blocks, parameters left
     out. transient_bytes: of the op that takes the most: operands and results, or their gradients, with those of its
-    parameters and what its backward makes on its way. ops: one by one.
+    parameters and what its backward makes on its way; forward_bytes: the same without those of its parameters. ops:
+    one by one.
     """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     inside_bytes: float = 0.0
     transient_bytes: float = 0.0
+    forward_bytes: float = 0.0
     kept: dict[Kept, float] = field(default_factory=dict)
     entering: dict[Kept, float] = field(default_factory=dict)
     ops: list[PricedOp] = field(default_factory=list)
@@ -116,6 +118,7 @@ class _Run:
     forward_s: float
     backward_s: float
     transient_bytes: float
+    without_learned_bytes: float
     inside_bytes: float
     shares: tuple[float, ...]
     used: tuple[Placements, ...]
@@ -276,7 +279,7 @@ class BlockCosts:
             if item.owner.node.op != "placeholder":
                 total += item.size.at(batch) * shares[facts.position(item)]
         total += _inside_bytes(facts, chosen, sizes, shares, batch)
-        return total, _transient_bytes(facts, shares, batch)
+        return total, sum(_transient_bytes(facts, shares, batch))
 
     def least_kept(
         self,
@@ -351,6 +354,7 @@ class BlockCosts:
             block.forward_s += run.forward_s
             block.backward_s += run.backward_s
             block.transient_bytes = max(block.transient_bytes, run.transient_bytes)
+            block.forward_bytes = max(block.forward_bytes, run.without_learned_bytes)
             op = PricedOp(node, chosen, run.forward_s, run.inside_bytes, memory, self.keeps(node))
             block.ops.append(op)
             for item in facts.kept:
@@ -406,10 +410,12 @@ class BlockCosts:
         exchanged = prices.form_seconds(node, chosen, used, beside)
         shares = value_shares(node, chosen, sizes)
         positions = range(len(facts.sizes)) if chosen else ()
+        without_learned, learned = _transient_bytes(facts, shares, prices.batch)
         return _Run(
             forward + exchanged.forward_s,
             backward + exchanged.backward_s,
-            _transient_bytes(facts, shares, prices.batch),
+            without_learned + learned,
+            without_learned,
             _inside_bytes(facts, chosen, sizes, shares, prices.batch),
             tuple(shares),
             tuple(_used(chosen, position) for position in positions),
@@ -431,13 +437,13 @@ class BlockCosts:
                 yield from self._from_outside([storage_of(value) for value in graphs.inputs(node)], index)
 
 
-def _transient_bytes(facts: _OpFacts, shares: Sequence[float], batch: int) -> float:
-    """Operands and results, or their gradients, with those of parameters and what the backward makes on its way."""
+def _transient_bytes(facts: _OpFacts, shares: Sequence[float], batch: int) -> tuple[float, float]:
+    """Operands and results, or their gradients, and what the backward makes on its way; those of parameters."""
     if facts.passing:
-        return 0.0
+        return 0.0, 0.0
     held = [size.at(batch) * share for size, share in zip(facts.sizes, shares, strict=True)]
     learned = sum(size.at(1) * shares[position] for position, size in facts.learned)
-    return sum(held) + facts.copies * max(held, default=0.0) + learned
+    return sum(held) + facts.copies * max(held, default=0.0), learned
 
 
 def _used(chosen: Chosen, position: int) -> Placements:

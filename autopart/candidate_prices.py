@@ -144,9 +144,9 @@ class CandidatePrices(CandidateSettings):
             cuts = tuple(self._cuts(config, choice, link) for link in kinds)
             places = (0, *map(kinds.index, links), 0)
         crossing = self.across(config, choice).groups
+        passing = replace(priced.passing, forward=tuple(cost.forward_bytes for cost in costs))
         shapes = tuple(
-            replace(shape, sums=priced.sums, cuts=cuts, passing=priced.passing, crossing=crossing)
-            for shape in problem.shapes
+            replace(shape, sums=priced.sums, cuts=cuts, passing=passing, crossing=crossing) for shape in problem.shapes
         )
         slots = tuple(replace(slot, sharing=config.virtual) for slot in problem.slots)
         return replace(problem, shapes=shapes, slots=slots, links=places)
@@ -258,6 +258,7 @@ class CandidatePrices(CandidateSettings):
             passing = whole_bytes(owners, set(self.analysis.layers), whole, config.dp, self.summed, repeats)
             for cost, size in zip(costs, passing, strict=True):
                 cost.transient_bytes += size
+                cost.forward_bytes += size
 
     def _owners(self) -> list[str]:
         """Of each block its layer, or itself."""

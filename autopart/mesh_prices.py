@@ -363,6 +363,7 @@ def merged(shapes: Sequence[Shape]) -> Shape:
         replace(own[0], bytes=max(group.bytes for group in own))
         for own in zip(*(shape.crossing for shape in shapes), strict=True)
     ]
+    forward = tuple(map(max, *(shape.passing.forward for shape in shapes)))
     return replace(
         shapes[0],
         blocks=tuple(blocks),
@@ -370,6 +371,7 @@ def merged(shapes: Sequence[Shape]) -> Shape:
         kept=tuple(kept),
         crossing=tuple(crossing),
         sums=tuple(sums),
+        passing=replace(shapes[0].passing, forward=forward),
     )
 
 

@@ -22,7 +22,8 @@ counts there at levels 0 and 1 (:func:`single_bytes`), and at level 2 as c does 
 Where sums have a type of their own, s bytes for each, there is a converted message besides (s b), what is on its way
 is s times that, and at levels 0 and 1 messages stay to the end of the step (less the gradients: (s - 1) G). At the
 start of a call, when there are no gradients, the first whole weights of levels 1 and 2 are on their way, each message
-beside the shares that are put together for it: the largest, and beside it as many as one layer reads and one more.
+beside the shares that are put together for it: the largest, and beside it as many as one layer reads and one more
+(:func:`arriving_bytes`).
 
 What stays is counted with each parameter (:func:`staying_bytes`): it comes in the backward of the last microbatch, as
 what that kept goes (:class:`autopart.solver.stages_parts.Block`). The rest is counted for each stage's own parameters
@@ -86,11 +87,10 @@ def single_bytes(level: int, gradient: float, first: bool, summed: float, limit:
 
 
 def message_bytes(parameters: Iterable[Alike], replicas: int, summed: float, limit: float) -> Bytes:
-    """What is held for a while. summed: bytes in the type of the sum for each byte of a gradient. limit: bytes that
-    fill a message.
+    """What is held for a while in backwards. summed: bytes in the type of the sum for each byte of a gradient. limit:
+    bytes that fill a message.
     """
     making: Bytes = 0.0
-    arriving: Bytes = 0.0
 
     def converted(size: Bytes) -> Bytes:
         return summed * size if summed != 1.0 else 0.0
@@ -108,12 +108,20 @@ def message_bytes(parameters: Iterable[Alike], replicas: int, summed: float, lim
             whole, largest = whole + alike.bytes, np.maximum(largest, first)
             filling = filling + shared
             copied += alike.copied, shared
-        if alike.level in (1, 2):
-            coming = np.minimum(alike.bytes, first + alike.read + limit) * (1 + 1 / replicas)
-            arriving = arriving + np.maximum(0.0, coming - alike.bytes / (1 if alike.level == 1 else replicas))
     most = filling + sent * np.minimum(whole, largest + room)
     for made in copied:  # beside what was not waited for first
         flying = np.maximum(room, np.where(made <= room, largest + room - made, 0.0))
         held = filling + made + converted(made) + sent * np.minimum(whole - made, flying)
         most = np.maximum(most, np.where(made > 0, held, 0.0))
-    return np.maximum(np.maximum(making, most), arriving)
+    return np.maximum(making, most)
+
+
+def arriving_bytes(parameters: Iterable[Alike], replicas: int, limit: float) -> Bytes:
+    """What whole weights that arrive in the first forward of a call take, beyond gradients, which are not there yet."""
+    arriving: Bytes = 0.0
+    for alike in parameters:
+        if alike.level in (1, 2):
+            first, _ = alike.messages(limit)
+            coming = np.minimum(alike.bytes, first + alike.read + limit) * (1 + 1 / replicas)
+            arriving = arriving + np.maximum(0.0, coming - alike.bytes / (1 if alike.level == 1 else replicas))
+    return arriving

@@ -28,6 +28,7 @@ def no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer's step, as of optimizers that make nothing in it.
     """
     monkeypatch.setattr("autopart.solver.stages_passing.message_bytes", lambda *_: 0.0)
+    monkeypatch.setattr("autopart.solver.stages_passing.arriving_bytes", lambda *_: 0.0)
     monkeypatch.setattr("autopart.parameter_prices.temporaries", lambda optimizer: Temporaries())
     monkeypatch.setattr("autopart.parameter_prices.staying_bytes", lambda *_: 0.0)
     monkeypatch.setattr("autopart.parameter_prices.single_bytes", lambda *_: 0.0)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from autopart.message_memory import Alike, message_bytes, single_bytes, staying_bytes
+from autopart.message_memory import Alike, arriving_bytes, message_bytes, single_bytes, staying_bytes
 from autopart.passes.annotate import parameter_bytes
 from autopart.runtime.buckets import BUCKET_BYTES, split_by_bytes
 from autopart.runtime.data_weights import sent_ahead, summed_beside
@@ -33,7 +33,8 @@ def alike(level: int, *sizes: float, copied: Sequence[float] = (), limit: float 
 def held(parameters: Sequence[Alike], replicas: int, summed: float) -> float:
     """All step, and while a message is made."""
     stays = sum(staying_bytes(own.level, float(own.bytes), replicas, summed) for own in parameters)
-    return stays + float(message_bytes(parameters, replicas, summed, BUCKET_BYTES))
+    arriving = float(arriving_bytes(parameters, replicas, BUCKET_BYTES))
+    return stays + max(float(message_bytes(parameters, replicas, summed, BUCKET_BYTES)), arriving)
 
 
 @pytest.mark.parametrize(("level", "bytes_held"), [(0, SMALL), (1, SMALL + SMALL / 4), (2, 2.25 * SMALL), (3, 0.0)])
@@ -131,7 +132,7 @@ def test_no_more_weights_arrive(seed: int) -> None:
     for level in (1, 2):
         own = replace(alike(level, *(size for _, size in parameters), limit=limit), read=read)
         there = own.bytes / (1 if level == 1 else replicas)  # gradients that come later
-        assert most * (1 + 1 / replicas) - there <= float(message_bytes([own], replicas, 1.0, limit)) * (1 + 1e-9)
+        assert most * (1 + 1 / replicas) - there <= float(arriving_bytes([own], replicas, limit)) * (1 + 1e-9)
 
 
 def test_a_layer_reads_what_all_its_blocks_do() -> None:
@@ -203,7 +204,8 @@ def test_stages_have_what_their_own_parameters_take(seed: int) -> None:
         ]
         waits = sum(item[1] for item in own if item[2] == 2 and len(inside & set(item[0])) > 1)
         assert messages[number] == pytest.approx(found.message_bytes(inside))
-        most = float(message_bytes(exact, 4, summed, limit)) + waits + (SMALL if inside & {1, 2} else 0)
+        most = max(float(message_bytes(exact, 4, summed, limit)), float(arriving_bytes(exact, 4, limit)))
+        most += waits + (SMALL if inside & {1, 2} else 0)
         assert messages[number] >= most * (1 - 1e-9)
         if inside == set(range(count)):
             assert messages[number] == pytest.approx(most)
@@ -235,3 +237,22 @@ def test_the_optimizers_are_those_whose_state_is_known() -> None:
         parameter_bytes((2, 3), torch.float32, "lion")
     known = str(told.value).removeprefix("optimizer is one of ").removesuffix(", not 'lion'")
     assert sorted(known.split(", ")) == sorted(OPTIMIZERS)
+
+
+def test_whole_weights_arrive_while_a_forward_runs() -> None:
+    """Beside what that takes, and not what an op takes in a backward; messages of gradients are beside that."""
+    sent = [((block,), "kind", 1, float(LARGE), True) for block in range(2)]
+    found = passing(sent, [], 4, 1.0, False, BUCKET_BYTES)
+    arriving = 2 * LARGE / 4  # what is put together from all replicas' shares, in place of gradients
+    assert found.message_bytes({0, 1}, LARGE) == arriving  # as large as any transients
+    short = replace(found, forward=(float(SMALL), SMALL / 2))
+    assert short.message_bytes({0, 1}, 2 * SMALL) == arriving - SMALL
+    assert short.message_bytes({1}, 2 * SMALL) == arriving / 2 - 1.5 * SMALL
+    assert short.message_bytes({0, 1}, float(LARGE)) == float(
+        message_bytes([alike(1, LARGE, LARGE)], 4, 1.0, BUCKET_BYTES)
+    )
+    member = np.array([[False, False], [True, False], [True, True]])
+    runs = Runs.of(member)
+    by_run = short.messages_of(member, runs, np.full(len(runs), 2.0 * SMALL))
+    whole = [(first, last) for first, last in zip(runs.first, runs.last, strict=True)]
+    assert by_run[whole.index((0, 2))] == arriving - SMALL and by_run[whole.index((1, 2))] == arriving / 2 - 1.5 * SMALL

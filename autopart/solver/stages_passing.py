@@ -5,7 +5,9 @@ stage's peak is, with its state (parameters, gradients, the optimizer's state) S
 
     S + max(messages + activations + transients + buffers, temporaries of the optimizer)
 
-Of the parameters a stage has those that one of its blocks reads.
+Whole weights that arrive (levels 1 and 2 of ZeRO) do so in the first forward alone: they have the room that transients
+of some backward take and those of no forward do, whatever the blocks' choices. Of the parameters a stage has those that
+one of its blocks reads.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 
-from autopart.message_memory import Alike, message_bytes
+from autopart.message_memory import Alike, arriving_bytes, message_bytes
 from autopart.runtime.buckets import BUCKET_BYTES
 from autopart.solver.stages_runs import Array, Bits, Runs
 
@@ -42,7 +44,8 @@ class Passing:
 
     updated: what the optimizer makes; apart: of one parameter after the other, else of all together. waiting: whose
     gradients are there beside all this from the first to the last of their readers in a stage. lingering: what is on
-    its way after a backward of a stage that has it, and beside the next.
+    its way after a backward of a stage that has it, and beside the next. forward: by block, transients of its forward;
+    none: as large as any.
     """
 
     sent: tuple[tuple[int, tuple[ParameterGroup, ...]], ...] = ()
@@ -53,34 +56,42 @@ class Passing:
     limit: float = BUCKET_BYTES
     waiting: tuple[ParameterGroup, ...] = ()
     lingering: tuple[ParameterGroup, ...] = ()
+    forward: tuple[float, ...] = ()
 
     @property
     def parameters(self) -> tuple[ParameterGroup, ...]:
         return (*self.updated, *self.waiting, *self.lingering, *(item for _, found in self.sent for item in found))
 
-    def message_bytes(self, inside: Collection[int]) -> float:
-        """Of a stage with these blocks."""
-        return float(self._messages(*_of_one(inside)))
+    def message_bytes(self, inside: Collection[int], transient: float = 0.0) -> float:
+        """Of a stage with these blocks. transient: bytes that it counts for transients at least."""
+        return float(self._messages(*_of_one(inside), transient))
 
     def update_bytes(self, inside: Collection[int]) -> float:
         """Of a stage with these blocks."""
         return float(self._update(*_of_one(inside)))
 
-    def messages_of(self, member: Bits, runs: Runs) -> Array:
+    def messages_of(self, member: Bits, runs: Runs, transient: Array | float = 0.0) -> Array:
         """By run."""
-        return np.zeros(len(runs)) + self._messages(*_of_runs(member, runs))
+        return np.zeros(len(runs)) + self._messages(*_of_runs(member, runs), transient)
 
     def updates_of(self, member: Bits, runs: Runs) -> Array:
         """By run."""
         return np.zeros(len(runs)) + self._update(*_of_runs(member, runs))
 
-    def _messages(self, total: _Total, most: _Reduce) -> Array | float:
+    def _messages(self, total: _Total, most: _Reduce, transient: Array | float) -> Array | float:
         found = []
         for level, some in self.sent:
             largest = {name: most(_largest(some, name)) for name in get_args(_Most)}
             found.append(Alike(level, total(_sums(some)), **largest))
         beside = total(_sums(self.waiting), 2) + total(_sums(self.lingering))
-        return message_bytes(found, self.replicas, self.summed, self.limit) + beside
+        sent = message_bytes(found, self.replicas, self.summed, self.limit)
+        arriving: Array | float = 0.0
+        if any(level in (1, 2) for level, _ in self.sent):
+            arriving = arriving_bytes(found, self.replicas, self.limit)
+            if self.forward:
+                there = most({(block,): size for block, size in enumerate(self.forward)})
+                arriving = arriving - np.maximum(0.0, transient - there)
+        return np.maximum(sent, arriving) + beside
 
     def _update(self, total: _Total, most: _Reduce) -> Array | float:
         return most(_largest(self.updated, "largest")) if self.apart else total(_sums(self.updated))
