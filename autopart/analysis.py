@@ -165,8 +165,9 @@ def analyze(program: Program, rules: RuleBook = RULES, samples: int = 0) -> Anal
     # free values are whole everywhere: rows that are routed by them (by a table of tokens, say) cannot be a rank's own
     routings = tuple(item for item in find_routings(graph, rules) if not any(op.node in free for op in item.ops))
     uncut = [[op.node for op in routing.ops] for routing in routings]
-    mark_layers(graph, chain(graph, free))
-    blocks = find_blocks(graph, free, weight, batch, uncut)
+    ops = chain(graph, free)
+    mark_layers(graph, ops)
+    blocks = find_blocks(ops, weight, batch, uncut)
     block_of = {node: block.index for block in blocks for node in block.nodes}
     classes = _classes(graph, blocks, block_of)
     layers = _layers(blocks)

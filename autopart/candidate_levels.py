@@ -28,7 +28,7 @@ class CandidateLevels(CandidatePrices):
 
     all_levels: bool = False  # search levels where whole parameters fit too, for bounds that hold with less memory
     _state_bytes: int = field(init=False)  # of all parameters, with gradients and what the optimizer keeps
-    _sample_bytes: tuple[float, float, float] | None = None
+    _known_sample: tuple[float, float, float] | None = None
     _roomy: dict[Degrees, bool] = field(default_factory=dict)
     _fitted: set[Degrees] = field(default_factory=set)  # whose fastest strategies, with whole parameters, fit anyhow
 
@@ -43,7 +43,7 @@ class CandidateLevels(CandidatePrices):
         found = CandidatePrices._with(self, cluster, device, whole)
         found._roomy, found._fitted = {}, set()
         if device.kind != self.device.kind:
-            found._sample_bytes = None
+            found._known_sample = None
         return found
 
     def levels(self, config: Degrees) -> tuple[int, ...]:
@@ -83,35 +83,35 @@ class CandidateLevels(CandidatePrices):
         return self._roomy[plain]
 
     def _held_bytes(self, config: Degrees) -> tuple[float, float]:
-        """Of all parameters, and what is kept: about the most of what a stage with everything holds; and no less than
-        that. Both are sooner known than that itself.
+        """Of a stage with everything, an estimate: all parameters and what is kept; and no less than it holds.
 
         Each gradient may be in a message, be copied, stay converted and be converted on its way, all of it at once;
-        what the optimizer makes for its step is less.
+        what the optimizer makes for its step is less. Of what crosses a stage may hold what it received, what it sent,
+        and a copy of that.
         """
         places, warmup = self.layout.places(config), self.warmup_of(config)
         flying = max(in_flight(config.schedule, config.stages, config.microbatches, warmup, places))
-        kept, passing, crossing = (self.samples(config) * size for size in self._sample)
+        kept, passing, crossing = (self.samples(config) * size for size in self._of_sample)
         state = (2 + 3 * self.summed) * self._state_bytes
-        most = state + flying * kept + passing + (2 * flying + _BUFFERS) * crossing
+        most = state + flying * kept + passing + (3 * flying + _BUFFERS) * crossing
         return self._state_bytes + flying * kept, most
 
     @property
     def sample_bytes(self) -> float:
         """Of a sample's activations, what one device would keep for the backward."""
-        return self._sample[0]
+        return self._of_sample[0]
 
     @property
-    def _sample(self) -> tuple[float, float, float]:
+    def _of_sample(self) -> tuple[float, float, float]:
         """Of one sample on one device: bytes that are kept, the largest transients, and the most that crosses."""
-        if self._sample_bytes is None:
+        if self._known_sample is None:
             prices = Prices(self.device, self.analysis.costs(self.device.kind), 1, self.analysis.first)
             costs = self._block_costs.costs(prices, {}, {}, ConversionPrices((), self.device))
             kept = {owner: size for cost in costs for owner, size in cost.kept.items()}
             held = sum(kept.values()) + sum(cost.inside_bytes for cost in costs)
             crossing = (sum(value_bytes(v).at(1) for v in values) for values in self.positions.crossings)
-            self._sample_bytes = held, max(cost.transient_bytes for cost in costs), max(crossing)
-        return self._sample_bytes
+            self._known_sample = held, max(cost.transient_bytes for cost in costs), max(crossing)
+        return self._known_sample
 
     def _fits_anyhow(self, config: Degrees, choice: TensorChoice) -> StageProblem | None:
         """The problem of dividing these strategies, if they fit however they are: with all of them on every stage."""
@@ -123,5 +123,6 @@ class CandidateLevels(CandidatePrices):
         flying = max(problem.in_flight)
         sent = max(cut.behind_bytes + flying * cut.held_behind_bytes for cut in crossing)
         sent += max(cut.before_bytes + flying * cut.held_before_bytes for cut in crossing)
+        sent += flying * sum(group.bytes for group in problem.shapes[0].crossing)
         whole = (problem.excess_bytes([Step(slot, 0, last)] * problem.stages) for slot in range(len(problem.slots)))
         return problem if max(whole) + (sent if config.stages > 1 else 0.0) <= 0 else None

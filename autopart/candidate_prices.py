@@ -12,9 +12,8 @@ from torch import fx
 from autopart.block_costs import BlockCost
 from autopart.candidate_settings import CandidateSettings, same_but_for_memory
 from autopart.cluster import Cluster
-from autopart.cost.communication import send_seconds
 from autopart.cost.devices import Device, Link
-from autopart.crossing_memory import Across, buffer_bytes, held_across
+from autopart.crossing_memory import Across, cut_of, held_across
 from autopart.data_prices import whole_bytes
 from autopart.device_layout import slowest
 from autopart.layer_frontier import Frontiers, KnownFrontiers, Spans
@@ -144,7 +143,8 @@ class CandidatePrices(CandidateSettings):
             cuts = tuple(self._cuts(config, choice, link) for link in kinds)
             places = (0, *map(kinds.index, links), 0)
         crossing = self.across(config, choice).groups
-        passing = replace(priced.passing, forward=tuple(cost.forward_bytes for cost in costs))
+        transients = ((cost.forward_bytes, block.transient_bytes) for cost, block in zip(costs, blocks, strict=True))
+        passing = replace(priced.passing, transients=tuple(transients))
         shapes = tuple(
             replace(shape, sums=priced.sums, cuts=cuts, passing=passing, crossing=crossing) for shape in problem.shapes
         )
@@ -339,12 +339,10 @@ class CandidatePrices(CandidateSettings):
         held = itertools.repeat((0.0, 0.0)) if choice is None else self.across(config, choice).held
         sizes = {v: self.local_bytes(v, config, choice) for v in dict.fromkeys(v for row in crossings for v in row)}
         cuts = []
-        for values, across in zip(crossings, held, strict=choice is not None):
-            total = sum(sizes[value] for value in values)
+        for values, own in zip(crossings, held, strict=choice is not None):
+            there = sum(sizes[value] for value in values)
             back = sum(sizes[value] for value in values if value.node.meta.get("differentiable"))
-            there = send_seconds(total, link) if values else 0.0
-            buffers = buffer_bytes(total, back, config.microbatches)
-            cuts.append(Cut(there, send_seconds(back, link) if back else 0.0, *buffers, *across))
+            cuts.append(cut_of(there, back, link, config.microbatches, own))
         return tuple(cuts)
 
     def whole_bytes(self, value: Value, samples: int) -> float:

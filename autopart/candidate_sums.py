@@ -44,7 +44,7 @@ class CandidateSums(CandidateLayers):
 
     _free: dict[int, float] = field(default_factory=dict)
     _shares: dict[object, tuple[tuple[float, ...], tuple[float, ...]]] = field(default_factory=dict)  # of blocks
-    _shared_cuts: dict[tuple[int, int, Link], tuple[Cut, ...]] = field(default_factory=dict)
+    _shared_cuts: dict[tuple[int, int, Link, bool], tuple[Cut, ...]] = field(default_factory=dict)
     _last: dict[object, tuple[float, int]] = field(default_factory=dict)  # of last microbatches with sums
     _late: dict[object, LateSums] = field(default_factory=dict)
 
@@ -183,7 +183,7 @@ class CandidateSums(CandidateLayers):
 
     def least_cuts(self, config: Degrees, link: Link) -> tuple[Cut, ...]:
         """At each position, all values shared perfectly."""
-        key = self.samples(config), config.tp, link
+        key = self.samples(config), config.tp, link, config.microbatches > 1
         if key not in self._shared_cuts:
             self._shared_cuts[key] = self._cuts(config, None, link)
         return self._shared_cuts[key]

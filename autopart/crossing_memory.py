@@ -5,7 +5,8 @@ gradient comes, of each microbatch in flight (:mod:`autopart.step_memory` counts
 op keeps the tensor anyway. What none does: a residual sum that is handed on, logits that a loss reads.
 
 Who keeps a tensor depends on what is computed again. Where a layer may be, what its ops keep of what it makes itself
-may be gone after its forward, and what enters it counts as kept.
+may be gone after its forward, and what enters it counts as kept: in a stage whose first layer is kept after all and has
+no op that keeps what enters it, one tensor is left out of the twenty or more that such a layer keeps.
 """
 
 from __future__ import annotations
@@ -17,25 +18,28 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopart.block_costs import BlockCost
+from autopart.cost.communication import send_seconds
+from autopart.cost.devices import Link
 from autopart.passes.storage import is_contiguous
 from autopart.positions import Positions
 from autopart.rank_memory import Kept, RankMemory
 from autopart.recomputation import KEPT
 from autopart.solver.stages_coarse import bits_of
-from autopart.solver.stages_parts import CrossingGroup
+from autopart.solver.stages_parts import CrossingGroup, Cut
 
 _FEW, _MOST_GROUPS = 8, 32
 """Tensors that cross more positions than that are counted one by one, of many those that cross the most."""
 
 
-def buffer_bytes(there: float, back: float, microbatches: int) -> tuple[float, float]:
-    """Bytes of buffers of a stage that ends where so many bytes of a microbatch cross, and of one that begins there.
+def cut_of(there: float, back: float, link: Link, microbatches: int, held: tuple[float, float] = (0.0, 0.0)) -> Cut:
+    """Where so many bytes of a microbatch cross, forward and back. held: see :attr:`Across.held`.
 
     Receives are posted one computation early, so of several microbatches two gradients come at a time, while what is
     sent forward is held anyway; behind, one microbatch comes beside that which is held, and a gradient goes.
     """
+    forward, backward = (send_seconds(size, link) if size else 0.0 for size in (there, back))
     more = microbatches > 1
-    return (1 + more) * back, more * there + back
+    return Cut(forward, backward, (1 + more) * back, more * there + back, *held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,29 +65,29 @@ def held_across(
     """costs: of the blocks, on a rank with ``memory``. recompute: as in :func:`autopart.recomputation.layers`."""
     before, behind = _keepers(costs, layer_of, block_of, recompute)
     crossed = Counter(value for values in positions.crossings for value in values)
-    long = {value for value, count in crossed.most_common(_MOST_GROUPS) if count > _FEW}
+    often = {value for value, count in crossed.most_common(_MOST_GROUPS) if count > _FEW and is_contiguous(value)}
     found = []
     for mask, values in zip(positions.sets, positions.crossings, strict=True):
-        sent, received = dict[Kept, float](), 0.0
+        sent, copied, received = dict[Kept, float](), 0.0, 0.0
         for value in values:
-            if value in long:
-                continue
             lying = value, memory.lies(value)
             item = memory.owner(*lying)
+            if value in often or memory.is_stored(item):
+                continue
             if not before[item] & mask:
                 sent[item] = memory.bytes(item)
             if not is_contiguous(value):  # a copy is sent
-                sent[lying] = memory.bytes(lying)
-            if not behind[item] & ~mask:
+                copied += memory.bytes(lying)
+            rest = positions.readers[value] & ~mask
+            if not behind[item] & rest & -rest:  # the first to read it, as others may be on another stage
                 received += memory.bytes(lying)
-        found.append((sum(sent.values()), received))
+        found.append((sum(sent.values()) + copied, received))
     groups = []
     for value in crossed:
-        if value in long:
-            item = memory.owner(value, memory.lies(value))
-            blocks = {block_of[value.node]} | {block_of[user] for user in value.node.users if user in block_of}
-            keepers = tuple(bits_of(before[item]))
-            groups.append(CrossingGroup(tuple(sorted(blocks)), keepers, memory.bytes(item)))
+        item = memory.owner(value, memory.lies(value))
+        if value in often and not memory.is_stored(item):
+            blocks = bits_of(1 << block_of[value.node] | positions.readers[value])
+            groups.append(CrossingGroup(tuple(blocks), tuple(bits_of(before[item])), memory.bytes(item)))
     return Across(tuple(found), tuple(groups))
 
 

@@ -11,7 +11,7 @@ from autopart.candidates import Candidates
 from autopart.cluster import slower
 from autopart.cost.communication import bucketed_all_reduce_seconds, send_seconds
 from autopart.cost.devices import Link
-from autopart.crossing_memory import buffer_bytes
+from autopart.crossing_memory import cut_of
 from autopart.device_row import DeviceRow, Pieces
 from autopart.parameter_prices import ParameterPrice
 from autopart.passes.conversion import Axes
@@ -22,7 +22,7 @@ from autopart.piece_prices import End, PiecePrices, Traffic, add_traffic, crosse
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.placement import Placements
 from autopart.solver.degrees import Degrees, UnlikeMeshes
-from autopart.solver.stages_parts import AMOUNTS, Block, Cut, Family, KeptGroup, Layer, Shape
+from autopart.solver.stages_parts import AMOUNTS, Block, CrossingGroup, Cut, Family, KeptGroup, Layer, Shape
 from autopart.tensor_choice import TensorChoice
 
 INSIDE, NETWORK = 0, 1
@@ -254,9 +254,8 @@ class MeshPrices:
         sizes = {value: most.candidates.local_bytes(value, most.config, choice) for value in values}
         total = sum(sizes.values())
         back = sum(size for value, size in sizes.items() if value.node.meta.get("differentiable"))
-        buffers = buffer_bytes(total, back, most.config.microbatches)
         held = most.candidates.across(most.config, choice).held[position]
-        return Cut(send_seconds(total, link), send_seconds(back, link) if back else 0.0, *buffers, *held)
+        return cut_of(total, back, link, most.config.microbatches, held)
 
     def between(self, first: Mesh, second: Mesh, level: int) -> Link:
         """The slowest link between two stages that meet inside a node or between nodes."""
@@ -360,10 +359,18 @@ def merged(shapes: Sequence[Shape]) -> Shape:
         for own in zip(*(shape.sums for shape in shapes), strict=True)
     ]
     crossing = [
-        replace(own[0], bytes=max(group.bytes for group in own))
+        CrossingGroup(
+            own[0].blocks,
+            tuple(sorted(set.intersection(*(set(group.keepers) for group in own)))),
+            max(group.bytes for group in own),
+        )
         for own in zip(*(shape.crossing for shape in shapes), strict=True)
     ]
-    forward = tuple(map(max, *(shape.passing.forward for shape in shapes)))
+    # what is left beside a forward is the least of any
+    transients = tuple(
+        max(own, key=lambda sizes: sizes[0] - sizes[1])
+        for own in zip(*(shape.passing.transients for shape in shapes), strict=True)
+    )
     return replace(
         shapes[0],
         blocks=tuple(blocks),
@@ -371,7 +378,7 @@ def merged(shapes: Sequence[Shape]) -> Shape:
         kept=tuple(kept),
         crossing=tuple(crossing),
         sums=tuple(sums),
-        passing=replace(shapes[0].passing, forward=forward),
+        passing=replace(shapes[0].passing, transients=transients),
     )
 
 

@@ -7,8 +7,8 @@ take half of each of two branches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -25,13 +25,14 @@ from autopart.solver.stages_order import positions
 class Positions:
     """sets: of blocks as bits, the empty one first and the full one last. crossings: per position the values made in
     it and read outside of it. complete: whether no convex division is left out. edges: (block, block that reads a value
-    of it), lower numbers first.
+    of it), lower numbers first. readers: of what crosses the blocks that read it, as bits, its own left out.
     """
 
     sets: tuple[int, ...]
     crossings: tuple[tuple[Value, ...], ...]
     complete: bool
     edges: tuple[tuple[int, int], ...]
+    readers: Mapping[Value, int] = field(default_factory=dict, hash=False)
 
     @property
     def in_row(self) -> bool:
@@ -81,7 +82,7 @@ class Positions:
             tuple(value for value, outside in readers.items() if makers[value] & mask and outside & ~mask)
             for mask in found
         )
-        return Positions(found, crossings, complete, edges)
+        return Positions(found, crossings, complete, edges, readers)
 
 
 def _weight(analysis: Analysis, nodes: Sequence[fx.Node]) -> float:

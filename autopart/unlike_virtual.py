@@ -141,7 +141,9 @@ class VirtualMeshes:
         candidates = unlike.candidates
         positions = tuple(candidates.positions.sets[number] for number in unlike.prices.positions)
         free = (Cut(),) * len(positions)
-        shapes = tuple(replace(item.shape, cuts=(*item.shape.cuts, free)) for item in priced)
+        shapes = tuple(
+            replace(item.shape, cuts=(*item.shape.cuts, _on_one_rank(item.shape.cuts[0]))) for item in priced
+        )
         of_stage = [row[place] for place in places]
         pairs = {}
         for first, second in itertools.pairwise(of_stage):
@@ -170,6 +172,11 @@ class VirtualMeshes:
             return _SAME_RANK
         cluster = self.unlike.candidates.cluster
         return INSIDE if len({cluster.node_of(rank) for rank in (*devices[first], *devices[second])}) == 1 else NETWORK
+
+
+def _on_one_rank(cuts: Sequence[Cut]) -> tuple[Cut, ...]:
+    """Nothing is sent; what a stage makes for the next is held once."""
+    return tuple(Cut(held_before_bytes=cut.held_before_bytes) for cut in cuts)
 
 
 def ways(slots: Sequence[Slot], worth: Sequence[float], end: int, ranks: int) -> Iterator[tuple[int, ...]]:

@@ -4,9 +4,9 @@ Values that depend on no parameter and on no chance (masks, position ids, rotary
 uses one computes it itself (RaNNC's cloning, arXiv 2103.16063, section III-A). The other ops form a chain in an order
 of the graph, branch by branch; any run of it is convex, since the order is topological, and for the same reason blocks
 depend on earlier ones alone. The chain is cut where few values cross: where their number is at a local minimum, as
-between sublayers, at the position with the fewest bytes, and where a layer begins or ends there. Blocks are the nodes
-of a graph (:func:`block_edges`), which need be no chain. Blocks with equal text, up to the names of what they read,
-repeat and are folded.
+between sublayers, at the position with the fewest bytes; and where a layer begins or ends, unless more cross there than
+on both sides. Blocks are the nodes of a graph (:func:`block_edges`), which need be no chain. Blocks with equal text, up
+to the names of what they read, repeat and are folded.
 """
 
 from __future__ import annotations
@@ -200,10 +200,10 @@ def cut_positions(
     while start < len(ops):
         stop = next((other for other in range(start + 1, len(ops)) if counts[other] != counts[start]), len(ops))
         alike = [position for position in range(start, stop) if position not in closed]
-        fewer = start == 1 or counts[start] < counts[start - 1], counts[start] < counts[stop]
-        if any(fewer):
+        falls, rises = start == 1 or counts[start] < counts[start - 1], counts[start] < counts[stop]
+        if falls or rises:
             cuts.update(ends.intersection(alike))
-        if all(fewer) and alike:
+        if falls and rises and alike:
             sizes = {position: sum(value_bytes(value, batch) for value in lives[position]) for position in alike}
             cuts.add(min(alike, key=lambda position: (sizes[position], -position)))
         start = stop
@@ -269,17 +269,15 @@ def block_edges(blocks: Sequence[Block]) -> tuple[tuple[int, int], ...]:
 
 
 def find_blocks(
-    graph: fx.Graph,
-    free: set[fx.Node],
+    ops: Sequence[fx.Node],
     weight: Callable[[fx.Node], float],
     batch: int,
     uncut: Sequence[Sequence[fx.Node]] = (),
 ) -> list[Block]:
-    """The blocks of a graph in order. weight: seconds or FLOPs of an op; batch: samples, to weigh what crosses.
+    """The blocks of a :func:`chain` in order. weight: seconds or FLOPs of an op; batch: samples, to weigh what crosses.
 
     uncut: groups of ops, each of which stays in one block.
     """
-    ops = chain(graph, free)
     parts = [tuple(ops[start:end]) for start, end in pairwise(cut_positions(ops, weight, batch, uncut))]
     shared = _shared(parts)
     return [Block(index, own, _signature(own, shared)) for index, own in enumerate(parts)]

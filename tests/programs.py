@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopart.passes.batch import BatchSplit, split_batch
-from autopart.passes.blocks import find_blocks, free_nodes
+from autopart.passes.blocks import chain, find_blocks, free_nodes
 from autopart.passes.conversion import Axes
 from autopart.passes.emit.layers import recomputable_layers
 from autopart.passes.emit.program import Emitted, Layout, emit_program
@@ -137,7 +137,7 @@ def compile_program(
     """The plan by hand: equal numbers of blocks per stage, strategies from ``choose``."""
     split = split_batch(program, RULES)
     free = free_nodes(split.graph, program.updated_buffers)
-    blocks = find_blocks(split.graph, free, lambda node: 1.0, 8)
+    blocks = find_blocks(chain(split.graph, free), lambda node: 1.0, 8)
     count = len(blocks)
     bounds = list(boundaries) if boundaries else [round(index * count / pp) for index in range(pp + 1)]
     stages, crossings = partition(program, split.graph, blocks, bounds)

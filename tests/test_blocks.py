@@ -20,7 +20,7 @@ from families import Family, captured, unlike_first
 
 def blocks_of(program: Program) -> list[Block]:
     graph = split_batch(program, RULES).graph
-    return find_blocks(graph, free_nodes(graph, program.updated_buffers), lambda node: 1.0, 8)
+    return find_blocks(chain(graph, free_nodes(graph, program.updated_buffers)), lambda node: 1.0, 8)
 
 
 def check_blocks(blocks: list[Block]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from autopart.analysis import analyze
 from autopart.candidates import Candidates
-from autopart.crossing_memory import buffer_bytes
+from autopart.crossing_memory import cut_of
 from autopart.solver.degrees import Degrees
 from autopart.solver.stages_parts import CrossingGroup
 from autopart.tracing import capture
@@ -74,7 +74,83 @@ def test_what_skips_stages_is_held_at_its_two_ends() -> None:
     assert not CrossingGroup((0, 5), (0,), 1.0).is_held({0, 1}) and CrossingGroup((0, 5), (0,), 1.0).is_held({5})
 
 
+class Patches(nn.Module):
+    """Its residual stream lies in another order than its dims, so that a copy of it is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.layers = nn.Conv2d(3, WIDTH, 4, 4), nn.ModuleList(Residual(False) for _ in range(2))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_a_copy_that_is_sent_is_there_beside_what_it_is_of() -> None:
+    analysis = analyze(capture(Patches(), (torch.randn(ROWS, 3, 8, 8),)))
+    found, config = Candidates(analysis, ideal(4), ROWS, "adamw", zero=0), Degrees(2, 1, (), 1, "1f1b", "none")
+    before, _ = found.across(config, found.choose(config)).held[1]
+    assert before == 2 * 4 * SIZE  # of four patches: the convolution's result, and the copy
+
+
+class Sorted(nn.Module):
+    """The first of an op's results skips all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Residual(False) for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        gate, _ = x.sort(-1)
+        for layer in self.layers:
+            x = layer(x)
+        return (x + gate).abs().mean()
+
+
+def test_one_of_several_results_may_skip_stages() -> None:
+    found, config = candidates(Sorted()), Degrees(4, 1, (), 1, "1f1b", "none")
+    last = len(found.analysis.blocks) - 1
+    (group,) = (item for item in found.across(config, found.choose(config)).groups if item.blocks[-1] == last)
+    assert len(group.blocks) == 2 and group.bytes == SIZE
+    assert group.is_held({group.blocks[0]}) and group.is_held({last}) and not group.is_held({4, 5})
+
+
+def test_who_keeps_it_on_a_later_stage_does_not_count() -> None:
+    """The first layer adds what the second multiplies."""
+
+    class Later(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            y = torch.relu(self.b(x)) + x
+            return (torch.relu(self.c(y)) * x).mean()
+
+    found, config = candidates(Later()), Degrees(2, 1, (), 1, "1f1b", "none")
+    held, positions = found.across(config, found.choose(config)).held, found.positions
+    for (_, behind), mask, values in zip(held, positions.sets, positions.crossings, strict=True):
+        for value in values:
+            rest = positions.readers[value] & ~mask
+            first = found.analysis.blocks[(rest & -rest).bit_length() - 1].nodes
+            reads = [node for node in first if value.node in node.all_input_nodes]
+            assert behind >= SIZE or any("add" not in str(node.target) for node in reads)
+
+
+def test_bounds_of_one_microbatch_are_not_those_of_several() -> None:
+    found = candidates(Layers(3))
+    link = found.layout.stage_link(Degrees(2, 1, (), 2, "1f1b"), 0, 1)
+    several, one = (found.least_cuts(Degrees(2, dp, (), m, "1f1b"), link) for dp, m in ((1, 2), (2, 1)))
+    assert max(cut.before_bytes for cut in several) == 2 * max(cut.before_bytes for cut in one) > 0
+
+
 def test_buffers_of_several_microbatches() -> None:
     """Before: gradients that come; behind: one that goes, beside what comes for the next microbatch."""
-    assert buffer_bytes(4.0, 3.0, 1) == (3.0, 3.0)
-    assert buffer_bytes(4.0, 3.0, 2) == (6.0, 7.0)
+    link = ideal(2).group_link(range(2))
+    one, several = (cut_of(4.0, 3.0, link, microbatches) for microbatches in (1, 2))
+    assert (one.before_bytes, one.behind_bytes) == (3.0, 3.0)
+    assert (several.before_bytes, several.behind_bytes) == (6.0, 7.0)

@@ -240,19 +240,19 @@ def test_the_optimizers_are_those_whose_state_is_known() -> None:
 
 
 def test_whole_weights_arrive_while_a_forward_runs() -> None:
-    """Beside what that takes, and not what an op takes in a backward; messages of gradients are beside that."""
+    """In the room of what an op takes in its backward alone; messages of gradients are beside that."""
     sent = [((block,), "kind", 1, float(LARGE), True) for block in range(2)]
     found = passing(sent, [], 4, 1.0, False, BUCKET_BYTES)
     arriving = 2 * LARGE / 4  # what is put together from all replicas' shares, in place of gradients
-    assert found.message_bytes({0, 1}, LARGE) == arriving  # as large as any transients
-    short = replace(found, forward=(float(SMALL), SMALL / 2))
-    assert short.message_bytes({0, 1}, 2 * SMALL) == arriving - SMALL
-    assert short.message_bytes({1}, 2 * SMALL) == arriving / 2 - 1.5 * SMALL
-    assert short.message_bytes({0, 1}, float(LARGE)) == float(
-        message_bytes([alike(1, LARGE, LARGE)], 4, 1.0, BUCKET_BYTES)
-    )
+    assert found.message_bytes({0, 1}) == arriving
+    short = replace(found, transients=((float(SMALL), 2.0 * SMALL), (SMALL / 2, SMALL / 2)))
+    assert short.message_bytes({0, 1}) == arriving - SMALL
+    assert short.message_bytes({1}) == arriving / 2
+    long = replace(found, transients=((0.0, float(LARGE)), (0.0, 0.0)))
+    made = float(message_bytes([alike(1, LARGE, LARGE)], 4, 1.0, BUCKET_BYTES))
+    assert long.message_bytes({0, 1}) == made < arriving
     member = np.array([[False, False], [True, False], [True, True]])
     runs = Runs.of(member)
-    by_run = short.messages_of(member, runs, np.full(len(runs), 2.0 * SMALL))
-    whole = [(first, last) for first, last in zip(runs.first, runs.last, strict=True)]
-    assert by_run[whole.index((0, 2))] == arriving - SMALL and by_run[whole.index((1, 2))] == arriving / 2 - 1.5 * SMALL
+    by_run = short.messages_of(member, runs)
+    inside = [(first, last) for first, last in zip(runs.first, runs.last, strict=True)]
+    assert by_run[inside.index((0, 2))] == arriving - SMALL and by_run[inside.index((1, 2))] == arriving / 2

@@ -193,7 +193,7 @@ def test_no_division_that_fits_is_faster_in_these_orders(seed: int, name: str, r
         1 + 1e-9
     )
     with pytest.raises(NotBetter) as stopped:
-        # a hundredth, as what is left out for its seconds, and with it the bound, follows from what is of interest
+        # a hundredth less: bounds are of runs of blocks that may be of interest, which others are below other seconds
         stages.solve(problem, least_step=least, steady=steady, below=solved.lower_bound_s * 0.99)
     assert stopped.value.seconds <= best * (1 + 1e-9)
 

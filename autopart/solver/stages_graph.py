@@ -316,8 +316,7 @@ class _Costs:
         if late and (alone := _hiding_alone(shape)):
             exposed = np.maximum(exposed, step_end - sums + late_between(shape.sums, member, runs, alone))
         peak = held.largest([choice.transient_bytes for choice in quickest])
-        least = held.largest([min(choice.transient_bytes for choice in family) for family in families])
-        messages = shape.passing.messages_of(member, runs, least)
+        messages = shape.passing.messages_of(member, runs)
         updating = held.summed([min(choice.state_bytes for choice in family) for family in families]) + tied_bytes
         updating += shape.passing.updates_of(member, runs)
         return _Costs(

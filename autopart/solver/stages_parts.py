@@ -95,8 +95,8 @@ class Cut:
     """What a rank next to a position does there: seconds of sending and receiving, forward and backward.
 
     before_bytes, behind_bytes: buffers of a stage that ends there, and of one that begins there. held_before_bytes,
-    held_behind_bytes: what these hold of each microbatch in flight of what crosses, beside what their blocks keep, and
-    groups of :class:`CrossingGroup` left out.
+    held_behind_bytes: what these hold of each microbatch in flight of what crosses, beside what their blocks keep; not
+    of tensors that a :class:`CrossingGroup` counts.
     """
 
     forward_s: float = 0.0

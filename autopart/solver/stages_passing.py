@@ -6,8 +6,7 @@ stage's peak is, with its state (parameters, gradients, the optimizer's state) S
     S + max(messages + activations + transients + buffers, temporaries of the optimizer)
 
 Whole weights that arrive (levels 1 and 2 of ZeRO) do so in the first forward alone: they have the room that transients
-of some backward take and those of no forward do, whatever the blocks' choices. Of the parameters a stage has those that
-one of its blocks reads.
+of some block take and those of no block's forward do. Of the parameters a stage has those that one of its blocks reads.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class Passing:
 
     updated: what the optimizer makes; apart: of one parameter after the other, else of all together. waiting: whose
     gradients are there beside all this from the first to the last of their readers in a stage. lingering: what is on
-    its way after a backward of a stage that has it, and beside the next. forward: by block, transients of its forward;
-    none: as large as any.
+    its way after a backward of a stage that has it, and beside the next. transients: by block, of its forward and in
+    all, with nothing computed again; none: these are alike.
     """
 
     sent: tuple[tuple[int, tuple[ParameterGroup, ...]], ...] = ()
@@ -56,29 +55,29 @@ class Passing:
     limit: float = BUCKET_BYTES
     waiting: tuple[ParameterGroup, ...] = ()
     lingering: tuple[ParameterGroup, ...] = ()
-    forward: tuple[float, ...] = ()
+    transients: tuple[tuple[float, float], ...] = ()
 
     @property
     def parameters(self) -> tuple[ParameterGroup, ...]:
         return (*self.updated, *self.waiting, *self.lingering, *(item for _, found in self.sent for item in found))
 
-    def message_bytes(self, inside: Collection[int], transient: float = 0.0) -> float:
-        """Of a stage with these blocks. transient: bytes that it counts for transients at least."""
-        return float(self._messages(*_of_one(inside), transient))
+    def message_bytes(self, inside: Collection[int]) -> float:
+        """Of a stage with these blocks."""
+        return float(self._messages(*_of_one(inside)))
 
     def update_bytes(self, inside: Collection[int]) -> float:
         """Of a stage with these blocks."""
         return float(self._update(*_of_one(inside)))
 
-    def messages_of(self, member: Bits, runs: Runs, transient: Array | float = 0.0) -> Array:
+    def messages_of(self, member: Bits, runs: Runs) -> Array:
         """By run."""
-        return np.zeros(len(runs)) + self._messages(*_of_runs(member, runs), transient)
+        return np.zeros(len(runs)) + self._messages(*_of_runs(member, runs))
 
     def updates_of(self, member: Bits, runs: Runs) -> Array:
         """By run."""
         return np.zeros(len(runs)) + self._update(*_of_runs(member, runs))
 
-    def _messages(self, total: _Total, most: _Reduce, transient: Array | float) -> Array | float:
+    def _messages(self, total: _Total, most: _Reduce) -> Array | float:
         found = []
         for level, some in self.sent:
             largest = {name: most(_largest(some, name)) for name in get_args(_Most)}
@@ -88,9 +87,10 @@ class Passing:
         arriving: Array | float = 0.0
         if any(level in (1, 2) for level, _ in self.sent):
             arriving = arriving_bytes(found, self.replicas, self.limit)
-            if self.forward:
-                there = most({(block,): size for block, size in enumerate(self.forward)})
-                arriving = arriving - np.maximum(0.0, transient - there)
+            there, either = (
+                most({(block,): sizes[at] for block, sizes in enumerate(self.transients)}) for at in (0, 1)
+            )
+            arriving = arriving - (either - there)
         return np.maximum(sent, arriving) + beside
 
     def _update(self, total: _Total, most: _Reduce) -> Array | float:

@@ -241,14 +241,13 @@ class StageProblem:
         """Of these what is there while microbatches run, and gone when the optimizer does."""
         shape, chosen = self.shapes[self.slots[step.slot].shape], self.chosen(step)
         inside = set(self.blocks_between(step.first, step.last))
-        transient = max(min(choice.transient_bytes for choice in family) for _, family in self.units(step))
         return (
             math.fsum(choice.running_bytes(self.in_flight[stage]) for choice in chosen)
             + math.fsum(self.in_flight[stage] * group.bytes for group in shape.kept if inside & set(group.blocks))
             + max(choice.transient_bytes for choice in chosen)
             + self.buffer_bytes(step)
             + self.in_flight[stage] * self.crossing_bytes(step)
-            + shape.passing.message_bytes(inside, transient)
+            + shape.passing.message_bytes(inside)
         )
 
     def buffer_bytes(self, step: Step) -> float:
