@@ -37,8 +37,7 @@ class BlockCost:
     kept: bytes of the tensors that its ops keep from its forward to its backward; other blocks may keep them too.
     inside_bytes: what they keep besides. entering: bytes of the tensors that it reads of other blocks, parameters left
     out. transient_bytes: of the op that takes the most: operands and results, or their gradients, with those of its
-    parameters and what its backward makes on its way; forward_bytes: the same without those of its parameters. ops:
-    one by one.
+    parameters and what its backward makes on its way; forward_bytes: without those of its parameters. ops: one by one.
     """
 
     forward_s: float = 0.0
@@ -118,7 +117,7 @@ class _Run:
     forward_s: float
     backward_s: float
     transient_bytes: float
-    without_learned_bytes: float
+    forward_bytes: float
     inside_bytes: float
     shares: tuple[float, ...]
     used: tuple[Placements, ...]
@@ -354,7 +353,7 @@ class BlockCosts:
             block.forward_s += run.forward_s
             block.backward_s += run.backward_s
             block.transient_bytes = max(block.transient_bytes, run.transient_bytes)
-            block.forward_bytes = max(block.forward_bytes, run.without_learned_bytes)
+            block.forward_bytes = max(block.forward_bytes, run.forward_bytes)
             op = PricedOp(node, chosen, run.forward_s, run.inside_bytes, memory, self.keeps(node))
             block.ops.append(op)
             for item in facts.kept:
@@ -410,12 +409,12 @@ class BlockCosts:
         exchanged = prices.form_seconds(node, chosen, used, beside)
         shares = value_shares(node, chosen, sizes)
         positions = range(len(facts.sizes)) if chosen else ()
-        without_learned, learned = _transient_bytes(facts, shares, prices.batch)
+        there, learned = _transient_bytes(facts, shares, prices.batch)
         return _Run(
             forward + exchanged.forward_s,
             backward + exchanged.backward_s,
-            without_learned + learned,
-            without_learned,
+            there + learned,
+            there,
             _inside_bytes(facts, chosen, sizes, shares, prices.batch),
             tuple(shares),
             tuple(_used(chosen, position) for position in positions),

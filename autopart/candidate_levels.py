@@ -119,10 +119,5 @@ class CandidateLevels(CandidatePrices):
             return None
         problem = self.problem(config, choice)
         last = len(problem.positions) - 1
-        crossing = [cut for shape in problem.shapes for cuts in shape.cuts for cut in cuts]
-        flying = max(problem.in_flight)
-        sent = max(cut.behind_bytes + flying * cut.held_behind_bytes for cut in crossing)
-        sent += max(cut.before_bytes + flying * cut.held_before_bytes for cut in crossing)
-        sent += flying * sum(group.bytes for group in problem.shapes[0].crossing)
         whole = (problem.excess_bytes([Step(slot, 0, last)] * problem.stages) for slot in range(len(problem.slots)))
-        return problem if max(whole) + (sent if config.stages > 1 else 0.0) <= 0 else None
+        return problem if max(whole) + problem.most_crossing_bytes() <= 0 else None

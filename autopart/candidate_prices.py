@@ -340,9 +340,7 @@ class CandidatePrices(CandidateSettings):
         sizes = {v: self.local_bytes(v, config, choice) for v in dict.fromkeys(v for row in crossings for v in row)}
         cuts = []
         for values, own in zip(crossings, held, strict=choice is not None):
-            there = sum(sizes[value] for value in values)
-            back = sum(sizes[value] for value in values if value.node.meta.get("differentiable"))
-            cuts.append(cut_of(there, back, link, config.microbatches, own))
+            cuts.append(cut_of({value: sizes[value] for value in values}, link, config.microbatches, own))
         return tuple(cuts)
 
     def whole_bytes(self, value: Value, samples: int) -> float:

@@ -63,7 +63,8 @@ class Candidates(CandidateStages):
     _divisions: dict[object, tuple[StageProblem, StageSolution]] = field(default_factory=dict)
     _by_levels: dict[Degrees, Evaluation[Answer] | None] = field(default_factory=dict)
     _answers: list[Evaluation[Answer]] = field(default_factory=list)
-    built: deque[tuple[object, Realization]] = field(default_factory=lambda: deque(maxlen=2))  # for answers, the last
+    # stages' graphs of the answers that were described last, by boundaries, axes and strategies
+    built: deque[tuple[object, Realization]] = field(default_factory=lambda: deque(maxlen=2))
 
     def evaluate(self, config: Degrees, below: float = math.inf) -> Evaluation[Answer]:
         """Strategies and stages of a candidate. Raises InfeasibleError when it does not fit in memory.

@@ -20,6 +20,7 @@ from torch import fx
 from autopart.block_costs import BlockCost
 from autopart.cost.communication import send_seconds
 from autopart.cost.devices import Link
+from autopart.passes.graph import Value
 from autopart.passes.storage import is_contiguous
 from autopart.positions import Positions
 from autopart.rank_memory import Kept, RankMemory
@@ -31,12 +32,15 @@ _FEW, _MOST_GROUPS = 8, 32
 """Tensors that cross more positions than that are counted one by one, of many those that cross the most."""
 
 
-def cut_of(there: float, back: float, link: Link, microbatches: int, held: tuple[float, float] = (0.0, 0.0)) -> Cut:
-    """Where so many bytes of a microbatch cross, forward and back. held: see :attr:`Across.held`.
+def cut_of(sizes: Mapping[Value, float], link: Link, microbatches: int, held: tuple[float, float] = (0.0, 0.0)) -> Cut:
+    """What ranks do where values cross. sizes: of these, bytes of a microbatch on one rank. held: see
+    :attr:`Across.held`.
 
     Receives are posted one computation early, so of several microbatches two gradients come at a time, while what is
     sent forward is held anyway; behind, one microbatch comes beside that which is held, and a gradient goes.
     """
+    there = sum(sizes.values())
+    back = sum(size for value, size in sizes.items() if value.node.meta.get("differentiable"))
     forward, backward = (send_seconds(size, link) if size else 0.0 for size in (there, back))
     more = microbatches > 1
     return Cut(forward, backward, (1 + more) * back, more * there + back, *held)

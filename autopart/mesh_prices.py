@@ -252,10 +252,8 @@ class MeshPrices:
             return Cut()
         most = max(parts, key=lambda part: part.candidates.batch)
         sizes = {value: most.candidates.local_bytes(value, most.config, choice) for value in values}
-        total = sum(sizes.values())
-        back = sum(size for value, size in sizes.items() if value.node.meta.get("differentiable"))
         held = most.candidates.across(most.config, choice).held[position]
-        return cut_of(total, back, link, most.config.microbatches, held)
+        return cut_of(sizes, link, most.config.microbatches, held)
 
     def between(self, first: Mesh, second: Mesh, level: int) -> Link:
         """The slowest link between two stages that meet inside a node or between nodes."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autopart.analysis import analyze
+from autopart.block_costs import BlockCost
 from autopart.candidates import Candidates
-from autopart.crossing_memory import cut_of
+from autopart.crossing_memory import cut_of, held_across
+from autopart.passes.graph import Value
+from autopart.positions import Positions
+from autopart.rank_memory import RankMemory, Views
 from autopart.solver.degrees import Degrees
 from autopart.solver.stages_parts import CrossingGroup
 from autopart.tracing import capture
@@ -119,26 +123,18 @@ def test_one_of_several_results_may_skip_stages() -> None:
 
 
 def test_who_keeps_it_on_a_later_stage_does_not_count() -> None:
-    """The first layer adds what the second multiplies."""
-
-    class Later(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.a(x)
-            y = torch.relu(self.b(x)) + x
-            return (torch.relu(self.c(y)) * x).mean()
-
-    found, config = candidates(Later()), Degrees(2, 1, (), 1, "1f1b", "none")
-    held, positions = found.across(config, found.choose(config)).held, found.positions
-    for (_, behind), mask, values in zip(held, positions.sets, positions.crossings, strict=True):
-        for value in values:
-            rest = positions.readers[value] & ~mask
-            first = found.analysis.blocks[(rest & -rest).bit_length() - 1].nodes
-            reads = [node for node in first if value.node in node.all_input_nodes]
-            assert behind >= SIZE or any("add" not in str(node.target) for node in reads)
+    """Block 1 adds what block 0 makes, block 2 multiplies it."""
+    graph = fx.Graph()
+    node = graph.call_function(torch.ops.aten.relu.default, (graph.placeholder("x"),))
+    node.meta["val"] = torch.empty(ROWS, WIDTH, device="meta")
+    value, memory = Value(node), RankMemory(Views(), {}, {}, (), 1)
+    crossings = (), (value,), (value,), ()
+    positions = Positions((0, 1, 3, 7), crossings, True, ((0, 1), (0, 2), (1, 2)), {value: 0b110})
+    costs = [BlockCost(), BlockCost(), BlockCost(kept={(value, ()): SIZE})]
+    found = held_across(positions, costs, ("",) * 3, {node: 0}, "none", memory)
+    assert found.held == ((0.0, 0.0), (SIZE, SIZE), (SIZE, 0.0), (0.0, 0.0))
+    costs[1].kept[value, ()] = SIZE
+    assert held_across(positions, costs, ("",) * 3, {node: 0}, "none", memory).held[1:3] == ((SIZE, 0.0), (0.0, 0.0))
 
 
 def test_bounds_of_one_microbatch_are_not_those_of_several() -> None:
@@ -150,7 +146,10 @@ def test_bounds_of_one_microbatch_are_not_those_of_several() -> None:
 
 def test_buffers_of_several_microbatches() -> None:
     """Before: gradients that come; behind: one that goes, beside what comes for the next microbatch."""
-    link = ideal(2).group_link(range(2))
-    one, several = (cut_of(4.0, 3.0, link, microbatches) for microbatches in (1, 2))
+    graph, link = fx.Graph(), ideal(2).group_link(range(2))
+    plain, differentiable = (graph.placeholder(name) for name in ("plain", "differentiable"))
+    differentiable.meta["differentiable"] = True
+    sizes = {Value(plain): 1.0, Value(differentiable): 3.0}
+    one, several = (cut_of(sizes, link, microbatches) for microbatches in (1, 2))
     assert (one.before_bytes, one.behind_bytes) == (3.0, 3.0)
     assert (several.before_bytes, several.behind_bytes) == (6.0, 7.0)

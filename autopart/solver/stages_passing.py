@@ -87,10 +87,10 @@ class Passing:
         arriving: Array | float = 0.0
         if any(level in (1, 2) for level, _ in self.sent):
             arriving = arriving_bytes(found, self.replicas, self.limit)
-            there, either = (
+            forward, whole = (
                 most({(block,): sizes[at] for block, sizes in enumerate(self.transients)}) for at in (0, 1)
             )
-            arriving = arriving - (either - there)
+            arriving = arriving - (whole - forward)
         return np.maximum(sent, arriving) + beside
 
     def _update(self, total: _Total, most: _Reduce) -> Array | float:

@@ -262,6 +262,17 @@ class StageProblem:
         groups = math.fsum(group.bytes for group in shape.crossing if group.is_held(inside))
         return start.held_behind_bytes + stop.held_before_bytes + groups
 
+    def most_crossing_bytes(self) -> float:
+        """Of what crosses, buffers included, no less than any stage holds."""
+        flying, most = max(self.in_flight), 0.0
+        for shape in self.shapes:
+            cuts = [cut for cuts in shape.cuts for cut in cuts]
+            before = max(cut.before_bytes + flying * cut.held_before_bytes for cut in cuts)
+            behind = max(cut.behind_bytes + flying * cut.held_behind_bytes for cut in cuts)
+            groups = flying * sum(group.bytes for group in shape.crossing) if self.stages > 1 else 0.0
+            most = max(most, before + behind + groups)
+        return most
+
     def busy_seconds(self, step: Step) -> float:
         """Seconds per microbatch of a stage: forward and backward, and its own sends and receives, not overlapped."""
         compute = math.fsum(choice.seconds for choice in self.chosen(step))
