@@ -124,7 +124,7 @@ def test_no_candidate_takes_less_than_its_bounds() -> None:
 
 @pytest.mark.usefixtures("no_messages")
 @pytest.mark.parametrize(
-    ("room", "least_higher", "least_fitting"), [(2**25, 1, 4), pytest.param(3 * 2**23, 3, 1, marks=pytest.mark.slow)]
+    ("room", "least_higher", "least_fitting"), [(2**25, 1, 4), pytest.param(11 * 2**21, 3, 1, marks=pytest.mark.slow)]
 )
 def test_no_candidate_that_fits_takes_less_than_memory_asks_for(
     room: int, least_higher: int, least_fitting: int
