@@ -167,16 +167,17 @@ def recomputed(
     candidates: Candidates, config: Config, way: Way, problem: StageProblem, found: Realization
 ) -> tuple[tuple[tuple[str, ...], ...], str]:
     """The layers, and modules in layers, that each stage runs again in the backward, and how a plan calls that."""
-    layers = tuple(recomputable_layers(graph) for graph in found.local)
     if config.recompute == "full":
-        return layers, "full"
+        return tuple(recomputable_layers(graph) for graph in found.local), "full"
     again = []
     for graph, step in zip(found.local, way, strict=True):
         chosen = candidates.computed_again(config, step, problem)
-        again.append(tuple(path for path in recomputable(graph) if path in chosen))
+        again.append(tuple(path for path in recomputable(graph) if path in chosen) if chosen else ())
         left = chosen.difference(again[-1])
         assert not left, f"the stage's memory is that of {sorted(left)} computed again, which its code cannot"
-    return tuple(again), "none" if not any(again) else "full" if tuple(again) == layers else "some"
+    if not any(again):
+        return tuple(again), "none"
+    return tuple(again), "full" if again == [recomputable_layers(graph) for graph in found.local] else "some"
 
 
 def _transfers(

@@ -68,6 +68,8 @@ def rerun(graph: fx.Graph, recompute: Collection[str], kind: str = "cuda") -> se
     torch.utils.checkpoint stops there, so that a collective behind it is not repeated.
     """
     found: set[fx.Node] = set()
+    if not recompute:
+        return found
     for segment in _segments(graph, recompute):
         if segment.path and (keeping := _keeping(segment, kind)):
             found.update(segment.nodes[: segment.nodes.index(keeping[-1]) + 1])

@@ -30,8 +30,10 @@ def segments(run: Run, is_layer: bool, recompute: Collection[str]) -> list[Segme
 
     A module is left as it is where its ops are no span.
     """
-    if not is_layer or run.path in recompute:
-        return [Segment(tuple(run.nodes), run.path if is_layer else "")]
+    if not is_layer or not recompute:
+        return [Segment(tuple(run.nodes))]
+    if run.path in recompute:
+        return [Segment(tuple(run.nodes), run.path)]
     found: list[Segment] = []
     rest: Sequence[fx.Node] = run.nodes
     for path in _in_order(run, recompute):
