@@ -280,24 +280,19 @@ class MeshPrices:
         return self._pairs[key]
 
     def _pair(self, before: Priced, after: Priced) -> tuple[tuple[Cut, ...], ...]:
-        ends = _end(before.mesh, 0), _end(after.mesh, before.mesh.dp * before.mesh.tp)
-        setting = before.parts[0].candidates.setting(before.parts[0].config)
-        samples = setting.prices.batch
+        crossed: dict[Value, tuple[Traffic, Traffic, float, float]] = {}
         rows: list[tuple[Traffic, Traffic, float, float]] = []
         for position in self.positions:
             there: Traffic = {}
             back: Traffic = {}
             forward = backward = 0.0
             for value in self.candidates.positions.crossings[position]:
-                made, wanted = before.placements(value), after.placements(value)
-                for total, more in zip((there, back), self.pieces.traffic(value, *ends, made, wanted), strict=True):
-                    add_traffic(total, more)
-                whole = plain(made)
-                if whole != made:
-                    size = before.parts[0].candidates.whole_bytes(value, samples)
-                    different = bool(value.node.meta.get("differentiable"))
-                    one, two = setting.conversions.seconds(made, whole, size, different)
-                    forward, backward = forward + one, backward + two
+                if value not in crossed:
+                    crossed[value] = self._crossed(value, before, after)
+                sent, returned, one, two = crossed[value]
+                add_traffic(there, sent)
+                add_traffic(back, returned)
+                forward, backward = forward + one, backward + two
             rows.append((there, back, forward, backward))
         found = []
         for level in (INSIDE, NETWORK):
@@ -309,6 +304,20 @@ class MeshPrices:
                 )
             )
         return tuple(found)
+
+    def _crossed(self, value: Value, before: Priced, after: Priced) -> tuple[Traffic, Traffic, float, float]:
+        """What one value sends, there and back, and seconds of adding it up where it is a partial sum."""
+        ends = _end(before.mesh, 0), _end(after.mesh, before.mesh.dp * before.mesh.tp)
+        made, wanted = before.placements(value), after.placements(value)
+        there, back = self.pieces.traffic(value, *ends, made, wanted)
+        whole = plain(made)
+        if whole == made:
+            return there, back, 0.0, 0.0
+        candidates, config = before.parts[0].candidates, before.parts[0].config
+        setting = candidates.setting(config)
+        size = candidates.whole_bytes(value, setting.prices.batch)
+        differentiable = bool(value.node.meta.get("differentiable"))
+        return there, back, *setting.conversions.seconds(made, whole, size, differentiable)
 
     def limited(self, mesh: Mesh, config: UnlikeMeshes, limit_bytes: float) -> Priced:
         found = self.priced(mesh, config)

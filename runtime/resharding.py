@@ -12,15 +12,17 @@ where these are added; a copy without receivers has the gradient zero, and the s
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopart.runtime.manifest import Size, size_of
-from autopart.runtime.placement import Placement
-from autopart.runtime.shares import Box, boxes_of
+from autopart.runtime.placement import Placement, local_cuts
+from autopart.runtime.shares import Runs, cut_runs
 
 Slices = tuple[slice, ...]
+_Share = tuple[Runs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,7 @@ def rows_of(samples: int, shares: Sequence[int]) -> tuple[int, ...]:
 
 def local_shape(shape: Sequence[Size], side: Side, rank: int) -> tuple[int, ...]:
     """The shape of one rank's share. shape: of a replica's value with ``b`` samples."""
-    boxes = _boxes(shape, side, None)[rank]
-    return tuple(max(box.local[dim] + box.size[dim] for box in boxes) for dim in range(len(shape)))
+    return tuple(sum(length for _, length, _ in runs) for runs in _shares(shape, side, None)[rank])
 
 
 def forward_messages(shape: Sequence[Size], batch_dim: int | None, source: Side, target: Side) -> tuple[Message, ...]:
@@ -87,14 +88,14 @@ def forward_messages(shape: Sequence[Size], batch_dim: int | None, source: Side,
     shape: of a replica's value, with multiples of ``b`` for its samples; batch_dim: the dim that these lie in, None for
     a value that does not depend on samples.
     """
-    return tuple(_overlaps(_boxes(shape, source, batch_dim), _boxes(shape, target, batch_dim)))
+    return tuple(_overlaps(_shares(shape, source, batch_dim), _shares(shape, target, batch_dim)))
 
 
 def backward_messages(shape: Sequence[Size], batch_dim: int | None, source: Side, target: Side) -> tuple[Message, ...]:
     """What carries the value's gradient back from ``target`` to ``source``. Pieces for one place are added up."""
     if batch_dim is not None:
         return forward_messages(shape, batch_dim, target, source)
-    back, there = _boxes(shape, target, None), _boxes(shape, source, None)
+    back, there = _shares(shape, target, None), _shares(shape, source, None)
     found: list[Message] = []
     for index in range(len(target.samples)):
         copy = source.replica(index % len(source.samples))
@@ -103,59 +104,69 @@ def backward_messages(shape: Sequence[Size], batch_dim: int | None, source: Side
     return tuple(found)
 
 
-def _boxes(shape: Sequence[Size], side: Side, batch_dim: int | None) -> dict[int, tuple[Box, ...]]:
-    """The boxes of each rank, with offsets in the value of the whole microbatch."""
-    found: dict[int, tuple[Box, ...]] = {}
+def _shares(shape: Sequence[Size], side: Side, batch_dim: int | None) -> dict[int, _Share]:
+    """The share of each rank, with offsets in the value of the whole microbatch."""
+    found: dict[int, _Share] = {}
+    alike: dict[int, list[_Share]] = {}  # by a replica's samples
     before = 0
     for index, samples in enumerate(side.samples):
-        local = tuple(size_of(size, samples) for size in shape)
-        cuts = [replace(p, outer=p.blocks(samples), batched=False) if p.is_shard else p for p in side.placements]
-        for position, rank in enumerate(side.replica(index)):
-            coordinates = _coordinates(position, side.sizes)
-            boxes = boxes_of(local, list(zip(cuts, coordinates, side.sizes, strict=True)))
-            if batch_dim is not None:
-                start = size_of(shape[batch_dim], 1) * before if isinstance(shape[batch_dim], str) else 0
-                boxes = tuple(replace(box, offset=_moved(box.offset, batch_dim, start)) for box in boxes)
-            found[rank] = boxes
+        if samples not in alike:
+            alike[samples] = _replica_shares(shape, side, samples)
+        for rank, share in zip(side.replica(index), alike[samples], strict=True):
+            if batch_dim is None:
+                found[rank] = share
+                continue
+            start = size_of(shape[batch_dim], 1) * before if isinstance(shape[batch_dim], str) else 0
+            moved = tuple((offset + start, length, local) for offset, length, local in share[batch_dim])
+            found[rank] = (*share[:batch_dim], moved, *share[batch_dim + 1 :])
         before += samples
     return found
 
 
-def _coordinates(position: int, sizes: Sequence[int]) -> list[int]:
-    found = []
-    for size in reversed(sizes):
-        found.append(position % size)
-        position //= size
-    return found[::-1]
+def _replica_shares(shape: Sequence[Size], side: Side, samples: int) -> list[_Share]:
+    """The shares of the ranks of a replica with so many samples, in order, with offsets in its own value."""
+    local = tuple(size_of(size, samples) for size in shape)
+    placements = [replace(p, outer=p.blocks(samples), batched=False) if p.is_shard else p for p in side.placements]
+    cuts = local_cuts(placements, side.sizes)
+    return [
+        cut_runs(local, [(cut, coordinates[axis], side.sizes[axis]) for axis, cut in cuts])
+        for coordinates in itertools.product(*map(range, side.sizes))
+    ]
 
 
-def _moved(offset: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
-    return (*offset[:dim], offset[dim] + by, *offset[dim + 1 :])
-
-
-def _overlaps(have: dict[int, tuple[Box, ...]], want: dict[int, tuple[Box, ...]]) -> Iterator[Message]:
-    copies: dict[tuple[Box, ...], list[int]] = {}
-    for rank, boxes in have.items():
-        copies.setdefault(boxes, []).append(rank)
+def _overlaps(have: dict[int, _Share], want: dict[int, _Share]) -> Iterator[Message]:
+    copies: dict[_Share, list[int]] = {}
+    for rank, share in have.items():
+        copies.setdefault(share, []).append(rank)
+    common: dict[tuple[Runs, Runs], list[tuple[slice, slice]]] = {}
     for position, (target, wanted) in enumerate(want.items()):
-        for boxes, ranks in copies.items():
-            source = ranks[position % len(ranks)]
-            for mine in boxes:
-                for theirs in wanted:
-                    common = _common(mine, theirs)
-                    if common is not None:
-                        yield Message(source, target, *common)
+        for share, ranks in copies.items():
+            dims = []
+            for pair in zip(share, wanted, strict=True):
+                if pair not in common:
+                    common[pair] = _common(*pair)
+                if not common[pair]:
+                    break
+                dims.append(common[pair])
+            else:
+                source = ranks[position % len(ranks)]
+                for slices in itertools.product(*dims):
+                    yield Message(source, target, tuple(take for take, _ in slices), tuple(put for _, put in slices))
 
 
-def _common(mine: Box, theirs: Box) -> tuple[Slices, Slices] | None:
-    take: list[slice] = []
-    put: list[slice] = []
-    for dim in range(len(mine.size)):
-        low = max(mine.offset[dim], theirs.offset[dim])
-        high = min(mine.offset[dim] + mine.size[dim], theirs.offset[dim] + theirs.size[dim])
-        if low >= high:
-            return None
-        for box, found in ((mine, take), (theirs, put)):
-            start = low - box.offset[dim] + box.local[dim]
-            found.append(slice(start, start + high - low))
-    return tuple(take), tuple(put)
+def _common(mine: Runs, theirs: Runs) -> list[tuple[slice, slice]]:
+    """Of what two shares have in common in one dim, where it lies in each. Runs are in order."""
+    found = []
+    own, other = iter(mine), iter(theirs)
+    here, there = next(own, None), next(other, None)
+    while here is not None and there is not None:
+        ends = here[0] + here[1], there[0] + there[1]
+        low, high = max(here[0], there[0]), min(ends)
+        if low < high:
+            take, put = low - here[0] + here[2], low - there[0] + there[2]
+            found.append((slice(take, take + high - low), slice(put, put + high - low)))
+        if ends[0] <= ends[1]:
+            here = next(own, None)
+        else:
+            there = next(other, None)
+    return found

@@ -16,6 +16,8 @@ from autopart.runtime.placement import Placement, local_cuts, local_size
 
 # One mesh axis: the placement on it, this rank's index, the number of ranks.
 Cut = tuple[Placement, int, int]
+# What a rank has of one dim: (start in the whole, length, start in the share) of each run.
+Runs = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +52,17 @@ def boxes_of(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[Box, ...]:
 
 def cut_boxes(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[Box, ...]:
     """The boxes of the share that sharded placements leave, each of what the ones before left."""
-    runs = [
-        _runs(size, [(cut.outer, index, parts) for cut, index, parts in cuts if cut.dim == dim])
-        for dim, size in enumerate(shape)
-    ]
     return tuple(
         Box(tuple(r[0] for r in choice), tuple(r[1] for r in choice), tuple(r[2] for r in choice))
-        for choice in itertools.product(*runs)
+        for choice in itertools.product(*cut_runs(shape, cuts))
+    )
+
+
+def cut_runs(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[Runs, ...]:
+    """By dim the runs of that share, whose products are its boxes."""
+    return tuple(
+        _runs(size, [(cut.outer, index, parts) for cut, index, parts in cuts if cut.dim == dim])
+        for dim, size in enumerate(shape)
     )
 
 
@@ -65,8 +71,7 @@ def whole(shape: Sequence[int]) -> tuple[Box, ...]:
     return boxes_of(shape, ())
 
 
-def _runs(size: int, cuts: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """What a rank has of one dim: (start in the whole, length, start in the share)."""
+def _runs(size: int, cuts: Iterable[tuple[int, int, int]]) -> Runs:
     runs = [(0, size)]
     for outer, index, parts in cuts:
         inner = sum(length for _, length in runs) // outer
@@ -74,7 +79,7 @@ def _runs(size: int, cuts: Iterable[tuple[int, int, int]]) -> list[tuple[int, in
         taken = (run for block in range(outer) for run in _slice(runs, block * inner + index * share, share))
         runs = _joined(taken)
     starts = itertools.accumulate((length for _, length in runs), initial=0)
-    return [(start, length, local) for (start, length), local in zip(runs, starts, strict=False)]
+    return tuple((start, length, local) for (start, length), local in zip(runs, starts, strict=False))
 
 
 def _slice(runs: Sequence[tuple[int, int]], start: int, length: int) -> list[tuple[int, int]]:
