@@ -124,8 +124,9 @@ class MeshPrices:
     _meshes: dict[tuple[Pieces, int], tuple[Mesh, ...]] = field(default_factory=dict)
     _parts: dict[tuple[Mesh, int, str, str], tuple[Part, ...]] = field(default_factory=dict)
     _choices: dict[tuple[Mesh, int, float | None], TensorChoice] = field(default_factory=dict)
+    _priced: dict[tuple[object, ...], Priced] = field(default_factory=dict)
     _divisible: dict[int, bool] = field(default_factory=dict)
-    _pairs: dict[tuple[Mesh, Mesh], tuple[tuple[Cut, ...], ...]] = field(default_factory=dict)  # without tensor axes
+    _pairs: dict[tuple[object, ...], tuple[tuple[Cut, ...], ...]] = field(default_factory=dict)
     positions: tuple[int, ...] = field(init=False)  # numbers of those between which stages lie
     bucket_bytes: int = field(init=False)  # of all meshes' messages of gradients: as of replicas of the whole model
     _tied: frozenset[str] = field(init=False)
@@ -214,6 +215,12 @@ class MeshPrices:
 
     def priced(self, mesh: Mesh, config: UnlikeMeshes, memory_limit: float | None = None) -> Priced:
         """memory_limit: for the strategies, see Candidates.choose. Raises InfeasibleError where none hold so little."""
+        key = mesh, config.microbatches, config.schedule, config.recompute, config.virtual, memory_limit
+        if key not in self._priced:
+            self._priced[key] = self._price(mesh, config, memory_limit)
+        return self._priced[key]
+
+    def _price(self, mesh: Mesh, config: UnlikeMeshes, memory_limit: float | None) -> Priced:
         parts = self.parts(mesh, config)
         key = mesh, config.microbatches, memory_limit
         if key not in self._choices:
@@ -272,9 +279,8 @@ class MeshPrices:
 
     def pair(self, before: Priced, after: Priced) -> tuple[tuple[Cut, ...], ...]:
         """What crosses between two unlike meshes: partial sums are added up, then the pieces are sent."""
-        if before.axes or after.axes:
-            return self._pair(before, after)
-        key = replace(before.mesh, zero=0), replace(after.mesh, zero=0)
+        # the strategies of a mesh are found once, and kept; without tensor axes there are none
+        key = tuple((replace(item.mesh, zero=0), id(item.choice) if item.axes else 0) for item in (before, after))
         if key not in self._pairs:
             self._pairs[key] = self._pair(before, after)
         return self._pairs[key]
