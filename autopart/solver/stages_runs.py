@@ -27,15 +27,16 @@ class Runs:
     last: Numbers
     _ends: Numbers = field(init=False)  # the positions where runs end, and the number of the first one that does
     _end_starts: Numbers = field(init=False)
+    _end_counts: Numbers = field(init=False)
     _by_first: Numbers = field(init=False)  # runs ordered by first
     _begins: Numbers = field(init=False)
     _begin_starts: Numbers = field(init=False)
 
     def __post_init__(self) -> None:
         by_first = np.argsort(self.first, kind="stable")
-        ends, end_starts = np.unique(self.last, return_index=True)
+        ends, end_starts, end_counts = np.unique(self.last, return_index=True, return_counts=True)
         begins, begin_starts = np.unique(self.first[by_first], return_index=True)
-        found = {"_ends": ends, "_end_starts": end_starts, "_by_first": by_first}
+        found = {"_ends": ends, "_end_starts": end_starts, "_end_counts": end_counts, "_by_first": by_first}
         for name, value in {**found, "_begins": begins, "_begin_starts": begin_starts}.items():
             object.__setattr__(self, name, value)
 
@@ -67,16 +68,17 @@ class Runs:
         return found
 
     def least_to(self, values: Array) -> tuple[Array, Numbers]:
-        """By position the least value of the runs that end there, and the first run that has it.
+        """By position the least of values [..., run] of the runs that end there, and the first run that has it.
 
         Infinite, of any run, where there is none.
         """
-        least, which = np.full(self.positions, np.inf), np.zeros(self.positions, dtype=np.intp)
-        if len(values):
-            found = np.minimum.reduceat(values, self._end_starts)
-            counts = np.diff(self._end_starts, append=len(values))
-            hits = np.flatnonzero(values == np.repeat(found, counts))
-            least[self._ends], which[self._ends] = found, hits[np.searchsorted(hits, self._end_starts)]
+        shape = *values.shape[:-1], self.positions
+        least, which = np.full(shape, np.inf), np.zeros(shape, dtype=np.intp)
+        if len(self):
+            found = np.minimum.reduceat(values, self._end_starts, axis=-1)
+            hits = values == np.repeat(found, self._end_counts, axis=-1)
+            firsts = np.minimum.reduceat(np.where(hits, np.arange(len(self)), len(self)), self._end_starts, axis=-1)
+            least[..., self._ends], which[..., self._ends] = found, firsts
         return least, which
 
     def least_from(self, values: Array) -> Array:
