@@ -75,23 +75,27 @@ class CandidateLevels(CandidatePrices):
         """Whether each rank could hold all parameters whole, and all that is kept, undivided and on one stage."""
         plain = replace(config, recompute="none")
         if plain not in self._roomy:
-            room, (least, most) = min(self._rooms(config)), self._held_bytes(config)
+            places, warmup = self.layout.places(config), self.warmup_of(config)
+            flying = max(in_flight(config.schedule, config.stages, config.microbatches, warmup, places))
+            room, (least, most) = min(self._rooms(config)), self.held_bytes(self.samples(config), flying)
             fits = most <= room and config.schedule != "2bw"  # which has versions of parameters
             if not fits and least <= room:
                 fits = self._fits_anyhow(plain, TensorChoice({}, {}, None)) is not None
             self._roomy[plain] = fits
         return self._roomy[plain]
 
-    def _held_bytes(self, config: Degrees) -> tuple[float, float]:
+    def holds_all(self, config: Degrees, flying: int) -> bool:
+        """Whether a rank has room for all parameters whole, and for what so many microbatches keep of all blocks."""
+        return self.held_bytes(self.samples(config), flying)[1] <= min(self._rooms(config))
+
+    def held_bytes(self, samples: int, flying: int) -> tuple[float, float]:
         """Of a stage with everything, an estimate: all parameters and what is kept; and no less than it holds.
 
-        Each gradient may be in a message, be copied, stay converted and be converted on its way, all of it at once;
-        what the optimizer makes for its step is less. Of what crosses a stage may hold what it received, what it sent,
-        and a copy of that.
+        samples: of a microbatch. flying: microbatches that it holds at most. Each gradient may be in a message, be
+        copied, stay converted and be converted on its way, all of it at once; what the optimizer makes for its step is
+        less. Of what crosses a stage may hold what it received, what it sent, and a copy of that.
         """
-        places, warmup = self.layout.places(config), self.warmup_of(config)
-        flying = max(in_flight(config.schedule, config.stages, config.microbatches, warmup, places))
-        kept, passing, crossing = (self.samples(config) * size for size in self._of_sample)
+        kept, passing, crossing = (samples * size for size in self._of_sample)
         state = (2 + 3 * self.summed) * self._state_bytes
         most = state + flying * kept + passing + (3 * flying + _BUFFERS) * crossing
         return self._state_bytes + flying * kept, most

@@ -13,6 +13,7 @@ from autopart.cost.communication import bucketed_all_reduce_seconds, send_second
 from autopart.cost.devices import Link
 from autopart.crossing_memory import cut_of
 from autopart.device_row import DeviceRow, Pieces
+from autopart.merged_shapes import merged
 from autopart.parameter_prices import ParameterPrice
 from autopart.passes.conversion import Axes
 from autopart.passes.graph import Value
@@ -22,7 +23,7 @@ from autopart.piece_prices import End, PiecePrices, Traffic, add_traffic, crosse
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.placement import Placements
 from autopart.solver.degrees import Degrees, UnlikeMeshes
-from autopart.solver.stages_parts import AMOUNTS, Block, CrossingGroup, Cut, Family, KeptGroup, Layer, Shape
+from autopart.solver.stages_parts import Cut, Shape
 from autopart.tensor_choice import TensorChoice
 
 INSIDE, NETWORK = 0, 1
@@ -87,6 +88,10 @@ class Part:
         info, setting = candidates.analysis.program.tensors[name], candidates.setting(self.config)
         price = ParameterPrice.of(info, choice.storage, setting, candidates.optimizer)
         return price.held.gradient * candidates.summed
+
+    def holds_all(self, flying: int) -> bool:
+        """Whether a rank has room for whole parameters, and what so many microbatches keep, of all blocks."""
+        return self.candidates.holds_all(self.config, flying)
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,62 +352,6 @@ class MeshPrices:
 def have_same_strategies(first: Sequence[Priced], second: Sequence[Priced]) -> bool:
     """Whether no mesh has other strategies, as where none hold less: what did not fit does not fit again."""
     return all(one.choice is other.choice for one, other in zip(first, second, strict=True))
-
-
-def merged(shapes: Sequence[Shape]) -> Shape:
-    """Of unlike replicas, which go side by side: what takes and holds the most on any of them."""
-    if len(shapes) == 1:
-        return shapes[0]
-    blocks = []
-    for every in zip(*(shape.blocks for shape in shapes), strict=True):
-        own, *others = _widest([block.choices for block in every])
-        step_end = max(block.step_end_s for block in every)
-        amounts = {name: getattr(own, name) for name in AMOUNTS}
-        blocks.append(Block(every[0].name, step_end_s=step_end, others=tuple(others), **amounts))
-    layers = [
-        Layer(own[0].blocks, {part: _widest([layer.parts[part] for layer in own]) for part in own[0].parts})
-        for own in zip(*(shape.layers for shape in shapes), strict=True)
-    ]
-    kept = [
-        KeptGroup(own[0].blocks, max(group.bytes for group in own))
-        for own in zip(*(shape.kept for shape in shapes), strict=True)
-    ]
-    sums = [
-        replace(own[0], seconds=max(item.seconds for item in own))
-        for own in zip(*(shape.sums for shape in shapes), strict=True)
-    ]
-    crossing = [
-        CrossingGroup(
-            own[0].blocks,
-            tuple(sorted(set.intersection(*(set(group.keepers) for group in own)))),
-            max(group.bytes for group in own),
-        )
-        for own in zip(*(shape.crossing for shape in shapes), strict=True)
-    ]
-    # what is left beside a forward is the least of any
-    transients = tuple(
-        max(own, key=lambda sizes: sizes[0] - sizes[1])
-        for own in zip(*(shape.passing.transients for shape in shapes), strict=True)
-    )
-    return replace(
-        shapes[0],
-        blocks=tuple(blocks),
-        layers=tuple(layers),
-        kept=tuple(kept),
-        crossing=tuple(crossing),
-        sums=tuple(sums),
-        passing=replace(shapes[0].passing, transients=transients),
-    )
-
-
-def _widest(families: Sequence[Family]) -> Family:
-    """The choices that all have, by name."""
-    named = [{choice.name: choice for choice in family} for family in families]
-    common = [name for name in named[0] if all(name in other for other in named)]
-    return tuple(
-        replace(named[0][name], **{item: max(getattr(other[name], item) for other in named) for item in AMOUNTS})
-        for name in common
-    )
 
 
 def _end(mesh: Mesh, first: int) -> End:

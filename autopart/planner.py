@@ -225,7 +225,10 @@ def make_plan(
         return found
 
     def refine(config: Degrees | UnlikeMeshes, below: float) -> float:
-        return candidates.work_floor(config, below) if isinstance(config, Degrees) else lower_bound(config)
+        if isinstance(config, Degrees):
+            return candidates.work_floor(config, below)
+        assert unlike is not None
+        return unlike.refined(config, below)
 
     def rules_out(config: Degrees | UnlikeMeshes, below: float) -> bool:
         return isinstance(config, Degrees) and candidates.surely_takes(config, below)
@@ -234,7 +237,7 @@ def make_plan(
         return candidates.unfit(config) if isinstance(config, Degrees) else None
 
     def tighten(config: Degrees | UnlikeMeshes, below: float) -> float:
-        return candidates.last_floor(config, below) if isinstance(config, Degrees) else lower_bound(config)
+        return candidates.last_floor(config, below) if isinstance(config, Degrees) else refine(config, below)
 
     def order(config: Degrees | UnlikeMeshes, floor: float) -> float:
         if config == known.best:

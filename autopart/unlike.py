@@ -24,23 +24,17 @@ from dataclasses import dataclass, replace
 
 from autopart.candidates import TIGHTENINGS
 from autopart.device_row import Run
-from autopart.mesh_prices import (
-    INSIDE,
-    NETWORK,
-    Mesh,
-    Priced,
-    have_same_strategies,
-)
+from autopart.mesh_prices import Priced, have_same_strategies
 from autopart.passes.data_axis import LEVELS
 from autopart.runtime.errors import InfeasibleError
-from autopart.runtime.schedule import in_flight
 from autopart.solver import stages as stage_solver
 from autopart.solver.degrees import UnlikeMeshes
 from autopart.solver.search import Evaluation, NotBetter
-from autopart.solver.stages_problem import Slot, StageProblem, Way
+from autopart.solver.stages_problem import StageProblem, Way
 from autopart.step_time import WHOLE_SCHEDULES, simulated_seconds
 from autopart.unlike_answer import UnlikeAnswer
-from autopart.unlike_floors import UnlikeFloors, with_ends
+from autopart.unlike_ends import with_ends
+from autopart.unlike_floors import UnlikeFloors
 from autopart.unlike_virtual import VirtualMeshes
 
 _MUCH_LESS = 0.02
@@ -102,56 +96,11 @@ class UnlikeCandidates(UnlikeFloors):
         """
         slots, meshes = self.slots(config.pp, self.candidates.batch // config.microbatches, levels)
         priced = tuple(self.prices.limited(mesh, config, limit_bytes) for mesh in meshes)
-        warmup = self.candidates.warmup_of(config.equal)
-        held = in_flight(config.schedule, config.pp, config.microbatches, warmup)
-        meets = {(first.shape, second.shape) for first in slots for second in slots if first.stop == second.start}
         pairs = {
-            pair: self.prices.pair(priced[pair[0]], priced[pair[1]])
-            for pair in sorted(meets if config.pp > 1 else ())
-            if not priced[pair[0]].mesh.is_alike(priced[pair[1]].mesh)
+            (before, after): self.prices.pair(priced[before], priced[after])
+            for before, after in self._meeting(config, slots, meshes)
         }
-        return StageProblem(
-            tuple(item.shape for item in priced),
-            tuple(self.candidates.positions.sets[number] for number in self.prices.positions),
-            tuple(slots),
-            tuple(INSIDE if place.taken else NETWORK for place in self.row.places),
-            (self.row.end,),
-            config.microbatches,
-            tuple(held),
-            self.candidates.pins.stages if self.candidates.pins else (),
-            pairs,
-        ), priced
-
-    def slots(self, stages: int, rows: int, levels: Sequence[int] = (0,)) -> tuple[list[Slot], list[Mesh]]:
-        """Those on a way from the first place to the end in so many stages, and the mesh of each shape.
-
-        rows: samples of a microbatch. levels: of ZeRO that are offered.
-        """
-        row = self.row
-        most = row.cluster.device_count - stages + 1
-        found = [
-            (
-                Slot(run.start, run.stop, 0, float(min(row.kinds[kind].device.memory_bytes for kind, _ in run.pieces))),
-                mesh,
-            )
-            for run in row.runs
-            if run.count <= most
-            for mesh in self.prices.meshes(run.pieces, rows, levels)
-        ]
-        after: list[set[int]] = [{0}]
-        for _ in range(stages):
-            after.append({slot.stop for slot, _ in found if slot.start in after[-1]})
-        before: list[set[int]] = [{row.end}]
-        for _ in range(stages):
-            before.append({slot.start for slot, _ in found if slot.stop in before[-1]})
-        before.reverse()
-        steps = [
-            (here & onward, end) for (here, onward), (_, end) in itertools.pairwise(zip(after, before, strict=True))
-        ]
-        used = [(slot, mesh) for slot, mesh in found if any(slot.start in a and slot.stop in b for a, b in steps)]
-        numbers: dict[Mesh, int] = {}
-        slots = [replace(slot, shape=numbers.setdefault(mesh, len(numbers))) for slot, mesh in used]
-        return slots, list(numbers)
+        return self._stage_problem(config, slots, [item.shape for item in priced], pairs), priced
 
     def evaluate(self, config: UnlikeMeshes, below: float = math.inf) -> Evaluation[UnlikeAnswer]:
         """Meshes, order and cut of a configuration.
@@ -159,6 +108,8 @@ class UnlikeCandidates(UnlikeFloors):
         below: seconds of a step that are of interest; NotBetter may be raised where it takes no fewer. Raises
         InfeasibleError when nothing fits in memory.
         """
+        if (least := self.refined(config, below)) >= below:
+            raise NotBetter(least, least)
         found: list[Evaluation[UnlikeAnswer]] = []
         failure: InfeasibleError | NotBetter | None = None
         rows, meshes = self.candidates.batch // config.microbatches, 0
@@ -180,11 +131,30 @@ class UnlikeCandidates(UnlikeFloors):
         # with all levels offered no more than before are ruled out
         return replace(best, bound=min(found[-1].bound, best.objective))
 
+    def refined(self, config: UnlikeMeshes, below: float) -> float:
+        """A better bound than :meth:`lower_bound`, whatever levels of ZeRO are chosen, known before an evaluation.
+
+        below: from which a higher bound is of no interest.
+        """
+        floor, first, *more = self.lower_bound(config), *self.levels(config)
+        if floor >= below or math.isinf(below):
+            return floor
+        try:
+            return max(floor, self.least_seconds(config, () if more and not self._is_roomy(config) else first, below))
+        except InfeasibleError:
+            return floor
+
+    def _is_roomy(self, config: UnlikeMeshes) -> bool:
+        """Whether whole parameters surely fit: each rank could hold them all, and all that is kept, on one stage."""
+        meshes = self.slots(config.pp, self.candidates.batch // config.microbatches)[1]
+        parts = [part for mesh in meshes for part in self.prices.parts(mesh, config)]
+        return all(part.holds_all(max(self._in_flight(config))) for part in parts)
+
     def _evaluate(self, config: UnlikeMeshes, levels: Sequence[int], below: float) -> Evaluation[UnlikeAnswer]:
         several = config.virtual > 1
         answer = VirtualMeshes(self, config, levels, below).solve() if several else self._solve(config, levels, below)
         seconds, floor = self.step_seconds(answer), self.lower_bound(config)
-        floor = max(floor, self.least_seconds(config, answer.problem, answer.priced, min(seconds, below)))
+        floor = max(floor, self.least_seconds(config, levels, min(seconds, below)))
         return Evaluation(answer, seconds, min(floor, seconds))
 
     def _solve(self, config: UnlikeMeshes, levels: Sequence[int], below: float) -> UnlikeAnswer:
@@ -203,7 +173,7 @@ class UnlikeCandidates(UnlikeFloors):
                 sharded = any(item.choice.solution is not None for item in priced)
                 if error.excess_bytes is None or not sharded or attempt == TIGHTENINGS:
                     raise
-                if not attempt and (least := self.least_seconds(config, problem, priced, below)) >= below:
+                if not attempt and (least := self.least_seconds(config, levels, below)) >= below:
                     raise NotBetter(least, least) from None
                 missing += config.pp * error.excess_bytes
                 problem, less = self.problem(config, levels, missing)
@@ -220,7 +190,7 @@ class UnlikeCandidates(UnlikeFloors):
         config, problem, priced, size = answer.config, answer.problem, answer.priced, self._tied_bytes()
         if config.pp == 1 or not size:
             return answer
-        ends = self._sums_of_ends(problem, priced, size)
+        ends = self._sums_of_ends(problem, [item.mesh for item in priced], size)
         seconds, taken = self.step_seconds(answer), self.tied_seconds(answer)
         firsts = dict.fromkeys(first for first, _ in sorted(ends, key=ends.__getitem__))
         for first in itertools.islice(firsts, _MOST_FIRST):

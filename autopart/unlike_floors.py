@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -27,16 +27,18 @@ from torch import fx
 from autopart.candidates import Candidates
 from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.device_row import DeviceRow, Run
-from autopart.mesh_prices import ALONE, INSIDE, NETWORK, Mesh, MeshPrices, Part, Priced
+from autopart.mesh_prices import ALONE, INSIDE, NETWORK, Mesh, MeshPrices
 from autopart.passes.graph import Value
 from autopart.recomputation import parts_of
 from autopart.runtime.errors import InfeasibleError
+from autopart.runtime.schedule import in_flight
 from autopart.solver import stages as stage_solver
 from autopart.solver.degrees import UnlikeMeshes
 from autopart.solver.stages_parts import Block, Choice, Cut, Layer, Shape, TiedGroup
 from autopart.solver.stages_passing import Passing
-from autopart.solver.stages_problem import StageProblem
+from autopart.solver.stages_problem import Slot, StageProblem
 from autopart.step_time import WHOLE_SCHEDULES
+from autopart.unlike_ends import reached, sent_behind, with_ends, without_last
 
 _LEAST_SUMS = 0.003
 """Of a step's seconds: what sums of tied gradients are not looked at for."""
@@ -51,6 +53,8 @@ class UnlikeFloors:
     prices: MeshPrices
     _work: dict[tuple[int, str], tuple[float, float, tuple[float, ...]]] = field(default_factory=dict)
     _summed: dict[object, float] = field(default_factory=dict)
+    _least: dict[object, tuple[float, float]] = field(default_factory=dict)  # and up to which it was sought
+    _shapes: dict[object, Shape] = field(default_factory=dict)
 
     @property
     def candidates(self) -> Candidates:
@@ -105,48 +109,132 @@ class UnlikeFloors:
             self._work[key] = launches, work, tuple(speed or 1.0 for speed in speeds)
         return self._work[key]
 
-    def least_seconds(
-        self, config: UnlikeMeshes, problem: StageProblem, priced: Sequence[Priced], below: float
-    ) -> float:
-        """Seconds of a step on these meshes at least, under any strategies. Raises InfeasibleError where none fits.
+    def slots(self, stages: int, rows: int, levels: Sequence[int] = (0,)) -> tuple[list[Slot], list[Mesh]]:
+        """Those on a way from the first place to the end in so many stages, and the mesh of each shape.
 
-        below: from which a higher bound is of no interest.
+        rows: samples of a microbatch. levels: of ZeRO that are offered.
         """
+        row = self.row
+        most = row.cluster.device_count - stages + 1
+        found = [
+            (
+                Slot(run.start, run.stop, 0, float(min(row.kinds[kind].device.memory_bytes for kind, _ in run.pieces))),
+                mesh,
+            )
+            for run in row.runs
+            if run.count <= most
+            for mesh in self.prices.meshes(run.pieces, rows, levels)
+        ]
+        after: list[set[int]] = [{0}]
+        for _ in range(stages):
+            after.append({slot.stop for slot, _ in found if slot.start in after[-1]})
+        before: list[set[int]] = [{row.end}]
+        for _ in range(stages):
+            before.append({slot.start for slot, _ in found if slot.stop in before[-1]})
+        before.reverse()
+        steps = [
+            (here & onward, end) for (here, onward), (_, end) in itertools.pairwise(zip(after, before, strict=True))
+        ]
+        used = [(slot, mesh) for slot, mesh in found if any(slot.start in a and slot.stop in b for a, b in steps)]
+        numbers: dict[Mesh, int] = {}
+        slots = [replace(slot, shape=numbers.setdefault(mesh, len(numbers))) for slot, mesh in used]
+        return slots, list(numbers)
+
+    def _meeting(self, config: UnlikeMeshes, slots: Sequence[Slot], meshes: Sequence[Mesh]) -> list[tuple[int, int]]:
+        """Shapes of stages that may follow each other, where their ranks have unlike parts of values."""
+        meets = {(first.shape, second.shape) for first in slots for second in slots if first.stop == second.start}
+        return [
+            (before, after)
+            for before, after in sorted(meets if config.pp > 1 else ())
+            if not meshes[before].is_alike(meshes[after])
+        ]
+
+    def _stage_problem(
+        self,
+        config: UnlikeMeshes,
+        slots: Sequence[Slot],
+        shapes: Sequence[Shape],
+        pairs: Mapping[tuple[int, int], tuple[tuple[Cut, ...], ...]],
+    ) -> StageProblem:
+        """Of one stage on each rank."""
+        return StageProblem(
+            tuple(shapes),
+            tuple(self.candidates.positions.sets[number] for number in self.prices.positions),
+            tuple(slots),
+            tuple(INSIDE if place.taken else NETWORK for place in self.row.places),
+            (self.row.end,),
+            config.microbatches,
+            self._in_flight(config),
+            self.candidates.pins.stages if self.candidates.pins else (),
+            pairs,
+        )
+
+    def _in_flight(self, config: UnlikeMeshes) -> tuple[int, ...]:
+        """The most microbatches that each stage holds, of one on each rank."""
+        warmup = self.candidates.warmup_of(config.equal)
+        return tuple(in_flight(config.schedule, config.pp, config.microbatches, warmup))
+
+    def least_seconds(self, config: UnlikeMeshes, levels: Sequence[int], below: float) -> float:
+        """Seconds of a step at least, under any strategies. Raises InfeasibleError where none fits.
+
+        levels: of ZeRO that are offered; none: whatever they are, in as much memory as they need, which is known the
+        soonest. below: from which a higher bound is of no interest.
+        """
+        key = config, tuple(levels)
+        found, sought = self._least.get(key, (0.0, -math.inf))
+        if sought <= found and sought < below:
+            found = self._least_seconds(config, levels, below)
+            self._least[key] = found, below
+        return found
+
+    def _least_seconds(self, config: UnlikeMeshes, levels: Sequence[int], below: float) -> float:
         # of positions that are left out the solver's bound says nothing
         every = self.candidates.positions
         whole = every.complete and len(self.prices.positions) == len(every.sets)
         if config.schedule not in WHOLE_SCHEDULES or not whole:
             return 0.0
         faster = self.candidates.faster(config)
-        relaxed, below = self._relaxed(problem, priced), below * faster
+        (relaxed, meshes), below = self._relaxed(config, levels), below * faster
         found = stage_solver.least_seconds(relaxed, below)
-        if config.pp == 1:
-            return self._one_stage(relaxed, priced, below)
-        return self._with_tied(relaxed, priced, found, below) / faster
+        if config.pp == 1 and levels:
+            return self._one_stage(config, relaxed, meshes, below)
+        return self._with_tied(relaxed, meshes, found, below) / faster
 
-    def _relaxed(self, problem: StageProblem, priced: Sequence[Priced]) -> StageProblem:
+    def _relaxed(self, config: UnlikeMeshes, levels: Sequence[int]) -> tuple[StageProblem, list[Mesh]]:
         """The problem in which tensor ranks share each op perfectly and hold nothing, and of unlike replicas one
-        counts: no strategies take fewer seconds.
+        counts: no strategies take fewer seconds. And the mesh of each shape.
         """
-        shapes = []
-        for item, shape in zip(priced, problem.shapes, strict=True):
-            part = item.parts[0]
-            if item.mesh.axes:
-                shapes.append(self._shared(item, part))
-            elif len(item.parts) == 1:
-                shapes.append(replace(shape, tied=_free(shape.tied)))
-            else:
-                cuts = tuple(tuple(map(_free_of_memory, cuts)) for cuts in shape.cuts)
-                shapes.append(_of_one(part.candidates.problem(part.config, item.choice).shapes[0], cuts, shape.name))
-        # what other strategies have to convert between unlike meshes may be less
-        alike = {pair: cuts for pair, cuts in problem.pairs.items() if not any(priced[at].mesh.axes for at in pair)}
-        return replace(problem, shapes=tuple(shapes), pairs=alike)
+        slots, meshes = self.slots(config.pp, self.candidates.batch // config.microbatches, levels or (0,))
+        # what strategies have to convert between unlike meshes may be less with others
+        pairs = {
+            (before, after): self.prices.pair(*(self.prices.priced(meshes[at], config) for at in (before, after)))
+            for before, after in self._meeting(config, slots, meshes)
+            if not meshes[before].axes and not meshes[after].axes
+        }
+        shapes = [self._relaxed_shape(config, mesh, not levels) for mesh in meshes]
+        return self._stage_problem(config, slots, shapes, pairs), meshes
 
-    def _one_stage(self, problem: StageProblem, priced: Sequence[Priced], below: float) -> float:
+    def _relaxed_shape(self, config: UnlikeMeshes, mesh: Mesh, free: bool) -> Shape:
+        """free: of the level that takes the least, in any memory."""
+        key = mesh, config.microbatches, config.schedule, config.recompute, config.virtual, free
+        if key not in self._shapes:
+            self._shapes[key] = self._shared(config, mesh, free) if mesh.axes or free else self._alone(config, mesh)
+        return self._shapes[key]
+
+    def _alone(self, config: UnlikeMeshes, mesh: Mesh) -> Shape:
+        """A mesh without tensor axes."""
+        item = self.prices.priced(mesh, config)
+        if len(item.parts) == 1:
+            return replace(item.shape, tied=_free(item.shape.tied))
+        part = item.parts[0]
+        cuts = tuple(tuple(map(_free_of_memory, cuts)) for cuts in item.shape.cuts)
+        return _of_one(part.candidates.problem(part.config, item.choice).shapes[0], cuts, item.shape.name)
+
+    def _one_stage(self, config: UnlikeMeshes, problem: StageProblem, meshes: Sequence[Mesh], below: float) -> float:
         """The least on any mesh of all devices, each with the best bound there is of its slowest replicas alone."""
         found = math.inf
         for slot in problem.slots:
-            part = priced[slot.shape].parts[0]
+            part = self.prices.parts(meshes[slot.shape], config)[0]
             seconds = _least_or_infinite(replace(problem, slots=(slot,)), below)
             if seconds < min(below, found):
                 seconds = max(seconds, part.candidates.last_floor(part.config, below))
@@ -186,17 +274,17 @@ class UnlikeFloors:
         """What of their gradients stages sum."""
         return math.fsum(self.candidates.whole_bytes(Value(node), 1) for node, _ in self._tied) * self.candidates.summed
 
-    def _with_tied(self, problem: StageProblem, priced: Sequence[Priced], found: float, below: float) -> float:
+    def _with_tied(self, problem: StageProblem, meshes: Sequence[Mesh], found: float, below: float) -> float:
         """With sums of gradients of parameters that the first block and another read. found: seconds without these."""
         tied = self._tied
         if not tied:
             return found
-        return self._with_sums(problem, priced, found, below, self._tied_bytes(), tied[0][1] + 1)
+        return self._with_sums(problem, meshes, found, below, self._tied_bytes(), tied[0][1] + 1)
 
     def _with_sums(
         self,
         problem: StageProblem,
-        priced: Sequence[Priced],
+        meshes: Sequence[Mesh],
         found: float,
         below: float,
         size: float,
@@ -209,7 +297,7 @@ class UnlikeFloors:
         """
         if problem.stages == 1 or found >= below:
             return found
-        ends = self._sums_of_ends(problem, priced, size)
+        ends = self._sums_of_ends(problem, meshes, size)
         steps = sorted(set(ends.values()))
         if steps and steps[-1] < _LEAST_SUMS * found:
             return found
@@ -221,43 +309,40 @@ class UnlikeFloors:
             last = max(last, min(less, found + step))
             if less <= found + step:
                 break
-        for fewer in _without_last(problem, behind):
-            most, sent = min(below, last), _sent_behind(problem, behind, *fewer.ends)
+        for fewer in without_last(problem, behind):
+            most, sent = min(below, last), sent_behind(problem, behind, *fewer.ends)
             least = max(sent, _least_or_infinite(fewer, most)) if sent < last else sent
             if least < last:
-                last = min(last, max(found, sent, self._with_sums(fewer, priced, least, most, size, behind)))
+                last = min(last, max(found, sent, self._with_sums(fewer, meshes, least, most, size, behind)))
         return last
 
-    def _sums_of_ends(
-        self, problem: StageProblem, priced: Sequence[Priced], size: float
-    ) -> dict[tuple[int, int], float]:
+    def _sums_of_ends(self, problem: StageProblem, meshes: Sequence[Mesh], size: float) -> dict[tuple[int, int], float]:
         """By slots of the first and the last stage, seconds in which they sum gradients of so many bytes."""
         found, slots = {}, problem.slots
         firsts = [number for number, slot in enumerate(slots) if slot.start == 0]
         lasts = [number for number, slot in enumerate(slots) if slot.stop in problem.ends]
-        between = {
-            stop: _reached(problem, stop, problem.stages - 2) for stop in {slots[first].stop for first in firsts}
-        }
+        between = {stop: reached(problem, stop, problem.stages - 2) for stop in {slots[first].stop for first in firsts}}
         for pair in itertools.product(firsts, lasts):
             begin, end = (slots[number] for number in pair)
             if end.start not in between[begin.stop]:
                 continue
-            meshes = [replace(priced[slot.shape].mesh, zero=0) for slot in (begin, end)]
-            runs = [Run(slot.start, slot.stop, mesh.pieces) for slot, mesh in zip((begin, end), meshes, strict=True)]
-            key = size, *runs, *meshes
+            whole = [replace(meshes[slot.shape], zero=0) for slot in (begin, end)]
+            runs = [Run(slot.start, slot.stop, mesh.pieces) for slot, mesh in zip((begin, end), whole, strict=True)]
+            key = size, *runs, *whole
             if key not in self._summed:
-                self._summed[key] = self.summed_seconds(size, meshes, [self.row.devices(run) for run in runs])
+                self._summed[key] = self.summed_seconds(size, whole, [self.row.devices(run) for run in runs])
             found[pair] = self._summed[key]
         return found
 
-    def _shared(self, item: Priced, part: Part) -> Shape:
-        """A mesh with tensor axes under whatever strategies."""
-        candidates, mesh = part.candidates, item.mesh
-        parts = candidates.least_parts(part.config, mesh.zero)
+    def _shared(self, config: UnlikeMeshes, mesh: Mesh, free: bool) -> Shape:
+        """A mesh under whatever strategies; its level, or whatever level."""
+        part = self.prices.parts(mesh, config)[0]
+        candidates = part.candidates
+        parts = candidates.least_parts(part.config, 2 if free and mesh.dp > 1 else mesh.zero)
         links = (self.prices.between(mesh, mesh, level) for level in (INSIDE, NETWORK))
         every = [candidates.least_cuts(part.config, link) for link in links]
         cuts = tuple(tuple(_free_of_memory(own[at]) for at in self.prices.positions) for own in every)
-        least = candidates.least_part_seconds(part.config)
+        least = candidates.least_part_seconds(part.config) if mesh.axes else {}
         # what collectives add may as well be part of the backward, which hides the more
         blocks = [
             replace(block, backward_s=max(block.backward_s, least.get((at,), 0.0) - block.forward_s))
@@ -267,7 +352,7 @@ class UnlikeFloors:
         backward = (block.backward_s + adding for block, adding in zip(blocks, parts.adding, strict=True))
         return Shape(
             tuple(replace(block, backward_s=back) for block, back in zip(blocks, backward, strict=True)),
-            *(cuts, 0.0, parts.tied, item.shape.name),
+            *(cuts, 0.0, parts.tied, self.prices.name(mesh)),
             layers=tuple(layers),
             sums=parts.sums,
         )
@@ -289,65 +374,6 @@ def _least_or_infinite(problem: StageProblem, below: float) -> float:
         return stage_solver.least_seconds(problem, below)
     except InfeasibleError:
         return math.inf
-
-
-def _reached(problem: StageProblem, place: int, stages: int) -> set[int]:
-    """The places where so many stages that begin at a place may end."""
-    found = {place}
-    for _ in range(stages):
-        found = {slot.stop for slot in problem.slots if slot.start in found}
-    return found
-
-
-def with_ends(problem: StageProblem, pairs: Collection[tuple[int, int]]) -> tuple[StageProblem, list[int]]:
-    """The problem without the slots of the first and the last stage that none of these pairs has, and the numbers of
-    those it keeps. pairs: slots of the first and the last stage.
-    """
-    first, last = ({pair[at] for pair in pairs} for at in range(2))
-    kept = [
-        number
-        for number, slot in enumerate(problem.slots)
-        if (slot.start or number in first) and (slot.stop not in problem.ends or number in last)
-    ]
-    return replace(problem, slots=tuple(problem.slots[number] for number in kept)), kept
-
-
-def _sent_behind(problem: StageProblem, behind: int, end: int) -> float:
-    """Seconds of a step at least in which all microbatches' values pass to a stage that begins at a place with some of
-    the blocks from ``behind`` on, and their gradients back.
-    """
-    link, last, least = problem.links[end], len(problem.positions) - 1, math.inf
-    for position, inside in enumerate(problem.positions):
-        if inside.bit_count() >= behind and position < last:
-            cuts = [shape.cuts[link][position] for shape in problem.shapes]
-            there, back = (min(getattr(cut, way) for cut in cuts) for way in ("forward_s", "backward_s"))
-            least = min(least, there + back + (problem.microbatches - 1) * max(there, back))
-    return least
-
-
-def _without_last(problem: StageProblem, behind: int) -> list[StageProblem]:
-    """The problem without memory and without its last stage, which has some of the blocks from ``behind`` on: one for
-    each place where that may begin. None where it has other blocks, as they are pinned.
-    """
-
-    def free(shape: Shape) -> Shape:
-        blocks = (block if at < behind else Block(block.name, 0.0, 0.0) for at, block in enumerate(shape.blocks))
-        layers = tuple(layer for layer in shape.layers if layer.blocks[-1] < behind)
-        sums = tuple(item for item in shape.sums if min(item.blocks) < behind)
-        return replace(shape, blocks=tuple(blocks), layers=layers, sums=sums)
-
-    last = problem.stages - 1
-    if any(block < behind and stage == last for block, stage in problem.pins):
-        return []
-    fewer = replace(
-        problem,
-        shapes=tuple(map(free, problem.shapes)),
-        slots=tuple(replace(slot, capacity_bytes=math.inf) for slot in problem.slots),
-        in_flight=problem.in_flight[:-1],
-        pins=tuple((block, stage) for block, stage in problem.pins if stage < last),
-    )
-    places = dict.fromkeys(slot.start for slot in problem.slots if slot.stop in problem.ends)
-    return [replace(fewer, ends=(place,)) for place in places]
 
 
 def _of_one(shape: Shape, cuts: tuple[tuple[Cut, ...], ...], name: str) -> Shape:

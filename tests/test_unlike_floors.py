@@ -15,10 +15,11 @@ from autopart.mesh_prices import MeshPrices
 from autopart.passes.data_axis import LEVELS
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver.degrees import UnlikeMeshes
+from autopart.solver.search import NotBetter
 from autopart.solver.stages_parts import Block, Cut, Shape
 from autopart.solver.stages_problem import Slot, StageProblem
 from autopart.unlike import UnlikeCandidates
-from autopart.unlike_floors import _without_last
+from autopart.unlike_ends import without_last
 
 CLUSTERS = (unlike((2, 1.0, ROOMY), (2, 0.5, ROOMY)), unlike((1, 3.0, ROOMY), (2, 1.0, ROOMY)))
 
@@ -71,19 +72,42 @@ def test_stages_that_sum_a_tied_gradient_may_have_other_meshes_for_it() -> None:
     assert every.tied_s < 0.9 * whole.tied_s and every.step_time_s < whole.step_time_s
 
 
+@pytest.mark.parametrize(
+    ("model", "memory"),
+    [("gpt2", 2**31 + 3 * 2**19), ("mixtral", 2**31 + 3 * 2**20), ("gpt2", ROOMY), ("mixtral", ROOMY)],
+)
+def test_what_is_known_before_an_evaluation_is_no_more_than_it_takes(model: str, memory: int) -> None:
+    """Whatever levels of ZeRO are chosen; where it is as much as is asked for, nothing is solved."""
+    _, analysis = subject_of(model)
+    cluster = unlike((2, 1.0, memory), (2, 2.0, memory))
+    found = UnlikeCandidates(MeshPrices(Candidates(analysis, cluster, 8, "adamw", zero=None)))
+    raised = tight = 0
+    for config in (UnlikeMeshes(stages, 2, "1f1b", again) for stages in (1, 2, 3) for again in ("none", "auto")):
+        try:
+            evaluation = found.evaluate(config)
+        except InfeasibleError:
+            continue
+        known = found.refined(config, 2 * evaluation.objective)
+        assert found.lower_bound(config) <= known <= evaluation.objective
+        raised += known > 1.01 * found.lower_bound(config)
+        tight += evaluation.answer.is_tight
+        with pytest.raises(NotBetter) as caught:
+            found.evaluate(config, 0.99 * known)
+        assert 0.99 * known <= caught.value.bound <= evaluation.objective
+    assert raised >= 4 and (tight >= 2) == (memory < ROOMY)
+
+
 def test_levels_of_meshes_with_tensor_axes_are_bounded_by_themselves() -> None:
     """From level 2 on sums may pass unseen; each replica updates its part from level 1 on."""
     _, analysis = subject_of("gpt2")
     unlike_candidates = UnlikeCandidates(MeshPrices(Candidates(analysis, CLUSTERS[0], 8, "adamw", zero=None), 2, 2))
-    problem, priced = unlike_candidates.problem(UnlikeMeshes(1, 2, "1f1b", "none"), LEVELS)
-    relaxed = unlike_candidates._relaxed(problem, priced)
+    relaxed, meshes = unlike_candidates._relaxed(UnlikeMeshes(1, 2, "1f1b", "none"), LEVELS)
     ends = {
-        item.mesh.zero: sum(block.step_end_s for block in shape.blocks)
-        for item, shape in zip(priced, relaxed.shapes, strict=True)
+        mesh.zero: sum(block.step_end_s for block in shape.blocks)
+        for mesh, shape in zip(meshes, relaxed.shapes, strict=True)
     }
     sums = {
-        item.mesh.zero: sum(own.seconds for own in shape.sums)
-        for item, shape in zip(priced, relaxed.shapes, strict=True)
+        mesh.zero: sum(own.seconds for own in shape.sums) for mesh, shape in zip(meshes, relaxed.shapes, strict=True)
     }
     assert list(ends) == [0, 1, 2, 3]
     assert ends[0] > ends[1] > ends[2] == ends[3] > 0 and sums[0] > sums[1] > sums[2] == sums[3] == 0
@@ -95,9 +119,9 @@ def test_a_stage_behind_the_last_that_shares_a_parameter_leaves_one_less() -> No
     shape = Shape(blocks, ((Cut(),) * 5,))
     slots = (Slot(0, 1, 0, 1.0), Slot(1, 2, 0, 1.0), Slot(1, 3, 0, 1.0), Slot(2, 3, 0, 1.0))
     problem = StageProblem((shape,), (0, 1, 3, 7, 15), slots, (0,) * 4, (3,), 4, (3, 2, 1), ((3, 2), (0, 0)))
-    every = _without_last(problem, 3)
+    every = without_last(problem, 3)
     assert [fewer.ends for fewer in every] == [(1,), (2,)]
     fewer = every[0]
     assert fewer.stages == 2 and fewer.pins == ((0, 0),)
     assert [block.seconds for block in fewer.blocks] == [3.0, 3.0, 3.0, 0.0] and fewer.blocks[3].step_end_s == 0.0
-    assert not _without_last(problem, 4), "the last stage has block 3"
+    assert not without_last(problem, 4), "the last stage has block 3"

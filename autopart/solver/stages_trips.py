@@ -157,8 +157,8 @@ class _Trips:
             ends = np.maximum(np.array([graph.ends[table] for table in tables]) - own, 0.0)
             around = np.maximum(ends + came, before)
             possible &= body + around <= seconds
-            usable = np.where(possible, own, np.inf)
-            found.append(_Stage(usable + after, self._spare(stage, own, crossed, after, seconds - around)))
+            usable, left = np.where(possible, own, np.inf), seconds - np.where(possible, around, 0.0)
+            found.append(_Stage(usable + after, self._spare(stage, own, crossed, after, left)))
             ways.add(stage, usable, crossed)
             behind = {}
             for slot, through in zip(slots, found[-1].through, strict=True):
