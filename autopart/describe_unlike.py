@@ -41,7 +41,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
     stages: list[StagePlan] = []
     for index, (item, step) in enumerate(zip(priced, answer.way, strict=True)):
         first, last = boundaries[index], boundaries[index + 1]
-        graph, slot, own = found.local[index], problem.slots[step.slot], settings[index]
+        graph, own = found.local[index], settings[index]
         times = [
             StageClock(
                 *(part.candidates, part.config, found.stages[index], graph, item.choice),
@@ -49,6 +49,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
             ).seconds(sum(stage.forward_s + stage.arrival_s for stage in stages))
             for part in item.parts
         ]
+        held_bytes, state_bytes, capacity_bytes = _most_held(answer, index)
         inside = problem.blocks_between(step.first, step.last)
         estimated = (part.candidates.arriving_seconds(part.config, item.choice) for part in item.parts)
         known = min(sum(own[block] for block in inside) for own in estimated)
@@ -65,9 +66,9 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
                 backward_s=slowest.backward_s,
                 hidden_s=slowest.hidden_s,
                 weight_s=slowest.backward_s * weight,
-                memory_bytes=round(problem.stage_bytes(index, step)),
-                state_bytes=round(problem.state_bytes(step)),
-                capacity_bytes=int(slot.capacity_bytes),
+                memory_bytes=round(held_bytes),
+                state_bytes=round(state_bytes),
+                capacity_bytes=int(capacity_bytes),
                 parameters=held_numbers(graph, own.axes, found.cuts, own.dp),
                 collectives=exchanged[index].microbatch,
                 axis_collectives=exchanged[index].axes,
@@ -95,6 +96,21 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
         bucket_bytes=unlike.prices.bucket_bytes,
         order=order if order != tuple(range(len(order))) else (),
     )
+
+
+def _most_held(answer: UnlikeAnswer, index: int) -> tuple[float, float, float]:
+    """Bytes that a rank of a stage holds, its state, and its capacity: of the replica that holds the most.
+
+    Where a rank has several stages, each has an even part of the capacity.
+    """
+    problem, item, step = answer.problem, answer.stages[index], answer.way[index]
+    slot, found = problem.slots[step.slot], []
+    least = min(part.candidates.device.memory_bytes for part in item.parts)
+    for part, shape in zip(item.parts, item.alone, strict=True):
+        own = problem.with_shape(slot.shape, shape)
+        capacity = slot.capacity_bytes * part.candidates.device.memory_bytes / least
+        found.append((own.stage_bytes(index, step), own.state_bytes(step), capacity))
+    return max(found)
 
 
 def _cuts(answer: UnlikeAnswer, held: Sequence[Mapping[str, int]]) -> dict[str, DataCut]:

@@ -13,7 +13,7 @@ from autopart.cost.communication import bucketed_all_reduce_seconds, send_second
 from autopart.cost.devices import Link
 from autopart.crossing_memory import cut_of
 from autopart.device_row import DeviceRow, Pieces
-from autopart.merged_shapes import merged
+from autopart.merged_shapes import in_common, merged, most_of
 from autopart.parameter_prices import ParameterPrice
 from autopart.passes.conversion import Axes
 from autopart.passes.graph import Value
@@ -89,6 +89,11 @@ class Part:
         price = ParameterPrice.of(info, choice.storage, setting, candidates.optimizer)
         return price.held.gradient * candidates.summed
 
+    @property
+    def room_bytes(self) -> float:
+        """What a device has for tensors."""
+        return self.candidates.device.memory_bytes - self.candidates.overhead_bytes
+
     def holds_all(self, flying: int) -> bool:
         """Whether a rank has room for whole parameters, and what so many microbatches keep, of all blocks."""
         return self.candidates.holds_all(self.config, flying)
@@ -96,12 +101,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A mesh with its strategies and what blocks cost there. parts: the slowest first."""
+    """A mesh with its strategies and what blocks cost there. parts: the slowest first. alone: each by itself."""
 
     mesh: Mesh
     parts: tuple[Part, ...]
     choice: TensorChoice
     shape: Shape
+    alone: tuple[Shape, ...]
 
     @property
     def axes(self) -> Axes:
@@ -232,8 +238,10 @@ class MeshPrices:
             gap = _LIMITED_GAP if memory_limit is not None else 0.0
             self._choices[key] = parts[0].candidates.choose(parts[0].config, memory_limit, gap=gap)
         choice = self._choices[key]
-        whole = [part.candidates.problem(part.config, choice).shapes[0] for part in parts]
-        shape = merged(whole)
+        own = in_common([part.candidates.problem(part.config, choice).shapes[0] for part in parts])
+        least = min(part.room_bytes for part in parts)
+        factors = [least / part.room_bytes if least > 0 else 1.0 for part in parts]
+        shape = merged(own, factors)
         # with one rank of another stage, over the slowest link; UnlikeCandidates.tied_seconds counts what there is
         link = self._tied_link()
         tied = tuple(
@@ -243,12 +251,17 @@ class MeshPrices:
             )
             for group in shape.tied
         )
+        links = self.between(mesh, mesh, INSIDE), self.between(mesh, mesh, NETWORK)
+        each = [
+            tuple(tuple(self._cut(part, choice, position, link) for position in self.positions) for link in links)
+            for part in parts
+        ]
         cuts = tuple(
-            tuple(self._cut(mesh, parts, choice, position, link) for position in self.positions)
-            for link in (self.between(mesh, mesh, INSIDE), self.between(mesh, mesh, NETWORK))
+            tuple(most_of(ends, factors) for ends in zip(*of_link, strict=True)) for of_link in zip(*each, strict=True)
         )
         made = replace(shape, cuts=cuts, tied=tied, name=self.name(mesh))
-        return Priced(mesh, parts, choice, made)
+        alone = tuple(replace(one, cuts=its, tied=tied) for one, its in zip(own, each, strict=True))
+        return Priced(mesh, parts, choice, made, alone)
 
     def name(self, mesh: Mesh) -> str:
         counts: dict[str, int] = {}
@@ -258,14 +271,13 @@ class MeshPrices:
         zero = f" zero={mesh.zero}" if mesh.zero else ""
         return f"dp={mesh.dp} tp={mesh.tp}{zero} on {' + '.join(f'{count}x{name}' for name, count in counts.items())}"
 
-    def _cut(self, mesh: Mesh, parts: Sequence[Part], choice: TensorChoice, position: int, link: Link) -> Cut:
+    def _cut(self, part: Part, choice: TensorChoice, position: int, link: Link) -> Cut:
         values = self.candidates.positions.crossings[position]
         if not values:
             return Cut()
-        most = max(parts, key=lambda part: part.candidates.batch)
-        sizes = {value: most.candidates.local_bytes(value, most.config, choice) for value in values}
-        held = most.candidates.across(most.config, choice).held[position]
-        return cut_of(sizes, link, most.config.microbatches, held)
+        sizes = {value: part.candidates.local_bytes(value, part.config, choice) for value in values}
+        held = part.candidates.across(part.config, choice).held[position]
+        return cut_of(sizes, link, part.config.microbatches, held)
 
     def between(self, first: Mesh, second: Mesh, level: int) -> Link:
         """The slowest link between two stages that meet inside a node or between nodes."""

@@ -54,7 +54,8 @@ class StagePlan:
     are computed meanwhile, in neither of them, and under "dp" what replicas exchange so for parameters that they
     divide. step_end_s: seconds once per step, for the optimizer and those of the gradients' sums that the last backward
     does not hide; arrival_s: those that the first forward waits for weights that replicas update in shares.
-    memory_bytes, capacity_bytes: predicted peak and what a device has (an even share where it runs several stages).
+    memory_bytes, capacity_bytes: predicted peak and what a device has (an even share where it runs several stages), of
+    the replica that holds the most.
     state_bytes: of the peak, parameters, gradients and optimizer state that one device holds; 0: not told.
     parameters: numbers held by one device. collectives: by kind, calls and payload bytes per microbatch, such as
     ``{"all_reduce": {"calls": 4, "bytes": 8388608}}``. axis_collectives: the same by axis of the mesh, of which "dp"

@@ -177,6 +177,10 @@ class StageProblem:
             pairs={pair: of(lists) for pair, lists in self.pairs.items()},
         )
 
+    def with_shape(self, number: int, shape: Shape) -> StageProblem:
+        """The same with one of its shapes in place of another."""
+        return replace(self, shapes=(*self.shapes[:number], shape, *self.shapes[number + 1 :]))
+
     @property
     def stages(self) -> int:
         return len(self.in_flight)
