@@ -117,7 +117,7 @@ class VirtualMeshes:
 
         Raises InfeasibleError when nothing fits.
         """
-        unlike, config = self.unlike, self.config
+        unlike, config, priced = self.unlike, self.config, tuple(map(_with_turns, priced))
         runs = [Run(slot.start, slot.stop, priced[slot.shape].mesh.pieces) for slot in row]
         devices = [unlike.row.devices(run) for run in runs]
         problem = self._problem(row, priced, devices)
@@ -141,9 +141,6 @@ class VirtualMeshes:
         candidates = unlike.candidates
         positions = tuple(candidates.positions.sets[number] for number in unlike.prices.positions)
         free = (Cut(),) * len(positions)
-        shapes = tuple(
-            replace(item.shape, cuts=(*item.shape.cuts, _on_one_rank(item.shape.cuts[0]))) for item in priced
-        )
         of_stage = [row[place] for place in places]
         pairs = {}
         for first, second in itertools.pairwise(of_stage):
@@ -153,7 +150,7 @@ class VirtualMeshes:
         links = (self._link(*ends, devices) for ends in itertools.pairwise(places))
         flying = in_flight(config.schedule, config.stages, config.microbatches, (), places)
         return StageProblem(
-            shapes,
+            tuple(item.shape for item in priced),
             positions,
             tuple(
                 Slot(stage, stage + 1, slot.shape, slot.capacity_bytes / config.virtual, config.virtual)
@@ -172,6 +169,14 @@ class VirtualMeshes:
             return _SAME_RANK
         cluster = self.unlike.candidates.cluster
         return INSIDE if len({cluster.node_of(rank) for rank in (*devices[first], *devices[second])}) == 1 else NETWORK
+
+
+def _with_turns(item: Priced) -> Priced:
+    """With what crosses between two stages of one rank."""
+    shape, *alone = (
+        replace(one, cuts=(*one.cuts, _on_one_rank(one.cuts[INSIDE]))) for one in (item.shape, *item.alone)
+    )
+    return replace(item, shape=shape, alone=tuple(alone))
 
 
 def _on_one_rank(cuts: Sequence[Cut]) -> tuple[Cut, ...]:

@@ -71,3 +71,19 @@ def test_the_faster_of_two_replicas_may_hold_more_where_it_has_the_room() -> Non
     assert slow < stage.memory_bytes == pytest.approx(overhead + sizes[6]) and stage.capacity_bytes == fast
     with pytest.raises(InfeasibleError):
         candidates_of(slow, slow).evaluate(config)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_stages_of_one_rank_are_told_with_what_its_replicas_hold(schedule: str) -> None:
+    """Of the replica that holds the most of each stage, in its part of the memory."""
+    _, analysis = subject_of("gpt2")
+    cluster = unlike((1, 1.0, ROOMY), (1, 1.0, ROOMY), (1, 3.0, 2 * ROOMY))
+    found = UnlikeCandidates(MeshPrices(Candidates(analysis, cluster, 8, "adamw", zero=0), tp=1))
+    answer = found.evaluate(UnlikeMeshes(2, 4, schedule, "none", 2)).answer
+    plan = describe_unlike(found, answer)
+    assert len(plan.stages) == 4
+    for index, (stage, item) in enumerate(zip(plan.stages, answer.stages, strict=True)):
+        slot, step = answer.problem.slots[answer.way[index].slot], answer.way[index]
+        held = [answer.problem.with_shape(slot.shape, shape).stage_bytes(index, step) for shape in item.alone]
+        rooms = {part.candidates.device.memory_bytes / 2 for part in item.parts}
+        assert stage.memory_bytes == round(max(held)) and stage.capacity_bytes in rooms
