@@ -287,13 +287,16 @@ def _conversions(
         doubled.append(replace(edge, cost=both))
         if outside or is_stored(part.classes[source][0]):
             continue
+        if not (np.isfinite(there.seconds) & (there.seconds > 0.0)).any():
+            continue
         made_and_read = [
             (place[own.node], [place[node] for node, _ in builder.folded.readers[own] if node in inside])
             for own in value.members
         ]
         # of the values, each of which has a part of the edge's seconds
-        times = np.array([np.mean([_repeats(item, *places) for places in made_and_read]) for item in sets])
-        if times.any() and (np.isfinite(there.seconds) & (there.seconds > 0.0)).any():
+        times = np.array([sum(_repeats(item, *places) for places in made_and_read) for item in sets])
+        times = times / len(made_and_read)
+        if times.any():
             repeated.append(((len(edges) - 1, replace(edge, cost=there)), times))
     return edges, doubled, repeated
 
