@@ -76,9 +76,10 @@ class Runs:
         least, which = np.full(shape, np.inf), np.zeros(shape, dtype=np.intp)
         if len(self):
             found = np.minimum.reduceat(values, self._end_starts, axis=-1)
-            hits = values == np.repeat(found, self._end_counts, axis=-1)
-            firsts = np.minimum.reduceat(np.where(hits, np.arange(len(self)), len(self)), self._end_starts, axis=-1)
-            least[..., self._ends], which[..., self._ends] = found, firsts
+            hits = np.flatnonzero(values == np.repeat(found, self._end_counts, axis=-1))
+            rows = len(self) * np.arange(values.size // len(self)).reshape(*values.shape[:-1], 1)
+            least[..., self._ends] = found
+            which[..., self._ends] = hits[np.searchsorted(hits, rows + self._end_starts)] - rows
         return least, which
 
     def least_from(self, values: Array) -> Array:
