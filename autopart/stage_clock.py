@@ -91,7 +91,8 @@ class StageClock:
         for node, meanwhile in started.items():
             behind.setdefault(meanwhile[-1], []).append(node)
         there, seen = self._forward(priced, started, behind, hidden)
-        again = {node: seen[node] for node in rerun(self.graph, self.recompute) if node in seen}
+        repeated = rerun(self.graph, self.recompute)
+        again = {node: seen[node] for node in repeated if node in seen}
         back = self._backward(priced, again, setting, started, behind, hidden)
         adding = math.fsum(
             self.candidates.adding_seconds(self.config, self.choice, self.stage.origin[node])
@@ -106,15 +107,14 @@ class StageClock:
         forward, backward, unseen = data.passes(there, back)
         if unseen > _ROUNDING * (forward + backward):
             hidden["dp"] = unseen
-        starting = self._starting_s(setting)
+        starting = self._starting_s(setting, repeated)
         return StageSeconds(max(forward, starting[0]), max(backward, starting[1]), hidden, data.arrival(there, ahead))
 
-    def _starting_s(self, setting: Setting) -> tuple[float, float]:
+    def _starting_s(self, setting: Setting, again: Collection[fx.Node]) -> tuple[float, float]:
         """Seconds in which the host starts the kernels of the forward and of the backward, with what runs again."""
         host_s = self.candidates.device.host_s
         if not host_s:
             return 0.0, 0.0
-        again = rerun(self.graph, self.recompute)
         forward = backward = repeated = 0
         for node in self.graph.nodes:
             if graphs.is_op(node) and "transition" not in node.meta:
