@@ -1,9 +1,11 @@
 """Unlike replicas beside each other as one shape of the stage solver.
 
 They have the same blocks, and run them in the same ways; each has rows of its own, and a device of its own memory. A
-stage takes as long as the slowest of them. With U_k the room of a replica's device, U the least of these, and B_k what
-it holds, B_k <= U_k is U / U_k B_k <= U: so what is counted of each kind of bytes is the most of U / U_k of any
-replica's, in the room U. That is no less than what any of them needs, as what holds is a sum of such kinds.
+stage takes as long as the slowest of them. With U_k the room of replica k's device, U the least of these, and B_k what
+it holds, B_k <= U_k is (U / U_k) B_k <= U. What a stage holds is made of amounts (state, activations, transients) by
+sums and maxima, so that it is no less than (U / U_k) B_k for every k where each amount is max_k (U / U_k) of that of k,
+and the rest, as messages, is counted whole. It is held against U then. The room that arriving weights find beside a
+block's forward is the least of any replica's, which says it of the stage where their transients are in proportion.
 """
 
 from __future__ import annotations

@@ -94,10 +94,6 @@ class Part:
         """What a device has for tensors."""
         return self.candidates.device.memory_bytes - self.candidates.overhead_bytes
 
-    def holds_all(self, flying: int) -> bool:
-        """Whether a rank has room for whole parameters, and what so many microbatches keep, of all blocks."""
-        return self.candidates.holds_all(self.config, flying)
-
 
 @dataclass(frozen=True, slots=True)
 class Priced:

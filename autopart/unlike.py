@@ -148,7 +148,7 @@ class UnlikeCandidates(UnlikeFloors):
         """Whether whole parameters surely fit: each rank could hold them all, and all that is kept, on one stage."""
         meshes = self.slots(config.pp, self.candidates.batch // config.microbatches)[1]
         parts = [part for mesh in meshes for part in self.prices.parts(mesh, config)]
-        return all(part.holds_all(max(self._in_flight(config))) for part in parts)
+        return all(part.candidates.holds_all(part.config, max(self._in_flight(config))) for part in parts)
 
     def _evaluate(self, config: UnlikeMeshes, levels: Sequence[int], below: float) -> Evaluation[UnlikeAnswer]:
         several = config.virtual > 1

@@ -7,12 +7,13 @@ all v_d, and r = (m - 1) / m, the argument of :mod:`autopart.candidates` gives
 
     F >= R / (v (1 - r^p) + (S - p v) / m)    and    F >= (L + R / (S - (p - 1) v)) / (1 - r^p)
 
-A better bound is the stage solver's, whatever the strategies of meshes with tensor axes: each op, each
-gradient's sum and update and what crosses are shared perfectly, but a layer, and a run of blocks beside layers, takes
-where it is whole in a stage what its fastest strategies do with their collectives, and a block by itself likewise
+A better bound is the stage solver's, whatever the strategies of meshes with tensor axes: each op, each gradient's sum
+and update and what crosses are shared perfectly, but a layer, and a run of blocks beside layers, takes where it is
+whole in a stage what its fastest strategies do with their collectives, and a block by itself likewise
 (:func:`autopart.alike_work.least_seconds`); of one stage all counts that does where meshes are equal
 (:meth:`Candidates.last_floor`). Of unlike replicas one counts. To that come sums of gradients of parameters that the
-first stage shares with another.
+first stage shares with another. Before an evaluation it is of no level of ZeRO and no memory, with what each takes at
+the level that takes the least; after it of the levels that were offered.
 """
 
 from __future__ import annotations
