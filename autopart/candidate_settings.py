@@ -62,11 +62,16 @@ def _slowest_device(cluster: Cluster, dtype: str) -> Device:
         launch_s=max(device.launch_s for device in kinds),
         host_s=max(device.host_s for device in kinds),
         unaligned=min(device.unaligned for device in kinds),
+        function_s=max(device.function_s for device in kinds),
+        random_s=max(device.random_s for device in kinds),
         contraction_by={
             name: min(device.product_rate(name) for device in kinds) / peak for name, peak in peaks.items()
         },
         attention_by={
             name: min(device.attention_rate(name) for device in kinds) / peak for name, peak in peaks.items()
+        },
+        attention_back_by={
+            name: min(device.attention_rate(name, back=True) for device in kinds) / peak for name, peak in peaks.items()
         },
     )
 

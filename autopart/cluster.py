@@ -104,6 +104,8 @@ class Node:
             peak_flops={name: rate * more for name, rate in device.peak_flops.items()},
             memory_bandwidth=device.memory_bandwidth * more,
             launch_s=device.launch_s * alone / device.alone,  # fewer take turns on a core
+            function_s=device.function_s / more,
+            random_s=device.random_s * alone / device.alone,
             alone=alone,
         )
         return replace(self, device=device, count=count, ports=ports)
@@ -376,6 +378,15 @@ def _host_node(count: int, calibration: Calibration | None = None) -> Node:
         return node if calibration.link is None else replace(node, inside=calibration.link)
     share = calibrated.host_cores() / count
     peaks: Mapping[str, float] = {name: rate * share for name, rate in core.peak_flops.items()}
-    bandwidth, alone = core.memory_bandwidth * share, max(1.0, 1 / share)
-    device = replace(core, memory_bytes=held, peak_flops=peaks, memory_bandwidth=bandwidth, alone=alone)
+    alone = max(1.0, 1 / share)
+    device = replace(
+        core,
+        memory_bytes=held,
+        peak_flops=peaks,
+        memory_bandwidth=core.memory_bandwidth * share,
+        launch_s=core.launch_s * alone,  # they take turns
+        function_s=core.function_s / share,
+        random_s=core.random_s * alone,
+        alone=alone,
+    )
     return Node.of(device, count)

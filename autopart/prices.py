@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,13 +10,15 @@ from torch import fx
 
 from autopart.conversion_prices import TensorAxis
 from autopart.cost.communication import collective_seconds
-from autopart.cost.compute import copy_seconds, op_seconds
+from autopart.cost.compute import causal_share, copy_seconds, op_seconds, vector_seconds
 from autopart.cost.devices import Device
 from autopart.cost.products import backward_products, forward_products, is_attention
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import value_bytes
 from autopart.passes.annotate import OpCost
 from autopart.passes.rules import Strategy, local_forms
+from autopart.passes.saved import is_unfused_attention
+from autopart.passes.storage import argument
 from autopart.runtime.placement import Placement
 
 Chosen = tuple[Strategy, ...]
@@ -124,37 +127,49 @@ class Prices:
     def _seconds(self, node: fx.Node, cost: OpCost, flops_share: float, bytes_share: float) -> tuple[float, float]:
         value = graphs.outputs(node)[0].fake
         dtype = str(value.dtype).removeprefix("torch.")
-        # Outside contractions FLOPs run on vector units, whose rate the memory traffic hides.
-        counted = flops_share * self._least_arithmetic(node, dtype) if cost.contraction else 0.0
+        # Outside contractions FLOPs run on vector units; what of it memory traffic does not hide is counted apart.
+        there, back = self._arithmetic_shares(node, dtype) if cost.contraction else (0.0, 0.0)
+        device, batch = self.device, self.batch
+        drawn = cost.drawn.at(batch) * flops_share
         forward = op_seconds(
-            self.device,
-            cost.flops_forward.at(self.batch) * counted,
-            cost.bytes_forward.at(self.batch) * bytes_share,
+            device,
+            cost.flops_forward.at(batch) * flops_share * there,
+            cost.bytes_forward.at(batch) * bytes_share,
             dtype,
             cost.kernels_forward,
+            vector_s=vector_seconds(device, cost.functions_forward.at(batch) * flops_share, drawn),
         )
         backward = 0.0
         if node.meta.get("differentiable"):
             backward = op_seconds(
-                self.device,
-                cost.flops_backward.at(self.batch) * counted,
-                cost.bytes_backward.at(self.batch) * bytes_share,
+                device,
+                cost.flops_backward.at(batch) * flops_share * back,
+                cost.bytes_backward.at(batch) * bytes_share,
                 dtype,
                 cost.kernels_backward,
+                vector_s=vector_seconds(device, cost.functions_backward.at(batch) * flops_share, 0.0),
             )
             backward += self._after(cost, bytes_share)
         return forward, backward
 
-    def _least_arithmetic(self, node: fx.Node, dtype: str) -> float:
-        """Of a contraction's FLOPs at the matrix products' rate the share that its kernels may not take less than.
+    def _arithmetic_shares(self, node: fx.Node, dtype: str) -> tuple[float, float]:
+        """What a contraction's FLOPs take at the matrix products' rate is times this, forward and back.
 
-        Fused attention leaves out half of them where it is causal.
+        Fused attention has rates of its own, and leaves out half of its FLOPs where it is causal. Of GPUs whose
+        multiprocessors are known, for which kernels are priced by their shapes, this is the least that they may take.
         """
-        if not self.device.processors or not is_attention(node):
-            return 1.0
-        slower = min((product.slower for product in forward_products(node, self.batch)), default=1.0)
-        rate = self.device.attention_rate(dtype) / self.device.product_rate(dtype)
-        return min(1.0, slower / rate)
+        if not is_attention(node) or is_unfused_attention(node, self.device.kind):
+            return 1.0, 1.0
+        products, rate = forward_products(node, self.batch), self.device.product_rate(dtype)
+        there, back = (rate / self.device.attention_rate(dtype, back=back) for back in (False, True))
+        if self.device.kind == "cuda":
+            slower = min((product.slower for product in products), default=1.0)
+            most = 1.0 if self.device.processors else math.inf
+            return min(most, slower * there), min(most, slower * back)
+        if products and argument(node, 5, "is_causal", False):
+            share = causal_share(products[0].n, products[0].m)
+            return share * there, share * back
+        return there, back
 
     def kernels(self, node: fx.Node) -> tuple[int, int]:
         """How many an op starts forward and back; those of transitions are not counted."""

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autopart.passes.amounts import ONE, ZERO, Amount, constant, numel, product, size, stored_bytes, total
+from autopart.passes.arithmetic import arithmetic
 from autopart.passes.graph import Value, inputs, is_op, outputs
 from autopart.passes.saved import is_differentiated, needs_gradient, saved_inside, saved_values
 from autopart.passes.storage import argument, is_view, op_name, storage_of
@@ -29,7 +30,7 @@ class OpCost:
     flops: multiplications and additions. bytes: read and written. saved_bytes: kept from forward to backward by this op
     alone; ops that keep the same tensor both count it, :func:`autopart.passes.saved.saved_bytes` unites a region's.
     contraction: whether the FLOPs run at matrix-product rate. after_bytes: read and written by kernels behind the op's
-    own backward. kernels: that are started.
+    own backward. kernels: that are started. functions, drawn: of CPUs (:mod:`autopart.passes.arithmetic`).
     """
 
     flops_forward: Amount = ZERO
@@ -41,6 +42,9 @@ class OpCost:
     kernels_forward: int = 0
     kernels_backward: int = 0
     after_bytes: Amount = ZERO
+    functions_forward: Amount = ZERO
+    functions_backward: Amount = ZERO
+    drawn: Amount = ZERO
 
     def __add__(self, other: OpCost) -> OpCost:
         return OpCost(
@@ -53,6 +57,9 @@ class OpCost:
             self.kernels_forward + other.kernels_forward,
             self.kernels_backward + other.kernels_backward,
             self.after_bytes + other.after_bytes,
+            self.functions_forward + other.functions_forward,
+            self.functions_backward + other.functions_backward,
+            self.drawn + other.drawn,
         )
 
 
@@ -198,7 +205,7 @@ def op_cost(node: fx.Node, kind: str = "cuda") -> OpCost:
         largest = max((numel(value.fake) for value in tensors), key=lambda amount: amount.at(8), default=ZERO)
         forward = largest * _PER_ELEMENT.get(op_name(node), 1)
     kept = total(stored_bytes(value.fake) for value in saved_values([node], kind)) + saved_inside(node, kind)
-    there = forward_traffic(node, kind)
+    there, computed = forward_traffic(node, kind), arithmetic(node, kind)
     return OpCost(
         forward,
         _backward_flops(node, forward),
@@ -209,6 +216,9 @@ def op_cost(node: fx.Node, kind: str = "cuda") -> OpCost:
         there.kernels,
         back.kernels,
         back.after,
+        computed.forward,
+        computed.backward,
+        computed.drawn,
     )
 
 

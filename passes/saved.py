@@ -260,7 +260,7 @@ def saved_tensors(node: fx.Node, kind: str = "cuda", form: str = "") -> list[Val
     """
     if not is_op(node) or is_view(node) or not is_differentiated(node):
         return []
-    if _is_unfused_attention(node, kind):
+    if is_unfused_attention(node, kind):
         return [] if _copies_values(node) else inputs(node)[2:3]
     rule = _RULES.get(form or _rule_name(node))
     if rule is not None and (form or not _is_found(node, kind)):
@@ -361,7 +361,7 @@ def _number(node: fx.Node, position: int, name: str) -> Any:
     return node.kwargs[name] if name in node.kwargs else argument(node, position, name)
 
 
-def _is_unfused_attention(node: fx.Node, kind: str) -> bool:
+def is_unfused_attention(node: fx.Node, kind: str) -> bool:
     """The CPU's fused kernel has neither dropout nor a gradient of the mask."""
     if kind != "cpu" or op_name(node) not in _ATTENTION:
         return False
@@ -379,7 +379,7 @@ def _attention_inside(node: fx.Node, kind: str, name: str) -> Amount:
     """Log-sum-exp per query in float32, and copies: of operands, and of a boolean mask as an additive one."""
     query, key, _ = (item.fake for item in inputs(node)[:3])
     copies = total(size for _, size in copied_inside(node, kind, name))
-    if not _is_unfused_attention(node, kind):
+    if not is_unfused_attention(node, kind):
         return product(query.shape[:-1]) * 4 + copies
     # probabilities, with dropout also the noise and their product
     scores = product(query.shape[:-1]) * product(key.shape[-2:-1])
@@ -402,7 +402,7 @@ def copied_inside(node: fx.Node, kind: str = "cuda", form: str = "") -> list[tup
     if name not in _ATTENTION:
         return []
     query, key, _ = operands = inputs(node)[:3]
-    if _is_unfused_attention(node, kind):
+    if is_unfused_attention(node, kind):
         return [(item, numel(item.fake) * _least_width(query.fake)) for item in operands[: 2 + _copies_values(node)]]
     if name == "query_sharded_attention":
         # where kernels know of no such mask one is made, whose rows are the rank's queries

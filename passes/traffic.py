@@ -19,6 +19,8 @@ add, sub                    nothing back where nothing was broadcast but a chang
 split, unbind               back their parts are put together
 slice, select, narrow       back zeros are made, and the part is written into them
 expand                      back the copies are added up
+attention of CPUs that is   its scores, which the formula goes over 18 times with dropout and 12 without, back 12 and 9
+not fused                   times: products, mask, softmax, a search for rows that are all masked, dropout
 ==========================  ==========================================================================================
 
 A value that n ops read gets n gradients, which autograd adds up one by one: n - 1 times two are read and one written.
@@ -30,9 +32,9 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopart.passes.amounts import ZERO, Amount, stored_bytes, tensor_bytes, total
+from autopart.passes.amounts import ZERO, Amount, product, stored_bytes, tensor_bytes, total
 from autopart.passes.graph import Value, inputs, outputs
-from autopart.passes.saved import is_differentiated, needs_gradient, saved_inside, saved_values
+from autopart.passes.saved import is_differentiated, is_unfused_attention, needs_gradient, saved_inside, saved_values
 from autopart.passes.sizes import extent, extents
 from autopart.passes.storage import argument, is_view, op_name
 
@@ -43,6 +45,9 @@ _NORMS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm",
 _LONG_ROW = 1024
 _COLUMNS = 3
 """Times as long as reading rows takes for sums over them."""
+_SCORES, _SCORES_DROPPED = (12, 9), (18, 12)
+"""Passes over the scores of attention by its formula, forward and back: without and with dropout."""
+_SCORES_KERNELS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,8 @@ def forward_traffic(node: fx.Node, kind: str) -> Traffic:
     if name in _PICKS:
         return Traffic(written * 2 + _bytes(read[1:]), 1)
     moved = written + _bytes(read)
+    if is_unfused_attention(node, kind):
+        return Traffic(moved + _scores(node)[0], _SCORES_KERNELS)
     if kind != "cuda":
         return Traffic(moved, 1)
     if name in _SOFTMAXES and _has_long_rows(read[0]):
@@ -122,6 +129,8 @@ def _own_backward(node: fx.Node, kind: str) -> Traffic:
         else:  # the gradient of what is taken away changes its sign
             made_anew = int(name == "rsub" or (name == "sub" and len(wanted) > 1))
         return Traffic(given * (2 * made_anew), made_anew) + _summed(given, len(broadcast))
+    if is_unfused_attention(node, kind):
+        return Traffic(given + results + _bytes(read) + _scores(node)[1], _SCORES_KERNELS)
     kept = _bytes(saved_values([node], kind, skip_placeholders=False)) + saved_inside(node, kind)
     moved, reread = given + results + kept, kind == "cuda"
     if reread and name in _SOFTMAXES and _has_long_rows(read[0]):
@@ -139,6 +148,14 @@ def _own_backward(node: fx.Node, kind: str) -> Traffic:
         return _of_broadcast(read, wanted, made[0])
     bias = _bias(node, given)
     return Traffic(moved, max(1, len(wanted) - bias.kernels)) + bias
+
+
+def _scores(node: fx.Node) -> tuple[Amount, Amount]:
+    """Bytes that attention by its formula reads and writes of its scores, forward and back."""
+    query, key = (value.fake for value in inputs(node)[:2])
+    scores = product(query.shape[:-1]) * product(key.shape[-2:-1]) * max(4, query.element_size())
+    there, back = _SCORES_DROPPED if argument(node, 4, "dropout_p", 0.0) else _SCORES
+    return scores * there, scores * back
 
 
 def _of_broadcast(read: list[Value], wanted: list[Value], made: Value) -> Traffic:

@@ -41,14 +41,21 @@ def samples_of(machine: Device, link: Link | None) -> list[Sample]:
         found += [Sample(PRODUCT, "", 1.0, dtype, (shape,), shape.num_bytes(4)) for shape in shapes]
     if machine.kind == "cuda":
         found += [Sample(PRODUCT, "", 1.0, "bfloat16", (shape,), shape.num_bytes(2)) for shape in odd_shapes()]
-        found += [Sample(HOST, "", 1.0, launches=layers * 37) for layers in (6, 12, 18, 24)]
+    if machine.host_s:
+        found += [Sample(HOST, "", 1.0, launches=layers * 37) for layers in 3 * (6, 12, 18, 24)]
+    if machine.kind == "cpu":
+        for elements in (2.0**power for power in range(15, 24)):
+            found.append(Sample(STREAM, "", 1.0, num_bytes=8 * elements, functions=10 * elements))
+            found.append(Sample(STREAM, "", 1.0, num_bytes=8 * elements, drawn=elements))
     found += [Sample(STREAM, "", 1.0, num_bytes=2.0**power) for power in range(16, 27)]
-    found += [Sample(LAUNCH, "", 1.0, num_bytes=64.0) for _ in range(4)]
+    found += [Sample(LAUNCH, "", 1.0, num_bytes=64.0) for _ in range(12)]
     for heads in (8, 96, 512):
         shape = Product(512, 512, 64, heads, fused=True)
         for dtype in machine.peak_flops:
-            products = (shape, *shape.backward)
-            found += [Sample(ATTENTION, "", 1.0, dtype, products, launches=3) for _ in range(2)]
+            scores = 512.0**2 * heads if machine.kind == "cpu" else 0.0
+            for products, functions in (((shape,), 5), ((shape, *shape.backward), 15)):
+                more: dict[str, Any] = {"functions": functions * scores, "launches": len(products)}
+                found += [Sample(ATTENTION, "", 1.0, dtype, products, **more) for _ in range(6)]
     if link is not None:
         for kind in (*COLLECTIVES, SEND):
             found += [Sample(kind, "", 1.0, num_bytes=2.0**power, parts=4) for power in range(10, 27, 3)]
@@ -67,10 +74,13 @@ def test_the_fit_recovers_known_parameters(preset: str) -> None:
         contraction=1.0,
         memory=1.0,
         attention_by={"float32": 0.37, "bfloat16": 0.81},
-        host_s=3 * base.host_s,
+        attention_back_by={"float32": 0.31, "bfloat16": 0.43},
+        host_s=3 * base.host_s or 2e-5,
+        function_s=2 * base.function_s,
+        random_s=0.7 * base.random_s,
         unaligned=0.3 if base.kind == "cuda" else 1.0,
     )
-    link = Link("true", 3.3e9, 41e-6, efficiency=1.0)
+    link = Link("true", 3.3e9, 41e-6, efficiency=1.0, scatter_rounds=2.0 if base.kind == "cpu" else 1.0)
     samples = samples_of(machine, link)
     disturbed = [
         replace(item, seconds=7 * item.seconds) if index % 40 == 3 else item for index, item in enumerate(samples)
@@ -82,10 +92,14 @@ def test_the_fit_recovers_known_parameters(preset: str) -> None:
         assert found.device.memory_bandwidth == pytest.approx(machine.memory_bandwidth, rel=near)
         assert found.device.launch_s == pytest.approx(machine.launch_s, rel=near)
         assert found.device.attention_by == pytest.approx(machine.attention_by, rel=near)
+        assert found.device.attention_back_by == pytest.approx(machine.attention_back_by, rel=near)
         assert found.device.host_s == pytest.approx(machine.host_s, rel=near)
+        assert found.device.function_s == pytest.approx(machine.function_s, rel=near)
+        assert found.device.random_s == pytest.approx(machine.random_s, rel=near)
         assert found.device.unaligned == pytest.approx(machine.unaligned, rel=near)
         assert found.link.bandwidth == pytest.approx(link.bandwidth, rel=near)
         assert found.link.latency_s == pytest.approx(link.latency_s, rel=near)
+        assert found.link.scatter_rounds == link.scatter_rounds
 
 
 def test_what_is_kept_aside_does_not_touch_the_fit() -> None:
@@ -287,9 +301,11 @@ def test_command(cached: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     printed = json.loads(capsys.readouterr().out)
     assert printed["processes"] == 1 and printed["link"] is None
     assert len(printed["warnings"]) == any(item["median"] > 0.5 for item in printed["accuracy"])
-    assert {item["kind"] for item in printed["accuracy"]} == {PRODUCT, STREAM, LAUNCH, ATTENTION}
+    assert {item["kind"] for item in printed["accuracy"]} == {PRODUCT, STREAM, LAUNCH, HOST, ATTENTION}
     assert Cluster.load(written) == Cluster.local(1) and Cluster.local(1).nodes[0].device.attention_by
-    assert Cluster.local(1).nodes[0].device.launch_s == printed["launch_s"]
+    device = Cluster.local(1).nodes[0].device
+    assert device.launch_s == printed["host_s"] > printed["launch_s"] and not device.host_s
+    assert device.function_s == printed["function_s"] > 0 and device.random_s == printed["random_s"] > 0
     assert main(["calibrate"]) == 0
     assert "FLOP/s" in capsys.readouterr().out
     assert main(["calibrate", "-o", str(cached / "nowhere" / "x.toml")]) == 2
@@ -305,7 +321,7 @@ def test_what_was_measured_is_written_where_the_cache_is_off(
     monkeypatch.setattr("autopart.cost.calibrate.effort_for", lambda *_: TINY)
     assert main(["calibrate", "--quick", "--json", "-o", str(tmp_path / "host.toml")]) == 0
     found = Cluster.load(tmp_path / "host.toml").device(0)
-    assert found.measured == 1 and found.launch_s == json.loads(capsys.readouterr().out)["launch_s"]
+    assert found.measured == 1 and found.launch_s == json.loads(capsys.readouterr().out)["host_s"]
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_measuring(

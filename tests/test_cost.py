@@ -10,6 +10,7 @@ from autopart.cost import communication as comm
 from autopart.cost.compute import Efficiency, copy_seconds, op_seconds
 from autopart.cost.devices import Device, Link
 from autopart.runtime import transitions
+from autopart.runtime.errors import ClusterError
 from autopart.runtime.placement import BROADCAST, PARTIAL, REPLICATE, Kind, Placement, shard
 
 IDEAL = Efficiency(1.0, 1.0, 1.0)
@@ -36,6 +37,14 @@ def test_ring_formulas() -> None:
     assert comm.reduce_scatter_seconds(64, 4, LINK, IDEAL) == pytest.approx(CALL + 3 * 2.25)
     assert comm.all_to_all_seconds(64, 4, LINK, IDEAL) == pytest.approx(CALL + 3 * 2.25)
     assert comm.send_seconds(64, LINK, IDEAL) == pytest.approx(CALL + 8.25)
+
+
+def test_gloo_sums_whole_tensors_to_scatter_them() -> None:
+    gloo = Link("l", 8.0, 0.25, scatter_rounds=2)
+    assert comm.reduce_scatter_seconds(64, 4, gloo, IDEAL) == comm.all_reduce_seconds(64, 4, gloo, IDEAL)
+    assert comm.all_gather_seconds(64, 4, gloo, IDEAL) == comm.all_gather_seconds(64, 4, LINK, IDEAL)
+    with pytest.raises(ClusterError, match="scatter_rounds is from 1 to 2"):
+        Link("l", 8.0, 0.25, scatter_rounds=3)
 
 
 @pytest.mark.parametrize("kind", [comm.ALL_REDUCE, comm.ALL_GATHER, comm.REDUCE_SCATTER, comm.ALL_TO_ALL])

@@ -91,11 +91,15 @@ def calibration_text(found: Calibration, kind: str) -> str:
     lines += [f"{name}: {format_count(rate)}FLOP/s" for name, rate in found.rates.items()]
     lines.append(f"memory: {format_bytes(found.memory_bandwidth)}/s; launch: {format_seconds(found.launch_s)}")
     if found.host_s:
-        lines.append(f"the host starts a kernel in {format_seconds(found.host_s)}")
+        lines.append(f"the host starts an op of a model in training in {format_seconds(found.host_s)}")
+    if found.function_s:
+        function, number = (f"{seconds * 1e9:.2g} ns" for seconds in (found.function_s, found.random_s))
+        lines.append(f"of an element: an exponential {function}, a random number {number}")
     if found.unaligned < 1:
         lines.append(f"16-bit products of odd sizes: {format_share(found.unaligned)} of the matrix products' rate")
-    shares = [f"{format_share(share)} in {name}" for name, share in found.attention.items()]
-    lines += [f"attention: {', '.join(shares)} of the matrix products' rate"] if shares else []
+    for what, by_dtype in (("attention", found.attention), ("its backward", found.attention_back)):
+        shares = [f"{format_share(share)} in {name}" for name, share in by_dtype.items()]
+        lines += [f"{what}: {', '.join(shares)} of the matrix products' rate"] if shares else []
     if found.link is not None:
         bandwidth = format_bytes(found.link.bandwidth)
         lines.append(f"collectives: {bandwidth}/s, {format_seconds(found.link.latency_s)} a step")

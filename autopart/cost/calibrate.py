@@ -36,4 +36,7 @@ def calibrate(device: torch.device, quick: bool, progress: Callable[[str], None]
         samples=tuple(samples),
         host_s=found.device.host_s,
         unaligned=found.device.unaligned,
+        function_s=found.device.function_s,
+        random_s=found.device.random_s,
+        attention_back=dict(found.device.attention_back_by),
     )

@@ -2,9 +2,10 @@
 
 Fitted are the parameters of a :class:`Device` and a :class:`Link` that a measurement can see: the FLOP/s that large
 matrix products reach by type, the bytes/s of memory-bound ops, the seconds of a launch, the share of the matrix
-products' rate that fused attention reaches by type, bandwidth and latency of the link; of a GPU also what its host
-takes to start a kernel, and the share of the rate that products reach whose rows are not aligned. Measured rates take
-the place of datasheets' peaks times shares, so that the fitted device's other shares are 1.
+products' rate that fused attention reaches by type, forward and back, what the host takes to start an op in training,
+bandwidth and latency of the link; of a GPU also the share of the rate that products reach whose rows are not aligned,
+of a CPU the seconds of an element's exponential and of a random number. Measured rates take the place of datasheets'
+peaks times shares, so that the fitted device's other shares are 1.
 
 The fit is the minimum over the samples that are not kept aside of ::
 
@@ -26,11 +27,14 @@ from autopart.cost.devices import Device, Link, number
 from autopart.cost.samples import ATTENTION, HOST, KERNELS, LAUNCH, PRODUCT, STREAM, Sample, predicted_seconds
 from autopart.runtime.errors import ClusterError
 
-VERSION = 3
+VERSION = 4
+GLOO_ROUNDS = 2.0
+"""The ``scatter_rounds`` of CPUs' links."""
 DELTA = 0.3
 MOST_OFF = 0.5
 """The median error on samples kept aside from which a fit says little of the machine."""
-_RATE, _HOST_S, _UNALIGNED = "rate", "host_s", "unaligned"
+_RATE, _HOST_S, _UNALIGNED, _BACK = "rate", "host_s", "unaligned", "attention_back"
+_FUNCTION_S, _RANDOM_S = "function_s", "random_s"
 _FIRST_STEP, _LAST_STEP, _GROWTH = 0.5, 1e-4, 1.5
 _ROUNDS = 300
 
@@ -67,8 +71,9 @@ class Calibration:
 
     device: as its driver or operating system names it. kind: "cpu" or "cuda". processes: ranks per host that measured
     at once; threads: of each; cores: of the host. libraries: versions by name. rates: FLOP/s by type. attention: the
-    share of these that fused attention reaches, by type. link: None where one rank measured alone. host_s, unaligned:
-    as of a :class:`Device`.
+    share of these that fused attention reaches, by type, and attention_back in its backward. link: None where one rank
+    measured alone. launch_s: of an op by itself; host_s: of one in training, where it takes longer than the device
+    does. unaligned, function_s, random_s: as of a :class:`Device`.
     """
 
     device: str
@@ -85,10 +90,15 @@ class Calibration:
     samples: tuple[Sample, ...] = ()
     host_s: float = 0.0
     unaligned: float = 1.0
+    function_s: float = 0.0
+    random_s: float = 0.0
+    attention_back: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        positive = [self.memory_bandwidth, self.launch_s, *self.attention.values(), *self.rates.values()]
-        sound = all(0 < value < inf for value in (*positive, self.unaligned)) and 0 <= self.host_s < inf
+        positive = [self.memory_bandwidth, self.launch_s, *self.rates.values()]
+        positive += [*self.attention.values(), *self.attention_back.values(), self.unaligned]
+        sound = all(0 < value < inf for value in positive)
+        sound = sound and all(0 <= value < inf for value in (self.host_s, self.function_s, self.random_s))
         sound = sound and min(self.processes, self.threads, self.cores) >= 1
         if "float32" not in self.rates or not sound:
             raise ClusterError(f"a calibration has finite numbers above zero, a rate for float32 among them: {self}")
@@ -97,8 +107,8 @@ class Calibration:
         """``device`` with what was measured, for a host that runs that many ranks.
 
         A CPU's ranks share its cores: where their number is another than when measuring, each gets its part of what
-        all cores reach together, launches take turns on cores that are fewer than ranks, and a rank has one thread, as
-        in jobs.
+        all cores reach together, launches and random numbers take turns on cores that are fewer than ranks, and a rank
+        has one thread, as in jobs. An op takes its host what it takes in training, at least.
         """
         share = launches = alone = 1.0
         if self.kind == "cpu":
@@ -110,24 +120,28 @@ class Calibration:
         rates = {name: rate * share for name, rate in self.rates.items()}
         for name in device.peak_flops:  # types that were not measured keep their relation to float32
             rates.setdefault(name, rates["float32"] * device.product_rate(name) / device.product_rate("float32"))
+        is_host = self.kind == "cpu"  # which computes ops itself
         return replace(
             device,
             peak_flops=rates,
             memory_bandwidth=self.memory_bandwidth * share,
-            launch_s=self.launch_s * launches,
+            launch_s=(max(self.launch_s, self.host_s) if is_host else self.launch_s) * launches,
             contraction=1.0,
             contraction_by={},
             memory=1.0,
             attention_by=self.attention,
-            host_s=self.host_s,
+            host_s=0.0 if is_host else self.host_s,
             unaligned=self.unaligned,
+            function_s=self.function_s / share,
+            random_s=self.random_s * launches,
+            attention_back_by=self.attention_back,
             alone=alone,
             measured=self.processes,
         )
 
     def accuracy(self, device: Device) -> tuple[Accuracy, ...]:
         """By kind of sample. device: the preset that the calibration is applied to."""
-        fitted = self.applied(device, self.processes)
+        fitted = replace(self.applied(device, self.processes), launch_s=self.launch_s, host_s=self.host_s)
         found = []
         for kind in dict.fromkeys(sample.kind for sample in self.samples):
             errors: dict[bool, list[float]] = {True: [], False: []}
@@ -172,13 +186,11 @@ def _check_kinds(fields: Mapping[str, Any]) -> None:
         if isinstance(count, bool) or not isinstance(count, int):
             raise TypeError(f"expected a whole number, found {count!r}")
     link = {name: value for name, value in (fields["link"] or {}).items() if name != "name"}
-    for values in (fields["rates"], fields["attention"], link):
+    for values in (fields["rates"], fields["attention"], fields["attention_back"], link):
         for value in values.values():
             number(value)
-    number(fields["memory_bandwidth"])
-    number(fields["launch_s"])
-    number(fields["host_s"])
-    number(fields["unaligned"])
+    for name in ("memory_bandwidth", "launch_s", "host_s", "unaligned", "function_s", "random_s"):
+        number(fields[name])
 
 
 def _plain(found: Calibration) -> Device:
@@ -234,6 +246,14 @@ def _start(by_kind: Mapping[str, Sequence[Sample]], device: Device) -> dict[str,
         raise ClusterError("cannot fit: no matrix product in float32 was measured")
     for dtype in dict.fromkeys(sample.dtype for sample in by_kind.get(ATTENTION, ())):
         found[f"{ATTENTION} {dtype}"] = device.attention
+        if any(product.back for sample in by_kind[ATTENTION] if sample.dtype == dtype for product in sample.products):
+            found[f"{_BACK} {dtype}"] = device.attention
+    vector = [sample for sample in by_kind[STREAM] if sample.functions]
+    if vector:
+        found[_FUNCTION_S] = median(sample.seconds / sample.functions for sample in vector) / 2
+    drawing = [sample for sample in by_kind[STREAM] if sample.drawn]
+    if drawing:
+        found[_RANDOM_S] = median(sample.seconds / sample.drawn for sample in drawing) / 2
     if HOST in by_kind:
         found[_HOST_S] = median(sample.seconds / sample.launches for sample in by_kind[HOST])
     if not all(sample.is_aligned for sample in by_kind[PRODUCT]):
@@ -259,7 +279,7 @@ class _Model:
     link_name: str
 
     def built(self, values: Mapping[str, float]) -> tuple[Device, Link | None]:
-        rates, shares = _by_dtype(values, _RATE), _by_dtype(values, ATTENTION)
+        rates, shares, back = (_by_dtype(values, what) for what in (_RATE, ATTENTION, _BACK))
         device = replace(
             self.device,
             peak_flops=rates,
@@ -271,10 +291,15 @@ class _Model:
             attention_by={dtype: min(1.0, share) for dtype, share in shares.items()},
             host_s=values.get(_HOST_S, self.device.host_s),
             unaligned=min(1.0, values.get(_UNALIGNED, self.device.unaligned)),
+            function_s=values.get(_FUNCTION_S, self.device.function_s),
+            random_s=values.get(_RANDOM_S, self.device.random_s),
+            attention_back_by={dtype: min(1.0, share) for dtype, share in back.items()},
         )
         if "bandwidth" not in values:
             return device, None
-        return device, Link(self.link_name, values["bandwidth"], values["latency_s"], efficiency=1.0)
+        rounds = GLOO_ROUNDS if self.device.kind == "cpu" else 1.0
+        link = Link(self.link_name, values["bandwidth"], values["latency_s"], efficiency=1.0, scatter_rounds=rounds)
+        return device, link
 
     def loss(self, values: Mapping[str, float], samples: Sequence[Sample]) -> float:
         device, link = self.built(values)
@@ -290,10 +315,15 @@ class _Model:
         kernels = [sample for sample in self.samples if not sample.is_collective and sample.kind != HOST]
         if name == _UNALIGNED:
             return [sample for sample in kernels if not sample.is_aligned]
+        if name == _FUNCTION_S:
+            return [sample for sample in kernels if sample.functions]
+        if name == _RANDOM_S:
+            return [sample for sample in kernels if sample.drawn]
         what, _, dtype = name.partition(" ")
-        if what not in (_RATE, ATTENTION):
+        if what not in (_RATE, ATTENTION, _BACK):
             return kernels
-        return [item for item in kernels if item.products and item.dtype == dtype and what in (_RATE, item.kind)]
+        kind = {ATTENTION: ATTENTION, _BACK: ATTENTION}.get(what)
+        return [item for item in kernels if item.products and item.dtype == dtype and kind in (None, item.kind)]
 
     def descend(self) -> None:
         """Tries each parameter larger and smaller by a step, which grows where that helps and shrinks where not."""

@@ -22,8 +22,11 @@
     memory = 0.8
     attention = 0.5                                        # optional: of the peak, what fused attention reaches
     attention_by = { bfloat16 = 0.4 }                      # optional: the same by type, where types differ
+    attention_back_by = { bfloat16 = 0.3 }                 # optional: of its backward alone, by type
     host_s = 10e-6                                         # optional: what a GPU's host takes to start an op
     unaligned = 0.45                                       # optional: share of the rate of 16-bit products of odd sizes
+    function_s = 0.2e-9                                    # optional: of a CPU, an exponential of one element
+    random_s = 5e-9                                        # optional: of a CPU, a random number
     alone = 2                                              # optional: times as fast while the host's others wait
     measured = 4                                           # optional: with how many ranks these were calibrated
 
@@ -32,6 +35,7 @@
     latency_s = 3e-6
     efficiency = 0.8                                       # optional: share of the bandwidth that is payload
     direct = 5e9                                           # optional: of one pair, where there is no switch
+    scatter_rounds = 2                                     # optional: of a reduce-scatter; 2 where all is summed (gloo)
 """
 
 from __future__ import annotations
@@ -41,15 +45,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autopart.cost import devices as presets
-from autopart.cost.devices import GIB, Device, Link
+from autopart.cost.devices import GIB, LINK_OPTIONS, Device, Link
 from autopart.runtime.errors import ClusterError
 
 _TOP = ("nodes", "devices", "links")
 _NODE = ("count", "device", "devices", "inside", "port", "ports")
 _DEVICE = ("kind", "memory_gib", "peak_flops", "memory_bandwidth", "launch_s")
 _LINK = ("bandwidth", "latency_s")
-_DEVICE_OPTIONS = ("processors", "contraction", "memory", "attention", "alone", "measured", "host_s", "unaligned")
-_LINK_OPTIONS = ("efficiency", "direct")
+_DEVICE_OPTIONS = (
+    *("processors", "contraction", "memory", "attention", "alone", "measured", "host_s", "unaligned"),
+    *("function_s", "random_s"),
+)
 _MOST = 2**20
 """Of anything that is counted, and of GiB."""
 _LEAST_RATE = 1e6
@@ -57,16 +63,18 @@ _LEAST_RATE = 1e6
 _RANGES = {
     "memory_gib": (2.0**-30, float(_MOST)),
     **dict.fromkeys(("memory_bandwidth", "bandwidth", "direct"), (_LEAST_RATE, 1e30)),
-    **dict.fromkeys(("launch_s", "host_s", "latency_s"), (0.0, 1.0)),
+    **dict.fromkeys(("launch_s", "host_s", "latency_s", "function_s", "random_s"), (0.0, 1.0)),
     **dict.fromkeys(("contraction", "memory", "attention", "unaligned", "efficiency"), (1e-6, 1.0)),
     **dict.fromkeys(("processors", "measured"), (0.0, float(_MOST))),
     "alone": (1.0, float(_MOST)),
+    "scatter_rounds": (1.0, 2.0),
 }
 """Least and most by key: what lies outside is a slip of the pen or in another unit, and no seconds come of it."""
 
 _SHARES = ("shares", "0.4", (1e-6, 1.0))
 _BY_DTYPE = {
     "peak_flops": ("FLOP/s", "10e12", (_LEAST_RATE, 1e30)), "contraction_by": _SHARES, "attention_by": _SHARES,
+    "attention_back_by": _SHARES,
 }  # fmt: skip
 """By key what its table has for each dtype, an example, and least and most."""
 
@@ -159,7 +167,7 @@ def _shown(value: object) -> str:
 
 def _read_device(name: str, table: object, where: str) -> Device:
     assert isinstance(table, dict)
-    _check_keys(table, (*_DEVICE, *_DEVICE_OPTIONS, "contraction_by", "attention_by"), where, ".")
+    _check_keys(table, tuple(dict.fromkeys((*_DEVICE, *_DEVICE_OPTIONS, *_BY_DTYPE))), where, ".")
     for key in _DEVICE:
         if key not in table:
             raise ClusterError(f"{where}.{key}: missing")
@@ -178,11 +186,11 @@ def _read_device(name: str, table: object, where: str) -> Device:
 
 def _read_link(name: str, table: object, where: str) -> Link:
     assert isinstance(table, dict)
-    _check_keys(table, (*_LINK, *_LINK_OPTIONS), where, ".")
+    _check_keys(table, (*_LINK, *LINK_OPTIONS), where, ".")
     for key in _LINK:
         if key not in table:
             raise ClusterError(f"{where}.{key}: missing")
-    _check_numbers(table, (*_LINK, *_LINK_OPTIONS), where)
+    _check_numbers(table, (*_LINK, *LINK_OPTIONS), where)
     try:
         return presets.link_from_table(name, table)
     except ClusterError as error:
@@ -232,7 +240,7 @@ def write_nodes(rows: Sequence[Row]) -> str:
             f"[links.{_text(link.name)}]",
             f"bandwidth = {link.bandwidth!r}",
             f"latency_s = {link.latency_s!r}",
-            *(f"{key} = {getattr(link, key)!r}" for key in _LINK_OPTIONS),
+            *(f"{key} = {getattr(link, key)!r}" for key in LINK_OPTIONS),
         ]
     return "\n".join(lines) + "\n"
 

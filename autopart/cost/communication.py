@@ -5,7 +5,7 @@ all-reduce algorithms for clusters of workstations, JPDC 69(2), 2009; Thakur, Ra
 
     all_reduce       2 (n-1)/n B / W + 2 (n-1) a       B: bytes of the tensor
     all_gather         (n-1)/n B / W +   (n-1) a       B: bytes of the gathered result
-    reduce_scatter     (n-1)/n B / W +   (n-1) a       B: bytes of the input
+    reduce_scatter   r (n-1)/n B / W + r (n-1) a       B: bytes of the input; r: the link's scatter_rounds, 1 of a ring
     all_to_all         (n-1)/n B / W +   (n-1) a       B: bytes of the local tensor
     broadcast                B / W + (n-1) a       B: bytes of the tensor, passed on in pieces
     reduce                   B / W + (n-1) a       B: bytes of the tensor, summed on its way
@@ -13,7 +13,8 @@ all-reduce algorithms for clusters of workstations, JPDC 69(2), 2009; Thakur, Ra
 
 W is the link's bandwidth times its ``efficiency``. A group over several nodes is one ring through all of its devices:
 :meth:`autopart.cluster.Cluster.group_link` gives the narrowest link, how many such rings run beside each other on the
-nodes' ports, and the mean latency of a step. Groups beside each other share a node's ports evenly.
+nodes' ports, and the mean latency of a step. Groups beside each other share a node's ports evenly. Gloo sums the whole
+tensor to scatter it (PyTorch's ProcessGroupGloo.cpp, reduce_scatter_tensor_coalesced), which takes two rounds.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def all_gather_seconds(num_bytes: float, parts: int, link: Link, efficiency: Eff
 
 
 def reduce_scatter_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency | None = None) -> float:
-    return _ring_seconds(1, num_bytes, parts, link, efficiency)
+    return _ring_seconds(link.scatter_rounds, num_bytes, parts, link, efficiency)
 
 
 def all_to_all_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency | None = None) -> float:
@@ -80,7 +81,7 @@ def _share(link: Link, efficiency: Efficiency | None) -> float:
     return efficiency.network if efficiency else link.efficiency
 
 
-def _ring_seconds(rounds: int, num_bytes: float, parts: int, link: Link, efficiency: Efficiency | None) -> float:
+def _ring_seconds(rounds: float, num_bytes: float, parts: int, link: Link, efficiency: Efficiency | None) -> float:
     if parts == 1:
         return 0.0
     step = num_bytes / parts / (link.ring_bandwidth * _share(link, efficiency)) + link.latency_s

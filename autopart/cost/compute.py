@@ -22,6 +22,12 @@ computes more per byte. ``rate``: smaller tiles load more operands per FLOP. ``p
 k among tiles and pays for adding up partial sums. As cuBLAS does by its heuristics, the best tile and split are taken.
 Nothing of this falls when a size grows.
 
+A CPU computes functions of elements, and random numbers, beside its products (``vector``, counted by
+:mod:`autopart.passes.arithmetic`), which GPUs hide behind their bytes::
+
+    seconds = max(arithmetic + vector, bytes / (bandwidth * memory)) + launches * launch_s
+    vector  = functions * function_s + drawn * random_s
+
 Fused attention keeps its scores on the chip: it reads query, key and value and writes the result (what ``num_bytes``
 counts), and reaches a share of the peak of its own. Its thread blocks take ATTENTION_ROWS rows of the sequence of one
 head of one sample each (Dao, FlashAttention-2, arXiv 2307.08691, section 3.2), so that short sequences and few heads
@@ -53,6 +59,9 @@ OPERAND = 24.0
 """Weight of loading one operand element against one multiply-add per output row or column of the tile."""
 ATTENTION_ROWS = 128
 """Rows of the sequence that one thread block of fused attention takes."""
+ATTENTION_KEYS = 512
+"""Keys of a block of a CPU's fused attention, which leaves out what lies beyond the diagonal in whole blocks (measured:
+1,024 tokens take 0.76 of the time, 512 no less)."""
 _SOFTMAX = 36.0
 _CAUSAL, _MASKED, _DROPPED = 1.25, 1.65, 1.45
 _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (32, 64), (64, 32), (32, 32))
@@ -88,9 +97,9 @@ class Efficiency:
 class Product:
     """``groups`` matrix products of ``m x k`` by ``k x n``.
 
-    fused: inside a kernel of fused attention. row: what the lengths of all rows in memory, of both factors and of the
-    result, are multiples of, in elements (0: of as many as is good). slower: times as long as its FLOPs take where it
-    is fused, for what the kernel does besides or leaves out.
+    fused: inside a kernel of fused attention; back: of its backward. row: what the lengths of all rows in memory, of
+    both factors and of the result, are multiples of, in elements (0: of as many as is good). slower: times as long as
+    its FLOPs take where it is fused, for what the kernel does besides or leaves out.
     """
 
     m: int
@@ -100,6 +109,7 @@ class Product:
     fused: bool = False
     row: int = 0
     slower: float = 1.0
+    back: bool = False
 
     def __post_init__(self) -> None:
         if min(self.m, self.n, self.k, self.groups) < 1 or self.row < 0 or self.slower <= 0:
@@ -120,7 +130,7 @@ class Product:
     @property
     def backward(self) -> tuple[Product, Product]:
         """The factors' gradients: ``m x n`` by ``n x k`` and ``k x m`` by ``m x n``."""
-        return replace(self, n=self.k, k=self.n), replace(self, m=self.k, k=self.m)
+        return replace(self, n=self.k, k=self.n, back=self.fused), replace(self, m=self.k, k=self.m, back=self.fused)
 
 
 def op_seconds(
@@ -131,10 +141,12 @@ def op_seconds(
     launches: int = 1,
     efficiency: Efficiency | None = None,
     products: tuple[Product, ...] = (),
+    vector_s: float = 0.0,
 ) -> float:
     """Seconds of an op with ``flops`` in ``dtype`` that reads and writes ``num_bytes``; 0 for a view (neither).
 
     products: what the FLOPs are, where they are matrix products of known shapes; ``flops`` then counts nothing.
+    vector_s: of what it computes besides (:func:`vector_seconds`).
     """
     if products:
         arithmetic = sum(product_seconds(device, product, dtype, efficiency) for product in products)
@@ -142,7 +154,12 @@ def op_seconds(
         return 0.0
     else:
         arithmetic = flops / _product_rate(device, dtype, efficiency)
-    return max(arithmetic, copy_seconds(device, num_bytes, efficiency)) + launches * device.launch_s
+    return max(arithmetic + vector_s, copy_seconds(device, num_bytes, efficiency)) + launches * device.launch_s
+
+
+def vector_seconds(device: Device, functions: float, drawn: float) -> float:
+    """Seconds of as many exponentials, or what takes as long, and of as many random numbers."""
+    return functions * device.function_s + drawn * device.random_s
 
 
 def _product_rate(device: Device, dtype: str, efficiency: Efficiency | None) -> float:
@@ -157,7 +174,7 @@ def copy_seconds(device: Device, num_bytes: float, efficiency: Efficiency | None
 def product_seconds(device: Device, product: Product, dtype: str, efficiency: Efficiency | None = None) -> float:
     """Seconds of a matrix product's arithmetic, without traffic and launch."""
     if product.fused:
-        return _fused_seconds(product, device.processors, device.attention_rate(dtype))
+        return _fused_seconds(product, device.processors, device.attention_rate(dtype, product.back))
     rate = _product_rate(device, dtype, efficiency)
     if not product.is_aligned(dtype):
         rate *= device.unaligned
@@ -166,6 +183,14 @@ def product_seconds(device: Device, product: Product, dtype: str, efficiency: Ef
     memory = device.memory_bandwidth * (efficiency.memory if efficiency else device.memory)
     written_s = _ITEM_BYTES.get(dtype, 4) * device.processors / device.memory_bandwidth
     return _tiled_seconds(product, device.processors, rate, memory, written_s)
+
+
+def causal_share(rows: int, queries: int = 0) -> float:
+    """The part of its FLOPs that a CPU's fused attention computes where it is causal.
+
+    rows: of the sequence; queries: as many of its last, 0: all.
+    """
+    return min(1.0, (2 * rows - min(queries or rows, rows) + ATTENTION_KEYS) / (2 * rows))
 
 
 def slower_attention(

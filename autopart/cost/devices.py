@@ -31,6 +31,9 @@ class Device:
     of the peak FLOP/s that fused attention reaches on long sequences with heads of 128 and nothing masked, forward and
     backward together; contraction_by, attention_by: by dtype name, where types differ in it. unaligned: share of the
     rate that products of 16-bit numbers reach whose rows do not start at multiples of 16 bytes.
+    function_s, random_s: of CPUs, seconds of an element's exponential on all of its threads, and of a random number
+    (:mod:`autopart.passes.arithmetic`); GPUs hide both behind what they read and write.
+    attention_back_by: by dtype name, where the backward of attention reaches another share than both together.
     alone: times as fast while no other device of its host computes, for CPUs that share fewer cores. measured: with how
     many ranks at once ``autopart calibrate`` measured the speeds (0: not at all, they are of datasheets).
     """
@@ -51,17 +54,22 @@ class Device:
     attention_by: Mapping[str, float] = field(default_factory=dict, hash=False)
     host_s: float = 0.0
     unaligned: float = 1.0
+    function_s: float = 0.0
+    random_s: float = 0.0
+    attention_back_by: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.kind not in ("cpu", "cuda"):
             raise ClusterError(f"device {self.name}: kind is {self.kind!r}, expected cpu or cuda")
-        if self.memory_bytes <= 0 or self.memory_bandwidth <= 0 or min(self.launch_s, self.host_s) < 0:
+        seconds = (self.launch_s, self.host_s, self.function_s, self.random_s)
+        if self.memory_bytes <= 0 or self.memory_bandwidth <= 0 or min(seconds) < 0:
             raise ClusterError(
-                f"device {self.name}: memory and bandwidth are above zero, launch_s and host_s are not below"
+                f"device {self.name}: memory and bandwidth are above zero, launch_s, host_s, function_s and random_s "
+                "are not below"
             )
         if "float32" not in self.peak_flops or min(self.peak_flops.values()) <= 0:
             raise ClusterError(f"device {self.name}: peak_flops has rates above zero, float32 among them")
-        by_dtype = (*self.contraction_by.values(), *self.attention_by.values())
+        by_dtype = (*self.contraction_by.values(), *self.attention_by.values(), *self.attention_back_by.values())
         shares = (self.contraction, self.memory, self.attention, self.unaligned, *by_dtype)
         if self.alone < 1:
             raise ClusterError(f"device {self.name}: alone is at least 1, as other devices make none faster")
@@ -79,9 +87,10 @@ class Device:
         """FLOP/s of large matrix products in a dtype."""
         return self.peak(dtype) * self.contraction_by.get(dtype, self.contraction)
 
-    def attention_rate(self, dtype: str) -> float:
-        """FLOP/s of fused attention in a dtype."""
-        return self.peak(dtype) * self.attention_by.get(dtype, self.attention)
+    def attention_rate(self, dtype: str, back: bool = False) -> float:
+        """FLOP/s of fused attention in a dtype. back: of its backward."""
+        share = self.attention_by.get(dtype, self.attention)
+        return self.peak(dtype) * (self.attention_back_by.get(dtype, share) if back else share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +101,8 @@ class Link:
     rings: how many devices of each node send between nodes at once, which ring collectives profit from.
     efficiency: share of the bandwidth that is payload. direct: bytes/s between two neighbours where devices are wired
     to each other instead of to a switch (0: a switch, every pair has the whole bandwidth).
+    scatter_rounds: times that a reduce-scatter goes around the ring: 2 where it sums whole tensors and keeps a share of
+    each, as gloo's does.
     """
 
     name: str
@@ -100,12 +111,15 @@ class Link:
     rings: float = 1.0
     efficiency: float = 0.8
     direct: float = 0.0
+    scatter_rounds: float = 1.0
 
     def __post_init__(self) -> None:
         if self.bandwidth <= 0 or self.latency_s < 0 or self.rings < 1:
             raise ClusterError(f"link {self.name}: bandwidth is above zero, latency not below, rings at least 1")
         if not 0 < self.efficiency <= 1 or self.direct < 0:
             raise ClusterError(f"link {self.name}: efficiency is above 0 and at most 1, direct is not negative")
+        if not 1 <= self.scatter_rounds <= 2:
+            raise ClusterError(f"link {self.name}: scatter_rounds is from 1 to 2, not {self.scatter_rounds!r}")
 
     def among(self, devices: int) -> Link:
         """The link as a group of that many neighbours has it: without a switch each adds the wires to one more."""
@@ -133,7 +147,8 @@ class Defaults:
     ports_per_device: float
 
 
-_OPTIONAL = ("contraction", "memory", "attention", "alone", "host_s", "unaligned")
+LINK_OPTIONS = ("efficiency", "direct", "scatter_rounds")
+_OPTIONAL = ("contraction", "memory", "attention", "alone", "host_s", "unaligned", "function_s", "random_s")
 
 
 def device_from_table(name: str, table: Mapping[str, Any]) -> Device:
@@ -150,6 +165,7 @@ def device_from_table(name: str, table: Mapping[str, Any]) -> Device:
         measured=round(number(table.get("measured", 0))),
         contraction_by=_by_dtype(table.get("contraction_by", {})),
         attention_by=_by_dtype(table.get("attention_by", {})),
+        attention_back_by=_by_dtype(table.get("attention_back_by", {})),
     )
 
 
@@ -159,7 +175,7 @@ def _by_dtype(table: Mapping[str, Any]) -> dict[str, float]:
 
 def link_from_table(name: str, table: Mapping[str, Any]) -> Link:
     """A link from a TOML table with the keys of ``devices.toml``. Raises KeyError, TypeError or ValueError."""
-    more = {key: number(table[key]) for key in ("efficiency", "direct") if key in table}
+    more = {key: number(table[key]) for key in LINK_OPTIONS if key in table}
     return Link(name, number(table["bandwidth"]), number(table["latency_s"]), **more)
 
 

@@ -1,11 +1,12 @@
-"""Measures this machine: matrix products, memory-bound ops, attention, tiny ops, the host of a GPU, and collectives.
+"""Measures this machine: matrix products, memory-bound ops, attention, tiny ops, the host, and collectives.
 
 Every rank of a job measures the same list, each sample between barriers, so that ranks that share cores, memory or a
 network are measured under the load that training gives them. A sample's seconds are the mean over ranks of each
 rank's median over a few spans, and a span is long enough for the operating system's turns to average out.
 
 A GPU's kernels are measured by its own clock, behind others that keep it busy until the host has started them all: what
-the host takes is a sample by itself, of a small model's step.
+the host takes is a sample by itself, of a small model's step. On a CPU such a step says what an op takes in training,
+in Python, dispatcher and autograd, whatever its size.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from autopart.cost.communication import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDU
 from autopart.cost.compute import Product, slower_attention
 from autopart.cost.samples import ATTENTION, HOST, LAUNCH, PRODUCT, STREAM, Sample
 from autopart.cost.small_layer import SmallLayer
+from autopart.passes.arithmetic import FUNCTIONS
 from autopart.runtime import collectives
 from autopart.runtime.mesh import Axis
 
@@ -173,13 +175,15 @@ def _streams(clock: Clock, effort: Effort) -> Iterator[Sample]:
     numbers = torch.randn(cold, device=clock.device).to(getattr(torch, name))
     for elements in _ELEMENTS[kind][: effort.sizes]:
         tensors = numbers.view(-1, elements // 512, 512).unbind(0)
-        ops: tuple[tuple[str, int, Callable[[Tensor, Tensor], Tensor]], ...] = (
+        ops: list[tuple[str, int, Callable[[Tensor, Tensor], Tensor]]] = [
             ("add", 3, torch.add),
             ("copy", 2, lambda x, _: x.clone()),
-            ("gelu", 2, lambda x, _: F.gelu(x, approximate="tanh")),
+            ("gelu_tanh", 2, lambda x, _: F.gelu(x, approximate="tanh")),
             ("layer_norm", 4 if kind == "cuda" else 2, lambda x, _: F.layer_norm(x, (512,))),  # see passes.traffic
             ("softmax", 2, lambda x, _: F.softmax(x, -1)),
-        )
+        ]
+        if kind == "cpu":
+            ops += [("dropout", 2, lambda x, _: F.dropout(x, 0.1)), ("mish", 2, lambda x, _: F.mish(x))]
         for op, count, function in ops:
             following, made = cycle(zip(tensors[1::2], tensors[::2], strict=True)), deque[Tensor](maxlen=len(tensors))
 
@@ -190,8 +194,12 @@ def _streams(clock: Clock, effort: Effort) -> Iterator[Sample]:
             ) -> None:
                 made.append(function(*next(following)))
 
-            moved = float(count * elements * numbers.element_size())
-            yield Sample(STREAM, f"{op} of {elements} {name}", clock.kernel_seconds(call), name, (), moved)
+            yield Sample(
+                *(STREAM, f"{op} of {elements} {name}", clock.kernel_seconds(call), name),
+                num_bytes=float(count * elements * numbers.element_size()),
+                functions=float(elements * FUNCTIONS.get(op, (0, 0))[0]) if kind == "cpu" else 0.0,
+                drawn=float(elements) if op == "dropout" else 0.0,
+            )
 
 
 def _launches(clock: Clock) -> Iterator[Sample]:
@@ -210,9 +218,7 @@ def _launches(clock: Clock) -> Iterator[Sample]:
 
 
 def _hosts(clock: Clock) -> Iterator[Sample]:
-    """Forward and backward of small transformers, which take a GPU next to nothing."""
-    if clock.device.type != "cuda":
-        return
+    """Forward and backward of small transformers, which take the device next to nothing."""
     for layers in _LAYERS:
         model = nn.Sequential(*(SmallLayer() for _ in range(layers))).to(clock.device)
         x = torch.randn(1, 16, SmallLayer.WIDTH, device=clock.device, requires_grad=True)
@@ -258,10 +264,16 @@ def _attention(clock: Clock, effort: Effort) -> Iterator[Sample]:
                     return torch.autograd.grad(result, (query, key, value), gradient)
 
                 text = f"{name} {batch}x{heads} heads, {rows}x{size}{', causal' if causal else ''}"
-                yield Sample(ATTENTION, text, clock.kernel_seconds(forward), name, (scores, values), 4 * moved)
-                products = (scores, values, scores, *scores.backward, *values.backward)
+                there, back = FUNCTIONS["scaled_dot_product_attention"] if clock.device.type == "cpu" else (0, 0)
+                number = float(batch * heads * rows * rows)
+                seconds = clock.kernel_seconds(forward)
+                yield Sample(*(ATTENTION, text, seconds, name, (scores, values), 4 * moved), functions=there * number)
+                products = (scores, values, replace(scores, back=True), *scores.backward, *values.backward)
                 seconds = clock.kernel_seconds(both)
-                yield Sample(ATTENTION, f"{text}, with backward", seconds, name, products, 12 * moved, 3)
+                yield Sample(
+                    *(ATTENTION, f"{text}, with backward", seconds, name, products, 12 * moved, 3),
+                    functions=(there + back) * number,
+                )
 
 
 def _collectives(clock: Clock, effort: Effort) -> Iterator[Sample]:

@@ -13,6 +13,7 @@ Convolutions and einsums have no entry: their FLOPs are priced without shapes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import gcd, prod
 
 from torch import fx
@@ -83,7 +84,8 @@ def forward_products(
 def backward_products(node: fx.Node, forward: tuple[Product, ...]) -> tuple[Product, ...]:
     """The products of the op's gradients, for the operands that want one; fused attention repeats its scores."""
     if is_attention(node):
-        return (*forward[:1], *(gradient for product in forward for gradient in product.backward))
+        scores = (replace(product, back=True) for product in forward[:1])
+        return (*scores, *(gradient for product in forward for gradient in product.backward))
     wanted = [needs_gradient(value) for value in graphs.inputs(node)[_TWO_OPERANDS[op_name(node)] :][:2]]
     pairs = [pair for product in forward for pair in zip(product.backward, wanted, strict=True)]
     return tuple(gradient for gradient, needed in pairs if needed)

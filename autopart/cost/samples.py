@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopart.cost.communication import COLLECTIVES, SEND, collective_seconds, send_seconds
-from autopart.cost.compute import Product, op_seconds
+from autopart.cost.compute import Product, op_seconds, vector_seconds
 from autopart.cost.devices import Device, Link
 
 PRODUCT = "product"
@@ -27,10 +27,12 @@ KINDS = (*KERNELS, *COLLECTIVES, SEND)
 class Sample:
     """One measurement.
 
-    kind: a matrix product, fused attention, an op bound by memory, a tiny op, a model's step for which a GPU waits for
-    the host, or a collective by its name. name: for people. seconds: of one call. products: the matrix products that it
-    consists of. num_bytes: read and written, or a collective's payload as :mod:`autopart.cost.communication` counts it.
-    launches: kernels started. parts: ranks of a collective. held: kept aside from the fit, to be tested on.
+    kind: a matrix product, fused attention, an op bound by memory, a tiny op, a small model's step, which takes the
+    host longer than the device, or a collective by its name. name: for people. seconds: of one call. products: the
+    matrix products that it consists of. num_bytes: read and written, or a collective's payload as
+    :mod:`autopart.cost.communication` counts it. launches: kernels started. parts: ranks of a collective. held: kept
+    aside from the fit, to be tested on. functions, drawn: of CPUs, exponentials' worth of functions of elements, and
+    random numbers.
     """
 
     kind: str
@@ -42,6 +44,8 @@ class Sample:
     launches: int = 1
     parts: int = 1
     held: bool = False
+    functions: float = 0.0
+    drawn: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -73,7 +77,10 @@ def predicted_seconds(sample: Sample, device: Device, link: Link | None) -> floa
     if sample.kind == HOST:
         return device.host_s * sample.launches
     if not sample.is_collective:
-        return op_seconds(device, 0.0, sample.num_bytes, sample.dtype, sample.launches, products=sample.products)
+        vector_s = vector_seconds(device, sample.functions, sample.drawn)
+        return op_seconds(
+            *(device, 0.0, sample.num_bytes, sample.dtype, sample.launches), products=sample.products, vector_s=vector_s
+        )
     assert link is not None, "a collective is priced on a link"
     if sample.kind == SEND:
         return send_seconds(sample.num_bytes, link)
