@@ -64,6 +64,7 @@ def _slowest_device(cluster: Cluster, dtype: str) -> Device:
         unaligned=min(device.unaligned for device in kinds),
         function_s=max(device.function_s for device in kinds),
         random_s=max(device.random_s for device in kinds),
+        mapped_s=max(device.mapped_s for device in kinds),
         contraction_by={
             name: min(device.product_rate(name) for device in kinds) / peak for name, peak in peaks.items()
         },

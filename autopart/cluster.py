@@ -106,6 +106,7 @@ class Node:
             launch_s=device.launch_s * alone / device.alone,  # fewer take turns on a core
             function_s=device.function_s / more,
             random_s=device.random_s * alone / device.alone,
+            mapped_s=device.mapped_s / more,
             alone=alone,
         )
         return replace(self, device=device, count=count, ports=ports)
@@ -387,6 +388,7 @@ def _host_node(count: int, calibration: Calibration | None = None) -> Node:
         launch_s=core.launch_s * alone,  # they take turns
         function_s=core.function_s / share,
         random_s=core.random_s * alone,
+        mapped_s=core.mapped_s / share,
         alone=alone,
     )
     return Node.of(device, count)

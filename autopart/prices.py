@@ -11,10 +11,10 @@ from torch import fx
 from autopart.conversion_prices import TensorAxis
 from autopart.cost.communication import collective_seconds
 from autopart.cost.compute import causal_share, copy_seconds, op_seconds, vector_seconds
-from autopart.cost.devices import Device
+from autopart.cost.devices import LARGE_BYTES, Device
 from autopart.cost.products import backward_products, forward_products, is_attention
 from autopart.passes import graph as graphs
-from autopart.passes.amounts import value_bytes
+from autopart.passes.amounts import Amount, value_bytes
 from autopart.passes.annotate import OpCost
 from autopart.passes.rules import Strategy, local_forms
 from autopart.passes.saved import is_unfused_attention
@@ -32,6 +32,9 @@ _OPTIMIZER_PASSES = {
     "cuda": {"none": 2, "sgd": 5, "momentum": 10, "adagrad": 15, "rmsprop": 16, "adam": 24, "adamw": 26},
     "cpu": {"none": 0, "sgd": 4, "momentum": 6, "adagrad": 6, "rmsprop": 6, "adam": 8, "adamw": 8},
 }
+# What as many ops in training take a CPU's optimizer for each parameter, whatever its size (measured: 35 to 40 us of
+# AdamW where an op takes 12); on CUDA kernels go over all parameters at once.
+_OPTIMIZER_OPS = {"none": 0, "sgd": 1, "momentum": 1, "adagrad": 3, "rmsprop": 3, "adam": 3, "adamw": 3}
 # Autograd reads a microbatch's gradient and the sum of those before, and writes the sum.
 _ADDING_PASSES = 3
 
@@ -138,6 +141,7 @@ class Prices:
             dtype,
             cost.kernels_forward,
             vector_s=vector_seconds(device, cost.functions_forward.at(batch) * flops_share, drawn),
+            mapped=self._mapped_bytes(cost.made_forward, bytes_share),
         )
         backward = 0.0
         if node.meta.get("differentiable"):
@@ -148,9 +152,17 @@ class Prices:
                 dtype,
                 cost.kernels_backward,
                 vector_s=vector_seconds(device, cost.functions_backward.at(batch) * flops_share, 0.0),
+                mapped=self._mapped_bytes(cost.made_backward, bytes_share),
             )
             backward += self._after(cost, bytes_share)
         return forward, backward
+
+    def _mapped_bytes(self, made: Sequence[Amount], share: float) -> float:
+        """Of new tensors those of large ones, where a CPU takes longer for these."""
+        if not self.device.mapped_s:
+            return 0.0
+        sizes = (amount.at(self.batch) * share for amount in made)
+        return sum(size for size in sizes if size >= LARGE_BYTES)
 
     def _arithmetic_shares(self, node: fx.Node, dtype: str) -> tuple[float, float]:
         """What a contraction's FLOPs take at the matrix products' rate is times this, forward and back.
@@ -200,8 +212,11 @@ class Prices:
         return FormSeconds(forward, backward - sum(unseen.values()), unseen)
 
     def optimizer_seconds(self, weight_bytes: float) -> float:
-        """Seconds of the optimizer's step over parameters of that many bytes."""
-        return copy_seconds(self.device, _OPTIMIZER_PASSES[self.device.kind][self.optimizer] * weight_bytes)
+        """Seconds of the optimizer's step over a parameter of that many bytes; of several bytes less than theirs."""
+        seconds = copy_seconds(self.device, _OPTIMIZER_PASSES[self.device.kind][self.optimizer] * weight_bytes)
+        if self.device.kind == "cpu" and weight_bytes:
+            seconds += _OPTIMIZER_OPS[self.optimizer] * self.device.launch_s
+        return seconds
 
     def adding_seconds(self, gradient_bytes: float, microbatches: int) -> float:
         """Seconds of one of the microbatches in which its gradients are added to those before; the first's are kept."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopart.passes.amounts import ONE, ZERO, Amount, constant, numel, product, size, stored_bytes, total
+from autopart.passes.amounts import ONE, ZERO, Amount, constant, numel, product, size, stored_bytes, tensor_bytes, total
 from autopart.passes.arithmetic import arithmetic
 from autopart.passes.graph import Value, inputs, is_op, outputs
 from autopart.passes.saved import is_differentiated, needs_gradient, saved_inside, saved_values
@@ -30,7 +30,8 @@ class OpCost:
     flops: multiplications and additions. bytes: read and written. saved_bytes: kept from forward to backward by this op
     alone; ops that keep the same tensor both count it, :func:`autopart.passes.saved.saved_bytes` unites a region's.
     contraction: whether the FLOPs run at matrix-product rate. after_bytes: read and written by kernels behind the op's
-    own backward. kernels: that are started. functions, drawn: of CPUs (:mod:`autopart.passes.arithmetic`).
+    own backward. kernels: that are started. functions, drawn: of CPUs (:mod:`autopart.passes.arithmetic`). made: of
+    these, the bytes of each new tensor.
     """
 
     flops_forward: Amount = ZERO
@@ -45,6 +46,8 @@ class OpCost:
     functions_forward: Amount = ZERO
     functions_backward: Amount = ZERO
     drawn: Amount = ZERO
+    made_forward: tuple[Amount, ...] = ()
+    made_backward: tuple[Amount, ...] = ()
 
     def __add__(self, other: OpCost) -> OpCost:
         return OpCost(
@@ -60,6 +63,8 @@ class OpCost:
             self.functions_forward + other.functions_forward,
             self.functions_backward + other.functions_backward,
             self.drawn + other.drawn,
+            self.made_forward + other.made_forward,
+            self.made_backward + other.made_backward,
         )
 
 
@@ -219,7 +224,20 @@ def op_cost(node: fx.Node, kind: str = "cuda") -> OpCost:
         computed.forward,
         computed.backward,
         computed.drawn,
+        *(_made(node) if kind == "cpu" else ()),
     )
+
+
+_HANDS_ON = ("add", "sub", "rsub")
+"""Ops back through which the gradient goes as it is."""
+
+
+def _made(node: fx.Node) -> tuple[tuple[Amount, ...], tuple[Amount, ...]]:
+    """Bytes of the tensors that an op makes, and of the gradients that its backward does."""
+    forward = tuple(tensor_bytes(value.fake) for value in outputs(node))
+    if not is_differentiated(node) or op_name(node) in _HANDS_ON:
+        return forward, ()
+    return forward, tuple(tensor_bytes(value.fake) for value in dict.fromkeys(inputs(node)) if needs_gradient(value))
 
 
 def annotate(nodes: Iterable[fx.Node], kind: str = "cuda") -> dict[fx.Node, OpCost]:

@@ -38,6 +38,8 @@ FUNCTIONS: Mapping[str, tuple[int, int]] = MappingProxyType(
     }
 )
 """Exponentials that take as long as an element, forward and back; of attention as a score, besides its products."""
+_BIAS = 2
+"""The same of an element of a product's result, into which a bias is written first."""
 _ATTENTION = "scaled_dot_product_attention"
 _PLAIN_EXPONENTS = (0.0, 0.5, 1.0, 2.0, 3.0, -0.5, -1.0, -2.0)
 """Powers that are computed by products and roots."""
@@ -56,6 +58,8 @@ def arithmetic(node: fx.Node, kind: str) -> Arithmetic:
     """Of an op on devices of a kind ("cuda" or "cpu"); nothing on GPUs."""
     if kind != "cpu" or is_view(node):
         return Arithmetic()
+    if has_bias(node):
+        return Arithmetic(numel(outputs(node)[0].fake) * _BIAS)
     there, back = FUNCTIONS.get(_function(node), (0, 0))
     elements = ZERO
     if there:
@@ -71,6 +75,14 @@ def _function(node: fx.Node) -> str:
     if name == "pow" and argument(node, 1, "exponent") in _PLAIN_EXPONENTS:
         return ""
     return name
+
+
+def has_bias(node: fx.Node) -> bool:
+    """Whether the op is a product to which a bias is added."""
+    name = op_name(node)
+    if name == "linear":
+        return argument(node, 2, "bias") is not None
+    return name in ("addmm", "baddbmm")
 
 
 def _drawn(node: fx.Node) -> Amount:

@@ -44,9 +44,10 @@ def samples_of(machine: Device, link: Link | None) -> list[Sample]:
     if machine.host_s:
         found += [Sample(HOST, "", 1.0, launches=layers * 37) for layers in 3 * (6, 12, 18, 24)]
     if machine.kind == "cpu":
-        for elements in (2.0**power for power in range(15, 24)):
-            found.append(Sample(STREAM, "", 1.0, num_bytes=8 * elements, functions=10 * elements))
-            found.append(Sample(STREAM, "", 1.0, num_bytes=8 * elements, drawn=elements))
+        for what, each in (("functions", 10), ("drawn", 1), ("mapped", 4)):
+            for elements in (2.0**power for power in range(15, 24)):
+                more = {what: each * elements}
+                found.append(Sample(STREAM, "", 1.0, num_bytes=8 * elements, **more))  # type: ignore[arg-type]
     found += [Sample(STREAM, "", 1.0, num_bytes=2.0**power) for power in range(16, 27)]
     found += [Sample(LAUNCH, "", 1.0, num_bytes=64.0) for _ in range(12)]
     for heads in (8, 96, 512):
@@ -54,8 +55,10 @@ def samples_of(machine: Device, link: Link | None) -> list[Sample]:
         for dtype in machine.peak_flops:
             scores = 512.0**2 * heads if machine.kind == "cpu" else 0.0
             for products, functions in (((shape,), 5), ((shape, *shape.backward), 15)):
-                more: dict[str, Any] = {"functions": functions * scores, "launches": len(products)}
-                found += [Sample(ATTENTION, "", 1.0, dtype, products, **more) for _ in range(6)]
+                sample = Sample(
+                    *(ATTENTION, "", 1.0, dtype, products), launches=len(products), functions=functions * scores
+                )
+                found += 6 * [sample]
     if link is not None:
         for kind in (*COLLECTIVES, SEND):
             found += [Sample(kind, "", 1.0, num_bytes=2.0**power, parts=4) for power in range(10, 27, 3)]
@@ -78,6 +81,7 @@ def test_the_fit_recovers_known_parameters(preset: str) -> None:
         host_s=3 * base.host_s or 2e-5,
         function_s=2 * base.function_s,
         random_s=0.7 * base.random_s,
+        mapped_s=3 * base.mapped_s,
         unaligned=0.3 if base.kind == "cuda" else 1.0,
     )
     link = Link("true", 3.3e9, 41e-6, efficiency=1.0, scatter_rounds=2.0 if base.kind == "cpu" else 1.0)
@@ -96,6 +100,7 @@ def test_the_fit_recovers_known_parameters(preset: str) -> None:
         assert found.device.host_s == pytest.approx(machine.host_s, rel=near)
         assert found.device.function_s == pytest.approx(machine.function_s, rel=near)
         assert found.device.random_s == pytest.approx(machine.random_s, rel=near)
+        assert found.device.mapped_s == pytest.approx(machine.mapped_s, rel=near)
         assert found.device.unaligned == pytest.approx(machine.unaligned, rel=near)
         assert found.link.bandwidth == pytest.approx(link.bandwidth, rel=near)
         assert found.link.latency_s == pytest.approx(link.latency_s, rel=near)
@@ -305,7 +310,8 @@ def test_command(cached: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert Cluster.load(written) == Cluster.local(1) and Cluster.local(1).nodes[0].device.attention_by
     device = Cluster.local(1).nodes[0].device
     assert device.launch_s == printed["host_s"] > printed["launch_s"] and not device.host_s
-    assert device.function_s == printed["function_s"] > 0 and device.random_s == printed["random_s"] > 0
+    for name in ("function_s", "random_s", "mapped_s"):
+        assert getattr(device, name) == printed[name] > 0
     assert main(["calibrate"]) == 0
     assert "FLOP/s" in capsys.readouterr().out
     assert main(["calibrate", "-o", str(cached / "nowhere" / "x.toml")]) == 2

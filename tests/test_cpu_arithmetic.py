@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autopart.analysis import analyze
 from autopart.cluster import Cluster
 from autopart.cost.compute import ATTENTION_KEYS, Product, causal_share, op_seconds, vector_seconds
-from autopart.cost.devices import Device, device
+from autopart.cost.devices import LARGE_BYTES, Device, device
 from autopart.passes.annotate import OpCost
 from autopart.passes.arithmetic import FUNCTIONS
 from autopart.passes.storage import op_name
@@ -33,6 +33,15 @@ class Applied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.after(self.function(self.before(x))).sum()
+
+
+class Summed(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).sum()
 
 
 class Attention(nn.Module):
@@ -120,6 +129,39 @@ def test_causal_attention_leaves_out_whole_blocks_of_keys() -> None:
     assert causal_share(64 * ATTENTION_KEYS) < 0.51 and causal_share(1024, queries=1) == 1.0
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_bias_is_written_into_a_products_result(bias: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, WIDTH, bias=bias), nn.Linear(WIDTH, 1, bias=False))
+    cost, (forward, _) = priced(Summed(model), torch.randn(BATCH, 8), "linear")
+    elements = BATCH * WIDTH
+    assert cost.functions_forward.at(BATCH) == 2 * elements * bias and not cost.functions_backward
+    products = cost.flops_forward.at(BATCH) / CORE.product_rate("float32")
+    moved = cost.bytes_forward.at(BATCH) / CORE.memory_bandwidth / CORE.memory
+    assert forward == pytest.approx(max(products + 2 * elements * bias * CORE.function_s, moved))
+
+
+def test_large_tensors_are_mapped_anew() -> None:
+    """An activation of a ReLU and its gradient, of LARGE_BYTES and of less."""
+    rows = LARGE_BYTES // 4 // WIDTH // BATCH
+    for factor, mapped in ((1, 1.0), (2, 0.0)):
+        x = torch.randn(BATCH, rows // factor, 8)
+        _, plain = priced(Applied(torch.relu), x, "relu", replace(CORE, mapped_s=0.0))
+        _, found = priced(Applied(torch.relu), x, "relu")
+        for seconds, before in zip(found, plain, strict=True):
+            assert seconds - before == pytest.approx(mapped * LARGE_BYTES * CORE.mapped_s, abs=1e-12)
+    cost, _ = priced(Applied(lambda x: x + 1), torch.randn(BATCH, 8), "add")
+    assert cost.made_forward and not cost.made_backward, "the gradient is handed on"
+
+
+def test_an_optimizer_takes_a_few_ops_for_each_parameter() -> None:
+    core, gpu = replace(CORE, launch_s=1e-5), device("A100-80GB")
+    for on, least in ((core, 3e-5), (gpu, 0.0)):
+        one, two = (Prices(on, {}, BATCH).optimizer_seconds(weight) for weight in (1e6, 2e6))
+        assert 2 * one - two == pytest.approx(least, abs=1e-12)
+        assert Prices(on, {}, BATCH).optimizer_seconds(0) == 0
+    assert Prices(core, {}, BATCH, optimizer="none").optimizer_seconds(1e6) == 0
+
+
 def test_what_is_computed_beside_products_adds_to_them() -> None:
     shape = Product(64, 64, 64)
     alone = op_seconds(CORE, 0.0, 0.0, products=(shape,))
@@ -129,10 +171,10 @@ def test_what_is_computed_beside_products_adds_to_them() -> None:
 
 
 def test_files_and_fewer_cores_have_them_too(tmp_path: Path) -> None:
-    shared = replace(CORE, function_s=3e-10, random_s=8e-9, alone=2.0)
+    shared = replace(CORE, function_s=3e-10, random_s=8e-9, mapped_s=6e-10, alone=2.0)
     cluster = Cluster((replace(Cluster.parse("4xCPU").nodes[0], device=shared),))
     cluster.save(tmp_path / "cluster.toml")
     again = Cluster.load(tmp_path / "cluster.toml").nodes[0]
     assert again.device == shared and again.device.attention_back_by == {"float32": 0.1}
     half = again.first(2).device  # of two cores that four ranks shared
-    assert (half.function_s, half.random_s) == (1.5e-10, 4e-9)
+    assert (half.function_s, half.random_s, half.mapped_s) == (1.5e-10, 4e-9, 3e-10)

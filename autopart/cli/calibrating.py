@@ -84,6 +84,7 @@ def calibration_text(found: Calibration, kind: str) -> str:
 
     from autopart.cost.calibrated import base_device
     from autopart.cost.calibration import doubts
+    from autopart.cost.devices import LARGE_BYTES
     from autopart.report.units import format_bytes, format_count, format_seconds, format_share
 
     ranks = "1 process" if found.processes == 1 else f"{found.processes} processes at once"
@@ -95,6 +96,9 @@ def calibration_text(found: Calibration, kind: str) -> str:
     if found.function_s:
         function, number = (f"{seconds * 1e9:.2g} ns" for seconds in (found.function_s, found.random_s))
         lines.append(f"of an element: an exponential {function}, a random number {number}")
+    if found.mapped_s:
+        rate = format_bytes(1 / found.mapped_s)
+        lines.append(f"new tensors of {format_bytes(LARGE_BYTES)} or more are mapped at {rate}/s")
     if found.unaligned < 1:
         lines.append(f"16-bit products of odd sizes: {format_share(found.unaligned)} of the matrix products' rate")
     for what, by_dtype in (("attention", found.attention), ("its backward", found.attention_back)):

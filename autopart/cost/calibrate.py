@@ -38,5 +38,6 @@ def calibrate(device: torch.device, quick: bool, progress: Callable[[str], None]
         unaligned=found.device.unaligned,
         function_s=found.device.function_s,
         random_s=found.device.random_s,
+        mapped_s=found.device.mapped_s,
         attention_back=dict(found.device.attention_back_by),
     )

@@ -4,8 +4,8 @@ Fitted are the parameters of a :class:`Device` and a :class:`Link` that a measur
 matrix products reach by type, the bytes/s of memory-bound ops, the seconds of a launch, the share of the matrix
 products' rate that fused attention reaches by type, forward and back, what the host takes to start an op in training,
 bandwidth and latency of the link; of a GPU also the share of the rate that products reach whose rows are not aligned,
-of a CPU the seconds of an element's exponential and of a random number. Measured rates take the place of datasheets'
-peaks times shares, so that the fitted device's other shares are 1.
+of a CPU the seconds of an element's exponential, of a random number, and of a large new tensor's byte. Measured rates
+take the place of datasheets' peaks times shares, so that the fitted device's other shares are 1.
 
 The fit is the minimum over the samples that are not kept aside of ::
 
@@ -34,7 +34,8 @@ DELTA = 0.3
 MOST_OFF = 0.5
 """The median error on samples kept aside from which a fit says little of the machine."""
 _RATE, _HOST_S, _UNALIGNED, _BACK = "rate", "host_s", "unaligned", "attention_back"
-_FUNCTION_S, _RANDOM_S = "function_s", "random_s"
+_COUNTED = {"function_s": "functions", "random_s": "drawn", "mapped_s": "mapped"}
+"""Parameters of CPUs, by what of a sample counts for them."""
 _FIRST_STEP, _LAST_STEP, _GROWTH = 0.5, 1e-4, 1.5
 _ROUNDS = 300
 
@@ -73,7 +74,7 @@ class Calibration:
     at once; threads: of each; cores: of the host. libraries: versions by name. rates: FLOP/s by type. attention: the
     share of these that fused attention reaches, by type, and attention_back in its backward. link: None where one rank
     measured alone. launch_s: of an op by itself; host_s: of one in training, where it takes longer than the device
-    does. unaligned, function_s, random_s: as of a :class:`Device`.
+    does. unaligned, function_s, random_s, mapped_s: as of a :class:`Device`.
     """
 
     device: str
@@ -92,13 +93,16 @@ class Calibration:
     unaligned: float = 1.0
     function_s: float = 0.0
     random_s: float = 0.0
+    mapped_s: float = 0.0
     attention_back: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         positive = [self.memory_bandwidth, self.launch_s, *self.rates.values()]
         positive += [*self.attention.values(), *self.attention_back.values(), self.unaligned]
         sound = all(0 < value < inf for value in positive)
-        sound = sound and all(0 <= value < inf for value in (self.host_s, self.function_s, self.random_s))
+        sound = sound and all(
+            0 <= value < inf for value in (self.host_s, self.function_s, self.random_s, self.mapped_s)
+        )
         sound = sound and min(self.processes, self.threads, self.cores) >= 1
         if "float32" not in self.rates or not sound:
             raise ClusterError(f"a calibration has finite numbers above zero, a rate for float32 among them: {self}")
@@ -134,6 +138,7 @@ class Calibration:
             unaligned=self.unaligned,
             function_s=self.function_s / share,
             random_s=self.random_s * launches,
+            mapped_s=self.mapped_s / share,
             attention_back_by=self.attention_back,
             alone=alone,
             measured=self.processes,
@@ -189,7 +194,7 @@ def _check_kinds(fields: Mapping[str, Any]) -> None:
     for values in (fields["rates"], fields["attention"], fields["attention_back"], link):
         for value in values.values():
             number(value)
-    for name in ("memory_bandwidth", "launch_s", "host_s", "unaligned", "function_s", "random_s"):
+    for name in ("memory_bandwidth", "launch_s", "host_s", "unaligned", *_COUNTED):
         number(fields[name])
 
 
@@ -248,12 +253,10 @@ def _start(by_kind: Mapping[str, Sequence[Sample]], device: Device) -> dict[str,
         found[f"{ATTENTION} {dtype}"] = device.attention
         if any(product.back for sample in by_kind[ATTENTION] if sample.dtype == dtype for product in sample.products):
             found[f"{_BACK} {dtype}"] = device.attention
-    vector = [sample for sample in by_kind[STREAM] if sample.functions]
-    if vector:
-        found[_FUNCTION_S] = median(sample.seconds / sample.functions for sample in vector) / 2
-    drawing = [sample for sample in by_kind[STREAM] if sample.drawn]
-    if drawing:
-        found[_RANDOM_S] = median(sample.seconds / sample.drawn for sample in drawing) / 2
+    for name, what in _COUNTED.items():
+        shown = [sample.seconds / getattr(sample, what) for sample in by_kind[STREAM] if getattr(sample, what)]
+        if shown:
+            found[name] = median(shown) / 2
     if HOST in by_kind:
         found[_HOST_S] = median(sample.seconds / sample.launches for sample in by_kind[HOST])
     if not all(sample.is_aligned for sample in by_kind[PRODUCT]):
@@ -291,8 +294,7 @@ class _Model:
             attention_by={dtype: min(1.0, share) for dtype, share in shares.items()},
             host_s=values.get(_HOST_S, self.device.host_s),
             unaligned=min(1.0, values.get(_UNALIGNED, self.device.unaligned)),
-            function_s=values.get(_FUNCTION_S, self.device.function_s),
-            random_s=values.get(_RANDOM_S, self.device.random_s),
+            **{name: values.get(name, getattr(self.device, name)) for name in _COUNTED},
             attention_back_by={dtype: min(1.0, share) for dtype, share in back.items()},
         )
         if "bandwidth" not in values:
@@ -315,10 +317,8 @@ class _Model:
         kernels = [sample for sample in self.samples if not sample.is_collective and sample.kind != HOST]
         if name == _UNALIGNED:
             return [sample for sample in kernels if not sample.is_aligned]
-        if name == _FUNCTION_S:
-            return [sample for sample in kernels if sample.functions]
-        if name == _RANDOM_S:
-            return [sample for sample in kernels if sample.drawn]
+        if name in _COUNTED:
+            return [sample for sample in kernels if getattr(sample, _COUNTED[name])]
         what, _, dtype = name.partition(" ")
         if what not in (_RATE, ATTENTION, _BACK):
             return kernels

@@ -27,6 +27,7 @@
     unaligned = 0.45                                       # optional: share of the rate of 16-bit products of odd sizes
     function_s = 0.2e-9                                    # optional: of a CPU, an exponential of one element
     random_s = 5e-9                                        # optional: of a CPU, a random number
+    mapped_s = 0.2e-9                                      # optional: of a CPU, a byte of a new tensor of 32 MiB
     alone = 2                                              # optional: times as fast while the host's others wait
     measured = 4                                           # optional: with how many ranks these were calibrated
 
@@ -54,7 +55,7 @@ _DEVICE = ("kind", "memory_gib", "peak_flops", "memory_bandwidth", "launch_s")
 _LINK = ("bandwidth", "latency_s")
 _DEVICE_OPTIONS = (
     *("processors", "contraction", "memory", "attention", "alone", "measured", "host_s", "unaligned"),
-    *("function_s", "random_s"),
+    *("function_s", "random_s", "mapped_s"),
 )
 _MOST = 2**20
 """Of anything that is counted, and of GiB."""
@@ -63,7 +64,7 @@ _LEAST_RATE = 1e6
 _RANGES = {
     "memory_gib": (2.0**-30, float(_MOST)),
     **dict.fromkeys(("memory_bandwidth", "bandwidth", "direct"), (_LEAST_RATE, 1e30)),
-    **dict.fromkeys(("launch_s", "host_s", "latency_s", "function_s", "random_s"), (0.0, 1.0)),
+    **dict.fromkeys(("launch_s", "host_s", "latency_s", "function_s", "random_s", "mapped_s"), (0.0, 1.0)),
     **dict.fromkeys(("contraction", "memory", "attention", "unaligned", "efficiency"), (1e-6, 1.0)),
     **dict.fromkeys(("processors", "measured"), (0.0, float(_MOST))),
     "alone": (1.0, float(_MOST)),

@@ -25,8 +25,9 @@ Nothing of this falls when a size grows.
 A CPU computes functions of elements, and random numbers, beside its products (``vector``, counted by
 :mod:`autopart.passes.arithmetic`), which GPUs hide behind their bytes::
 
-    seconds = max(arithmetic + vector, bytes / (bandwidth * memory)) + launches * launch_s
+    seconds = max(arithmetic + vector, bytes / (bandwidth * memory)) + launches * launch_s + mapped * mapped_s
     vector  = functions * function_s + drawn * random_s
+    mapped  = bytes of new tensors of LARGE_BYTES or more, whose pages are mapped, and cleared, one by one
 
 Fused attention keeps its scores on the chip: it reads query, key and value and writes the result (what ``num_bytes``
 counts), and reaches a share of the peak of its own. Its thread blocks take ATTENTION_ROWS rows of the sequence of one
@@ -142,11 +143,12 @@ def op_seconds(
     efficiency: Efficiency | None = None,
     products: tuple[Product, ...] = (),
     vector_s: float = 0.0,
+    mapped: float = 0.0,
 ) -> float:
     """Seconds of an op with ``flops`` in ``dtype`` that reads and writes ``num_bytes``; 0 for a view (neither).
 
     products: what the FLOPs are, where they are matrix products of known shapes; ``flops`` then counts nothing.
-    vector_s: of what it computes besides (:func:`vector_seconds`).
+    vector_s: of what it computes besides (:func:`vector_seconds`). mapped: bytes of new large tensors.
     """
     if products:
         arithmetic = sum(product_seconds(device, product, dtype, efficiency) for product in products)
@@ -154,7 +156,8 @@ def op_seconds(
         return 0.0
     else:
         arithmetic = flops / _product_rate(device, dtype, efficiency)
-    return max(arithmetic + vector_s, copy_seconds(device, num_bytes, efficiency)) + launches * device.launch_s
+    longest = max(arithmetic + vector_s, copy_seconds(device, num_bytes, efficiency))
+    return longest + launches * device.launch_s + mapped * device.mapped_s
 
 
 def vector_seconds(device: Device, functions: float, drawn: float) -> float:

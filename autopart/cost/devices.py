@@ -15,6 +15,8 @@ from typing import Any
 from autopart.runtime.errors import ClusterError
 
 GIB = 2**30
+LARGE_BYTES = 32 * 2**20
+"""Of a tensor on the CPU whose memory is mapped anew each time: the most that glibc's M_MMAP_THRESHOLD becomes."""
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -32,7 +34,8 @@ class Device:
     backward together; contraction_by, attention_by: by dtype name, where types differ in it. unaligned: share of the
     rate that products of 16-bit numbers reach whose rows do not start at multiples of 16 bytes.
     function_s, random_s: of CPUs, seconds of an element's exponential on all of its threads, and of a random number
-    (:mod:`autopart.passes.arithmetic`); GPUs hide both behind what they read and write.
+    (:mod:`autopart.passes.arithmetic`); GPUs hide both behind what they read and write. mapped_s: of CPUs, seconds per
+    byte of a new tensor of LARGE_BYTES or more, which the operating system maps page by page.
     attention_back_by: by dtype name, where the backward of attention reaches another share than both together.
     alone: times as fast while no other device of its host computes, for CPUs that share fewer cores. measured: with how
     many ranks at once ``autopart calibrate`` measured the speeds (0: not at all, they are of datasheets).
@@ -56,16 +59,17 @@ class Device:
     unaligned: float = 1.0
     function_s: float = 0.0
     random_s: float = 0.0
+    mapped_s: float = 0.0
     attention_back_by: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.kind not in ("cpu", "cuda"):
             raise ClusterError(f"device {self.name}: kind is {self.kind!r}, expected cpu or cuda")
-        seconds = (self.launch_s, self.host_s, self.function_s, self.random_s)
+        seconds = (self.launch_s, self.host_s, self.function_s, self.random_s, self.mapped_s)
         if self.memory_bytes <= 0 or self.memory_bandwidth <= 0 or min(seconds) < 0:
             raise ClusterError(
-                f"device {self.name}: memory and bandwidth are above zero, launch_s, host_s, function_s and random_s "
-                "are not below"
+                f"device {self.name}: memory and bandwidth are above zero, launch_s, host_s, function_s, random_s and "
+                "mapped_s are not below"
             )
         if "float32" not in self.peak_flops or min(self.peak_flops.values()) <= 0:
             raise ClusterError(f"device {self.name}: peak_flops has rates above zero, float32 among them")
@@ -148,7 +152,7 @@ class Defaults:
 
 
 LINK_OPTIONS = ("efficiency", "direct", "scatter_rounds")
-_OPTIONAL = ("contraction", "memory", "attention", "alone", "host_s", "unaligned", "function_s", "random_s")
+_OPTIONAL = ("contraction", "memory", "attention", "alone", "host_s", "unaligned", "function_s", "random_s", "mapped_s")
 
 
 def device_from_table(name: str, table: Mapping[str, Any]) -> Device:

@@ -41,6 +41,8 @@ _ELEMENTS = {
 _COLD, _LEAST_COLD, _COLD_ON_GPU = 2**26, 2**24, 2**28
 """Numbers that memory-bound ops go through before they come to the first again: those of all ranks on CPUs, which share
 caches, and of each; and of each GPU."""
+_LARGE_ELEMENTS = tuple(count * 2**22 for count in (3, 4, 6))
+"""Of tensors of 48 to 96 MiB, which a CPU has mapped anew."""
 _LAYERS = (6, 12, 18, 24)
 """Of the small transformers by which the host is measured."""
 _ODD = 1001
@@ -81,7 +83,7 @@ def measure(device: torch.device, effort: Effort, progress: Callable[[str], None
     found: list[Sample] = []
     for what, samples in (
         ("matrix products", _products(clock, effort)),
-        ("memory-bound ops", _streams(clock, effort)),
+        ("memory-bound ops", (*_mapped(clock), *_streams(clock, effort))),
         ("tiny ops", _launches(clock)),
         ("the host", _hosts(clock)),
         ("attention", _attention(clock, effort)),
@@ -200,6 +202,20 @@ def _streams(clock: Clock, effort: Effort) -> Iterator[Sample]:
                 functions=float(elements * FUNCTIONS.get(op, (0, 0))[0]) if kind == "cpu" else 0.0,
                 drawn=float(elements) if op == "dropout" else 0.0,
             )
+
+
+def _mapped(clock: Clock) -> Iterator[Sample]:
+    """Copies into new memory that is large."""
+    if clock.device.type != "cpu":
+        return
+    for elements in _LARGE_ELEMENTS:
+        numbers = torch.zeros(elements)
+        size = float(4 * elements)
+        yield Sample(
+            *(STREAM, f"new copy of {elements} float32", clock.kernel_seconds(numbers.clone)),
+            num_bytes=2 * size,
+            mapped=size,
+        )
 
 
 def _launches(clock: Clock) -> Iterator[Sample]:

@@ -31,8 +31,8 @@ class Sample:
     host longer than the device, or a collective by its name. name: for people. seconds: of one call. products: the
     matrix products that it consists of. num_bytes: read and written, or a collective's payload as
     :mod:`autopart.cost.communication` counts it. launches: kernels started. parts: ranks of a collective. held: kept
-    aside from the fit, to be tested on. functions, drawn: of CPUs, exponentials' worth of functions of elements, and
-    random numbers.
+    aside from the fit, to be tested on. functions, drawn, mapped: of CPUs, exponentials' worth of functions of
+    elements, random numbers, and bytes of new large tensors.
     """
 
     kind: str
@@ -46,6 +46,7 @@ class Sample:
     held: bool = False
     functions: float = 0.0
     drawn: float = 0.0
+    mapped: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -79,7 +80,10 @@ def predicted_seconds(sample: Sample, device: Device, link: Link | None) -> floa
     if not sample.is_collective:
         vector_s = vector_seconds(device, sample.functions, sample.drawn)
         return op_seconds(
-            *(device, 0.0, sample.num_bytes, sample.dtype, sample.launches), products=sample.products, vector_s=vector_s
+            *(device, 0.0, sample.num_bytes, sample.dtype, sample.launches),
+            products=sample.products,
+            vector_s=vector_s,
+            mapped=sample.mapped,
         )
     assert link is not None, "a collective is priced on a link"
     if sample.kind == SEND:
