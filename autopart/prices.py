@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -32,9 +31,6 @@ _OPTIMIZER_PASSES = {
     "cuda": {"none": 2, "sgd": 5, "momentum": 10, "adagrad": 15, "rmsprop": 16, "adam": 24, "adamw": 26},
     "cpu": {"none": 0, "sgd": 4, "momentum": 6, "adagrad": 6, "rmsprop": 6, "adam": 8, "adamw": 8},
 }
-# What as many ops in training take a CPU's optimizer for each parameter, whatever its size (measured: 35 to 40 us of
-# AdamW where an op takes 12); on CUDA kernels go over all parameters at once.
-_OPTIMIZER_OPS = {"none": 0, "sgd": 1, "momentum": 1, "adagrad": 3, "rmsprop": 3, "adam": 3, "adamw": 3}
 # Autograd reads a microbatch's gradient and the sum of those before, and writes the sum.
 _ADDING_PASSES = 3
 
@@ -167,18 +163,17 @@ class Prices:
     def _arithmetic_shares(self, node: fx.Node, dtype: str) -> tuple[float, float]:
         """What a contraction's FLOPs take at the matrix products' rate is times this, forward and back.
 
-        Fused attention has rates of its own, and leaves out half of its FLOPs where it is causal. Of GPUs whose
+        Fused attention has rates of its own, and leaves out half of its FLOPs where it is causal. Of devices whose
         multiprocessors are known, for which kernels are priced by their shapes, this is the least that they may take.
         """
         if not is_attention(node) or is_unfused_attention(node, self.device.kind):
             return 1.0, 1.0
         products, rate = forward_products(node, self.batch), self.device.product_rate(dtype)
         there, back = (rate / self.device.attention_rate(dtype, back=back) for back in (False, True))
-        if self.device.kind == "cuda":
+        if self.device.processors:
             slower = min((product.slower for product in products), default=1.0)
-            most = 1.0 if self.device.processors else math.inf
-            return min(most, slower * there), min(most, slower * back)
-        if products and argument(node, 5, "is_causal", False):
+            return min(1.0, slower * there), min(1.0, slower * back)
+        if self.device.kind == "cpu" and products and argument(node, 5, "is_causal", False):
             share = causal_share(products[0].n, products[0].m)
             return share * there, share * back
         return there, back
@@ -212,11 +207,8 @@ class Prices:
         return FormSeconds(forward, backward - sum(unseen.values()), unseen)
 
     def optimizer_seconds(self, weight_bytes: float) -> float:
-        """Seconds of the optimizer's step over a parameter of that many bytes; of several bytes less than theirs."""
-        seconds = copy_seconds(self.device, _OPTIMIZER_PASSES[self.device.kind][self.optimizer] * weight_bytes)
-        if self.device.kind == "cpu" and weight_bytes:
-            seconds += _OPTIMIZER_OPS[self.optimizer] * self.device.launch_s
-        return seconds
+        """Seconds of the optimizer's step over parameters of that many bytes."""
+        return copy_seconds(self.device, _OPTIMIZER_PASSES[self.device.kind][self.optimizer] * weight_bytes)
 
     def adding_seconds(self, gradient_bytes: float, microbatches: int) -> float:
         """Seconds of one of the microbatches in which its gradients are added to those before; the first's are kept."""

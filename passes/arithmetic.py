@@ -33,7 +33,13 @@ FUNCTIONS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "pow": (14, 14),
         **dict.fromkeys(("softmax", "_softmax"), (5, 4)),
         **dict.fromkeys(("log_softmax", "_log_softmax", "cross_entropy_loss"), (5, 5)),
-        **dict.fromkeys(("layer_norm", "native_layer_norm", "group_norm", "batch_norm"), (5, 5)),
+        **dict.fromkeys(("layer_norm", "native_layer_norm"), (5, 5)),
+        "group_norm": (2, 4),
+        "batch_norm": (8, 4),
+        "rms_norm": (2, 25),
+        "max_pool2d": (27, 4),
+        "avg_pool2d": (10, 11),
+        "cumsum": (3, 9),
         "scaled_dot_product_attention": (5, 10),
     }
 )
@@ -58,7 +64,7 @@ def arithmetic(node: fx.Node, kind: str) -> Arithmetic:
     """Of an op on devices of a kind ("cuda" or "cpu"); nothing on GPUs."""
     if kind != "cpu" or is_view(node):
         return Arithmetic()
-    if has_bias(node):
+    if _has_bias(node):
         return Arithmetic(numel(outputs(node)[0].fake) * _BIAS)
     there, back = FUNCTIONS.get(_function(node), (0, 0))
     elements = ZERO
@@ -77,7 +83,7 @@ def _function(node: fx.Node) -> str:
     return name
 
 
-def has_bias(node: fx.Node) -> bool:
+def _has_bias(node: fx.Node) -> bool:
     """Whether the op is a product to which a bias is added."""
     name = op_name(node)
     if name == "linear":

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import chain, cycle
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,7 @@ def measure(device: torch.device, effort: Effort, progress: Callable[[str], None
     found: list[Sample] = []
     for what, samples in (
         ("matrix products", _products(clock, effort)),
-        ("memory-bound ops", (*_mapped(clock), *_streams(clock, effort))),
+        ("memory-bound ops", chain(_mapped(clock), _streams(clock, effort))),
         ("tiny ops", _launches(clock)),
         ("the host", _hosts(clock)),
         ("attention", _attention(clock, effort)),
