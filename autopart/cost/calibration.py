@@ -61,8 +61,9 @@ def doubts(rows: Iterable[Accuracy]) -> tuple[str, ...]:
     if not far:
         return ()
     return (
-        f"the median error on what was kept aside is {', '.join(far)}, more than {MOST_OFF:.0%}: the machine was "
-        "likely busy with other work; calibrate again when it is idle, as plans for it use what was measured",
+        f"the median error on what was kept aside is {', '.join(far)}, more than {MOST_OFF:.0%}: either the machine "
+        "was busy with other work, and should be calibrated again when it is idle, or the model does not hold there; "
+        "plans for it use what was measured",
     )
 
 
