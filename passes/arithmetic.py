@@ -14,11 +14,12 @@ from types import MappingProxyType
 
 from torch import fx
 
-from autopart.passes.amounts import ZERO, Amount, numel, product
+from autopart.passes.amounts import ZERO, Amount, numel
 from autopart.passes.blocks import is_random
 from autopart.passes.graph import inputs, outputs
-from autopart.passes.saved import is_differentiated
+from autopart.passes.saved import attention_scores, is_differentiated
 from autopart.passes.storage import argument, is_view, op_name
+from autopart.passes.traffic import bias_of
 
 FUNCTIONS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
@@ -44,8 +45,8 @@ FUNCTIONS: Mapping[str, tuple[int, int]] = MappingProxyType(
     }
 )
 """Exponentials that take as long as an element, forward and back; of attention as a score, besides its products."""
-_BIAS = 2
-"""The same of an element of a product's result, into which a bias is written first."""
+_PRODUCTS, _BIAS = ("linear", "addmm", "baddbmm"), 2
+"""The same of an element of a product's result, into which a bias is written first; convolutions do without that."""
 _ATTENTION = "scaled_dot_product_attention"
 _PLAIN_EXPONENTS = (0.0, 0.5, 1.0, 2.0, 3.0, -0.5, -1.0, -2.0)
 """Powers that are computed by products and roots."""
@@ -64,12 +65,12 @@ def arithmetic(node: fx.Node, kind: str) -> Arithmetic:
     """Of an op on devices of a kind ("cuda" or "cpu"); nothing on GPUs."""
     if kind != "cpu" or is_view(node):
         return Arithmetic()
-    if _has_bias(node):
+    if op_name(node) in _PRODUCTS and bias_of(node) is not None:
         return Arithmetic(numel(outputs(node)[0].fake) * _BIAS)
     there, back = FUNCTIONS.get(_function(node), (0, 0))
     elements = ZERO
     if there:
-        elements = _scores(node) if op_name(node) == _ATTENTION else numel(inputs(node)[0].fake)
+        elements = attention_scores(node) if op_name(node) == _ATTENTION else numel(inputs(node)[0].fake)
     backward = elements * back if is_differentiated(node) else ZERO
     return Arithmetic(elements * there, backward, _drawn(node))
 
@@ -83,20 +84,7 @@ def _function(node: fx.Node) -> str:
     return name
 
 
-def _has_bias(node: fx.Node) -> bool:
-    """Whether the op is a product to which a bias is added."""
-    name = op_name(node)
-    if name == "linear":
-        return argument(node, 2, "bias") is not None
-    return name in ("addmm", "baddbmm")
-
-
 def _drawn(node: fx.Node) -> Amount:
     if not is_random(node):
         return ZERO
-    return _scores(node) if op_name(node) == _ATTENTION else numel(outputs(node)[0].fake)
-
-
-def _scores(node: fx.Node) -> Amount:
-    query, key = (value.fake for value in inputs(node)[:2])
-    return product(query.shape[:-1]) * product(key.shape[-2:-1])
+    return attention_scores(node) if op_name(node) == _ATTENTION else numel(outputs(node)[0].fake)

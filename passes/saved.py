@@ -369,6 +369,12 @@ def is_unfused_attention(node: fx.Node, kind: str) -> bool:
     return bool(argument(node, 4, "dropout_p", 0.0)) or (mask is not None and needs_gradient(mask))
 
 
+def attention_scores(node: fx.Node) -> Amount:
+    """How many scores attention has: a number for each query and key of each head."""
+    query, key = (value.fake for value in inputs(node)[:2])
+    return product(query.shape[:-1]) * product(key.shape[-2:-1])
+
+
 def _copies_values(node: fx.Node) -> bool:
     """Whether attention's own formula copies its values; queries and keys it scales, in new tensors."""
     values = inputs(node)[2]
@@ -377,16 +383,15 @@ def _copies_values(node: fx.Node) -> bool:
 
 def _attention_inside(node: fx.Node, kind: str, name: str) -> Amount:
     """Log-sum-exp per query in float32, and copies: of operands, and of a boolean mask as an additive one."""
-    query, key, _ = (item.fake for item in inputs(node)[:3])
+    query = inputs(node)[0].fake
     copies = total(size for _, size in copied_inside(node, kind, name))
     if not is_unfused_attention(node, kind):
         return product(query.shape[:-1]) * 4 + copies
     # probabilities, with dropout also the noise and their product
-    scores = product(query.shape[:-1]) * product(key.shape[-2:-1])
-    return scores * ((3 if argument(node, 4, "dropout_p", 0.0) else 1) * _least_width(query)) + copies
+    return attention_scores(node) * ((3 if argument(node, 4, "dropout_p", 0.0) else 1) * least_width(query)) + copies
 
 
-def _least_width(query: torch.Tensor) -> int:
+def least_width(query: torch.Tensor) -> int:
     """Bytes of a number in which attention's own formula computes."""
     return max(4, query.element_size())
 
@@ -403,7 +408,7 @@ def copied_inside(node: fx.Node, kind: str = "cuda", form: str = "") -> list[tup
         return []
     query, key, _ = operands = inputs(node)[:3]
     if is_unfused_attention(node, kind):
-        return [(item, numel(item.fake) * _least_width(query.fake)) for item in operands[: 2 + _copies_values(node)]]
+        return [(item, numel(item.fake) * least_width(query.fake)) for item in operands[: 2 + _copies_values(node)]]
     if name == "query_sharded_attention":
         # where kernels know of no such mask one is made, whose rows are the rank's queries
         pairs = product(query.fake.shape[-2:-1]) * product(key.fake.shape[-2:-1])

@@ -32,9 +32,17 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopart.passes.amounts import ZERO, Amount, product, stored_bytes, tensor_bytes, total
+from autopart.passes.amounts import ZERO, Amount, stored_bytes, tensor_bytes, total
 from autopart.passes.graph import Value, inputs, outputs
-from autopart.passes.saved import is_differentiated, is_unfused_attention, needs_gradient, saved_inside, saved_values
+from autopart.passes.saved import (
+    attention_scores,
+    is_differentiated,
+    is_unfused_attention,
+    least_width,
+    needs_gradient,
+    saved_inside,
+    saved_values,
+)
 from autopart.passes.sizes import extent, extents
 from autopart.passes.storage import argument, is_view, op_name
 
@@ -152,8 +160,7 @@ def _own_backward(node: fx.Node, kind: str) -> Traffic:
 
 def _scores(node: fx.Node) -> tuple[Amount, Amount]:
     """Bytes that attention by its formula reads and writes of its scores, forward and back."""
-    query, key = (value.fake for value in inputs(node)[:2])
-    scores = product(query.shape[:-1]) * product(key.shape[-2:-1]) * max(4, query.element_size())
+    scores = attention_scores(node) * least_width(inputs(node)[0].fake)
     there, back = _SCORES_DROPPED if argument(node, 4, "dropout_p", 0.0) else _SCORES
     return scores * there, scores * back
 
@@ -185,12 +192,17 @@ def _of_view(name: str, made: list[Value], given: Amount, results: Amount) -> Tr
     return Traffic()
 
 
+def bias_of(node: fx.Node) -> object:
+    """What a product or a convolution adds to its result; None of other ops."""
+    name = op_name(node)
+    if name in ("addmm", "baddbmm"):
+        return argument(node, 0, "input")
+    return argument(node, 2, "bias") if name == "linear" or "conv" in name else None
+
+
 def _bias(node: fx.Node, given: Amount) -> Traffic:
     """The sum over rows for a product's bias."""
-    name = op_name(node)
-    bias = argument(node, 0, "input") if name in ("addmm", "baddbmm") else None
-    if name == "linear" or "conv" in name:
-        bias = argument(node, 2, "bias")
+    bias = bias_of(node)
     wanted = isinstance(bias, fx.Node) and any(value.node is bias and needs_gradient(value) for value in inputs(node))
     return _summed(given, 1) if wanted else Traffic()
 

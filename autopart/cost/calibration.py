@@ -24,12 +24,11 @@ from statistics import median
 from typing import Any
 
 from autopart.cost.devices import Device, Link, number
+from autopart.cost.devices import link as preset
 from autopart.cost.samples import ATTENTION, HOST, KERNELS, LAUNCH, PRODUCT, STREAM, Sample, predicted_seconds
 from autopart.runtime.errors import ClusterError
 
 VERSION = 4
-GLOO_ROUNDS = 2.0
-"""The ``scatter_rounds`` of CPUs' links."""
 DELTA = 0.3
 MOST_OFF = 0.5
 """The median error on samples kept aside from which a fit says little of the machine."""
@@ -300,7 +299,7 @@ class _Model:
         )
         if "bandwidth" not in values:
             return device, None
-        rounds = GLOO_ROUNDS if self.device.kind == "cpu" else 1.0
+        rounds = preset("SharedMemory").scatter_rounds if self.device.kind == "cpu" else 1.0  # gloo's
         link = Link(self.link_name, values["bandwidth"], values["latency_s"], efficiency=1.0, scatter_rounds=rounds)
         return device, link
 
@@ -323,8 +322,8 @@ class _Model:
         what, _, dtype = name.partition(" ")
         if what not in (_RATE, ATTENTION, _BACK):
             return kernels
-        kind = {ATTENTION: ATTENTION, _BACK: ATTENTION}.get(what)
-        return [item for item in kernels if item.products and item.dtype == dtype and kind in (None, item.kind)]
+        kinds = KERNELS if what == _RATE else (ATTENTION,)
+        return [item for item in kernels if item.products and item.dtype == dtype and item.kind in kinds]
 
     def descend(self) -> None:
         """Tries each parameter larger and smaller by a step, which grows where that helps and shrinks where not."""
