@@ -199,13 +199,19 @@ class Cluster:
 
         Where a group has several devices on each node, as many rings cross the network at once as the node with the
         fewest has (NCCL gives each its own port), until the inner links become the narrow place: ``rings``. Inner
-        links that are slower than one such ring are the group's link.
+        links that are slower than one such ring are the group's link. Groups of CPUs use gloo.
         """
-        members = Counter(map(self.node_of, devices))
+        members = Counter(map(self.node_of, set(devices)))
         if not members:
             raise ClusterError("a group has at least one device")
+        link = self._narrowest(members)
+        return link.of_gloo() if any(self.nodes[index].device.kind == "cpu" for index in members) else link
+
+    def _narrowest(self, members: Mapping[int, int]) -> Link:
+        """Of a group with so many devices of these nodes."""
         if len(members) == 1:
-            return self.nodes[next(iter(members))].inside.among(len(set(devices)))
+            ((index, count),) = members.items()
+            return self.nodes[index].inside.among(count)
         nodes = {(id(self.nodes[index]), count): self.nodes[index] for index, count in members.items()}
         network = reduce(slower, (node.network for node in nodes.values()))
         # A ring's steps inside are on the nodes that hold several of its devices.

@@ -84,7 +84,8 @@ def test_the_fit_recovers_known_parameters(preset: str) -> None:
         mapped_s=3 * base.mapped_s,
         unaligned=0.3 if base.kind == "cuda" else 1.0,
     )
-    link = Link("true", 3.3e9, 41e-6, efficiency=1.0, scatter_rounds=2.0 if base.kind == "cpu" else 1.0)
+    link = Link("true", 3.3e9, 41e-6, efficiency=1.0)
+    link = link.of_gloo() if base.kind == "cpu" else link
     samples = samples_of(machine, link)
     disturbed = [
         replace(item, seconds=7 * item.seconds) if index % 40 == 3 else item for index, item in enumerate(samples)

@@ -99,6 +99,12 @@ def test_a_group_over_nodes_waits_for_a_slow_inner_link() -> None:
     assert unlike.group_link(range(4)).name == "slow" and unlike.group_link([0, 2, 3]).name == "PCIe-4"
 
 
+def test_between_cpus_gloo_scatters_what_it_summed_whole() -> None:
+    hosts = Cluster.parse("2x2xcpu@Ethernet-25")
+    assert [hosts.group_link(group).scatter_rounds for group in ([0, 1], [0, 2], range(4))] == [2, 2, 2]
+    assert Cluster.parse("2x2xH100@Ethernet-25").group_link(range(4)).scatter_rounds == 1
+
+
 def test_of_two_links_the_one_with_less_payload_is_the_slower() -> None:
     """Both move 12.5e9 bytes/s, but TCP leaves two thirds of that."""
     kinds = ("1xA100-40GB@InfiniBand-100", "1xA100-40GB@Ethernet-100")

@@ -40,7 +40,7 @@ def test_ring_formulas() -> None:
 
 
 def test_gloo_sums_whole_tensors_to_scatter_them() -> None:
-    gloo = Link("l", 8.0, 0.25, scatter_rounds=2)
+    gloo = LINK.of_gloo()
     assert comm.reduce_scatter_seconds(64, 4, gloo, IDEAL) == comm.all_reduce_seconds(64, 4, gloo, IDEAL)
     assert comm.all_gather_seconds(64, 4, gloo, IDEAL) == comm.all_gather_seconds(64, 4, LINK, IDEAL)
     with pytest.raises(ClusterError, match="scatter_rounds is from 1 to 2"):

@@ -24,7 +24,6 @@ from statistics import median
 from typing import Any
 
 from autopart.cost.devices import Device, Link, number
-from autopart.cost.devices import link as preset
 from autopart.cost.samples import ATTENTION, HOST, KERNELS, LAUNCH, PRODUCT, STREAM, Sample, predicted_seconds
 from autopart.runtime.errors import ClusterError
 
@@ -299,9 +298,8 @@ class _Model:
         )
         if "bandwidth" not in values:
             return device, None
-        rounds = preset("SharedMemory").scatter_rounds if self.device.kind == "cpu" else 1.0  # gloo's
-        link = Link(self.link_name, values["bandwidth"], values["latency_s"], efficiency=1.0, scatter_rounds=rounds)
-        return device, link
+        link = Link(self.link_name, values["bandwidth"], values["latency_s"], efficiency=1.0)
+        return device, link.of_gloo() if self.device.kind == "cpu" else link
 
     def loss(self, values: Mapping[str, float], samples: Sequence[Sample]) -> float:
         device, link = self.built(values)

@@ -105,8 +105,7 @@ class Link:
     rings: how many devices of each node send between nodes at once, which ring collectives profit from.
     efficiency: share of the bandwidth that is payload. direct: bytes/s between two neighbours where devices are wired
     to each other instead of to a switch (0: a switch, every pair has the whole bandwidth).
-    scatter_rounds: times that a reduce-scatter goes around the ring: 2 where it sums whole tensors and keeps a share of
-    each, as gloo's does.
+    scatter_rounds: times that a reduce-scatter goes around the ring (:meth:`of_gloo`).
     """
 
     name: str
@@ -131,6 +130,10 @@ class Link:
             return self
         return replace(self, bandwidth=min(self.bandwidth, self.direct * (devices - 1)), direct=0.0)
 
+    def of_gloo(self) -> Link:
+        """The link as gloo uses it: its reduce-scatter sums whole tensors and keeps a share (ProcessGroupGloo.cpp)."""
+        return replace(self, scatter_rounds=2.0)
+
     @property
     def ring_bandwidth(self) -> float:
         """Bytes/s that a ring collective moves through the group's narrowest cut."""
@@ -151,7 +154,7 @@ class Defaults:
     ports_per_device: float
 
 
-LINK_OPTIONS = ("efficiency", "direct", "scatter_rounds")
+LINK_OPTIONS = ("efficiency", "direct")
 _OPTIONAL = ("contraction", "memory", "attention", "alone", "host_s", "unaligned", "function_s", "random_s", "mapped_s")
 
 
