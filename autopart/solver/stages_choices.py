@@ -20,7 +20,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,8 @@ _LEVELS = 12
 _MOST_PARTIAL = 20_000
 _FEW_MIXES = 200
 _ROUNDING = 1e-11
+_MOST_CELLS = 2**20
+"""Of a table that is made on the way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +116,23 @@ def least_excess(families: Sequence[Family], counts: Array, room: Array, in_flig
 
     counts: [family, run]. room: [run] bytes.
     """
-    values = transients(families)
+    values = np.array(transients(families))
     fewest = np.array([_fewest_bytes(family, in_flight, values) for family in families]).T
-    least = np.full(room.shape, np.inf)
-    for highest, sizes in zip(values, fewest, strict=True):
-        none = np.isinf(sizes)
-        barred = none.astype(float) @ counts > 0
-        kept = np.where(none, 0.0, sizes) @ counts
-        least = np.minimum(least, np.where(barred, np.inf, kept + highest - room))
+    # a larger transient by which nothing keeps less only takes more
+    helps = np.concatenate([[True], (fewest[1:] < fewest[:-1]).any(axis=1)])
+    values, fewest = values[helps], fewest[helps]
+    none = np.isinf(fewest)
+    sizes, some = np.where(none, 0.0, fewest), none.any(axis=1)
+    least = np.empty(room.shape)
+    for start in range(0, len(room), step := max(1, _MOST_CELLS // len(values))):
+        part = slice(start, start + step)
+        needed = sizes @ counts[:, part] + values[:, None]
+        needed[some] = np.where(none[some].astype(float) @ counts[:, part] > 0, np.inf, needed[some])
+        least[part] = needed.min(axis=0) - room[part]
     return least
 
 
-def _fewest_bytes(family: Family, in_flight: int, most_transient: Sequence[float]) -> Array:
+def _fewest_bytes(family: Family, in_flight: int, most_transient: Array) -> Array:
     """What is kept at least under each limit of transients; infinite where none is allowed."""
     order = sorted(family, key=lambda choice: choice.transient_bytes)
     fewest = np.minimum.accumulate([math.inf, *(choice.kept_bytes(in_flight) for choice in order)])
@@ -138,7 +145,8 @@ class Held:
     """How many of each family of blocks, and of parts of layers, each run has.
 
     at: [family, position], whose growth from the first to the last position is what a run has, but for ``number`` more
-    of ``family`` in ``run``, entry by entry.
+    of ``family`` in ``run``, entry by entry. marks: [2, run] two numbers that are the same for runs with as many of
+    each family, and other ones, both of 64 bits, where not: sums of the families' random numbers.
     """
 
     runs: Runs
@@ -146,6 +154,15 @@ class Held:
     family: Numbers
     run: Numbers
     number: Array
+    marks: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        own = np.random.default_rng(0).integers(1, 2**62, (2, len(self.at)))
+        grown, number = own @ self.at.astype(np.int64), self.number.astype(np.int64)
+        marks = grown[:, self.runs.last] - grown[:, self.runs.first]
+        for row, numbers in zip(marks, own, strict=True):
+            np.add.at(row, self.run, numbers[self.family] * number)
+        object.__setattr__(self, "marks", marks)
 
     @staticmethod
     def of(shape: Shape, member: NDArray[np.bool_], runs: Runs) -> tuple[list[Family], Held]:

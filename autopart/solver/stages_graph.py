@@ -27,6 +27,7 @@ from autopart.solver.stages_runs import Array, Bits, Runs
 # stage, shape, capacity, link at the start, link at the end
 _Key = tuple[int, int, float, int, int]
 _ROUNDING = 1e-9
+_ODD = np.int64(0x1E3779B97F4A7C15)  # mixes bits
 
 
 @dataclass(slots=True)
@@ -72,7 +73,6 @@ class StageGraph:
     _made: dict[tuple[int, int], tuple[tuple[int, int], ...] | None] = field(default_factory=dict)
     _fastest: dict[object, tuple[list[Family], Fastest]] = field(default_factory=dict)
     _units: dict[tuple[int, int], list[tuple[tuple[int, ...], Family]]] = field(default_factory=dict)
-    _kinds: dict[int, NDArray[np.int64]] = field(default_factory=dict)
 
     @staticmethod
     def build(problem: StageProblem, most_seconds: float = math.inf, late: bool = False) -> StageGraph:
@@ -176,17 +176,11 @@ class StageGraph:
     def _alike(self, table: int, run: int) -> NDArray[np.intp]:
         """The runs of as many blocks of each family in as much room, of which the same is true."""
         shape, room = self.tables[table][1], self.room[table]
-        if shape not in self._kinds:
-            open_: Bits = np.any(~self.exact & self.fits, axis=0)
-            counts = self.held[shape].counts(open_).astype(np.int64)
-            mixed = np.random.default_rng(0).integers(1, 2**62, len(counts))  # sums that differ where counts do
-            self._kinds[shape] = np.zeros(len(self.runs), dtype=np.int64)
-            self._kinds[shape][open_] = mixed @ counts
-        kinds = self._kinds[shape]
-        likely = (kinds == kinds[run]) & (room == room[run]) & ~self.exact[table]
-        likely[run] = True
-        had, found = self.held[shape].counts(likely), np.flatnonzero(likely)
-        return found[(had == had[:, found == run]).all(axis=0)]
+        marks = self.held[shape].marks
+        alike = (room == room[run]) & ~self.exact[table]
+        for row in marks:
+            alike &= row == row[run]
+        return np.flatnonzero(alike)
 
     def with_choices(self, stage: int, step: Step) -> Step | None:
         """The step with the fastest choices that fit; None where none does, which bounds may not have shown."""
@@ -335,9 +329,8 @@ class _Costs:
         seconds = self.fastest.copy()
         if all(len(family) == 1 for family in self.families) or not weighed.any():
             return seconds, excess, np.ones(room.shape, dtype=bool)
-        counts, rooms = self.held.counts(weighed), room[weighed]
-        kinds, kind = _alike_runs(counts, rooms)
-        counts, rooms = counts[:, kinds], rooms[kinds]
+        firsts, kind = _alike_runs(self.held.marks, room, weighed)
+        counts, rooms = self.held.counts(firsts), room[firsts]
         lacking = least_excess(self.families, counts, rooms, in_flight)
         relaxed, fit = np.full(rooms.shape, np.inf), lacking <= 0
         relaxed[fit] = relaxed_seconds(self.families, counts[:, fit], rooms[fit], in_flight)
@@ -347,14 +340,18 @@ class _Costs:
         return seconds, excess, np.isclose(seconds, self.fastest, rtol=1e-12, atol=0.0)
 
 
-def _alike_runs(counts: Array, room: Array) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """One run of each that have as many of each family, and as much room; and the place among these of every run."""
-    rows = np.vstack([counts.astype(np.int64), np.unique(room, return_inverse=True)[1]])
-    mixed = np.random.default_rng(0).integers(1, 2**62, len(rows)) @ rows  # sums that differ where rows do
-    _, first, kind = np.unique(mixed, return_index=True, return_inverse=True)
-    if not np.array_equal(rows, rows[:, first[kind]]):
+def _alike_runs(marks: NDArray[np.int64], room: Array, wanted: Bits) -> tuple[Bits, NDArray[np.intp]]:
+    """The first run of each that have equal marks and as much room, marked; and by wanted run its place among these."""
+    marks, room = marks[:, wanted], room[wanted]
+    _, first, kind = np.unique(marks[0] + room.view(np.int64) * _ODD, return_index=True, return_inverse=True)
+    if not (np.array_equal(marks, marks[:, first[kind]]) and np.array_equal(room, room[first[kind]])):
         first = kind = np.arange(len(room))
-    return first, kind
+    order = np.argsort(first)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    found: Bits = np.zeros(len(wanted), dtype=bool)
+    found[np.flatnonzero(wanted)[first]] = True
+    return found, place[kind]
 
 
 def _rounded(room: Array) -> Array:
