@@ -37,7 +37,8 @@ class BlockCost:
     kept: bytes of the tensors that its ops keep from its forward to its backward; other blocks may keep them too.
     inside_bytes: what they keep besides. entering: bytes of the tensors that it reads of other blocks, parameters left
     out. transient_bytes: of the op that takes the most: operands and results, or their gradients, with those of its
-    parameters and what its backward makes on its way; forward_bytes: without those of its parameters. ops: one by one.
+    parameters and what its backward makes on its way; forward_bytes: without those of its parameters. waiting_s: of the
+    backward, for an exchange that what runs again would hide as well. ops: one by one.
     """
 
     forward_s: float = 0.0
@@ -45,6 +46,7 @@ class BlockCost:
     inside_bytes: float = 0.0
     transient_bytes: float = 0.0
     forward_bytes: float = 0.0
+    waiting_s: float = 0.0
     kept: dict[Kept, float] = field(default_factory=dict)
     entering: dict[Kept, float] = field(default_factory=dict)
     ops: list[PricedOp] = field(default_factory=list)

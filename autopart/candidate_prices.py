@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -250,9 +251,12 @@ class CandidatePrices(CandidateSettings):
         if any(map(any, sent)):
             late = [seconds * (1 - 1 / config.microbatches) for seconds in late]  # the last one is waited for
             there = self._exposed_seconds(config, owners, sent[0], [cost.forward_s for cost in costs])
-            back = self._exposed_seconds(config, owners, sent[1], [cost.backward_s for cost in costs], late)
-            for cost, forward, backward in zip(costs, there, back, strict=True):
+            computed = [cost.backward_s for cost in costs]
+            back = self._exposed_seconds(config, owners, sent[1], computed, late)
+            beside_all = self._exposed_seconds(config, owners, sent[1], [math.inf] * len(costs), late)
+            for cost, forward, backward, least in zip(costs, there, back, beside_all, strict=True):
                 cost.forward_s, cost.backward_s = cost.forward_s + forward, cost.backward_s + backward
+                cost.waiting_s = backward - least
         if whole:
             repeats = self.has_one_stage(config) and config.microbatches > 1
             passing = whole_bytes(owners, set(self.analysis.layers), whole, config.dp, self.summed, repeats)

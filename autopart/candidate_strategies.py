@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -180,7 +181,8 @@ class CandidateStrategies(CandidateFloors):
 
     def hidden(self, config: Degrees) -> list[TensorChoice]:
         """Strategies that are the fastest where replicas divide all, at levels whose exchange passes beside ops: those
-        that cost no more besides than a byte is worth, and, where these differ, whatever they cost.
+        that cost no more besides than a byte is worth, and, where these differ, whatever they cost; then those whose
+        exchange passes so where all of the forward runs again.
         """
         choice, setting, tensors = self.choose(config, level=3), self.setting(config), self.analysis.program.tensors
         costs, hiding = self._costs(config, choice, setting), 1 - 1 / max(1.0, self.units / config.stages)
@@ -194,13 +196,15 @@ class CandidateStrategies(CandidateFloors):
             ways[nodes[0]] = {level: (item.cost, item.memory) for level, item in held.items()}
 
         levels = list[dict[str, int]]()
-        for price in self._byte_price(config, choice, [list(own.values()) for own in ways.values()]), math.inf:
+        there, back = (math.fsum(getattr(cost, name) for cost in costs) for name in ("forward_s", "backward_s"))
+        prices = self._byte_price(config, choice, [list(own.values()) for own in ways.values()]), math.inf
+        for computed, price in itertools.product((back, back + there), prices):
             found = hidden_levels(
                 [nodes for nodes in classes if 3 in ways[nodes[0]] and tensors[nodes[0].meta["name"]].trainable],
                 partial(self._exchanges_of, setting, choice),
                 lambda nodes, level: ways[nodes[0]][level],
-                hiding * math.fsum(cost.forward_s for cost in costs),
-                hiding * math.fsum(cost.backward_s for cost in costs),
+                hiding * there,
+                hiding * computed,
                 price,
             )
             if found not in levels:

@@ -23,8 +23,8 @@ each on a rank, and a sum reads one of the rank's own with it.
 Sums of levels 0 and 1 start during the last backward, and what that hides is credited (:mod:`autopart.solver.overlap`).
 Gathers of levels 1 and 2 pass beside the first forward, those of level 3 run a layer ahead, and sums of levels 2 and 3
 beside each backward. Plans are timed so (:mod:`autopart.data_clock`); candidates are compared as if a layer's exchange
-passed beside its own ops, but for one layer of each stage, and bounds count only that all of it passes one after
-another while the step lasts, and what the first block has to do with it.
+passed beside its own ops, those that run again among them, but for one layer of each stage, and bounds count only that
+all of it passes one after another while the step lasts, and what the first block has to do with it.
 """
 
 from __future__ import annotations

@@ -102,7 +102,10 @@ def layers(
     result = []
     for layer, own in members.items():
         start, possible = own[0], _parts(own, positions)
-        amounts = tuple((kinds[at], *blocks[at].choices, costs[at].inside_bytes, again_s[at], at - start) for at in own)
+        amounts = tuple(
+            (kinds[at], *blocks[at].choices, costs[at].inside_bytes, again_s[at], costs[at].waiting_s, at - start)
+            for at in own
+        )
         alike = possible, amounts, _tensors(found, own, block_of)
         if alike not in known:
             known[alike] = {
@@ -156,10 +159,27 @@ def _ways(
     )
     if recompute == KEPT or sum(op.node in block_of for index in part for op in costs[index].ops) <= MOST_INLINE:
         return (keep,)
+    waiting_s = math.fsum(costs[index].waiting_s for index in part)
     if recompute == "full":
-        return (again,)
+        return (_meanwhile(again, keep, waiting_s),)
     others = (keep, *modules(layer, part, keep))
-    return others if any(other.undercuts(again) for other in others) else (*others, again)
+    found = others if any(other.undercuts(again) for other in others) else (*others, again)
+    return _best(tuple(_meanwhile(way, keep, waiting_s) for way in found)) if waiting_s else found
+
+
+def _meanwhile(way: Choice, keep: Choice, waiting_s: float) -> Choice:
+    """A way whose backward computes while ``keep``, which runs nothing again, waits."""
+    return replace(way, backward_s=keep.backward_s + max(0.0, way.backward_s - keep.backward_s - waiting_s))
+
+
+def _best(ways: Family) -> Family:
+    """The first way, and the others that none undercuts; of equal ones the first."""
+    keep, *others = ways
+    found: list[Choice] = []
+    for way in others:
+        if not any(known.undercuts(way) for known in found):
+            found = [known for known in found if not way.undercuts(known)] + [way]
+    return (keep, *found)
 
 
 def _again_seconds(blocks: Sequence[tuple[float, float | None]]) -> float:

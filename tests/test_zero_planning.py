@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from autopart.analysis import Analysis, analyze
+from autopart.candidates import Candidates
 from autopart.cli.arguments import zero_level
 from autopart.cost.communication import collective_seconds
 from autopart.cost.compute import copy_seconds
@@ -17,6 +18,7 @@ from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.realize import realize
 from autopart.runtime.errors import InfeasibleError, PlanError
+from autopart.solver.degrees import Degrees
 from autopart.tracing import capture
 from clusters import ideal
 from families import family
@@ -147,3 +149,15 @@ def test_levels_that_do_not_exist_are_refused() -> None:
     with pytest.raises(PlanError, match="zero is one of 0, 1, 2, 3 or None"):
         plan(zero=4)
     assert [zero_level(text) for text in ("0", "3", "auto")] == [0, 3, None]
+
+
+def test_what_runs_again_hides_what_replicas_exchange() -> None:
+    """Candidates are compared by about what their plans take: an exchange passes beside the forward that runs again."""
+    model = load_model("hf:gpt2?n_layer=24&n_embd=64&n_head=4&vocab_size=96&n_positions=64&seq=64", meta=True)
+    deep = analyze(capture(model.model, model.args, model.kwargs, check_eval=False))
+    limits: dict[str, Any] = {"pp": 1, "dp": 4, "tp": 1, "microbatches": 1, "recompute": "full", "zero": 3}
+    for bandwidth in (6e6, 1e7, 1.5e7):  # what is exchanged takes longer than the backward, about as long, less
+        cluster = ideal(4, bandwidth=bandwidth)
+        found = Candidates(deep, cluster, 32, "adamw", zero=3).evaluate(Degrees(1, 4, (), 1, "1f1b", "full"))
+        timed = make_plan(deep.program, cluster, analysis=deep, batch=32, **limits).step_time_s
+        assert found.objective == pytest.approx(timed, rel=0.05)
