@@ -112,7 +112,7 @@ class Candidates(CandidateStages):
                 return replace(other, bound=min(other.objective, error.bound))
             stopped = error
         except InfeasibleError:
-            found = self._at_levels(config, below) or self._of_one_level(config, fastest, below)
+            found = self._leanest(config, fastest, below)
             if found is None:
                 raise
             return found
@@ -176,6 +176,19 @@ class Candidates(CandidateStages):
         best, *rest = sorted(found, key=lambda item: item.objective)
         answer = replace(best.answer, others=tuple(other.answer for other in rest[:1]))
         return replace(best, answer=answer, bound=min(best.objective, bound))
+
+    def _leanest(self, config: Degrees, fastest: TensorChoice, below: float) -> Evaluation[Answer] | None:
+        """The best of other strategies, where none was found that fits by limits of memory.
+
+        A limit takes what is missing in one stage off all that strategies hold, which where stages hold the same tied
+        parameters can be less than any hold.
+        """
+        if self._never_fits(config, fastest):
+            return None
+        found = self._holding_less(config, fastest, below) or self._of_one_level(config, fastest, below)
+        if found is None and config.recompute != "auto" and fastest.solution is not None:
+            found = self._at_prices(config, self._leaner(config, fastest.solution.objective), below)
+        return found
 
     def _holding_less(self, config: Degrees, fastest: TensorChoice, below: float) -> Evaluation[Answer] | None:
         """The best of other strategies, where the fastest may take less than ``below`` and memory asks for too much."""

@@ -308,7 +308,7 @@ def make_plan(
             *speeds(cluster),
             *notes(candidates, answer, plan.step_time_s),
             *(unfactored(candidates, configs, result.considered, bound) if free_axes else ()),
-            *untried(result.considered),
+            *(() if thorough else untried(result.considered)),
         ),
         considered=tuple(_row(item) for item in result.considered),
     )

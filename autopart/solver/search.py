@@ -140,9 +140,9 @@ def search(
     those whose bound is the smallest in the end. most_last: further evaluations then, of those left untried whose bound
     is the smallest. settle: an answer, or a better one of its candidate, with seconds that were not known while it was
     evaluated; of the MOST_SETTLED fastest within NEAR of the best the one is chosen that takes the fewest, and up to
-    MOST_MORE others are looked at that may take fewer still, by the share WORTH. worth: the share of the best by which
-    a candidate has to be able to undercut it to be refined, evaluated or tightened. below: seconds that an answer has
-    to stay below to be of interest; raises NotBetter when none does.
+    MOST_MORE others are looked at that may take fewer still, by the share WORTH (all of them without ``most``). worth:
+    the share of the best by which a candidate has to be able to undercut it to be refined, evaluated or tightened.
+    below: seconds that an answer has to stay below to be of interest; raises NotBetter when none does.
     Raises InfeasibleError, with what the closest candidates lack, when none has a solution.
     """
     best: tuple[Candidate, Evaluation[Answer]] | None = None
@@ -258,7 +258,8 @@ def search(
             assert outcome is not None
             bounds[lowest] = max(bounds[lowest], outcome.bound)
     if settle is not None:
-        best = _settled(found, bounds, best[1].objective, evaluate, settle, expected, worth)
+        looks = len(found) if most is None else MOST_SETTLED + MOST_MORE
+        best = _settled(found, bounds, best[1].objective, evaluate, settle, expected, worth, looks)
     config, chosen = best
     bound = min([*bounds.values(), chosen.objective])
     return SearchResult(
@@ -279,15 +280,16 @@ def _settled(
     settle: Callable[[Answer], tuple[Answer, float]],
     expected: Callable[[Candidate, float], float],
     worth: Callable[[Candidate], float],
+    looks: int,
 ) -> tuple[Candidate, Evaluation[Answer]]:
     """The best once the fastest are settled, and then what may be faster than these came out.
 
     found, bounds: of :func:`search`, brought up to date. ruled_out: seconds from which candidates were left out, less
-    what they have to be ``worth``.
+    what they have to be ``worth``. looks: at most, at as many candidates.
     """
     best: tuple[Candidate, Evaluation[Answer]] | None = None
     looked: set[int] = set()
-    while len(looked) < MOST_SETTLED + MOST_MORE:
+    while len(looked) < looks:
         least = math.inf if best is None else best[1].objective
         most = max(least, (1 + NEAR) * ruled_out) if len(looked) < MOST_SETTLED else least
         known = [

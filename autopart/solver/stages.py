@@ -246,26 +246,31 @@ def _infeasible(problem: StageProblem, graph: StageGraph) -> InfeasibleError:
     named = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
     slot = problem.slots[step.slot]
     named += f" on {problem.shapes[slot.shape].name}" if problem.shapes[slot.shape].name else ""
-    chosen, in_flight = problem.chosen(step), problem.in_flight[stage]
-    state = math.fsum(choice.state_bytes for choice in chosen)
-    kept = math.fsum(choice.running_bytes(in_flight) for choice in chosen) + in_flight * problem.crossing_bytes(step)
-    what = f"{format_bytes(kept)} activations of {in_flight} microbatch{'es' if in_flight > 1 else ''} in flight"
+    in_flight = problem.in_flight[stage]
+    running, kept = problem.running_bytes(stage, step), problem.flying_bytes(stage, step)
+    what = (
+        f"{format_bytes(kept)} activations of {in_flight} microbatch{'es' if in_flight > 1 else ''} in flight, "
+        f"{format_bytes(running - kept)} what the largest op takes, and buffers"
+    )
+    advice = "or more devices, or smaller microbatches where they have several samples"
     update = problem.shapes[slot.shape].passing.update_bytes(inside)
-    if update > problem.running_bytes(stage, step):
-        what = f"{format_bytes(update)} are made by the optimizer for its step"
+    if update > running:
+        what, advice = f"{format_bytes(update)} are made by the optimizer for its step", "or more devices"
     overhead = problem.shapes[slot.shape].overhead_bytes
+    if overhead >= slot.capacity_bytes:
+        advice = "nothing else does, as what a process takes is all that they have"
     if overhead:
         what += f", {format_bytes(overhead)} are what a process takes besides its tensors, as CUDA and its libraries do"
     enough = f"Devices with {format_enough(slot.sharing * (slot.capacity_bytes + over))}"
     if len({other.capacity_bytes for other in problem.slots}) > 1:
         enough = f"{format_enough(slot.sharing * over)} more on every device"
     shared = f", as {slot.sharing} stages share a device's" if slot.sharing > 1 else ""
+    held, state = problem.stage_bytes(stage, step), problem.state_bytes(step)
     return InfeasibleError(
-        f"no cut into {problem.stages} stages fits: in the best one stage {stage} ({named}) holds "
-        f"{format_bytes(problem.stage_bytes(stage, step))}, {format_bytes(over)} ({over:.0f} bytes) over its capacity "
-        f"of {format_bytes(slot.capacity_bytes)}{shared}; {format_bytes(state)} of it are parameters with gradients "
-        f"and optimizer state, {what}. "
-        f"{enough} would do; or more devices, or smaller microbatches where they have several samples",
+        f"no cut into {problem.stages} stage{'s' if problem.stages > 1 else ''} fits: in the best one stage {stage} "
+        f"({named}) holds {format_bytes(held)}, {format_bytes(over)} ({over:.0f} bytes) over its capacity of "
+        f"{format_bytes(slot.capacity_bytes)}{shared}; {format_bytes(state)} of it are parameters with gradients and "
+        f"optimizer state, {what}. {enough} would do; {advice}",
         over,
     )
 

@@ -243,15 +243,21 @@ class StageProblem:
 
     def running_bytes(self, stage: int, step: Step) -> float:
         """Of these what is there while microbatches run, and gone when the optimizer does."""
-        shape, chosen = self.shapes[self.slots[step.slot].shape], self.chosen(step)
-        inside = set(self.blocks_between(step.first, step.last))
+        shape, inside = self.shapes[self.slots[step.slot].shape], set(self.blocks_between(step.first, step.last))
         return (
-            math.fsum(choice.running_bytes(self.in_flight[stage]) for choice in chosen)
-            + math.fsum(self.in_flight[stage] * group.bytes for group in shape.kept if inside & set(group.blocks))
-            + max(choice.transient_bytes for choice in chosen)
+            self.flying_bytes(stage, step)
+            + max(choice.transient_bytes for choice in self.chosen(step))
             + self.buffer_bytes(step)
-            + self.in_flight[stage] * self.crossing_bytes(step)
             + shape.passing.message_bytes(inside)
+        )
+
+    def flying_bytes(self, stage: int, step: Step) -> float:
+        """Of these what microbatches in flight keep."""
+        shape, inside = self.shapes[self.slots[step.slot].shape], set(self.blocks_between(step.first, step.last))
+        return (
+            math.fsum(choice.running_bytes(self.in_flight[stage]) for choice in self.chosen(step))
+            + math.fsum(self.in_flight[stage] * group.bytes for group in shape.kept if inside & set(group.blocks))
+            + self.in_flight[stage] * self.crossing_bytes(step)
         )
 
     def buffer_bytes(self, step: Step) -> float:
