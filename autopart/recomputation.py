@@ -163,8 +163,8 @@ def _ways(
     if recompute == "full":
         return (_meanwhile(again, keep, waiting_s),)
     others = (keep, *modules(layer, part, keep))
-    found = others if any(other.undercuts(again) for other in others) else (*others, again)
-    return _best(tuple(_meanwhile(way, keep, waiting_s) for way in found)) if waiting_s else found
+    ways = others if any(other.undercuts(again) for other in others) else (*others, again)
+    return _best(tuple(_meanwhile(way, keep, waiting_s) for way in ways)) if waiting_s else ways
 
 
 def _meanwhile(way: Choice, keep: Choice, waiting_s: float) -> Choice:
