@@ -28,7 +28,7 @@ from autopart.kept_buffers import drop_unread, kept_buffers, replaced_buffers_wr
 from autopart.meta_capture import NumbersOnMeta, all_on_meta, is_on_meta
 from autopart.mixed_precision import autocast_of, check_sums, current_precision
 from autopart.other_draws import note_on_draws, other_draws
-from autopart.own_backwards import note_on, own_backwards
+from autopart.own_backwards import own_backwards
 from autopart.passes.attention_masks import simplify_masks
 from autopart.passes.autocast import Autocast, entered
 from autopart.passes.graph import prune
@@ -159,14 +159,14 @@ def capture(
             kept_buffers(flat),
             symbolic_lengths(flat),
             all_on_meta(flat, named) as leaves,
-            own_backwards() as own,
+            own_backwards(model) as own,
             other_draws() as drawn,
         ):
             exported, static_batch, most = _export(flat, leaves, dims, batch)
         with entered({}):
             program = _assemble(flat, exported, named, dims, tuple(bound), batch, static_batch, name, autocast)
         program.most_samples = most
-        program.notes = (*program.notes, *map(note_on, own), *map(note_on_draws, drawn))
+        program.notes = (*program.notes, *own, *map(note_on_draws, drawn))
         return program
 
     program = settle(trace, named, dims, batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -62,13 +63,13 @@ def moved(rank: int, source: int, target: int) -> list[int]:
     return order
 
 
-def has_gradient(node: fx.Node) -> bool:
-    """Whether a trainable parameter reaches the node."""
+def has_gradient(node: fx.Node, without: Collection[fx.Node] = ()) -> bool:
+    """Whether a trainable parameter reaches the node. without: results that autograd does not see."""
     seen: set[fx.Node] = set()
     stack = [node]
     while stack:
         item = stack.pop()
-        if item in seen or item.target is aten.detach.default:
+        if item in seen or item in without or item.target is aten.detach.default:
             continue
         seen.add(item)
         value = item.meta.get("val")

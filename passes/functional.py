@@ -28,13 +28,15 @@ _OTHERS = {aten.zero_.default: aten.zeros_like.default, aten.bernoulli_.float: a
 
 
 def functional_overload(node: fx.Node, target: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """``aten.add.Tensor`` for ``aten.add_.Tensor``, which an exported node calls.
+    """``aten.add.Tensor`` for ``aten.add_.Tensor`` or ``aten.add.out``, which an exported node calls.
 
     Raises CaptureError when there is no op that returns the new value instead.
     """
     namespace, name = target._schema.name.split("::")
     packet = getattr(aten, name[:-1], None) if name.endswith("_") and namespace == "aten" else None
     overload: torch._ops.OpOverload | None = getattr(packet, target._overloadname, None) or _OTHERS.get(target)
+    if writes_out(target):
+        overload = _without_out(target)
     if overload is None:
         path, source = origin(node)
         raise CaptureError(
@@ -42,6 +44,22 @@ def functional_overload(node: fx.Node, target: torch._ops.OpOverload) -> torch._
             "use the op that returns a new tensor"
         )
     return overload
+
+
+def writes_out(target: torch._ops.OpOverload) -> bool:
+    """Whether an op writes its one result into its argument ``out``."""
+    return [item.name for item in target._schema.arguments if item.is_out] == ["out"]
+
+
+def _without_out(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The overload of the same op that returns what this one writes into ``out``."""
+    given = [(item.name, str(item.type)) for item in target._schema.arguments if not item.is_out]
+    packet = target.overloadpacket
+    for name in packet.overloads():
+        overload: torch._ops.OpOverload = getattr(packet, name)
+        if [(item.name, str(item.type)) for item in overload._schema.arguments] == given:
+            return overload
+    return None
 
 
 @dataclass(slots=True)

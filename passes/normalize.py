@@ -16,7 +16,7 @@ Values are unchanged bit by bit: no op is replaced by one that computes differen
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ from autopart.passes.exported import (
     origin,
     padded,
 )
-from autopart.passes.functional import functional_overload
+from autopart.passes.functional import functional_overload, writes_out
 from autopart.passes.rewriting import Rewriting
 from autopart.passes.sizes import extent
 from autopart.passes.strided import memory_views
@@ -69,6 +69,7 @@ class _Normalizer(Rewriting):
         self.known_casts: dict[str, list[torch.dtype]] = {}
         self.names = names
         self.without_grad = False
+        self.made_without_grad: set[fx.Node] = set()
         self.default = torch.get_default_dtype()
         # Which results are copies matters only where something is written.
         self.writes = any(
@@ -212,6 +213,19 @@ class _Normalizer(Rewriting):
                 self.one(inner, sub)
         self.region_meta, self.without_grad, self.autocast = saved, outside, around
 
+    def emit(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        like: fx.Node,
+        known: bool = False,
+    ) -> fx.Node:
+        node = super().emit(target, args, kwargs, like, known)
+        if self.without_grad:
+            self.made_without_grad.add(node)
+        return node
+
     def detached(self, result: Any, like: fx.Node) -> Any:
         if isinstance(result, tuple | list):
             return type(result)(self.detached(item, like) for item in result)
@@ -337,11 +351,12 @@ class _Normalizer(Rewriting):
         return node
 
     def write(self, node: fx.Node, target: torch._ops.OpOverload) -> fx.Node:
-        """An op that writes into its first argument becomes one that returns the new value."""
+        """An op that writes into its first argument, or into ``out``, becomes one that returns the new value."""
         args, kwargs = self.look(node.args), self.look(dict(node.kwargs))
-        written = args[0]
+        written = kwargs.pop("out") if writes_out(target) else args[0]
         assert isinstance(written, fx.Node)
-        if (self.without_grad or self.aliases.is_detached(written)) and has_gradient(self.aliases.base(written)):
+        apart = self.without_grad or self.aliases.is_detached(written)
+        if apart and has_gradient(self.aliases.base(written), self.made_without_grad):
             path, source = origin(node)
             raise CaptureError(
                 f"{target} writes without gradient into a tensor that has one (module {path or '(root)'}, {source}); "
@@ -356,6 +371,13 @@ class _Normalizer(Rewriting):
             new = self.placed(node, args)
         else:
             new = self.emit(first_name(functional) or functional, args, kwargs, node)
+            made, there = ([extent(size) for size in item.meta["val"].shape] for item in (new, written))
+            if made != there:  # torch gives ``out`` another shape, with a warning
+                path, source = origin(node)
+                raise CaptureError(
+                    f"{target} writes a tensor into one of another shape (module {path or '(root)'}, {source}); leave "
+                    "out= away"
+                )
             if new.meta["val"].dtype != written.meta["val"].dtype:
                 new = self.emit(aten.to.dtype, (new, written.meta["val"].dtype), {}, node)
         return self.aliases.write(written, new, self.replay)

@@ -30,6 +30,7 @@ from autopart.runtime.buckets import (
 )
 from autopart.runtime.collectives import scatter_message, sum_in_place, sum_message
 from autopart.runtime.data_weights import Pass, Weights, add_gradient, in_sum_type, summed_beside
+from autopart.runtime.errors import InputError
 from autopart.runtime.flat import FlatShares
 from autopart.runtime.hooks import weakly
 from autopart.runtime.manifest import Manifest, ParameterSpec
@@ -108,12 +109,21 @@ class GradientSums:
         self._passes_left = Counter((kinds[a.work], a.stage) for a in actions if a.work in kinds)
 
     def _arrange(self) -> None:
-        """Makes the buckets anew where other parameters are trained than before, and begins with the first."""
+        """Makes the buckets anew where other parameters are trained than before, and begins with the first.
+
+        Raises InputError where one is that the program was not planned to train.
+        """
         for queue in (self._once, *self._always.values()):
             queue.restart()
         trained = [spec for spec in self._specs if self._parameters[spec.name].requires_grad]
         if trained == self._trained:
             return
+        for spec in trained:
+            if not (spec.trainable or spec.buffer):
+                raise InputError(
+                    f"parameter {spec.name!r} requires a gradient, but was frozen when the model was captured, so that "
+                    "its program makes none; capture the model with all that is ever trained, and freeze it afterwards"
+                )
         stages = self._mesh.stages
         self._trained = trained
         self._once, self._always, self._divided, self._stages_of = _Queue(), {}, [], {}

@@ -250,6 +250,49 @@ def test_region_without_gradient_is_detached() -> None:
     assert "aten.detach.default" in spellings(program)
 
 
+def test_writes_of_what_is_made_without_gradient() -> None:
+    def inside(x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            most = x.abs().amax(-1, keepdim=True).clamp_min_(1e-3)
+            most[0].mul_(2)
+        return x / most
+
+    def into_out(x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = torch.empty_like(y)
+            torch.div(x, 3, out=scale)
+            torch.nn.functional.normalize(y + scale, dim=-1, out=scale)
+        return x * scale
+
+    def of_another_shape(x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch.add(x, 1, out=(row := torch.empty(0, dtype=x.dtype)))
+        return x * row
+
+    test_writes(inside)
+    test_writes(into_out)
+    refuses(of_another_shape, "another shape")
+
+
+@pytest.mark.parametrize("normalized", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])
+def test_spectral_norm(normalized: Callable[[nn.Module], nn.Module]) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(normalized(nn.Linear(6, 5)), nn.GELU(), nn.Linear(5, 1)).double()
+
+    model, reference, x = made(), made(), torch.randn(BATCH, 6, dtype=torch.float64)
+    program = capture(model, (x,), check_eval=False)
+    check_vocabulary(program)
+    (found, *_) = run_graph(program, program.graph, model, {"input": x}, BATCH)
+    expected = reference(x)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+    found.sum().backward()
+    expected.sum().backward()
+    theirs = gradients(reference)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, theirs[name], rtol=1e-12, atol=1e-14)
+
+
 def test_disabled_autocast_is_inlined() -> None:
     def disabled(x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):

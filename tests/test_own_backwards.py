@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from autopart.tracing import capture
+from programs import run_graph
 
 
 class Round(torch.autograd.Function):
@@ -47,6 +49,50 @@ def test_it_is_said_once() -> None:
     assert not any(
         "backward of its own" in note for note in capture(nn.Linear(4, 4), (torch.randn(4, 4),), check_eval=False).notes
     )
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient / 2)
+        return torch.as_tensor(self.last(hidden).mean())
+
+
+def test_hooks_on_gradients_are_said() -> None:
+    before, model = torch.Tensor.register_hook, Hooked()
+    model.first.register_full_backward_hook(lambda module, there, back: None)
+    model.first.weight.register_hook(lambda gradient: gradient)
+    notes = [note for note in capture(model, (torch.randn(4, 4),), check_eval=False).notes if "hook" in note]
+    assert [note.partition(" has a hook")[0] for note in notes] == ["module first", "a tensor in forward"]
+    assert torch.Tensor.register_hook is before
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_is_checkpointed_has_gradients(reentrant: bool) -> None:
+    """A reentrant one runs its function in a Function without gradients."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            inside = checkpoint(self.last, self.first(x).relu(), use_reentrant=reentrant)
+            return torch.as_tensor(inside.mean())
+
+    x = torch.randn(4, 4)
+    model = Checkpointed()
+    program = capture(model, (x,), check_eval=False)
+    assert not program.notes
+    (found,) = run_graph(program, program.graph, model, {"x": x}, 4)
+    made = torch.autograd.grad(found, list(model.parameters()))
+    model(x).backward()  # a reentrant one knows no other way
+    torch.testing.assert_close(made, tuple(parameter.grad for parameter in model.parameters()))
 
 
 class DropsLayers(nn.Module):

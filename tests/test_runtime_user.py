@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import autopart
 from autopart.runtime import Namespace, ParallelModule, buffer, parameter
 from autopart.runtime.errors import ClusterError, InputError, PlanError
 from autopart.runtime.manifest import Manifest
@@ -116,6 +117,30 @@ def test_frozen_parameters_get_no_gradient(tmp_path: Path) -> None:
     model = ParallelModule(tmp_path, dict(original.named_parameters()))
     model(*data())["loss"].backward()
     assert {n for n, p in model.named_parameters() if p.grad is None} == {"first.weight", "first.bias"}
+
+
+def test_what_was_frozen_when_captured_cannot_be_trained() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)).requires_grad_(True)
+    model[0].requires_grad_(False)
+    parallel, x = autopart.parallelize(model, verbose=False), torch.randn(8, 4)
+    parallel(x).sum().backward()
+    model[0].requires_grad_(True)
+    with pytest.raises(
+        InputError, match=r"'0\.weight' requires a gradient, but was frozen when the model was captured"
+    ):
+        parallel(x).sum().backward()
+    model[0].requires_grad_(False)
+    model[1].bias.requires_grad_(False)
+    parallel(x).sum().backward()
+
+
+def test_a_norm_without_statistics_is_evaluated_by_those_of_the_batch() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4, track_running_stats=False))
+    parallel, x = autopart.parallelize(model, verbose=False), torch.randn(8, 4)
+    expected = model(x)
+    torch.testing.assert_close(parallel(x), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(parallel.eval()(x), expected)
 
 
 def _evaluate(directory: str, sizes: list[int]) -> None:

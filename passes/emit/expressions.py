@@ -337,6 +337,8 @@ def _cross_entropy(a: _Arguments, _training: str) -> str | None:
 def _batch_norm(a: _Arguments, training: str) -> str | None:
     weight, bias, mean, variance = (a.code(index) for index in range(1, 5))
     mode = training if a.get(5, "training") else "False"
+    if mean == "None":
+        mode = "True"  # without running statistics it takes those of the batch, also where it is evaluated
     return (
         f"F.batch_norm({a.code(0)}, {mean}, {variance}, {weight}, {bias}, training={mode}, "
         f"momentum={a.code(6)}, eps={a.code(7)})"
