@@ -7,6 +7,7 @@ the script's optimizer already holds.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import sys
 import time
@@ -188,6 +189,20 @@ def parallelize(
     return parallelized
 
 
+class _Looked(dict[str, Any]):
+    """Tensors of a module by name, looked up each time they are asked for."""
+
+    def __init__(self, found: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
+        super().__init__()
+        self._found = found
+
+    def items(self) -> Any:
+        return dict(self._found()).items()
+
+    def values(self) -> Any:
+        return dict(self._found()).values()
+
+
 class Parallelized(nn.Module):
     """A model that becomes a parallel program at its first call.
 
@@ -211,9 +226,14 @@ class Parallelized(nn.Module):
             return self._call_program(args, kwargs)
 
         object.__setattr__(self, "forward", forward)
+        members = nn.Module()
+        members._parameters = _Looked(self.named_parameters)
+        members._buffers = _Looked(self.named_buffers)
+        object.__setattr__(self, "_members", members)
 
     original: nn.Module
     parallel: ParallelModule | None
+    _members: nn.Module
 
     def when_started(self, callback: Callable[[], object]) -> None:
         """Called on every rank once the weights are divided, before the first step."""
@@ -350,6 +370,29 @@ class Parallelized(nn.Module):
         """
         self._check_not_on_meta()
         return self._current.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """This module, and one that has all its tensors: where a module that holds this one looks for its own."""
+        memo = set() if memo is None else memo
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+        if not remove_duplicate or self._members not in memo:
+            memo.add(self._members)
+            yield prefix, self._members
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parallelized:
+        """Raises PlanError once it is planned: its parts are in other processes."""
+        if self.parallel is not None:
+            raise PlanError(
+                "a model that runs as a parallel program has parts in other processes, and cannot be copied: copy its "
+                "state_dict(), or the original before it is parallelized"
+            )
+        if self._callbacks:
+            raise PlanError("a model whose weights are still to be made cannot be copied: copy it once it is planned")
+        found = Parallelized(copy.deepcopy(self.original, memo), self._settings, self._batch, self._returned)
+        found.training = self.training
+        return found
 
     def _check_not_on_meta(self) -> None:
         if self.parallel is None and any(parameter.is_meta for parameter in self.original.parameters()):

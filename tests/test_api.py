@@ -86,6 +86,44 @@ def test_a_script_with_one_more_line(processes: int, limits: dict[str, Any]) -> 
         torch.testing.assert_close(output, plain.eval()(**batch())["output"], rtol=1e-9, atol=1e-12)
 
 
+class Around(nn.Module):
+    """Holds a model, and a scale of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.scale = model, nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, **given: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.model(**given)["loss"] * self.scale}
+
+
+def around_in_parallel(limits: dict[str, Any]) -> tuple[list[float], list[str], list[str], dict[str, Tensor]]:
+    around = Around(autopart.parallelize(build(), verbose=False, **limits))
+    names = [name for name, _ in around.named_parameters()]
+    losses = train(around)
+    return losses, names, [name for name, _ in around.named_parameters()], around.state_dict()
+
+
+@pytest.mark.parametrize(("processes", "limits"), [(1, {}), (2, {"dp": 2, "zero": 3}), (2, {"tp": 2})])
+def test_a_module_that_holds_the_model_has_its_parameters(processes: int, limits: dict[str, Any]) -> None:
+    plain = Around(build())
+    expected, names = train(plain), [name for name, _ in plain.named_parameters()]
+    for losses, before, after, state in launch(around_in_parallel, processes, limits):
+        assert losses == pytest.approx(expected, rel=1e-9)
+        assert sorted(before) == sorted(after) == sorted(names)
+        for name, tensor in plain.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def test_a_copy_is_one_until_it_is_planned() -> None:
+    parallel = autopart.parallelize(build(), verbose=False)
+    other = copy.deepcopy(parallel)
+    train(parallel)
+    assert train(other) == pytest.approx(train(build()), rel=1e-12)
+    with pytest.raises(PlanError, match="parts in other processes"):
+        copy.deepcopy(parallel)
+
+
 def test_ranks_start_from_the_first_ranks_weights() -> None:
     expected = train(build())
     for losses, _, _ in launch(in_parallel, 2, {"dp": 2}, True):
