@@ -83,10 +83,16 @@ def least_seconds(candidates: Candidates, node: Node) -> float:
 def parts(cluster: Cluster, seconds: Mapping[Device, float]) -> Iterator[Cluster]:
     """The fastest devices by themselves, the most first: without the slowest kinds, and halves of all, of these, …
 
-    seconds: what a device of each kind takes.
+    Of unlike nodes also each kind alone, and all but each: slow ports hold up devices that are fast. seconds: what a
+    device of each kind takes.
     """
     fastest = Cluster(tuple(sorted(cluster.nodes, key=lambda node: seconds[node.device])))
     counts = {fastest.device_count >> halvings for halvings in range(1, fastest.device_count.bit_length())}
     kinds = itertools.pairwise(enumerate(fastest.devices))
     counts |= {at for (_, device), (at, other) in kinds if device != other}
-    return (first_devices(fastest, count) for count in sorted(counts, reverse=True))
+    found = [first_devices(fastest, count) for count in counts]
+    alike = dict.fromkeys(fastest.nodes)
+    for kind in alike if len(alike) > 1 else ():
+        found.append(Cluster(tuple(node for node in fastest.nodes if node == kind)))
+        found.append(Cluster(tuple(node for node in fastest.nodes if node != kind)))
+    yield from sorted(dict.fromkeys(found), key=lambda part: -part.device_count)

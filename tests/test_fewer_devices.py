@@ -38,9 +38,13 @@ def test_the_fastest_devices_first() -> None:
     seconds = {node.device: least_seconds(candidates, node) for node in cluster.nodes}
     assert [str(part) for part in parts(cluster, seconds)] == [
         "2x4xH100+3xA100-80GB",
+        "2x4xH100+2xV100-32GB",
         "2x4xH100",
         "4xH100+2xH100",
+        "3xA100-80GB+2xV100-32GB",
         "3xH100",
+        "3xA100-80GB",
+        "2xV100-32GB",
         "1xH100",
     ]
 
@@ -48,6 +52,13 @@ def test_the_fastest_devices_first() -> None:
 def test_one_node_without_the_slow_network() -> None:
     (note,) = [note for note in plan_on(Cluster.parse("2x2xA100-80GB@Ethernet-10")).notes if "alone" in note]
     assert note.startswith("2xA100-80GB@Ethernet-10 alone takes") and "less than all 4 devices" in note
+
+
+def test_slower_devices_that_a_slow_port_holds_up() -> None:
+    """Those behind it are the faster ones, one by one."""
+    notes = plan_on(Cluster.parse("2x4xA100-80GB+2xH100@Ethernet-10")).notes
+    (note,) = [note for note in notes if "alone" in note]
+    assert note.startswith("2x4xA100-80GB alone takes")
 
 
 def test_no_plan_is_made_for_parts_that_cannot_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
