@@ -139,7 +139,7 @@ def break_down(plan: Plan, cluster: Cluster | None) -> Breakdown:
                 plan.tied_s,
                 state,
                 used - state,
-                own[0].capacity_bytes,
+                sum(stage.capacity_bytes for stage in own),  # of which each has a share
             )
         )
     slowest = max(range(len(stages)), key=lambda index: found.busy_s[index])

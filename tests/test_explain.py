@@ -159,10 +159,14 @@ def test_by_hand() -> None:
     assert break_down(waiting, cluster).stages[0].seconds[IDLE] == pytest.approx(4.0)  # the other's 1 + 3 s
     assert break_down(plan, None).stages[0].collectives_s is None
     looped = tuple(replace(plan.stages[s % 2], blocks=(s, s + 1)) for s in range(4))
-    found = break_down(replace(plan, stages=looped, schedule="interleaved"), cluster)
+    virtual = replace(plan, stages=looped, schedule="interleaved")
+    found = break_down(virtual, cluster)
     assert [stage.stages for stage in found.stages] == [(0, 2), (1, 3)]
     assert found.stages[0].seconds["all_reduce"] == pytest.approx(2 * sent)
     assert found.stages[0].step_end_s == 1.0 and found.stages[0].state_bytes == 2 * 32
+    assert [stage.capacity_bytes for stage in found.stages] == [2 * 200, 2 * 201], "each stage has a share"
+    text = binding_text(virtual, found, 0)
+    assert "stages 1 and 3 are bound by" in text and "stages 0 and 2 are fullest, 50.0% of" in text
     assert cluster_of(replace(plan, cluster="8xMine")) is None is cluster_of(replace(plan, cluster="2xV100-32GB"))
 
 

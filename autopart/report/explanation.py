@@ -31,24 +31,29 @@ def binding_text(plan: Plan, found: Breakdown, unfit: int) -> str:
     """What sets the pace, and whether memory has a say. unfit: candidates that did not fit."""
     slowest, fullest = found.stages[found.slowest], found.stages[found.fullest]
     total = plan.step_time_s or sum(slowest.seconds.values()) or 1.0
-    which = "the only stage" if len(plan.stages) == 1 else f"stage {_numbers(slowest)}{_where(plan, slowest)}"
+    which = "the only stage is" if len(plan.stages) == 1 else _subject(plan, slowest)
     shares = ", ".join(
         f"{name.replace('_', '-')} {format_share(seconds / total)}"
         for name, seconds in sorted(slowest.seconds.items(), key=lambda item: -item[1])
         if seconds / total >= 0.0005
     )
-    lines = [f"pace: {which} is bound by {found.binds.replace('_', '-')} ({shares})"]
+    lines = [f"pace: {which} bound by {found.binds.replace('_', '-')} ({shares})"]
     if slowest.collectives_s is None:
         lines.append("note: links are not known, or the plan does not tell axes apart: compute includes collectives")
     if slowest.hidden_s:
         lines.append(f"hidden: {format_seconds(slowest.hidden_s)} of collectives pass beside other work")
     if fullest.capacity_bytes:
         lines.append(
-            f"memory: stage {_numbers(fullest)}{_where(plan, fullest)} is fullest, "
-            f"{format_share(fullest.memory_share)} of its devices"
+            f"memory: {_subject(plan, fullest)} fullest, {format_share(fullest.memory_share)} of its devices"
             + (f"; {unfit} of {len(plan.considered)} candidates did not fit" if unfit else "")
         )
     return "\n".join(lines)
+
+
+def _subject(plan: Plan, stage: StageBreakdown) -> str:
+    """``stage 1 is``, ``stages 0 and 2 on A100-80GB are``."""
+    one = len(stage.stages) == 1
+    return f"{'stage' if one else 'stages'} {_numbers(stage)}{_where(plan, stage)} {'is' if one else 'are'}"
 
 
 def _where(plan: Plan, stage: StageBreakdown) -> str:
