@@ -95,7 +95,7 @@ def compare(plans: Sequence[Plan], clusters: Sequence[Cluster | None]) -> Compar
         "lower bound": tuple(plan.bound_s for plan in plans),
         "tokens per second": tuple(plan.tokens_per_s for plan in plans),
         "TFLOP/s per device": tuple(plan.tflops_per_device for plan in plans),
-        "memory of the fullest device": tuple(float(max(s.memory_bytes for s in plan.stages)) for plan in plans),
+        "memory of the fullest device": tuple(float(plan.fullest_bytes) for plan in plans),
     }
     slowest = [found.stages[found.slowest] for found in breakdowns]
     parts = {name: tuple(stage.seconds.get(name, 0.0) for stage in slowest) for name in columns(slowest)}

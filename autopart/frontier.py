@@ -41,7 +41,7 @@ class PlanPoint:
     @staticmethod
     def of(plan: Plan) -> PlanPoint:
         """The point of a plan of all devices that it has."""
-        return PlanPoint(plan, plan.device_count, fullest_bytes(plan), plan.bound_s)
+        return PlanPoint(plan, plan.device_count, plan.fullest_bytes, plan.bound_s)
 
     @property
     def seconds(self) -> float:
@@ -145,14 +145,6 @@ def count_frontier(
     if not points:
         raise failure or PlanError("give at least one number of devices")
     return points
-
-
-def fullest_bytes(plan: Plan) -> int:
-    """Bytes of the fullest device; one that runs several stages holds them all."""
-    held: dict[tuple[int, ...], int] = {}
-    for stage in plan.stages:
-        held[stage.devices] = held.get(stage.devices, 0) + stage.memory_bytes
-    return max(held.values())
 
 
 def undominated(points: Sequence[PlanPoint], other: Callable[[PlanPoint], float]) -> list[PlanPoint]:

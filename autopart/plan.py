@@ -357,6 +357,14 @@ class Plan:
         return len({device for stage in self.stages for device in stage.devices})
 
     @property
+    def fullest_bytes(self) -> int:
+        """Bytes of the fullest device; one that runs several stages holds them all."""
+        held: dict[tuple[int, ...], int] = {}
+        for stage in self.stages:
+            held[stage.devices] = held.get(stage.devices, 0) + stage.memory_bytes
+        return max(held.values())
+
+    @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.step_time_s if self.step_time_s else 0.0
 
