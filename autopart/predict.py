@@ -48,10 +48,13 @@ def simulate_plan(plan: Plan) -> Simulation:
         durations = SharedHosts(plan.shared_host, plan.alone).durations(devices)
     if plan.schedule != "2bw":
         return simulate(schedule, times, transfer, durations)
-    # A batch's timeline with its fill and drain, but the step is what one more batch adds.
-    one = simulate(unrolled(schedule, 1, plan.microbatches), times, transfer, durations)
+    # A batch's timeline with its fill and drain, but the step is what one more batch adds, and a rank, which has one
+    # stage, is busy with half of two batches and its sums: on shared hosts a first batch is alone for longer.
+    one, two = (simulate(unrolled(schedule, count, plan.microbatches), times, transfer, durations) for count in (1, 2))
     steady = steady_seconds(schedule, plan.schedule, plan.microbatches, times, transfer, durations)
-    return replace(one, makespan_s=steady)
+    sums = tuple(own.reduce_s for own in times)
+    busy = tuple(both / 2 + more for both, more in zip(two.busy_s, sums, strict=True))
+    return replace(one, makespan_s=steady, busy_s=busy, reducing_s=sums)
 
 
 def predicted_trace(plan: Plan, found: Simulation, first_pid: int = 0) -> dict[str, Any]:

@@ -62,14 +62,15 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """makespan_s: until the last rank's last action ends. busy_s, peak_bytes: per rank. in_flight: per stage.
+    """makespan_s: until the last rank's last action ends. in_flight: per stage; the others: per rank.
 
-    busy_s counts computing and reducing. in_flight: most microbatches between their forward and backward at once (their
-    W, where the stage has such).
+    busy_s counts computing and reducing, reducing_s the latter. in_flight: most microbatches between their forward and
+    backward at once (their W, where the stage has such).
     """
 
     makespan_s: float
     busy_s: tuple[float, ...]
+    reducing_s: tuple[float, ...]
     peak_bytes: tuple[int, ...]
     in_flight: tuple[int, ...]
     events: tuple[Event, ...]
@@ -105,6 +106,7 @@ class _Clock:
         ranks = len(schedule.ranks)
         self.now = [0.0] * ranks
         self.busy = [0.0] * ranks
+        self.reducing = [0.0] * ranks
         self.channel: dict[tuple[int, int], float] = {}
         self.arrivals: dict[tuple[Work, int, int, int | None], float] = {}
         # Where the weights' share is computed later, part of the saved activations stay until then.
@@ -146,6 +148,8 @@ class _Clock:
             duration += self.times[stage].first_s
         self.now[rank] = start + duration
         self.busy[rank] += duration
+        if work is Work.REDUCE:
+            self.reducing[rank] += duration
         self.events.append(Event(action, start, self.now[rank]))
         self.count_memory(action, rank)
         return True
@@ -320,5 +324,5 @@ def simulate(
         raise ScheduleError(f"the schedule waits for ever: {', '.join(map(str, stuck))} have no matching send")
     ends = [event.end_s for event in clock.events]
     events = tuple(sorted(clock.events, key=lambda event: (event.start_s, event.action.stage)))
-    peaks = tuple(clock.peak_bytes)
-    return Simulation(max(ends, default=0.0), tuple(clock.busy), peaks, tuple(clock.in_flight), events)
+    ranks = (tuple(clock.busy), tuple(clock.reducing), tuple(clock.peak_bytes))
+    return Simulation(max(ends, default=0.0), *ranks, tuple(clock.in_flight), events)

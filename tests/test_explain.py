@@ -26,6 +26,7 @@ from autopart.rank_peaks import rank_peaks
 from autopart.report.explanation import binding_text, comparison_text
 from autopart.reshardings import reshardings
 from autopart.runtime.errors import ClusterError, PlanError
+from autopart.runtime.schedule import NAMES
 from autopart.tracing import capture
 from autopart.what_if import Change, cluster_named, read_factor, read_memory
 from clusters import ideal
@@ -85,6 +86,17 @@ def test_parts_add_up_to_the_step(plan: Plan) -> None:
             assert sum(stage.seconds.values()) == pytest.approx(plan.step_time_s, rel=1e-9)
         for stage, given in zip(found.stages, plan.stages, strict=True):
             assert stage.state_bytes + stage.working_bytes == given.memory_bytes
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_parts_add_up_under_all_schedules(program: Any, schedule: str) -> None:
+    limits: dict[str, Any] = {"pp": 2, "dp": 1, "tp": 2, "microbatches": 4, "schedule": schedule, "recompute": "none"}
+    plan = make_plan(program, CLUSTER, **limits)
+    found = break_down(plan, CLUSTER)
+    assert len(found.stages) == 2 and any(stage.idle_s > 0 for stage in found.stages)
+    for stage in found.stages:
+        assert sum(stage.seconds.values()) == pytest.approx(plan.step_time_s, rel=1e-9)
+        assert stage.step_end_s == pytest.approx(sum(plan.stages[index].step_end_s for index in stage.stages))
 
 
 def test_state_that_replicas_divide_counts_as_a_rank_holds_it(program: Any) -> None:
