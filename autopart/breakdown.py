@@ -2,8 +2,11 @@
 
 For every stage of a plan with m microbatches, or all stages of one rank of the pipeline where it runs several::
 
-    m (forward + backward) + arrival = compute + sum over kinds of collectives + replicas' exchange
+    c m (forward + backward) + arrival = compute + sum over kinds of collectives + replicas' exchange
     compute + collectives + replicas' exchange + step end + idle + tied = step time
+
+with c = 1, but where devices share their host's cores: there a rank is faster while others wait
+(:mod:`autopart.shared_hosts`), and c is what the simulated step has it compute over what the plan prices.
 
 Collectives are priced from the plan's own counts, which is exact, since their seconds are linear in calls and bytes,
 less what passes beside ops that are computed meanwhile (``StagePlan.hidden_s``). Those by kind are on tensor axes;
@@ -119,22 +122,25 @@ def break_down(plan: Plan, cluster: Cluster | None) -> Breakdown:
     for place, idle in enumerate(found.idle_s):
         numbers = tuple(index for index, its in enumerate(plan.places) if its == place)
         own = [plan.stages[index] for index in numbers]
-        busy = plan.microbatches * sum(stage.forward_s + stage.backward_s for stage in own)
-        sent = [_sent(stage, plan.microbatches, cluster) for stage in own]
+        arrival = sum(stage.arrival_s for stage in own)
+        computed = found.busy_s[place] - found.reducing_s[place] - arrival
+        priced = plan.microbatches * sum(stage.forward_s + stage.backward_s for stage in own)
+        # on a host that is shared, a rank is faster while others wait, with all that it does in a microbatch
+        share = computed / priced if plan.shared_host and priced else 1.0
+        sent = [_sent(stage, share * plan.microbatches, cluster) for stage in own]
         known = [item for item in sent if item is not None]
         collectives = _joined([kinds for kinds, _ in known]) if len(known) == len(sent) else None
-        arrival = sum(stage.arrival_s for stage in own)
         replicas = arrival + sum(seconds for _, seconds in known) if len(known) == len(sent) else None
         used = sum(stage.memory_bytes for stage in own)
         state = min(used, sum(_state_bytes(stage, plan.dtype, plan.optimizer) for stage in own))
         stages.append(
             StageBreakdown(
                 numbers,
-                max(0.0, busy + arrival - sum((collectives or {}).values()) - (replicas or 0.0)),
+                max(0.0, computed + arrival - sum((collectives or {}).values()) - (replicas or 0.0)),
                 collectives,
                 replicas,
-                plan.microbatches * sum(sum(stage.hidden_s.values()) for stage in own),
-                sum(stage.step_end_s for stage in own),
+                share * plan.microbatches * sum(sum(stage.hidden_s.values()) for stage in own),
+                found.reducing_s[place],
                 max(0.0, idle),
                 plan.tied_s,
                 state,
@@ -166,8 +172,11 @@ def axis_link(cluster: Cluster, stage: StagePlan, axis: str) -> Link:
     return slowest(list(map(cluster.group_link, groups)))
 
 
-def _sent(stage: StagePlan, microbatches: int, cluster: Cluster | None) -> tuple[dict[str, float], float] | None:
-    """Seconds of a step's collectives on tensor axes by kind, and between replicas; None where they are not known."""
+def _sent(stage: StagePlan, times: float, cluster: Cluster | None) -> tuple[dict[str, float], float] | None:
+    """Seconds of a step's collectives on tensor axes by kind, and between replicas; None where they are not known.
+
+    times: a microbatch's that a step has.
+    """
     if not stage.collectives:
         return {}, 0.0
     counts = stage.axis_collectives
@@ -180,10 +189,10 @@ def _sent(stage: StagePlan, microbatches: int, cluster: Cluster | None) -> tuple
     seconds = {axis: counted_seconds(own, sizes[axis], axis_link(cluster, stage, axis)) for axis, own in counts.items()}
     replicas = sum(seconds.pop(data, {}).values())
     kinds = {
-        kind: microbatches * max(0.0, whole - stage.hidden_s.get(kind, 0.0))
+        kind: times * max(0.0, whole - stage.hidden_s.get(kind, 0.0))
         for kind, whole in _joined(list(seconds.values())).items()
     }
-    return kinds, microbatches * max(0.0, replicas - stage.hidden_s.get(data, 0.0))
+    return kinds, times * max(0.0, replicas - stage.hidden_s.get(data, 0.0))
 
 
 def _joined(found: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -13,10 +13,10 @@ from autopart.analysis import analyze
 from autopart.breakdown import IDLE, axis_link, break_down
 from autopart.candidate_settings import CUDA_OVERHEAD_BYTES
 from autopart.cli import main
-from autopart.cluster import Cluster
+from autopart.cluster import Cluster, Node
 from autopart.cost.communication import collective_seconds, counted_seconds
 from autopart.cost.compute import copy_seconds
-from autopart.cost.devices import GIB
+from autopart.cost.devices import GIB, device
 from autopart.explain import cluster_of, compare, limits_of, runners_up
 from autopart.models import load_model
 from autopart.other_model import other_model
@@ -33,6 +33,8 @@ from clusters import ideal
 
 MODEL = "hf:gpt2?n_layer=2&n_embd=32&n_head=4&vocab_size=96&n_positions=32&seq=16&batch=8"
 CLUSTER = ideal(4, bandwidth=1e10)
+SHARED = Cluster((Node.of(replace(device("CPU"), alone=4.0), 4),))
+"""Four processes on one core."""
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +91,22 @@ def test_parts_add_up_to_the_step(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("schedule", NAMES)
-def test_parts_add_up_under_all_schedules(program: Any, schedule: str) -> None:
+@pytest.mark.parametrize("cluster", [CLUSTER, SHARED], ids=["own", "shared"])
+def test_parts_add_up_under_all_schedules(program: Any, schedule: str, cluster: Cluster) -> None:
     limits: dict[str, Any] = {"pp": 2, "dp": 1, "tp": 2, "microbatches": 4, "schedule": schedule, "recompute": "none"}
-    plan = make_plan(program, CLUSTER, **limits)
-    found = break_down(plan, CLUSTER)
+    plan = make_plan(program, cluster, **limits)
+    assert bool(plan.shared_host) == (cluster is SHARED)
+    found = break_down(plan, cluster)
     assert len(found.stages) == 2 and any(stage.idle_s > 0 for stage in found.stages)
     for stage in found.stages:
+        own = [plan.stages[index] for index in stage.stages]
         assert sum(stage.seconds.values()) == pytest.approx(plan.step_time_s, rel=1e-9)
-        assert stage.step_end_s == pytest.approx(sum(plan.stages[index].step_end_s for index in stage.stages))
+        priced = 4 * sum(item.forward_s + item.backward_s for item in own)
+        computed = stage.compute_s + sum((stage.collectives_s or {}).values())
+        # cores have work for both ranks in part of the step only
+        assert priced / 4 <= computed < priced if cluster is SHARED else computed == pytest.approx(priced)
+        ends = sum(item.step_end_s for item in own)
+        assert ends / 4 <= stage.step_end_s <= ends * (1 + 1e-9)
 
 
 def test_state_that_replicas_divide_counts_as_a_rank_holds_it(program: Any) -> None:
