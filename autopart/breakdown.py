@@ -35,6 +35,8 @@ from autopart.runtime.manifest import MIXED
 
 COMPUTE, IDLE, STEP_END, TIED = "compute", "idle", "step end", "tied gradients"
 REPLICAS = "replicas' exchange"
+_DUST = 1e-9
+"""Of a time: less than that is what rounding leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ def break_down(plan: Plan, cluster: Cluster | None) -> Breakdown:
     """cluster: that of the plan; None where it is not known."""
     found = simulate_plan(plan)
     stages = []
-    for place, idle in enumerate(found.idle_s):
+    for place in range(plan.pp):
         numbers = tuple(index for index, its in enumerate(plan.places) if its == place)
         own = [plan.stages[index] for index in numbers]
         arrival = sum(stage.arrival_s for stage in own)
@@ -136,12 +138,12 @@ def break_down(plan: Plan, cluster: Cluster | None) -> Breakdown:
         stages.append(
             StageBreakdown(
                 numbers,
-                max(0.0, computed + arrival - sum((collectives or {}).values()) - (replicas or 0.0)),
+                rest_of(computed + arrival, sum((collectives or {}).values()) + (replicas or 0.0)),
                 collectives,
                 replicas,
                 share * plan.microbatches * sum(sum(stage.hidden_s.values()) for stage in own),
                 found.reducing_s[place],
-                max(0.0, idle),
+                rest_of(found.makespan_s, found.busy_s[place]),
                 plan.tied_s,
                 state,
                 used - state,
@@ -152,6 +154,12 @@ def break_down(plan: Plan, cluster: Cluster | None) -> Breakdown:
     fullest = max(range(len(stages)), key=lambda index: stages[index].memory_share)
     parts = stages[slowest].seconds
     return Breakdown(tuple(stages), slowest, max(parts, key=lambda name: parts[name]), fullest)
+
+
+def rest_of(whole: float, part: float) -> float:
+    """The whole less a part of it; nothing where that is what rounding leaves."""
+    found = whole - part
+    return found if found > _DUST * whole else 0.0
 
 
 def tensor_axes(stage: StagePlan) -> tuple[tuple[str, int], ...]:
@@ -189,10 +197,10 @@ def _sent(stage: StagePlan, times: float, cluster: Cluster | None) -> tuple[dict
     seconds = {axis: counted_seconds(own, sizes[axis], axis_link(cluster, stage, axis)) for axis, own in counts.items()}
     replicas = sum(seconds.pop(data, {}).values())
     kinds = {
-        kind: times * max(0.0, whole - stage.hidden_s.get(kind, 0.0))
+        kind: times * rest_of(whole, stage.hidden_s.get(kind, 0.0))
         for kind, whole in _joined(list(seconds.values())).items()
     }
-    return kinds, times * max(0.0, replicas - stage.hidden_s.get(data, 0.0))
+    return kinds, times * rest_of(replicas, stage.hidden_s.get(data, 0.0))
 
 
 def _joined(found: Sequence[dict[str, float]]) -> dict[str, float]:

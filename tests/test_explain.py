@@ -23,7 +23,7 @@ from autopart.other_model import other_model
 from autopart.plan import Plan, StagePlan
 from autopart.planner import make_plan
 from autopart.rank_peaks import rank_peaks
-from autopart.report.explanation import binding_text, comparison_text
+from autopart.report.explanation import binding_text, breakdown_table, comparison_text
 from autopart.reshardings import reshardings
 from autopart.runtime.errors import ClusterError, PlanError
 from autopart.runtime.schedule import NAMES
@@ -191,6 +191,21 @@ def test_by_hand() -> None:
     assert "stages 1 and 3 are bound by" in text and "stages 0 and 2 are fullest, 50.0% of" in text
     assert compare((plan, virtual), (None, None)).figures["memory of the fullest device"] == (100.0, 200.0)
     assert cluster_of(replace(plan, cluster="8xMine")) is None is cluster_of(replace(plan, cluster="2xV100-32GB"))
+
+
+def test_what_rounding_leaves_is_no_time() -> None:
+    plan = by_hand()
+    cluster = cluster_of(plan)
+    sent = (1 - 1e-15) * 3 * collective_seconds("all_reduce", 2e9, 2, Cluster.parse(plan.cluster).group_link((0, 1)))
+    stages = tuple(replace(stage, hidden_s={"all_reduce": sent}) for stage in plan.stages)
+    hidden = break_down(replace(plan, stages=stages), cluster)
+    assert hidden.stages[1].seconds["all_reduce"] == 0.0 < hidden.stages[1].hidden_s
+    assert "reduce" not in breakdown_table(hidden)
+    more = (replace(stage, forward_s=1.0 + 1e-14) for stage in plan.stages)
+    found = compare((plan, replace(plan, stages=tuple(more))), (None, None))
+    assert found.parts["compute"][0] < found.parts["compute"][1]
+    row = next(line for line in comparison_text(("a", "b"), found).splitlines() if line.startswith("compute"))
+    assert row.split()[-1] == "0"
 
 
 def test_links_of_axes() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from autopart.breakdown import Breakdown, StageBreakdown, columns
+from autopart.breakdown import Breakdown, StageBreakdown, columns, rest_of
 from autopart.plan import Plan
 from autopart.report.decisions import decision_rows
 from autopart.report.units import format_bytes, format_count, format_seconds, format_share
@@ -169,7 +169,7 @@ def comparison_text(names: Sequence[str], found: Comparison, most: int = 12) -> 
     changes = [f"{name} / {names[0]}" for name in names[1:]]
     lines += [tabulate(rows, headers=("predicted", *names, *changes), disable_numparse=True), ""]
     rows = [
-        (name.replace("_", "-"), *map(format_seconds, values), *(_added(value - values[0]) for value in values[1:]))
+        (name.replace("_", "-"), *map(format_seconds, values), *(_added(value, values[0]) for value in values[1:]))
         for name, values in found.parts.items()
     ]
     added = [f"{name} - {names[0]}" for name in names[1:]]
@@ -181,5 +181,6 @@ def _changes(values: Sequence[float]) -> list[str]:
     return [f"{value / values[0]:.3f}" if values[0] else "-" for value in values[1:]]
 
 
-def _added(seconds: float) -> str:
-    return "0" if seconds == 0 else ("+" if seconds > 0 else "-") + format_seconds(abs(seconds))
+def _added(seconds: float, first: float) -> str:
+    more, less = rest_of(seconds, first), rest_of(first, seconds)
+    return f"+{format_seconds(more)}" if more else f"-{format_seconds(less)}" if less else "0"
