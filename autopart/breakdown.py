@@ -3,7 +3,7 @@
 For every stage of a plan with m microbatches, or all stages of one rank of the pipeline where it runs several::
 
     c m (forward + backward) + arrival = compute + sum over kinds of collectives + replicas' exchange
-    compute + collectives + replicas' exchange + step end + idle + tied = step time
+    compute + collectives + replicas' exchange + step end + transfers + idle + tied = step time
 
 with c = 1, but where devices share their host's cores: there a rank is faster while others wait
 (:mod:`autopart.shared_hosts`), and c is what the simulated step has it compute over what the plan prices.
@@ -12,14 +12,15 @@ Collectives are priced from the plan's own counts, which is exact, since their s
 less what passes beside ops that are computed meanwhile (``StagePlan.hidden_s``). Those by kind are on tensor axes;
 what replicas exchange in every microbatch (ZeRO from level 2 on), and what the first forward waits for weights that
 they update in shares, is a part of its own.
-Recomputation, collectives that it repeats included, counts as compute. Idle is waiting for other stages and for
-transfers between them (the bubble).
+Recomputation, collectives that it repeats included, counts as compute. A stage waits for others and for transfers
+between them: transfers are what the step takes longer than one whose transfers take no time, idle is the rest (the
+bubble).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from autopart.predict import simulate_plan
 from autopart.runtime.manifest import MIXED
 
 COMPUTE, IDLE, STEP_END, TIED = "compute", "idle", "step end", "tied gradients"
-REPLICAS = "replicas' exchange"
+REPLICAS, TRANSFERS = "replicas' exchange", "transfers"
 _DUST = 1e-9
 """Of a time: less than that is what rounding leaves."""
 
@@ -46,7 +47,7 @@ class StageBreakdown:
     stages: numbers of the stages, one unless a rank runs several. collectives_s: on tensor axes by kind, unless hidden;
     replicas_s: between replicas, for parameters that they divide; both None where links are unknown, or where the plan
     does not tell by axis what it counts: then they are within compute. hidden_s: of collectives beside products, no
-    part of the step.
+    part of the step. transfers_s: of waiting, what transfers between stages add; idle_s: the rest.
     state_bytes: parameters, gradients and optimizer state, of a plan that does not tell them as if each device held
     those of its parameters whole.
     working_bytes: the rest, activations, temporary tensors and what the libraries take.
@@ -58,6 +59,7 @@ class StageBreakdown:
     replicas_s: float | None
     hidden_s: float
     step_end_s: float
+    transfers_s: float
     idle_s: float
     tied_s: float
     state_bytes: int
@@ -72,6 +74,7 @@ class StageBreakdown:
             **(self.collectives_s or {}),
             REPLICAS: self.replicas_s or 0.0,
             STEP_END: self.step_end_s,
+            TRANSFERS: self.transfers_s,
             IDLE: self.idle_s,
             TIED: self.tied_s,
         }
@@ -83,21 +86,36 @@ class StageBreakdown:
 
 
 @dataclass(frozen=True, slots=True)
+class SlowestTransfer:
+    """Of those between stages. there_s, back_s: of one microbatch's values, and of their gradients or None where none
+    go back. link: the name of what joins them; empty: not known.
+    """
+
+    source: int
+    target: int
+    there_s: float
+    back_s: float | None
+    link: str
+
+
+@dataclass(frozen=True, slots=True)
 class Breakdown:
     """stages: an entry per rank of the pipeline. slowest: the entry that is busy longest. binds: the part of its step
-    that takes most. fullest: the entry whose devices are fullest.
+    that takes most. fullest: the entry whose devices are fullest. transfer: the slowest; None where none takes time.
     """
 
     stages: tuple[StageBreakdown, ...]
     slowest: int
     binds: str
     fullest: int
+    transfer: SlowestTransfer | None = None
 
     def to_json_object(self) -> dict[str, Any]:
         return {
             "slowest": self.slowest,
             "binds": self.binds,
             "fullest": self.fullest,
+            "slowest_transfer": None if self.transfer is None else asdict(self.transfer),
             "stages": [
                 {
                     "stages": list(stage.stages),
@@ -106,6 +124,7 @@ class Breakdown:
                     "replicas_s": stage.replicas_s,
                     "hidden_s": stage.hidden_s,
                     "step_end_s": stage.step_end_s,
+                    "transfers_s": stage.transfers_s,
                     "idle_s": stage.idle_s,
                     "tied_s": stage.tied_s,
                     "state_bytes": stage.state_bytes,
@@ -119,7 +138,8 @@ class Breakdown:
 
 def break_down(plan: Plan, cluster: Cluster | None) -> Breakdown:
     """cluster: that of the plan; None where it is not known."""
-    found = simulate_plan(plan)
+    found, transfer = simulate_plan(plan), _slowest_transfer(plan, cluster)
+    waited = 0.0 if transfer is None else rest_of(found.makespan_s, simulate_plan(_at_once(plan)).makespan_s)
     stages = []
     for place in range(plan.pp):
         numbers = tuple(index for index, its in enumerate(plan.places) if its == place)
@@ -133,6 +153,8 @@ def break_down(plan: Plan, cluster: Cluster | None) -> Breakdown:
         known = [item for item in sent if item is not None]
         collectives = _joined([kinds for kinds, _ in known]) if len(known) == len(sent) else None
         replicas = arrival + sum(seconds for _, seconds in known) if len(known) == len(sent) else None
+        idle = rest_of(found.makespan_s, found.busy_s[place])
+        transfers = min(idle, waited)
         used = sum(stage.memory_bytes for stage in own)
         state = min(used, sum(_state_bytes(stage, plan.dtype, plan.optimizer) for stage in own))
         stages.append(
@@ -143,17 +165,39 @@ def break_down(plan: Plan, cluster: Cluster | None) -> Breakdown:
                 replicas,
                 share * plan.microbatches * sum(sum(stage.hidden_s.values()) for stage in own),
                 found.reducing_s[place],
-                rest_of(found.makespan_s, found.busy_s[place]),
+                transfers,
+                rest_of(idle, transfers),
                 plan.tied_s,
                 state,
                 used - state,
                 sum(stage.capacity_bytes for stage in own),  # of which each has a share
             )
         )
-    slowest = max(range(len(stages)), key=lambda index: found.busy_s[index])
+    busiest = max(range(len(stages)), key=lambda index: found.busy_s[index])
     fullest = max(range(len(stages)), key=lambda index: stages[index].memory_share)
-    parts = stages[slowest].seconds
-    return Breakdown(tuple(stages), slowest, max(parts, key=lambda name: parts[name]), fullest)
+    parts = stages[busiest].seconds
+    return Breakdown(tuple(stages), busiest, max(parts, key=lambda name: parts[name]), fullest, transfer)
+
+
+def _at_once(plan: Plan) -> Plan:
+    """The plan with transfers between stages that take no time."""
+    transfers = ((source, target, 0.0, None if back is None else 0.0) for source, target, _, back in plan.transfers)
+    return replace(plan, transfers=tuple(transfers))
+
+
+def _slowest_transfer(plan: Plan, cluster: Cluster | None) -> SlowestTransfer | None:
+    """By what a microbatch takes both ways."""
+    known = [item for item in plan.transfers if item[2] + (item[3] or 0.0) > 0]
+    if not known:
+        return None
+    source, target, there, back = max(known, key=lambda item: item[2] + (item[3] or 0.0))
+    first, second = plan.stages[source].devices, plan.stages[target].devices
+    if cluster is None or max(*first, *second) >= cluster.device_count or first == second:
+        return SlowestTransfer(source, target, there, back, "")
+    size = max(len(first), len(second))
+    pairs = ((first[at * len(first) // size], second[at * len(second) // size]) for at in range(size))
+    link = slowest([cluster.link(one, other, size) for one, other in pairs])
+    return SlowestTransfer(source, target, there, back, link.name)
 
 
 def rest_of(whole: float, part: float) -> float:
@@ -220,7 +264,7 @@ def _state_bytes(stage: StagePlan, dtype: str, optimizer: str) -> int:
 def columns(stages: Iterable[StageBreakdown]) -> list[str]:
     """The names of all parts that some stage has, in a common order; those that are nothing everywhere left out."""
     kinds: dict[str, float] = {}
-    ends = dict.fromkeys((REPLICAS, STEP_END, IDLE, TIED), 0.0)
+    ends = dict.fromkeys((REPLICAS, STEP_END, TRANSFERS, IDLE, TIED), 0.0)
     for stage in stages:
         for kind, seconds in (stage.collectives_s or {}).items():
             kinds[kind] = kinds.get(kind, 0.0) + seconds

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autopart.analysis import analyze
-from autopart.breakdown import IDLE, axis_link, break_down
+from autopart.breakdown import IDLE, SlowestTransfer, axis_link, break_down
 from autopart.candidate_settings import CUDA_OVERHEAD_BYTES
 from autopart.cli import main
 from autopart.cluster import Cluster, Node
@@ -191,6 +191,26 @@ def test_by_hand() -> None:
     assert "stages 1 and 3 are bound by" in text and "stages 0 and 2 are fullest, 50.0% of" in text
     assert compare((plan, virtual), (None, None)).figures["memory of the fullest device"] == (100.0, 200.0)
     assert cluster_of(replace(plan, cluster="8xMine")) is None is cluster_of(replace(plan, cluster="2xV100-32GB"))
+
+
+def test_waiting_for_transfers_is_not_the_bubble() -> None:
+    plan = replace(by_hand(transfers=((0, 1, 2.0, 3.0),)), microbatches=1, step_time_s=12.5)
+    found = break_down(plan, Cluster.parse("2x2xV100-32GB@Ethernet-10"))
+    for stage, other in zip(found.stages, (4.0, 3.0), strict=True):  # seconds of the other's forward and backward
+        assert (stage.transfers_s, stage.idle_s) == pytest.approx((5.0, other))
+        assert sum(stage.seconds.values()) == pytest.approx(plan.step_time_s)
+    assert (found.binds, found.transfer) == ("transfers", SlowestTransfer(0, 1, 2.0, 3.0, "Ethernet-10"))
+    text = binding_text(plan, found, 0)
+    assert "stage 1 is bound by transfers between stages (transfers 40.0%" in text
+    assert "stages 0 -> 1, 2 s a microbatch there and 3 s back, over Ethernet-10" in text
+    told = found.to_json_object()
+    assert told["slowest_transfer"]["back_s"] == 3.0 == told["stages"][0]["transfers_s"] - 2.0
+    assert break_down(plan, None).transfer == SlowestTransfer(0, 1, 2.0, 3.0, "")
+    assert break_down(by_hand(), None).transfer is None
+    # hidden behind other microbatches, transfers cost their way there and back once
+    many = break_down(replace(plan, microbatches=4, transfers=((0, 1, 0.1, None),)), None)
+    assert many.binds == "compute" and many.stages[1].transfers_s == pytest.approx(0.1)
+    assert "nothing back" in binding_text(plan, many, 0)
 
 
 def test_what_rounding_leaves_is_no_time() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from autopart.breakdown import Breakdown, StageBreakdown, columns, rest_of
+from autopart.breakdown import TRANSFERS, Breakdown, SlowestTransfer, StageBreakdown, columns, rest_of
 from autopart.plan import Plan
 from autopart.report.decisions import decision_rows
 from autopart.report.units import format_bytes, format_count, format_seconds, format_share
@@ -37,7 +37,10 @@ def binding_text(plan: Plan, found: Breakdown, unfit: int) -> str:
         for name, seconds in sorted(slowest.seconds.items(), key=lambda item: -item[1])
         if seconds / total >= 0.0005
     )
-    lines = [f"pace: {which} bound by {found.binds.replace('_', '-')} ({shares})"]
+    binds = "transfers between stages" if found.binds == TRANSFERS else found.binds.replace("_", "-")
+    lines = [f"pace: {which} bound by {binds} ({shares})"]
+    if found.transfer is not None and slowest.transfers_s:
+        lines.append(f"transfers: {_transfer(found.transfer)}")
     if slowest.collectives_s is None:
         lines.append("note: links are not known, or the plan does not tell axes apart: compute includes collectives")
     if slowest.hidden_s:
@@ -48,6 +51,15 @@ def binding_text(plan: Plan, found: Breakdown, unfit: int) -> str:
             + (f"; {unfit} of {len(plan.considered)} candidates did not fit" if unfit else "")
         )
     return "\n".join(lines)
+
+
+def _transfer(item: SlowestTransfer) -> str:
+    over = f", over {item.link}" if item.link else ""
+    back = "nothing" if item.back_s is None else format_seconds(item.back_s)
+    return (
+        f"the slowest are those of stages {item.source} -> {item.target}, {format_seconds(item.there_s)} a microbatch "
+        f"there and {back} back{over}"
+    )
 
 
 def _subject(plan: Plan, stage: StageBreakdown) -> str:
