@@ -143,7 +143,11 @@ def test_show(capsys: pytest.CaptureFixture[str], plan_file: Path) -> None:
     status, out, _ = run(capsys, "show", plan_file)
     assert status == 0 and "pp 2 x dp 1 x tp 2" in out and "memory / capacity" in out
     status, out, _ = run(capsys, "show", plan_file, "--json")
-    assert status == 0 and json.loads(out) == Plan.load(plan_file).to_json_object()
+    plan = Plan.load(plan_file)
+    assert status == 0 and json.loads(out) == plan.to_json_object()
+    status, out, _ = run(capsys, "show", plan_file, "--considered", "--json")
+    assert status == 0 and json.loads(out) == {**plan.to_json_object(), "considered": list(plan.considered)}
+    assert len(plan.considered) >= 1
 
 
 def test_inspect(capsys: pytest.CaptureFixture[str]) -> None:

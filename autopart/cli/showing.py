@@ -25,7 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     plan = Plan.load(arguments.plan)
     if arguments.json:
-        print(json.dumps(plan.to_json_object()))
+        more = {"considered": [dict(row) for row in plan.considered]} if arguments.considered else {}
+        print(json.dumps({**plan.to_json_object(), **more}))
     else:
         from autopart.report.table import considered_table, plan_text
 
