@@ -39,17 +39,20 @@ class Difference:
 class Comparison:
     """Plans beside each other. decisions: those that differ. figures: predicted numbers by name, one per plan.
     breakdowns: one per plan. parts: seconds of the stage that sets each plan's pace, by part of the step.
+    units: what each plan's "tokens per second" are, of a model without tokens samples.
     """
 
     decisions: tuple[Difference, ...]
     figures: Mapping[str, tuple[float, ...]]
     breakdowns: tuple[Breakdown, ...]
     parts: Mapping[str, tuple[float, ...]]
+    units: tuple[str, ...]
 
     def to_json_object(self) -> dict[str, Any]:
         return {
             "decisions": [{"what": item.what, "values": list(item.values)} for item in self.decisions],
             "figures": {name: list(values) for name, values in self.figures.items()},
+            "throughput_units": list(self.units),
             "parts_s": {name: list(values) for name, values in self.parts.items()},
             "breakdowns": [item.to_json_object() for item in self.breakdowns],
         }
@@ -99,7 +102,8 @@ def compare(plans: Sequence[Plan], clusters: Sequence[Cluster | None]) -> Compar
     }
     slowest = [found.stages[found.slowest] for found in breakdowns]
     parts = {name: tuple(stage.seconds.get(name, 0.0) for stage in slowest) for name in columns(slowest)}
-    return Comparison(tuple(_decisions(plans)), figures, tuple(breakdowns), parts)
+    units = tuple(plan.throughput_unit for plan in plans)
+    return Comparison(tuple(_decisions(plans)), figures, tuple(breakdowns), parts, units)
 
 
 def _decisions(plans: Sequence[Plan]) -> list[Difference]:

@@ -268,6 +268,19 @@ def test_compare() -> None:
     assert not compare((one, one), (None, None)).decisions
 
 
+def test_units_of_throughput() -> None:
+    tokens, samples = by_hand(tokens=4 * 16), by_hand(tokens=4)
+    for plans, units, row in (
+        ((tokens, tokens), ["tokens", "tokens"], "tokens per second 3.2 3.2 1.000"),
+        ((samples, samples), ["samples", "samples"], "samples per second 0.2 0.2 1.000"),
+        ((samples, tokens), ["samples", "tokens"], "throughput per second 0.2 samples 3.2 tokens -"),
+    ):
+        found = compare(plans, (None, None))
+        told = found.to_json_object()
+        assert told["throughput_units"] == units and len(told["figures"]["tokens per second"]) == 2
+        assert row in [" ".join(line.split()) for line in comparison_text(("a", "b"), found).splitlines()]
+
+
 def test_decisions_as_text() -> None:
     one, long = by_hand(), "hf:gpt2?n_layer=4&n_embd=128&n_head=4&vocab_size=512&seq="
     other = replace(

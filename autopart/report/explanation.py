@@ -175,9 +175,7 @@ def comparison_text(names: Sequence[str], found: Comparison, most: int = 12) -> 
         lines.append("")
     else:
         lines += ["the same decisions", ""]
-    rows = [
-        (name, *map(_FORMATS[name], values), *_changes(values)) for name, values in found.figures.items() if any(values)
-    ]
+    rows = [_figure_row(name, values, found.units) for name, values in found.figures.items() if any(values)]
     changes = [f"{name} / {names[0]}" for name in names[1:]]
     lines += [tabulate(rows, headers=("predicted", *names, *changes), disable_numparse=True), ""]
     rows = [
@@ -187,6 +185,17 @@ def comparison_text(names: Sequence[str], found: Comparison, most: int = 12) -> 
     added = [f"{name} - {names[0]}" for name in names[1:]]
     lines.append(tabulate(rows, headers=("time of the slowest stage", *names, *added), disable_numparse=True))
     return "\n".join(lines)
+
+
+def _figure_row(name: str, values: Sequence[float], units: Sequence[str]) -> tuple[str, ...]:
+    """units: of "tokens per second", each plan's own; what is not the same is not compared."""
+    texts = [_FORMATS[name](value) for value in values]
+    if name != "tokens per second":
+        return (name, *texts, *_changes(values))
+    if len(set(units)) == 1:
+        return (f"{units[0]} per second", *texts, *_changes(values))
+    texts = [f"{text} {unit}" for text, unit in zip(texts, units, strict=True)]
+    return ("throughput per second", *texts, *("-" for _ in units[1:]))
 
 
 def _changes(values: Sequence[float]) -> list[str]:
