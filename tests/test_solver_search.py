@@ -126,6 +126,28 @@ def test_an_evaluation_may_stop_where_it_is_not_better() -> None:
     assert [item.seconds for item in result.considered if item.status is Status.PRUNED] == [7.0, 8.0]
 
 
+@pytest.mark.parametrize(
+    ("seconds", "reason"),
+    [
+        (9.98, "not made sure of; takes at most 0.2% less than the chosen one"),
+        (10.0, "takes no less than the chosen one"),
+        (10.0 + 1e-14, "takes no less than the chosen one"),
+        (10.5, "takes at least 10.5 s, the chosen one 10 s"),
+    ],
+)
+def test_reasons_are_no_contradictions(seconds: float, reason: str) -> None:
+    """The best was settled at more seconds than those that another was stopped at."""
+    first, second = configs(2)
+
+    def evaluate(config: Degrees, _: float) -> Evaluation[str]:
+        if config == second:
+            raise NotBetter(seconds, seconds)
+        return Evaluation("", 9.9, 9.0)
+
+    result = search([first, second], evaluate, lambda _: 0.0, settle=lambda answer: (answer, 10.0))
+    assert {row.config: row.reason for row in result.considered} == {first: "the fastest", second: reason}
+
+
 def test_the_fastest_change_places_once_they_are_settled() -> None:
     objectives = {1: 10.0, 2: 10.5, 3: 10.9, 4: 10.95, 5: 10.97, 6: 12.0}
     settled = {1: (1, 10.2), 2: (22, 9.9), 3: (3, 10.4), 4: (4, 10.1)}

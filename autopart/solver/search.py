@@ -334,12 +334,9 @@ def _considered(config: Candidate, floor: float, outcome: _Outcome[Answer], chos
         why = "it cannot take much less" if floor >= (1 - WORTH) * chosen.objective else "enough others were"
         reason = f"not tried, as {why}; takes at least {floor:.6g} s, the chosen one {chosen.objective:.6g} s"
         return Considered(config, Status.UNTRIED, floor, reason)
-    if outcome is None:
-        reason = f"takes at least {floor:.6g} s, the chosen one {chosen.objective:.6g} s"
-        return Considered(config, Status.PRUNED, floor, reason)
-    if isinstance(outcome, NotBetter):
-        reason = f"{outcome}, the chosen one {chosen.objective:.6g} s"
-        return Considered(config, Status.PRUNED, outcome.seconds, reason)
+    if outcome is None or isinstance(outcome, NotBetter):
+        seconds = floor if outcome is None else outcome.seconds
+        return Considered(config, Status.PRUNED, seconds, _why_pruned(seconds, chosen.objective))
     if isinstance(outcome, InfeasibleError):
         return Considered(config, Status.INFEASIBLE, None, str(outcome))
     if outcome is chosen:
@@ -349,6 +346,17 @@ def _considered(config: Candidate, floor: float, outcome: _Outcome[Answer], chos
         reason = f"an estimate not made sure of, as enough others were; the chosen one {chosen.objective:.6g} s"
         return Considered(config, Status.SLOWER, outcome.objective, reason)
     return Considered(config, Status.SLOWER, outcome.objective, f"{share:.1%} slower than the chosen one")
+
+
+def _why_pruned(seconds: float, chosen: float) -> str:
+    """Of a candidate that takes at least ``seconds``: by how much at most it may beat the chosen one, which was settled
+    after it was left.
+    """
+    if math.isclose(seconds, chosen):
+        return "takes no less than the chosen one"
+    if seconds < chosen:
+        return f"not made sure of; takes at most {100 * (1 - seconds / chosen):.2g}% less than the chosen one"
+    return f"takes at least {seconds:.6g} s, the chosen one {chosen:.6g} s"
 
 
 def _none_feasible(failures: Sequence[tuple[Config, InfeasibleError]], count: int) -> InfeasibleError:
