@@ -44,6 +44,20 @@ class Contrast(nn.Module):
         return (y @ y.T).log_softmax(-1).diagonal().mean()
 
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8, dtype=torch.bfloat16)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return (self.fc(x).float() * self.scale).mean()
+
+
+def scaled():
+    return Scaled(), (torch.randn(8, 8, dtype=torch.bfloat16),), {}
+
+
 def branch():
     return Branch(), (torch.randn(4, 8),), {}
 
@@ -148,6 +162,24 @@ def test_show(capsys: pytest.CaptureFixture[str], plan_file: Path) -> None:
     status, out, _ = run(capsys, "show", plan_file, "--considered", "--json")
     assert status == 0 and json.loads(out) == {**plan.to_json_object(), "considered": list(plan.considered)}
     assert len(plan.considered) >= 1
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [(TINY, "bf16"), (f"{TINY}&dtype=bfloat16", None), ("plain", "bf16"), ("plain", None), ("scaled", None)],
+)
+def test_a_plans_model_is_read_in_its_type(
+    capsys: pytest.CaptureFixture[str], models: Path, tmp_path: Path, model: str, dtype: str | None
+) -> None:
+    """Without --dtype, and of a model of several types, which conversion would change, in these."""
+    spec, path = model if model.startswith("hf:") else f"{models}:{model}", tmp_path / "plan.json"
+    given = ("--dtype", dtype) if dtype else ()
+    assert run(capsys, "plan", spec, "--cluster", "2xA100-80GB", *given, "-o", path)[0] == 0
+    assert (Plan.load(path).dtype == "bfloat16") == (model != "plain" or dtype is not None)
+    assert run(capsys, "explain", path, "--model", spec)[0] == 0
+    assert run(capsys, "emit", spec, path, "-o", tmp_path / "stages")[0] == 0
+    if dtype:
+        assert "add --dtype bfloat16" in refused(capsys, "explain", path, "--model", spec, "--dtype", "fp32")
 
 
 def test_inspect(capsys: pytest.CaptureFixture[str]) -> None:

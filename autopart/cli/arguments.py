@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,8 @@ SCHEMES = ("1d", "sp", "2d", "2.5d", "3d", "auto")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "2bw", "2bw-flush", "auto")
 
 
-def add_model(parser: argparse.ArgumentParser, dtype: bool = True, or_plan: bool = False) -> None:
+def add_model(parser: argparse.ArgumentParser, dtype: str | None = "the model's own", or_plan: bool = False) -> None:
+    """dtype: what --dtype is where it is not given; None: there is no such option."""
     parser.add_argument(
         "model",
         metavar="plan.json|MODEL" if or_plan else "MODEL",
@@ -59,10 +61,15 @@ def add_model(parser: argparse.ArgumentParser, dtype: bool = True, or_plan: bool
         "seq, image and task shape the inputs) or "
         "file.py:function, which returns model, args, kwargs",
     )
-    if dtype:
-        parser.add_argument(
-            "--dtype", choices=DTYPES, metavar="TYPE", help="bf16, fp16, fp32 or fp64 (default: the model's own)"
-        )
+    if dtype is not None:
+        add_dtype(parser, dtype)
+
+
+def add_dtype(parser: argparse.ArgumentParser, default: str) -> None:
+    """default: in words."""
+    parser.add_argument(
+        "--dtype", choices=DTYPES, metavar="TYPE", help=f"bf16, fp16, fp32 or fp64 (default: {default})"
+    )
 
 
 def add_limits(parser: argparse.ArgumentParser, cluster_required: bool) -> None:
@@ -297,6 +304,26 @@ def read_program(arguments: argparse.Namespace, meta: bool = True, check_eval: b
     from autopart.captured import captured
 
     return captured(arguments.model, read_dtype(arguments), take)
+
+
+def read_planned(arguments: argparse.Namespace, plan: Plan, check_eval: bool = False) -> Program:
+    """The captured model of a plan: in the plan's type, where no --dtype is given and the model's own is another.
+
+    ``arguments.dtype`` is set to it then. Raises ModelError, CaptureError.
+    """
+    if arguments.dtype is not None or plan.dtype not in DTYPES:
+        return read_program(arguments, check_eval=check_eval)
+    if arguments.model.startswith("hf:"):
+        # these are in float32, where their names do not say otherwise, and are captured once then
+        if plan.dtype != "float32" and not re.search("[?&]dtype=", arguments.model):
+            arguments.dtype = plan.dtype
+        return read_program(arguments, check_eval=check_eval)
+    # A user's model may have parameters of several types, so it stays as it is where most are of the plan's.
+    program = read_program(arguments, check_eval=check_eval)
+    if program.computes_in == plan.dtype:
+        return program
+    arguments.dtype = plan.dtype
+    return read_program(arguments, check_eval=check_eval)
 
 
 def choose_plan(arguments: argparse.Namespace, program: Program) -> Plan:

@@ -14,6 +14,7 @@ from autopart.cli.arguments import (
     choose_plan,
     read_cluster,
     read_model,
+    read_planned,
     read_program,
     refuse_limits,
 )
@@ -31,7 +32,7 @@ EXAMPLE = "autopart emit hf:gpt2 plan.json -o emitted"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
+    add_model(parser, "the plan's; without a plan file the model's own")
     parser.add_argument("plan", nargs="?", type=Path, metavar="plan.json", help="a plan made for this model")
     add_limits(parser, cluster_required=False)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="new or empty folder")
@@ -52,9 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
     if plan is None:
         read_cluster(arguments.cluster)
     check_program_folder(arguments.output)  # before the capture, not after it
-    program = complete(arguments, read_program(arguments, check_eval=True))
     if plan is None:
+        program = complete(arguments, read_program(arguments, check_eval=True))
         plan = choose_plan(arguments, program)
+    else:
+        program = complete(arguments, read_planned(arguments, plan, check_eval=True))
     with working(f"writing {arguments.output}"):
         from autopart.realize import emit
 

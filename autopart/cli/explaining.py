@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopart.cli.arguments import DTYPES, add_json, positive, read_cluster, read_program
+from autopart.cli.arguments import add_dtype, add_json, positive, read_cluster, read_planned
 from autopart.cli.progress import working
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def add_model_option(parser: argparse.ArgumentParser, required: bool = False) ->
         metavar="MODEL",
         help="the plan's: hf:FAMILY?key=value&… or file.py:function",
     )
-    parser.add_argument("--dtype", choices=DTYPES, metavar="TYPE", help="that the model was planned with")
+    add_dtype(parser, "the plan's")
 
 
 def plan_cluster(plan: Plan, given: str | None) -> Cluster | None:
@@ -154,7 +154,7 @@ def _with_model(
     from autopart.runtime.errors import InfeasibleError
     from autopart.same_degrees import searched_with
 
-    program = read_program(arguments)
+    program = read_planned(arguments, plan)
     with working("analysing the model"):
         analysis = analyze(program, samples=plan.example_batch)
         sent = reshardings(plan, analysis, cluster)

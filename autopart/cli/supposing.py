@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from autopart.cli.arguments import add_json, check_output, file_path, positive, read_cluster, read_program
+from autopart.cli.arguments import add_json, check_output, file_path, positive, read_cluster, read_planned
 from autopart.cli.explaining import add_model_option
 from autopart.cli.progress import working
 
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     check_output(arguments.output)
     cluster = change.applied(base)
-    program = read_program(arguments)
+    program = read_planned(arguments, plan)
     named += f" ({change})" if str(change) else ""
     with working(f"planning for {named}"):
         analysis = analyze(program, samples=plan.example_batch)

@@ -36,7 +36,7 @@ DIFFERENT = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, dtype=False)
+    add_model(parser, dtype=None)
     add_limits(parser, cluster_required=False)
     parser.add_argument("--plan", type=Path, metavar="FILE", help="a plan made for this model, in place of a cluster")
     parser.add_argument("--steps", type=positive, default=3, metavar="N", help="optimizer steps (default: %(default)s)")
