@@ -22,6 +22,7 @@ from autopart.passes.rules import RULES
 from autopart.plan import Plan
 from autopart.realize import realize
 from autopart.report.table import plan_text
+from autopart.report.units import counted
 from autopart.runtime.errors import ClusterError, PlanError
 from autopart.runtime.inputs import BatchMode
 from autopart.runtime.mesh import job_size
@@ -148,8 +149,8 @@ def _cluster(given: Any) -> Cluster:
         raise ClusterError(f"cluster is a Cluster or its text, such as '8xH100', not {given!r}")
     if cluster.device_count != job_size():
         raise ClusterError(
-            f"the cluster {cluster} has {cluster.device_count} devices, but this job has {job_size()} processes; "
-            "start one process per device, or leave cluster out"
+            f"the cluster {cluster} has {counted(cluster.device_count, 'device')}, but this job has "
+            f"{counted(job_size(), 'process')}; start one process per device, or leave cluster out"
         )
     return cluster
 

@@ -20,6 +20,7 @@ from autopart.earlier_plans import EarlierPlans
 from autopart.passes.program import Program
 from autopart.plan import Plan
 from autopart.planner import make_plan
+from autopart.report.units import counted
 from autopart.runtime.errors import ClusterError, InfeasibleError, PlanError
 from autopart.solver.tensor_problem import relative_gap
 
@@ -170,7 +171,7 @@ def capped(cluster: Cluster, memory_bytes: int) -> Cluster:
 def first_devices(cluster: Cluster, count: int) -> Cluster:
     """The cluster's first ``count`` devices, of a node of which a part is left as in ``Node.first``. ClusterError."""
     if not 1 <= count <= cluster.device_count:
-        raise ClusterError(f"{cluster} has {cluster.device_count} devices, not {count}")
+        raise ClusterError(f"{cluster} has {counted(cluster.device_count, 'device')}, not {count}")
     return Cluster(tuple(_first_nodes(cluster, count)))
 
 

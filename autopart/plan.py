@@ -18,6 +18,7 @@ import torch
 
 from autopart.cost.communication import KINDS
 from autopart.plan_file import build, pretty
+from autopart.report.units import counted
 from autopart.runtime.buckets import BUCKET_BYTES
 from autopart.runtime.errors import PlanError, ScheduleError
 from autopart.runtime.files import write_whole
@@ -279,10 +280,11 @@ class Plan:
         for index, stage in enumerate(self.stages):
             parts = sum(stage.shares) // math.gcd(*stage.shares) if stage.shares else stage.dp
             samples = self.microbatches * parts
+            pieces, replicas = counted(self.microbatches, "microbatch"), counted(stage.dp, "replica")
             _require(
                 self.batch % samples == 0,
-                f"stages[{index}]: a batch of {self.batch} does not divide into {self.microbatches} microbatches on "
-                f"{stage.dp} replicas{f' with the shares {list(stage.shares)}' if stage.shares else ''}; make batch a "
+                f"stages[{index}]: a batch of {self.batch} does not divide into {pieces} on "
+                f"{replicas}{f' with the shares {list(stage.shares)}' if stage.shares else ''}; make batch a "
                 f"multiple of {samples}",
             )
         for name in ("step_time_s", "bound_s", "gap", "solve_s", "total_s", "tokens", "flops", "peak_flops", "tied_s"):

@@ -91,8 +91,8 @@ def untried(considered: Sequence[Considered]) -> list[str]:
     if not left:
         return []
     return [
-        f"{len(left)} of {len(considered)} configurations were not tried, which take at least "
-        f"{format_seconds(min(left))}; thorough (--thorough) tries them"
+        f"{len(left)} of {len(considered)} configurations {'was' if len(left) == 1 else 'were'} not tried, which take"
+        f"{'s' if len(left) == 1 else ''} at least {format_seconds(min(left))}; thorough (--thorough) tries them"
     ]
 
 

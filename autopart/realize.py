@@ -417,10 +417,11 @@ def _heading(program: Program, plan: Plan, index: int) -> tuple[str, ...]:
     mesh = " x ".join(f"{name} {size}" for name, size in stage.mesh)
     numbers = plan.blocks_of(index)
     blocks = ", ".join(map(str, numbers)) if plan.order else f"{numbers[0]} to {numbers[-1]}"
+    one = f"one of {plan.microbatches} microbatches" if plan.microbatches > 1 else "the only microbatch"
     return (
         f"Stage {index} of {len(plan.stages)} of {program.name}: blocks {blocks}.",
         "",
-        f"Mesh {mesh}; one of {plan.microbatches} microbatches ({plan.schedule}). Emitted by autopart; may be edited.",
+        f"Mesh {mesh}; {one} ({plan.schedule}). Emitted by autopart; may be edited.",
     )
 
 

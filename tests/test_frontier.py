@@ -175,8 +175,8 @@ def test_device_counts(program: Any, analysis: Analysis) -> None:
     )
     assert two.devices == 2
     ((count, reason),) = without
-    assert count == 1 and "does not divide 1 devices" in reason
-    with pytest.raises(PlanError, match="does not divide 1 devices"):
+    assert count == 1 and "does not divide 1 device;" in reason
+    with pytest.raises(PlanError, match="does not divide 1 device;"):
         count_frontier(program, cluster, [1], tp=2, analysis=analysis)
 
 

@@ -16,7 +16,7 @@ from autopart.report.table import (
     plan_text,
     stage_table,
 )
-from autopart.report.units import format_bytes, format_count, format_enough, format_seconds, format_share
+from autopart.report.units import counted, format_bytes, format_count, format_enough, format_seconds, format_share
 
 
 def test_enough_bytes_are_not_fewer() -> None:
@@ -68,6 +68,13 @@ def test_seconds(number: float, text: str) -> None:
 
 
 def test_small_formats() -> None:
+    assert [counted(number, "microbatch") for number in (0, 1, 2)] == [
+        "0 microbatches",
+        "1 microbatch",
+        "2 microbatches",
+    ]
+    assert counted(1, "device") == "1 device" and counted(3, "device") == "3 devices"
+    assert "schedule 1f1b, 1 microbatch, " in "\n".join(plan_header(replace(example(), microbatches=1)))
     assert format_share(0.0417) == "4.2%"
     assert format_devices([0, 1, 2, 3]) == "0-3"
     assert format_devices([0, 2, 3, 9]) == "0, 2-3, 9"

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 def text(found: dict[str, Any]) -> str:
     from tabulate import tabulate
 
-    from autopart.report.units import format_bytes
+    from autopart.report.units import counted, format_bytes
 
     plan = found["plan"]
     mesh = " x ".join(f"{name} {size}" for name, size in plan["mesh"].items()) or "one device"
@@ -64,7 +64,7 @@ def text(found: dict[str, Any]) -> str:
     lines = [
         found["path"],
         f"step {found['step']}, program {found['fingerprint'] or 'the plain model'}",
-        f"saved by {plan['world_size']} ranks: {plan['stages']} stages, each {mesh}",
+        f"saved by {counted(plan['world_size'], 'rank')}: {counted(plan['stages'], 'stage')}, each {mesh}",
         f"weights {format_bytes(found['model_bytes'])}, optimizer state {format_bytes(found['optimizer_bytes'])}, "
         f"{'a' if found['scheduler'] else 'no'} scheduler",
         "",

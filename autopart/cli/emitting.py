@@ -66,7 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"directory": str(arguments.output), "ranks": plan.device_count, "files": files}))
     else:
-        print(f"{arguments.output}: {', '.join(files)} for {plan.device_count} ranks")
+        from autopart.report.units import counted
+
+        print(f"{arguments.output}: {', '.join(files)} for {counted(plan.device_count, 'rank')}")
     return 0
 
 

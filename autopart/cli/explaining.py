@@ -53,6 +53,7 @@ def add_model_option(parser: argparse.ArgumentParser, required: bool = False) ->
 def plan_cluster(plan: Plan, given: str | None) -> Cluster | None:
     """The plan's cluster, for which one may be given. Raises PlanError where that is another one, ClusterError."""
     from autopart.explain import cluster_of, given_cluster
+    from autopart.report.units import counted
     from autopart.runtime.errors import PlanError
 
     if given is None:
@@ -63,7 +64,8 @@ def plan_cluster(plan: Plan, given: str | None) -> Cluster | None:
         raise PlanError(not_made_for([plan], cluster))
     if found.device_count < plan.device_count:
         raise PlanError(
-            f"the plan uses {plan.device_count} devices, {found} has {found.device_count}; make the plan again"
+            f"the plan uses {counted(plan.device_count, 'device')}, {found} has {found.device_count}; "
+            "make the plan again"
         )
     return found
 

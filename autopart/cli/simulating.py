@@ -135,7 +135,7 @@ def describe(plan: Plan, found: Simulation) -> str:
     from tabulate import tabulate
 
     from autopart.report.table import format_memory
-    from autopart.report.units import format_seconds, format_share
+    from autopart.report.units import counted, format_seconds, format_share
 
     share = (lambda part: format_share(part / found.makespan_s)) if found.makespan_s else (lambda _: "-")
     rows = [
@@ -152,7 +152,7 @@ def describe(plan: Plan, found: Simulation) -> str:
     tied = f" and {format_seconds(plan.tied_s)} for gradients of tied parameters" if plan.tied_s else ""
     headers = ("stages", "busy", "idle", "idle share", "in flight", "memory / capacity")
     lines = [
-        f"{plan.model} on {plan.cluster}: {plan.schedule}, {plan.microbatches} microbatches",
+        f"{plan.model} on {plan.cluster}: {plan.schedule}, {counted(plan.microbatches, 'microbatch')}",
         f"makespan {format_seconds(found.makespan_s)}{tied}, bubble {format_share(found.bubble)}",
     ]
     if len(plan.stages) > 1 and not plan.transfers:

@@ -107,8 +107,10 @@ def run(arguments: argparse.Namespace) -> int:
             left_out=lambda count, error: without.append((count, error)),
             **given,
         )
+    from autopart.report.units import counted
+
     for count, error in without:
-        print(f"no plan for {count} device{'s' if count > 1 else ''}: {error}", file=sys.stderr)
+        print(f"no plan for {counted(count, 'device')}: {error}", file=sys.stderr)
     if arguments.output is not None:
         write_whole(arguments.output, picture(points, program.name, bool(arguments.devices), arguments.price))
         print(f"picture written to {arguments.output}", file=sys.stderr)
@@ -138,8 +140,10 @@ def _check_use(arguments: argparse.Namespace) -> None:
 
 
 def _layout(point: PlanPoint) -> str:
+    from autopart.report.units import counted
+
     plan = point.plan
-    text = f"{plan.layout}, {plan.microbatches} microbatches, {plan.schedule}"
+    text = f"{plan.layout}, {counted(plan.microbatches, 'microbatch')}, {plan.schedule}"
     return text if plan.recompute == "none" else f"{text}, recompute {plan.recompute}"
 
 
@@ -180,9 +184,9 @@ def table(points: Sequence[PlanPoint], by_count: bool, price: float | None) -> s
 def picture(points: Sequence[PlanPoint], name: str, by_count: bool, price: float | None) -> str:
     """Step time over memory, or over cost."""
     from autopart.report.picture import Curve, svg
-    from autopart.report.units import format_seconds
+    from autopart.report.units import counted, format_seconds
 
-    labels = tuple(f"{point.devices} devices, {_layout(point)}" for point in points)
+    labels = tuple(f"{counted(point.devices, 'device')}, {_layout(point)}" for point in points)
     if by_count:
         placed = tuple((_cost(point, price), point.seconds) for point in points)
         cost = "device-seconds of a step" if price is None else "cost of a step"

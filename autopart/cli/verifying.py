@@ -81,7 +81,7 @@ def describe(found: Verification) -> str:
     """The verdict, the losses, the largest errors of every parameter group, and the traffic."""
     from tabulate import tabulate
 
-    from autopart.report.units import format_bytes
+    from autopart.report.units import counted, format_bytes
 
     verdict = "equal" if found.equal else "NOT EQUAL"
     steps = [
@@ -93,7 +93,7 @@ def describe(found: Verification) -> str:
         for item in found.groups
     ]
     lines = [
-        f"{verdict}: {found.ranks} ranks against one process, tolerance {found.tolerance:g}",
+        f"{verdict}: {counted(found.ranks, 'rank')} against one process, tolerance {found.tolerance:g}",
         f"largest relative errors: loss {found.loss_difference:.1e}, gradients {found.gradient_difference:.1e}, "
         f"parameters after {len(found.losses)} steps {found.parameter_difference:.1e}",
         *(f"note: {note}" for note in found.notes),
@@ -106,8 +106,8 @@ def describe(found: Verification) -> str:
         lines.append("")
     for stage in found.traffic:
         if stage.counted or stage.planned:
-            counted = ", ".join(f"{calls} {kind} {format_bytes(size)}" for kind, (calls, size) in stage.counted.items())
+            sent = ", ".join(f"{calls} {kind} {format_bytes(size)}" for kind, (calls, size) in stage.counted.items())
             verdict = {None: "", True: ", as planned", False: f", planned were {stage.planned}"}[stage.as_planned]
             names = f"stage{'s' if len(stage.stages) > 1 else ''} {', '.join(map(str, stage.stages))}"
-            lines.append(f"{names}: collectives of a step: {counted or 'none'}{verdict}")
+            lines.append(f"{names}: collectives of a step: {sent or 'none'}{verdict}")
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from tabulate import tabulate
 
 from autopart.plan import Plan, StagePlan
-from autopart.report.units import format_bytes, format_count, format_seconds, format_share
+from autopart.report.units import counted, format_bytes, format_count, format_seconds, format_share
 
 _HEADERS = (
     *("stage", "devices", "blocks", "mesh", "parameters", "forward", "backward", "memory / capacity"),
@@ -25,7 +25,7 @@ def plan_header(plan: Plan) -> list[str]:
     warmup = f" with warm-up {', '.join(map(str, plan.warmup))}" if plan.warmup else ""
     lines = [
         f"{plan.model} on {plan.cluster}: batch {plan.batch}, {plan.dtype}, {plan.layout}",
-        f"schedule {plan.schedule}{warmup}, {plan.microbatches} microbatches, {_recompute(plan)}",
+        f"schedule {plan.schedule}{warmup}, {counted(plan.microbatches, 'microbatch')}, {_recompute(plan)}",
         f"step time {format_seconds(plan.step_time_s)}, lower bound {format_seconds(plan.bound_s)}, "
         f"gap {format_share(plan.gap)}; solved in {format_seconds(plan.solve_s)}, "
         f"planned in {format_seconds(plan.total_s)}",

@@ -36,6 +36,11 @@ def format_count(number: float) -> str:
     return f"{number:g}"
 
 
+def counted(number: int, thing: str) -> str:
+    """``4 microbatches``, ``1 microbatch``; thing: one of them."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}{'es' if thing.endswith(('ch', 's')) else 's'}"
+
+
 def format_seconds(number: float) -> str:
     """``0.0123`` as ``12.3 ms``; minutes and hours from 100 s on."""
     if abs(number) >= 100:

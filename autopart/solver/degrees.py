@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from autopart.report.units import counted
 from autopart.runtime.errors import PlanError
 from autopart.tensor_scheme import TensorScheme
 
@@ -232,7 +233,7 @@ def _no_mesh(devices: int, forced: dict[str, int | None], largest: dict[str, int
     if devices % product:
         below, above = devices // product * product, -(-devices // product) * product
         counts = " or ".join(str(count) for count in (below, above) if count)
-        return f"{', '.join(wanted)} does not divide {devices} devices; {counts} devices would do"
+        return f"{', '.join(wanted)} does not divide {counted(devices, 'device')}; {counts} devices would do"
     return (
         f"no pp x dp x tp makes {devices} devices with {', '.join(wanted)}; pp, dp and tp have to be divisors of "
         f"{devices} ({', '.join(map(str, _divisors(devices)))}) whose product it is"
