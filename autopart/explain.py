@@ -23,8 +23,9 @@ _STAGE_OUTCOMES |= {
     "hidden_s",
     "first_op",
     "last_op",
-    "device",
 }
+_PLACES = {"device", "devices"}
+"""What says where a stage lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +104,23 @@ def compare(plans: Sequence[Plan], clusters: Sequence[Cluster | None]) -> Compar
     slowest = [found.stages[found.slowest] for found in breakdowns]
     parts = {name: tuple(stage.seconds.get(name, 0.0) for stage in slowest) for name in columns(slowest)}
     units = tuple(plan.throughput_unit for plan in plans)
-    return Comparison(tuple(_decisions(plans)), figures, tuple(breakdowns), parts, units)
+    unlike = any(cluster is not None and len(set(cluster.nodes)) > 1 for cluster in clusters)
+    unlike |= any(len({stage.device for stage in plan.stages}) > 1 for plan in plans)
+    return Comparison(tuple(_decisions(plans, unlike)), figures, tuple(breakdowns), parts, units)
 
 
-def _decisions(plans: Sequence[Plan]) -> list[Difference]:
-    """Fields of plans and stages that are no outcome, and entries of their tables, where plans differ."""
-    taken = [_taken(plan) for plan in plans]
+def _decisions(plans: Sequence[Plan], unlike: bool) -> list[Difference]:
+    """Fields of plans and stages that are no outcome, and entries of their tables, where plans differ.
+
+    unlike: devices are, so that it matters on which a stage lies.
+    """
+    taken = [_taken(plan, unlike) for plan in plans]
     names = dict.fromkeys(name for found in taken for name in found)
     rows = (Difference(name, tuple(found.get(name) for found in taken)) for name in names)
     return [row for row in rows if any(value != row.values[0] for value in row.values)]
 
 
-def _taken(plan: Plan) -> dict[str, Any]:
+def _taken(plan: Plan, unlike: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"pp": plan.pp, "dp": plan.dp, "tp": plan.tp}
     for item in fields(plan):
         value = getattr(plan, item.name)
@@ -124,9 +130,10 @@ def _taken(plan: Plan) -> dict[str, Any]:
             found |= {f"{item.name} of {name}": entry for name, entry in value.items()}
         else:
             found[item.name] = _listed(value)
+    left_out = _STAGE_OUTCOMES if unlike else _STAGE_OUTCOMES | _PLACES
     for index, stage in enumerate(plan.stages):
         for item in fields(stage):
-            if item.name in _STAGE_OUTCOMES or item.name == "devices":
+            if item.name in left_out:
                 continue
             value = getattr(stage, item.name)
             if not isinstance(value, float):  # seconds are outcomes

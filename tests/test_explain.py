@@ -268,6 +268,23 @@ def test_compare() -> None:
     assert not compare((one, one), (None, None)).decisions
 
 
+def test_where_stages_lie_is_told_of_unlike_devices() -> None:
+    one = by_hand()
+    swapped = replace(one, stages=tuple(replace(one.stages[s], devices=one.stages[1 - s].devices) for s in range(2)))
+    assert not compare((one, swapped), (cluster_of(one), None)).decisions, "all devices are alike"
+    unlike = Cluster.parse("1x2xV100-32GB+1x2xV100-16GB")
+    found = compare((one, swapped), (unlike, unlike))
+    assert [item.what for item in found.decisions] == ["stage 0 devices", "stage 1 devices"]
+    rows = [" ".join(line.split()) for line in comparison_text(("a", "b"), found).splitlines()]
+    assert "stage 0 devices 0-1 2-3" in rows
+    named = [
+        replace(plan, stages=tuple(replace(s, device=f"of {s.devices[0]}") for s in plan.stages))
+        for plan in (one, swapped)
+    ]
+    found = compare(named, (None, None))
+    assert {"stage 0 devices", "stage 0 device"} <= {item.what for item in found.decisions}
+
+
 def test_units_of_throughput() -> None:
     tokens, samples = by_hand(tokens=4 * 16), by_hand(tokens=4)
     for plans, units, row in (

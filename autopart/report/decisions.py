@@ -65,7 +65,7 @@ def _text(name: str, value: Any) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in value)
     if name == "blocks":
         return f"{value[0]}-{value[1] - 1}"
-    if name == "order":
+    if name in ("order", "devices"):
         return format_devices(value)
     if name == "shares":
         return ":".join(map(str, value))
