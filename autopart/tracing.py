@@ -29,6 +29,7 @@ from autopart.meta_capture import NumbersOnMeta, all_on_meta, is_on_meta
 from autopart.mixed_precision import autocast_of, check_sums, current_precision
 from autopart.other_draws import note_on_draws, other_draws
 from autopart.own_backwards import own_backwards
+from autopart.parameter_memory import check_apart
 from autopart.passes.attention_masks import simplify_masks
 from autopart.passes.autocast import Autocast, entered
 from autopart.passes.graph import prune
@@ -142,6 +143,7 @@ def capture(
         raise CaptureError(f"a model with loss_fn needs the keyword input {TARGETS!r}: loss_fn(model(...), {TARGETS})")
     if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
         raise CaptureError("loss_fn has parameters of its own; put it inside the model, so that they are trained too")
+    check_apart(model)
     bound = {**bind(model.forward, args, kwargs), **targets}
     named, structure = flatten(bound)
     dims = batch_dims_of(named, batch_dims or {})

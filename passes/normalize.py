@@ -311,6 +311,12 @@ class _Normalizer(Rewriting):
             for step, more in memory_views(node):
                 source = self.view(node, step, (source, *self.look(more)), {}, whole=False)
             return source
+        if target is aten.embedding.default and (kwargs.get("sparse") or (len(args) > 4 and args[4])):
+            path, source = origin(node)
+            raise CaptureError(
+                f"an embedding with sparse=True in module {path or '(root)'} ({source}) makes sparse gradients, which "
+                "ranks cannot add up; leave sparse away"
+            )
         if target._schema.returns and may_be_view(target):
             return self.view(node, target, args, kwargs)
         if target is aten.index_put.default:

@@ -461,3 +461,17 @@ def test_numbers_in_the_code_of_a_model_on_meta_are_kept() -> None:
     for node in graph.nodes:
         node.kwargs = {**node.kwargs, **({"device": "cpu"} if "device" in node.kwargs else {})}
     assert not program.constants and torch.equal(run_graph(program, graph, model, {"x": x}, 2)[0], model(x))
+
+
+def test_parameters_in_one_memory_are_refused() -> None:
+    """Assigning .data ties values, but not parameters."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(CaptureError, match=r"'0\.weight' and '1\.weight' are two that lie in one memory"):
+        capture(model, (torch.randn(2, 4),), check_eval=False)
+    model[1].weight = model[0].weight
+    assert any(info.aliases for info in capture(model, (torch.randn(2, 4),), check_eval=False).parameters)
+    whole = torch.randn(3, 4, 4)
+    for layer, part in zip(model, whole, strict=False):  # of one memory, each another part
+        layer.weight = nn.Parameter(part)
+    capture(model, (torch.randn(2, 4),), check_eval=False)

@@ -250,6 +250,12 @@ def test_region_without_gradient_is_detached() -> None:
     assert "aten.detach.default" in spellings(program)
 
 
+def test_sparse_gradients_are_refused() -> None:
+    tokens = torch.zeros(BATCH, 3, dtype=torch.int64)
+    with pytest.raises(CaptureError, match=r"sparse=True in module model\.0 .* leave sparse away"):
+        capture(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)), (tokens,), check_eval=False)
+
+
 def test_writes_of_what_is_made_without_gradient() -> None:
     def inside(x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():

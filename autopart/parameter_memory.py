@@ -1,0 +1,24 @@
+"""Parameters that are several but lie in one memory: they stay equal only as long as nothing is divided or moved."""
+
+from __future__ import annotations
+
+import itertools
+
+from torch import Tensor, nn
+
+from autopart.runtime.errors import CaptureError
+
+
+def check_apart(model: nn.Module) -> None:
+    """Raises CaptureError where two parameters of a model that are not one share elements."""
+    spans = sorted(
+        (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, name)
+        for name, parameter in model.named_parameters()
+        if not parameter.is_meta and type(parameter.data) is Tensor and parameter.numel() and parameter.is_contiguous()
+    )
+    for (_, stop, name), (start, _, other) in itertools.pairwise(spans):
+        if start < stop:
+            raise CaptureError(
+                f"the parameters {name!r} and {other!r} are two that lie in one memory, as by assigning .data: divided "
+                "or on other devices they would be trained apart; make them one, by assigning the parameter itself"
+            )
