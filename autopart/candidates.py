@@ -19,6 +19,7 @@ from autopart.runtime.errors import InfeasibleError
 from autopart.solver.degrees import Degrees
 from autopart.solver.search import Evaluation, NotBetter
 from autopart.solver.stages_problem import StageProblem, StageSolution, Way
+from autopart.solver.time_limits import OutOfTime
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor
 from autopart.tensor_choice import TensorChoice
 
@@ -75,7 +76,12 @@ class Candidates(CandidateStages):
         prices for bytes, and mixtures around the other answers as well.
         """
         self._divisions, self._worked, self._by_levels, self._answers = {}, {}, {}, []
-        best = self._best(config, below)
+        try:
+            best = self._best(config, below)
+        except OutOfTime:
+            if below == math.inf:
+                raise
+            raise NotBetter(below, self.work_floor(config)) from None
         answer, most = best.answer, (1 + _ALIKE) * best.objective
         if not answer.others and answer.choice.levels:
             near = dict[object, Answer]()
@@ -229,7 +235,7 @@ class Candidates(CandidateStages):
         """These strategies, where they fit and may take less than ``below``."""
         try:
             return self._evaluate(config, choice, below, tightenings=0)
-        except (InfeasibleError, NotBetter):
+        except (InfeasibleError, NotBetter, OutOfTime):
             return None
 
     def _of_level(self, config: Degrees, level: int, below: float, tightenings: int = 0) -> Evaluation[Answer] | None:
@@ -240,7 +246,7 @@ class Candidates(CandidateStages):
         """
         try:
             return self._evaluate(config, self.choose(config, level=level), below, None, tightenings, level=level)
-        except (InfeasibleError, NotBetter):
+        except (InfeasibleError, NotBetter, OutOfTime):
             return None
 
     def _hidden(self, config: Degrees, below: float) -> Evaluation[Answer] | None:
@@ -431,7 +437,7 @@ class Candidates(CandidateStages):
                     limit = choice.memory_bytes - config.pp * error.excess_bytes
                     gap = LIMITED_GAP if config.pp > 1 or self._divides(config) else 0.0
                     choice = self.choose(config, limit, below, level, gap)
-                except (InfeasibleError, NotBetter):
+                except (InfeasibleError, NotBetter, OutOfTime):
                     if below < math.inf:
                         raise NotBetter(below, self.work_floor(whose)) from None
                     raise error from None

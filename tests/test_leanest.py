@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 
 from autopart.analysis import Analysis, analyze
+from autopart.candidates import Candidates
 from autopart.cluster import Cluster
 from autopart.models import load_model
 from autopart.plan import Plan
 from autopart.planner import make_plan
-from autopart.runtime.errors import InfeasibleError
+from autopart.runtime.errors import InfeasibleError, PlanError
+from autopart.solver.degrees import Degrees
+from autopart.solver.time_limits import OutOfTime
 from autopart.tracing import capture
+from clusters import ideal
 
 GIB = 2**30
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
@@ -53,3 +57,24 @@ def test_the_parts_of_what_does_not_fit_are_all_of_it(gib: float, advice: str) -
     sizes = [float(size) * UNITS[unit] for size, unit in re.findall(r"([\d.]+) ([KMG]?i?B)\b", str(raised.value))]
     holds, _, _, *parts, _ = sizes  # over, the capacity; devices that would do
     assert sum(parts) == pytest.approx(holds, rel=0.01)
+
+
+def test_a_solver_that_ran_out_of_time_does_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: dict[str, Any] = {"batch": 8, "microbatches": 1}
+    cluster = ideal(4)
+    whole = make_plan(analysis().program, cluster, analysis=analysis(), **limits)
+    assert whole.tp > 1 or whole.dp > 1
+    choose, late = Candidates.choose, list[Degrees]()
+
+    def hurried(self: Candidates, config: Degrees, *args: Any, **more: Any) -> Any:
+        if (config.pp, config.dp, config.tp) == (whole.pp, whole.dp, whole.tp):
+            late.append(config)
+            raise OutOfTime("no assignment of strategies was found in 60 s")
+        return choose(self, config, *args, **more)
+
+    monkeypatch.setattr(Candidates, "choose", hurried)
+    found = make_plan(analysis().program, cluster, analysis=analysis(), below=1e6, **limits)
+    assert late and (found.pp, found.dp, found.tp) != (whole.pp, whole.dp, whole.tp)
+    assert found.bound_s <= whole.step_time_s <= found.step_time_s
+    with pytest.raises(PlanError, match="in 60 s"):
+        make_plan(analysis().program, cluster, analysis=analysis(), pp=whole.pp, dp=whole.dp, tp=whole.tp, **limits)

@@ -42,7 +42,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autopart.runtime.errors import InfeasibleError, PlanError
+from autopart.runtime.errors import InfeasibleError
 from autopart.solver import time_limits
 from autopart.solver.search import NotBetter
 from autopart.solver.tensor_arrays import ProblemArrays, compiled
@@ -52,6 +52,7 @@ from autopart.solver.tensor_descent import TOLERANCE, Incumbent
 from autopart.solver.tensor_flow import Flow, Part, largest_seconds, whole
 from autopart.solver.tensor_presolve import presolved
 from autopart.solver.tensor_problem import IMPOSSIBLE, Edge, Op, TensorProblem, TensorSolution, relative_gap
+from autopart.solver.time_limits import OutOfTime
 
 __all__ = ["TOLERANCE", "solve"]
 
@@ -80,7 +81,7 @@ def solve(
 
     gap: a share of the objective by which it may exceed its bound; 0 for the optimum. below: of interest are only
     strategies that take fewer seconds; NotBetter is raised where surely none do. Raises InfeasibleError, naming
-    what binds, when there are none; PlanError when none were found in time.
+    what binds, when there are none; OutOfTime when none were found in time.
     """
     assert not (problem.transients and problem.memory_limit is not None), "tensor_transient solves these"
     start = time.perf_counter()
@@ -96,7 +97,7 @@ def solve(
     if best.choices is None:
         if search.bound == math.inf:
             raise _Unsolvable(problem, time_limit_s)
-        raise PlanError(f"no assignment of strategies was found in {time_limit_s:g} s; raise the time limit")
+        raise OutOfTime(f"no assignment of strategies was found in {time_limit_s:g} s; raise the time limit")
     near = best.objective - search.bound <= TOLERANCE * best.objective
     bound = best.objective if near else search.bound
     return TensorSolution(

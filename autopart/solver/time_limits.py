@@ -7,9 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
+from autopart.runtime.errors import PlanError
+
 _REACHED: ContextVar[list[float] | None] = ContextVar("limits that were reached", default=None)
 _EARLY = 0.05
 """Seconds by which solvers may stop before their limit."""
+
+
+class OutOfTime(PlanError):
+    """A solver found nothing in the time that it had, and did not prove that there is nothing."""
 
 
 @contextlib.contextmanager
