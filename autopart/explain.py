@@ -152,6 +152,13 @@ def runners_up(plan: Plan) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: float(row["seconds"]))
 
 
+def to_plan_beside(rows: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """Of :func:`runners_up` those to be planned: the first that was timed, then the first by what is known of them."""
+    named = [row for row in rows if "config" in row]
+    timed = [row for row in named if row.get("status") == "slower"][:1]
+    return [*timed, *(row for row in named[:most] if row not in timed)]
+
+
 def infeasible(plan: Plan) -> list[dict[str, Any]]:
     """The candidates that did not fit in memory, in the order of the search: those with the lowest bounds first."""
     return [dict(row) for row in plan.considered if row.get("status") == "infeasible"]

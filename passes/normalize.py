@@ -16,7 +16,7 @@ Values are unchanged bit by bit: no op is replaced by one that computes differen
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,18 +213,10 @@ class _Normalizer(Rewriting):
                 self.one(inner, sub)
         self.region_meta, self.without_grad, self.autocast = saved, outside, around
 
-    def emit(
-        self,
-        target: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        like: fx.Node,
-        known: bool = False,
-    ) -> fx.Node:
-        node = super().emit(target, args, kwargs, like, known)
+    def describe(self, node: fx.Node, like: fx.Node) -> None:
+        super().describe(node, like)
         if self.without_grad:
             self.made_without_grad.add(node)
-        return node
 
     def detached(self, result: Any, like: fx.Node) -> Any:
         if isinstance(result, tuple | list):

@@ -17,7 +17,7 @@ from autopart.cluster import Cluster, Node
 from autopart.cost.communication import collective_seconds, counted_seconds
 from autopart.cost.compute import copy_seconds
 from autopart.cost.devices import GIB, device
-from autopart.explain import cluster_of, compare, limits_of, runners_up
+from autopart.explain import cluster_of, compare, limits_of, runners_up, to_plan_beside
 from autopart.models import load_model
 from autopart.other_model import other_model
 from autopart.plan import Plan, StagePlan
@@ -504,3 +504,10 @@ def test_what_if_command(
     replace(plan, cluster="4xV100-32GB").save(known)
     assert main(["what-if", str(known), "--model", MODEL]) == 2
     assert "nothing is changed" in capsys.readouterr().err
+
+
+def test_what_was_timed_is_planned_beside_before_what_was_ruled_out() -> None:
+    rows = [{"config": f"pp={at}", "seconds": float(at), "status": "pruned"} for at in range(1, 9)]
+    rows[6]["status"] = rows[7]["status"] = "slower"
+    assert [row["seconds"] for row in to_plan_beside(rows, 3)] == [7.0, 1.0, 2.0, 3.0]
+    assert [row["seconds"] for row in to_plan_beside(rows[:5], 3)] == [1.0, 2.0, 3.0]

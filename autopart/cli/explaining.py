@@ -149,7 +149,7 @@ def _with_model(
     None is laid beside a plan that was made with other numbers of the cluster.
     """
     from autopart.analysis import analyze
-    from autopart.explain import compare, has_other_numbers, limits_of
+    from autopart.explain import compare, has_other_numbers, limits_of, to_plan_beside
     from autopart.planned import planned
     from autopart.rank_peaks import rank_peaks
     from autopart.reshardings import reshardings
@@ -165,14 +165,16 @@ def _with_model(
     if has_other_numbers(plan, cluster):
         rows = []
     with working("planning the runner-up"):
-        for row in [row for row in rows if "config" in row][:_MOST_BESIDE]:
+        for row in to_plan_beside(rows, _MOST_BESIDE):
             # one that was ruled out takes longer than its bound, and may not fit
             if other is not None and row["seconds"] >= other.step_time_s:
-                break
+                continue
             try:
                 limits = {**limits_of(str(row["config"])), **searched_with(plan)}
                 found = planned(program, cluster, batch=plan.batch, analysis=analysis, **limits)
             except InfeasibleError:
                 continue
+            if not compare((plan, found), (cluster, cluster)).decisions:
+                continue  # another way to the same plan
             other = found if other is None or found.step_time_s < other.step_time_s else other
     return sent, peaks, None if other is None else compare((plan, other), (cluster, cluster))
