@@ -14,7 +14,7 @@ def check_apart(model: nn.Module) -> None:
     spans = sorted(
         (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, name)
         for name, parameter in model.named_parameters()
-        if not parameter.is_meta and type(parameter.data) is Tensor and parameter.numel() and parameter.is_contiguous()
+        if _has_memory(parameter) and parameter.numel() and parameter.is_contiguous()
     )
     for (_, stop, name), (start, _, other) in itertools.pairwise(spans):
         if start < stop:
@@ -22,3 +22,8 @@ def check_apart(model: nn.Module) -> None:
                 f"the parameters {name!r} and {other!r} are two that lie in one memory, as by assigning .data: divided "
                 "or on other devices they would be trained apart; make them one, by assigning the parameter itself"
             )
+
+
+def _has_memory(parameter: nn.Parameter) -> bool:
+    """Not so of those on meta, of fake ones, and of those whose memory was taken away."""
+    return not parameter.is_meta and type(parameter.data) is Tensor and parameter.untyped_storage().nbytes() > 0

@@ -5,7 +5,7 @@
 Each line runs the command line as a user would, several times, and prints the fastest: in all, and what of it was
 spent inside ``make_plan`` and in its solvers; CPU seconds are means, the peak of memory is that of all
 runs so far.
-Nothing that earlier runs kept is used. --large: larger models and longer graphs, up to a minute each.
+Nothing that earlier runs kept is used. --large: larger models and longer graphs, up to minutes each.
 --phases: one process; seconds of the processor by phase, of the cases that force nothing, without imports, which
 torch and transformers go on with when they are first used. --growth: the same for models of more and more layers, ops
 in a layer, and devices. --again: whole commands with a cache that is empty at first: the same, again, with twice the
@@ -66,6 +66,7 @@ _MIXTRAL = (
     "hf:mixtral?num_hidden_layers=24&hidden_size=4096&intermediate_size=8192&num_attention_heads=32"
     "&num_key_value_heads=8&num_local_experts=8&experts_implementation=grouped_mm&seq=1024"
 )
+_DEEPSEEK = "hf:deepseek_v3?seq=4096&experts_implementation=grouped_mm"
 _T5 = "hf:t5?num_layers=24&d_model=1024&d_ff=16384&num_heads=32&d_kv=128&seq=512"
 _SMALL_MIXTRAL = (
     "hf:mixtral?num_hidden_layers=4&hidden_size=256&intermediate_size=512&num_attention_heads=4&num_key_value_heads=2"
@@ -87,6 +88,7 @@ LARGE = {
     "GPT 1T on 384x8 A100-80GB": [_1T, "--cluster", "384x8xA100-80GB", "--batch", "3072", "--dtype", "bf16"],
     "Llama-70B-like on 32x8 RTX-4090": [_LLAMA_70B, "--cluster", "32x8xRTX-4090", "--batch", "512", "--dtype", "bf16"],
     "Llama-405B on 256x8 H100": [_LLAMA_405B, "--cluster", "256x8xH100", "--batch", "2048", "--dtype", "bf16"],
+    "DeepSeek-V3 on 256x8 H100": [_DEEPSEEK, "--cluster", "256x8xH100", "--batch", "4096", "--dtype", "bf16"],
     "Gemma2-27B on 4x8 A100-80GB": [_GEMMA2_27B, "--cluster", "4x8xA100-80GB", "--batch", "256", "--dtype", "bf16"],
     "T5 2.9B on 2x8 V100-16GB": [_T5, "--cluster", "2x8xV100-16GB", "--batch", "256"],
     "Mixtral on 4x8 A100-40GB": [_MIXTRAL, "--cluster", "4x8xA100-40GB", "--batch", "256", "--dtype", "bf16"],
