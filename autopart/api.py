@@ -199,9 +199,6 @@ class _Looked(dict[str, Any]):
     def items(self) -> Any:
         return dict(self._found()).items()
 
-    def values(self) -> Any:
-        return dict(self._found()).values()
-
 
 class Parallelized(nn.Module):
     """A model that becomes a parallel program at its first call.

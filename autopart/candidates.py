@@ -68,7 +68,8 @@ class Candidates(CandidateStages):
     built: deque[tuple[object, Realization]] = field(default_factory=lambda: deque(maxlen=2))
 
     def evaluate(self, config: Degrees, below: float = math.inf) -> Evaluation[Answer]:
-        """Strategies and stages of a candidate. Raises InfeasibleError when it does not fit in memory.
+        """Strategies and stages of a candidate. Raises InfeasibleError when it does not fit in memory, OutOfTime when a
+        solver found nothing in its time and ``below`` does not tell what is of interest.
 
         below: seconds that it has to stay below to be of interest; raises NotBetter where it surely does not.
         Where layers are computed again for the fastest strategies to fit, those are tried too that fit without; where

@@ -63,7 +63,7 @@ def moved(rank: int, source: int, target: int) -> list[int]:
     return order
 
 
-def has_gradient(node: fx.Node, without: Collection[fx.Node] = ()) -> bool:
+def has_gradient(node: fx.Node, without: Collection[fx.Node]) -> bool:
     """Whether a trainable parameter reaches the node. without: results that autograd does not see."""
     seen: set[fx.Node] = set()
     stack = [node]

@@ -119,7 +119,7 @@ class GradientSums:
         if trained == self._trained:
             return
         for spec in trained:
-            if not (spec.trainable or spec.buffer):
+            if not spec.trainable:
                 raise InputError(
                     f"parameter {spec.name!r} requires a gradient, but was frozen when the model was captured, so that "
                     "its program makes none; capture the model with all that is ever trained, and freeze it afterwards"
