@@ -17,6 +17,7 @@ from autopart.passes.data_axis import data_dim
 from autopart.passes.program import TensorInfo
 from autopart.prices import share_of
 from autopart.runtime.placement import BROADCAST, REPLICATE, Placements
+from autopart.runtime.written_buffers import COPIES
 from autopart.solver.overlap import GradientSum
 from autopart.solver.stages_parts import TiedGroup
 from autopart.solver.stages_passing import Passing, passing
@@ -115,6 +116,7 @@ def priced_parameters(
     tied: list[TiedGroup] = []
     sums: dict[str, GradientSum] = {}
     known: dict[object, ParameterPrice] = {}
+    updated_buffers = {*analysis.program.updated_buffers}
     sent: list[tuple[tuple[int, ...], Hashable, int, float, bool]] = []
     waiting: list[tuple[tuple[int, ...], float]] = []
     trained: dict[str, tuple[tuple[int, ...], float]] = {}
@@ -125,6 +127,7 @@ def priced_parameters(
         if alike not in known:
             known[alike] = ParameterPrice.of(info, choice.storage, setting, optimizer, level)
         price = known[alike]
+        kept = price.held.total + (COPIES * price.held.weight if info.name in updated_buffers else 0)
         stays = 0.0
         if price.kind is not None and (setting.dp > 1 or BROADCAST in choice.storage.get(info.name, ())):
             sent.append((found, price.kind, level, price.sum_bytes, price.first))
@@ -145,7 +148,7 @@ def priced_parameters(
             sums[info.name] = GradientSum(found, price.sum_bytes, price.sum_s, price.kind, call_s)
         if len(found) == 1:
             own = private[found[0]]
-            own.state_bytes += price.held.total + (versions - 1) * (price.held.weight + price.held.gradient)
+            own.state_bytes += kept + (versions - 1) * (price.held.weight + price.held.gradient)
             own.step_end_s += price.step_end_s
             if late:
                 own.late_bytes += stays
@@ -155,7 +158,7 @@ def priced_parameters(
         seconds = 0.0
         if price.held.gradient and between is not None:
             seconds = bucketed_all_reduce_seconds(price.held.gradient * setting.summed, 2, between)
-        tied.append(TiedGroup(info.name, found, price.held.total + stays, seconds, price.step_end_s))
+        tied.append(TiedGroup(info.name, found, kept + stays, seconds, price.step_end_s))
     # messages take the parameters from the last to the first
     in_order = tuple(sums[info.name] for info in reversed(analysis.program.parameters) if info.name in sums)
     together = at_once(setting.prices.device.kind)

@@ -6,10 +6,10 @@ computation early (twice where pieces from unlike meshes are put together), and 
 that it was received (:mod:`autopart.runtime.schedule.receipts`). Replicas copy gradients into messages in the last
 microbatch. Under 2BW steps follow without a gap: a rank may hold gradients of two batches, and a copy of its weights.
 
-Counted beside parameters: activations, buffers, gradients, and what replicas that divide parameters (ZeRO) gather and
-scatter (:mod:`autopart.passes.peak_weights`). Not counted: optimizer state. Of replicas with unlike parts the largest
-counts. While the optimizer updates parameters there are gradients, what 2BW keeps for the next call, and what the
-optimizer makes (:mod:`autopart.update_memory`).
+Counted beside parameters: activations, buffers of messages, copies of the model's buffers that a forward writes,
+gradients, and what replicas that divide parameters (ZeRO) gather and scatter (:mod:`autopart.passes.peak_weights`). Not
+counted: optimizer state. Of replicas with unlike parts the largest counts. While the optimizer updates parameters there
+are gradients, what 2BW keeps for the next call, and what the optimizer makes (:mod:`autopart.update_memory`).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from autopart.runtime.resharding import rows_of
 from autopart.runtime.schedule import Action, Work, make_schedule, post_receives_early
 from autopart.runtime.schedule.double_buffered import carried
 from autopart.runtime.schedule.receipts import Receipts, receipts
+from autopart.runtime.written_buffers import COPIES
 from autopart.stage_memory import gradient_messages, made_before, stage_peaks, waiting_bytes
 from autopart.update_memory import temporary_bytes
 
@@ -138,11 +139,19 @@ def step_peaks(analysis: Analysis, plan: Plan, found: Realization, kind: str) ->
         proofs = receipts(schedule, rank, repeats)
         call, left = call_peak(post_receives_early(actions), proofs, peaks, crossing, endless, waiting)
         own = [index for index, place in enumerate(plan.places) if place == rank]
+        call += sum(_written_bytes(found, index, axes[index]) for index in own)
         shares = trained_shares(specs[own[0]], own, plan.stages[own[0]].dp, axes[own[0]])
         held = left if endless else sum(shares)
         held += sum(divided[index].lingering(index) for index in own)
         steps.append(StepPeak(call, held + temporary_bytes(plan.optimizer, shares, kind)))
     return steps
+
+
+def _written_bytes(found: Realization, stage: int, axes: Axes) -> float:
+    """Of the copies of buffers that a stage's forward writes."""
+    updates = len(found.stages[stage].updates)
+    values = graphs.results(found.local[stage])[-updates:] if updates else ()
+    return COPIES * sum(_bytes(value, axes, 1) for value in values)
 
 
 def trained_shares(specs: Sequence[ParameterSpec], stages: Sequence[int], replicas: int, axes: Axes) -> list[int]:

@@ -83,7 +83,6 @@ class Splitter:
     numbers: dict[fx.Node, fx.Node] = field(default_factory=dict)  # sizes of the whole batch
     found: dict[object, tuple[Rule | None, tuple[Placement, ...] | None]] = field(default_factory=dict)
     notes: dict[str, None] = field(default_factory=dict)
-    normalized: set[str] = field(default_factory=set)  # modules that normalise over the batch
     whole_batch: fx.Node | None = None
     share: fx.Node | None = None
     last_placeholder: fx.Node | None = None
@@ -226,7 +225,6 @@ class Splitter:
             raise Mixes("computes with the row numbers of a share")
         if str(node.target) in _BATCH_STATISTICS:
             self.notes["batch norm's statistics are those of each microbatch on each replica"] = None
-            self.normalized.add(graphs.module_path(node))
             if states[0].placement != shard(0) or not all(state.whole for state in states[1:]):
                 raise Mixes("combines different samples")
             return self.put(self.copy(node, given), BatchState(shard(0)))
@@ -362,16 +360,9 @@ class Splitter:
                 raise Mixes(f"returns {info.name!r}, whose dim {state.placement.dim} holds samples inside other blocks")
             kind = "cat" if state.placement.is_shard else "sum" if state.placement == PARTIAL else "same"
             combine[info.name] = (kind, state.placement.dim)
-        for name, source, result in zip(
-            self.program.updated_buffers,
-            graphs.results(node.graph)[len(tensors) :],
-            results[len(tensors) :],
-            strict=True,
-        ):
+        for name, result in zip(self.program.updated_buffers, results[len(tensors) :], strict=True):
             if not self.states[result].whole:
                 raise Mixes(f"updates the buffer {name!r} by what depends on the samples")
-            if graphs.module_path(source) not in self.normalized:
-                self.notes[f"the buffer {name!r} is updated once per microbatch"] = None
         self.graph.output(results)
         totals = _extract(self.graph, list(self.totals)) if self.totals else None
         for node, state in self.states.items():

@@ -23,6 +23,7 @@ from autopart.runtime.schedule.receipts import Receipts
 from autopart.runtime.trace import Recorder
 from autopart.runtime.traffic import Phase
 from autopart.runtime.weight_split import LaterGradients, SplitBackward, into_outer
+from autopart.runtime.written_buffers import BeforeBatch, written_buffers
 
 # What starts the backward of a microbatch: output name -> gradient; None or missing: the output has none.
 Seeds = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor | None]]
@@ -100,6 +101,8 @@ class Run:
         self._reduce = reduce
         self._microbatches: dict[tuple[int, int], _Microbatch] = {}
         self._weights: dict[int, list[Tensor]] = {}
+        written = written_buffers(modules, manifest)
+        self._written = {stage: BeforeBatch([*buffers.values()]) for stage, buffers in written.items()}
         self._step = mesh.step
         self._batch = mesh.step if train else _EVALUATED
         self._alone = len(set(mesh.place_of)) == len(mesh.place_of)  # no rank has several stages
@@ -167,7 +170,7 @@ class Run:
             case Work.WEIGHT:
                 with self._noted(action):
                     if state.later is not None:
-                        with self._passing("weight", action.stage):
+                        with self._passing("weight", action.stage), self._as_before(action.stage):
                             state.later.compute(self._weights[action.stage])
                     state.later = None
 
@@ -260,6 +263,8 @@ class Run:
             **{argument_name(name): state.received[name] for name in spec.receives},
             **{argument_name(name): feed.totals[name] for name in spec.totals},
         }
+        if stage in self._written:
+            self._written[stage].begin_forward()
         with self._passing("forward", stage), self._splitting(stage, state):
             results = self._modules[stage](b=feed.samples, B=feed.batch, **arguments)
             results = tuple(map(into_outer, results)) if isinstance(results, tuple) else results
@@ -282,6 +287,10 @@ class Run:
         state.later = LaterGradients()
         return SplitBackward(self._weights[stage], state.later)
 
+    def _as_before(self, stage: int) -> AbstractContextManager[None]:
+        """Around what goes back: a forward that runs again reads buffers as the first did."""
+        return self._written[stage].backward() if stage in self._written else nullcontext()
+
     def _backward(self, action: Action, microbatch: int, state: _Microbatch) -> None:
         self._wait(state, "backward")
         with self._noted(action):
@@ -303,7 +312,7 @@ class Run:
         # Nothing may hold the results while the graph is walked: their memory is then freed on the way.
         output = None
         state.sent, state.outputs, state.gradients = {}, {}, []
-        with self._passing("backward", stage):
+        with self._passing("backward", stage), self._as_before(stage):
             if ends:
                 torch.autograd.backward(ends, gradients)
         state.received = {name: leaf for name, leaf in state.received.items() if leaf.requires_grad}

@@ -55,6 +55,7 @@ from autopart.runtime.tally import Tally
 from autopart.runtime.trace import Recorder, Timeline, gather_timelines, save_trace, trace_object
 from autopart.runtime.traffic import Traffic
 from autopart.runtime.variants import Variant, Variants
+from autopart.runtime.written_buffers import BeforeBatch, written_buffers
 
 
 class ParallelModule(HeldStages):
@@ -252,7 +253,7 @@ class ParallelModule(HeldStages):
             return run, made
 
         seed = 1.0 if self._scale is None else self._scale.seed
-        again = None if self._scale is None else self._repeatable(lambda wanted: run_with(wanted)[1])
+        again = None if self._scale is None else self._repeatable(variant, lambda wanted: run_with(wanted)[1])
         run, gradients = run_with(seed)
         average_buffers(self.manifest, self.mesh, self._buffers_by_name())
         wanted = [spec for spec in variant.outputs if self.returned == "all" or spec.name == loss_name]
@@ -380,15 +381,18 @@ class ParallelModule(HeldStages):
         """The outputs of the whole batch by name. All ranks call it for the same ones."""
         return {spec.name: collect(spec, run.outputs, division, self.mesh) for spec in specs}
 
-    def _repeatable(self, run: Callable[[float], Gradients]) -> Callable[[float], Gradients]:
-        """``run``, later, as if now: with this step's random numbers, and leaving running statistics as they are."""
+    def _repeatable(self, variant: Variant, run: Callable[[float], Gradients]) -> Callable[[float], Gradients]:
+        """``run``, later, as if now: with this step's random numbers and buffers, and leaving these as they are."""
         device, step = self.mesh.device, self.mesh.step
         state = default_generator(device).get_state()
+        written = [b for own in written_buffers(variant.stages, variant.manifest).values() for b in own.values()]
+        before = BeforeBatch(written)
+        before.begin_forward()
 
         def again(seed: float) -> Gradients:
             kept = {name: buffer.clone() for name, buffer in self._buffers_by_name().items()}
             later, self.mesh.step = self.mesh.step, step
-            with self._reporting(), self._plainly(), resumed(device, state):
+            with self._reporting(), self._plainly(), resumed(device, state), before.backward():
                 made = run(seed)
             self.mesh.step = later
             with torch.no_grad():

@@ -302,11 +302,6 @@ def test_flaw_names_the_module() -> None:
 
 
 def test_notes() -> None:
-    def counting(m: Any, x: Tensor, y: Tensor) -> Tensor:
-        m.calls += 1
-        return m.linear(x).square().mean()
-
-    assert split_of(counting).notes == ("the buffer 'calls' is updated once per microbatch",)
     split = split_of(lambda m, x, y: F.cross_entropy(m.linear(m.norm(x)), y))
     assert not split.flaw
     assert split.notes == ("batch norm's statistics are those of each microbatch on each replica",)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -148,6 +150,105 @@ def test_pipelines_equal_one_process(
     plan = make_plan(subject.program, ideal(2), analysis=analysis, **limits)  # type: ignore[arg-type]
     emitted = realize(subject.program, plan, analysis)
     assert all(len(item.stages) == 1 for item in emitted.manifest.parameters if item.buffer)
+    emitted.save(tmp_path / "program")
+    result = compare_emitted(tmp_path / "program", subject, plan=plan)
+    assert result.equal, result
+
+
+class Average(nn.Module):
+    """A layer that reads an average of its own weights, of before or after it is written."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first, self.linear = first, nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("average", torch.ones(WIDTH, WIDTH))
+        self.average: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.average.clone()
+        with torch.no_grad():
+            self.average.lerp_(self.linear.weight, 0.3)
+        return torch.tanh(self.linear(x) + x @ (before if self.first else self.average))
+
+
+class CountedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+        self.calls: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(self.linear(x) * (1 + self.calls / 10)) + x
+
+
+class Anew(nn.Module):
+    """Autograd keeps the tensor that was the buffer when it was read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.scale: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(x) * self.scale)
+        self.scale = self.scale * 0.9 + self.linear.bias.detach()
+        return x
+
+
+class Normed(nn.Module):
+    """The largest singular value comes by one more step of the power iteration in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) + x
+
+
+class Chain(nn.Module):
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer() for _ in range(4)])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x - y).square().mean()
+
+
+_SPLIT = {"pp": 2, "dp": 2, "microbatches": 4}
+
+
+@pytest.mark.parametrize(
+    ("layer", "limits"),
+    [
+        (partial(Average, True), {**_SPLIT, "recompute": "full"}),
+        (partial(Average, False), {**_SPLIT, "recompute": "full"}),
+        (CountedLayer, {"pp": 2, "dp": 1, "microbatches": 1, "recompute": "full"}),
+        (CountedLayer, {**_SPLIT, "schedule": "zb-h1"}),
+        (Anew, _SPLIT),
+        (Normed, {**_SPLIT, "recompute": "full"}),
+        (Normed, {"pp": 2, "dp": 1, "microbatches": 4, "schedule": "2bw"}),
+    ],
+)
+def test_each_step_writes_once(
+    layer: Callable[[], nn.Module], limits: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the number of microbatches, and what runs again finds what the first forward did."""
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
+    torch.manual_seed(0)
+    subject = prepare(Chain(layer).double(), (torch.randn(16, WIDTH), torch.randn(16, WIDTH)))
+    analysis = analyze(subject.program)
+    ranks = limits["pp"] * limits["dp"]
+    plan = make_plan(subject.program, ideal(ranks), analysis=analysis, batch=16, tp=1, **limits)
+    emitted = realize(subject.program, plan, analysis)
+    assert not emitted.manifest.notes
+    if "recompute" in limits:
+        assert sum(text.count(" checkpoint(") for text in emitted.files.values()) >= 2
     emitted.save(tmp_path / "program")
     result = compare_emitted(tmp_path / "program", subject, plan=plan)
     assert result.equal, result

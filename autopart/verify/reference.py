@@ -14,6 +14,7 @@ from autopart.precision import eager_in_float64
 from autopart.runtime.inputs import Division, check, microbatch_of
 from autopart.runtime.manifest import Manifest
 from autopart.runtime.structure import flatten, rebuild
+from autopart.runtime.written_buffers import set_values
 from autopart.verify.errors import VerifyError
 from autopart.verify.rank import adamw, loss_of
 from autopart.verify.subject import Subject
@@ -58,6 +59,7 @@ def train_reference(
     Where the program's gradients are those of the batch before, each is applied one step late (PipeDream-2BW, arXiv
     2006.09503, section 3.1): W(t+1) = W(t) - lr * grad(W(t-1)), and the last after the last step.
     """
+    once = {spec.name for spec in manifest.parameters if spec.once}
     in_pieces = any(note.startswith(_BATCH_STATISTICS) for note in manifest.notes)
     specs = [spec for spec in manifest.inputs if spec.kind == "tensor"]
     pieces: list[dict[str, Any]] = [subject.leaves]
@@ -87,7 +89,9 @@ def train_reference(
     with eager_in_float64(model):
         for step in range(steps):
             losses = []
+            before = {name: model.get_buffer(name).clone() for name in once}
             for piece in pieces:
+                set_values([model.get_buffer(name) for name in before], [*before.values()])
                 outputs = flatten(subject.call(**rebuild(subject.structure, piece)))[0]
                 losses.append(loss_of(outputs, manifest.loss))
             loss = torch.stack(losses).mean()
@@ -105,7 +109,8 @@ def train_reference(
         update(waiting)
     if not all(map(math.isfinite, result.losses)):
         raise VerifyError(f"the plain model's losses are not finite: {result.losses}; give other inputs")
-    ignored = {spec.name for spec in manifest.parameters if spec.mutated} if division.replicas > 1 else set()
+    statistics = {spec.name for spec in manifest.parameters if spec.mutated} - once
+    ignored = statistics if division.replicas > 1 else set()
     members = [*model.named_parameters(), *model.named_buffers()]
     result.state = {name: tensor.detach().clone() for name, tensor in members if name not in ignored}
     # The copy is left as it came, so that it may be compared again.

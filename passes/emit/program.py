@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -290,7 +290,8 @@ def parameter_specs(
     totals = _names(split.totals, Role.BUFFER) if split.totals is not None else ()
     homes = _homes(program, stages, graphs_by_stage, totals)
     learning = learning_stages(program, stages, graphs_by_stage)
-    updated = {*program.updated_buffers, *running_statistics(program.graph)}
+    once = {*program.updated_buffers}
+    updated = once | running_statistics(program.graph)
     for name in updated:
         if len(homes[name]) > 1:
             raise PlanError(
@@ -298,7 +299,11 @@ def parameter_specs(
                 "hold one of their own; cut elsewhere, or use fewer stages"
             )
     return tuple(
-        _parameter(info, homes, storage, program, layout, layout.cuts.get(info.name), learning, info.name in updated)
+        replace(
+            _parameter(info, homes, storage, program, layout, layout.cuts.get(info.name), learning),
+            mutated=info.name in updated,
+            once=info.name in once,
+        )
         for info in program.tensors.values()
     )
 
@@ -311,7 +316,6 @@ def _parameter(
     layout: Layout,
     cut: DataCut | None,
     learning: Mapping[str, tuple[int, ...]],
-    mutated: bool,
 ) -> ParameterSpec:
     by_stage = []
     for stage in homes[info.name]:
@@ -336,7 +340,6 @@ def _parameter(
         trainable=info.trainable,
         buffer=info.buffer,
         persistent=info.persistent,
-        mutated=mutated,
         zero=cut.level if cut else 0,
         data_dim=cut.dim if cut else 0,
         gradients=learning.get(info.name, ()),

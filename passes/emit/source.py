@@ -102,7 +102,7 @@ class StageSource:
             main.lines.append("if self.training:")
             main.lines.append("    with torch.no_grad():")
             for name, code in zip(self.updates, updated, strict=True):
-                main.lines.append(f"        {_attribute('self', name)}.copy_({code})")
+                main.lines.append(f"        {_attribute('self', name)}.data.copy_({code})")
         main.lines.append(f"return ({', '.join(returned)}{',' if len(returned) == 1 else ''})")
         signature = ", ".join(
             ["b: int", "B: int", *(f"{argument_name(node.meta['name'])}: Tensor" for node in arguments)]
