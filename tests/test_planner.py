@@ -280,6 +280,12 @@ def test_recomputation_keeps_less_and_takes_longer() -> None:
         ({"dp": 4, "batch": 6, "meshes": "equal"}, "batch of 6 does not divide"),
         ({"pp": 4, "dp": 4}, "does not divide|no pp x dp x tp"),
         ({"microbatches": 5, "batch": 8}, "batch of 8"),
+        (
+            {"pp": 2, "schedule": "interleaved", "microbatches": 3, "batch": 12, "meshes": "equal"},
+            "interleaved takes a multiple of pp=2 microbatches, not 3; give",
+        ),
+        ({"pp": 4, "schedule": "2bw", "microbatches": 2, "meshes": "equal"}, "2bw takes at least pp=4 micro.* not 2; "),
+        ({"pp": 4, "schedule": "interleaved", "virtual": 9}, "interleaved makes 36 stages of pp=4, and .* at most; "),
         ({"recompute": "some"}, "recompute is one of"),
         ({"batch": 0}, "batch is a whole number of at least 1, not 0"),
         ({"pp": "2"}, "pp is a whole number of at least 1, not '2'"),

@@ -179,19 +179,20 @@ def degrees(
     meshes = fitting
     if not meshes:
         raise PlanError(_no_mesh(devices, {"pp": pp, "dp": dp, "tp": count}, {"pp": max_pp, "tp": max_tp}))
-    result = tuple(
-        config
+    made = [
+        Degrees(pp, dp, sizes, pieces, schedule, recompute, virtual)
         for pp, dp, tensor in meshes
         if batch % dp == 0
         for sizes in ([axes] if axes else _axes_of(tensor, scheme, max_axes))
         for pieces in _divisors(batch // dp)
         if microbatches in (None, pieces)
         for schedule, virtual in schedules
-        if (config := Degrees(pp, dp, sizes, pieces, schedule, recompute, virtual)).runs
-        and (max_pp is None or config.stages <= max_pp)
-    )
-    if not result:
+    ]
+    if not made:
         raise PlanError(_no_batch(batch, sorted({mesh[1] for mesh in meshes}), microbatches))
+    result = tuple(config for config in made if config.runs and (max_pp is None or config.stages <= max_pp))
+    if not result:
+        raise PlanError(_no_schedule(made, max_pp))
     return result
 
 
@@ -249,6 +250,24 @@ def _no_scheme(scheme: TensorScheme, devices: int, wanted: Sequence[int]) -> str
     return (
         f"the tensor scheme {scheme.value} lays the tensor devices of a stage on {scheme.shape} axes, which tp={given} "
         f"cannot be; tensor degrees that can: {which}{', '.join(map(str, would))}"
+    )
+
+
+def _no_schedule(made: Sequence[Degrees], most: int | None) -> str:
+    """made: configurations whose schedules take other numbers of microbatches, or that have more than ``most`` stages."""
+    running = [config for config in made if config.runs]
+    if running:
+        least = min(running, key=lambda config: config.stages)
+        return (
+            f"{least.schedule} makes {least.stages} stages of pp={least.pp}, and the model can be cut into {most} at most; "
+            f"give a smaller pp, or a schedule with one stage on each rank, such as 1f1b"
+        )
+    near = max(made, key=lambda config: config.microbatches)
+    takes = "a multiple of pp" if near.schedule == "interleaved" else "at least pp"
+    counts = sorted({config.microbatches for config in made})
+    return (
+        f"the schedule {near.schedule} takes {takes}={near.pp} microbatches, not {' or '.join(map(str, counts))}; give "
+        f"another number of microbatches, batch or pp, or another schedule"
     )
 
 
