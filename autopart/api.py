@@ -27,6 +27,7 @@ from autopart.runtime.inputs import BatchMode, Returned, check_modes
 from autopart.runtime.mesh import connect, pick_device
 from autopart.runtime.module import ParallelModule
 from autopart.spread import on_first_rank, start_alike, write_on_hosts
+from autopart.watched_attributes import Watched
 from autopart.weights import load_or_start, save_weights
 
 if TYPE_CHECKING:
@@ -216,6 +217,7 @@ class Parallelized(nn.Module):
         self._batch: BatchMode = batch
         self._returned = outputs
         self._callbacks: list[Callable[[], object]] = []
+        self._watched: Watched
         self.training = model.training
 
         @wraps(model.forward)  # libraries look up what a model takes: names of columns, keyword arguments
@@ -245,11 +247,14 @@ class Parallelized(nn.Module):
         if self.parallel is None:
             self.start(args, kwargs)
             assert self.parallel is not None
+        elif self.parallel.mesh.rank == 0:
+            self._watched.warn_of_changes()
         return self.parallel(*args, **kwargs)
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plans, emits and divides the model for batches like these inputs. All ranks call it, once."""
         object.__setattr__(self, "parallel", self._start(args, kwargs))
+        self._watched = Watched(self.original)
         assert self.parallel is not None
         self.parallel.train(self.training)
         while self._callbacks:
@@ -449,6 +454,14 @@ class Parallelized(nn.Module):
                 "trace() records a program that is planned at the model's first call; call the model before"
             )
         return self.parallel.trace(path)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes that the original has are set there, where a capture reads them."""
+        own = self.__dict__
+        if name not in own and name in getattr(own.get("original"), "__dict__", ()) and not name.startswith("_"):
+            setattr(own["original"], name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         try:

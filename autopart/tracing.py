@@ -29,6 +29,7 @@ from autopart.meta_capture import NumbersOnMeta, all_on_meta, is_on_meta
 from autopart.mixed_precision import autocast_of, check_sums, current_precision
 from autopart.other_draws import note_on_draws, other_draws
 from autopart.own_backwards import own_backwards
+from autopart.own_numbers import Changed, Numbers, carried, note_on_numbers
 from autopart.parameter_memory import check_apart
 from autopart.passes.attention_masks import simplify_masks
 from autopart.passes.autocast import Autocast, entered
@@ -51,11 +52,12 @@ class LossOutput(NamedTuple):
 
 
 class _Returned:
-    """What the traced forward returned: named leaves and the structure around them."""
+    """What the traced forward returned: named leaves and the structure around them. changed: numbers of the model's."""
 
     def __init__(self) -> None:
         self.leaves: dict[str, Any] = {}
         self.structure: Any = None
+        self.changed: list[Changed] = []
 
 
 class _Flat(nn.Module):
@@ -86,6 +88,7 @@ class _Flat(nn.Module):
         decisions = self.decisions
         if decisions is not None:
             decisions.begin()
+        numbers = Numbers(self.model.named_modules())
         with (
             NumbersOnMeta() if self._on_meta else nullcontext(),
             ctc_capture.RowsOfTargets(),
@@ -99,6 +102,7 @@ class _Flat(nn.Module):
                 result = self.model(**kwargs)
                 result = LossOutput(self.loss_function(result, targets), result)
         self.returned.leaves, self.returned.structure = flatten(result)
+        self.returned.changed = numbers.changed()
         found = [leaf for leaf in self.returned.leaves.values() if isinstance(leaf, torch.Tensor)]
         return found if decisions is None else [*found, *decisions.conditions]
 
@@ -172,6 +176,10 @@ def capture(
         return program
 
     program = settle(trace, named, dims, batch)
+    if changed := flat.returned.changed:
+        with carried(changed):
+            following = settle(trace, named, dims, batch)
+        program.notes = (*program.notes, note_on_numbers(changed, program, following))
     program.precision = precision
     program.reduce_dtype = check_sums(reduce_dtype)
     if check_eval:

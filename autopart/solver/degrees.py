@@ -254,13 +254,13 @@ def _no_scheme(scheme: TensorScheme, devices: int, wanted: Sequence[int]) -> str
 
 
 def _no_schedule(made: Sequence[Degrees], most: int | None) -> str:
-    """made: configurations whose schedules take other numbers of microbatches, or that have more than ``most`` stages."""
+    """made: configurations whose schedules take other numbers of microbatches, or with more than ``most`` stages."""
     running = [config for config in made if config.runs]
     if running:
         least = min(running, key=lambda config: config.stages)
         return (
-            f"{least.schedule} makes {least.stages} stages of pp={least.pp}, and the model can be cut into {most} at most; "
-            f"give a smaller pp, or a schedule with one stage on each rank, such as 1f1b"
+            f"{least.schedule} makes {least.stages} stages of pp={least.pp}, and the model can be cut into {most} at "
+            f"most; give a smaller pp, or a schedule with one stage on each rank, such as 1f1b"
         )
     near = max(made, key=lambda config: config.microbatches)
     takes = "a multiple of pp" if near.schedule == "interleaved" else "at least pp"
