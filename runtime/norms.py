@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from weakref import ref
 
@@ -28,6 +29,8 @@ _NORMS: frozenset[Callable[..., Any]] = frozenset(
     {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm, torch.functional.norm}
 )
 _KEPT: frozenset[Callable[..., Any]] = frozenset({Tensor.to, Tensor.detach, torch.stack})
+PATIENCE = timedelta(minutes=2)
+"""For how long a rank waits for the norms of others."""
 _INSTEAD = "call model.clip_grad_norm_(max_norm) on every rank instead, which also returns the norm"
 
 
@@ -106,19 +109,40 @@ class GradientNorms:
                 f"which of theirs belong to it; pass all of model.parameters(), or {_INSTEAD}"
             )
         mine = torch.tensor([self._counted[name] for name in names], device=norms.device)
-        return reduce_norms(norms[mine], order, self._mesh).to(norms.dtype)
+        return reduce_norms(norms[mine], order, self._mesh, PATIENCE).to(norms.dtype)
 
 
-def reduce_norms(norms: Tensor, order: float, mesh: Mesh) -> Tensor:
-    """The ``order``-norm of all ranks' norms (1-D), a float64 scalar. All ranks take part."""
+def reduce_norms(norms: Tensor, order: float, mesh: Mesh, patience: timedelta | None = None) -> Tensor:
+    """The ``order``-norm of all ranks' norms (1-D), a float64 scalar. All ranks take part.
+
+    Raises InputError where others do not within ``patience``, over gloo; NCCL has its own time limit.
+    """
     wide = norms.detach().to(mesh.device, torch.float64)
     if math.isinf(order):
         result = wide.max() if wide.numel() else torch.zeros((), dtype=torch.float64, device=mesh.device)
     else:
         result = wide.pow(order).sum()
     if mesh.world_size > 1:
-        dist.all_reduce(result, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM)
+        work = dist.all_reduce(result, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, async_op=True)
+        assert work is not None
+        if patience is None or mesh.device.type != "cpu":
+            work.wait()
+        else:
+            _wait(work, patience)
     return result if math.isinf(order) else result.pow(1 / order)
+
+
+def _wait(work: dist.Work, patience: timedelta) -> None:
+    try:
+        work.wait(patience)
+    except RuntimeError as error:
+        if "imed out" not in str(error) and "imeout" not in str(error):
+            raise
+        raise InputError(
+            f"other ranks took no norm of their gradients for {patience.total_seconds():g} s: torch does not ask a "
+            "rank of which none of the parameters in the norm has a gradient (a part of the model was given, or all "
+            f"of a stage is frozen); {_INSTEAD}"
+        ) from error
 
 
 def plain(gradient: Tensor) -> Tensor:

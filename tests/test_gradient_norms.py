@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import autopart
+from autopart.runtime import norms
 from autopart.runtime.errors import InputError
 from launch import launch
 from two_layers import NAMES, PLANS, PP, TP, batch, build, parallel
@@ -22,7 +25,7 @@ def clipped(limits: dict[str, Any] | None, order: float, own: bool) -> tuple[lis
     if limits is not None:
         model = parallel(limits)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    norms = []
+    found = []
     for step in range(4):
         for _ in range(2):
             (model(**batch()) * 3.0).backward()
@@ -31,10 +34,10 @@ def clipped(limits: dict[str, Any] | None, order: float, own: bool) -> tuple[lis
         assert type(norm) is Tensor
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
-        norms.append(norm.item())
+        found.append(norm.item())
     for state in optimizer.state.values():
         assert all(type(value) in (Tensor, float, int) for value in state.values() if value is not None)
-    return norms, model.state_dict()
+    return found, model.state_dict()
 
 
 @pytest.mark.parametrize("limits", PLANS, ids=str)
@@ -42,10 +45,10 @@ def clipped(limits: dict[str, Any] | None, order: float, own: bool) -> tuple[lis
     ("order", "own"), [(2.0, False), (math.inf, False), (1.0, False), (2.0, True), (math.inf, True)]
 )
 def test_clipping_equals_the_plain_models(limits: dict[str, Any], order: float, own: bool) -> None:
-    norms, state = clipped(None, order, False)
-    assert all(norm > 0.1 for norm in norms), "every step is clipped"
+    expected, state = clipped(None, order, False)
+    assert all(norm > 0.1 for norm in expected), "every step is clipped"
     for found, weights in launch(clipped, 2, limits, order, own):
-        assert found == pytest.approx(norms, rel=1e-9)
+        assert found == pytest.approx(expected, rel=1e-9)
         for name, tensor in state.items():
             torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-12)
 
@@ -84,6 +87,26 @@ def test_what_would_be_a_norm_of_one_rank_is_refused() -> None:
         assert "alone" in found["mixed"] and "alone" in found["share"]
     for found in launch(refusals, 2, PP):
         assert {"some", "zero"} <= found.keys()
+
+
+def clipped_in_part() -> str:
+    norms.PATIENCE = timedelta(seconds=1)
+    model = parallel(PP)
+    model(**batch()).backward()
+    rank = torch.distributed.get_rank()
+    mine = [] if rank else [p for p in model.parameters() if p.grad is not None]
+    try:
+        nn.utils.clip_grad_norm_(mine, 0.1)
+    except InputError as error:
+        return str(error)
+    time.sleep(3.0)  # as in the next step, where this rank would wait
+    return ""
+
+
+def test_a_norm_that_other_ranks_take_no_part_in_ends() -> None:
+    first, second = launch(clipped_in_part, 2)
+    assert "other ranks took no norm of their gradients for 1 s" in first and "call model.clip_grad_norm_" in first
+    assert second == ""
 
 
 def other_ways(limits: dict[str, Any]) -> None:
