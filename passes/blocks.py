@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autopart.passes import graph as graphs
 from autopart.passes.emit.layers import MOST_INLINE, find_runs, is_recomputable
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
 from autopart.passes.sizes import extent
+from autopart.runtime.errors import CaptureError
 
 _FEWER = 0.9
 """Ops are taken out of their order in the graph if that leaves less than this share of the values alive."""
@@ -152,11 +154,18 @@ def _branch_by_branch(ops: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def value_bytes(value: Value, batch: int) -> int:
-    """Bytes of a value for a batch of that many samples."""
+    """Bytes of a value for a batch of that many samples. Raises CaptureError where values decide how many they are."""
     fake = value.fake
     total = fake.element_size()
     for size in fake.shape:
         found = extent(size)
+        if found is None and free_unbacked_symbols(size):
+            node = value.node
+            raise CaptureError(
+                f"{node.target} in {graphs.module_path(node) or 'the model'} ({graphs.source_line(node)}) has a result "
+                "whose size follows from values, as h[mask] has, and stages exchange and keep tensors of known sizes; "
+                "keep all entries and leave some out of the loss (ignore_index=-100, torch.where(mask, h, 0))"
+            )
         total *= found.at(batch) if found is not None else int(size)
     return total
 

@@ -8,7 +8,7 @@ the new base when they are next used.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,13 +143,31 @@ class Aliases:
         return {node: new for node, new in self._now.items() if node.op == "placeholder"}
 
 
+def _into(
+    target: Callable[..., Any],
+    source: fx.Node,
+    piece: fx.Node,
+    rest: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    emit: Emit,
+) -> fx.Node:
+    """A copy of ``source`` with ``piece`` in a part of a dim. Of complex numbers torch has no derivative: as pairs."""
+    value = source.meta["val"]
+    if not value.is_complex():
+        return emit(target, (source, piece, *rest), dict(kwargs))
+    given = dict(kwargs)
+    dim = (rest[0] if rest else given.pop("dim", 0)) % value.dim()
+    pairs = [emit(aten.view_as_real.default, (node,), {}) for node in (source, piece)]
+    return emit(aten.view_as_complex.default, (emit(target, (*pairs, dim, *rest[1:]), given),), {})
+
+
 def _scatter(record: _View, source: fx.Node, piece: fx.Node, emit: Emit) -> fx.Node:
     """The source of a view with ``piece`` in place of what the view showed."""
     target, rest = record.target, record.args[1:]
     if target is aten.slice.Tensor:
-        return emit(aten.slice_scatter.default, (source, piece, *rest), record.kwargs)
+        return _into(aten.slice_scatter.default, source, piece, rest, record.kwargs, emit)
     if target is aten.select.int:
-        return emit(aten.select_scatter.default, (source, piece, *rest), record.kwargs)
+        return _into(aten.select_scatter.default, source, piece, rest, record.kwargs, emit)
     if target is aten.transpose.int:
         return emit(aten.transpose.int, (piece, *rest), {})
     if target is aten.permute.default:
@@ -166,12 +184,12 @@ def _scatter(record: _View, source: fx.Node, piece: fx.Node, emit: Emit) -> fx.N
     if target is operator.getitem and record.source.target is aten.unbind.int:
         taken = record.source
         dim = taken.args[1] if len(taken.args) > 1 else taken.kwargs.get("dim", 0)
-        return emit(aten.select_scatter.default, (source, piece, dim, rest[0]), {})
+        return _into(aten.select_scatter.default, source, piece, (dim, rest[0]), {}, emit)
     if target is operator.getitem and record.source.target is aten.split_with_sizes.default:
         split = record.source
         _, sizes, dim = graphs.arguments(split)
         start = sum(sizes[: rest[0]])
-        return emit(aten.slice_scatter.default, (source, piece, dim, start, start + sizes[rest[0]]), {})
+        return _into(aten.slice_scatter.default, source, piece, (dim, start, start + sizes[rest[0]]), {}, emit)
     raise CaptureError(
         f"a tensor is written through {target} (module {source.meta.get('path') or '(root)'}, "
         f"{source.meta.get('source')}); write into a copy and use that instead"

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopart.analysis import analyze
 from autopart.passes import graph as graphs
 from autopart.passes.batch import split_batch
 from autopart.passes.blocks import Block, chain, crossing, cut_positions, find_blocks, free_nodes, value_bytes
 from autopart.passes.graph import Value
 from autopart.passes.program import Program
 from autopart.passes.rules import RULES
+from autopart.runtime.errors import CaptureError
 from autopart.tracing import capture
 from families import Family, captured, unlike_first
 
@@ -201,3 +203,22 @@ def test_bytes_of_values() -> None:
     program = capture(Branches(), (torch.randn(4, 8), torch.randn(4, 8)), check_eval=False)
     linear = next(node for node in program.graph.nodes if "linear" in str(node.target))
     assert value_bytes(Value(linear), 3) == 3 * 8 * 4
+
+
+class Chosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        labelled = y > 0
+        hidden = torch.relu(self.first(x))[labelled]
+        return nn.functional.cross_entropy(self.last(hidden), y[labelled])
+
+
+def test_sizes_that_values_decide_are_refused() -> None:
+    program = capture(Chosen(), (torch.randn(8, 4), torch.randint(3, (8,))), check_eval=False)
+    with pytest.raises(
+        CaptureError, match=r"aten\.index\.Tensor in the model \(.*test_blocks\.py:\d+\) .*ignore_index"
+    ):
+        analyze(program)

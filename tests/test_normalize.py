@@ -186,9 +186,18 @@ def activations(x: Tensor, y: Tensor) -> Tensor:
     return torch.nn.functional.silu(z * y, inplace=True).clamp_(max=1.0).sigmoid_()
 
 
+def complex_pieces(x: Tensor, y: Tensor) -> Tensor:
+    found, made = torch.fft.rfft(x), torch.fft.rfft(y)
+    made[..., :2] = found[..., 1:3] * 2
+    made[..., -1] = found[..., 0]
+    made[1] *= 3
+    return torch.fft.irfft(made, n=6)
+
+
 WRITES = [
     first_column, slice_and_row, transposed, chunks, alias_then_write, views_of_views, filled, put, copied,
     copy_goes_its_own_way, narrowed, diagonal, integers, activations,
+    complex_pieces,
 ]  # fmt: skip
 
 
