@@ -93,6 +93,8 @@ def capture_error(error: Exception, where: Where) -> CaptureError:
         suggestion = (
             "the branch depends on tensor values; replace it with torch.where, or decide it from the configuration"
         )
+    elif "fake tensor in the exported program constant" in str(error):
+        suggestion = "forward reads a tensor's .data, which no graph has; use .detach()"
     elif isinstance(error, torch._dynamo.exc.Unsupported):
         suggestion = "replace the construct, or move it out of forward"
     elif isinstance(error, TypeError | AttributeError | RuntimeError | ValueError | KeyError | IndexError):

@@ -147,6 +147,12 @@ def capture(
         raise CaptureError(f"a model with loss_fn needs the keyword input {TARGETS!r}: loss_fn(model(...), {TARGETS})")
     if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
         raise CaptureError("loss_fn has parameters of its own; put it inside the model, so that they are trained too")
+    scripted = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
+        raise CaptureError(
+            f"the module {scripted[0] or '(root)'} is compiled by torch.jit, whose code cannot be traced; give the "
+            "module that it was compiled from"
+        )
     check_apart(model)
     bound = {**bind(model.forward, args, kwargs), **targets}
     named, structure = flatten(bound)

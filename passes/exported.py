@@ -39,6 +39,11 @@ def origin(node: fx.Node) -> tuple[str, str]:
     return module_path(node), _last_line(node.meta.get("stack_trace") or "")
 
 
+def module_name(path: str) -> str:
+    """A module's path as users know it: capture wraps the model."""
+    return path.removeprefix("model.") if path not in ("", "model") else "(root)"
+
+
 @functools.lru_cache(maxsize=1024)  # ops of copied layers have the same
 def _last_line(trace: str) -> str:
     for line in reversed(trace.splitlines()):

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autopart.passes import graph as graphs
-from autopart.passes.exported import origin
+from autopart.passes.exported import module_name, origin
 from autopart.runtime.errors import CaptureError
 
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ def functional_overload(node: fx.Node, target: torch._ops.OpOverload) -> torch._
     if overload is None:
         path, source = origin(node)
         raise CaptureError(
-            f"{target} writes into a tensor and has no functional form (module {path or '(root)'}, {source}); "
+            f"{target} writes into a tensor and has no functional form (module {module_name(path)}, {source}); "
             "use the op that returns a new tensor"
         )
     return overload
@@ -191,6 +191,6 @@ def _scatter(record: _View, source: fx.Node, piece: fx.Node, emit: Emit) -> fx.N
         start = sum(sizes[: rest[0]])
         return _into(aten.slice_scatter.default, source, piece, (dim, start, start + sizes[rest[0]]), {}, emit)
     raise CaptureError(
-        f"a tensor is written through {target} (module {source.meta.get('path') or '(root)'}, "
+        f"a tensor is written through {target} (module {module_name(source.meta.get('path', ''))}, "
         f"{source.meta.get('source')}); write into a copy and use that instead"
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from autopart.passes import graph as graphs
-from autopart.passes.exported import origin
+from autopart.passes.exported import module_name, origin
 from autopart.runtime.errors import CaptureError
 
 
@@ -23,7 +23,7 @@ def lstm_values(exported: fx.Node, states: tuple[Tensor, ...] | list[Tensor]) ->
     path, source = origin(exported)
     if any(graphs.is_getitem(user) and user.args[1] and user.users for user in exported.users):
         raise CaptureError(
-            f"module {path or '(root)'} ({source}): the last states of an LSTM are "
+            f"module {module_name(path)} ({source}): the last states of an LSTM are "
             f"read, whose shapes torch {torch.__version__} does not know when it exports; use a later version, or the "
             "LSTM's first result alone"
         )

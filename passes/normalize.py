@@ -33,6 +33,7 @@ from autopart.passes.exported import (
     is_copy,
     is_whole_slice,
     may_be_view,
+    module_name,
     moved,
     origin,
     padded,
@@ -106,6 +107,12 @@ class _Normalizer(Rewriting):
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             self.region(node)
             return
+        if str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
+            path, source = origin(node)
+            raise CaptureError(
+                f"a transformation of torch.func, such as vmap, in module {module_name(path)} ({source}) cannot be "
+                "partitioned; write it with plain tensor ops (of vmap: with one more dim)"
+            )
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt | int) and not isinstance(value, bool):
             self.env[node] = self.symbolic(node, value)
@@ -153,7 +160,7 @@ class _Normalizer(Rewriting):
             dtypes = self.known_casts[key]
         except CaptureError as error:
             path, source = origin(node)
-            raise CaptureError(f"{error} (module {path or '(root)'}, {source})") from None
+            raise CaptureError(f"{error} (module {module_name(path)}, {source})") from None
         return self.cast_to(node, given, dtypes)
 
     def cast_to(self, node: fx.Node, given: list[torch.Tensor], dtypes: list[torch.dtype]) -> dict[fx.Node, fx.Node]:
@@ -193,7 +200,7 @@ class _Normalizer(Rewriting):
         else:
             path, source = origin(node)
             raise CaptureError(
-                f"the higher-order op {name} in module {path or '(root)'} ({source}) cannot be partitioned; "
+                f"the higher-order op {name} in module {module_name(path)} ({source}) cannot be partitioned; "
                 "rewrite it with plain tensor ops"
             )
         sub = self.env[body] if isinstance(body, fx.Node) else body
@@ -306,7 +313,7 @@ class _Normalizer(Rewriting):
         if target is aten.embedding.default and (kwargs.get("sparse") or (len(args) > 4 and args[4])):
             path, source = origin(node)
             raise CaptureError(
-                f"an embedding with sparse=True in module {path or '(root)'} ({source}) makes sparse gradients, which "
+                f"an embedding with sparse=True in module {module_name(path)} ({source}) makes sparse gradients, which "
                 "ranks cannot add up; leave sparse away"
             )
         if target._schema.returns and may_be_view(target):
@@ -333,7 +340,7 @@ class _Normalizer(Rewriting):
             if node.target not in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
                 path, source = origin(node)
                 raise CaptureError(
-                    f"{node.target} in module {path or '(root)'} ({source}) makes several dims whose sizes are no "
+                    f"{node.target} in module {module_name(path)} ({source}) makes several dims whose sizes are no "
                     "multiple of the batch size; write the sizes out with reshape"
                 )
             return list(args[1])
@@ -357,7 +364,7 @@ class _Normalizer(Rewriting):
         if apart and has_gradient(self.aliases.base(written), self.made_without_grad):
             path, source = origin(node)
             raise CaptureError(
-                f"{target} writes without gradient into a tensor that has one (module {path or '(root)'}, {source}); "
+                f"{target} writes without gradient into a tensor that has one (module {module_name(path)}, {source}); "
                 "a graph cannot say that: compute a new tensor instead"
             )
         functional = functional_overload(node, target)
@@ -373,7 +380,7 @@ class _Normalizer(Rewriting):
             if made != there:  # torch gives ``out`` another shape, with a warning
                 path, source = origin(node)
                 raise CaptureError(
-                    f"{target} writes a tensor into one of another shape (module {path or '(root)'}, {source}); leave "
+                    f"{target} writes a tensor into one of another shape (module {module_name(path)}, {source}); leave "
                     "out= away"
                 )
             if new.meta["val"].dtype != written.meta["val"].dtype:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from autopart.passes import graph as graphs
-from autopart.passes.exported import fakes, origin
+from autopart.passes.exported import fakes, module_name, origin
 from autopart.passes.sizes import extent
 from autopart.runtime.errors import CaptureError
 
@@ -38,7 +38,7 @@ def memory_views(node: fx.Node) -> list[tuple[Any, tuple[Any, ...]]]:
     if order is None or first < 0 or last >= whole or any(extent(size) is None for size in (*sizes, *steps)):
         path, line = origin(node)
         raise CaptureError(
-            f"as_strided in module {path or '(root)'} ({line}) reads the memory of a tensor that does not fill it, or "
+            f"as_strided in module {module_name(path)} ({line}) reads the memory of a tensor that does not fill it, or "
             "beyond it, or has sizes that are no multiple of the batch; call contiguous() on the tensor, or use unfold"
         )
     found: list[tuple[Any, tuple[Any, ...]]] = []
