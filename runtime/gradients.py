@@ -339,12 +339,12 @@ def _foreign(hooks: dict[int, Any]) -> dict[int, Any]:
 
 
 def average_buffers(manifest: Manifest, mesh: Mesh, buffers: dict[str, Tensor]) -> None:
-    """Makes running statistics equal on all replicas: their mean over the data axis.
+    """Makes running statistics equal on all replicas: their mean over the data axis. What is written once is equal.
 
     A backward may be to come where the script computes the loss. It keeps these tensors, but does not use their values
     in training mode, so they are written behind autograd's back (``.data`` has a version of its own).
     """
-    names = [s.name for s in manifest.parameters if s.buffer and s.mutated and s.name in buffers]
+    names = [s.name for s in manifest.parameters if s.buffer and s.mutated and not s.once and s.name in buffers]
     statistics = [buffers[name] for name in names if buffers[name].is_floating_point()]
     if mesh.data.size == 1 or not statistics:
         return

@@ -1,9 +1,9 @@
 """Buffers that a forward writes, as one process would: once a step, and read as they were before.
 
-The model's code writes a counter, or an average of its weights, in each forward; a stage's forward runs once for each
-microbatch, and again in a backward that recomputes. So each of them finds these buffers as they were before the batch,
-and all that forwards write is the same; of what one process writes after the backward, the backward sees nothing.
-What an op of the forward updates in place (batch norm's running statistics) is not among them.
+The model's code writes a counter, or an average of its weights, in each forward; but a stage's forward runs for each
+microbatch, and its layers again in a backward that recomputes. So each finds these buffers as they were before the
+batch, and all write the same values. What an op itself updates in place (batch norm's running statistics) is not among
+them: it is that of each microbatch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class BeforeBatch:
 
 
 def set_values(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """In place, but for autograd the buffers stay as they are."""
+    """In place, without autograd noticing."""
     with torch.no_grad():
         for buffer, value in zip(buffers, values, strict=True):
             buffer.data.copy_(value)

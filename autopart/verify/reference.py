@@ -89,7 +89,7 @@ def train_reference(
     with eager_in_float64(model):
         for step in range(steps):
             losses = []
-            before = {name: model.get_buffer(name).clone() for name in once}
+            before = {name: buffer.clone() for name, buffer in model.named_buffers() if name in once}
             for piece in pieces:
                 set_values([model.get_buffer(name) for name in before], [*before.values()])
                 outputs = flatten(subject.call(**rebuild(subject.structure, piece)))[0]
