@@ -456,10 +456,22 @@ class Parallelized(nn.Module):
         return self.parallel.trace(path)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Attributes that the original has are set there, where a capture reads them."""
-        own = self.__dict__
-        if name not in own and name in getattr(own.get("original"), "__dict__", ()) and not name.startswith("_"):
-            setattr(own["original"], name, value)
+        """What the original has is set there, where a capture reads it.
+
+        Raises PlanError for its modules, parameters and buffers once it is planned.
+        """
+        original = self.__dict__.get("original")
+        if original is None or name in self.__dict__ or name.startswith("_"):
+            super().__setattr__(name, value)
+        elif any(name in members for members in (original._modules, original._parameters, original._buffers)):
+            if self.parallel is not None:
+                raise PlanError(
+                    f"{name!r} is a part of the model, of which the parallel program has its own; set it before the "
+                    "first call, or load its values by load_state_dict"
+                )
+            setattr(original, name, value)
+        elif name in original.__dict__:
+            setattr(original, name, value)
         else:
             super().__setattr__(name, value)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autopart
-from autopart.runtime.errors import CaptureError
+from autopart.runtime.errors import CaptureError, PlanError
 from autopart.tracing import capture
 from launch import launch
 
@@ -93,6 +93,23 @@ def test_after_one_call_it_is_as_ever() -> None:
 
 def test_what_goes_with_other_tensors_is_left_out() -> None:
     assert captured(Cached()) == ()
+
+
+def replaced() -> tuple[bool, str]:
+    net: Any = Counting()
+    model: Any = autopart.parallelize(net, verbose=False)
+    model.layers = nn.Sequential(nn.Linear(4, 2))
+    model(torch.randn(4, 4))
+    try:
+        model.layers = nn.Sequential(nn.Linear(4, 4))
+    except PlanError as error:
+        return len(net.layers) == 1 and [*model.state_dict()] == ["layers.0.weight", "layers.0.bias"], str(error)
+    return False, ""
+
+
+def test_modules_are_set_on_the_original_until_it_is_planned() -> None:
+    ((there, message),) = launch(replaced, 1)
+    assert there and message.startswith("'layers' is a part of the model")
 
 
 def told(name: str) -> list[str]:
