@@ -254,7 +254,9 @@ class Parallelized(nn.Module):
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plans, emits and divides the model for batches like these inputs. All ranks call it, once."""
         object.__setattr__(self, "parallel", self._start(args, kwargs))
-        self._watched = Watched(self.original)
+        loss_fn = self._settings.get("loss_fn")
+        watched = {"": self.original, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
+        self._watched = Watched(watched)
         assert self.parallel is not None
         self.parallel.train(self.training)
         while self._callbacks:
@@ -463,14 +465,14 @@ class Parallelized(nn.Module):
         original = self.__dict__.get("original")
         if original is None or name in self.__dict__ or name.startswith("_"):
             super().__setattr__(name, value)
-        elif any(name in members for members in (original._modules, original._parameters, original._buffers)):
-            if self.parallel is not None:
-                raise PlanError(
-                    f"{name!r} is a part of the model, of which the parallel program has its own; set it before the "
-                    "first call, or load its values by load_state_dict"
-                )
-            setattr(original, name, value)
-        elif name in original.__dict__:
+            return
+        part = any(name in members for members in (original._modules, original._parameters, original._buffers))
+        if part and self.parallel is not None:
+            raise PlanError(
+                f"{name!r} is a part of the model, of which the parallel program has its own; set it before the first "
+                "call, or load its values by load_state_dict"
+            )
+        if part or name in original.__dict__:
             setattr(original, name, value)
         else:
             super().__setattr__(name, value)

@@ -43,19 +43,26 @@ class Numbers:
     """Those of some modules, by path, as a forward begins."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        self._before = [(path, module, dict(attributes(module))) for path, module in modules]
+        self._before = [(path, module, _held(module)) for path, module in modules]
 
     def changed(self) -> list[Changed]:
-        """What is another number now; of modules that hold other tensors too it is left out: these go with it."""
+        """What is another number now; not of modules that hold other tensors or buffers too, as these go with it."""
         found = []
         for path, module, before in self._before:
-            now, own = vars(module), []
+            own, now = [], _held(module)
             for name, value in before.items():
                 if type(value) in _NUMBERS and type(now.get(name)) is type(value) and now[name] != value:
                     own.append(Changed(module, path, name, value, now[name]))
-            if own and not any(isinstance(now.get(name), Tensor) and now[name] is not before.get(name) for name in now):
+            if own and not any(
+                isinstance(value, Tensor) and value is not before.get(name) for name, value in now.items()
+            ):
                 found += own
         return found
+
+
+def _held(module: nn.Module) -> dict[str, Any]:
+    """Attributes and buffers. Layers that are away have buffers which are not to be asked for."""
+    return {**dict(attributes(module)), **dict(dict.items(vars(module)["_buffers"]))}
 
 
 @contextmanager

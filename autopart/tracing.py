@@ -88,7 +88,7 @@ class _Flat(nn.Module):
         decisions = self.decisions
         if decisions is not None:
             decisions.begin()
-        numbers = Numbers(self.model.named_modules())
+        numbers = Numbers((_module_path(path), module) for path, module in self.named_modules() if module is not self)
         with (
             NumbersOnMeta() if self._on_meta else nullcontext(),
             ctc_capture.RowsOfTargets(),
@@ -101,8 +101,8 @@ class _Flat(nn.Module):
                 targets = kwargs.pop(TARGETS)
                 result = self.model(**kwargs)
                 result = LossOutput(self.loss_function(result, targets), result)
+            self.returned.changed = numbers.changed()
         self.returned.leaves, self.returned.structure = flatten(result)
-        self.returned.changed = numbers.changed()
         found = [leaf for leaf in self.returned.leaves.values() if isinstance(leaf, torch.Tensor)]
         return found if decisions is None else [*found, *decisions.conditions]
 
@@ -374,10 +374,13 @@ def _strip(qualified: str) -> str:
     return qualified.removeprefix("model.")
 
 
+def _module_path(path: str) -> str:
+    return "" if path == "model" else _strip(path)
+
+
 def _strip_paths(graph: fx.Graph) -> None:
     for node in graph.nodes:
-        path = node.meta.get("path", "")
-        node.meta["path"] = "" if path == "model" else _strip(path)
+        node.meta["path"] = _module_path(node.meta.get("path", ""))
 
 
 def _tensors(flat: _Flat) -> tuple[dict[str, TensorInfo], dict[str, str]]:

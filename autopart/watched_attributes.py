@@ -7,7 +7,7 @@ takes a millisecond.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,10 +29,14 @@ def dotted(path: str, name: str) -> str:
 
 
 class Watched:
-    """Plain attributes of a model's modules, as a capture read them."""
+    """Plain attributes of modules, as a capture read them. roots: a model and its loss, by path."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._known = [(path, vars(module), _plain(module)) for path, module in model.named_modules()]
+    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
+        self._known = [
+            (path, vars(module), _plain(module))
+            for prefix, root in roots.items()
+            for path, module in root.named_modules(prefix=prefix)
+        ]
 
     def warn_of_changes(self) -> None:
         """Warns of each attribute that is another now, once."""

@@ -143,7 +143,7 @@ class Aliases:
         return {node: new for node, new in self._now.items() if node.op == "placeholder"}
 
 
-def _into(
+def _with_piece(
     target: Callable[..., Any],
     source: fx.Node,
     piece: fx.Node,
@@ -165,9 +165,9 @@ def _scatter(record: _View, source: fx.Node, piece: fx.Node, emit: Emit) -> fx.N
     """The source of a view with ``piece`` in place of what the view showed."""
     target, rest = record.target, record.args[1:]
     if target is aten.slice.Tensor:
-        return _into(aten.slice_scatter.default, source, piece, rest, record.kwargs, emit)
+        return _with_piece(aten.slice_scatter.default, source, piece, rest, record.kwargs, emit)
     if target is aten.select.int:
-        return _into(aten.select_scatter.default, source, piece, rest, record.kwargs, emit)
+        return _with_piece(aten.select_scatter.default, source, piece, rest, record.kwargs, emit)
     if target is aten.transpose.int:
         return emit(aten.transpose.int, (piece, *rest), {})
     if target is aten.permute.default:
@@ -184,12 +184,12 @@ def _scatter(record: _View, source: fx.Node, piece: fx.Node, emit: Emit) -> fx.N
     if target is operator.getitem and record.source.target is aten.unbind.int:
         taken = record.source
         dim = taken.args[1] if len(taken.args) > 1 else taken.kwargs.get("dim", 0)
-        return _into(aten.select_scatter.default, source, piece, (dim, rest[0]), {}, emit)
+        return _with_piece(aten.select_scatter.default, source, piece, (dim, rest[0]), {}, emit)
     if target is operator.getitem and record.source.target is aten.split_with_sizes.default:
         split = record.source
         _, sizes, dim = graphs.arguments(split)
         start = sum(sizes[: rest[0]])
-        return _into(aten.slice_scatter.default, source, piece, (dim, start, start + sizes[rest[0]]), {}, emit)
+        return _with_piece(aten.slice_scatter.default, source, piece, (dim, start, start + sizes[rest[0]]), {}, emit)
     raise CaptureError(
         f"a tensor is written through {target} (module {module_name(source.meta.get('path', ''))}, "
         f"{source.meta.get('source')}); write into a copy and use that instead"

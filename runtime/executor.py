@@ -23,7 +23,7 @@ from autopart.runtime.schedule.receipts import Receipts
 from autopart.runtime.trace import Recorder
 from autopart.runtime.traffic import Phase
 from autopart.runtime.weight_split import LaterGradients, SplitBackward, into_outer
-from autopart.runtime.written_buffers import BeforeBatch, written_buffers
+from autopart.runtime.written_buffers import BeforeBatch, written_once
 
 # What starts the backward of a microbatch: output name -> gradient; None or missing: the output has none.
 Seeds = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor | None]]
@@ -101,8 +101,7 @@ class Run:
         self._reduce = reduce
         self._microbatches: dict[tuple[int, int], _Microbatch] = {}
         self._weights: dict[int, list[Tensor]] = {}
-        written = written_buffers(modules, manifest)
-        self._written = {stage: BeforeBatch([*buffers.values()]) for stage, buffers in written.items()}
+        self._written = {stage: BeforeBatch(own) for stage, own in written_once(modules, manifest).items()}
         self._step = mesh.step
         self._batch = mesh.step if train else _EVALUATED
         self._alone = len(set(mesh.place_of)) == len(mesh.place_of)  # no rank has several stages

@@ -55,7 +55,7 @@ from autopart.runtime.tally import Tally
 from autopart.runtime.trace import Recorder, Timeline, gather_timelines, save_trace, trace_object
 from autopart.runtime.traffic import Traffic
 from autopart.runtime.variants import Variant, Variants
-from autopart.runtime.written_buffers import BeforeBatch, written_buffers
+from autopart.runtime.written_buffers import set_values, written_once
 
 
 class ParallelModule(HeldStages):
@@ -385,14 +385,14 @@ class ParallelModule(HeldStages):
         """``run``, later, as if now: with this step's random numbers and buffers, and leaving these as they are."""
         device, step = self.mesh.device, self.mesh.step
         state = default_generator(device).get_state()
-        written = [b for own in written_buffers(variant.stages, variant.manifest).values() for b in own.values()]
-        before = BeforeBatch(written)
-        before.begin_forward()
+        written = [buffer for own in written_once(variant.stages, variant.manifest).values() for buffer in own]
+        before = [buffer.clone() for buffer in written]
 
         def again(seed: float) -> Gradients:
             kept = {name: buffer.clone() for name, buffer in self._buffers_by_name().items()}
             later, self.mesh.step = self.mesh.step, step
-            with self._reporting(), self._plainly(), resumed(device, state), before.backward():
+            set_values(written, before)
+            with self._reporting(), self._plainly(), resumed(device, state):
                 made = run(seed)
             self.mesh.step = later
             with torch.no_grad():

@@ -21,13 +21,13 @@ COPIES = 2
 """Of each of them, the most at once: one for the batch, one while a microbatch goes back."""
 
 
-def written_buffers(modules: Mapping[int, nn.Module], manifest: Manifest) -> dict[int, dict[str, Tensor]]:
-    """Of each stage in training mode that writes any, its own by name."""
-    found: dict[int, dict[str, Tensor]] = {}
+def written_once(modules: Mapping[int, nn.Module], manifest: Manifest) -> dict[int, list[Tensor]]:
+    """Of each stage in training mode that writes any, its own. modules: the stages by number."""
+    found: dict[int, list[Tensor]] = {}
     names = {spec.name for spec in manifest.parameters if spec.once}
     for stage, module in modules.items():
         if names and module.training:
-            own = {name: tensor for name, tensor in tensors_in([module], manifest).items() if name in names}
+            own = [tensor for name, tensor in tensors_in([module], manifest).items() if name in names]
             found.update({stage: own} if own else {})
     return found
 

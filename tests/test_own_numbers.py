@@ -55,6 +55,34 @@ class Cached(Counting):
         return 1.0
 
 
+class CachedBuffer(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest = 0
+        self.register_buffer("table", torch.zeros(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.longest < 4:
+            self.longest, self.table = 4, torch.ones(4)
+        return super().forward(x * self.table)
+
+
+class Annealed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return (output - targets).square().mean() * self.calls
+
+
+def test_losses_too() -> None:
+    given = (torch.randn(4, 4),), {"targets": torch.randn(4, 4)}
+    with pytest.raises(CaptureError, match=r"loss_function\.calls \(0, then 1\)"):
+        capture(nn.Linear(4, 4), *given, loss_fn=Annealed(), check_eval=False)
+
+
 class Layered(nn.Module):
     def __init__(self, layer: type[nn.Module]) -> None:
         super().__init__()
@@ -93,6 +121,7 @@ def test_after_one_call_it_is_as_ever() -> None:
 
 def test_what_goes_with_other_tensors_is_left_out() -> None:
     assert captured(Cached()) == ()
+    assert captured(CachedBuffer()) == ()
 
 
 def replaced() -> tuple[bool, str]:
