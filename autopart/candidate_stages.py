@@ -11,7 +11,7 @@ from autopart.report.units import format_bytes
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver import stages as stage_solver
 from autopart.solver.degrees import Degrees
-from autopart.solver.search import NotBetter
+from autopart.solver.search_space import NotBetter
 from autopart.solver.stages_floor import blocks_floor
 from autopart.solver.stages_least import MOST_STEPS_ONCE
 from autopart.solver.stages_problem import StageProblem, StageSolution, Way

@@ -17,7 +17,7 @@ from autopart.realize import Realization
 from autopart.recomputation import KEPT
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver.degrees import Degrees
-from autopart.solver.search import Evaluation, NotBetter
+from autopart.solver.search_space import Evaluation, NotBetter
 from autopart.solver.stages_problem import StageProblem, StageSolution, Way
 from autopart.solver.time_limits import OutOfTime
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor

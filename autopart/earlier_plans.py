@@ -20,7 +20,7 @@ from autopart.candidates import Answer, Candidates
 from autopart.cluster import Cluster
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver.degrees import Degrees, UnlikeMeshes
-from autopart.solver.search import Evaluation, NotBetter
+from autopart.solver.search_space import Evaluation, NotBetter
 
 
 @dataclass(slots=True)

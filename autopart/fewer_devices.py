@@ -25,7 +25,7 @@ from autopart.planned import planned
 from autopart.report.units import format_seconds
 from autopart.runtime.errors import BatchError, InfeasibleError, PlanError
 from autopart.solver.degrees import degrees
-from autopart.solver.search import NotBetter
+from autopart.solver.search_space import NotBetter
 
 WORTH = 0.01
 """The share of a step that fewer devices have to save to be worth a note."""

@@ -34,7 +34,7 @@ from autopart.passes.graph import Value
 from autopart.prices import Chosen, share_of
 from autopart.runtime.placement import BROADCAST, Placements
 from autopart.solver import cache, tensor_transient
-from autopart.solver.search import NotBetter
+from autopart.solver.search_space import NotBetter
 from autopart.solver.tensor_problem import Choice, CostTable, Edge, Op, TensorProblem
 from autopart.tensor_choice import Builder, TensorChoice, stored_as
 

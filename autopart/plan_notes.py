@@ -14,7 +14,7 @@ from autopart.passes.program import TensorInfo
 from autopart.report.units import format_bytes, format_seconds
 from autopart.several_axes import uncovered
 from autopart.solver.degrees import Config, Degrees, axes_text
-from autopart.solver.search import Considered, Status
+from autopart.solver.search_outcomes import Considered, Status
 from autopart.unlike_answer import UnlikeAnswer
 
 _WAITS = 1.1

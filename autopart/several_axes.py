@@ -24,7 +24,7 @@ from dataclasses import replace
 from autopart.axes_volume import least_exchange_seconds
 from autopart.candidates import Answer, Candidates
 from autopart.solver.degrees import MOST_AXES, Degrees, factorizations
-from autopart.solver.search import Evaluation
+from autopart.solver.search_space import Evaluation
 
 AXES = 2
 """Tensor axes that are tried where one is short of memory or sizes."""

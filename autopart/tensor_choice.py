@@ -47,7 +47,7 @@ from autopart.passes.rules import is_differentiable
 from autopart.prices import Chosen, Prices, share_of
 from autopart.runtime.placement import BROADCAST, REPLICATE, Placements
 from autopart.solver import cache, tensor_transient
-from autopart.solver.search import NotBetter
+from autopart.solver.search_space import NotBetter
 from autopart.solver.tensor_problem import Choice, CostTable, Edge, Op, TensorProblem, TensorSolution
 
 # How near to its bound an answer is proved, by the number of axes: the optimum on one, half a percent on two.

@@ -29,7 +29,7 @@ from autopart.passes.data_axis import LEVELS
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver import stages as stage_solver
 from autopart.solver.degrees import UnlikeMeshes
-from autopart.solver.search import Evaluation, NotBetter
+from autopart.solver.search_space import Evaluation, NotBetter
 from autopart.solver.stages_problem import StageProblem, Way
 from autopart.step_time import WHOLE_SCHEDULES, simulated_seconds
 from autopart.unlike_answer import UnlikeAnswer

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-import autopart.planner
 from autopart.analysis import Analysis, analyze
 from autopart.cluster import Cluster
+from autopart.plan_space import PlanSpace
 from autopart.planner import make_plan
 from autopart.runtime.errors import PlanError
-from autopart.solver.search import NotBetter, search
+from autopart.solver.search_space import NotBetter
 from autopart.tracing import capture
 from families import family
 
@@ -30,30 +30,29 @@ def analysis_of(name: str) -> Analysis:
     return analyze(capture(item.build(), (), item.inputs(item.batch), check_eval=False))
 
 
-def bounds_of(found: list[float]) -> Any:
-    """A search that keeps what it is told of configurations, before anything of a plan found joins it."""
+def keep_bounds(found: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps what a search is told of configurations, before anything of a plan found joins it."""
 
-    def noting(configs: Any, evaluate: Any, lower_bound: Any, **given: Any) -> Any:
-        def evaluated(config: Any, below: float) -> Any:
-            try:
-                evaluation = evaluate(config, below)
-            except NotBetter as error:
-                found.append(error.bound)
-                raise
-            found.append(evaluation.bound)
-            return evaluation
+    def noted(of: Any) -> Any:
+        def kept(*asked: Any) -> float:
+            found.append(of(*asked))
+            return found[-1]
 
-        def noted(of: Any) -> Any:
-            def kept(*asked: Any) -> float:
-                found.append(of(*asked))
-                return found[-1]
+        return kept
 
-            return kept
+    def evaluated(space: PlanSpace, config: Any, below: float) -> Any:
+        try:
+            evaluation = evaluate(space, config, below)
+        except NotBetter as error:
+            found.append(error.bound)
+            raise
+        found.append(evaluation.bound)
+        return evaluation
 
-        more = {name: noted(given[name]) for name in ("refine", "tighten")}
-        return search(configs, evaluated, noted(lower_bound), **(given | more))
-
-    return noting
+    evaluate = PlanSpace.evaluate
+    monkeypatch.setattr(PlanSpace, "evaluate", evaluated)
+    for name in ("lower_bound", "refine", "tighten"):
+        monkeypatch.setattr(PlanSpace, name, noted(getattr(PlanSpace, name)))
 
 
 @pytest.mark.parametrize("cluster", ["2x2xRTX-4090", "2x2xV100-16GB@Ethernet-10"])
@@ -62,13 +61,14 @@ def bounds_of(found: list[float]) -> Any:
 def test_no_plan_takes_less(name: str, level: int | None, cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     analysis, tried = analysis_of(name), 0
     for pp, dp, tp, microbatches in DEGREES:
-        found: list[float] = []
-        monkeypatch.setattr(autopart.planner, "search", bounds_of(found))
         limits: dict[str, Any] = {"pp": pp, "dp": dp, "tp": tp, "microbatches": microbatches, "zero": level}
-        try:
-            plan = make_plan(analysis.program, Cluster.parse(cluster), analysis=analysis, batch=16, **limits)
-        except PlanError:
-            continue
+        found: list[float] = []
+        with monkeypatch.context() as patched:
+            keep_bounds(found, patched)
+            try:
+                plan = make_plan(analysis.program, Cluster.parse(cluster), analysis=analysis, batch=16, **limits)
+            except PlanError:
+                continue
         tried += 1
         assert max(found) <= plan.step_time_s * (1 + 1e-9), limits
     assert tried > len(DEGREES) / 2

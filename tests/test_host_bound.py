@@ -15,7 +15,7 @@ from autopart.models import load_model
 from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.prices import Prices
-from autopart.solver.search import WORTH
+from autopart.solver.search_outcomes import WORTH
 from autopart.tracing import capture
 
 MODEL = "hf:gpt2?n_layer=4&n_embd=64&n_head=4&vocab_size=512&n_positions=64&seq=64&batch=16"

@@ -16,7 +16,7 @@ from autopart.models import load_model
 from autopart.passes import annotate
 from autopart.solver import tensor
 from autopart.solver.degrees import Degrees
-from autopart.solver.search import NotBetter
+from autopart.solver.search_space import NotBetter
 from autopart.tracing import capture
 from clusters import ideal
 

@@ -23,7 +23,7 @@ from autopart.runtime.errors import InfeasibleError
 from autopart.several_axes import uncovered
 from autopart.solver import tensor
 from autopart.solver.degrees import Degrees
-from autopart.solver.search import Considered, Status
+from autopart.solver.search_outcomes import Considered, Status
 from autopart.solver.tensor_problem import TensorProblem, TensorSolution
 from autopart.tracing import capture
 from clusters import ideal

@@ -4,13 +4,48 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver.degrees import Config, Degrees, degrees, factorizations, read_axes
-from autopart.solver.search import Evaluation, NotBetter, SearchResult, Status, search
+from autopart.solver.search import SearchResult, search
+from autopart.solver.search_outcomes import Status
+from autopart.solver.search_space import AHEAD, Effort, Evaluation, NotBetter, Space
+
+
+class Given(Space[Degrees, Any]):
+    """A space whose methods are functions of a test. settle: an answer's better one, and its seconds."""
+
+    def __init__(self, evaluate: Any, lower_bound: Any, settle: Any = None, **others: Any) -> None:
+        self._evaluate, self._lower_bound, self._settle = evaluate, lower_bound, settle
+        for name, function in others.items():
+            assert hasattr(Space, name)
+            setattr(self, name, function)
+
+    def evaluate(self, config: Degrees, below: float) -> Evaluation[Any]:
+        return self._evaluate(config, below)
+
+    def lower_bound(self, config: Degrees) -> float:
+        return self._lower_bound(config)
+
+    def settle(self, evaluation: Evaluation[Any]) -> Evaluation[Any]:
+        if self._settle is None:
+            return evaluation
+        answer, seconds = self._settle(evaluation.answer)
+        return replace(evaluation, answer=answer, objective=seconds)
+
+
+def searched(configs: Iterable[Degrees], evaluate: Any, lower_bound: Any, **given: Any) -> SearchResult[Any]:
+    """Fields of Effort, ``below`` and methods of a space by name; bounds are compared where they can be refined."""
+    below = given.pop("below", math.inf)
+    effort = {name: given.pop(name) for name in ("most", "tightened", "last") if name in given}
+    ahead = AHEAD if "refine" in given else 1
+    space = Given(evaluate, lower_bound, **given)
+    return search(configs, space, effort=Effort(**effort, ahead=ahead), below=below)
 
 
 def configs(count: int) -> list[Degrees]:
@@ -36,9 +71,9 @@ def test_finds_what_evaluating_everything_finds(seed: int) -> None:
     feasible = [config for config in candidates if config not in lost]
     if not feasible:
         with pytest.raises(InfeasibleError, match="too large"):
-            search(candidates, evaluate, floors.__getitem__)
+            searched(candidates, evaluate, floors.__getitem__)
         return
-    result = search(candidates, evaluate, floors.__getitem__)
+    result = searched(candidates, evaluate, floors.__getitem__)
     assert result.objective == min(objectives[config] for config in feasible)
     assert result.answer == str(result.config) and objectives[result.config] == result.objective
     assert result.bound <= result.objective
@@ -64,10 +99,10 @@ def test_what_takes_longer_than_asked_for_is_not_evaluated() -> None:
     def floor(config: Degrees) -> float:
         return float(config.microbatches)
 
-    found = search(configs(10), evaluate, floor, below=3.4)
+    found = searched(configs(10), evaluate, floor, below=3.4)
     assert found.objective == 1.5 and calls == [1]
     with pytest.raises(NotBetter) as caught:
-        search(configs(10)[2:], evaluate, floor, below=3.4)
+        searched(configs(10)[2:], evaluate, floor, below=3.4)
     assert calls == [1, 3] and (caught.value.seconds, caught.value.bound) == (3.4, 3.25)
 
     def slower(config: Degrees, below: float) -> Evaluation[None]:
@@ -75,7 +110,7 @@ def test_what_takes_longer_than_asked_for_is_not_evaluated() -> None:
         raise NotBetter(9.0, 8.0)
 
     with pytest.raises(NotBetter):  # something fits elsewhere: no more are tried than then
-        search(configs(10), slower, floor, below=3.4, most=2)
+        searched(configs(10), slower, floor, below=3.4, most=2)
     assert calls == [1, 3, 1, 2]
 
 
@@ -86,7 +121,7 @@ def test_prunes_what_cannot_be_faster() -> None:
         calls.append(config)
         return Evaluation(None, config.microbatches + 0.5, config.microbatches + 0.5)
 
-    result = search(reversed(configs(10)), evaluate, lambda config: float(config.microbatches))
+    result = searched(reversed(configs(10)), evaluate, lambda config: float(config.microbatches))
     assert len(calls) == 1 and result.gap == 0 and result.config.microbatches == 1
 
 
@@ -99,15 +134,15 @@ def test_what_is_left_untried_stays_in_the_bound() -> None:
     def floor(config: Degrees) -> float:
         return float(config.microbatches)
 
-    result = search(configs(10), evaluate, floor, order=lambda config, _: -config.microbatches, most=3)
+    result = searched(configs(10), evaluate, floor, expected=lambda config, _: -config.microbatches, most=3)
     # 10, 9 and 8 were evaluated; of the others those that may be faster than 8 + 5 are untried
     assert result.objective == 13.0 and result.bound == 1.0
     assert [item.status for item in result.considered] == [
         Status.SLOWER, Status.INFEASIBLE, Status.CHOSEN, *[Status.UNTRIED] * 7
     ]  # fmt: skip
-    pruned = search(configs(20), evaluate, floor, order=lambda config, _: -abs(config.microbatches - 15), most=1)
+    pruned = searched(configs(20), evaluate, floor, expected=lambda config, _: -abs(config.microbatches - 15), most=1)
     assert {item.status for item in pruned.considered} == {Status.CHOSEN, Status.UNTRIED, Status.PRUNED}
-    whole = search(configs(10), evaluate, floor, most=3)
+    whole = searched(configs(10), evaluate, floor, most=3)
     assert whole.objective == 6.0
 
 
@@ -120,7 +155,7 @@ def test_an_evaluation_may_stop_where_it_is_not_better() -> None:
             raise NotBetter(config.microbatches + 5.0, 2.5)
         return Evaluation(None, 4.0, 3.0)
 
-    result = search(configs(3), evaluate, lambda config: 1.0)
+    result = searched(configs(3), evaluate, lambda config: 1.0)
     assert asked == [math.inf, 4.0, 4.0]
     assert (result.objective, result.bound) == (4.0, 2.5)
     assert [item.seconds for item in result.considered if item.status is Status.PRUNED] == [7.0, 8.0]
@@ -144,7 +179,7 @@ def test_reasons_are_no_contradictions(seconds: float, reason: str) -> None:
             raise NotBetter(seconds, seconds)
         return Evaluation("", 9.9, 9.0)
 
-    result = search([first, second], evaluate, lambda _: 0.0, settle=lambda answer: (answer, 10.0))
+    result = searched([first, second], evaluate, lambda _: 0.0, settle=lambda answer: (answer, 10.0))
     assert {row.config: row.reason for row in result.considered} == {first: "the fastest", second: reason}
 
 
@@ -163,13 +198,13 @@ def test_the_fastest_change_places_once_they_are_settled() -> None:
         asked.append(answer)
         return settled[answer]
 
-    result = search(configs(8), evaluate, lambda config: 10.1 if config.microbatches == 8 else 1.0, settle=settle)
+    result = searched(configs(8), evaluate, lambda config: 10.1 if config.microbatches == 8 else 1.0, settle=settle)
     # of the five within a tenth of the best the four fastest, the second with a better answer
     assert asked == [1, 2, 3, 4] and (result.answer, result.objective, result.bound) == (22, 9.9, 9.1)
     statuses = {item.config.microbatches: (item.status, item.seconds) for item in result.considered}
     assert statuses[2] == (Status.CHOSEN, 9.9) and statuses[1] == (Status.SLOWER, 10.2)
     assert statuses[5] == (Status.SLOWER, 10.97) and statuses[8] == (Status.PRUNED, 10.1)
-    slower = search(configs(1), evaluate, lambda config: 1.0, settle=lambda answer: (answer, 11.0))
+    slower = searched(configs(1), evaluate, lambda config: 1.0, settle=lambda answer: (answer, 11.0))
     assert (slower.objective, slower.bound) == (11.0, 9.1)
 
 
@@ -188,7 +223,7 @@ def test_others_are_looked_at_where_what_is_settled_takes_longer_than_they_may()
         return answer, {1: 12.0, 5: 11.4, 7: 11.3, 8: 11.6}.get(answer, 13.0)
 
     floors = {8: 10.9, 9: 11.35}
-    result = search(configs(9), evaluate, lambda config: floors.get(config.microbatches, 1.0), settle=settle)
+    result = searched(configs(9), evaluate, lambda config: floors.get(config.microbatches, 1.0), settle=settle)
     # the four fastest come out slower than 5, what was stopped (6 and 7), and what was ruled out (8) are known to be
     assert (result.answer, result.objective) == (7, 11.3)
     assert [item for item in asked if item[1] > 10.0] == [(1, math.inf), (6, 12.0), (7, 12.0), (8, 11.3)]
@@ -207,21 +242,21 @@ def test_others_are_not_looked_at_for_less_than_they_are_worth() -> None:
 
     for settled, tried in ((10.049, 2), (10.06, 3)):
         asked.clear()
-        result = search(configs(2), evaluate, lambda config: 1.0, settle={1: (1, settled)}.__getitem__)
+        result = searched(configs(2), evaluate, lambda config: 1.0, settle={1: (1, settled)}.__getitem__)
         assert len(asked) == tried and (result.objective, result.bound) == (settled, 9.9)
 
 
 def test_a_gap_of_one_candidate_is_the_gap_of_the_search() -> None:
     """The slower candidate may hide a better answer than the one found for it."""
     answers = {1: Evaluation("a", 10.0, 10.0), 2: Evaluation("b", 12.0, 8.0)}
-    result = search(configs(2), lambda config, below: answers[config.microbatches], lambda config: 1.0)
+    result = searched(configs(2), lambda config, below: answers[config.microbatches], lambda config: 1.0)
     assert (result.answer, result.bound) == ("a", 8.0)
     assert result.gap == pytest.approx(0.2)
 
 
 def test_nothing_to_search() -> None:
     with pytest.raises(PlanError, match="no configuration"):
-        search([], lambda config, below: Evaluation(None, 0.0, 0.0), lambda config: 0.0)
+        searched([], lambda config, below: Evaluation(None, 0.0, 0.0), lambda config: 0.0)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 6, 7, 12, 64, pytest.param(96, marks=pytest.mark.slow)])
@@ -313,12 +348,12 @@ def test_refined_bounds_say_what_is_evaluated_next() -> None:
         refined.append((config.microbatches, below))
         return min(below, taken[config.microbatches] - 0.5)
 
-    result = search(
+    result = searched(
         [Degrees(1, 1, (), count, "1f1b") for count in taken],
         evaluate,
         lambda config: 6.0 if config.microbatches == 6 else 1.0,
         refine=refine,
-        order=lambda config, _: float(config.microbatches),
+        expected=lambda config, _: float(config.microbatches),
     )
     assert result.objective == 6.0 and asked == [4]
     # each up to the smallest that is known; once 4 takes 6.0 all are up to that, and 6 takes as long without
@@ -342,7 +377,7 @@ def test_what_is_ruled_out_is_not_evaluated() -> None:
         return config.microbatches != 4
 
     floors = {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0, 6: 9.5}
-    result = search(configs(6), evaluate, lambda config: floors[config.microbatches], rules_out=rules_out)
+    result = searched(configs(6), evaluate, lambda config: floors[config.microbatches], rules_out=rules_out)
     assert tried == [1, 2, 4] and asked == [(3, 10.0), (4, 10.0), (5, 9.0)]
     assert (result.objective, result.bound) == (9.0, 8.5)
     known = {item.config.microbatches: (item.status, item.seconds) for item in result.considered}
@@ -367,14 +402,14 @@ def test_what_can_gain_too_little_is_left() -> None:
 
     def found(worth: float) -> SearchResult[None]:
         asked.clear()
-        return search(
+        return searched(
             configs(3),
             evaluate,
             lambda config: floors[config.microbatches],
             refine=noting("refine", floors),
             tighten=noting("tighten", floors),
-            most_tightened=3,
-            most_last=3,
+            tightened=3,
+            last=3,
             worth=lambda config: 0.0 if config.microbatches == 1 else worth,
         )
 
@@ -389,7 +424,7 @@ def test_what_can_gain_too_little_is_left() -> None:
 
 def test_what_could_gain_too_little_is_asked_again_once_the_best_takes_longer() -> None:
     taken = {1: 10.0, 2: 9.9}
-    result = search(
+    result = searched(
         configs(2),
         lambda config, below: Evaluation(config.microbatches, taken[config.microbatches], 9.0),
         lambda config: 9.0 if config.microbatches == 1 else 9.8,
@@ -412,12 +447,12 @@ def test_the_smallest_bounds_are_tightened() -> None:
             asked.append(config)
             return better[config]
 
-        result = search(
+        result = searched(
             configs,
             lambda config, below: Evaluation("answer", taken[config], 5.0 + config.microbatches),
             lambda config: 5.0,
             tighten=tighten,
-            most_tightened=most,
+            tightened=most,
         )
         return result.bound, asked
 
@@ -438,15 +473,15 @@ def test_the_last_to_be_tried_are_those_of_the_smallest_bounds() -> None:
 
     def found(most_last: int, most_tightened: int = 0) -> tuple[float, float]:
         asked.clear()
-        result = search(
+        result = searched(
             [Degrees(1, 1, (), count, "1f1b") for count in taken],
             evaluate,
             lambda config: 5.0 - 0.5 * config.microbatches,
-            order=lambda config, _: float(config.microbatches),
+            expected=lambda config, _: float(config.microbatches),
             most=1,
             tighten=lambda config, below: 20.0 if config.microbatches == 4 else 0.0,
-            most_tightened=most_tightened,
-            most_last=most_last,
+            tightened=most_tightened,
+            last=most_last,
         )
         return result.objective, result.bound
 
@@ -473,10 +508,10 @@ def test_what_surely_does_not_fit_is_evaluated_for_what_it_lacks_alone(fits: boo
         raise InfeasibleError(f"surely {200 - config.microbatches}", 200 - config.microbatches)
 
     if fits:
-        result = search(configs(9), evaluate, lambda config: 0.5, unfit=unfit)
+        result = searched(configs(9), evaluate, lambda config: 0.5, unfit=unfit)
         assert tried == [7] and result.bound == 1.0
         assert sum(item.status is Status.INFEASIBLE for item in result.considered) == 8
         return
     with pytest.raises(InfeasibleError, match=r"none of 9 configurations fits; the closest, .*=9 1f1b: surely 191"):
-        search(configs(9), evaluate, lambda config: 0.5, unfit=unfit)
+        searched(configs(9), evaluate, lambda config: 0.5, unfit=unfit)
     assert sorted(tried) == [7, 8, 9]

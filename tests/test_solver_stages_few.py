@@ -9,7 +9,7 @@ from test_solver_stages import Random, check_against_all, random_chain, small_pr
 
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver import brute, stages
-from autopart.solver.search import NotBetter
+from autopart.solver.search_space import NotBetter
 from autopart.solver.stages_few import most_seconds, spread
 from autopart.solver.stages_graph import StageGraph
 

@@ -15,7 +15,7 @@ from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver import brute, elimination, tensor_frontier, tensor_transient
-from autopart.solver.search import NotBetter
+from autopart.solver.search_space import NotBetter
 from autopart.solver.tensor_problem import Choice, Op, TensorProblem
 from clusters import ideal
 

@@ -16,7 +16,7 @@ from autopart.runtime.schedule import deeper_warmup, in_flight, make_schedule, p
 from autopart.simulate import StageTimes, makespan
 from autopart.solver import brute, stages
 from autopart.solver.schedule_search import find_schedule
-from autopart.solver.search import NotBetter
+from autopart.solver.search_space import NotBetter
 from autopart.solver.stages_floor import blocks_floor, least_step, way_floor
 from autopart.solver.stages_least import least_share
 from autopart.solver.stages_parts import Block, Choice, Cut

@@ -15,7 +15,7 @@ from autopart.mesh_prices import MeshPrices
 from autopart.passes.data_axis import LEVELS
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver.degrees import UnlikeMeshes
-from autopart.solver.search import NotBetter
+from autopart.solver.search_space import NotBetter
 from autopart.solver.stages_parts import Block, Cut, Shape
 from autopart.solver.stages_problem import Slot, StageProblem
 from autopart.unlike import UnlikeCandidates

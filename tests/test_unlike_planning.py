@@ -94,6 +94,7 @@ def test_a_batch_that_does_not_divide_is_shared_in_whole_rows() -> None:
 def test_microbatches_have_no_more_samples_than_the_graph_holds_for() -> None:
     subject, analysis = subject_of("gpt2")
     fewer = replace(subject.program, most_samples=2)
+    analysis = replace(analysis, program=fewer)
     plan = make_plan(fewer, ideal(3, bandwidth=1e9), batch=8, analysis=analysis, meshes="unlike")
     assert plan.microbatches >= 4
     with pytest.raises(PlanError):

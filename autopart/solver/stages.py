@@ -55,7 +55,7 @@ import numpy as np
 from autopart.report.units import format_bytes, format_enough
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver import time_limits
-from autopart.solver.search import NotBetter
+from autopart.solver.search_space import NotBetter
 from autopart.solver.stages_boxes import BoxSearch
 from autopart.solver.stages_few import most_seconds, spread
 from autopart.solver.stages_graph import StageGraph

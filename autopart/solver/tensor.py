@@ -44,7 +44,7 @@ import numpy as np
 
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver import time_limits
-from autopart.solver.search import NotBetter
+from autopart.solver.search_space import NotBetter
 from autopart.solver.tensor_arrays import ProblemArrays, compiled
 from autopart.solver.tensor_ascent import Ascent
 from autopart.solver.tensor_bound import Bound, Prices, completed, free

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver import tensor, time_limits
-from autopart.solver.search import NotBetter
+from autopart.solver.search_space import NotBetter
 from autopart.solver.tensor_problem import Op, TensorProblem, TensorSolution, relative_gap
 
 

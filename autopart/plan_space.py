@@ -1,0 +1,200 @@
+"""The configurations of one plan as the outer search asks for them: equal meshes, unlike ones, several tensor axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from autopart.candidates import Answer, Candidates
+from autopart.cluster import Cluster
+from autopart.describe import describe
+from autopart.describe_unlike import describe_unlike
+from autopart.earlier_plans import EarlierPlans
+from autopart.equal_meshes import equal_meshes
+from autopart.estimates import Estimates
+from autopart.given_limits import Limits
+from autopart.mesh_prices import MeshPrices
+from autopart.plan import Plan
+from autopart.runtime.errors import InfeasibleError, PlanError
+from autopart.several_axes import several_axes
+from autopart.solver.degrees import Config, Degrees, UnlikeMeshes
+from autopart.solver.search_outcomes import WORTH
+from autopart.solver.search_space import Evaluation, NotBetter, Space
+from autopart.tensor_scheme import TensorScheme
+from autopart.unlike import UnlikeCandidates
+from autopart.unlike_answer import UnlikeAnswer
+
+MOST_UNLIKE = 16
+"""Alike devices up to which unlike meshes are searched, where equal ones can be."""
+UNBALANCED = 1.2
+"""Seconds of the slowest stage over the mean of all, from which unlike meshes are searched."""
+
+AnyAnswer = Answer | UnlikeAnswer
+
+
+@dataclass(slots=True, eq=False)
+class PlanSpace(Space[Config, AnyAnswer]):
+    """What is searched for one plan. Made of limits and candidates alone; raises PlanError where nothing is left.
+
+    earlier: of plans on other clusters, whose answers are taken where they hold. thorough: what takes long to search is
+    looked at for any gain. first: configurations that the search begins with.
+    """
+
+    candidates: Candidates
+    limits: Limits
+    earlier: EarlierPlans
+    thorough: bool
+    first: tuple[Config, ...] = field(init=False)
+    _among: frozenset[Config] = field(init=False)  # the first
+    _estimates: Estimates = field(init=False)
+    _unlike: UnlikeCandidates | None = None  # made when they are asked for: the runs of many devices are many
+    _others: tuple[UnlikeMeshes, ...] | None = None
+    # seconds of what was evaluated; as expected of what was stopped
+    _taken: dict[Degrees, float] = field(default_factory=dict)
+    _plans: dict[int, Plan] = field(default_factory=dict)  # by identity of the answer
+
+    def __post_init__(self) -> None:
+        self._estimates = Estimates(self.candidates)
+        self.first = self._first()
+        self._among = frozenset(self.first)
+
+    def plan_of(self, answer: AnyAnswer) -> Plan:
+        """The plan of an answer that was settled."""
+        return self._plans[id(answer)]
+
+    @property
+    def unlike(self) -> UnlikeCandidates:
+        if self._unlike is None:
+            tp = self.limits.tp
+            assert not isinstance(tp, tuple), "unlike meshes have one tensor axis"
+            self._unlike = UnlikeCandidates(MeshPrices(self.candidates, self.limits.dp, tp))
+        return self._unlike
+
+    # -- configurations -------------------------------------------------------------------------------------------
+
+    def _first(self) -> tuple[Config, ...]:
+        cluster, meshes = self.candidates.cluster, self.limits.meshes
+        if meshes == "unlike":
+            if self._unlike_configs():
+                return ()
+            raise PlanError(
+                "meshes=unlike: no stages of unlike meshes are left under these limits; they need several devices, one "
+                "tensor axis at most, and degrees and microbatches that leave them a choice: leave out what is forced, "
+                "or meshes"
+            )
+        try:
+            return equal_meshes(self.candidates, self.limits)
+        except PlanError:
+            uneven = len(set(cluster.nodes)) > 1 or cluster.device_count & (cluster.device_count - 1)
+            if not uneven or not self._unlike_configs():
+                raise
+            return ()
+
+    def _unlike_configs(self) -> tuple[UnlikeMeshes, ...]:
+        limits, most = self.limits, self.candidates.analysis.program.most_samples
+        if limits.meshes == "equal" or isinstance(limits.tp, tuple) or limits.scheme is not TensorScheme.AUTO:
+            return ()
+        if self._others is None:
+            found = self.unlike.configs(limits.pp, limits.microbatches, limits.schedules, limits.recompute)
+            self._others = tuple(
+                config
+                for config in found
+                if config.stages >= limits.pins.least_stages
+                and (not most or limits.batch <= config.microbatches * most)
+            )
+        return self._others
+
+    def more(self, best: Evaluation[AnyAnswer] | None) -> list[Config]:
+        found: list[Config] = []
+        if self.limits.free_axes:
+            equal = [config for config in self.first if isinstance(config, Degrees)]
+            found += several_axes(self.candidates, equal, cast(Any, best), self._taken)
+        if not self.first or unlike_can_win(self.candidates.cluster, best):
+            found += self._unlike_configs()
+        return found
+
+    # -- bounds ---------------------------------------------------------------------------------------------------
+
+    def lower_bound(self, config: Config) -> float:
+        if isinstance(config, Degrees):
+            return self.candidates.lower_bound(config)
+        return self.unlike.lower_bound(config)
+
+    def expected(self, config: Config, floor: float) -> float:
+        if config == self.earlier.best:
+            return 0.0
+        return self._estimates.expected(config, floor) if isinstance(config, Degrees) else floor
+
+    def unfit(self, config: Config) -> InfeasibleError | None:
+        return self.candidates.unfit(config) if isinstance(config, Degrees) else None
+
+    def refine(self, config: Config, below: float) -> float:
+        if isinstance(config, Degrees):
+            return self.candidates.work_floor(config, below)
+        return self.unlike.refined(config, below)
+
+    def rules_out(self, config: Config, below: float) -> bool:
+        return isinstance(config, Degrees) and self.candidates.surely_takes(config, below)
+
+    def tighten(self, config: Config, below: float) -> float:
+        if isinstance(config, Degrees):
+            return self.candidates.last_floor(config, below)
+        return self.unlike.refined(config, below)
+
+    def worth(self, config: Config) -> float:
+        """Of what takes long, beside the first; and of hosts' seconds, which are known less well than that."""
+        if self.thorough or not self.first:
+            return 0.0
+        cheap = isinstance(config, Degrees) and config in self._among and not self.candidates.starts_bind(config)
+        return 0.0 if cheap else WORTH
+
+    # -- answers --------------------------------------------------------------------------------------------------
+
+    def evaluate(self, config: Config, below: float) -> Evaluation[AnyAnswer]:
+        if not isinstance(config, Degrees):
+            return cast(Any, self.unlike.evaluate(config, below))
+        try:
+            evaluation = self.earlier.evaluate(config, below)
+        except NotBetter as error:
+            self._taken[config] = max(error.seconds, self._estimates.expected(config, error.seconds))
+            raise
+        self._taken[config] = evaluation.objective
+        return cast(Any, evaluation)
+
+    def settle(self, evaluation: Evaluation[AnyAnswer]) -> Evaluation[AnyAnswer]:
+        """Times an answer on the graphs that will be emitted, and those that may be faster then."""
+        best = evaluation.answer
+        if isinstance(best, UnlikeAnswer):
+            plan = describe_unlike(self.unlike, best)
+        else:
+            plan = describe(self.candidates, best)
+            for other in best.others:
+                # what divided parameters exchange makes most answers slower than they were taken to be
+                if not other.choice.levels or self.candidates.seconds_of(other) < plan.step_time_s:
+                    timed = describe(self.candidates, other)
+                    if timed.step_time_s < plan.step_time_s:
+                        best, plan = other, timed
+        self._plans[id(best)] = plan
+        return replace(evaluation, answer=best, objective=plan.step_time_s)
+
+
+def unlike_can_win(cluster: Cluster, best: Evaluation[AnyAnswer] | None) -> bool:
+    """Whether stages of unlike meshes are worth a search, after the best plan with equal ones.
+
+    They are where devices are unlike; and of a few alike ones where their number is no power of two, which leaves equal
+    meshes few choices, or where the chosen plan's slowest stage has much more to do than the mean.
+    """
+    count = cluster.device_count
+    if count == 1:
+        return False
+    if len(set(cluster.nodes)) > 1:
+        return True
+    if count > MOST_UNLIKE:
+        return False
+    if count & (count - 1):
+        return True
+    if best is None:
+        return False
+    answer = best.answer
+    busy = [answer.problem.busy_seconds(step) for step in answer.way]
+    return max(busy) > UNBALANCED * sum(busy) / len(busy)
