@@ -11,13 +11,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopart.example_inputs import bind
+from autopart.flat_model import TARGETS, LossOutput
 from autopart.models import LoadedModel
 from autopart.other_draws import DRAWS
 from autopart.passes.blocks import is_random
 from autopart.passes.program import Program
 from autopart.precision import float64_throughout
 from autopart.runtime.structure import flatten, rebuild
-from autopart.tracing import TARGETS, LossOutput, capture
+from autopart.tracing import capture
 from autopart.verify.errors import VerifyError
 
 
