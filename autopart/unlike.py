@@ -187,10 +187,10 @@ class UnlikeCandidates(UnlikeFloors):
         """The best of this and of divisions whose first and last stage sum tied gradients in less, where that is much
         and may take less than ``below``: the stage solver prices these sums as if all meshes took as long.
         """
-        config, problem, priced, size = answer.config, answer.problem, answer.priced, self._tied_bytes()
+        config, problem, priced, (_, size) = answer.config, answer.problem, answer.priced, self._tied
         if config.pp == 1 or not size:
             return answer
-        ends = self._sums_of_ends(problem, [item.mesh for item in priced], size)
+        ends = self._sums_of_homes(problem, [item.mesh for item in priced], size, (0, config.pp - 1))
         seconds, taken = self.step_seconds(answer), self.tied_seconds(answer)
         firsts = dict.fromkeys(first for first, _ in sorted(ends, key=ends.__getitem__))
         for first in itertools.islice(firsts, _MOST_FIRST):
@@ -203,9 +203,10 @@ class UnlikeCandidates(UnlikeFloors):
                 answer, seconds, taken = other, self.step_seconds(other), self.tied_seconds(other)
         return answer
 
-    def _with_ends(self, answer: UnlikeAnswer, pairs: Collection[tuple[int, int]]) -> UnlikeAnswer | None:
+    def _with_ends(self, answer: UnlikeAnswer, pairs: Collection[tuple[int, ...]]) -> UnlikeAnswer | None:
         """The best with slots for the first and the last stage that some of these pairs have; None where none fits."""
-        problem, (fewer, kept) = answer.problem, with_ends(answer.problem, pairs)
+        problem, (firsts, lasts) = answer.problem, zip(*pairs, strict=True)
+        fewer, kept = with_ends(problem, firsts, lasts)
 
         def whole(way: Way) -> UnlikeAnswer:
             steps = (replace(step, slot=kept[step.slot]) for step in way)

@@ -1,69 +1,71 @@
-"""Problems of stages with other ends: fewer slots for the first and the last stage, or one stage less."""
+"""Of stages on a row of devices: the slots and the blocks that some of them may have."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from autopart.solver.stages_parts import Block, Shape
 from autopart.solver.stages_problem import StageProblem
 
 
-def reached(problem: StageProblem, place: int, stages: int) -> set[int]:
-    """The places where so many stages that begin at a place may end."""
-    found = {place}
+def ways_through(problem: StageProblem, stages: Sequence[int]) -> list[tuple[int, ...]]:
+    """The slots that these stages may have, in rising order, with any slots of the others between."""
+    ends = _reached(problem, stages[0])
+    ways: list[tuple[int, ...]] = [(number,) for number, slot in enumerate(problem.slots) if slot.start in ends[0]]
+    for before, stage in itertools.pairwise(stages):
+        between = _reached(problem, stage - before - 1)
+        ways = [
+            (*way, number)
+            for way in ways
+            for number, slot in enumerate(problem.slots)
+            if slot.start in between[problem.slots[way[-1]].stop]
+        ]
+    behind = _reached(problem, problem.stages - 1 - stages[-1])
+    return [way for way in ways if not behind[problem.slots[way[-1]].stop].isdisjoint(problem.ends)]
+
+
+def _reached(problem: StageProblem, stages: int) -> list[set[int]]:
+    """By place, the places where so many stages that begin there may end."""
+    found = [{place} for place in range(len(problem.links))]
     for _ in range(stages):
-        found = {slot.stop for slot in problem.slots if slot.start in found}
+        found = [{slot.stop for slot in problem.slots if slot.start in places} for places in found]
     return found
 
 
-def with_ends(problem: StageProblem, pairs: Collection[tuple[int, int]]) -> tuple[StageProblem, list[int]]:
-    """The problem without the slots of the first and the last stage that none of these pairs has, and the numbers of
-    those it keeps. pairs: slots of the first and the last stage.
+def with_ends(
+    problem: StageProblem, firsts: Collection[int] | None, lasts: Collection[int] | None
+) -> tuple[StageProblem, list[int]]:
+    """The problem with these slots alone for the first and for the last stage, and the numbers of all that it keeps.
+
+    None: all of them.
     """
-    first, last = ({pair[at] for pair in pairs} for at in range(2))
     kept = [
         number
         for number, slot in enumerate(problem.slots)
-        if (slot.start or number in first) and (slot.stop not in problem.ends or number in last)
+        if (firsts is None or slot.start or number in firsts)
+        and (lasts is None or slot.stop not in problem.ends or number in lasts)
     ]
     return replace(problem, slots=tuple(problem.slots[number] for number in kept)), kept
 
 
-def sent_behind(problem: StageProblem, behind: int, end: int) -> float:
-    """Seconds of a step at least in which all microbatches' values pass to a stage that begins at a place with some of
-    the blocks from ``behind`` on, and their gradients back.
+def stages_of(problem: StageProblem, blocks: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The stages that these blocks may be in, each before those that depend on it.
+
+    A block with n others that it depends on has stages behind it for the rest of the blocks at most, and before it for
+    those at most that do not depend on it.
     """
-    link, last, least = problem.links[end], len(problem.positions) - 1, math.inf
-    for position, inside in enumerate(problem.positions):
-        if inside.bit_count() >= behind and position < last:
-            cuts = [shape.cuts[link][position] for shape in problem.shapes]
-            there, back = (min(getattr(cut, way) for cut in cuts) for way in ("forward_s", "backward_s"))
-            least = min(least, there + back + (problem.microbatches - 1) * max(there, back))
-    return least
-
-
-def without_last(problem: StageProblem, behind: int) -> list[StageProblem]:
-    """The problem without memory and without its last stage, which has some of the blocks from ``behind`` on: one for
-    each place where that may begin. None where it has other blocks, as they are pinned.
-    """
-
-    def free(shape: Shape) -> Shape:
-        blocks = (block if at < behind else Block(block.name, 0.0, 0.0) for at, block in enumerate(shape.blocks))
-        layers = tuple(layer for layer in shape.layers if layer.blocks[-1] < behind)
-        sums = tuple(item for item in shape.sums if min(item.blocks) < behind)
-        return replace(shape, blocks=tuple(blocks), layers=layers, sums=sums)
-
-    last = problem.stages - 1
-    if any(block < behind and stage == last for block, stage in problem.pins):
-        return []
-    fewer = replace(
-        problem,
-        shapes=tuple(map(free, problem.shapes)),
-        slots=tuple(replace(slot, capacity_bytes=math.inf) for slot in problem.slots),
-        in_flight=problem.in_flight[:-1],
-        pins=tuple((block, stage) for block, stage in problem.pins if stage < last),
-    )
-    places = dict.fromkeys(slot.start for slot in problem.slots if slot.stop in problem.ends)
-    return [replace(fewer, ends=(place,)) for place in places]
+    last, count = problem.stages - 1, len(problem.blocks)
+    allowed = []
+    for block in blocks:
+        before = [inside.bit_count() for inside in problem.positions if not inside >> block & 1]
+        until = [inside.bit_count() for inside in problem.positions if inside >> block & 1]
+        allowed.append(range(max(0, last - (count - min(until))), min(last, max(before)) + 1))
+    follows = [
+        (one, other)
+        for one, other in itertools.permutations(range(len(blocks)), 2)
+        if all(inside >> blocks[one] & 1 for inside in problem.positions if inside >> blocks[other] & 1)
+    ]
+    for stages in itertools.product(*allowed):
+        if all(stages[one] <= stages[other] for one, other in follows):
+            yield stages

@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-
-from torch import fx
 
 from autopart.candidates import Candidates
 from autopart.cost.communication import bucketed_all_reduce_seconds
@@ -39,12 +37,14 @@ from autopart.solver.stages_parts import Block, Choice, Cut, Layer, Shape, TiedG
 from autopart.solver.stages_passing import Passing
 from autopart.solver.stages_problem import Slot, StageProblem
 from autopart.step_time import WHOLE_SCHEDULES
-from autopart.unlike_ends import reached, sent_behind, with_ends, without_last
+from autopart.unlike_ends import stages_of, ways_through, with_ends
 
 _LEAST_SUMS = 0.003
 """Of a step's seconds: what sums of tied gradients are not looked at for."""
 _MOST_STEPS = 3
 """How many of the seconds that sums may take are told apart."""
+_MOST_READERS, _MOST_WAYS = 3, 5_000
+"""Of a parameter the blocks that read it, and of their stages the slots, up to which sums are looked at."""
 
 
 @dataclass(slots=True)
@@ -260,79 +260,86 @@ class UnlikeFloors:
         )
 
     @property
-    def _tied(self) -> list[tuple[fx.Node, int]]:
-        """Trained parameters that the first block and one other read, with the number of the other: of a row of blocks,
-        those where this is the first.
+    def _tied(self) -> tuple[tuple[int, ...], float]:
+        """The blocks that read the same trained parameters, of those that most bytes are of, and the bytes of what
+        stages sum of their gradients; none where all of them have one reader.
         """
-        if not self.candidates.positions.in_row:
-            return []
-        readers = self.candidates.readers.items()
-        found = [(node, max(own)) for node, own in readers if node.meta.get("trainable") and len(own) == 2 and 0 in own]
-        first = min((other for _, other in found), default=0)
-        return [(node, other) for node, other in found if other == first]
-
-    def _tied_bytes(self) -> float:
-        """What of their gradients stages sum."""
-        return math.fsum(self.candidates.whole_bytes(Value(node), 1) for node, _ in self._tied) * self.candidates.summed
+        bytes_of: dict[tuple[int, ...], float] = {}
+        for node, own in self.candidates.readers.items():
+            if node.meta.get("trainable") and 2 <= len(own) <= _MOST_READERS:
+                key = tuple(sorted(own))
+                bytes_of[key] = bytes_of.get(key, 0.0) + self.candidates.whole_bytes(Value(node), 1)
+        blocks = max(bytes_of, key=bytes_of.__getitem__, default=())
+        return blocks, bytes_of.get(blocks, 0.0) * self.candidates.summed
 
     def _with_tied(self, problem: StageProblem, meshes: Sequence[Mesh], found: float, below: float) -> float:
-        """With sums of gradients of parameters that the first block and another read. found: seconds without these."""
-        tied = self._tied
-        if not tied:
+        """With sums of gradients of parameters that several blocks read. found: seconds without these.
+
+        Which stages these blocks may be in is gone over: each is a problem with them pinned, whose stages with such a
+        block have slots that they sum the gradients in.
+        """
+        blocks, size = self._tied
+        if not blocks or problem.stages == 1 or found >= below:
             return found
-        return self._with_sums(problem, meshes, found, below, self._tied_bytes(), tied[0][1] + 1)
+        sums: dict[tuple[int, ...], dict[tuple[int, ...], float]] = {}  # by the blocks' stages
+        for stages in stages_of(problem, blocks):
+            seconds = self._sums_of_homes(problem, meshes, size, tuple(sorted(set(stages))))
+            if seconds:
+                sums[stages] = seconds
+        if max((max(seconds.values()) for seconds in sums.values()), default=0.0) < _LEAST_SUMS * found:
+            return found
+        least = below
+        for stages, seconds in sorted(sums.items(), key=lambda item: min(item[1].values())):
+            if least <= found or found + min(seconds.values()) >= least:
+                break
+            pinned = replace(problem, pins=(*problem.pins, *zip(blocks, stages, strict=True)))
+            least = min(least, self._with_sums(pinned, stages, seconds, found, least))
+        return max(found, least)
 
     def _with_sums(
         self,
         problem: StageProblem,
-        meshes: Sequence[Mesh],
+        homes: Collection[int],
+        sums: Mapping[tuple[int, ...], float],
         found: float,
         below: float,
-        size: float,
-        behind: int,
     ) -> float:
-        """With sums of gradients of so many bytes, of what the first block and the last before ``behind`` read.
-
-        Either the last stage has that block, and what its mesh and the first one's take for the sums is known. Or it
-        lies in a stage before, and the last one has some of the blocks behind: the others are done by one stage less.
-        """
-        if problem.stages == 1 or found >= below:
-            return found
-        ends = self._sums_of_ends(problem, meshes, size)
-        steps = sorted(set(ends.values()))
-        if steps and steps[-1] < _LEAST_SUMS * found:
-            return found
-        last = found + steps[0] if steps else math.inf
+        """With the sums of these stages, by their slots. found: seconds without these at least."""
+        steps = sorted(set(sums.values()))
+        found = max(found, _least_or_infinite(problem, below))
+        least = found + steps[0]
         for step in steps[1:_MOST_STEPS]:
+            if least >= below:
+                break
             # slots whose sums take less, at these sums' least; or others
-            pairs = {pair for pair, seconds in ends.items() if seconds < step}
-            less = _least_or_infinite(with_ends(problem, pairs)[0], min(below, found + step)) + steps[0]
-            last = max(last, min(less, found + step))
+            first, *_, last = zip(*(slots for slots, seconds in sums.items() if seconds < step), strict=True)
+            fewer, _ = with_ends(
+                problem,
+                first if min(homes) == 0 else None,
+                last if max(homes) == problem.stages - 1 else None,
+            )
+            less = _least_or_infinite(fewer, min(below, found + step)) + steps[0]
+            least = max(least, min(less, found + step))
             if less <= found + step:
                 break
-        for fewer in without_last(problem, behind):
-            most, sent = min(below, last), sent_behind(problem, behind, *fewer.ends)
-            least = max(sent, _least_or_infinite(fewer, most)) if sent < last else sent
-            if least < last:
-                last = min(last, max(found, sent, self._with_sums(fewer, meshes, least, most, size, behind)))
-        return last
+        return least
 
-    def _sums_of_ends(self, problem: StageProblem, meshes: Sequence[Mesh], size: float) -> dict[tuple[int, int], float]:
-        """By slots of the first and the last stage, seconds in which they sum gradients of so many bytes."""
-        found, slots = {}, problem.slots
-        firsts = [number for number, slot in enumerate(slots) if slot.start == 0]
-        lasts = [number for number, slot in enumerate(slots) if slot.stop in problem.ends]
-        between = {stop: reached(problem, stop, problem.stages - 2) for stop in {slots[first].stop for first in firsts}}
-        for pair in itertools.product(firsts, lasts):
-            begin, end = (slots[number] for number in pair)
-            if end.start not in between[begin.stop]:
-                continue
-            whole = [replace(meshes[slot.shape], zero=0) for slot in (begin, end)]
-            runs = [Run(slot.start, slot.stop, mesh.pieces) for slot, mesh in zip((begin, end), whole, strict=True)]
+    def _sums_of_homes(
+        self, problem: StageProblem, meshes: Sequence[Mesh], size: float, homes: Sequence[int]
+    ) -> dict[tuple[int, ...], float]:
+        """Seconds in which these stages sum gradients of so many bytes, by their slots; empty where there are none."""
+        ways = ways_through(problem, homes)
+        if len(homes) == 1 or len(ways) > _MOST_WAYS:
+            return dict.fromkeys(ways, 0.0)
+        found = {}
+        for way in ways:
+            slots = [problem.slots[number] for number in way]
+            whole = [replace(meshes[slot.shape], zero=0) for slot in slots]
+            runs = [Run(slot.start, slot.stop, mesh.pieces) for slot, mesh in zip(slots, whole, strict=True)]
             key = size, *runs, *whole
             if key not in self._summed:
                 self._summed[key] = self.summed_seconds(size, whole, [self.row.devices(run) for run in runs])
-            found[pair] = self._summed[key]
+            found[way] = self._summed[key]
         return found
 
     def _shared(self, config: UnlikeMeshes, mesh: Mesh, free: bool) -> Shape:

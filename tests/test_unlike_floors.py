@@ -19,7 +19,7 @@ from autopart.solver.search_space import NotBetter
 from autopart.solver.stages_parts import Block, Cut, Shape
 from autopart.solver.stages_problem import Slot, StageProblem
 from autopart.unlike import UnlikeCandidates
-from autopart.unlike_ends import without_last
+from autopart.unlike_ends import stages_of, ways_through, with_ends
 
 CLUSTERS = (unlike((2, 1.0, ROOMY), (2, 0.5, ROOMY)), unlike((1, 3.0, ROOMY), (2, 1.0, ROOMY)))
 
@@ -114,14 +114,44 @@ def test_levels_of_meshes_with_tensor_axes_are_bounded_by_themselves() -> None:
     assert sums[1] == pytest.approx(sums[0] / 2), "weights arrive beside the next forward"
 
 
-def test_a_stage_behind_the_last_that_shares_a_parameter_leaves_one_less() -> None:
-    blocks = tuple(Block(f"block {number}", 1.0, 2.0, step_end_s=1.0) for number in range(4))
-    shape = Shape(blocks, ((Cut(),) * 5,))
-    slots = (Slot(0, 1, 0, 1.0), Slot(1, 2, 0, 1.0), Slot(1, 3, 0, 1.0), Slot(2, 3, 0, 1.0))
-    problem = StageProblem((shape,), (0, 1, 3, 7, 15), slots, (0,) * 4, (3,), 4, (3, 2, 1), ((3, 2), (0, 0)))
-    every = without_last(problem, 3)
-    assert [fewer.ends for fewer in every] == [(1,), (2,)]
-    fewer = every[0]
-    assert fewer.stages == 2 and fewer.pins == ((0, 0),)
-    assert [block.seconds for block in fewer.blocks] == [3.0, 3.0, 3.0, 0.0] and fewer.blocks[3].step_end_s == 0.0
-    assert not without_last(problem, 4), "the last stage has block 3"
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_bounds_know_what_sums_of_tied_gradients_take(name: str) -> None:
+    """Wherever the blocks are that read them: behind BERT's last one there is another, T5's are three of a graph.
+
+    As if stages behind the last reader took nothing, and of a graph as if nothing was summed, it was four fifths.
+    """
+    cluster = unlike((1, 4.0, ROOMY), (1, 1.0, ROOMY), (1, 1.5, ROOMY))
+    plan = plan_of(name, cluster, meshes="unlike", pp=3, microbatches=4)
+    assert plan.tied_s > 0.15 * plan.step_time_s and plan.gap < 0.005
+
+
+def row_of_slots() -> StageProblem:
+    """A graph of four blocks, of which 1 and 2 follow 0 and 3 follows both, on three devices and pairs of them."""
+    blocks = tuple(Block(f"block {number}", 1.0, 2.0) for number in range(4))
+    shape = Shape(blocks, ((Cut(),) * 6,))
+    slots = (Slot(0, 1, 0, 1.0), Slot(1, 2, 0, 1.0), Slot(2, 3, 0, 1.0), Slot(0, 2, 0, 1.0), Slot(1, 3, 0, 1.0))
+    return StageProblem((shape,), (0b0, 0b1, 0b11, 0b101, 0b111, 0b1111), slots, (0,) * 4, (3,), 4, (3, 2, 1))
+
+
+def test_slots_that_stages_may_have() -> None:
+    three = row_of_slots()
+    two = replace(three, in_flight=(2, 1))
+    assert ways_through(three, (0, 2)) == [(0, 2)] and ways_through(three, (1,)) == [(1,)]
+    assert ways_through(two, (0, 1)) == [(0, 4), (3, 2)] and ways_through(two, (1,)) == [(2,), (4,)]
+    assert with_ends(two, [3], None)[1] == [1, 2, 3, 4] and with_ends(two, [3], [2])[1] == [1, 2, 3]
+
+
+def test_stages_that_blocks_may_be_in() -> None:
+    """All that some division into stages has, and of those that none has only such as counting blocks allows."""
+    problem = row_of_slots()
+    divisions = [
+        [problem.blocks_between(first, last) for first, last in itertools.pairwise((0, *cuts, 5))]
+        for cuts in itertools.combinations(range(1, 5), 2)
+        if all(problem.positions[a] & ~problem.positions[b] == 0 for a, b in itertools.pairwise(cuts))
+    ]
+    for blocks in ((0, 3), (1, 2), (0, 1, 3), (2, 3)):
+        stage_of = [{block: at for at, own in enumerate(ways) for block in own} for ways in divisions]
+        found = list(stages_of(problem, blocks))
+        assert {tuple(stages[block] for block in blocks) for stages in stage_of} <= set(found)
+        assert len(set(found)) == len(found)
+    assert list(stages_of(problem, (0, 3))) == [(0, 2)]
