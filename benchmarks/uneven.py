@@ -34,6 +34,7 @@ CLUSTERS = (
 MODELS: Mapping[str, str] = {
     "GPT-2 124M": "hf:gpt2?seq=1024",
     "BERT base": "hf:bert?seq=512",
+    "T5 small": "hf:t5?seq=512",
     "Llama 0.9B": "hf:llama?num_hidden_layers=16&hidden_size=2048&intermediate_size=5632&num_attention_heads=32"
     "&num_key_value_heads=8&seq=2048&vocab_size=32000",
 }

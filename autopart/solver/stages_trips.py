@@ -13,7 +13,8 @@ rises with R. So for a given T the least seconds behind each (stage, position) f
 of those that T allows, with what lies before a run's devices, and the next stages that it waits for, at their least,
 and of a crossing what the stage before it takes. Where nothing is left for the first stage, no division takes T or
 less, which is a bound; else the way of the least seconds, of runs that the stage before allows too, is a candidate,
-which is timed. T is sought by halves between what is proved and the best that was timed.
+which is timed. T is sought by halves between what is proved and the best that was timed. Where few divisions are left
+between the two, they are timed one by one (:mod:`autopart.solver.stages_listed`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 
 from autopart.solver.stages_floor import Ways, body_seconds
 from autopart.solver.stages_graph import StageGraph
+from autopart.solver.stages_listed import fastest_listed
 from autopart.solver.stages_problem import Step, Way
 from autopart.solver.stages_runs import Array
 
@@ -65,6 +67,18 @@ def faster_way(graph: StageGraph, known: Way, floor: float, timed: Timed) -> tup
         if seconds < least:
             best, least = whole, seconds
             high = min(high, least - problem.tied_seconds(whole))
+    for _ in range(_ROUNDS):
+        way, bound = fastest_listed(graph, least - problem.tied_seconds(best), tied=True) or (None, low)
+        low = max(low, bound)
+        if way is None:
+            break
+        if graph.refine_all(way):
+            continue
+        whole = graph.made(way)
+        if whole is None or whole in seen or problem.excess_bytes(whole) > 0 or (seconds := timed(whole)) >= least:
+            break
+        seen.add(whole)
+        best, least = whole, seconds
     return best, low
 
 
@@ -82,6 +96,11 @@ def raised_floor(graph: StageGraph, floor: float, below: float) -> float:
             high = middle
         else:
             low = middle
+    for _ in range(_ROUNDS):
+        way, bound = fastest_listed(graph, below) or (None, low)
+        low = max(low, bound)
+        if way is None or not graph.refine_all(way):
+            break
     return low
 
 
