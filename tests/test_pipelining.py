@@ -112,7 +112,8 @@ def test_plans_that_are_no_chain_say_why(limits: dict[str, Any], reason: str) ->
     if limits.get("pp") == 3:
         model, x = Chain(skip=True), torch.randn(8, WIDTH)
         program = capture(model, (x,), check_eval=False)
-        plan = make_plan(program, ideal(3), pp=3, tp=1, microbatches=4, recompute="none")
+        pins = {f"layers.{layer}": stage for layer, stage in ((0, 0), (2, 1), (3, 2))}
+        plan = make_plan(program, ideal(3), pp=3, tp=1, microbatches=4, recompute="none", pins=pins)
     else:
         model, program, plan, _ = planned(**limits)
     with pytest.raises(PlanError, match=f"no linear pipeline.*{reason}"):
