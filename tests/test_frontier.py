@@ -18,6 +18,7 @@ from autopart import cache
 from autopart.analysis import Analysis, analyze
 from autopart.candidates import Candidates
 from autopart.cli import main
+from autopart.cli.trading import notes
 from autopart.cluster import Cluster
 from autopart.cost import calibrated
 from autopart.cost.devices import device
@@ -34,7 +35,6 @@ from autopart.models import load_model
 from autopart.plan import Plan, StagePlan
 from autopart.planned import planned_frontier
 from autopart.planner import make_plan
-from autopart.report.picture import Curve, svg, ticks
 from autopart.runtime.errors import ClusterError, InfeasibleError, PlanError
 from autopart.solver import tensor as tensor_solver
 from autopart.solver.degrees import Degrees
@@ -244,20 +244,20 @@ def test_undominated() -> None:
     assert points[0].gap == 0.5
 
 
-def test_picture() -> None:
-    text = svg("a < b", [Curve("c", ((1.0, 4.0), (3.0, 2.0)), ("one", "two & three"), stairs=True)], "x", "y")
-    root = ElementTree.fromstring(text)
-    names = [item.tag.rpartition("}")[2] for item in root.iter()]
-    assert names.count("circle") == 2 and names.count("title") == 2
-    (path,) = [item.get("d") or "" for item in root.iter() if item.tag.endswith("path")]
-    assert path.split()[2].startswith("H") and path.split()[3].startswith("V")
-    assert "a < b" in [item.text for item in root.iter() if item.text]
-    with pytest.raises(ValueError, match="point"):
-        svg("", [], "x", "y")
-    for largest in (0.013, 1.0, 7.3, 1e9):
-        found = ticks(largest)
-        assert found[0] == 0 and found[-2] < largest <= found[-1] * (1 + 1e-9) and 4 <= len(found) <= 8
-    assert ticks(0.0) == [0.0, 1.0]
+def test_notes_name_the_plans_that_they_are_of() -> None:
+    def noted(devices: int, *notes: str) -> PlanPoint:
+        found = point(3.0, 1, devices)
+        return replace(found, plan=replace(found.plan, notes=notes))
+
+    points = [noted(1, "all"), noted(2, "all", "takes 12.5 ms, at 2x2, 4x1"), noted(4, "all", "takes 1 s, at 2x2")]
+    assert notes(points, by_count=True) == [
+        "on 1, 2 and 4 devices: all",
+        "on 2 devices (with other numbers also on 4 devices): takes 12.5 ms, at 2x2, 4x1",
+    ]
+    assert notes(points[:1], by_count=True) == ["on 1 device: all"]
+    assert notes(points, by_count=False)[0] == "plans 1, 2 and 3: all"
+    early = noted(1, "own", "plans that hold less were not looked for, as 1 were made")
+    assert ended_early([early]) and notes([early], by_count=False) == ["plan 1: own"]
 
 
 def test_command(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,10 +269,14 @@ def test_command(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert points == sorted(points, key=lambda item: item["step_time_s"])
     circles = [item for item in ElementTree.parse(picture).iter() if item.tag.endswith("circle")]
     assert len(circles) == len(points) > 1
+    texts = [item.text or "" for item in ElementTree.parse(picture).iter() if item.tag.endswith("text")]
+    assert all(texts.count(str(number)) >= 2 for number in range(1, len(points) + 1)), "beside a point, and listed"
     assert main([*command, "--step", "0.05", "--most", "1"]) == 0
     assert "note: plans that hold less were not looked for, as 1 were made" in capsys.readouterr().out
     assert main([*command, "--devices", "1,2", "--price", "3.6", "-o", str(picture)]) == 0
-    assert "cost of a step" in capsys.readouterr().out and "cost of a step" in picture.read_text()
+    printed, drawn = capsys.readouterr().out, picture.read_text()
+    assert "cost of a step" in printed and "cost of a step" in drawn
+    assert drawn.count(">1 device<") == drawn.count(">2 devices<") == 2
     assert main([*command, "--devices", "1,2", "--price", "3.6", "--json"]) == 0
     for item in json.loads(capsys.readouterr().out)["points"]:
         assert item["cost"] == pytest.approx(item["device_seconds"] * 3.6 / 3600)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -34,6 +35,8 @@ Each plan states how far from the best it can be at most; --step says how much l
 (0 for every plan there is)."""
 _OF_MEMORY = ("step", "most")
 """What time against memory takes by these options, and time against devices does not."""
+_NUMBER = re.compile(r"\d[\dx.]*(?: (?:h|min|s|ms|us|ns|B|[KMGTP]iB))?(?:, \d[\dx.]*)*")
+"""Or a list of such; with its unit, which differs as the number does."""
 EXAMPLE = "autopart frontier hf:gpt2 --cluster 8xRTX-3090 --batch 64 -o frontier.svg"
 
 
@@ -121,6 +124,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"points": rows}))
     else:
         print(table(points, bool(arguments.devices), arguments.price))
+        for note in notes(points, bool(arguments.devices)):
+            print(f"note: {note}")
         if (reason := ended_early(points)) is not None:
             print(f"note: {reason}; --most makes more")
     return 0
@@ -160,9 +165,9 @@ def table(points: Sequence[PlanPoint], by_count: bool, price: float | None) -> s
 
     best = undominated(points, lambda point: point.device_seconds) if by_count else []
     rows = []
-    for point in points:
+    for mark, point in zip(_marks(points, by_count), points, strict=True):
         row = [
-            *([point.devices] if by_count else []),
+            mark,
             format_seconds(point.seconds),
             format_share(point.gap),
             format_bytes(point.memory_bytes),
@@ -173,7 +178,7 @@ def table(points: Sequence[PlanPoint], by_count: bool, price: float | None) -> s
         rows.append(row)
     cost = "device-seconds" if price is None else "cost of a step"
     headers = [
-        *(["devices"] if by_count else []),
+        "devices" if by_count else "no.",
         *("step time", "gap at most", "memory", f"{points[0].plan.throughput_unit}/s"),
         *([cost, "dominated"] if by_count else []),
         "plan",
@@ -181,18 +186,59 @@ def table(points: Sequence[PlanPoint], by_count: bool, price: float | None) -> s
     return tabulate(rows, headers=headers, disable_numparse=True)
 
 
+def _marks(points: Sequence[PlanPoint], by_count: bool) -> list[str]:
+    """What names each point in the table, in notes and in the picture."""
+    return [str(point.devices if by_count else number) for number, point in enumerate(points, 1)]
+
+
+def notes(points: Sequence[PlanPoint], by_count: bool) -> list[str]:
+    """What plans tell their readers, with which of them it is; what differs but in numbers is told once, of the first.
+
+    Without why the frontier ended, which is nothing of a plan.
+    """
+    from autopart.frontier import ended_early
+
+    found: dict[str, dict[str, str]] = {}  # by the text without numbers: by mark
+    for mark, point in zip(_marks(points, by_count), points, strict=True):
+        for note in point.plan.notes:
+            if note != ended_early([point]):
+                found.setdefault(_NUMBER.sub("#", note), {}).setdefault(mark, note)
+    return [
+        f"{_of_which(list(told), len(set(told.values())), by_count)}: {next(iter(told.values()))}"
+        for told in found.values()
+    ]
+
+
+def _of_which(marks: Sequence[str], texts: int, by_count: bool) -> str:
+    """Whose a note is; texts: how many there are that differ in numbers."""
+    from autopart.report.units import counted
+
+    def named(some: Sequence[str]) -> str:
+        listed = ", ".join(some[:-1]) + " and " + some[-1] if len(some) > 1 else some[0]
+        if by_count:
+            return f"on {counted(int(some[0]), 'device') if len(some) == 1 else f'{listed} devices'}"
+        return f"plan{'s' if len(some) > 1 else ''} {listed}"
+
+    if texts == 1:
+        return named(marks)
+    return f"{named(marks[:1])} (with other numbers also {named(marks[1:])})"
+
+
 def picture(points: Sequence[PlanPoint], name: str, by_count: bool, price: float | None) -> str:
     """Step time over memory, or over cost."""
     from autopart.report.picture import Curve, svg
-    from autopart.report.units import counted, format_seconds
+    from autopart.report.units import counted, format_bytes, format_seconds
 
-    labels = tuple(f"{counted(point.devices, 'device')}, {_layout(point)}" for point in points)
+    labels = tuple(
+        f"{_layout(point)}: {format_seconds(point.seconds)}, {format_bytes(point.memory_bytes)}" for point in points
+    )
+    marks = tuple(_marks(points, by_count))
     if by_count:
         placed = tuple((_cost(point, price), point.seconds) for point in points)
         cost = "device-seconds of a step" if price is None else "cost of a step"
-        curve = Curve("plans", placed, labels)
-        return svg(f"{name}: time and cost", [curve], cost, "step time", lambda x: f"{x:.3g}", format_seconds)
+        curve = Curve("plans", placed, labels, tuple(counted(int(mark), "device") for mark in marks))
+        return svg(f"{name}: time and cost", [curve], cost, "step time", lambda x: f"{x:g}", format_seconds)
     placed = tuple((point.memory_bytes / 2**30, point.seconds) for point in points)
-    curve = Curve("plans", placed, labels, stairs=True)
+    curve = Curve("plans", placed, labels, marks, stairs=True)
     title, across = f"{name}: time and memory", "GiB of the fullest device"
     return svg(title, [curve], across, "step time", lambda x: f"{x:g}", format_seconds)

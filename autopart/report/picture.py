@@ -7,8 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-_WIDTH, _HEIGHT = 640, 420
-_LEFT, _RIGHT, _TOP, _BOTTOM = 80, 24, 40, 56
+from autopart.report.point_marks import Box, Place, marks, width_of, wrapped
+
+_WIDTH, _PLOT = 640, 324
+"""Pixels of the picture across, and of the plot down; titles and lists of marks add to it."""
+_LEFT, _RIGHT, _TOP, _EDGE = 80, 36, 18, 16
+_SIZE, _TITLE_SIZE, _LINE = 11, 13, 15
 _TICKS = 6
 _COLORS = ("#1f6fb4", "#c2410c", "#2f8f4e", "#7c3aed")
 _NICE = (1.0, 2.0, 2.5, 5.0, 10.0)
@@ -16,13 +20,14 @@ _NICE = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """points: (x, y). labels: a tooltip for each point. stairs: between two points nothing is better than the one at
-    less x, as on a frontier.
+    """points: (x, y). labels: of each point a tooltip. marks: of each a short text that stands beside it, and below the
+    picture with its label. stairs: between two points nothing is better than the one at less x, as on a frontier.
     """
 
     name: str
     points: tuple[tuple[float, float], ...]
     labels: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
     stairs: bool = False
 
 
@@ -34,42 +39,83 @@ def svg(
     x_text: Callable[[float], str] = str,
     y_text: Callable[[float], str] = str,
 ) -> str:
-    """A picture with both axes from zero. Raises ValueError where there is no point."""
+    """A picture with both axes from zero, as high as its title and marks ask. Raises ValueError where there is no
+    point.
+    """
     points = [point for curve in curves for point in curve.points]
     if not points:
         raise ValueError("a picture needs at least one point")
     x_ticks, y_ticks = ticks(max(x for x, _ in points)), ticks(max(y for _, y in points))
+    titles = wrapped(title, _WIDTH - 2 * _EDGE, _TITLE_SIZE)
+    top = _TOP + len(titles) * (_LINE + 2)
+    foot = top + _PLOT
 
-    def place(x: float, y: float) -> tuple[float, float]:
+    def place(x: float, y: float) -> Place:
         across = _LEFT + (_WIDTH - _LEFT - _RIGHT) * x / x_ticks[-1]
-        return round(across, 1), round(_HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * y / y_ticks[-1], 1)
+        return round(across, 1), round(foot - _PLOT * y / y_ticks[-1], 1)
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
-        'font-family="sans-serif" font-size="11">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        _text(_WIDTH / 2, 20, title, size=13),
-        _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 12, x_title),
-        f'<g transform="rotate(-90 16 {_HEIGHT / 2})">{_text(16, _HEIGHT / 2, y_title)}</g>',
-    ]
+    parts = [_text(_WIDTH / 2, 20 + (_LINE + 2) * row, line, size=_TITLE_SIZE) for row, line in enumerate(titles)]
+    parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, foot + 38, x_title))
+    middle = (top + foot) / 2
+    parts.append(f'<g transform="rotate(-90 16 {middle})">{_text(16, middle, y_title)}</g>')
     for tick in x_ticks:
         x, y = place(tick, 0)
-        parts += [_line(x, y, x, _TOP, "#dddddd"), _text(x, y + 16, x_text(tick))]
+        parts += [_line(x, y, x, top, "#dddddd"), _text(x, y + 16, x_text(tick))]
     for tick in y_ticks:
         x, y = place(0, tick)
         parts += [_line(x, y, _WIDTH - _RIGHT, y, "#dddddd"), _text(x - 6, y + 4, y_text(tick), "end")]
+    below: list[tuple[str, str]] = []
     for index, curve in enumerate(curves):
         color = _COLORS[index % len(_COLORS)]
-        placed = [place(*point) for point in sorted(curve.points)]
-        parts.append(f'<path d="{_path(placed, curve.stairs)}" fill="none" stroke="{color}" stroke-width="1.5"/>')
-        for number, point in enumerate(curve.points):
-            x, y = place(*point)
-            label = curve.labels[number] if curve.labels else ""
+        placed = [place(*point) for point in curve.points]
+        corners = _corners([place(*point) for point in sorted(curve.points)], curve.stairs)
+        path = " ".join(f"{'L' if number else 'M'}{x} {y}" for number, (x, y) in enumerate(corners))
+        parts.append(f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>')
+        for (x, y), label in zip(placed, curve.labels or ("",) * len(placed), strict=True):
             tooltip = f"<title>{escape(label)}</title>" if label else ""
             parts.append(f'<circle cx="{x}" cy="{y}" r="3.5" fill="{color}">{tooltip}</circle>')
+        if curve.marks:
+            parts += _marks(curve.marks, placed, corners, Box(_LEFT, top, _WIDTH - 2, foot))
+            below += zip(curve.marks, curve.labels or curve.marks, strict=True)
         if len(curves) > 1:
-            parts.append(_text(_WIDTH - _RIGHT - 8, _TOP + 14 * (index + 1), curve.name, "end", color=color))
-    return "\n".join([*parts, "</svg>"]) + "\n"
+            parts.append(_text(_WIDTH - _RIGHT - 8, top + 14 * (index + 1), curve.name, "end", color=color))
+    listed, height = _listed(below, foot + 38 + _LINE) if below else ([], foot + 50.0)
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:g}" width="{_WIDTH}" '
+        f'height="{height:g}" font-family="sans-serif" font-size="{_SIZE}">',
+        f'<rect width="{_WIDTH}" height="{height:g}" fill="white"/>',
+    ]
+    return "\n".join([*head, *parts, *listed, "</svg>"]) + "\n"
+
+
+def _marks(texts: Sequence[str], points: Sequence[Place], corners: Sequence[Place], inside: Box) -> list[str]:
+    """Texts beside points, with lines to those that stand far from theirs."""
+    parts = []
+    for mark, (x, y) in zip(marks(texts, points, [corners], inside, _SIZE), points, strict=True):
+        if mark is None:
+            continue  # the list below has it, and the tooltip
+        box = mark.box
+        middle, level = round((box.left + box.right) / 2, 1), (box.top + box.bottom) / 2
+        if mark.led:
+            end = box.bottom if box.bottom < y else box.top if box.top > y else level
+            near = min(max(x, box.left), box.right)
+            parts.append(_line(x, y, round(near, 1), round(end, 1), "#999999"))
+        parts.append(_text(middle, round(level + _SIZE * 0.35, 1), mark.text))
+    return parts
+
+
+def _listed(rows: Sequence[tuple[str, str]], at: float) -> tuple[list[str], float]:
+    """Marks with their labels as lines from a height on, and where these end."""
+    column = _EDGE + max(width_of(mark, _SIZE) for mark, _ in rows)
+    parts = []
+    for mark, label in rows:
+        at += 4
+        for number, line in enumerate(wrapped(label, _WIDTH - column - 8 - _EDGE, _SIZE)):
+            at += _LINE
+            if not number:
+                parts.append(_text(round(column, 1), at, mark, "end"))
+            parts.append(_text(round(column + 8, 1), at, line, "start"))
+    return parts, at + _EDGE
 
 
 def ticks(largest: float) -> list[float]:
@@ -82,12 +128,11 @@ def ticks(largest: float) -> list[float]:
     return [step * index for index in range(math.ceil(largest / step - 1e-9) + 1)]
 
 
-def _path(points: Sequence[tuple[float, float]], stairs: bool) -> str:
-    (x, y), *others = points
-    steps = [f"M{x} {y}"]
-    for x, y in others:
-        steps.append(f"H{x} V{y}" if stairs else f"L{x} {y}")
-    return " ".join(steps)
+def _corners(points: Sequence[Place], stairs: bool) -> list[Place]:
+    corners = list(points[:1])
+    for x, y in points[1:]:
+        corners += [(x, corners[-1][1]), (x, y)] if stairs else [(x, y)]
+    return corners
 
 
 def _text(x: float, y: float, text: str, anchor: str = "middle", size: int = 11, color: str = "#222222") -> str:
