@@ -116,6 +116,23 @@ def test_what_if_nothing_changes(tmp_path: Path, analysis: Analysis, capsys: pyt
     assert main([*command, "-o", str(tmp_path / "best.json")]) == 0
     found = json.loads(capsys.readouterr().out)
     now, same, best = found["figures"]["step time"]
-    assert now == pytest.approx(same, rel=1e-6) and best <= same and not found["notes"]
+    assert now == pytest.approx(same, rel=1e-6) and best <= same
+    assert all(note.startswith("best: ") for note in found["notes"])
     assert {item["what"] for item in found["decisions"] if item["values"][0] != item["values"][1]} == set()
     assert Plan.load(tmp_path / "best.json").dropout == "invariant"
+
+
+def test_what_if_tells_notes_of_the_new_plan(
+    tmp_path: Path, analysis: Analysis, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, file = tmp_path / "cluster.toml", tmp_path / "plan.json"
+    CLUSTER.save(cluster)
+    plan = planned(analysis, pp=2, dp=2, tp=1, microbatches=4)
+    replace(plan, notes=("as before",)).save(file)
+    monkeypatch.setattr("autopart.planned.planned", lambda *_, **__: replace(plan, notes=("as before", "new")))
+    command = ["what-if", str(file), "--model", MODEL, "--cluster", str(cluster), "--inside", "2x"]
+    assert main([*command, "--json"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert "best: new" in notes and "best: as before" not in notes
+    assert main(command) == 0
+    assert "note: best: new" in capsys.readouterr().out

@@ -114,6 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     best = replace(best if same is None or best.step_time_s <= same.step_time_s else same, cluster=named)
     anew = chosen_anew(now, same) if same is not None else []
     notes += [f"same degrees: chosen anew, and otherwise than now: {', '.join(anew)}"] if anew else []
+    notes += [f"best: {note}" for note in best.notes if note not in (*plan.notes, *now.notes)]
     if arguments.output is not None:
         best.save(arguments.output)
         print(f"plan written to {arguments.output}", file=sys.stderr)
