@@ -27,6 +27,7 @@ from autopart.runtime.placement import Placement
 from autopart.runtime.schedule import NAMES, deeper_warmup, in_flight, make_schedule
 from autopart.tensor_scheme import TensorScheme
 from autopart.update_memory import OPTIMIZERS
+from autopart.wishes import check_recorded
 
 if TYPE_CHECKING:
     from autopart.passes.program import Program
@@ -173,7 +174,7 @@ class Plan:
     times as fast as the stages' seconds say they are while no other device of the host computes.
     example_batch: samples of the inputs that the model was captured on, by which its blocks were found; 0: not told.
     tensor_scheme: that was asked for, see :mod:`autopart.tensor_scheme`; the strategies say what came of it. asked: the
-    same of "zero", the level of all parameters, and "warmup", how many forwards each stage runs ahead of the next.
+    same of degrees and other limits, see :mod:`autopart.wishes`; nothing reads it when the plan is run.
     optimizer: by which memory is counted; any may be used. bucket_bytes: of gradients that share a message.
     tokens, flops: of one step; peak_flops: FLOP/s of all its devices in the type of most products; 0 when unknown.
     considered: other candidates, as rows for the report.
@@ -213,7 +214,7 @@ class Plan:
     optimizer: str = "adamw"
     bucket_bytes: int = BUCKET_BYTES
     tensor_scheme: str = TensorScheme.AUTO.value
-    asked: Mapping[str, int] = field(default_factory=dict, hash=False)
+    asked: Mapping[str, int | str] = field(default_factory=dict, hash=False)
     cluster_digest: str = ""
     example_batch: int = 0
 
@@ -290,12 +291,7 @@ class Plan:
         for name in ("step_time_s", "bound_s", "gap", "solve_s", "total_s", "tokens", "flops", "peak_flops", "tied_s"):
             value = getattr(self, name)
             _require(value >= 0 and math.isfinite(value), f"{name}: expected a number of at least 0, found {value}")
-        _require(
-            self.asked.keys() <= {"zero", "warmup"}
-            and self.asked.get("zero", 0) in (0, 1, 2, 3)
-            and self.asked.get("warmup", 0) >= 0,
-            f'asked: a level of ZeRO, such as {{"zero": 2}}, or a warm-up, found {dict(self.asked)}',
-        )
+        check_recorded(self.asked)
         for pattern, level in self.zero.items():
             _require(level in (0, 1, 2, 3), f"zero[{pattern!r}]: one of 0, 1, 2, 3, found {level}")
         for pattern, text in self.storage.items():
@@ -411,6 +407,7 @@ class Plan:
             "warmup": list(self.warmup),
             "microbatches": self.microbatches,
             "recompute": self.recompute,
+            "asked": dict(self.asked),
             "pins": dict(self.pins),
             "together": [list(group) for group in self.together],
             "dp": self.dp,

@@ -133,6 +133,12 @@ _CHECKS: dict[str, tuple[str, Any]] = {
         "an object of whole numbers",
         lambda value: isinstance(value, dict) and all(map(_is_int, value.values())),
     ),
+    "Mapping[str, int | str]": (
+        'an object of whole numbers and words, such as {"pp": 2, "schedule": "auto"}',
+        lambda value: (
+            isinstance(value, dict) and all(_is_int(item) or isinstance(item, str) for item in value.values())
+        ),
+    ),
     "Mapping[str, float]": (
         "an object of numbers",
         lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),

@@ -40,6 +40,7 @@ from autopart.solver.search_space import Effort
 from autopart.solver.tensor_problem import relative_gap
 from autopart.step_time import WHOLE_SCHEDULES
 from autopart.tensor_scheme import TensorScheme
+from autopart.wishes import recorded
 
 MOST_OPS, LEAST_TRIED, LAST_TRIED = 60_000, 16, 8
 """Ops of all configurations that are tried unasked in the order of estimates, and how many of these at least; and how
@@ -111,6 +112,9 @@ def make_plan(
     check_seconds(time_limit_s, below)
     check_warmups(warmup)
     check_dropout(dropout)
+    degrees_given = {"pp": pp, "dp": dp, "tp": tp, "microbatches": microbatches, "schedule": schedule}
+    others_given = {"virtual": virtual, "recompute": recompute, "zero": zero, "meshes": meshes, "warmup": warmup}
+    forced = recorded({**degrees_given, **others_given})
     analysis = analysis or analyze(program, rules)
     limits = read_limits(
         analysis,
@@ -137,7 +141,6 @@ def make_plan(
     solved = time.perf_counter()
     answer, plan, known.best = result.answer, space.plan_of(result.answer), result.config
     bound = min(result.bound, plan.step_time_s)
-    asked = {"zero": zero, "warmup": warmup if isinstance(warmup, int) else None}
     return replace(
         plan,
         bound_s=bound,
@@ -148,7 +151,7 @@ def make_plan(
         pins=dict(pins or {}),
         together=tuple(map(tuple, together or ())),
         tensor_scheme=limits.scheme.value,
-        asked={name: value for name, value in asked.items() if value is not None},
+        asked=forced,
         notes=(
             *plan.notes,
             *speeds(cluster),

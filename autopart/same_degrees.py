@@ -11,10 +11,12 @@ from typing import Any
 
 from autopart.analysis import Analysis, look_up
 from autopart.data_prices import offered_levels
+from autopart.explain import limits_of
 from autopart.passes.program import Role
 from autopart.plan import Plan
 from autopart.realize import axes_of, settings_of
 from autopart.solver.degrees import Degrees
+from autopart.wishes import forced_in
 
 
 def asked_of(plan: Plan) -> dict[str, Any]:
@@ -24,9 +26,22 @@ def asked_of(plan: Plan) -> dict[str, Any]:
 
 
 def searched_with(plan: Plan) -> dict[str, Any]:
-    """:func:`asked_of`, and what besides all candidates had among which the plan was chosen."""
-    warmup = plan.asked.get("warmup", plan.warmup or None)
-    return {**asked_of(plan), "zero": plan.asked.get("zero"), "warmup": warmup, "tensor_scheme": plan.tensor_scheme}
+    """:func:`asked_of`, and what its user forced: all candidates had it among which the plan was chosen."""
+    return {**asked_of(plan), **forced_in(plan)}
+
+
+def limits_beside(plan: Plan, config: str) -> dict[str, Any]:
+    """Limits of ``make_plan`` under which another candidate is planned, with what the plan's user forced.
+
+    config: as the plan's rows of candidates describe it.
+    """
+    own = limits_of(config)
+    found = {**searched_with(plan), **own}
+    if "virtual" not in own:  # of a candidate with one stage on each rank
+        found.pop("virtual", None)
+    if "dp" in own:  # a mesh of all stages
+        found["meshes"] = "equal"
+    return found
 
 
 def limits_of_plan(plan: Plan, analysis: Analysis, batch: int) -> dict[str, Any]:

@@ -131,8 +131,8 @@ def test_plan_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0
     found: dict[str, Any] = json.loads(out)
     keys = (
-        "model cluster batch dtype step_time_s bound_s gap solve_s total_s schedule warmup microbatches recompute pins "
-        "together dp tp pp tokens_per_s tflops_per_device notes stages"
+        "model cluster batch dtype step_time_s bound_s gap solve_s total_s schedule warmup microbatches recompute "
+        "asked pins together dp tp pp tokens_per_s tflops_per_device notes stages"
     )
     assert list(found) == keys.split()
     stage_keys = (

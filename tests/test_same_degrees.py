@@ -11,12 +11,12 @@ import pytest
 
 from autopart.analysis import Analysis, analyze
 from autopart.cli import main
-from autopart.explain import limits_of, runners_up
+from autopart.explain import runners_up
 from autopart.models import load_model
 from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.runtime.errors import PlanError
-from autopart.same_degrees import asked_of, chosen_anew, limits_of_plan, searched_with
+from autopart.same_degrees import asked_of, chosen_anew, limits_beside, limits_of_plan
 from autopart.tracing import capture
 from clusters import ideal
 
@@ -73,8 +73,8 @@ def test_runners_up_are_planned_as_they_were_searched(analysis: Analysis, limits
     plan = planned(analysis, **limits)
     assert Plan.from_json(plan.to_json()) == plan
     row = runners_up(plan)[0]
-    other = planned(analysis, **{**limits_of(str(row["config"])), **searched_with(plan)})
-    assert other.asked == plan.asked and other.tensor_scheme == plan.tensor_scheme
+    other = planned(analysis, **limits_beside(plan, str(row["config"])))
+    assert plan.asked.items() <= other.asked.items() and other.tensor_scheme == plan.tensor_scheme
     assert set(other.zero.values()) <= set(plan.zero.values())
     if "warmup" in limits:
         assert other.warmup and len(other.warmup) == len(other.stages)
@@ -83,9 +83,19 @@ def test_runners_up_are_planned_as_they_were_searched(analysis: Analysis, limits
 
 def test_what_was_asked_is_checked(analysis: Analysis) -> None:
     plan = planned(analysis, pp=2, dp=2, tp=1, zero=1)
-    assert plan.asked == {"zero": 1}
-    with pytest.raises(PlanError, match=r"asked: a level of ZeRO"):
-        replace(plan, asked={"zero": 4})
+    assert plan.asked == {"pp": 2, "dp": 2, "tp": 1, "zero": 1}
+    wrong: list[tuple[dict[str, int | str], str]] = [
+        ({"zero": 4}, "a level of ZeRO"),
+        ({"pp": "two"}, "at least 1"),
+        ({"tp": "2x"}, "such as"),
+        ({"schedule": "later"}, "one of gpipe"),
+        ({"recompute": 1}, "one of none"),
+        ({"warmup": -1}, "at least 0"),
+        ({"speed": 1}, "no limit of planning"),
+    ]
+    for asked, words in wrong:
+        with pytest.raises(PlanError, match=f"asked.*{words}"):
+            replace(plan, asked=asked)
 
 
 def test_another_batch(analysis: Analysis) -> None:
@@ -117,7 +127,8 @@ def test_what_if_nothing_changes(tmp_path: Path, analysis: Analysis, capsys: pyt
     found = json.loads(capsys.readouterr().out)
     now, same, best = found["figures"]["step time"]
     assert now == pytest.approx(same, rel=1e-6) and best <= same
-    assert all(note.startswith("best: ") for note in found["notes"])
+    (note,) = found["notes"]
+    assert "with what was asked for (pp 2, dp 2, tp 1, 4 microbatches, schedule zb-h1, zero 2)" in note
     assert {item["what"] for item in found["decisions"] if item["values"][0] != item["values"][1]} == set()
     assert Plan.load(tmp_path / "best.json").dropout == "invariant"
 

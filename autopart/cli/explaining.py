@@ -101,6 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         printed: dict[str, Any] = {
             "step_time_s": plan.step_time_s,
+            "asked": plan.asked,
             "pins": plan.pins,
             "together": plan.together,
             **found.to_json_object(),
@@ -125,6 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
         runners_table,
     )
     from autopart.report.table import plan_header
+    from autopart.wishes import forced_text
 
     told = [f"note: {note}" for note in notes]
     print("\n".join([*plan_header(plan), *told, "", binding_text(plan, found, len(unfit)), "", breakdown_table(found)]))
@@ -132,6 +134,8 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n" + (resharding_table(sent, plan.step_time_s, arguments.top) if sent else "nothing is resharded"))
     if peaks is not None:
         print(f"\n{peaks_table(peaks)}")
+    if plan.considered and (forced := forced_text(plan)):
+        print(f"\n{'all other' if rows or unfit else 'no other'} candidates have what was asked for ({forced})")
     if rows:
         print(f"\n{runners_table(rows[: arguments.top], plan.step_time_s)}")
     if unfit:
@@ -149,12 +153,12 @@ def _with_model(
     None is laid beside a plan that was made with other numbers of the cluster.
     """
     from autopart.analysis import analyze
-    from autopart.explain import compare, has_other_numbers, limits_of, to_plan_beside
+    from autopart.explain import compare, has_other_numbers, to_plan_beside
     from autopart.planned import planned
     from autopart.rank_peaks import rank_peaks
     from autopart.reshardings import reshardings
     from autopart.runtime.errors import InfeasibleError
-    from autopart.same_degrees import searched_with
+    from autopart.same_degrees import limits_beside
 
     program = read_planned(arguments, plan)
     with working("analysing the model"):
@@ -170,7 +174,7 @@ def _with_model(
             if other is not None and row["seconds"] >= other.step_time_s:
                 continue
             try:
-                limits = {**limits_of(str(row["config"])), **searched_with(plan)}
+                limits = limits_beside(plan, str(row["config"]))
                 found = planned(program, cluster, batch=plan.batch, analysis=analysis, **limits)
             except InfeasibleError:
                 continue

@@ -8,16 +8,23 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from autopart.cli.arguments import add_json, check_output, file_path, positive, read_cluster, read_planned
 from autopart.cli.explaining import add_model_option
 from autopart.cli.progress import working
 
+if TYPE_CHECKING:
+    from autopart.cluster import Cluster
+    from autopart.plan import Plan
+
 NAME = "what-if"
 HELP = "plan again for other hardware, and compare"
 DESCRIPTION = """Plans the model of a plan again on a changed cluster or for another batch, and prints three things side
 by side: the plan as it is, the same degrees under the change, and the best plan under the change. So what the change
-gives by itself is told apart from what other decisions add."""
+gives by itself is told apart from what other decisions add.
+
+The best plan keeps what was forced when the plan was made, such as --pp 2, where that works; --free leaves it out."""
 EXAMPLE = "autopart what-if plan.json --model hf:gpt2 --network 2x --memory 40GB"
 
 
@@ -34,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{name}", type=_read("read_factor"), default=1.0, metavar="2x", help=what)
     parser.add_argument("--memory", type=_read("read_memory"), default=1.0, metavar="80GB|2x", help="of a device")
+    parser.add_argument(
+        "--free", action="store_true", help="the best plan without what was forced when the plan was made"
+    )
     parser.add_argument("-o", "--output", type=file_path, metavar="FILE", help="write the new plan")
     add_json(parser)
 
@@ -56,12 +66,11 @@ def _read(name: str) -> Callable[[str], float]:
 
 def run(arguments: argparse.Namespace) -> int:
     from autopart.analysis import analyze
-    from autopart.explain import cluster_of, compare, given_cluster, has_other_numbers
+    from autopart.explain import cluster_of, compare, given_cluster
     from autopart.plan import Plan
     from autopart.planned import planned
     from autopart.realize import check_plan
     from autopart.report.explanation import comparison_text
-    from autopart.report.units import format_seconds
     from autopart.runtime.errors import BatchError, InfeasibleError, PlanError
     from autopart.same_degrees import asked_of, chosen_anew, limits_of_plan
     from autopart.what_if import Change
@@ -76,9 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise PlanError(f"{plan.cluster} is no cluster that can be looked up by name; give its file with --cluster")
     change = Change(arguments.network, arguments.inside, arguments.flops, arguments.bandwidth, arguments.memory)
     batch = arguments.batch or plan.batch
-    if change == Change() and batch == plan.batch and arguments.cluster is None:
+    if change == Change() and batch == plan.batch and arguments.cluster is None and not arguments.free:
         raise PlanError(
-            "nothing is changed; give --network, --inside, --flops, --bandwidth, --memory, --batch or --cluster"
+            "nothing is changed; give --network, --inside, --flops, --bandwidth, --memory, --batch, --cluster or --free"
         )
     check_output(arguments.output)
     cluster = change.applied(base)
@@ -87,34 +96,23 @@ def run(arguments: argparse.Namespace) -> int:
     with working(f"planning for {named}"):
         analysis = analyze(program, samples=plan.example_batch)
         check_plan(program, analysis, plan)
-        asked = asked_of(plan)
-        best = planned(program, cluster, batch=batch, analysis=analysis, **asked)
-        limits = limits_of_plan(plan, analysis, batch)
-        now, notes = plan, []
-        if before is not None and has_other_numbers(plan, before):
-            own = limits_of_plan(plan, analysis, plan.batch)
-            try:
-                now = planned(program, before, batch=plan.batch, analysis=analysis, **own, **asked)
-            except (BatchError, InfeasibleError, PlanError) as error:
-                raise PlanError(
-                    f"the plan was made with other numbers of {plan.cluster} than those at hand, with which it does "
-                    f"not work; give the file that has those with --cluster, or plan again ({error})"
-                ) from error
-            now = replace(now, cluster=plan.cluster)
-            notes.append(
-                f"now: the plan made again, as {plan.cluster} has other numbers at hand than those that it was made "
-                f"with, by which it takes {format_seconds(plan.step_time_s)}; for these give their file with --cluster"
-            )
+
+        def anew(where: Cluster, samples: int, **limits: Any) -> Plan:
+            return planned(program, where, batch=samples, analysis=analysis, **limits, **asked_of(plan))
+
+        best, notes = _best(plan, lambda limits: anew(cluster, batch, **limits), arguments.free)
+        now, told = _now(plan, before, lambda at: anew(at, plan.batch, **limits_of_plan(plan, analysis, plan.batch)))
         try:
-            same = planned(program, cluster, batch=batch, analysis=analysis, **limits, **asked)
+            same = anew(cluster, batch, **limits_of_plan(plan, analysis, batch))
         except (BatchError, InfeasibleError, PlanError) as error:
             same = None
             print(f"the same degrees do not work under the change: {str(error).splitlines()[0]}", file=sys.stderr)
     # what nobody asks for is not tried among others, such as other schedules
-    best = replace(best if same is None or best.step_time_s <= same.step_time_s else same, cluster=named)
-    anew = chosen_anew(now, same) if same is not None else []
-    notes += [f"same degrees: chosen anew, and otherwise than now: {', '.join(anew)}"] if anew else []
-    notes += [f"best: {note}" for note in best.notes if note not in (*plan.notes, *now.notes)]
+    faster = best if same is None or best.step_time_s <= same.step_time_s else same
+    best = replace(faster, cluster=named, asked=best.asked)
+    otherwise = chosen_anew(now, same) if same is not None else []
+    told += [f"same degrees: chosen anew, and otherwise than now: {', '.join(otherwise)}"] if otherwise else []
+    told += notes + [f"best: {note}" for note in best.notes if note not in (*plan.notes, *now.notes)]
     if arguments.output is not None:
         best.save(arguments.output)
         print(f"plan written to {arguments.output}", file=sys.stderr)
@@ -124,7 +122,53 @@ def run(arguments: argparse.Namespace) -> int:
     names, plans, clusters = zip(*columns, strict=True)
     found = compare(plans, clusters)
     if arguments.json:
-        print(json.dumps({"plans": list(names), **found.to_json_object(), "notes": notes}))
+        print(json.dumps({"plans": list(names), **found.to_json_object(), "notes": told}))
     else:
-        print("\n".join([comparison_text(names, found), *(f"note: {note}" for note in notes)]))
+        print("\n".join([comparison_text(names, found), *(f"note: {note}" for note in told)]))
     return 0
+
+
+def _now(plan: Plan, before: Cluster | None, again: Callable[[Cluster], Plan]) -> tuple[Plan, list[str]]:
+    """The plan as it is, made again where its cluster has other numbers now, and what to tell of that.
+
+    before: its cluster as it is at hand. again: the plan with the same decisions there. Raises PlanError.
+    """
+    from autopart.explain import has_other_numbers
+    from autopart.report.units import format_seconds
+    from autopart.runtime.errors import BatchError, InfeasibleError, PlanError
+
+    if before is None or not has_other_numbers(plan, before):
+        return plan, []
+    try:
+        now = again(before)
+    except (BatchError, InfeasibleError, PlanError) as error:
+        raise PlanError(
+            f"the plan was made with other numbers of {plan.cluster} than those at hand, with which it does "
+            f"not work; give the file that has those with --cluster, or plan again ({error})"
+        ) from error
+    note = (
+        f"now: the plan made again, as {plan.cluster} has other numbers at hand than those that it was made "
+        f"with, by which it takes {format_seconds(plan.step_time_s)}; for these give their file with --cluster"
+    )
+    return replace(now, cluster=plan.cluster), [note]
+
+
+def _best(plan: Plan, anew: Callable[[dict[str, Any]], Plan], free: bool) -> tuple[Plan, list[str]]:
+    """The best plan under the change with what the plan's user forced, and what to tell of that.
+
+    anew: a plan under these limits of make_plan. free: without what was forced, as where there is no plan with it.
+    Raises what ``anew`` does.
+    """
+    from autopart.runtime.errors import BatchError, InfeasibleError, PlanError
+    from autopart.wishes import forced_in, forced_text
+
+    forced = forced_in(plan)
+    if not forced:
+        return anew({}), []
+    if free:
+        return anew({}), [f"best: made without what was asked for ({forced_text(plan)})"]
+    try:
+        return anew(forced), [f"best: with what was asked for ({forced_text(plan)}); --free leaves that out"]
+    except (BatchError, InfeasibleError, PlanError) as error:
+        why = f"which does not work under the change: {str(error).splitlines()[0]}"
+        return anew({}), [f"best: made without what was asked for ({forced_text(plan)}), {why}"]

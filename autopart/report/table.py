@@ -8,6 +8,7 @@ from tabulate import tabulate
 
 from autopart.plan import Plan, StagePlan
 from autopart.report.units import counted, format_bytes, format_count, format_seconds, format_share
+from autopart.wishes import forced_text
 
 _HEADERS = (
     *("stage", "devices", "blocks", "mesh", "parameters", "forward", "backward", "memory / capacity"),
@@ -33,7 +34,7 @@ def plan_header(plan: Plan) -> list[str]:
     if plan.tokens or plan.flops:
         speed = f"{format_count(round(plan.tokens_per_s, 1))} {plan.throughput_unit}/s"
         lines.append(f"{speed}, {plan.tflops_per_device:.3g} TFLOP/s per device")
-    lines += [f"asked for: {text}" for text in _pinned(plan)]
+    lines += [f"asked for: {text}" for text in (forced_text(plan), *_pinned(plan)) if text]
     return [*lines, *(f"note: {note}" for note in plan.notes)]
 
 
