@@ -44,6 +44,7 @@ class Limits:
     recompute: str
     zero: int | None
     meshes: str
+    bucket_bytes: int | None
     pins: Pins
 
     @property
@@ -67,6 +68,7 @@ def read_limits(
     recompute: str,
     zero: int | None,
     meshes: str,
+    bucket_bytes: int | None,
     together: Sequence[Sequence[str]] | None,
     pins: Mapping[str, int] | None,
 ) -> Limits:
@@ -108,6 +110,7 @@ def read_limits(
         recompute=recompute,
         zero=zero,
         meshes=meshes,
+        bucket_bytes=bucket_bytes,
         pins=pinned,
     )
 

@@ -68,6 +68,7 @@ def make_plan(
     pins: Mapping[str, int] | None = None,
     zero: int | None = None,
     meshes: str = "auto",
+    bucket_bytes: int | None = None,
     optimizer: str = "adamw",
     dropout: str = "torch",
     time_limit_s: float = 60.0,
@@ -97,6 +98,7 @@ def make_plan(
     gradients too, 3 weights too; None: nothing where it fits, else chosen for each parameter.
     meshes: equal: all stages have one; unlike: stages may differ in replicas and tensor ranks; auto: equal, and
     unlike where that can win (:func:`autopart.plan_space.unlike_can_win`).
+    bucket_bytes: of gradients that share a message; None: by what these take to sum (:mod:`autopart.bucket_size`).
     time_limit_s: for each solver call. thorough: try all configurations that may be faster than the best; else some of
     a large model (:data:`MOST_OPS`), and none that takes long to search and may gain less than the share WORTH: the gap
     says what those that are left may gain.
@@ -109,12 +111,13 @@ def make_plan(
     start = time.perf_counter()
     check_given(program, cluster, rules)
     check_counts({"batch": batch, "pp": pp, "dp": dp, "microbatches": microbatches, "virtual": virtual})
+    check_counts({"bucket_bytes": bucket_bytes})
     check_seconds(time_limit_s, below)
     check_warmups(warmup)
     check_dropout(dropout)
     degrees_given = {"pp": pp, "dp": dp, "tp": tp, "microbatches": microbatches, "schedule": schedule}
     others_given = {"virtual": virtual, "recompute": recompute, "zero": zero, "meshes": meshes, "warmup": warmup}
-    forced = recorded({**degrees_given, **others_given})
+    forced = recorded({**degrees_given, **others_given, "bucket_bytes": bucket_bytes})
     analysis = analysis or analyze(program, rules)
     limits = read_limits(
         analysis,
@@ -130,6 +133,7 @@ def make_plan(
         recompute=recompute,
         zero=zero,
         meshes=meshes,
+        bucket_bytes=bucket_bytes,
         together=together,
         pins=pins,
     )
@@ -170,6 +174,7 @@ def _candidates(
         *(analysis, cluster, limits.batch, optimizer, time_limit_s, limits.warmup, limits.pins, limits.zero),
         limits.scheme,
         all_levels=known.less_memory,
+        bucket=limits.bucket_bytes,
     )
 
 

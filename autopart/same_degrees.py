@@ -1,8 +1,9 @@
 """A plan's own decisions as limits of planning: planned again under a change of the cluster, it stays the same plan.
 
-Limits say degrees, tensor scheme, microbatches, schedule, warm-up, stages on a rank, what is computed again, and the
-level of ZeRO where all that can be divided has one. Strategies, the blocks of stages, unlike meshes, single layers that
-are computed again and mixed levels are chosen anew; :func:`chosen_anew` names those that come out otherwise.
+Limits say degrees, tensor scheme, microbatches, schedule, warm-up, stages on a rank, what is computed again, bytes of
+gradients that share a message, and the level of ZeRO where all that can be divided has one. Strategies, the blocks of
+stages, unlike meshes, single layers that are computed again and mixed levels are chosen anew; :func:`chosen_anew` names
+those that come out otherwise.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def limits_of_plan(plan: Plan, analysis: Analysis, batch: int) -> dict[str, Any]
         "recompute": "auto" if plan.recompute == "some" else plan.recompute,
         "zero": _level(plan, analysis),
         "tensor_scheme": plan.tensor_scheme,
+        "bucket_bytes": plan.bucket_bytes,
         "meshes": "unlike" if _has_meshes_of_stages(plan) else "equal",
     }
 

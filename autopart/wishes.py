@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from autopart.report.units import counted
+from autopart.report.units import counted, format_bytes
 from autopart.runtime.errors import PlanError
 from autopart.runtime.schedule import NAMES
 
 if TYPE_CHECKING:
     from autopart.plan import Plan
 
-_COUNTS = ("pp", "dp", "microbatches", "virtual")
+_COUNTS = ("pp", "dp", "microbatches", "virtual", "bucket_bytes")
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "schedule": (*NAMES, "auto"),
     "recompute": ("none", "full"),
@@ -27,6 +27,7 @@ _SAID: Mapping[str, Callable[[Any], str]] = {
     "virtual": lambda count: f"{counted(count, 'stage')} on each rank",
     "warmup": lambda count: f"warm-up {count}",
     "meshes": lambda word: f"{word} meshes",
+    "bucket_bytes": lambda size: f"messages of {format_bytes(size)}",
 }
 
 

@@ -18,6 +18,7 @@ from autopart.planner import make_plan
 from autopart.runtime.errors import PlanError
 from autopart.same_degrees import asked_of, chosen_anew, limits_beside, limits_of_plan
 from autopart.tracing import capture
+from autopart.what_if import Change
 from clusters import ideal
 
 MODEL = "hf:gpt2?n_layer=4&n_embd=32&n_head=4&vocab_size=96&n_positions=32&seq=16&batch=8"
@@ -106,6 +107,23 @@ def test_another_batch(analysis: Analysis) -> None:
     assert "microbatches" in chosen_anew(plan, same)
     looped = planned(analysis, pp=2, dp=2, tp=1, microbatches=2, schedule="interleaved")
     assert limits_of_plan(looped, analysis, 12)["microbatches"] is None, "no multiple of the ranks"
+
+
+@pytest.mark.parametrize("limits", [{"pp": 2, "dp": 2, "tp": 1, "microbatches": 4}, {"pp": 3, "meshes": "unlike"}])
+def test_messages_are_as_large_on_another_network(analysis: Analysis, limits: dict[str, Any]) -> None:
+    before = planned(analysis, **limits)
+    kept = {**limits_of_plan(before, analysis, before.batch), **asked_of(before)}
+    for size in (before.bucket_bytes, 3 * 2**20):
+        limits = {**kept, "bucket_bytes": size}
+        seconds = []
+        for factor in (0.5, 1.0, 4.0):
+            cluster = Change(network=factor, inside=factor).applied(CLUSTER)
+            same = make_plan(analysis.program, cluster, analysis=analysis, **limits)
+            assert same.bucket_bytes == size
+            seconds.append(same.step_time_s)
+        assert seconds == sorted(seconds, reverse=True), "a faster network takes no longer"
+    with pytest.raises(PlanError, match="bucket_bytes is a whole number"):
+        planned(analysis, bucket_bytes=0)
 
 
 def test_levels_that_no_limit_says(analysis: Analysis) -> None:
