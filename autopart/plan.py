@@ -292,6 +292,11 @@ class Plan:
             value = getattr(self, name)
             _require(value >= 0 and math.isfinite(value), f"{name}: expected a number of at least 0, found {value}")
         check_recorded(self.asked)
+        for pattern, pinned in self.pins.items():
+            _require(
+                0 <= pinned < len(self.stages),
+                f"pins[{pattern!r}]: stage {pinned}, but the plan's stages are 0 to {len(self.stages) - 1}",
+            )
         for pattern, level in self.zero.items():
             _require(level in (0, 1, 2, 3), f"zero[{pattern!r}]: one of 0, 1, 2, 3, found {level}")
         for pattern, text in self.storage.items():
@@ -464,7 +469,9 @@ class Plan:
         if not isinstance(raw_stages, list):
             raise PlanError(f"{where}: stages: expected a list of stages, found {str(raw_stages)[:120]}")
         stages = tuple(build(StagePlan, item, f"{where}: stages[{index}]") for index, item in enumerate(raw_stages))
-        return build(Plan, {**data, "stages": stages}, where)
+        plan = build(Plan, {**data, "stages": stages}, where)
+        _check_devices(plan, where)
+        return plan
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -489,6 +496,22 @@ def check_warmup(schedule: str, warmup: Sequence[int], stages: int) -> None:
         f"warmup: a stage runs ahead at least as far as the next one, {least}; with {list(warmup)} they would wait for "
         "each other",
     )
+
+
+def _check_devices(plan: Plan, where: str) -> None:
+    """Raises PlanError for devices that the plan's cluster does not have, as far as its name tells how many it has."""
+    from autopart.what_if import cluster_named
+
+    cluster = cluster_named(plan.cluster)
+    if cluster is None:
+        return
+    for index, stage in enumerate(plan.stages):
+        last = max(stage.devices)
+        _require(
+            last < cluster.device_count,
+            f"{where}: stages[{index}].devices: there is no device {last} in {plan.cluster}, whose "
+            f"{counted(cluster.device_count, 'device')} count from 0; name others, or plan again",
+        )
 
 
 def _require(condition: bool, message: str) -> None:

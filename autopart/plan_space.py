@@ -84,10 +84,15 @@ class PlanSpace(Space[Config, AnyAnswer]):
             )
         try:
             return equal_meshes(self.candidates, self.limits)
-        except PlanError:
+        except PlanError as error:
+            few = cluster.device_count <= MOST_UNLIKE
             uneven = len(set(cluster.nodes)) > 1 or cluster.device_count & (cluster.device_count - 1)
-            if not uneven or not self._unlike_configs():
+            if not (uneven or few) or not self._unlike_configs():
                 raise
+            if not uneven:
+                raise PlanError(
+                    f"{error}; or meshes=unlike (--meshes unlike), where devices and samples need not divide evenly"
+                ) from None
             return ()
 
     def _unlike_configs(self) -> tuple[UnlikeMeshes, ...]:

@@ -307,8 +307,19 @@ def test_verify(capsys: pytest.CaptureFixture[str], models: Path, monkeypatch: p
     assert {item["group"] for item in found["groups"]} == {"*.weight", "*.bias"}
     # An impossible tolerance, to see the other status; the processes of a job's own were tried above.
     monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
-    status, out, _ = run(capsys, *argv[:-1], "--tolerance", -1)
+    verify = autopart.verify.verify
+    monkeypatch.setattr(autopart.verify, "verify", lambda *given, **named: verify(*given, **{**named, "tolerance": -1}))
+    status, out, _ = run(capsys, *argv[:-1])
     assert status == 1 and out.startswith("NOT EQUAL")
+
+
+@pytest.mark.parametrize(
+    "given", ["--tolerance=-1", "--tolerance=nan", "--tolerance=x", "--timeout=0", "--timeout=inf"]
+)
+def test_verify_refuses_numbers_that_say_nothing(capsys: pytest.CaptureFixture[str], given: str) -> None:
+    assert main(["verify", "no/such.py:model", "--cluster", "cpu:2", given]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert given.partition("=")[0] in line and "such as" in line
 
 
 def test_verify_says_why_it_cannot_run(capsys: pytest.CaptureFixture[str], models: Path, tmp_path: Path) -> None:

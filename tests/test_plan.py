@@ -149,6 +149,9 @@ def edited(change: dict[str, Any], stage_change: dict[str, Any] | None = None, r
         (edited({}, {"devices": [4, 5, 6, 6]}), "named twice"),
         (edited({}, {"devices": [0, 5, 6, 7]}), "in two stages"),
         (edited({}, {"devices": [4, 5, 6, -7]}), "count from 0"),
+        (edited({}, {"devices": [4, 5, 6, 8]}), "stages[1].devices: there is no device 8 in 8xH100, whose 8 devices"),
+        (edited({"cluster": "2x2xV100-32GB (memory 2x)"}), "stages[1].devices: there is no device 7 in 2x2xV100"),
+        (edited({"pins": {"head": 2}}), "pins['head']: stage 2, but the plan's stages are 0 to 1"),
         (edited({}, {"mesh": [["tp", 4]]}), "stages[1]: mesh: the first axis is 'dp'"),
         (edited({}, {"mesh": [["dp", 4, 1]]}), "stages[1]: mesh: expected a list of [axis name, size]"),
         (edited({}, {"mesh": [["dp", 2], ["dp", 2]]}), "stages[1]: mesh"),
@@ -172,6 +175,12 @@ def test_errors_say_where(text: str, words: str, tmp_path: Path) -> None:
         Plan.load(path)
     assert str(path) in str(error.value)
     assert words in str(error.value)
+
+
+def test_a_plan_need_not_use_all_devices() -> None:
+    for cluster in ("8xH100+8xA100-80GB", "32xmine"):  # the latter was described in a file
+        text = edited({"cluster": cluster}, {"devices": [8, 9, 10, 15]})
+        assert Plan.from_json(text).stages[1].devices == (8, 9, 10, 15)
 
 
 def test_no_stages_and_no_file(tmp_path: Path) -> None:

@@ -277,6 +277,8 @@ def test_recomputation_keeps_less_and_takes_longer() -> None:
     ("limits", "message"),
     [
         ({"pp": 3, "meshes": "equal"}, "pp=3.* does not divide 4 devices; 3 or 6"),
+        ({"pp": 3}, "^pp=3 does not divide 4 devices; 3 or 6 .*; or meshes=unlike"),
+        ({"pp": 5}, "^pp=5 does not divide 4 devices; 5 devices would do$"),
         ({"dp": 4, "batch": 6, "meshes": "equal"}, "batch of 6 does not divide"),
         ({"pp": 4, "dp": 4}, "does not divide|no pp x dp x tp"),
         ({"microbatches": 5, "batch": 8}, "batch of 8"),

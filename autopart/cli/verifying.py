@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,10 +42,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", type=Path, metavar="FILE", help="a plan made for this model, in place of a cluster")
     parser.add_argument("--steps", type=positive, default=3, metavar="N", help="optimizer steps (default: %(default)s)")
     parser.add_argument(
-        "--tolerance", type=float, default=1e-9, metavar="X", help="largest relative error (default: %(default)s)"
+        "--tolerance", type=_error, default=1e-9, metavar="X", help="largest relative error (default: %(default)s)"
     )
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds (default: %(default)s)")
+    parser.add_argument("--timeout", type=_seconds, default=600.0, metavar="S", help="seconds (default: %(default)s)")
     add_json(parser)
+
+
+def _error(text: str) -> float:
+    value = _number(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no relative error: a number from 0 on, such as 1e-9")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = _number(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0, such as 600")
+    return value
+
+
+def _number(text: str) -> float:
+    """Less than nothing for what is no number, or none that ends."""
+    try:
+        value = float(text)
+    except ValueError:
+        return -1.0
+    return value if math.isfinite(value) else -1.0
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -229,12 +229,12 @@ def _meshes(devices: int) -> Iterator[tuple[int, int, int]]:
 
 def _no_mesh(devices: int, forced: dict[str, int | None], largest: dict[str, int | None]) -> str:
     wanted = [f"{name}={value}" for name, value in forced.items() if value is not None]
-    wanted += [f"{name} at most {value}" for name, value in largest.items() if value is not None]
     product = math.prod(value or 1 for value in forced.values())
     if devices % product:
         below, above = devices // product * product, -(-devices // product) * product
         counts = " or ".join(str(count) for count in (below, above) if count)
-        return f"{', '.join(wanted)} does not divide {counted(devices, 'device')}; {counts} devices would do"
+        return f"{' x '.join(wanted)} does not divide {counted(devices, 'device')}; {counts} devices would do"
+    wanted += [f"{name} at most {value}" for name, value in largest.items() if value is not None]
     return (
         f"no pp x dp x tp makes {devices} devices with {', '.join(wanted)}; pp, dp and tp have to be divisors of "
         f"{devices} ({', '.join(map(str, _divisors(devices)))}) whose product it is"
