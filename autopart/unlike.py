@@ -174,6 +174,8 @@ class UnlikeCandidates(UnlikeFloors):
                 if error.excess_bytes is None or not sharded or attempt == TIGHTENINGS:
                     raise
                 if not attempt and (least := self.least_seconds(config, levels, below)) >= below:
+                    if math.isinf(least):
+                        raise  # no division fits, which says more than that none is faster
                     raise NotBetter(least, least) from None
                 missing += config.pp * error.excess_bytes
                 problem, less = self.problem(config, levels, missing)

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 import autopart.verify
+import explained
 from autopart.analysis import Analysis, analyze
 from autopart.candidates import Candidates
 from autopart.cli import main as run
 from autopart.cluster import Cluster, Node
 from autopart.describe_unlike import describe_unlike
+from autopart.frontier import capped
 from autopart.mesh_prices import MeshPrices
 from autopart.models import load_model
 from autopart.plan import Plan
@@ -229,3 +231,20 @@ def test_equal_meshes_are_priced_with_the_least_rates_of_any_device() -> None:
     assert any("least of each rate" in note for note in plan.notes)
     alike = Candidates(analysis, Cluster.parse("2xA100-40GB+2xA100-40GB"), 8, "adamw")
     assert alike.device == fast
+
+
+@pytest.mark.filterwarnings("error")
+def test_where_no_division_fits_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: dict[str, Any] = {"meshes": "unlike", "pp": 2, "microbatches": 2}
+    cluster = capped(Cluster.parse("3xV100-16GB"), 2_147_650_000)  # little more than a process takes
+    with pytest.raises(InfeasibleError, match="no cut into 2 stages fits"):
+        make_plan(explained.program(), cluster, **limits)
+    monkeypatch.setattr(UnlikeCandidates, "least_seconds", lambda *_: math.inf)
+    with pytest.raises(InfeasibleError, match="no cut into 2 stages fits"):
+        make_plan(explained.program(), cluster, **limits)
+
+
+@pytest.mark.filterwarnings("error")
+def test_runs_that_do_not_fit_have_no_seconds() -> None:
+    plan = make_plan(explained.program(), capped(Cluster.parse("3xV100-16GB"), 2_147_800_000), meshes="unlike")
+    assert math.isfinite(plan.step_time_s) and all(item.memory_bytes <= item.capacity_bytes for item in plan.stages)

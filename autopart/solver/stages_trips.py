@@ -175,7 +175,7 @@ class _Trips:
             )
             ends = np.maximum(np.array([graph.ends[table] for table in tables]) - own, 0.0)
             around = np.maximum(ends + came, before)
-            possible &= body + around <= seconds
+            possible &= np.isfinite(around) & (body + around <= seconds)
             usable, left = np.where(possible, own, np.inf), seconds - np.where(possible, around, 0.0)
             found.append(_Stage(usable + after, self._spare(stage, own, crossed, after, left)))
             ways.add(stage, usable, crossed)
