@@ -85,6 +85,16 @@ def chosen_anew(plan: Plan, same: Plan) -> list[str]:
     return [name for name, values in taken.items() if values[0] != values[1]]
 
 
+def have_same_degrees(plan: Plan, other: Plan) -> bool:
+    """Whether they take all decisions alike that limits hold, and have the same meshes."""
+
+    def decided(item: Plan) -> tuple[Any, ...]:
+        schedule = item.schedule, item.microbatches, item.warmup, item.tensor_scheme, item.bucket_bytes
+        return *schedule, item.recompute, item.zero, item.places, *_by_stage(item, "mesh", "shares")
+
+    return decided(plan) == decided(other)
+
+
 def _by_stage(plan: Plan, *names: str) -> list[tuple[Any, ...]]:
     return [tuple(getattr(stage, name) for name in names) for stage in plan.stages]
 

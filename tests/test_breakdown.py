@@ -144,7 +144,7 @@ def test_by_hand() -> None:
     assert found.stages[0].step_end_s == 1.0 and found.stages[0].state_bytes == 2 * 32
     assert [stage.capacity_bytes for stage in found.stages] == [2 * 200, 2 * 201], "each stage has a share"
     text = binding_text(virtual, found, 0)
-    assert "stages 1 and 3 are bound by" in text and "stages 0 and 2 are fullest, 50.0% of" in text
+    assert "stages 1 and 3 are bound by" in text and "stages 0 and 2 are fullest, 50.0% of their devices" in text
     assert compare((plan, virtual), (None, None)).figures["memory of the fullest device"] == (100.0, 200.0)
     assert cluster_of(replace(plan, cluster="8xMine")) is None is cluster_of(replace(plan, cluster="2xV100-32GB"))
 

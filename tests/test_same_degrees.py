@@ -16,7 +16,7 @@ from autopart.models import load_model
 from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.runtime.errors import PlanError
-from autopart.same_degrees import asked_of, chosen_anew, limits_beside, limits_of_plan
+from autopart.same_degrees import asked_of, chosen_anew, have_same_degrees, limits_beside, limits_of_plan
 from autopart.tracing import capture
 from autopart.what_if import Change
 from clusters import ideal
@@ -165,3 +165,30 @@ def test_what_if_tells_notes_of_the_new_plan(
     assert "best: new" in notes and "best: as before" not in notes
     assert main(command) == 0
     assert "note: best: new" in capsys.readouterr().out
+
+
+def test_what_if_takes_the_better_of_equal_degrees(
+    tmp_path: Path, analysis: Analysis, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, file = tmp_path / "cluster.toml", tmp_path / "plan.json"
+    CLUSTER.save(cluster)
+    plan = replace(planned(analysis, pp=2, dp=2, tp=1, microbatches=4), asked={})
+    plan.save(file)
+    worse = replace(plan, step_time_s=2 * plan.step_time_s)
+    assert have_same_degrees(plan, worse) and not have_same_degrees(plan, replace(plan, microbatches=2))
+    monkeypatch.setattr("autopart.planned.planned", lambda *_, **limits: worse if "pp" in limits else plan)
+    command = ["what-if", str(file), "--model", MODEL, "--cluster", str(cluster), "--inside", "2x", "--json"]
+    assert main(command) == 0
+    now, same, best = json.loads(capsys.readouterr().out)["figures"]["step time"]
+    assert now == same == best
+
+
+def test_what_if_says_why_there_are_no_same_degrees(
+    tmp_path: Path, analysis: Analysis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    replace(planned(analysis, pp=2, dp=2, tp=1, microbatches=4), asked={}, cluster_digest="").save(file)
+    assert main(["what-if", str(file), "--model", MODEL, "--cluster", "2xV100-32GB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["plans"] == ["now", "best"]
+    assert any(note.startswith("same degrees: do not work under the change: pp=2 x dp=2") for note in found["notes"])

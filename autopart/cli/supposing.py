@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     from autopart.realize import check_plan
     from autopart.report.explanation import comparison_text
     from autopart.runtime.errors import BatchError, InfeasibleError, PlanError
-    from autopart.same_degrees import asked_of, chosen_anew, limits_of_plan
+    from autopart.same_degrees import asked_of, chosen_anew, have_same_degrees, limits_of_plan
     from autopart.what_if import Change
 
     plan = Plan.load(arguments.plan)
@@ -106,7 +106,9 @@ def run(arguments: argparse.Namespace) -> int:
             same = anew(cluster, batch, **limits_of_plan(plan, analysis, batch))
         except (BatchError, InfeasibleError, PlanError) as error:
             same = None
-            print(f"the same degrees do not work under the change: {str(error).splitlines()[0]}", file=sys.stderr)
+            told.append(f"same degrees: do not work under the change: {str(error).splitlines()[0]}")
+    if same is not None and best.step_time_s < same.step_time_s and have_same_degrees(best, same):
+        same = best  # a search that is wider may know of a better one of these
     # what nobody asks for is not tried among others, such as other schedules
     faster = best if same is None or best.step_time_s <= same.step_time_s else same
     best = replace(faster, cluster=named, asked=best.asked)

@@ -47,7 +47,8 @@ def binding_text(plan: Plan, found: Breakdown, unfit: int) -> str:
         lines.append(f"hidden: {format_seconds(slowest.hidden_s)} of collectives pass beside other work")
     if fullest.capacity_bytes:
         lines.append(
-            f"memory: {_subject(plan, fullest)} fullest, {format_share(fullest.memory_share)} of its devices"
+            f"memory: {_subject(plan, fullest)} fullest, {format_share(fullest.memory_share)} of "
+            f"{'its' if len(fullest.stages) == 1 else 'their'} devices"
             + (f"; {unfit} of {len(plan.considered)} candidates did not fit" if unfit else "")
         )
     return "\n".join(lines)
