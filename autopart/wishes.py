@@ -88,7 +88,7 @@ def forced_text(plan: Plan) -> str:
     """``pp 2, 8 microbatches, zero 1``; empty where nothing was forced."""
     found = forced_in(plan)
     if isinstance(found.get("warmup"), tuple):
-        found["warmup"] = ", ".join(map(str, found["warmup"]))
+        found["warmup"] = ",".join(map(str, found["warmup"]))  # as it is given
     texts = [
         _SAID[name](value) if name in _SAID else f"{name.replace('_', ' ')} {value}" for name, value in found.items()
     ]

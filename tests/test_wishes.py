@@ -35,7 +35,7 @@ def test_what_was_given_is_recorded() -> None:
     plan = make_plan(explained.program(), CLUSTER, pp=2, microbatches=4, warmup=(2, 0), recompute="none")
     assert plan.asked == {"pp": 2, "microbatches": 4, "recompute": "none"} and Plan.from_json(plan.to_json()) == plan
     assert forced_in(plan) == {**plan.asked, "warmup": (2, 0)}
-    assert forced_text(plan) == "pp 2, 4 microbatches, recompute none, warm-up 2, 0"
+    assert forced_text(plan) == "pp 2, 4 microbatches, recompute none, warm-up 2,0"
     assert "asked for: pp 2, 4 microbatches" in plan_text(plan)
 
 
