@@ -31,6 +31,13 @@ def test_picture() -> None:
     assert ticks(0.0) == [0.0, 1.0]
 
 
+def test_lines_join_points_in_their_order() -> None:
+    text = svg("", [Curve("c", ((1.0, 4.0), (3.0, 3.0), (2.0, 1.0)))], "x", "y")
+    (path,) = [item.get("d") or "" for item in ElementTree.fromstring(text).iter() if item.tag.endswith("path")]
+    first, second, third = [float(pair.split()[0]) for pair in re.split("[ML]", path)[1:]]
+    assert first < third < second
+
+
 def test_texts_stay_on_the_picture() -> None:
     layout = "pp 8, dp x tp by stage " + ", ".join(["2x4"] * 20) + ", 64 microbatches, zb-h1"
     text = svg(f"{LONG}: time", [Curve("c", ((1.0, 4.0), (3.0, 2.0)), (layout, "two"), ("8 devices", "2"))], "x", "y")

@@ -20,8 +20,9 @@ _NICE = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """points: (x, y). labels: of each point a tooltip. marks: of each a short text that stands beside it, and below the
-    picture with its label. stairs: between two points nothing is better than the one at less x, as on a frontier.
+    """points: (x, y), which a line joins in this order. labels: of each point a tooltip. marks: of each a short text
+    that stands beside it, and below the picture with its label. stairs: a line from the left on which between two
+    points nothing is better than the one at less x, as on a frontier.
     """
 
     name: str
@@ -68,7 +69,8 @@ def svg(
     for index, curve in enumerate(curves):
         color = _COLORS[index % len(_COLORS)]
         placed = [place(*point) for point in curve.points]
-        corners = _corners([place(*point) for point in sorted(curve.points)], curve.stairs)
+        in_order = sorted(curve.points) if curve.stairs else curve.points
+        corners = _corners([place(*point) for point in in_order], curve.stairs)
         path = " ".join(f"{'L' if number else 'M'}{x} {y}" for number, (x, y) in enumerate(corners))
         parts.append(f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>')
         for (x, y), label in zip(placed, curve.labels or ("",) * len(placed), strict=True):
