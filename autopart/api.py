@@ -27,6 +27,7 @@ from autopart.runtime.inputs import BatchMode, Returned, check_modes
 from autopart.runtime.mesh import connect, pick_device
 from autopart.runtime.module import ParallelModule
 from autopart.spread import on_first_rank, start_alike, write_on_hosts
+from autopart.stand_in import StandIn
 from autopart.watched_attributes import Watched
 from autopart.weights import load_or_start, save_weights
 
@@ -190,18 +191,7 @@ def parallelize(
     return parallelized
 
 
-class _Looked(dict[str, Any]):
-    """Tensors of a module by name, looked up each time they are asked for."""
-
-    def __init__(self, found: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
-        super().__init__()
-        self._found = found
-
-    def items(self) -> Any:
-        return dict(self._found()).items()
-
-
-class Parallelized(nn.Module):
+class Parallelized(StandIn):
     """A model that becomes a parallel program at its first call.
 
     ``original`` keeps the model's attributes (such as transformers' ``config``); after the first call its parameters
@@ -209,10 +199,7 @@ class Parallelized(nn.Module):
     """
 
     def __init__(self, model: nn.Module, settings: dict[str, Any], batch: BatchMode, outputs: Returned):
-        super().__init__()
-        # Not registered: before the first call parameters() is the model's, afterwards the program's.
-        object.__setattr__(self, "original", model)
-        object.__setattr__(self, "parallel", None)
+        super().__init__(model)
         self._settings = settings
         self._batch: BatchMode = batch
         self._returned = outputs
@@ -225,14 +212,6 @@ class Parallelized(nn.Module):
             return self._call_program(args, kwargs)
 
         object.__setattr__(self, "forward", forward)
-        members = nn.Module()
-        members._parameters = _Looked(self.named_parameters)
-        members._buffers = _Looked(self.named_buffers)
-        object.__setattr__(self, "_members", members)
-
-    original: nn.Module
-    parallel: ParallelModule | None
-    _members: nn.Module
 
     def when_started(self, callback: Callable[[], object]) -> None:
         """Called on every rank once the weights are divided, before the first step."""
@@ -375,16 +354,6 @@ class Parallelized(nn.Module):
         self._check_not_on_meta()
         return self._current.named_parameters(prefix, recurse, remove_duplicate)
 
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """This module, and one that has all its tensors: where a module that holds this one looks for its own."""
-        memo = set() if memo is None else memo
-        yield from super().named_modules(memo, prefix, remove_duplicate)
-        if not remove_duplicate or self._members not in memo:
-            memo.add(self._members)
-            yield prefix, self._members
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallelized:
         """Raises PlanError once it is planned: its parts are in other processes."""
         if self.parallel is not None:
@@ -456,33 +425,3 @@ class Parallelized(nn.Module):
                 "trace() records a program that is planned at the model's first call; call the model before"
             )
         return self.parallel.trace(path)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """What the original has is set there, where a capture reads it.
-
-        Raises PlanError for its modules, parameters and buffers once it is planned.
-        """
-        original = self.__dict__.get("original")
-        if original is None or name in self.__dict__ or name.startswith("_"):
-            super().__setattr__(name, value)
-            return
-        part = any(name in members for members in (original._modules, original._parameters, original._buffers))
-        if part and self.parallel is not None:
-            raise PlanError(
-                f"{name!r} is a part of the model, of which the parallel program has its own; set it before the first "
-                "call, or load its values by load_state_dict"
-            )
-        if part or name in original.__dict__:
-            setattr(original, name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            # plain attributes such as ``config``; modules and methods would compute with this rank's shares
-            attributes = self.__dict__.get("original", self).__dict__
-            if name in attributes and not name.startswith("_"):
-                return attributes[name]
-            raise

@@ -25,6 +25,10 @@ class PlanError(AutopartError):
     """A plan cannot be read, does not belong to this model, or cannot be realised."""
 
 
+class NotHereError(PlanError, AttributeError):
+    """A part or method of the original model that its parallel program does not give; so ``hasattr`` says no."""
+
+
 class InfeasibleError(PlanError):
     """No plan fits; names what binds, by how many bytes, and the smallest change that would fit.
 
