@@ -237,19 +237,23 @@ def _symbol(
 def _outputs(flat: FlatModel, nodes: list[fx.Node]) -> tuple[list[OutputInfo], str | None]:
     remaining = iter(nodes)
     outputs = [
-        OutputInfo(path, next(remaining)) if isinstance(leaf, torch.Tensor) else OutputInfo(path, None, plain(leaf))
+        _output(path, next(remaining)) if isinstance(leaf, torch.Tensor) else OutputInfo(path, None, plain(leaf))
         for path, leaf in flat.returned.leaves.items()
     ]
     scalars = [
         info.name
         for info in outputs
-        if info.node is not None and info.node.meta["val"].dim() == 0 and info.node.meta.get("differentiable")
+        if info.node is not None and info.node.meta["val"].dim() == 0 and info.differentiable
     ]
     tensors = [info.name for info in outputs if info.node is not None]
     for scalar in scalars:
         if scalar.split(".")[-1] == "loss" or scalar == tensors[0]:
             return outputs, scalar
     return outputs, None
+
+
+def _output(path: str, node: fx.Node) -> OutputInfo:
+    return OutputInfo(path, node, differentiable=bool(node.meta.get("differentiable")))
 
 
 def _imports(graph: fx.Graph) -> tuple[str, ...]:

@@ -42,11 +42,15 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class OutputInfo:
-    """A leaf of what the model returns; ``constant`` when it is not a tensor."""
+    """A leaf of what the model returns; ``constant`` when it is not a tensor.
+
+    differentiable: whether the model's own has a gradient, which is a loss's alone where there is one.
+    """
 
     name: str
     node: fx.Node | None
     constant: Any = None
+    differentiable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

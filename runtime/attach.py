@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopart.runtime.errors import InputError
+
 # Runs the backward half of a schedule: gradients of the outputs -> gradients of the parameters.
 Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
@@ -31,6 +33,14 @@ def run_later(outputs: Sequence[Tensor], backward: Backward, parameters: Sequenc
     return _RunBackward.apply(backward, len(outputs), *outputs, _anchor(outputs[0]), *parameters)
 
 
+def refuse(value: Tensor, why: str) -> Tensor:
+    """The value, whose gradient nothing computes: a backward through it raises InputError, which says why.
+
+    It has a gradient in the original, and without this one the script's backward would leave it out.
+    """
+    return _Refuse.apply(value, why, _anchor(value))
+
+
 def _anchor(like: Tensor) -> Tensor:
     # A rank without parameters takes part in the backward as well.
     return torch.zeros((), requires_grad=True, device=like.device)
@@ -49,7 +59,10 @@ class _HandOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if ctx.gradients is None:
-            raise RuntimeError("the gradients of this step were handed out already; call the model again")
+            raise InputError(
+                "the gradients of this step were handed out already, by an earlier backward through the same call "
+                "(retain_graph=True keeps nothing here); add losses up and go back once, or call the model again"
+            )
         # Scaled in place and let go: a copy would double the memory of all gradients.
         gradients, ctx.gradients = ctx.gradients, None
         scale, ctx.scale = ctx.scale, None
@@ -88,7 +101,24 @@ class _RunBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         if ctx.later is None:
-            raise RuntimeError("the backward of this batch has run already; call the model again")
+            raise InputError(
+                "the backward of this batch has run already (retain_graph=True keeps nothing here); add losses up and "
+                "go back once, or call the model again"
+            )
         later, ctx.later = ctx.later, None
         made = later(gradients)
         return (None, None, *(None for _ in gradients), None, *made)
+
+
+class _Refuse(torch.autograd.Function):
+    """A value as it is, with a backward that raises."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, why: str, anchor: Tensor) -> Tensor:
+        ctx.why = why
+        ctx.mark_dirty(value)  # neither a copy nor a view, which the script could not write into
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise InputError(ctx.why)

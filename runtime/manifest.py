@@ -96,7 +96,7 @@ class OutputSpec:
 
     combine: how the pieces of microbatches and data-parallel replicas make the whole: "sum", "cat" (along batch_dim),
     "same" (equal everywhere), "constant". placements: how it lies on the stage's tensor axes; put together only when it
-    is returned.
+    is returned. differentiable: whether the model's own has a gradient.
     """
 
     name: str
@@ -107,6 +107,7 @@ class OutputSpec:
     batch_dim: int = 0
     constant: Any = None
     placements: tuple[str, ...] = ()
+    differentiable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopart.runtime.attach import hand_out, run_later
+from autopart.runtime.attach import hand_out, refuse, run_later
 from autopart.runtime.buckets import BUCKET_BYTES
 from autopart.runtime.data_weights import Pass, Weights
 from autopart.runtime.double_buffer import DoubleBuffer, check_nothing_waits
@@ -56,6 +56,13 @@ from autopart.runtime.trace import Recorder, Timeline, gather_timelines, save_tr
 from autopart.runtime.traffic import Traffic
 from autopart.runtime.variants import Variant, Variants
 from autopart.runtime.written_buffers import set_values, written_once
+
+_OF_ANOTHER = "has no gradient here: in training a call goes back from"
+_ALONE = "alone, before it returns; add this output to the loss inside the model, or detach() it"
+_IN_EVALUATION = (
+    "has no gradient here: in evaluation mode a call runs forward alone; call model.train(), and eval() of single "
+    "modules that are to stay so before the first call, or detach() it, or call the model under torch.no_grad()"
+)
 
 
 class ParallelModule(HeldStages):
@@ -264,6 +271,8 @@ class ParallelModule(HeldStages):
             scale = lambda found, incoming: settle(found, seed, incoming, repeat)  # noqa: E731
         values[loss_name] = hand_out(values[loss_name], gradients, parameters, scale)
         if self.returned == "all":
+            others = [spec for spec in wanted if spec.name != loss_name]
+            values.update(self._refused(others, values, f"{_OF_ANOTHER} {loss_name!r} {_ALONE}"))
             values.update(_constants(variant))
         return rebuild(variant.manifest.output_structure, values)
 
@@ -375,7 +384,15 @@ class ParallelModule(HeldStages):
         if self.training:
             average_buffers(self.manifest, self.mesh, self._buffers_by_name())
         values = self._collected(variant.outputs, run, division)
+        if torch.is_grad_enabled():
+            values.update(self._refused(variant.outputs, values, _IN_EVALUATION))
         return rebuild(variant.manifest.output_structure, {**values, **_constants(variant)})
+
+    def _refused(self, specs: Sequence[OutputSpec], values: Mapping[str, Tensor], why: str) -> dict[str, Tensor]:
+        """Of these outputs those that have a gradient in the original, which this call does not compute."""
+        if not self._trainable():
+            return {}
+        return {spec.name: refuse(values[spec.name], f"{spec.name!r} {why}") for spec in specs if spec.differentiable}
 
     def _collected(self, specs: Sequence[OutputSpec], run: Run, division: Division) -> dict[str, Any]:
         """The outputs of the whole batch by name. All ranks call it for the same ones."""

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from autopart.runtime.attach import hand_out
+from autopart.runtime.errors import InputError
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.25, 1 / 3, 2.0**17])
@@ -33,5 +34,5 @@ def test_they_are_given_once() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     loss = hand_out(torch.tensor(2.0), [torch.ones(3)], [parameter])
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="handed out already"):
+    with pytest.raises(InputError, match=r"handed out already.*add losses up"):
         loss.backward()

@@ -274,7 +274,10 @@ def _outputs(
         shape = _sizes([extent(item) for item in value.shape], f"the output {info.name!r}")
         result = graphs.results(stage_graphs[stage])[len(stages[stage].sends) + stages[stage].outputs.index(info.name)]
         placements = tuple(map(str, result.meta["placements"]))
-        specs.append(OutputSpec(info.name, stage, combine, shape, _dtype(value.dtype), dim, placements=placements))
+        dtype, gradient = _dtype(value.dtype), info.differentiable
+        specs.append(
+            OutputSpec(info.name, stage, combine, shape, dtype, dim, placements=placements, differentiable=gradient)
+        )
     return specs
 
 

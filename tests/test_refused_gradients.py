@@ -1,0 +1,73 @@
+"""What has a gradient in one process, and none that a call computes, is refused in the script's backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopart
+from autopart.runtime.errors import InputError
+from clusters import ideal
+from launch import launch
+
+WIDTH = 8
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.first(x))
+        out = self.last(hidden)
+        return {"loss": (out - y).square().mean(), "size": hidden.square().mean(), "out": out, "kept": out.detach()}
+
+
+def batch(step: int, rows: int = 8) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return list(torch.randn(2, rows, WIDTH, generator=generator, dtype=torch.float64).unbind())
+
+
+def parallel(limits: dict[str, int], **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"pp": 1, "dp": 1, "tp": 1, "microbatches": 2, **limits}
+    return autopart.parallelize(Net().double(), cluster=ideal(2), verbose=False, **settings, **options)
+
+
+def other_outputs(limits: dict[str, int]) -> None:
+    model = parallel(limits, outputs="all")
+    given = model(*batch(0))
+    with pytest.raises(InputError, match=r"'size' has no gradient here: .* goes back from 'loss' alone.* detach\(\)"):
+        (given["loss"] + given["size"]).backward()
+    model.zero_grad()
+    given = model(*batch(0))
+    given["out"][:, 0] = 0  # may be written into
+    assert given["out"].requires_grad and not given["kept"].requires_grad
+    (given["loss"] + given["size"].detach()).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("limits", [{"pp": 2}, {"dp": 2}])
+def test_of_other_outputs(limits: dict[str, int]) -> None:
+    launch(other_outputs, 2, limits)
+
+
+def evaluated() -> None:
+    model = parallel({"pp": 2})
+    model.eval()
+    given = model(*batch(0))
+    assert not given["kept"].requires_grad
+    with pytest.raises(InputError, match=r"'loss' has no gradient here: in evaluation mode.*call model.train\(\)"):
+        given["loss"].backward()
+    with torch.no_grad():
+        assert not model(*batch(0))["loss"].requires_grad
+    model.requires_grad_(False)
+    assert not model(*batch(0))["loss"].requires_grad
+
+
+def test_in_evaluation() -> None:
+    launch(evaluated, 2)
