@@ -232,7 +232,8 @@ class Parallelized(StandIn):
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plans, emits and divides the model for batches like these inputs. All ranks call it, once."""
-        object.__setattr__(self, "parallel", self._start(args, kwargs))
+        with torch.inference_mode(False):  # what is made now will train
+            object.__setattr__(self, "parallel", self._start(args, kwargs))
         loss_fn = self._settings.get("loss_fn")
         watched = {"": self.original, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
         self._watched = Watched(watched)

@@ -63,7 +63,10 @@ def batch_dims_of(named: dict[str, Any], given: Mapping[str, int | None]) -> dic
 
 
 def examples(named: dict[str, Any], dims: dict[str, int | None]) -> tuple[dict[str, Any], int]:
-    """The example leaves with one storage each, and at least two samples: export takes a size of 1 for a constant."""
+    """The example leaves with one storage each, and at least two samples: export takes a size of 1 for a constant.
+
+    Of tensors made under ``torch.inference_mode()``, of which no gradient can be traced, copies.
+    """
     seen: list[torch.Tensor] = []
     result: dict[str, Any] = {}
     batch = 1
@@ -72,6 +75,9 @@ def examples(named: dict[str, Any], dims: dict[str, int | None]) -> tuple[dict[s
             if any(leaf is other for other in seen):
                 leaf = leaf.clone()
             seen.append(leaf)
+            if leaf.is_inference():
+                with torch.inference_mode(False):
+                    leaf = leaf.clone()
             dim = dims[path]
             if dim is not None:
                 batch = leaf.shape[dim]

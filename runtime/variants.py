@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autopart.runtime.agreement import unlike
@@ -123,7 +124,8 @@ class Variants:
             if key not in self._folders:
                 assert self._compile is not None
                 self._folders[key] = self._compile(args, kwargs, changes_text(manifest, *key))
-            variant = self._load(self._folders[key])
+            with torch.inference_mode(False):  # it will train as well
+                variant = self._load(self._folders[key])
             while len(self._kept) >= self._most:
                 _forget(self._kept.pop(next(iter(self._kept))))
         self._kept[key] = variant

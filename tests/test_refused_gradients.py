@@ -71,3 +71,32 @@ def evaluated() -> None:
 
 def test_in_evaluation() -> None:
     launch(evaluated, 2)
+
+
+def looked_first(limits: dict[str, int]) -> None:
+    """The first call, and those of new sizes, are made under inference mode, with inputs made there."""
+    results = []
+    for model in (Net().double(), parallel(limits)):
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        losses = []
+        for step in range(4):
+            rows = 8 if step < 2 else 4
+            model.eval()
+            with torch.inference_mode():
+                losses.append(model(*batch(10 + step, rows))["loss"].item())
+            model.train()
+            loss = model(*batch(step, rows))["loss"]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        results.append(losses)
+    assert results[1] == pytest.approx(results[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("limits", [{"pp": 2}, {"dp": 2, "zero": 1}])
+def test_a_look_under_inference_mode_may_come_first(limits: dict[str, int]) -> None:
+    launch(looked_first, 2, limits)
