@@ -29,6 +29,7 @@ from autopart.runtime.module import ParallelModule
 from autopart.spread import on_first_rank, start_alike, write_on_hosts
 from autopart.stand_in import StandIn
 from autopart.watched_attributes import Watched
+from autopart.watched_parts import SetBuffers, WatchedParts
 from autopart.weights import load_or_start, save_weights
 
 if TYPE_CHECKING:
@@ -205,6 +206,8 @@ class Parallelized(StandIn):
         self._returned = outputs
         self._callbacks: list[Callable[[], object]] = []
         self._watched: Watched
+        self._watched_parts: WatchedParts
+        self._set_buffers: SetBuffers
         self.training = model.training
 
         @wraps(model.forward)  # libraries look up what a model takes: names of columns, keyword arguments
@@ -226,21 +229,31 @@ class Parallelized(StandIn):
         if self.parallel is None:
             self.start(args, kwargs)
             assert self.parallel is not None
-        elif self.parallel.mesh.rank == 0:
-            self._watched.warn_of_changes()
+        else:
+            if self.parallel.mesh.rank == 0:
+                self._watched.warn_of_changes()
+                self._watched_parts.warn_of_changes()
+            for name, value in self._set_buffers.take():
+                self.parallel.set_buffer(name, value)
         return self.parallel(*args, **kwargs)
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plans, emits and divides the model for batches like these inputs. All ranks call it, once."""
         with torch.inference_mode(False):  # what is made now will train
             object.__setattr__(self, "parallel", self._start(args, kwargs))
-        loss_fn = self._settings.get("loss_fn")
-        watched = {"": self.original, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
-        self._watched = Watched(watched)
+        self._watch()
         assert self.parallel is not None
         self.parallel.train(self.training)
         while self._callbacks:
             self._callbacks.pop(0)()
+
+    def _watch(self) -> None:
+        """From now on what a script changes is told, or taken on."""
+        loss_fn = self._settings.get("loss_fn")
+        loss = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
+        watched = {"": self.original, "loss_fn": loss}
+        self._watched, self._watched_parts = Watched(watched), WatchedParts(watched)
+        self._set_buffers = SetBuffers({"": self.original, "loss_function": loss})
 
     @property
     def data_rank(self) -> int:
@@ -312,6 +325,7 @@ class Parallelized(StandIn):
                 raise InputError(f"no program can be made for {sizes}: {error}") from error
 
         files, whole = on_first_rank(make)
+        self._watch()  # a capture may leave other tensors behind
         directory = self._settings["directory"]
         if directory is not None:
             digest = hashlib.sha256(sizes.encode()).hexdigest()[:8]

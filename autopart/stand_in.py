@@ -99,7 +99,7 @@ class StandIn(nn.Module):
         yield from self.original.named_buffers()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What the original has is set there, where a capture reads it.
+        """What the original or its class has is set there, where a capture reads it.
 
         Raises PlanError for its modules, parameters and buffers once it is planned.
         """
@@ -113,7 +113,7 @@ class StandIn(nn.Module):
                 f"{name!r} is a part of the model, of which the parallel program has its own; set it before the first "
                 "call, or load its values by load_state_dict"
             )
-        if part or name in original.__dict__:
+        if part or name in original.__dict__ or (hasattr(type(original), name) and not hasattr(type(self), name)):
             setattr(original, name, value)
         else:
             super().__setattr__(name, value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from autopart.alike_layers import IN_EVERY_MODULE
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
+_CODE = (FunctionType, BuiltinFunctionType, MethodType)
 
 
 def attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -49,7 +51,7 @@ class Watched:
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    found = {name: value for name, value in attributes(module) if type(value) in _PLAIN}
+    found = {name: value for name, value in attributes(module) if type(value) in _PLAIN or isinstance(value, _CODE)}
     return {"training": module.training, **found}
 
 

@@ -212,6 +212,13 @@ class ParallelModule(HeldStages):
         self.mesh.weights.refresh()
         return variant, feed, division
 
+    def set_buffer(self, name: str, value: Tensor) -> None:
+        """Gives a buffer of the original another value, of which each rank takes its share; all ranks call it.
+
+        Raises PlanError for buffers that forward writes, and values of another shape.
+        """
+        self.variants.set_buffer(name, value)
+
     def to_pipeline_stages(self) -> PipelineStages:
         """This rank's part for a schedule of ``torch.distributed.pipelining``; see :class:`PipelineStages`.
 

@@ -21,7 +21,7 @@ from autopart.runtime.assumptions import Assumptions
 from autopart.runtime.errors import BatchError, PlanError
 from autopart.runtime.inputs import BatchMode, Sizes, at_sizes, changes_text, check, sizes_of, sizes_text
 from autopart.runtime.links import Links
-from autopart.runtime.loading import Originals, build_stage, constants_of, place, tensors_in
+from autopart.runtime.loading import Originals, build_stage, constants_of, local_share, place, tensors_in
 from autopart.runtime.manifest import InputSpec, Manifest, OutputSpec, ParameterSpec
 from autopart.runtime.mesh import Mesh
 from autopart.runtime.planned_schedules import PlannedSchedules
@@ -94,6 +94,24 @@ class Variants:
         """From now on other sizes are compiled for. originals: the model's buffers. most: variants that are kept."""
         if self.planned.manifest.schedule != "2bw":  # there a batch of the sizes before is always in flight
             self._compile, self._originals, self._most = compile_, originals, most
+
+    def set_buffer(self, name: str, value: Tensor) -> None:
+        """Gives a buffer of the model another value. Raises PlanError for one that the program writes itself."""
+        for variant in (self.planned, *self._kept.values()):
+            spec = next((s for s in variant.manifest.parameters if s.buffer and name in (s.name, *s.aliases)), None)
+            if spec is None:
+                continue
+            if spec.mutated:
+                raise PlanError(
+                    f"{name!r} was set on the original once it was planned; forward writes it as well, so the program "
+                    "has the value that goes on: take it from state_dict(), and load another by load_state_dict"
+                )
+            share = local_share(value, spec, self._mesh)
+            if spec.name in (own := variant.tensors()):
+                with torch.no_grad():
+                    own[spec.name].copy_(share)
+        if name in self._originals:
+            self._originals = {**self._originals, name: value}
 
     def find(
         self, leaves: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any], mode: BatchMode
