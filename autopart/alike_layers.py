@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopart.divided_original import Refusal
+
 # Fewer are traced as they are: two of a group are traced in any case.
 AT_LEAST = 8
 _PLAIN = (type(None), bool, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -98,7 +100,7 @@ class _Build:
         for name, value in sorted(vars(part).items()):
             if name not in IN_EVERY_MODULE:
                 found.append((name, self.value(value)))
-            elif "_hooks" in name and value:
+            elif "_hooks" in name and not all(isinstance(hook, Refusal) for hook in value.values()):
                 found.append(id(part))  # what a hook does may differ from layer to layer
         return tuple(found)
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from autopart.divided_original import refuse_parts, shapes_of
 from autopart.initialize import Init, buffers_made, fill, prepare
 from autopart.runtime.errors import AutopartError, InputError, PlanError
 from autopart.runtime.inputs import BatchMode, Returned, check_modes
@@ -300,7 +301,9 @@ class Parallelized(StandIn):
         directory = write_on_hosts(files, settings["directory"])
         originals = {**tensors_of(self.original), **made}
         start_alike(originals, device)
+        whole = shapes_of(self.original)
         parallel = load(directory, originals, batch=self._batch, outputs=self._returned, device=device)
+        refuse_parts(self.original, whole, parallel.manifest)
         buffers = {**dict(self.original.named_buffers(remove_duplicate=False)), **made}
         parallel.variants.allow(self._compile_for, buffers, settings["variants"])
         if parallel.mesh.rank == 0 and settings["verbose"]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from autopart.analysis import analyze
 from autopart.cluster import Cluster
 from autopart.collection import seldom_collected
+from autopart.divided_original import captured_again
 from autopart.fewer_devices import advised_plan
 from autopart.other_sizes import Outline, carry
 from autopart.passes.emit.program import Emitted
@@ -166,18 +167,19 @@ def _as_ever() -> Iterator[None]:
 def _undivided(whole: Sequence[_Whole]) -> Iterator[None]:
     """Parameters have the shapes that they had, and no memory: capturing reads no values."""
     kept: list[tuple[nn.Parameter, Tensor, Tensor | None, bool]] = []
-    try:
-        for was in whole:
-            parameter = was.parameter
-            kept.append((parameter, parameter.data, parameter.grad, parameter.requires_grad))
-            empty = torch.empty_strided(was.shape, was.stride, dtype=parameter.dtype, device=was.device)
-            empty.untyped_storage().resize_(0)
-            parameter.grad = None
-            parameter.data = empty
-            parameter.requires_grad_(was.trained)
-        yield
-    finally:
-        for parameter, data, gradient, trained in kept:
-            parameter.data = data
-            parameter.grad = gradient
-            parameter.requires_grad_(trained)
+    with captured_again():
+        try:
+            for was in whole:
+                parameter = was.parameter
+                kept.append((parameter, parameter.data, parameter.grad, parameter.requires_grad))
+                empty = torch.empty_strided(was.shape, was.stride, dtype=parameter.dtype, device=was.device)
+                empty.untyped_storage().resize_(0)
+                parameter.grad = None
+                parameter.data = empty
+                parameter.requires_grad_(was.trained)
+            yield
+        finally:
+            for parameter, data, gradient, trained in kept:
+                parameter.data = data
+                parameter.grad = gradient
+                parameter.requires_grad_(trained)
