@@ -211,9 +211,11 @@ class Parallelized(StandIn):
         self._set_buffers: SetBuffers
         self.training = model.training
 
+        call = torch.compiler.disable(self._call_program)  # torch.compile of this module would go into the exchanges
+
         @wraps(model.forward)  # libraries look up what a model takes: names of columns, keyword arguments
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._call_program(args, kwargs)
+            return call(args, kwargs)
 
         object.__setattr__(self, "forward", forward)
 

@@ -47,7 +47,7 @@ class Watched:
             for name in changed:
                 before = known.pop(name)
                 if now[name] != before or type(now[name]) is not type(before):
-                    warnings.warn(_told(path, name, before, now[name]), stacklevel=6)  # where the model is called
+                    warnings.warn(_told(path, name, before, now[name]), stacklevel=7)  # where the model is called
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:

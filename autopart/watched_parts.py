@@ -53,7 +53,7 @@ class WatchedParts:
     def warn_of_changes(self) -> None:
         """Warns of each change, once."""
         for text in self._changes():
-            warnings.warn(text, stacklevel=6)  # where the model is called
+            warnings.warn(text, stacklevel=7)  # where the model is called
 
     def _changes(self) -> Iterator[str]:
         if any(self._empty):

@@ -120,3 +120,19 @@ def test_parts_of_a_model_on_meta_are_not_given() -> None:
         model: Any = autopart.parallelize(Net(), verbose=False)
     with pytest.raises(NotHereError, match="until it is made"):
         model.first.parameters()
+
+
+def compiled() -> None:
+    """Of what torch.compile is given, nothing is compiled."""
+    results = []
+    for parallel in (False, True):
+        torch.manual_seed(0)
+        net = Net().double()
+        model: Any = torch.compile(autopart.parallelize(net, pp=2, **LIMITS) if parallel else net, backend="eager")
+        with torch.no_grad():
+            results.append([model.train(False)(*batch(step)).item() for step in range(2)])
+    assert results[1] == pytest.approx(results[0], rel=1e-9)
+
+
+def test_torch_compile_leaves_it_as_it_is() -> None:
+    launch(compiled, 2)
