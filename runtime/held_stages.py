@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,9 @@ class HeldStages(nn.Module):
         super().__init__()
         self.manifest = manifest
         self.mesh = mesh
+        # Calls in training so far; the random numbers follow from it.
+        self.steps = 0
+        self._told_of_writes = mesh.rank != 0
         self.stages = nn.ModuleList(stages.values())
         self._nothing = (nn.Parameter(torch.empty(0, device=mesh.device)),)  # in a tuple, so as not to be registered
 
@@ -63,9 +68,21 @@ class HeldStages(nn.Module):
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The whole model's state on every rank; all ranks have to call it. See :meth:`full_state_dict`."""
         state = self.full_state_dict()
+        self._tell_of_writes(state)
         destination = {} if destination is None else destination
         destination.update({prefix + name: tensor for name, tensor in state.items()})
         return destination
+
+    def _tell_of_writes(self, state: Mapping[str, Tensor]) -> None:
+        """Warns, when one of these copies is let go in the same step, if it was written into: that is lost.
+
+        Of a model in one process they would be its own tensors, which averages of weights are kept in so.
+        """
+        here, step = ref(self), self.steps
+        for name, tensor in state.items():
+            if not tensor.is_inference():
+                # An alias counts the same writes, and lives for no longer.
+                finalize(tensor, _check_unwritten, name, tensor.detach(), tensor._version, here, step).atexit = False
 
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
         """The whole model's state as full tensors on the CPU, as the original's ``state_dict()``. All ranks call it.
@@ -98,3 +115,15 @@ class HeldStages(nn.Module):
     def _buffers_by_name(self) -> dict[str, Tensor]:
         # Read anew: a stage may assign a new tensor to a buffer that it updates.
         return dict(self.named_buffers())
+
+
+def _check_unwritten(name: str, alias: Tensor, version: int, holder: ref[HeldStages], step: int) -> None:
+    model = holder()
+    if alias._version == version or model is None or model.steps != step or model._told_of_writes:
+        return
+    model._told_of_writes = True
+    warnings.warn(
+        f"what was written into {name!r} of state_dict() is lost: a parallel program gives copies; write into "
+        "parameters() and named_buffers(), which are this rank's, or give the new state to load_state_dict",
+        stacklevel=2,
+    )

@@ -141,8 +141,6 @@ class ParallelModule(HeldStages):
             self._buffer = DoubleBuffer(
                 built.values(), self._trainable(), planned.schedules.own(self.schedule), self._sums.reduce
             )
-        # Calls in training so far; the random numbers follow from it.
-        self.steps = 0
         self._recorder: Recorder | None = None
         # Set by a meter (runtime/meter.py).
         self.tally: Tally | None = None
