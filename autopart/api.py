@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autopart.divided_original import refuse_parts, shapes_of
 from autopart.initialize import Init, buffers_made, fill, prepare
+from autopart.model_copies import Copies, alike
 from autopart.runtime.errors import AutopartError, InputError, PlanError
 from autopart.runtime.inputs import BatchMode, Returned, check_modes
 from autopart.runtime.mesh import connect, pick_device
@@ -206,6 +208,8 @@ class Parallelized(StandIn):
         self._batch: BatchMode = batch
         self._returned = outputs
         self._callbacks: list[Callable[[], object]] = []
+        self._copies: Copies[Parallelized] = Copies([ref(self)])
+        self._directory: Path
         self._watched: Watched
         self._watched_parts: WatchedParts
         self._set_buffers: SetBuffers
@@ -243,10 +247,29 @@ class Parallelized(StandIn):
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plans, emits and divides the model for batches like these inputs. All ranks call it, once."""
         with torch.inference_mode(False):  # what is made now will train
-            object.__setattr__(self, "parallel", self._start(args, kwargs))
+            others = self._alike_copies()
+            self._become(self._start(args, kwargs))
+            for other in self._copies.present(others) if len(self._copies) > 1 else ():
+                other._follow(self)
+
+    def _alike_copies(self) -> list[Parallelized]:
+        """Deep copies that the same program is for."""
+        copies = [model for held in self._copies if (model := held()) is not None and model.parallel is None]
+        kept = self._kept
+        return [other for other in copies if kept and other is not self and alike(self.original, other.original)]
+
+    def _follow(self, leader: Parallelized) -> None:
+        """Becomes the program that the one it was copied from, or with, has become."""
+        self._directory = leader._directory
+        assert leader.parallel is not None
+        if leader.parallel.mesh.rank == 0:
+            self._compiler.follow(leader._compiler)
+        self._become(self._load({}, leader.parallel.mesh.device))
+
+    def _become(self, program: ParallelModule) -> None:
+        object.__setattr__(self, "parallel", program)
         self._watch()
-        assert self.parallel is not None
-        self.parallel.train(self.training)
+        program.train(self.training)
         while self._callbacks:
             self._callbacks.pop(0)()
 
@@ -300,16 +323,22 @@ class Parallelized(StandIn):
         made = self._buffers_on_meta()
         settings = self._settings
         files = on_first_rank(lambda: self._compiler.plan(args, kwargs))
-        directory = write_on_hosts(files, settings["directory"])
+        self._directory = write_on_hosts(files, settings["directory"])
+        parallel = self._load(made, device)
+        if parallel.mesh.rank == 0 and settings["verbose"]:
+            told = files["plan.txt"].decode()
+            print(told, f"\nstages in {self._directory}", sep="", file=sys.stderr, flush=True)
+        return parallel
+
+    def _load(self, made: Mapping[str, Tensor], device: torch.device) -> ParallelModule:
+        """The program of this model's folder, with its tensors. made: buffers on meta by name."""
         originals = {**tensors_of(self.original), **made}
         start_alike(originals, device)
         whole = shapes_of(self.original)
-        parallel = load(directory, originals, batch=self._batch, outputs=self._returned, device=device)
+        parallel = load(self._directory, originals, batch=self._batch, outputs=self._returned, device=device)
         refuse_parts(self.original, whole, parallel.manifest)
         buffers = {**dict(self.original.named_buffers(remove_duplicate=False)), **made}
-        parallel.variants.allow(self._compile_for, buffers, settings["variants"])
-        if parallel.mesh.rank == 0 and settings["verbose"]:
-            print(files["plan.txt"].decode(), f"\nstages in {directory}", sep="", file=sys.stderr, flush=True)
+        parallel.variants.allow(self._compile_for, buffers, self._settings["variants"])
         return parallel
 
     @cached_property
@@ -385,6 +414,8 @@ class Parallelized(StandIn):
             raise PlanError("a model whose weights are still to be made cannot be copied: copy it once it is planned")
         found = Parallelized(copy.deepcopy(self.original, memo), self._settings, self._batch, self._returned)
         found.training = self.training
+        found._copies = self._copies
+        self._copies.append(ref(found))
         return found
 
     def _check_not_on_meta(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +92,20 @@ class Compiler:
         emitted.files["plan.txt"] = plan_text(plan)
         dims = {spec.name: spec.batch_dim for spec in program.inputs if spec.kind == "tensor"}
         self._planned = _Planned(plan, Outline.of(analysis), dims, program.precision, eval_flaw)
-        self._whole = [
+        self._whole = self._parameters()
+        return self._files(emitted)
+
+    def follow(self, other: Compiler) -> None:
+        """Takes on the plan of an equal model's, whose parameters are divided already, as this one's are not."""
+        self._planned, trains = other._planned, [was.trained for was in other._whole]
+        self._whole = [replace(was, trained=train) for was, train in zip(self._parameters(), trains, strict=True)]
+
+    def _parameters(self) -> list[_Whole]:
+        return [
             _Whole(p, tuple(p.shape), p.stride(), p.device, p.requires_grad)
             for p in self._model.parameters()
             if not p.is_meta
         ]
-        return self._files(emitted)
 
     def for_sizes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, bytes], tuple[str, ...]]:
         """The files for inputs of other sizes, under the same plan; and the ops that are sharded by it, but not there.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from autopart.runtime.errors import PlanError
+from autopart.runtime.given_state import GivenState
 from autopart.runtime.loading import tensors_in
 from autopart.runtime.manifest import Manifest
 from autopart.runtime.mesh import Mesh
@@ -30,7 +29,7 @@ class HeldStages(nn.Module):
         self.mesh = mesh
         # Calls in training so far; the random numbers follow from it.
         self.steps = 0
-        self._told_of_writes = mesh.rank != 0
+        self._given = GivenState(self)
         self.stages = nn.ModuleList(stages.values())
         self._nothing = (nn.Parameter(torch.empty(0, device=mesh.device)),)  # in a tuple, so as not to be registered
 
@@ -47,6 +46,7 @@ class HeldStages(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters (its shares of its stages) under their original names."""
+        self.take_writes()
         seen: set[Tensor] = set()
         for stage in self.stages:
             for name, parameter in stage.named_parameters(prefix, recurse, remove_duplicate):
@@ -58,6 +58,7 @@ class HeldStages(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """This rank's buffers under their original names."""
+        self.take_writes()
         seen: set[Tensor] = set()
         for stage in self.stages:
             for name, buffer in stage.named_buffers(prefix, recurse, remove_duplicate):
@@ -68,21 +69,14 @@ class HeldStages(nn.Module):
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The whole model's state on every rank; all ranks have to call it. See :meth:`full_state_dict`."""
         state = self.full_state_dict()
-        self._tell_of_writes(state)
+        self._given.add(state, self.steps)
         destination = {} if destination is None else destination
         destination.update({prefix + name: tensor for name, tensor in state.items()})
         return destination
 
-    def _tell_of_writes(self, state: Mapping[str, Tensor]) -> None:
-        """Warns, when one of these copies is let go in the same step, if it was written into: that is lost.
-
-        Of a model in one process they would be its own tensors, which averages of weights are kept in so.
-        """
-        here, step = ref(self), self.steps
-        for name, tensor in state.items():
-            if not tensor.is_inference():
-                # An alias counts the same writes, and lives for no longer.
-                finalize(tensor, _check_unwritten, name, tensor.detach(), tensor._version, here, step).atexit = False
+    def take_writes(self) -> None:
+        """Takes on what a script wrote into the tensors of :meth:`state_dict`; see given_state.py."""
+        self._given.take()
 
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
         """The whole model's state as full tensors on the CPU, as the original's ``state_dict()``. All ranks call it.
@@ -110,20 +104,9 @@ class HeldStages(nn.Module):
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """This rank's parameters and buffers by their spec's name."""
+        self.take_writes()
         return tensors_in(self.stages, self.manifest)
 
     def _buffers_by_name(self) -> dict[str, Tensor]:
         # Read anew: a stage may assign a new tensor to a buffer that it updates.
         return dict(self.named_buffers())
-
-
-def _check_unwritten(name: str, alias: Tensor, version: int, holder: ref[HeldStages], step: int) -> None:
-    model = holder()
-    if alias._version == version or model is None or model.steps != step or model._told_of_writes:
-        return
-    model._told_of_writes = True
-    warnings.warn(
-        f"what was written into {name!r} of state_dict() is lost: a parallel program gives copies; write into "
-        "parameters() and named_buffers(), which are this rank's, or give the new state to load_state_dict",
-        stacklevel=2,
-    )

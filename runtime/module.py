@@ -171,6 +171,7 @@ class ParallelModule(HeldStages):
         """The original's outputs for this batch; see the class. Raises InputError and BatchError."""
         with self._reporting():
             self._check_autocast()
+            self.take_writes()
             with self._plainly():
                 return self._call(args, kwargs)
 
