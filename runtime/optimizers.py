@@ -83,19 +83,19 @@ class OptimizerCheck:
                 raise PlanError(
                     f"{name} could not be tried on small tensors ({type(error).__name__}: {error}), so it is not known "
                     "whether its step on a part of the model is right; use an optimizer of torch.optim that treats "
-                    "every element alone, or a plan with pp=1 and tp=1"
+                    "every element alone, or a plan with pp=1, tp=1 and zero=0"
                 ) from error
         if couples:
             raise PlanError(
                 f"{name} updates a parameter by what it knows of all others, and this rank has a part of the model; "
-                "use another optimizer, or a plan with pp=1 and tp=1"
+                "use another optimizer, or a plan with pp=1, tp=1 and zero=0"
             )
         if shared is not None:
             parameter = self._specs[id(shared)].name
             raise PlanError(
                 f"{name} looks at a whole parameter at once, and of {parameter!r} this rank has a share; "
-                "use an optimizer that treats every element alone, or a plan with tp=1 (stages and replicas have whole "
-                "parameters)"
+                "use an optimizer that treats every element alone, or a plan with tp=1 and zero=0 (stages, and "
+                "replicas without ZeRO, have whole parameters)"
             )
 
 
@@ -143,11 +143,21 @@ def _updated(
     options = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr")}
     options = {key: _copied(key, value) for key, value in options.items()}
     fresh = type(optimizer)([{"params": parameters, **options}], **_arguments(optimizer))
+    closure = inspect.signature(fresh.step).parameters.get("closure")
+    needs_closure = closure is not None and closure.default is inspect.Parameter.empty
     for made in gradients:
         for parameter, gradient in zip(parameters, made, strict=True):
             parameter.grad = gradient.clone().contiguous()
-        fresh.step()
+        if needs_closure:
+            fresh.step(_no_loss)
+        else:
+            fresh.step()
     return [parameter.detach() for parameter in parameters]
+
+
+def _no_loss() -> float:
+    """For optimizers that compute the loss themselves (L-BFGS): gradients stay as they are."""
+    return 0.0
 
 
 def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,6 +45,14 @@ class Together(torch.optim.Optimizer):
                 p -= group["lr"] / length * p.grad
 
 
+class Closure(Together):
+    """Asks for the loss, as L-BFGS does."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        closure()
+        return super().step()
+
+
 class Strange(torch.optim.SGD):
     """Cannot be made a second time."""
 
@@ -64,6 +73,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "lamb": lambda model: Lamb(model.parameters()),
     "lamb from zero": lambda model: Lamb(model.parameters(), lr=0.0),
     "together": lambda model: Together(model.parameters()),
+    "closure": lambda model: Closure(model.parameters()),
+    "lbfgs": lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2),
     "strange": lambda model: Strange(model.parameters(), 3),
 }
 
@@ -71,10 +82,20 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 def train(model: nn.Module, name: str) -> dict[str, Tensor]:
     optimizer = OPTIMIZERS[name](model)
     for _ in range(3):
+        if name in ("closure", "lbfgs"):
+            optimizer.step(partial(computed, model, optimizer))
+            continue
         model(**batch()).backward()
         optimizer.step()
         optimizer.zero_grad()
     return model.state_dict()
+
+
+def computed(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    optimizer.zero_grad()
+    loss = model(**batch())
+    loss.backward()
+    return loss.item()
 
 
 def all_of(limits: dict[str, Any], names: list[str]) -> dict[str, dict[str, Tensor] | str]:
@@ -90,7 +111,11 @@ def all_of(limits: dict[str, Any], names: list[str]) -> dict[str, dict[str, Tens
 @pytest.mark.parametrize(
     ("limits", "right", "refused"),
     [
-        (PP, ["adamw", "sgd", "adafactor", "muon", "lamb"], {"together": "all others", "strange": "secret"}),
+        (
+            PP,
+            ["adamw", "sgd", "adafactor", "muon", "lamb"],
+            {"together": "all others", "strange": "secret", "closure": "all others", "lbfgs": "all others.*zero=0"},
+        ),
         (
             TP,
             ["adamw", "sgd", "adagrad"],
@@ -102,9 +127,10 @@ def all_of(limits: dict[str, Any], names: list[str]) -> dict[str, dict[str, Tens
                 "together": "all others",
             },
         ),
-        (DP, ["adafactor", "together", "strange"], {}),
+        (DP, ["adafactor", "together", "strange", "closure", "lbfgs"], {}),
+        ({**DP, "zero": 1}, ["adamw"], {"adafactor": "tp=1 and zero=0", "lbfgs": "all others.*zero=0"}),
     ],
-    ids=["pp", "tp", "dp"],
+    ids=["pp", "tp", "dp", "zero"],
 )
 def test_optimizers_are_right_or_refused(limits: dict[str, Any], right: list[str], refused: dict[str, str]) -> None:
     expected = {name: train(build(), name) for name in right}
