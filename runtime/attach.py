@@ -14,18 +14,31 @@ from autopart.runtime.errors import InputError
 Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
+# Gradients of the parameters as a script's hooks take them.
+Shown = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 # Gradients, and the loss's gradient in the script's backward -> the gradients under that.
 Scale = Callable[[Sequence[Tensor | None], Tensor], Sequence[Tensor | None]]
 
 
 def hand_out(
-    loss: Tensor, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], scale: Scale | None = None
+    loss: Tensor,
+    gradients: Sequence[Tensor | None],
+    parameters: Sequence[Tensor],
+    scale: Scale | None = None,
+    shown: Shown = list,
 ) -> Tensor:
     """The loss, attached to gradients that are known already; they are given away by its first backward.
 
     scale: applies the loss's own gradient to them (default: multiplies).
     """
-    return _HandOut.apply(loss, list(gradients), scale or _multiply, _anchor(loss), *parameters)
+    apply, at = scale or _multiply, [at for at, gradient in enumerate(gradients) if gradient is not None]
+
+    def give(known: Sequence[Tensor | None], factor: Tensor) -> Sequence[Tensor | None]:
+        scaled = shown(apply(known, factor))
+        return [scaled[item] for item in at]
+
+    # Others take no part: a hook on a parameter that nothing uses is not called.
+    return _HandOut.apply(loss, list(gradients), give, _anchor(loss), *(parameters[item] for item in at))
 
 
 def run_later(outputs: Sequence[Tensor], backward: Backward, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:

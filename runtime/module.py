@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopart.runtime.attach import hand_out, refuse, run_later
+from autopart.runtime.attach import Shown, hand_out, refuse, run_later
 from autopart.runtime.buckets import BUCKET_BYTES
 from autopart.runtime.data_weights import Pass, Weights
 from autopart.runtime.double_buffer import DoubleBuffer, check_nothing_waits
@@ -275,7 +275,7 @@ class ParallelModule(HeldStages):
         if self._scale is not None and again is not None:
             settle, repeat = self._scale.settle, again
             scale = lambda found, incoming: settle(found, seed, incoming, repeat)  # noqa: E731
-        values[loss_name] = hand_out(values[loss_name], gradients, parameters, scale)
+        values[loss_name] = hand_out(values[loss_name], gradients, parameters, scale, self._shown(parameters))
         if self.returned == "all":
             others = [spec for spec in wanted if spec.name != loss_name]
             values.update(self._refused(others, values, f"{_OF_ANOTHER} {loss_name!r} {_ALONE}"))
@@ -335,7 +335,8 @@ class ParallelModule(HeldStages):
 
     def _hand_out_late(self, loss: Tensor, gradients: list[Tensor | None]) -> Any:
         (spec,) = self._loss_specs
-        values = {spec.name: hand_out(loss, gradients, self._trainable(), None)}
+        parameters = self._trainable()
+        values = {spec.name: hand_out(loss, gradients, parameters, None, self._shown(parameters))}
         return rebuild(self.manifest.output_structure, values)
 
     def _train_without(self, variant: Variant, feed: Feed, division: Division) -> Any:
@@ -370,7 +371,7 @@ class ParallelModule(HeldStages):
                 run.execute(actions)
             if self._scale is not None:
                 self._scale.agree(made)
-            return made
+            return self._norms.for_hooks(made, parameters)
 
         attached = run_later([values[spec.name] for spec in differentiable], backward, parameters)
         values.update({spec.name: value for spec, value in zip(differentiable, attached, strict=True)})
@@ -460,6 +461,9 @@ class ParallelModule(HeldStages):
         found = gather_timelines(Timeline(self.mesh.stages, self.mesh.rank, recorder.spans()))
         if found is not None:
             save_trace(path, trace_object(found))
+
+    def _shown(self, parameters: Sequence[nn.Parameter]) -> Shown:
+        return lambda gradients: self._norms.for_hooks(gradients, parameters)
 
     def _part(self, division: Division) -> float:
         """What a backward starts from: where every replica has the whole batch, the sum over them counts each once."""

@@ -59,7 +59,8 @@ class GradientNorms:
         busy = {mesh.place_of[stage] for stage in trained}
         self._idle = [stage for stage, place in enumerate(mesh.place_of) if place not in busy]
         self._running = False
-        if len(manifest.stages) > 1 or any(divided(spec, mesh) for spec in manifest.parameters):
+        self._parts = len(manifest.stages) > 1 or any(divided(spec, mesh) for spec in manifest.parameters)
+        if self._parts:
             for name, parameter in parameters.items():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(weakly(self._hook, name))
@@ -75,9 +76,26 @@ class GradientNorms:
 
     def _hook(self, name: str, parameter: Tensor) -> None:
         if not self._running and type(parameter.grad) is Tensor:
-            share = parameter.grad.as_subclass(Share)
-            share.owner = (ref(self), name)
-            parameter.grad = share
+            parameter.grad = self._share(name, parameter.grad)
+
+    def _share(self, name: str, gradient: Tensor) -> Share:
+        share = gradient.as_subclass(Share)
+        share.owner = (ref(self), name)
+        return share
+
+    def for_hooks(
+        self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]
+    ) -> Sequence[Tensor | None]:
+        """What is handed out, where a script's hooks on the parameters see it before it is in ``.grad``."""
+        if not self._parts or not any(parameter._backward_hooks for parameter in parameters):
+            return gradients
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        return [
+            self._share(names[id(parameter)], gradient)
+            if parameter._backward_hooks and gradient is not None
+            else gradient
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+        ]
 
     def of_share(self, name: str, norm: Tensor, order: float) -> ShareNorm:
         """The norm of this rank's share of one gradient."""
@@ -160,6 +178,8 @@ class Share(Tensor):
     def __torch_function__(
         cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if ShareNorm in types:
+            return NotImplemented  # a norm knows what it may be used for
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs)

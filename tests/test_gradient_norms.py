@@ -153,3 +153,36 @@ def test_norms_of_complex_gradients(order: float) -> None:
     assert expected[0] > 0.1 > 0.99 * expected[1]
     for found in launch(complex_norms, 2, order, True):
         assert found == pytest.approx(expected, rel=1e-9)
+
+
+def hooked(limits: dict[str, Any] | None, norm: bool) -> dict[str, Tensor] | str:
+    model = build() if limits is None else parallel(limits)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient / (gradient.norm() if norm else 2))
+    for _ in range(2):
+        try:
+            model(**batch()).backward()
+        except InputError as error:
+            return str(error)
+    return {
+        name: parameter.grad.detach().clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+@pytest.mark.parametrize(
+    ("limits", "refused"), [(PP, False), (TP, True), ({"pp": 1, "dp": 2, "tp": 1, "zero": 1}, True)]
+)
+def test_hooks_on_divided_parameters_take_no_norms(limits: dict[str, Any], refused: bool) -> None:
+    for norm in (False, True):
+        expected = hooked(None, norm)
+        assert isinstance(expected, dict)
+        for found in launch(hooked, 2, limits, norm):
+            if norm and refused:
+                assert isinstance(found, str) and "this rank's part of the model alone" in found
+                continue
+            assert isinstance(found, dict) and found
+            for name, gradient in found.items():
+                if gradient.shape == expected[name].shape:
+                    torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12)
