@@ -42,12 +42,16 @@ def copied_operands(node: fx.Node) -> list[Value]:
 
 
 def _labels(node: fx.Node) -> tuple[tuple[str, str], str] | None:
-    """The operands' labels and the result's; None for what is no einsum of two tensors without repeated labels."""
+    """The operands' labels and the result's.
+
+    None for what is no einsum of two tensors without repeated labels, or sums a label of one alone beforehand.
+    """
     if op_name(node) != "einsum" or len(inputs(node)) != 2:
         return None
     terms, arrow, result = str(node.args[0]).replace(" ", "").partition("->")
     left, _, right = terms.partition(",")
     plain = arrow and all(len(set(text)) == len(text) and "." not in text for text in (left, right, result))
+    plain = plain and not (set(left) ^ set(right)) - set(result)
     return ((left, right), result) if plain else None
 
 

@@ -77,14 +77,19 @@ def _einsum(node: fx.Node) -> Annotation | None:
     return Annotation(text, linear=tuple((index,) for index in range(len(parts))), products=products)
 
 
-def _convolution(node: fx.Node) -> Annotation:
-    """conv1d, conv2d, conv3d. Space is frozen: a shard would need its neighbours' border."""
+def _convolution(node: fx.Node) -> Annotation | None:
+    """conv1d, conv2d, conv3d. Space is frozen: a shard would need its neighbours' border.
+
+    None for as many groups as there are samples (kernels that each sample makes): these lie in the channels then.
+    """
     space = rank_of(node, 1) - 2
     batch = "b " if rank_of(node) == space + 2 else ""
     kernel, output = [" ".join(f"^{name}" for name in names(space, prefix)) for prefix in ("k", "s")]
     hole = " ".join(["_"] * space)
     factors = f"{batch}o c {kernel} {output}".replace("^", "")
-    groups = int(argument(node, 6, "groups", 1))
+    groups = argument(node, 6, "groups", 1)
+    if not isinstance(groups, int):
+        return None
     if groups == 1:
         into, weight, out, bias = "c", "o c", "o", "o"
     else:
