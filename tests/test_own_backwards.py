@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from autopart.tracing import capture
@@ -118,3 +119,15 @@ def test_draws_of_other_generators_are_said(generator: str, name: str) -> None:
         if "draws from" in note
     ]
     assert len(notes) == bool(name) and all(f"draws from {name} while" in note for note in notes)
+
+
+def test_hooks_on_forward_are_said() -> None:
+    """Those of torch, which compute and keep nothing, are not."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    prune.identity(model[0], "weight")
+    example = (torch.randn(4, 4),)
+    assert not [note for note in capture(model, example, check_eval=False).notes if "on forward" in note]
+    seen: list[Tensor] = []
+    model[1].register_forward_hook(lambda module, given, out: seen.append(out))
+    (note,) = [note for note in capture(model, example, check_eval=False).notes if "on forward" in note]
+    assert note.startswith("module 1 has a hook on forward (") and "output of forward" in note
