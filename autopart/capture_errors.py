@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from autopart.runtime.errors import CaptureError
 
@@ -95,6 +96,13 @@ def capture_error(error: Exception, where: Where) -> CaptureError:
         )
     elif "fake tensor in the exported program constant" in str(error):
         suggestion = "forward reads a tensor's .data, which no graph has; use .detach()"
+    elif isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        suggestion = (
+            "the line calls an op that looks at values, or makes as many as these say, which no graph has; write it "
+            "with ops that do not"
+        )
+    elif "satisfy the constraint" in str(error):
+        suggestion = "no trace has the values that torch.distributions checks; leave validate_args out, or False"
     elif isinstance(error, torch._dynamo.exc.Unsupported):
         suggestion = "replace the construct, or move it out of forward"
     elif isinstance(error, TypeError | AttributeError | RuntimeError | ValueError | KeyError | IndexError):

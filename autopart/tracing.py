@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.nn.parameter import is_lazy
 
+from autopart.argument_checks import unchecked_arguments
 from autopart.assembled import assemble
 from autopart.assumed_branches import Decisions, settle
 from autopart.capture_errors import Where, batch_reason, capture_error, fixes_batch, largest_batch
@@ -84,6 +86,12 @@ def capture(
             f"the module {scripted[0] or '(root)'} is compiled by torch.jit, whose code cannot be traced; give the "
             "module that it was compiled from"
         )
+    sizeless = [name for name, tensor in model.named_parameters() if is_lazy(tensor)]
+    if sizeless:
+        raise CaptureError(
+            f"the parameter {sizeless[0]!r} has no size yet, as of lazy modules before their first call; call the "
+            "model once on a batch, before an optimizer is made"
+        )
     check_apart(model)
     bound = {**bind(model.forward, args, kwargs), **targets}
     named, structure = flatten(bound)
@@ -100,6 +108,7 @@ def capture(
             _training(model),
             entered(autocast),
             kept_buffers(flat),
+            unchecked_arguments(),
             symbolic_lengths(flat),
             all_on_meta(flat, named) as leaves,
             own_backwards(model) as own,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autopart.runtime.errors import CaptureError
 from autopart.tracing import capture
+from programs import run_graph
 
 
 class Within(nn.Module):
@@ -25,6 +26,11 @@ class Within(nn.Module):
     ("take", "match"),
     [
         (lambda linear, x: torch.func.vmap(linear)(x), r"vmap, in module 1 \(.*test_untraceable\.py:"),
+        (lambda linear, x: linear(x) + torch.cov(x), r"(?s)aten.equal.*an op that looks at values"),
+        (
+            lambda linear, x: torch.distributions.Normal(linear(x), 1.0, validate_args=True).mean,
+            r"(?s)satisfy the constraint.*leave validate_args out, or False",
+        ),
         (lambda linear, x: linear(x + x.data), r"(?s)reads a tensor's \.data.*use \.detach"),
     ],
 )
@@ -37,3 +43,24 @@ def test_compiled_modules_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
     with pytest.raises(CaptureError, match=r"module 1 is compiled by torch\.jit"):
         capture(model, (torch.randn(4, 4),), check_eval=False)
+
+
+def test_lazy_modules_need_a_first_call() -> None:
+    model, x = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(1)), torch.randn(4, 4)
+    with pytest.raises(CaptureError, match=r"'0.weight' has no size yet.*call the model once on a batch"):
+        capture(model, (x,), check_eval=False)
+    model(x)
+    assert not capture(model, (x,), check_eval=False).notes
+
+
+def test_distributions_are_traced_without_their_checks() -> None:
+    def take(linear: nn.Module, x: Tensor) -> Tensor:
+        mixture = torch.distributions.Categorical(logits=linear(x))
+        parts = torch.distributions.Normal(linear(x), 1 + linear(x).square())
+        return torch.distributions.MixtureSameFamily(mixture, parts).log_prob(x[:, 0])
+
+    model, x = Within(take), torch.randn(4, 4)
+    program = capture(model, (x,), check_eval=False)
+    assert torch.equal(run_graph(program, program.graph, model, {"x": x}, 4)[0], model(x))
+    with pytest.raises(ValueError, match="satisfy the constraint"):
+        torch.distributions.Normal(x, -x.abs())
