@@ -8,7 +8,8 @@ from typing import Any
 
 from autopart.breakdown import Breakdown, break_down, columns
 from autopart.cluster import Cluster
-from autopart.plan import SCHEDULES, Plan
+from autopart.plan import Plan
+from autopart.plan_checks import SCHEDULES
 from autopart.what_if import changed_as, cluster_named
 
 _OUTCOMES = {"step_time_s", "bound_s", "gap", "solve_s", "total_s", "tokens", "flops", "notes", "considered", "tied_s"}

@@ -13,7 +13,7 @@ from autopart.passes.data_axis import LEVELS
 from autopart.passes.program import Program
 from autopart.passes.rules import RuleBook
 from autopart.pins import Pins, check_stages, read_pins
-from autopart.plan import DROPOUT, check_warmup
+from autopart.plan_checks import DROPOUT, check_warmup
 from autopart.recomputation import RECOMPUTE
 from autopart.runtime.errors import BatchError, ClusterError, PlanError
 from autopart.runtime.schedule import NAMES

@@ -6,40 +6,26 @@ of :class:`Plan` or :class:`StagePlan`, and reading checks each and says where a
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from autopart.cost.communication import KINDS
+from autopart.plan_checks import check_devices, check_plan, check_stage
 from autopart.plan_file import build, pretty
-from autopart.report.units import counted
 from autopart.runtime.buckets import BUCKET_BYTES
-from autopart.runtime.errors import PlanError, ScheduleError
+from autopart.runtime.errors import PlanError
 from autopart.runtime.files import write_whole
-from autopart.runtime.manifest import MIXED
-from autopart.runtime.placement import Placement
-from autopart.runtime.schedule import NAMES, deeper_warmup, in_flight, make_schedule
+from autopart.runtime.schedule import in_flight
 from autopart.tensor_scheme import TensorScheme
-from autopart.update_memory import OPTIMIZERS
-from autopart.wishes import check_recorded
 
 if TYPE_CHECKING:
     from autopart.passes.program import Program
     from autopart.runtime.pipelining import PipelineStages
 
 VERSION = 1
-SCHEDULES = NAMES
-RECOMPUTE = ("none", "full", "some")
-DROPOUT = ("torch", "invariant")
-_MOST = 2**20
-"""Of blocks and of microbatches: no more of a schedule would fit into memory."""
-
 Mesh = tuple[tuple[str, int], ...]
 Transfers = tuple[tuple[int, int, float, float | None], ...]
 
@@ -95,47 +81,7 @@ class StagePlan:
     arrival_s: float = 0.0
 
     def __post_init__(self) -> None:
-        names = [name for name, _ in self.mesh]
-        _require(bool(self.mesh) and names[0] == "dp", f"mesh: the first axis is 'dp', found {names}; write ['dp', 1]")
-        _require(
-            not self.shares or (len(self.shares) == self.mesh[0][1] and min(self.shares) >= 1),
-            f"shares: a part of at least 1 for each replica, found {list(self.shares)}",
-        )
-        _require(len(set(names)) == len(names), f"mesh: two axes are both called one of {names}; rename one")
-        _require(all(size >= 1 for _, size in self.mesh), "mesh: an axis has at least 1 device")
-        _require(all(name.isidentifier() for name in names), f"mesh: axis names are identifiers, found {names}")
-        size = math.prod(size for _, size in self.mesh)
-        _require(
-            size == len(self.devices), f"mesh: {size} positions for {len(self.devices)} devices; make the product equal"
-        )
-        _require(len(set(self.devices)) == len(self.devices), "devices: a device is named twice; each has one place")
-        _require(all(device >= 0 for device in self.devices), "devices: numbers count from 0")
-        other = next((axis for axis in self.axis_collectives if axis not in names), None)
-        _require(other is None, f"axis_collectives: {other!r} is no axis of the mesh, which has {', '.join(names)}")
-        for name, counts in (
-            ("collectives", self.collectives),
-            ("step_collectives", self.step_collectives),
-            *((f"axis_collectives[{axis!r}]", counts) for axis, counts in self.axis_collectives.items()),
-        ):
-            unknown = next((kind for kind in counts if kind not in KINDS), None)
-            _require(unknown is None, f"{name}: {unknown!r} is none of {', '.join(KINDS)}")
-            least = min((number for count in counts.values() for number in count.values()), default=0)
-            _require(least >= 0, f"{name}: calls and bytes are at least 0, found {least}")
-        first, end = self.blocks
-        _require(0 <= first < end <= _MOST, f"blocks: expected [first, end) with first < end, found [{first}, {end})")
-        for name in (
-            "forward_s",
-            "backward_s",
-            "step_end_s",
-            "arrival_s",
-            "weight_s",
-            "memory_bytes",
-            "capacity_bytes",
-            "state_bytes",
-            "parameters",
-        ):
-            value = getattr(self, name)
-            _require(value >= 0 and math.isfinite(value), f"{name}: expected a number of at least 0, found {value}")
+        check_stage(self)
 
     @property
     def dp(self) -> int:
@@ -219,92 +165,7 @@ class Plan:
     example_batch: int = 0
 
     def __post_init__(self) -> None:
-        _require(self.schedule in SCHEDULES, f"schedule: {self.schedule!r} is not one of {', '.join(SCHEDULES)}")
-        _require(self.recompute in RECOMPUTE, f"recompute: {self.recompute!r} is not one of {', '.join(RECOMPUTE)}")
-        _require(
-            (self.recompute == "some") == any(stage.recompute for stage in self.stages),
-            'recompute: "some" where stages list layers to recompute, and only there; '
-            f"found {self.recompute!r} with {[list(stage.recompute) for stage in self.stages]}",
-        )
-        _require(self.dropout in DROPOUT, f"dropout: {self.dropout!r} is not one of {', '.join(DROPOUT)}")
-        _require(self.batch >= 1 and self.microbatches >= 1, "batch and microbatches: at least 1")
-        _require(self.example_batch >= 0, f"example_batch: at least 0, found {self.example_batch}")
-        _require(self.bucket_bytes >= 1, f"bucket_bytes: at least 1, found {self.bucket_bytes}")
-        _require(
-            self.shared_host >= 0 and 1 <= self.alone <= _MOST,
-            f"shared_host: at least 0, and alone: at least 1, found {self.shared_host} and {self.alone}",
-        )
-        _require(self.microbatches <= _MOST, f"microbatches: at most {_MOST}, found {self.microbatches}")
-        _require(
-            self.dtype in MIXED or isinstance(getattr(torch, self.dtype, None), torch.dtype),
-            f"dtype: one of torch's, such as bfloat16, or {', '.join(MIXED)}, found {self.dtype!r}",
-        )
-        _require(bool(self.stages), "stages: a plan has at least one stage")
-        if self.warmup:
-            check_warmup(self.schedule, self.warmup, len(self.stages))
-        for source, target, *seconds in self.transfers:
-            _require(
-                0 <= source < target < len(self.stages) and all(x is None or 0 <= x < math.inf for x in seconds),
-                f"transfers: [{source}, {target}, ...]: expected source < target < {len(self.stages)} and seconds",
-            )
-        groups = {stage.devices: stage.mesh for stage in self.stages}
-        used = [device for devices in groups for device in devices]
-        _require(
-            len(set(used)) == len(used),
-            "stages: a device is in two stages; stages share all of their devices, in the same order, or none",
-        )
-        _require(
-            all(stage.mesh == groups[stage.devices] for stage in self.stages),
-            "stages: two stages share their devices but not their mesh; give them the same mesh",
-        )
-        try:
-            chain = tuple((stage, stage + 1) for stage in range(len(self.stages) - 1))
-            make_schedule(self.schedule, len(self.stages), self.microbatches, chain, places=self.places)
-        except ScheduleError as error:
-            raise PlanError(f"schedule: {error}") from error
-        for index, (before, after) in enumerate(zip(self.stages, self.stages[1:], strict=False)):
-            _require(
-                before.blocks[1] == after.blocks[0],
-                f"stages[{index + 1}].blocks: starts at {after.blocks[0]}, the stage before ends at {before.blocks[1]}",
-            )
-        _require(self.stages[0].blocks[0] == 0, "stages[0].blocks: the first stage starts at block 0")
-        schemes = [scheme.value for scheme in TensorScheme]
-        _require(
-            self.tensor_scheme in schemes,
-            f"tensor_scheme: one of {', '.join(schemes)}, not {self.tensor_scheme!r}",
-        )
-        _require(self.optimizer in OPTIMIZERS, f"optimizer: one of {', '.join(OPTIMIZERS)}, not {self.optimizer!r}")
-        _require(
-            not self.order or sorted(self.order) == list(range(self.stages[-1].blocks[1])),
-            f"order: every block from 0 to {self.stages[-1].blocks[1] - 1} once, or nothing",
-        )
-        for index, stage in enumerate(self.stages):
-            parts = sum(stage.shares) // math.gcd(*stage.shares) if stage.shares else stage.dp
-            samples = self.microbatches * parts
-            pieces, replicas = counted(self.microbatches, "microbatch"), counted(stage.dp, "replica")
-            _require(
-                self.batch % samples == 0,
-                f"stages[{index}]: a batch of {self.batch} does not divide into {pieces} on "
-                f"{replicas}{f' with the shares {list(stage.shares)}' if stage.shares else ''}; make batch a "
-                f"multiple of {samples}",
-            )
-        for name in ("step_time_s", "bound_s", "gap", "solve_s", "total_s", "tokens", "flops", "peak_flops", "tied_s"):
-            value = getattr(self, name)
-            _require(value >= 0 and math.isfinite(value), f"{name}: expected a number of at least 0, found {value}")
-        check_recorded(self.asked)
-        for pattern, pinned in self.pins.items():
-            _require(
-                0 <= pinned < len(self.stages),
-                f"pins[{pattern!r}]: stage {pinned}, but the plan's stages are 0 to {len(self.stages) - 1}",
-            )
-        for pattern, level in self.zero.items():
-            _require(level in (0, 1, 2, 3), f"zero[{pattern!r}]: one of 0, 1, 2, 3, found {level}")
-        for pattern, text in self.storage.items():
-            for item in text.split(","):
-                try:
-                    Placement.parse(item.strip())
-                except ValueError as error:
-                    raise PlanError(f"storage[{pattern!r}]: {error}") from error
+        check_plan(self)
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -470,7 +331,7 @@ class Plan:
             raise PlanError(f"{where}: stages: expected a list of stages, found {str(raw_stages)[:120]}")
         stages = tuple(build(StagePlan, item, f"{where}: stages[{index}]") for index, item in enumerate(raw_stages))
         plan = build(Plan, {**data, "stages": stages}, where)
-        _check_devices(plan, where)
+        check_devices(plan, where)
         return plan
 
     @staticmethod
@@ -483,37 +344,3 @@ class Plan:
         except UnicodeDecodeError as error:
             raise PlanError(f"{path} is not a text file; make a plan with 'autopart plan'") from error
         return Plan.from_json(text, str(path))
-
-
-def check_warmup(schedule: str, warmup: Sequence[int], stages: int) -> None:
-    """Raises PlanError when the schedule has no warm-up, or stages would wait for each other."""
-    _require(schedule == "1f1b", f"warmup: only the schedule 1f1b has a warm-up, not {schedule}; leave it out")
-    least = f"such as {list(deeper_warmup(stages, 1))}"
-    _require(len(warmup) == stages, f"warmup: one number for each of {stages} stages, {least}, found {list(warmup)}")
-    falls = all(before >= after for before, after in itertools.pairwise(warmup))
-    _require(
-        falls and min(warmup) >= 0,
-        f"warmup: a stage runs ahead at least as far as the next one, {least}; with {list(warmup)} they would wait for "
-        "each other",
-    )
-
-
-def _check_devices(plan: Plan, where: str) -> None:
-    """Raises PlanError for devices that the plan's cluster does not have, as far as its name tells how many it has."""
-    from autopart.what_if import cluster_named
-
-    cluster = cluster_named(plan.cluster)
-    if cluster is None:
-        return
-    for index, stage in enumerate(plan.stages):
-        last = max(stage.devices)
-        _require(
-            last < cluster.device_count,
-            f"{where}: stages[{index}].devices: there is no device {last} in {plan.cluster}, whose "
-            f"{counted(cluster.device_count, 'device')} count from 0; name others, or plan again",
-        )
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise PlanError(message)
