@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -39,6 +39,8 @@ MOST_UNPRICED = 8
 """Stages up to which a pipeline is bounded without prices of layers' strategies before these are found."""
 _NEAR = 0.01
 """Of the seconds of interest: a bound that is nearer to them is good enough."""
+_LEAST_SUMS = 0.01
+"""Of a step: sums of tied gradients that take less are not weighed against strategies that divide these."""
 _MOST_LONGER = 3.0
 """How many times as long as without memory: more is not told apart."""
 
@@ -56,7 +58,7 @@ class CandidateFloors(CandidateSums):
     _enough: dict[object, float] = field(default_factory=dict)  # from where such a bound was not raised further
     _added: dict[_Key, float] = field(default_factory=dict)
     _floors: dict[_Key, float] = field(default_factory=dict)  # of pipelines that end whole
-    _rows: dict[_Key, Divisions | None] = field(default_factory=dict)
+    _rows: dict[tuple[Degrees, tuple[int, ...], float, bool], Divisions | None] = field(default_factory=dict)
     _starting: dict[str, float] = field(default_factory=dict)  # of a microbatch, by what is computed again
     _started: HostStarts | None = None
     _last_ops: list[fx.Node] = field(init=False)  # of a forward, from the last parameter on
@@ -195,15 +197,20 @@ class CandidateFloors(CandidateSums):
             read |= new
         return found
 
-    def divided_floor(self, config: Degrees, below: float, effort: Effort = SHORT) -> float:
-        """The same, of stages that are runs of whole blocks, with the strategies of layers that few are alike to."""
+    def divided_floor(self, config: Degrees, below: float, effort: Effort = SHORT, whole: bool = False) -> float:
+        """The same, of stages that are runs of whole blocks, with the strategies of layers that few are alike to.
+
+        whole: where tensor ranks have parameters whole that several blocks read.
+        """
         known = self._pipeline_floor(config, self._work_bound(config))
         if known >= below:
             return known
         if not self._in_runs(config):
             parts = self._pipeline(config, self._work_bound(config), others=True)
-            return known if parts is None else max(known, self._tied_floor(config, least_step_seconds(*parts, below)))
-        divisions = self._divisions_of(config)
+            if parts is None:
+                return known
+            return max(known, self._tied_floor(config, least_step_seconds(*parts, below), whole))
+        divisions = self._divisions_of(config, whole)
         if divisions is None:
             return known
         return divisions.least_seconds(known, below, effort)
@@ -227,15 +234,15 @@ class CandidateFloors(CandidateSums):
         """Of the ops of a microbatch, as far as a solver was asked."""
         return self._work_bounds.get(self._strategies_key(config), 0.0)
 
-    def _divisions_of(self, config: Degrees) -> Divisions | None:
+    def _divisions_of(self, config: Degrees, whole: bool = False) -> Divisions | None:
         work = self._work_bound(config)
-        key = config, self.levels(config), work
+        key = config, self.levels(config), work, whole
         if key not in self._rows:
             parts = self._pipeline(config, work, others=True)
-            self._rows[key] = None if parts is None else Divisions(*parts[:2], self._row(config), parts[2])
+            self._rows[key] = None if parts is None else Divisions(*parts[:2], self._row(config, whole), parts[2])
         return self._rows[key]
 
-    def _row(self, config: Degrees) -> Row:
+    def _row(self, config: Degrees, whole: bool) -> Row:
         layers = [*self.alike_layers(), *self._other_layers(config)]
         places = {
             block: Place(family, layer, piece)
@@ -259,7 +266,7 @@ class CandidateFloors(CandidateSums):
         transfers = {link: [(cut.forward_s, cut.backward_s) for cut in own] for link, own in cuts.items()}
         tied = self._pieces.tied(self._piece_setting(config, transients=False))
         summed: dict[tuple[int, ...], float] = {}
-        for blocks, seconds in self._tied_seconds(config):
+        for _, blocks, seconds in self._tied_seconds(config, whole):
             summed[blocks] = summed.get(blocks, 0.0) + seconds
         return Row(
             tuple(places[block] for block in range(len(places))),
@@ -278,25 +285,40 @@ class CandidateFloors(CandidateSums):
             found[link] = min(there, default=0.0), min(back, default=0.0)
         return tuple(found[link][0] for link in links), tuple(found[link][1] for link in links)
 
-    def _tied_floor(self, config: Degrees, found: float) -> float:
+    def _tied_floor(self, config: Degrees, found: float, whole: bool = False) -> float:
         """With sums of gradients of parameters that several stages read, or all in between in one stage."""
         if config.pp == 1:
             return found
-        seconds, first = self._op_seconds(config), self.analysis.first
-        for blocks, tied in self._tied_seconds(config):
-            between = (self.analysis.blocks[number] for number in self.positions.between(blocks))
-            alone = math.fsum(sum(seconds(first.get(op, op))) for block in between for op in block.nodes)
-            found = min(found + tied, max(found, config.microbatches * alone))
+        for _, blocks, tied in self._tied_seconds(config, whole):
+            found = min(found + tied, max(found, self._alone_seconds(config, blocks)))
         return found
 
-    def _tied_seconds(self, config: Degrees) -> Iterator[tuple[tuple[int, ...], float]]:
-        """Of each trained parameter that several blocks read these, and seconds to sum its gradient between stages."""
+    def _alone_seconds(self, config: Degrees, blocks: Sequence[int]) -> float:
+        """Of a step in which these blocks, and what lies between them, are in one stage: it does all of them for each
+        microbatch, and what passes a cut that parts none of them passes one after the other.
+        """
+        seconds, first = self._op_seconds(config), self.analysis.first
+        between = (self.analysis.blocks[number] for number in self.positions.between(tuple(blocks)))
+        alone = math.fsum(sum(seconds(first.get(op, op))) for block in between for op in block.nodes)
+        m, mask, passing = config.microbatches, sum(1 << block for block in set(blocks)), math.inf
+        for link in dict.fromkeys(self._stage_links(config)) if config.virtual == 1 else ():  # else some pass on a rank
+            cuts = self.least_cuts(config, link)
+            for inside, cut in list(zip(self.positions.sets, cuts, strict=True))[1:-1]:
+                if inside & mask in (0, mask):
+                    passing = min(passing, cut.seconds + (m - 1) * max(cut.forward_s, cut.backward_s))
+        return max(m * alone, alone + passing) if passing < math.inf else m * alone
+
+    def _tied_seconds(self, config: Degrees, whole: bool = False) -> Iterator[tuple[fx.Node, tuple[int, ...], float]]:
+        """Trained parameters that several blocks read, these, and the least seconds in which stages sum a gradient.
+
+        whole: where tensor ranks have them whole; else these share them.
+        """
         ends = self.layout.stage_link(config, 0, config.pp - 1)
-        ranks = config.tp * (config.dp if max(self.levels(config)) >= 2 else 1)  # that share a gradient at most
+        ranks = (1 if whole else config.tp) * (config.dp if max(self.levels(config)) >= 2 else 1)
         for node, blocks in self.readers.items():
             if len(blocks) > 1 and node.meta.get("trainable"):
                 size = value_bytes(Value(node)).at(1) / ranks
-                yield blocks, bucketed_all_reduce_seconds(size * self.summed, 2, ends)
+                yield node, blocks, bucketed_all_reduce_seconds(size * self.summed, 2, ends)
 
     def _order_floor(self, config: Degrees, work: float, below: float) -> float:
         """What the order of a schedule with W apart, or several stages on a rank, makes of so many seconds at least.
@@ -324,6 +346,12 @@ class CandidateFloors(CandidateSums):
 
     def last_floor(self, config: Degrees, below: float) -> float:
         """The best bound there is, which takes the longest. below: seconds from which more are of no interest."""
+        found = self._last_floor(config, below)
+        several = config.pp > 1 and len(config.axes) == 1 and config.schedule in WHOLE_SCHEDULES
+        return max(found, self._shared_or_whole(config, found, below)) if several and found < below else found
+
+    def _last_floor(self, config: Degrees, below: float) -> float:
+        """The same, with tied gradients that tensor ranks share for nothing."""
         if self._pipeline(config, 0.0, priced=False) is None:
             found = self.strategy_floor(config)
             return max(found, self.sums_floor(config, below)) if found < below else found
@@ -346,8 +374,11 @@ class CandidateFloors(CandidateSums):
             return 0.0
         return self._tied_floor(config, self.divided_sums(config) / self.faster(config))
 
-    def strategy_floor(self, config: Degrees) -> float:
-        """The same from the best strategies whose parameters fit, which takes a solver for every candidate."""
+    def strategy_floor(self, config: Degrees, divided: fx.Node | None = None) -> float:
+        """The same from the best strategies whose parameters fit, which takes a solver for every candidate.
+
+        divided: a parameter that tensor ranks share, whatever that makes its readers exchange.
+        """
         if not config.axes:
             return self.work_floor(config)
         room = sum(self._rooms(config))
@@ -355,11 +386,28 @@ class CandidateFloors(CandidateSums):
             work = work_bound(
                 *(self.analysis, self._folded, self.setting(config), self._block_costs, self.time_limit_s),
                 *(self.optimizer, room, self.levels(config)),
+                divided=divided,
             )
         except InfeasibleError:
-            return self.work_floor(config)
+            return self.work_floor(config) if divided is None else math.inf
         summed = not self._divides(config) and not self.zero
         return max(self.work_floor(config), self._floor(work + self.besides_seconds(config), config, summed))
+
+    def _shared_or_whole(self, config: Degrees, found: float, below: float) -> float:
+        """With sums of tied gradients of several stages on one tensor axis, whose ranks have these whole, or share one,
+        which makes its readers exchange more; or whose readers are in one stage. found: as if shared for nothing.
+        """
+        whole = [seconds for _, _, seconds in self._tied_seconds(config, whole=True)]
+        if max(whole, default=0.0) < _LEAST_SUMS * found:
+            return found
+        least = self._tied_floor(config, self.known_floor(config), whole=True)
+        if self._pipeline(config, 0.0, priced=False) is not None:
+            least = max(least, self.divided_floor(config, below, whole=True))
+        for node, blocks, seconds in self._tied_seconds(config):
+            if least > found:
+                alone = max(found, self._alone_seconds(config, blocks))
+                least = min(least, alone, self.strategy_floor(config, node) + seconds)
+        return least
 
     def shared_floor(self, config: Degrees) -> float:
         """The same under any factoring of the tensor ranks into axes: work shared perfectly, and memory; no solver."""

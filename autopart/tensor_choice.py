@@ -45,6 +45,7 @@ from autopart.passes.conversion import Axes
 from autopart.passes.graph import Value
 from autopart.passes.rules import is_differentiable
 from autopart.prices import Chosen, Prices, share_of
+from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.placement import BROADCAST, REPLICATE, Placements
 from autopart.solver import cache, tensor_transient
 from autopart.solver.search_space import NotBetter
@@ -178,13 +179,15 @@ def work_bound(
     memory_limit: float | None = None,
     levels: Sequence[int] = (0,),
     enough: float = math.inf,
+    divided: fx.Node | None = None,
 ) -> float:
     """Seconds that the ops of one microbatch, with what they exchange over tensor axes, take under any strategies.
 
     memory_limit: bytes of all parameters of a rank in each stage, together. enough: seconds from which more are of no
-    interest. Raises InfeasibleError where no strategies hold that little.
+    interest. divided: a parameter that no rank has whole. Raises InfeasibleError where no strategies hold that little,
+    or divide it.
     """
-    return Builder(analysis, folded, setting, block_costs, optimizer, levels).work_bound(
+    return Builder(analysis, folded, setting, block_costs, optimizer, levels, divided=divided).work_bound(
         memory_limit, time_limit_s, enough
     )
 
@@ -200,6 +203,7 @@ class Builder:
     optimizer: str
     levels: Sequence[int]
     stages: int = 1
+    divided: fx.Node | None = None
     _least: dict[fx.Node, dict[int, float]] = field(default_factory=dict)
     _first: dict[tuple[str, ...], fx.Node] = field(default_factory=dict)  # of each class
 
@@ -428,6 +432,10 @@ class Builder:
         if not is_stored(nodes[0]):
             return replace(op, choices=tuple(replace(choice, memory=0.0, transient=0.0) for choice in op.choices))
         ways = self.ways(nodes[0])
+        if self.divided in nodes:
+            ways = [way for way in ways if share_of(stored_as(way[0]), self.setting.sizes) < 1]
+            if not ways:
+                raise InfeasibleError(f"no strategy divides {op.name}")
         return Op(op.name, tuple(self.stored(nodes[0], *way, len(nodes), ends=False) for way in ways))
 
     def solution(
