@@ -33,6 +33,8 @@ from autopart.solver.stages_runs import Array
 
 _NEAR = 5e-4
 """Between what is proved and the best, in parts of the best, from where no better way is sought."""
+_SAME = 1e-9
+"""Seconds of divisions that differ by no more are the same."""
 _ROUNDS, _REFINED = 8, 20
 """Times for which ways are sought, and how often for each with exact seconds of more stages."""
 
@@ -68,7 +70,8 @@ def faster_way(graph: StageGraph, known: Way, floor: float, timed: Timed) -> tup
             best, least = whole, seconds
             high = min(high, least - problem.tied_seconds(whole))
     for _ in range(_ROUNDS):
-        way, bound = fastest_listed(graph, least - problem.tied_seconds(best), tied=True) or (None, low)
+        below = (1 - _SAME) * (least - problem.tied_seconds(best))
+        way, bound = fastest_listed(graph, below, tied=True) or (None, low)
         low = max(low, bound)
         if way is None:
             break
