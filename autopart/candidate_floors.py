@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 from torch import fx
 
 from autopart.candidate_settings import same_but_for_memory
-from autopart.candidate_sums import CandidateSums
+from autopart.candidate_tied import CandidateTied
 from autopart.cluster import Cluster
 from autopart.conversion_prices import TensorAxis
 from autopart.cost.communication import bucketed_all_reduce_seconds
@@ -19,8 +18,6 @@ from autopart.cost.devices import Device, Link
 from autopart.host_starts import HostStarts
 from autopart.memory_bound import least_added
 from autopart.passes import graph as graphs
-from autopart.passes.amounts import value_bytes
-from autopart.passes.graph import Value
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import SPLIT_SCHEDULES, in_flight
 from autopart.solver.degrees import Config, Degrees
@@ -49,7 +46,7 @@ _Key = tuple[Degrees, tuple[int, ...], float]
 
 
 @dataclass(slots=True)
-class CandidateFloors(CandidateSums):
+class CandidateFloors(CandidateTied):
     """Lower bounds of candidates; what is found for one is kept for those that share it."""
 
     alike: list[tuple[tuple[fx.Node, bool], int]] = field(init=False)  # an op of each class, computed again; how many
@@ -64,7 +61,7 @@ class CandidateFloors(CandidateSums):
     _last_ops: list[fx.Node] = field(init=False)  # of a forward, from the last parameter on
 
     def __post_init__(self) -> None:
-        CandidateSums.__post_init__(self)
+        CandidateTied.__post_init__(self)
         self.alike = self._counted()
         self._last_ops = self._behind_weights()
 
@@ -73,7 +70,7 @@ class CandidateFloors(CandidateSums):
         return list(Counter((first.get(node, node), self.runs_again(node)) for node in self.analysis.block_of).items())
 
     def _with(self, cluster: Cluster, device: Device, whole: frozenset[str]) -> Self:
-        found = CandidateSums._with(self, cluster, device, whole)
+        found = CandidateTied._with(self, cluster, device, whole)
         found._added, found._floors, found._rows, found._late = {}, {}, {}, {}
         if device.kind != self.device.kind:
             found.alike = found._counted()
@@ -284,41 +281,6 @@ class CandidateFloors(CandidateSums):
             there, back = ((cut.forward_s for cut in cuts), (cut.backward_s for cut in cuts))
             found[link] = min(there, default=0.0), min(back, default=0.0)
         return tuple(found[link][0] for link in links), tuple(found[link][1] for link in links)
-
-    def _tied_floor(self, config: Degrees, found: float, whole: bool = False) -> float:
-        """With sums of gradients of parameters that several stages read, or all in between in one stage."""
-        if config.pp == 1:
-            return found
-        for _, blocks, tied in self._tied_seconds(config, whole):
-            found = min(found + tied, max(found, self._alone_seconds(config, blocks)))
-        return found
-
-    def _alone_seconds(self, config: Degrees, blocks: Sequence[int]) -> float:
-        """Of a step in which these blocks, and what lies between them, are in one stage: it does all of them for each
-        microbatch, and what passes a cut that parts none of them passes one after the other.
-        """
-        seconds, first = self._op_seconds(config), self.analysis.first
-        between = (self.analysis.blocks[number] for number in self.positions.between(tuple(blocks)))
-        alone = math.fsum(sum(seconds(first.get(op, op))) for block in between for op in block.nodes)
-        m, mask, passing = config.microbatches, sum(1 << block for block in set(blocks)), math.inf
-        for link in dict.fromkeys(self._stage_links(config)) if config.virtual == 1 else ():  # else some pass on a rank
-            cuts = self.least_cuts(config, link)
-            for inside, cut in list(zip(self.positions.sets, cuts, strict=True))[1:-1]:
-                if inside & mask in (0, mask):
-                    passing = min(passing, cut.seconds + (m - 1) * max(cut.forward_s, cut.backward_s))
-        return max(m * alone, alone + passing) if passing < math.inf else m * alone
-
-    def _tied_seconds(self, config: Degrees, whole: bool = False) -> Iterator[tuple[fx.Node, tuple[int, ...], float]]:
-        """Trained parameters that several blocks read, these, and the least seconds in which stages sum a gradient.
-
-        whole: where tensor ranks have them whole; else these share them.
-        """
-        ends = self.layout.stage_link(config, 0, config.pp - 1)
-        ranks = (1 if whole else config.tp) * (config.dp if max(self.levels(config)) >= 2 else 1)
-        for node, blocks in self.readers.items():
-            if len(blocks) > 1 and node.meta.get("trainable"):
-                size = value_bytes(Value(node)).at(1) / ranks
-                yield node, blocks, bucketed_all_reduce_seconds(size * self.summed, 2, ends)
 
     def _order_floor(self, config: Degrees, work: float, below: float) -> float:
         """What the order of a schedule with W apart, or several stages on a rank, makes of so many seconds at least.

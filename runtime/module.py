@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopart.runtime.attach import Shown, hand_out, refuse, run_later
+from autopart.runtime.attach import Shown, hand_out, run_later
 from autopart.runtime.buckets import BUCKET_BYTES
 from autopart.runtime.data_weights import Pass, Weights
 from autopart.runtime.double_buffer import DoubleBuffer, check_nothing_waits
@@ -47,6 +47,7 @@ from autopart.runtime.norms import GradientNorms
 from autopart.runtime.optimizers import OptimizerCheck
 from autopart.runtime.outputs import collect, collect_later, gradient_piece
 from autopart.runtime.pipelining import PipelineStages, to_pipeline_stages
+from autopart.runtime.refused import refused
 from autopart.runtime.rng import default_generator, resumed
 from autopart.runtime.schedule import backward_part, forward_part
 from autopart.runtime.schedule.receipts import Receipts
@@ -56,13 +57,6 @@ from autopart.runtime.trace import Recorder, Timeline, gather_timelines, save_tr
 from autopart.runtime.traffic import Traffic
 from autopart.runtime.variants import Variant, Variants
 from autopart.runtime.written_buffers import set_values, written_once
-
-_OF_ANOTHER = "has no gradient here: in training a call goes back from"
-_ALONE = "alone, before it returns; add this output to the loss inside the model, or detach() it"
-_IN_EVALUATION = (
-    "has no gradient here: in evaluation mode a call runs forward alone; call model.train(), and eval() of single "
-    "modules that are to stay so before the first call, or detach() it, or call the model under torch.no_grad()"
-)
 
 
 class ParallelModule(HeldStages):
@@ -278,7 +272,7 @@ class ParallelModule(HeldStages):
         values[loss_name] = hand_out(values[loss_name], gradients, parameters, scale, self._shown(parameters))
         if self.returned == "all":
             others = [spec for spec in wanted if spec.name != loss_name]
-            values.update(self._refused(others, values, f"{_OF_ANOTHER} {loss_name!r} {_ALONE}"))
+            values.update(refused(others, values, loss_name))
             values.update(_constants(variant))
         return rebuild(variant.manifest.output_structure, values)
 
@@ -391,15 +385,9 @@ class ParallelModule(HeldStages):
         if self.training:
             average_buffers(self.manifest, self.mesh, self._buffers_by_name())
         values = self._collected(variant.outputs, run, division)
-        if torch.is_grad_enabled():
-            values.update(self._refused(variant.outputs, values, _IN_EVALUATION))
+        if torch.is_grad_enabled() and self._trainable():
+            values.update(refused(variant.outputs, values))
         return rebuild(variant.manifest.output_structure, {**values, **_constants(variant)})
-
-    def _refused(self, specs: Sequence[OutputSpec], values: Mapping[str, Tensor], why: str) -> dict[str, Tensor]:
-        """Of these outputs those that have a gradient in the original, which this call does not compute."""
-        if not self._trainable():
-            return {}
-        return {spec.name: refuse(values[spec.name], f"{spec.name!r} {why}") for spec in specs if spec.differentiable}
 
     def _collected(self, specs: Sequence[OutputSpec], run: Run, division: Division) -> dict[str, Any]:
         """The outputs of the whole batch by name. All ranks call it for the same ones."""
