@@ -2,10 +2,11 @@
 
     python benchmarks/planned_memory.py [--only TEXT] [--list]
 
-Models without weights on four H100, in bfloat16: four replicas, two stages of two, two of two tensor ranks, and four
-stages, under 1F1B and under GPipe; two and eight microbatches; nothing computed again, and every layer. Of each rank
-the libraries' part is left out of both. The exact peak is what ``autopart explain plan.json --model`` prints
-(:mod:`autopart.rank_peaks`), which ``benchmarks/memory.py`` holds against real steps. --list: every rank.
+Models without weights on four H200, where all of these fit, in bfloat16: four replicas, two stages of two, two of two
+tensor ranks, and four stages, under 1F1B and under GPipe; two and eight microbatches; nothing computed again, and every
+layer. Of each rank the libraries' part is left out of both. The exact peak is what ``autopart explain plan.json
+--model`` prints (:mod:`autopart.rank_peaks`), which ``benchmarks/memory.py`` holds against real steps. --list: every
+rank.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="models whose name contains it")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
-    cluster, found = Cluster.parse("4xH100"), dict[int, list[float]]()
+    cluster, found = Cluster.parse("4xH200"), dict[int, list[float]]()
     for name, spec in MODELS.items():
         if options.only not in name:
             continue
