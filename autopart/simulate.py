@@ -9,15 +9,20 @@ backward, what the weights' share needs of them until its end, and what is tempo
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from autopart.runtime.errors import ScheduleError
 from autopart.runtime.schedule import Action, Schedule, Work
 from autopart.runtime.schedule.actions import SEND_OF
 from autopart.runtime.schedule.double_buffered import unrolled
 from autopart.runtime.schedule.exchanges import Step
+
+Seconds = TypeVar("Seconds", bound=Any)
+"""A number, or an array of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,17 +259,35 @@ def row_makespan(
 
     order: by stage. there, back: seconds of sending a microbatch from stage s to s + 1, and its gradient back.
     """
+    forward, backward = [own.forward_s for own in times], [own.backward_s for own in times]
+    return row_end(order, forward, backward, [own.reduce_s for own in times], there, back, 0.0, max)
+
+
+def row_end(
+    order: Sequence[Sequence[Step]],
+    forward: Sequence[Seconds],
+    backward: Sequence[Seconds],
+    ends: Sequence[Seconds],
+    there: Sequence[Seconds],
+    back: Sequence[Seconds],
+    start: Seconds,
+    largest: Callable[[Seconds, Seconds], Seconds],
+) -> Seconds:
+    """The same in numbers, or in arrays with one for each of many rows: of stages forward, backward and at their end.
+
+    start: when all begin. largest: of two such seconds the larger.
+    """
     last = len(order) - 1
-    values: list[dict[int, float]] = [{} for _ in order]  # by stage, when what microbatches need has arrived
-    gradients: list[dict[int, float]] = [{} for _ in order]
-    now, at, end = [0.0] * len(order), [0] * len(order), 0.0
-    free_there, free_back = [0.0] * len(order), [0.0] * len(order)
+    values: list[dict[int, Seconds]] = [{} for _ in order]  # by stage, when what microbatches need has arrived
+    gradients: list[dict[int, Seconds]] = [{} for _ in order]
+    now, at = [start] * len(order), [0] * len(order)
+    free_there, free_back = [start] * len(order), [start] * len(order)
     moved = True
     while moved:
         moved = False
         for stage, steps in enumerate(order):
             clock, position, count = now[stage], at[stage], len(steps)
-            forward_s, backward_s = times[stage].forward_s, times[stage].backward_s
+            forward_s, backward_s = forward[stage], backward[stage]
             while position < count:
                 work, _, k = steps[position]
                 if work == "F":
@@ -272,27 +295,26 @@ def row_makespan(
                         arrival = values[stage].pop(k, None)
                         if arrival is None:
                             break
-                        clock = max(clock, arrival)
-                    clock += forward_s
+                        clock = largest(clock, arrival)
+                    clock = clock + forward_s
                     if stage < last:
-                        ends = free_there[stage] = max(clock, free_there[stage]) + there[stage]
-                        values[stage + 1][k] = ends
-                        end = max(end, ends)
+                        free_there[stage] = largest(clock, free_there[stage]) + there[stage]
+                        values[stage + 1][k] = free_there[stage]
                 else:
                     if stage < last:
                         arrival = gradients[stage].pop(k, None)
                         if arrival is None:
                             break
-                        clock = max(clock, arrival)
-                    clock += backward_s
+                        clock = largest(clock, arrival)
+                    clock = clock + backward_s
                     if stage:
-                        ends = free_back[stage] = max(clock, free_back[stage]) + back[stage - 1]
-                        gradients[stage - 1][k] = ends
-                        end = max(end, ends)
+                        free_back[stage] = largest(clock, free_back[stage]) + back[stage - 1]
+                        gradients[stage - 1][k] = free_back[stage]
                 position += 1
             moved, now[stage], at[stage] = moved or position > at[stage], clock, position
     assert all(position == len(steps) for position, steps in zip(at, order, strict=True)), "a row's orders do not wait"
-    return max(end, *(clock + own.reduce_s for clock, own in zip(now, times, strict=True)))
+    # what is sent is waited for by a computation, which ends later
+    return functools.reduce(largest, [clock + end for clock, end in zip(now, ends, strict=True)])
 
 
 def simulate(

@@ -23,6 +23,7 @@ from typing import TypeVar
 import numpy as np
 
 from autopart.runtime.schedule.flushing import one_f_one_b_order
+from autopart.simulate import row_end
 from autopart.solver.stages_graph import StageGraph
 from autopart.solver.stages_problem import Step, Way
 from autopart.solver.stages_runs import Array, Numbers
@@ -203,8 +204,8 @@ def _crossed(graph: StageGraph, found: _Listed, which: Numbers, table: int, run:
 
 
 def _makespans(graph: StageGraph, listed: _Listed) -> Array:
-    """Seconds of a step of each division, as :func:`autopart.simulate.row_makespan` has them for one."""
-    problem, last = graph.problem, graph.problem.stages - 1
+    """Seconds of a step of each division."""
+    problem = graph.problem
     order = one_f_one_b_order(problem.stages, problem.microbatches, [max(held, 1) - 1 for held in problem.in_flight])
     forward, backward, ends = [], [], []
     for tables, run in zip(listed.tables, listed.runs, strict=True):
@@ -214,32 +215,7 @@ def _makespans(graph: StageGraph, listed: _Listed) -> Array:
         forward.append(there)
         backward.append(seconds - there)
         ends.append(np.maximum(graph.ends[tables, run] - seconds, 0.0))
-    count = len(listed.place)
-    values: list[dict[int, Array]] = [{} for _ in order]  # by stage, when what microbatches need has arrived
-    gradients: list[dict[int, Array]] = [{} for _ in order]
-    clocks, at = [np.zeros(count) for _ in order], [0] * len(order)
-    free_there, free_back = [np.zeros(count) for _ in order], [np.zeros(count) for _ in order]
-    while any(position < len(steps) for position, steps in zip(at, order, strict=True)):
-        for stage, steps in enumerate(order):
-            clock = clocks[stage]
-            while at[stage] < len(steps):
-                work, _, k = steps[at[stage]]
-                needed, has = (values, stage > 0) if work == "F" else (gradients, stage < last)
-                if has and k not in needed[stage]:
-                    break
-                if has:
-                    clock = np.maximum(clock, needed[stage].pop(k))
-                if work == "F":
-                    clock = clock + forward[stage]
-                    if stage < last:
-                        sent = np.maximum(clock, free_there[stage]) + listed.there[stage + 1]
-                        free_there[stage] = values[stage + 1][k] = sent
-                else:
-                    clock = clock + backward[stage]
-                    if stage:
-                        sent = np.maximum(clock, free_back[stage]) + listed.back[stage]
-                        free_back[stage] = gradients[stage - 1][k] = sent
-                at[stage] += 1
-            clocks[stage] = clock
-    found: Array = np.maximum.reduce([clock + end for clock, end in zip(clocks, ends, strict=True)])
+    found: Array = row_end(
+        *(order, forward, backward, ends, listed.there[1:], listed.back[1:], np.zeros(len(listed.place)), np.maximum)
+    )
     return found
