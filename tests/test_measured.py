@@ -8,31 +8,37 @@ from pathlib import Path
 
 import pytest
 
+import autopart
+from autopart.analysis import analyze
 from autopart.cli import main
-from autopart.cost.gpt import Style
+from autopart.cluster import Cluster
+from autopart.cost.devices import link
+from autopart.cost.gpt import Gpt, Style, layer_products
 from autopart.cost.measured import read_file, read_measurements
-from autopart.cost.published import KEPT_ASIDE, published_text
-from autopart.cost.training import memory_bytes, step_seconds
+from autopart.cost.products import forward_products
+from autopart.cost.published import AS_MEASURED, Measurement, published_text
+from autopart.cost.training import Layout, memory_bytes, step_seconds
 from autopart.cost.validate import published, summarize, validate
+from autopart.models import load_model
 from autopart.runtime.errors import InputError
 
 HEAD = "layers,hidden,heads,cluster,batch,tp,pp,seconds"
 ROW = "24,1024,16,8xA100-80GB,64,2,2,1.5"
-LIMITS = {"megatron_sc21_table2": 0.06, "megatron_recomputation": 0.10, "nemo_gpt": 0.04}
+LIMITS = {"nemo_h100": 0.05, "megatron_sc21_table2": 0.06, "megatron_recomputation": 0.10, "nemo_gpt": 0.04}
 
 
-@pytest.mark.parametrize("name", KEPT_ASIDE)
-def test_tables_that_nothing_was_fitted_to(name: str) -> None:
+@pytest.mark.parametrize("name", AS_MEASURED)
+def test_tables_of_that_form(name: str) -> None:
     rows = published()[name]
-    assert {item.half for item in rows} == {"test"}
+    assert {item.half for item in rows} == ({"fit", "test"} if name == "nemo_h100" else {"test"})
     found = summarize(name, validate(rows))
-    assert found.fit_error is None and found.error == found.test_error <= LIMITS[name]
+    assert max(found.error, found.test_error) <= LIMITS[name]
     assert found.error < found.naive_error and found.rank_correlation >= 0.95
 
 
-def test_runs_of_another_engine_are_kept_beside() -> None:
-    """Priced as Megatron-LM would run them; docs/cost-model.md says how far off that is."""
-    name = "megatron_deepspeed"
+@pytest.mark.parametrize("name", ["megatron_deepspeed", "nemo_gb200"])
+def test_runs_of_another_engine_or_device_are_kept_beside(name: str) -> None:
+    """Priced as Megatron-LM would run them, on B200; docs/cost-model.md says how far off that is."""
     found = summarize(name, validate(read_measurements(published_text(name).splitlines(), name, f"{name}.csv")))
     assert found.error < 0.2 and found.rank_correlation == 1.0
 
@@ -99,6 +105,10 @@ def test_layers_that_do_not_divide_into_the_stages() -> None:
         (f"{HEAD}\n{ROW.replace('16', '15')}", "line 2: .*heads divide the width"),
         (f"{HEAD},recompute\n{ROW},most", "line 2: .*recompute is one of full"),
         (f"{HEAD},overlap\n{ROW},true", "line 2: overlap is yes or no, not 'true'"),
+        (f"{HEAD},half\n{ROW},both", "line 2: half is one of fit, test, not 'both'"),
+        (f"{HEAD},kv_heads\n{ROW},5", "line 2: heads of keys and values divide the heads"),
+        (f"{HEAD},cp\n{ROW},3", "line 2: 8 devices do not divide by tp x pp x cp"),
+        (f"{HEAD},cp,sequence\n{ROW},2,1025", "line 2: a sequence of 1025 does not divide among 2 ranks"),
         (f"{HEAD}\n{ROW.replace('24,', '1,', 1)}", "line 2: 2 stages need as many layers, there are 1"),
         (f"{HEAD},balanced\n{ROW.replace('24,', '1,', 1).replace('2,2,', '1,8,')},yes", "8 .* halves of layers, .* 2"),
     ],
@@ -148,3 +158,86 @@ def test_what_runs_again_is_not_kept() -> None:
     # equations 2 and 4 of arXiv 2205.05198, and a layer's input
     assert none - selective == pytest.approx(layers * 5 * 64 * 2048 * tokens / t)
     assert selective - full == pytest.approx(layers * tokens * 6144 * (10 + 24 / t - 2))
+
+
+def _llama() -> tuple[Measurement, Layout]:
+    """405 B on 576 H100: tensor ranks, ranks of a sequence, interleaved stages."""
+    (row,) = (item for item in published()["nemo_h100"] if item.name == "Llama 3.1 405B, 126 layers on 576")
+    return row, row.layouts[0]
+
+
+def test_sizes_of_llamas() -> None:
+    """As their authors give them; a GPT's are in test_validate."""
+    sizes = {item.name.split(" on ")[0]: item.model.parameters / 1e9 for item in published()["nemo_h100"]}
+    assert sizes["Llama 3.1 8B"] == pytest.approx(8.03, abs=0.01)
+    assert sizes["Llama 3.1 70B"] == pytest.approx(70.55, abs=0.01)
+    assert sizes["Nemotron-4 15B"] == pytest.approx(15.6, abs=0.1)
+    assert sizes["Nemotron-4 340B"] == pytest.approx(341, abs=1)
+
+
+def test_products_are_those_of_a_captured_llama() -> None:
+    spec = (
+        "hf:llama?num_hidden_layers=2&hidden_size=256&intermediate_size=704&num_attention_heads=8"
+        "&num_key_value_heads=2&vocab_size=1024&batch=4&seq=128&dtype=fp16&padding=no"
+    )
+    loaded = load_model(spec, meta=True)
+    found = analyze(autopart.capture(loaded.model, loaded.args, loaded.kwargs))
+    model = Gpt(2, 256, 8, 128, 1024, 704, 2, gated=True, untied=True, plain=True)
+    assert model.parameters == sum(item.numel() for item in loaded.model.parameters())
+    forward = sum(product.flops for node in found.block_of for product in forward_products(node, 4))
+    assert model.flops(4, recompute=False) == 3 * forward
+    layer = sum(product.flops for product in layer_products(model, 4, 1))
+    assert forward == 2 * layer + 2 * 4 * 128 * 1024 * 256
+    shared = sum(product.flops for product in layer_products(model, 4, 2, 4))
+    assert shared == layer / 8
+
+
+def test_exchanges_that_pass_beside_products_hide_no_more_than_these_take() -> None:
+    row, layout = _llama()
+    waiting = replace(layout, style=replace(layout.style, pipelined=False, beside=False))
+    steps = [step_seconds(row.model, row.cluster, item, row.batch) for item in (layout, waiting)]
+    assert steps[0].tensor_collectives < 0.05 * steps[1].tensor_collectives
+    # whole products fill the processors better than pieces
+    assert steps[1].forward < steps[0].forward < 1.2 * steps[1].forward and steps[0].total < steps[1].total
+    nodes = Cluster.parse("72x8xH100").nodes
+    slow = Cluster(tuple(replace(node, inside=link("PCIe-3")) for node in nodes))
+    exposed, all_of_it = (step_seconds(row.model, slow, item, row.batch) for item in (layout, waiting))
+    hidden = all_of_it.tensor_collectives - exposed.tensor_collectives
+    assert 0 < hidden < exposed.forward + exposed.backward
+    one, same = (step_seconds(row.model, row.cluster, replace(item, tp=1, dp=32), 288) for item in (layout, waiting))
+    assert one == same
+
+
+def test_messages_that_pass_beside_computation() -> None:
+    row, layout = _llama()
+    passing, waiting = (
+        step_seconds(row.model, row.cluster, replace(layout, passing=beside), row.batch) for beside in (True, False)
+    )
+    assert passing.messages == 0 < waiting.messages and passing.forward == waiting.forward
+    assert passing.total < waiting.total
+    # but for those of filling and draining
+    slow = Cluster.parse("72x8xH100@8*Ethernet-100")
+    filled = step_seconds(row.model, slow, layout, row.batch)
+    assert filled.messages == 0 and filled.bubble > passing.bubble
+
+
+def test_gradients_of_interleaved_stages_hide_behind_the_last_microbatches() -> None:
+    row, layout = _llama()
+    hidden, whole, plain = (
+        step_seconds(row.model, row.cluster, item, row.batch).gradients
+        for item in (layout, replace(layout, overlap=False), replace(layout, chunks=1))
+    )
+    assert hidden < 0.2 * whole
+    assert hidden <= plain < whole
+
+
+def test_ranks_that_share_a_sequence() -> None:
+    """Each has its share of tokens and products, and sums gradients with the others as replicas do."""
+    row, layout = _llama()
+    alone, shared = replace(layout, cp=1, dp=8), layout
+    steps = [step_seconds(row.model, row.cluster, item, 2 * row.batch) for item in (alone, shared)]
+    # half the microbatches of twice the tokens
+    assert steps[1].forward == pytest.approx(steps[0].forward, rel=0.1)
+    assert steps[1].optimizer == pytest.approx(steps[0].optimizer)
+    far = Cluster.parse("72x8xH100@1*Ethernet-10")
+    assert step_seconds(row.model, far, shared, 2 * row.batch).tensor_collectives > 0.5 * steps[1].total

@@ -28,14 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from autopart.cost.fit import fit
     from autopart.cost.measured import read_file
-    from autopart.cost.published import TABLES
     from autopart.cost.validate import published, rows_text, summaries, summary_text, to_json_object, validate
     from autopart.runtime.errors import InputError
 
     if arguments.fit:
         if arguments.file:
             raise InputError("--fit fits the published tables; leave out the file, or --fit")
-        found = fit([item for table in TABLES.values() for item in table()])
+        found = fit([item for table in published().values() for item in table])
         if arguments.json:
             print(json.dumps({"constants": dict(found.constants), "loss": found.loss}))
         else:

@@ -15,7 +15,9 @@ from autopart.cluster import Cluster, Link, Node
 from autopart.cost.published import Measurement
 
 ETHERNET = "Ethernet"
-START: Mapping[str, float] = MappingProxyType({"V100-16GB": 0.7, "V100-32GB": 0.7, "A100-80GB": 0.7, ETHERNET: 0.7})
+START: Mapping[str, float] = MappingProxyType(
+    {"V100-16GB": 0.7, "V100-32GB": 0.7, "A100-80GB": 0.7, "H100": 0.7, ETHERNET: 0.7}
+)
 """What is fitted: ``contraction`` by device, ``efficiency`` of Ethernet; and where the search starts."""
 _FIRST_STEP = 0.08
 _ROUNDS = 12

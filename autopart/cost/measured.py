@@ -1,4 +1,4 @@
-"""Measured steps of GPT models as a table that anyone can write: one row for each run, with its plan.
+"""Measured steps of GPT and Llama models as a table that anyone can write: one row for each run, with its plan.
 
 A file of comma-separated values; lines that start with ``#`` are left out. The first line names the columns:
 
@@ -9,13 +9,17 @@ batch                               samples in a step
 tp, pp                              degrees; replicas are what is left of the cluster
 seconds, or tflops                  of a step; of a device, recomputed layers counted (SC'21, equation 3)
 name                                for people
-sequence, vocabulary, mlp           default 2048, 51200, four times hidden
+half                                fit or test (default): whether constants were fitted to it, of published rows
+sequence, vocabulary, mlp,          default 2048, 51200, four times hidden, heads
+kv_heads
+gated, untied, plain                yes or no (default): see :class:`autopart.cost.gpt.Gpt`; all three for a Llama
 samples, chunks                     of a microbatch on one replica, of a stage: default 1
+cp                                  ranks that share each sequence: default 1
 recompute                           full (default), selective or none
 scatter, overlap, sharded,          yes or no (default): see :class:`autopart.cost.training.Layout`
-balanced
+balanced, passing
 sequence_parallel,                  yes or no (default): see :class:`autopart.cost.gpt.Style`
-fused_attention, beside
+fused_attention, beside, pipelined
 ==================================  ==================================================================================
 """
 
@@ -29,21 +33,23 @@ from pathlib import Path
 
 from autopart.cluster import Cluster
 from autopart.cost.gpt import Gpt, Style
-from autopart.cost.published import VOCABULARY, Measurement
+from autopart.cost.published import HALVES, VOCABULARY, Measurement
 from autopart.cost.training import Layout, step_seconds
 from autopart.runtime.errors import AutopartError, InputError
 
 _SEQUENCE = 2048
 _SIZES = ("layers", "hidden", "heads", "batch", "tp", "pp")
-_MORE_SIZES = ("sequence", "vocabulary", "mlp", "samples", "chunks")
-_LAYOUT_FLAGS = ("scatter", "overlap", "sharded", "balanced")
-_STYLE_FLAGS = ("sequence_parallel", "fused_attention", "beside")
+_MORE_SIZES = ("sequence", "vocabulary", "mlp", "kv_heads", "samples", "chunks", "cp")
+_MODEL_FLAGS = ("gated", "untied", "plain")
+_LAYOUT_FLAGS = ("scatter", "overlap", "sharded", "balanced", "passing")
+_STYLE_FLAGS = ("sequence_parallel", "fused_attention", "beside", "pipelined")
 _MEASURED = ("seconds", "tflops")
 _MOST, _MOST_LAYERS, _DIGITS = 2**31, 2**16, 10
 """Of a size: more is a slip of the pen, by which no step can be priced."""
 _ABOVE_PEAK = 2.0
 """Times a device's peak from which figures are in another unit; a kernel may leave out half of the attention."""
-_COLUMNS = ("name", "cluster", "recompute", *_SIZES, *_MORE_SIZES, *_LAYOUT_FLAGS, *_STYLE_FLAGS, *_MEASURED)
+_FLAGS = (*_MODEL_FLAGS, *_LAYOUT_FLAGS, *_STYLE_FLAGS)
+_COLUMNS = ("name", "cluster", "recompute", *_SIZES, *_MORE_SIZES, *_FLAGS, *_MEASURED, "half")
 
 
 def read_file(path: Path) -> list[Measurement]:
@@ -140,15 +146,19 @@ class _Row:
             model = Gpt(
                 *(sizes["layers"], sizes["hidden"], sizes["heads"], self.size("sequence", _SEQUENCE)),
                 *(self.size("vocabulary", VOCABULARY), self.size("mlp", 4 * sizes["hidden"])),
+                self.size("kv_heads", sizes["heads"]),
+                **{name: self.flag(name) for name in _MODEL_FLAGS},
             )
             cluster = Cluster.parse(self.cells["cluster"])
-            dp, rest = divmod(cluster.device_count, sizes["tp"] * sizes["pp"])
+            cp = self.size("cp", 1)
+            dp, rest = divmod(cluster.device_count, sizes["tp"] * sizes["pp"] * cp)
             if rest:
-                raise InputError(f"{cluster.device_count} devices do not divide by tp x pp")
+                raise InputError(f"{cluster.device_count} devices do not divide by tp x pp{' x cp' if cp > 1 else ''}")
             layout = Layout(
                 *(sizes["tp"], sizes["pp"], dp, self.size("samples", 1), self.size("chunks", 1)),
                 recompute=self.cells.get("recompute") or "full",
                 style=Style(**{name: self.flag(name) for name in _STYLE_FLAGS}),
+                cp=cp,
                 **{name: self.flag(name) for name in _LAYOUT_FLAGS},
             )
             step_seconds(model, cluster, layout, sizes["batch"])
@@ -160,8 +170,10 @@ class _Row:
         if seconds is None:
             assert tflops is not None
             seconds = model.flops(sizes["batch"]) / cluster.device_count / tflops / 1e12
-        name = self.cells.get("name") or f"{model.parameters / 1e9:.3g}B"
-        return Measurement(table, "", name, model, cluster, sizes["batch"], (layout,), seconds, "test")
+        name, half = self.cells.get("name") or f"{model.parameters / 1e9:.3g}B", self.cells.get("half") or "test"
+        if half not in HALVES:
+            raise InputError(f"{self.place}: half is one of {', '.join(HALVES)}, not {half!r}")
+        return Measurement(table, "", name, model, cluster, sizes["batch"], (layout,), seconds, half)
 
 
 def _check_units(model: Gpt, cluster: Cluster, batch: int, seconds: float | None, tflops: float | None) -> None:

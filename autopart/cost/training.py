@@ -14,7 +14,7 @@ optimizer's step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopart.cluster import Cluster
 from autopart.cost.communication import (
@@ -47,7 +47,10 @@ class Layout:
     samples: of one microbatch on one replica. recompute: "full", each layer from its input; "selective", attention's
     scores only; "none". chunks: of the model per stage (interleaving). scatter: a message between
     stages is sent in ``tp`` pieces and gathered on arrival. overlap: the gradients' reduction hides behind the last
-    microbatch's backward. sharded: ranks reduce-scatter gradients and update one share of the weights each.
+    microbatches' backward, and weights' gathering behind the first ones' forward. sharded: ranks reduce-scatter
+    gradients and update one share of the weights each. cp: ranks that share each sequence, and pass keys and values
+    around beside attention (ring attention, arXiv 2310.01889). passing: messages between stages pass beside
+    computation, but for those of filling and draining.
     balanced: stages are cut where the slowest is fastest, also between a layer's attention and MLP; otherwise they have
     equally many layers, and where these do not divide, whole layers so that the slowest is fastest.
     """
@@ -63,14 +66,16 @@ class Layout:
     sharded: bool = False
     balanced: bool = False
     style: Style = MEGATRON
+    cp: int = 1
+    passing: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.tp, self.pp, self.dp, self.samples, self.chunks) < 1 or self.recompute not in _RECOMPUTE:
+        if min(self.tp, self.pp, self.dp, self.samples, self.chunks, self.cp) < 1 or self.recompute not in _RECOMPUTE:
             raise PlanError(f"degrees are at least 1 and recompute is one of {', '.join(_RECOMPUTE)}: {self}")
 
     @property
     def devices(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     def microbatches(self, batch: int) -> int:
         """Raises PlanError where the batch does not divide."""
@@ -117,32 +122,37 @@ class _Stage:
     parameters: float
 
     @property
+    def busy(self) -> float:
+        return self.forward + self.backward + self.recompute + self.collectives
+
+    @property
     def seconds(self) -> float:
-        return self.forward + self.backward + self.recompute + self.collectives + self.messages
+        return self.busy + self.messages
 
 
 def step_seconds(model: Gpt, cluster: Cluster, layout: Layout, batch: int) -> StepSeconds:
-    """Seconds of one step. Tensor ranks are neighbours, then replicas, then stages.
+    """Seconds of one step. Tensor ranks are neighbours, then those of a sequence, then replicas, then stages.
 
-    Raises PlanError when the layout does not fit the cluster or the batch.
+    Raises PlanError when the layout does not fit the cluster or the batch, or ``cp`` not the sequence.
     """
     if layout.devices != cluster.device_count:
         raise PlanError(f"the layout has {layout.devices} devices, the cluster {cluster.device_count}")
+    if model.sequence % layout.cp:
+        raise PlanError(f"a sequence of {model.sequence} does not divide among {layout.cp} ranks")
     device = cluster.device(0)
     count = layout.microbatches(batch)
     stages = _stages(model, cluster, layout, device)
     slowest = max(stages, key=lambda stage: stage.seconds)
     bubble = pipeline_seconds([stage.seconds for stage in stages], count, layout.chunks) - count * slowest.seconds
+    if layout.passing:
+        bubble += 2 * sum(_edge_seconds(model, cluster, layout)[:-1])
     held = max(stage.parameters for stage in stages)
-    gradients = _gradient_seconds(cluster, layout, held)
-    if layout.overlap and layout.pp == 1:
-        # The first gradients are there when the backward starts on its second layer; the last bucket is exposed.
-        gradients = max(gradients / model.layers, gradients - slowest.backward - slowest.recompute)
-    if layout.pp > 1:
-        ends = [0, cluster.device_count - layout.tp * layout.dp]
+    gradients = _gradient_seconds(model, cluster, layout, held, slowest, count)
+    if layout.pp > 1 and not model.untied:
+        ranks = layout.devices // layout.pp
         tied = _HALF * model.embedding_parameters / layout.tp
-        gradients += all_reduce_seconds(tied, 2, cluster.link(ends[0], ends[1], layout.tp * layout.dp))
-    updated = held / layout.dp if layout.sharded else held
+        gradients += all_reduce_seconds(tied, 2, cluster.link(0, cluster.device_count - ranks, ranks))
+    updated = held / (layout.dp * layout.cp) if layout.sharded else held
     return StepSeconds(
         count * slowest.forward,
         count * slowest.backward,
@@ -162,23 +172,16 @@ def pipeline_seconds(stages: Sequence[float], microbatches: int, chunks: int = 1
 
 
 def _stages(model: Gpt, cluster: Cluster, layout: Layout, device: Device) -> list[_Stage]:
-    halves = layer_parts(model, device, layout.samples, layout.tp, layout.style) * model.layers
-    first = embedding_part(model, device, layout.samples, layout.tp)
-    last = head_part(model, device, layout.samples, layout.tp)
-    payload = _HALF * layout.samples * model.sequence * model.width
-    reduce_s = all_reduce_seconds(payload, layout.tp, cluster.group_link(range(layout.tp)))
+    halves = layer_parts(model, device, layout.samples, layout.tp, layout.style, layout.cp) * model.layers
+    first = embedding_part(model, device, layout.samples, layout.tp, layout.cp)
+    last = head_part(model, device, layout.samples, layout.tp, layout.cp)
+    exchanges = _Exchanges.of(model, cluster, layout)
 
     def again(part: Part) -> float:
         return {"full": part.forward_s, "selective": part.core_s, "none": 0.0}[layout.recompute]
 
-    passes = 3 if layout.recompute == "full" else 2
-
-    def exchanged(part: Part, times: int) -> float:
-        hidden = min(part.reduces * reduce_s, part.weight_s) if layout.style.beside else 0.0
-        return times * part.reduces * reduce_s - hidden
-
     def seconds(part: Part) -> float:
-        return part.forward_s + part.backward_s + again(part) + exchanged(part, passes)
+        return part.forward_s + part.backward_s + again(part) + exchanges.of_layer(part)
 
     groups = _cut(halves, layout, seconds, first, last)
     edges = _edge_seconds(model, cluster, layout)
@@ -187,20 +190,64 @@ def _stages(model: Gpt, cluster: Cluster, layout: Layout, device: Device) -> lis
         # Embedding and head are not recomputed. A stage alone holds the tied table once, the last of several a copy.
         ends = [first] if index == 0 else []
         ends += [last] if index == layout.pp - 1 else []
-        copy = first.parameters if 0 < index == layout.pp - 1 else 0.0
+        copy = first.parameters if 0 < index == layout.pp - 1 and not model.untied else 0.0
         held = [*parts, *ends]
-        collectives = sum(exchanged(part, passes) for part in parts) + sum(exchanged(part, 1) for part in ends)
-        stages.append(
-            _Stage(
-                sum(part.forward_s for part in held),
-                sum(part.backward_s for part in held),
-                sum(map(again, parts)),
-                collectives,
-                _edge_uses(index, layout, edges),
-                sum(part.parameters for part in held) + copy,
-            )
+        stage = _Stage(
+            sum(part.forward_s for part in held),
+            sum(part.backward_s for part in held),
+            sum(map(again, parts)),
+            sum(map(exchanges.of_layer, parts)) + sum(map(exchanges.of_end, ends)),
+            _edge_uses(index, layout, edges),
+            sum(part.parameters for part in held) + copy,
         )
+        stages.append(replace(stage, messages=max(0.0, stage.messages - stage.busy)) if layout.passing else stage)
     return stages
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchanges:
+    """What a stage waits for of exchanges among tensor ranks and ranks of a sequence.
+
+    reduce_s: of an all-reduce over the tensor axis. keys_s: of a layer's keys and values on their way around the ranks
+    of a sequence, forward; back their gradients go with them. forwards: of a microbatch, what runs again among them.
+    """
+
+    style: Style
+    reduce_s: float
+    keys_s: float
+    forwards: int
+
+    @classmethod
+    def of(cls, model: Gpt, cluster: Cluster, layout: Layout) -> _Exchanges:
+        rows = layout.samples * model.sequence / layout.cp
+        tensor, sequence = range(layout.tp), range(0, layout.tp * layout.cp, layout.tp)
+        keys_s = 0.0
+        if layout.cp > 1:
+            keys = 2 * _HALF * rows * model.kv_width / min(layout.tp, model.kv_heads)
+            keys_s = (layout.cp - 1) * send_seconds(keys, cluster.group_link(sequence))
+        reduce_s = all_reduce_seconds(_HALF * rows * model.width, layout.tp, cluster.group_link(tensor))
+        return cls(layout.style, reduce_s, keys_s, 2 if layout.recompute == "full" else 1)
+
+    def of_layer(self, part: Part) -> float:
+        """Of a layer's half."""
+        around = (self.forwards + 2) * max(0.0, self.keys_s - part.core_s) if part.core_s else 0.0
+        if self.style.pipelined:
+            forward, backward = self._left(part.read_s, part.made_s), self._left(part.made_back_s, part.weight_s)
+            return around + part.reduces * (self.forwards * forward + backward)
+        return around + (self.forwards + 1) * part.reduces * self.reduce_s - self._hidden(part)
+
+    def of_end(self, part: Part) -> float:
+        """Of the embedding or the head: what it gathers or scatters forward, and the other of the two back."""
+        if self.style.pipelined:
+            return part.reduces * self._left(part.read_s, part.weight_s)
+        return part.reduces * self.reduce_s - self._hidden(part)
+
+    def _left(self, *products: float) -> float:
+        """Of a gathering or scattering beside each of the products, half an all-reduce."""
+        return sum(max(0.0, self.reduce_s / 2 - product) for product in products)
+
+    def _hidden(self, part: Part) -> float:
+        return min(part.reduces * self.reduce_s, part.weight_s) if self.style.beside else 0.0
 
 
 def _cut(
@@ -247,8 +294,8 @@ def _edge_seconds(model: Gpt, cluster: Cluster, layout: Layout) -> list[float]:
 
     An activation goes on while a gradient comes back. All tensor ranks and replicas of a stage send at once.
     """
-    ranks = layout.tp * layout.dp
-    payload = float(_HALF * layout.samples * model.sequence * model.width)
+    ranks = layout.devices // layout.pp
+    payload = _HALF * layout.samples * model.sequence / layout.cp * model.width
     gathered = 0.0
     if layout.scatter and layout.tp > 1:
         payload /= layout.tp
@@ -274,29 +321,47 @@ def _edge_uses(stage: int, layout: Layout, edges: Sequence[float]) -> float:
     return before * edges[stage - 1] + after * edges[stage]
 
 
-def _gradient_seconds(cluster: Cluster, layout: Layout, parameters: float) -> float:
-    """The sum over replicas of one rank's half-precision gradients; sharded weights are gathered afterwards."""
-    if layout.dp == 1:
+def _gradient_seconds(
+    model: Gpt, cluster: Cluster, layout: Layout, parameters: float, slowest: _Stage, microbatches: int
+) -> float:
+    """The sum over replicas of one rank's half-precision gradients; sharded weights are gathered afterwards.
+
+    With overlap what is not hidden: sums pass beside the last microbatch's backward, of ``v`` chunks beside that of
+    the last ``p`` microbatches on the chunks that come after, and weights are gathered beside as much of the forward.
+    """
+    count = layout.dp * layout.cp
+    if count == 1:
         return 0.0
-    link = cluster.group_link(range(0, layout.dp * layout.tp, layout.tp))
-    if not layout.sharded:
-        return all_reduce_seconds(_HALF * parameters, layout.dp, link)
-    scatter = reduce_scatter_seconds(_HALF * parameters, layout.dp, link)
-    return scatter + all_gather_seconds(_HALF * parameters, layout.dp, link)
+    link = cluster.group_link(range(0, count * layout.tp, layout.tp))
+    passes = (reduce_scatter_seconds, all_gather_seconds) if layout.sharded else (all_reduce_seconds,)
+    payload = _HALF * parameters
+    if not layout.overlap:
+        return sum(seconds(payload, count, link) for seconds in passes)
+    beside = (min(microbatches, layout.pp) * (layout.chunks - 1) + 1) / layout.chunks
+    hides = (beside * (slowest.backward + slowest.recompute), beside * slowest.forward)
+    # The first gradients are there when the backward starts on its second layer; the last bucket is exposed.
+    bucket = payload * min(1.0, layout.pp / model.layers)
+    return sum(
+        max(seconds(bucket, count, link), seconds(payload, count, link) - hidden)
+        for seconds, hidden in zip(passes, hides, strict=False)
+    )
 
 
 def memory_bytes(model: Gpt, layout: Layout, batch: int) -> float:
     """Most bytes of a device: state, a kept input per layer and microbatch in flight, one layer's activations.
 
     A layer keeps ``s b d (10 + 24/t + 5 a s / (d t))`` bytes (Korthikanti et al., arXiv 2205.05198, equation 2). The
-    first stage has ``min(m, p)`` microbatches in flight; the last holds float32 logits.
+    first stage has ``min(m, p)`` microbatches in flight; the last holds float32 logits. Of a plain or gated model the
+    layer's bytes are those of a GPT of its width.
     """
     per_stage = -(-model.layers // layout.pp)
-    parameters = (per_stage * model.layer_parameters + model.embedding_parameters) / layout.tp
+    ends = model.embedding_parameters + (model.head_parameters if layout.pp == 1 else 0)
+    parameters = (per_stage * model.layer_parameters + ends) / layout.tp
     state = STATE_BYTES * parameters
     if layout.sharded:
-        state = (STATE_BYTES - _SHARED_STATE_BYTES + _SHARED_STATE_BYTES / layout.dp) * parameters
-    tokens = layout.samples * model.sequence
+        replicas = layout.dp * layout.cp
+        state = (STATE_BYTES - _SHARED_STATE_BYTES + _SHARED_STATE_BYTES / replicas) * parameters
+    tokens = layout.samples * model.sequence / layout.cp
     scores = tokens * 5 * model.heads * model.sequence / layout.tp
     inside = tokens * model.width * (10 + 24 / layout.tp) + scores
     in_flight = min(layout.microbatches(batch), layout.pp)

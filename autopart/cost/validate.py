@@ -14,7 +14,7 @@ from typing import Any
 from tabulate import tabulate
 
 from autopart.cost.measured import read_measurements
-from autopart.cost.published import KEPT_ASIDE, TABLES, Measurement, published_text
+from autopart.cost.published import AS_MEASURED, TABLES, Measurement, published_text
 from autopart.cost.training import Layout, StepSeconds, step_seconds
 
 _PERCENT = 100
@@ -58,7 +58,7 @@ class Summary:
 def published() -> dict[str, list[Measurement]]:
     """All published tables by name, first those of which halves are fitted to."""
     return {name: list(table()) for name, table in TABLES.items()} | {
-        name: read_measurements(published_text(name).splitlines(), name, f"{name}.csv") for name in KEPT_ASIDE
+        name: read_measurements(published_text(name).splitlines(), name, f"{name}.csv") for name in AS_MEASURED
     }
 
 
@@ -165,7 +165,8 @@ def summary_text(found: Sequence[Summary]) -> str:
 
 def layout_text(layout: Layout) -> str:
     """``tp 8 pp 4 dp 32, 2 a microbatch, 3 chunks``."""
-    text = f"tp {layout.tp} pp {layout.pp} dp {layout.dp}, {layout.samples} a microbatch"
+    cp = f"cp {layout.cp} " if layout.cp > 1 else ""
+    text = f"tp {layout.tp} {cp}pp {layout.pp} dp {layout.dp}, {layout.samples} a microbatch"
     return text if layout.chunks == 1 else f"{text}, {layout.chunks} chunks"
 
 
@@ -177,6 +178,7 @@ def to_json_object(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "row": row.measurement.name,
             "half": row.measurement.half,
             "tp": row.layout.tp,
+            "cp": row.layout.cp,
             "pp": row.layout.pp,
             "dp": row.layout.dp,
             "samples": row.layout.samples,
