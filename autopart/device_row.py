@@ -7,12 +7,13 @@ only which of several equal ones is meant; :meth:`DeviceRow.devices` settles tha
 
 On large clusters, and where nodes have a power of two of devices, runs are fewer: within a node, sizes that divide it,
 at multiples of their own size; beyond a node, whole nodes. So does Alpa's inter-operator pass (arXiv 2201.12023,
-section 5.2).
+section 5.2). On larger ones stages have whole nodes alone, and of many nodes of a kind several at once.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,6 +23,10 @@ from autopart.cluster import Cluster, Link, Node
 
 MOST_FREE, MOST_FREE_ALIKE = 8, 16
 """Devices of a cluster up to which every run is offered, where a node's devices are no power of two; of one kind."""
+MOST_PARTED = 32
+"""Devices of a cluster up to which a stage may have a part of a node."""
+MOST_PLACES = 32
+"""Between whole nodes, where stages have no parts of them: else nodes of a kind are taken several at once."""
 
 Pieces = tuple[tuple[int, int], ...]
 """(kind of node, devices of one such node), in order."""
@@ -64,6 +69,21 @@ class DeviceRow:
         """Nodes of each kind."""
         found = Counter(self.cluster.nodes)
         return tuple(found[kind] for kind in self.kinds)
+
+    @cached_property
+    def units(self) -> tuple[int, ...]:
+        """Nodes of each kind that are taken at once, or what is left of them."""
+        for most in range(max(self.counts), 0, -1):
+            units = tuple(-(-count // most) for count in self.counts)
+            steps = (-(-count // unit) + 1 for count, unit in zip(self.counts, units, strict=True))
+            if not self.is_coarse or math.prod(steps) <= MOST_PLACES:
+                return units
+        return self.counts
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether stages have whole nodes alone."""
+        return self.cluster.device_count > MOST_PARTED and len(self.cluster.nodes) > 1
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -118,12 +138,13 @@ class DeviceRow:
         for kind, node in enumerate(self.kinds):
             if used[kind] == self.counts[kind]:
                 continue
-            more = (*used[:kind], used[kind] + 1, *used[kind + 1 :])
-            for size in range(1, node.count):
+            unit = min(self.units[kind], self.counts[kind] - used[kind])
+            more = (*used[:kind], used[kind] + unit, *used[kind + 1 :])
+            for size in range(1, 1 if self.is_coarse else node.count):
                 if free or (not pieces and self._divides(kind, 0, size)):
                     yield (*pieces, (kind, size)), Place(more, kind, size)
             if kind >= least:
-                whole = (*pieces, (kind, node.count))
+                whole = (*pieces, *[(kind, node.count)] * unit)
                 yield whole, Place(more)
                 yield from self._onward(whole, more, kind, free)
 

@@ -19,7 +19,7 @@ from autopart.passes.conversion import Axes
 from autopart.passes.graph import Value
 from autopart.passes.shard import value_placements
 from autopart.passes.unlike_meshes import StageSetting, plain
-from autopart.piece_prices import End, PiecePrices, Traffic, add_traffic, crosses_unlike
+from autopart.piece_prices import End, PiecePrices, Traffic, crosses_unlike
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.placement import Placements
 from autopart.solver.degrees import Degrees, UnlikeMeshes
@@ -300,29 +300,32 @@ class MeshPrices:
 
     def _pair(self, before: Priced, after: Priced) -> tuple[tuple[Cut, ...], ...]:
         crossed: dict[Value, tuple[Traffic, Traffic, float, float]] = {}
-        rows: list[tuple[Traffic, Traffic, float, float]] = []
+        known: dict[tuple[int, ...], float] = {}  # of what values send together, which equal ones do alike
+
+        def most_bytes(traffics: Sequence[Traffic]) -> float:
+            key = tuple(map(id, traffics))
+            if key not in known:
+                known[key] = _most_bytes(traffics)
+            return known[key]
+
+        rows: list[tuple[float, float, float, float]] = []
         for position in self.positions:
-            there: Traffic = {}
-            back: Traffic = {}
-            forward = backward = 0.0
-            for value in self.candidates.positions.crossings[position]:
+            values = self.candidates.positions.crossings[position]
+            for value in values:
                 if value not in crossed:
                     crossed[value] = self._crossed(value, before, after)
-                sent, returned, one, two = crossed[value]
-                add_traffic(there, sent)
-                add_traffic(back, returned)
-                forward, backward = forward + one, backward + two
-            rows.append((there, back, forward, backward))
-        found = []
-        for level in (INSIDE, NETWORK):
-            link = self.between(before.mesh, after.mesh, level)
-            found.append(
-                tuple(
-                    Cut(forward + _busiest(there, link), backward + _busiest(back, link))
-                    for there, back, forward, backward in rows
-                )
+            found = [crossed[value] for value in values]
+            sent, returned = most_bytes([there for there, *_ in found]), most_bytes([back for _, back, *_ in found])
+            forward, backward = math.fsum(item[2] for item in found), math.fsum(item[3] for item in found)
+            rows.append((sent, returned, forward, backward))
+        links = [self.between(before.mesh, after.mesh, level) for level in (INSIDE, NETWORK)]
+        return tuple(
+            tuple(
+                Cut(forward + _seconds(there, link), backward + _seconds(back, link))
+                for there, back, forward, backward in rows
             )
-        return tuple(found)
+            for link in links
+        )
 
     def _crossed(self, value: Value, before: Priced, after: Priced) -> tuple[Traffic, Traffic, float, float]:
         """What one value sends, there and back, and seconds of adding it up where it is a partial sum."""
@@ -366,10 +369,17 @@ def _end(mesh: Mesh, first: int) -> End:
     return End(tuple(range(first, first + mesh.dp * mesh.tp)), mesh.rows, mesh.axes)
 
 
-def _busiest(traffic: Traffic, link: Link) -> float:
-    """Seconds of the rank that sends or receives the most, all on one link; its messages go together."""
-    total: dict[tuple[str, int], float] = {}
-    for (source, target), size in traffic.items():
-        for rank in (("sends", source), ("receives", target)):
-            total[rank] = total.get(rank, 0.0) + size
-    return send_seconds(max(total.values()), link) if total else 0.0
+def _most_bytes(traffics: Sequence[Traffic]) -> float:
+    """Of the rank that sends or receives the most."""
+    sent: dict[int, float] = {}
+    received: dict[int, float] = {}
+    for traffic in traffics:
+        for (source, target), size in traffic.items():
+            sent[source] = sent.get(source, 0.0) + size
+            received[target] = received.get(target, 0.0) + size
+    return max((*sent.values(), *received.values()), default=0.0)
+
+
+def _seconds(num_bytes: float, link: Link) -> float:
+    """Of one rank's messages, which go together."""
+    return send_seconds(num_bytes, link) if num_bytes else 0.0

@@ -39,9 +39,10 @@ class End:
 
 @dataclass(slots=True)
 class PiecePrices:
-    """What values send between stages; messages of equal values are found once."""
+    """What values send between stages; that of equal values is found once, and is the same object."""
 
-    _found: dict[tuple[object, ...], tuple[Mapping[tuple[int, int], int], ...]] = field(default_factory=dict)
+    _elements: dict[tuple[object, ...], tuple[Mapping[tuple[int, int], int], ...]] = field(default_factory=dict)
+    _found: dict[tuple[object, ...], tuple[Traffic, Traffic]] = field(default_factory=dict)
 
     def traffic(
         self, value: Value, source: End, target: End, made: Placements, wanted: Placements
@@ -50,17 +51,20 @@ class PiecePrices:
         differentiable = bool(value.node.meta.get("differentiable")) and value.fake.is_floating_point()
         if (source.rows, source.sizes) == (target.rows, target.sizes):
             return self._straight(value, source, target, made, differentiable)
-        shape, batch_dim = _shape_of(value), batch_dim_of(value)
+        shape, batch_dim, width = _shape_of(value), batch_dim_of(value), value.fake.element_size()
         key = (shape, batch_dim, differentiable, source, target, plain(made), plain(wanted))
-        if key not in self._found:
-            sides = source.side(plain(made)), target.side(plain(wanted))
-            self._found[key] = (
-                _elements(forward_messages(shape, batch_dim, *sides)),
-                _elements(backward_messages(shape, batch_dim, *sides)) if differentiable else {},
+        if (*key, width) not in self._found:
+            if key not in self._elements:
+                sides = source.side(plain(made)), target.side(plain(wanted))
+                self._elements[key] = (
+                    _elements(forward_messages(shape, batch_dim, *sides)),
+                    _elements(backward_messages(shape, batch_dim, *sides)) if differentiable else {},
+                )
+            there, back = (
+                {pair: float(count * width) for pair, count in found.items()} for found in self._elements[key]
             )
-        width = value.fake.element_size()
-        there, back = ({pair: float(count * width) for pair, count in found.items()} for found in self._found[key])
-        return there, back
+            self._found[*key, width] = there, back
+        return self._found[*key, width]
 
     def _straight(
         self, value: Value, source: End, target: End, made: Placements, differentiable: bool

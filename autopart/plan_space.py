@@ -153,6 +153,9 @@ class PlanSpace(Space[Config, AnyAnswer]):
         cheap = isinstance(config, Degrees) and config in self._among and not self.candidates.starts_bind(config)
         return 0.0 if cheap else WORTH
 
+    def tries(self, config: Config) -> float:
+        return 1.0 if isinstance(config, Degrees) else self.unlike.tries(config)
+
     # -- answers --------------------------------------------------------------------------------------------------
 
     def evaluate(self, config: Config, below: float) -> Evaluation[AnyAnswer]:

@@ -33,6 +33,7 @@ from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import in_flight
 from autopart.solver import stages as stage_solver
 from autopart.solver.degrees import UnlikeMeshes
+from autopart.solver.stages_counts import possible_counts
 from autopart.solver.stages_parts import Block, Choice, Cut, Layer, Shape, TiedGroup
 from autopart.solver.stages_passing import Passing
 from autopart.solver.stages_problem import Slot, StageProblem
@@ -43,6 +44,12 @@ _LEAST_SUMS = 0.003
 """Of a step's seconds: what sums of tied gradients are not looked at for."""
 _MOST_STEPS = 3
 """How many of the seconds that sums may take are told apart."""
+_NEAR = 0.01
+"""Part of the seconds to which a bound of all numbers of stages is found, and beyond those of interest looked at."""
+_MESHES, _MANY = 20, 2_000
+"""Meshes of which a configuration takes as long as one of equal meshes; slots of all stages from which it has no other
+bounds than those that are found for all numbers of stages at once.
+"""
 _MOST_READERS, _MOST_WAYS = 3, 5_000
 """Of a parameter the blocks that read it, and of their stages the slots, up to which sums are looked at."""
 
@@ -56,6 +63,8 @@ class UnlikeFloors:
     _summed: dict[object, float] = field(default_factory=dict)
     _least: dict[object, tuple[float, float]] = field(default_factory=dict)  # and up to which it was sought
     _shapes: dict[object, Shape] = field(default_factory=dict)
+    # of steps of so many seconds, which numbers of stages may take no more
+    _counts: dict[object, dict[float, Collection[int]]] = field(default_factory=dict)
 
     @property
     def candidates(self) -> Candidates:
@@ -110,13 +119,15 @@ class UnlikeFloors:
             self._work[key] = launches, work, tuple(speed or 1.0 for speed in speeds)
         return self._work[key]
 
-    def slots(self, stages: int, rows: int, levels: Sequence[int] = (0,)) -> tuple[list[Slot], list[Mesh]]:
+    def slots(
+        self, stages: int, rows: int, levels: Sequence[int] = (0,), shorter: bool = False
+    ) -> tuple[list[Slot], list[Mesh]]:
         """Those on a way from the first place to the end in so many stages, and the mesh of each shape.
 
-        rows: samples of a microbatch. levels: of ZeRO that are offered.
+        rows: samples of a microbatch. levels: of ZeRO that are offered. shorter: in as many stages or fewer, but two.
         """
         row = self.row
-        most = row.cluster.device_count - stages + 1
+        most = row.cluster.device_count - (2 if shorter else stages) + 1
         found = [
             (
                 Slot(run.start, run.stop, 0, float(min(row.kinds[kind].device.memory_bytes for kind, _ in run.pieces))),
@@ -128,7 +139,7 @@ class UnlikeFloors:
         ]
         after: list[set[int]] = [{0}]
         for _ in range(stages):
-            after.append({slot.stop for slot, _ in found if slot.start in after[-1]})
+            after.append({slot.stop for slot, _ in found if slot.start in after[-1]} | ({0} if shorter else set()))
         before: list[set[int]] = [{row.end}]
         for _ in range(stages):
             before.append({slot.start for slot, _ in found if slot.stop in before[-1]})
@@ -140,6 +151,10 @@ class UnlikeFloors:
         numbers: dict[Mesh, int] = {}
         slots = [replace(slot, shape=numbers.setdefault(mesh, len(numbers))) for slot, mesh in used]
         return slots, list(numbers)
+
+    def tries(self, config: UnlikeMeshes) -> float:
+        """As how many evaluations one counts: with many meshes, of which each meets each, it takes much longer."""
+        return max(1.0, (len(self.slots(config.pp, self.candidates.batch // config.microbatches)[1]) / _MESHES) ** 2)
 
     def _meeting(self, config: UnlikeMeshes, slots: Sequence[Slot], meshes: Sequence[Mesh]) -> list[tuple[int, int]]:
         """Shapes of stages that may follow each other, where their ranks have unlike parts of values."""
@@ -195,11 +210,48 @@ class UnlikeFloors:
         if config.schedule not in WHOLE_SCHEDULES or not whole:
             return 0.0
         faster = self.candidates.faster(config)
+        if config.pp > 1 and below < math.inf:
+            many = config.pp * len(self.slots(config.pp, self.candidates.batch // config.microbatches)[0]) > _MANY
+            least = self._least_of_counts(config, below * faster, sought=many) / faster
+            if least >= below or many:
+                return least
         (relaxed, meshes), below = self._relaxed(config, levels), below * faster
         found = stage_solver.least_seconds(relaxed, below)
         if config.pp == 1 and levels:
             return self._one_stage(config, relaxed, meshes, below)
         return self._with_tied(relaxed, meshes, found, below) / faster
+
+    def _least_of_counts(self, config: UnlikeMeshes, below: float, sought: bool) -> float:
+        """A bound that is found for all numbers of stages at once, with everything else as in the configuration.
+
+        sought: also where it is lower than ``below``.
+        """
+        most = min(self.row.cluster.device_count, len(self.candidates.analysis.blocks))
+        longest, pins = replace(config, pp=most), self.candidates.pins
+        if (pins and pins.stages) or self._in_flight(config) != self._in_flight(longest)[most - config.pp :]:
+            return 0.0
+        known = self._counts.setdefault(replace(config, pp=1), {})
+        least = max((seconds for seconds, counts in known.items() if config.pp not in counts), default=0.0)
+        if least >= below:
+            return least
+        slots, meshes = self.slots(most, self.candidates.batch // config.microbatches, shorter=True)
+        shapes = [self._relaxed_shape(config, mesh, True) for mesh in meshes]
+        problem = self._stage_problem(longest, slots, shapes, {})
+
+        def is_possible(seconds: float) -> bool:
+            if seconds not in known:
+                known[seconds] = possible_counts(problem, seconds)
+            return config.pp in known[seconds]
+
+        # what is of interest may be a little less than the best takes, which the gap should not show
+        for seconds in (below * (1 + _NEAR), below):
+            if not is_possible(seconds):
+                return seconds
+        low, high = max(least, self.lower_bound(config) * self.candidates.faster(config)), below
+        while sought and high > low * (1 + _NEAR):
+            middle = max((seconds for seconds in known if low < seconds < high), default=(low + high) / 2)
+            low, high = (low, middle) if is_possible(middle) else (middle, high)
+        return low
 
     def _relaxed(self, config: UnlikeMeshes, levels: Sequence[int]) -> tuple[StageProblem, list[Mesh]]:
         """The problem in which tensor ranks share each op perfectly and hold nothing, and of unlike replicas one

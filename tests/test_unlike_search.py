@@ -13,6 +13,7 @@ from autopart import unlike_virtual
 from autopart.candidates import Candidates
 from autopart.cluster import Cluster
 from autopart.describe_unlike import describe_unlike
+from autopart.device_row import MOST_PLACES, DeviceRow
 from autopart.mesh_prices import MeshPrices
 from autopart.passes.data_axis import LEVELS
 from autopart.plan import Plan
@@ -163,3 +164,22 @@ def test_2bw_is_searched_with_whole_parameters_alone() -> None:
     assert plan.schedule == "2bw" and not plan.zero
     with pytest.raises(PlanError, match="2bw"):
         plan_of("gpt2", THREE, pp=2, schedule="2bw", zero=1)
+
+
+def test_large_clusters_have_few_places() -> None:
+    """Stages have whole nodes there, several at once, which are used up in the end whatever their number."""
+    for named in (
+        "4x8xA100-80GB+4x8xRTX-3090",
+        "17x8xA100-80GB+30x8xRTX-3090",
+        "32x8xH100",
+        "5x8xH100+3x8xL40S+2x4xRTX-4090",
+    ):
+        row = DeviceRow(Cluster.parse(named))
+        assert row.is_coarse and len(row.places) <= MOST_PLACES, named
+        assert all(place.taken == 0 for place in row.places)
+        whole = [run for run in row.runs if (run.start, run.stop) == (0, row.end)]
+        assert whole and sorted(row.devices(whole[0])) == [*range(row.cluster.device_count)]
+        for run in row.runs:
+            assert len(set(row.devices(run))) == run.count
+    assert not DeviceRow(Cluster.parse("2x8xA100-80GB+2x8xRTX-3090")).is_coarse
+    assert not DeviceRow(Cluster.parse("64xH100")).is_coarse

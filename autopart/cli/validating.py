@@ -10,10 +10,10 @@ from autopart.cli.arguments import add_json
 
 NAME = "validate"
 HELP = "compare predicted with published step times"
-DESCRIPTION = """Prices published training runs (Megatron-LM, Alpa) under their published plans and prints predicted
-beside measured step times. The constants were fitted to the rows marked fit; those marked test were kept aside. With a
-file the same for its runs: a row for each, with columns layers, hidden, heads, cluster, batch, tp, pp, seconds (or
-tflops) and more; an unknown column's error names all."""
+DESCRIPTION = """Prices published training runs (Megatron-LM, NeMo, Alpa) under their published plans and prints
+predicted beside measured step times. The constants were fitted to the rows marked fit; those marked test were kept
+aside. With a file the same for its runs: a row for each, with columns layers, hidden, heads, cluster, batch, tp, pp,
+seconds (or tflops) and more; an unknown column's error names all."""
 EXAMPLE = "autopart validate runs.csv"
 
 

@@ -134,7 +134,7 @@ class _Search(Generic[Candidate, Answer]):
             floor = self.space.lower_bound(config)
             ranked.append((self.space.expected(config, floor), floor, at, config))
         left = deque(sorted(ranked, key=lambda item: item[:3]))
-        tried, ahead = 0, list[_Ahead[Candidate]]()
+        tried, ahead = 0.0, list[_Ahead[Candidate]]()
         while left or ahead:
             while left and len(ahead) < self.effort.ahead:
                 first, floor, _, config = left.popleft()
@@ -157,7 +157,7 @@ class _Search(Generic[Candidate, Answer]):
                 if self.space.rules_out(config, best_seconds):
                     self.seen.append(Seen(config, best_seconds))
                     continue
-            tried += 1
+            tried += self.space.tries(config)
             self.seen.append(Seen(config, floor, self.outcome_of(config)))
 
     def _refined(self, next_: _Ahead[Candidate], ahead: list[_Ahead[Candidate]]) -> bool:
@@ -197,7 +197,7 @@ class _Search(Generic[Candidate, Answer]):
 
     def narrow(self) -> None:
         """Tightens the smallest bounds, and evaluates what was left untried and still may be the fastest."""
-        tightened = last = 0
+        tightened, last = 0, 0.0
         while possible := self.possible():
             lowest = min(possible, key=lambda item: item.bound)
             if lowest.bound >= self.limit(lowest.config):
@@ -207,10 +207,10 @@ class _Search(Generic[Candidate, Answer]):
                 lowest.tighten(self.space.tighten(lowest.config, self.most_seconds()))
                 continue
             untried = [item for item in possible if item.outcome is None and item.bound < self.limit(item.config)]
-            if not untried or last == self.effort.last:
+            if not untried or last >= self.effort.last:
                 break
-            last += 1
             lowest = min(untried, key=lambda item: item.bound)
+            last += self.space.tries(lowest.config)
             lowest.floor = max(lowest.floor, lowest.bound)
             lowest.update(self.outcome_of(lowest.config))
 

@@ -81,6 +81,10 @@ class Space(abc.ABC, Generic[Candidate, Answer]):
         """The share of the best by which a candidate has to be able to undercut it to be looked at."""
         return 0.0
 
+    def tries(self, config: Candidate) -> float:
+        """As how many evaluations its own counts, by the time that it takes."""
+        return 1.0
+
     def more(self, best: Evaluation[Answer] | None) -> Iterable[Candidate]:
         """Further candidates, asked for with the best evaluation of the first."""
         return ()
@@ -92,7 +96,8 @@ class Space(abc.ABC, Generic[Candidate, Answer]):
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is looked at. most: evaluations, after which the rest is left untried once something fits (None: all).
+    """How much is looked at. most: evaluations (:meth:`Space.tries`), after which the rest is left untried once
+    something fits (None: all).
 
     tightened: candidates whose bounds are tightened in the end. last: further evaluations then, of those left untried
     whose bound is the smallest. ahead: candidates whose bounds are refined together.

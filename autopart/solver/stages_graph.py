@@ -90,9 +90,9 @@ class StageGraph:
                 key = stage, slot.shape, slot.capacity_bytes, *links
                 slots[-1].append((number, keys.setdefault(key, len(keys))))
         crossing = np.array([[[cut.seconds for cut in cuts] for cuts in s.cuts] for s in problem.shapes])
-        member, runs = _all_runs(problem.positions, len(problem.blocks))
-        runs = _fast_enough(problem, member, runs, most_seconds)
-        shapes = [_Costs.of(shape, member, runs, late) for shape in problem.shapes]
+        member, runs = all_runs(problem.positions, len(problem.blocks))
+        runs = fast_enough(problem, member, runs, most_seconds)
+        shapes = [RunCosts.of(shape, member, runs, late) for shape in problem.shapes]
         allowed = [_allowed(problem, stage, member, runs) for stage in range(problem.stages)]
         shape_ = (len(keys), len(runs))
         made = {name: np.empty(shape_) for name in ("seconds", "busy", "step_end", "once", "excess", "room")}
@@ -247,13 +247,13 @@ def _cut_seconds(problem: StageProblem, keys: Iterable[_Key], name: str) -> Arra
 
 
 @functools.lru_cache(maxsize=4)
-def _all_runs(positions: tuple[int, ...], blocks: int) -> tuple[Bits, Runs]:
+def all_runs(positions: tuple[int, ...], blocks: int) -> tuple[Bits, Runs]:
     """[position, block] whether a position has a block, and all runs; problems of one program have the same."""
     member = np.array([[mask >> block & 1 for block in range(blocks)] for mask in positions], dtype=bool)
     return member, Runs.of(member)
 
 
-def _fast_enough(problem: StageProblem, member: Bits, runs: Runs, most_seconds: float) -> Runs:
+def fast_enough(problem: StageProblem, member: Bits, runs: Runs, most_seconds: float) -> Runs:
     """The runs whose blocks take no more than that at their fastest."""
     if most_seconds == math.inf:
         return runs
@@ -266,8 +266,8 @@ def _fast_enough(problem: StageProblem, member: Bits, runs: Runs, most_seconds: 
 
 
 @dataclass(frozen=True, slots=True)
-class _Costs:
-    """What runs of blocks cost in one shape, by run, without capacities."""
+class RunCosts:
+    """What runs of blocks cost in one shape, by run, without capacities. See :meth:`StageGraph.build` for ``late``."""
 
     families: list[Family]
     held: Held
@@ -282,7 +282,7 @@ class _Costs:
     peak: Array  # the largest transient of the fastest choices
 
     @staticmethod
-    def of(shape: Shape, member: Bits, runs: Runs, late: bool) -> _Costs:
+    def of(shape: Shape, member: Bits, runs: Runs, late: bool) -> RunCosts:
         families, held = Held.of(shape, member, runs)
         quickest = [_fastest(family) for family in families]
         fastest = held.summed([choice.seconds for choice in quickest])
@@ -313,7 +313,7 @@ class _Costs:
         messages = shape.passing.messages_of(member, runs)
         updating = held.summed([min(choice.state_bytes for choice in family) for family in families]) + tied_bytes
         updating += shape.passing.updates_of(member, runs)
-        return _Costs(
+        return RunCosts(
             *(families, held, fastest, tied_bytes, kept_bytes, messages, updating),
             *(tied_once, step_end, exposed, peak),
         )

@@ -82,6 +82,18 @@ class Runs:
             which[..., self._ends] = hits[np.searchsorted(hits, rows + self._end_starts)] - rows
         return least, which
 
+    def shortest(self, arcs: Array) -> Array:
+        """By position the least sum of ``arcs`` [run] on runs that follow each other from the first position on."""
+        found = np.full(self.positions, np.inf)
+        found[0] = 0.0
+        while len(self):
+            least = np.minimum.reduceat(found[self.first] + arcs, self._end_starts)
+            better = least < found[self._ends]
+            if not better.any():
+                break
+            found[self._ends[better]] = least[better]
+        return found
+
     def least_from(self, values: Array) -> Array:
         """By position the least value of the runs that begin there; infinite where there is none."""
         least = np.full(self.positions, np.inf)
