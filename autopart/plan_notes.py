@@ -10,6 +10,7 @@ from autopart.candidate_settings import same_but_for_memory
 from autopart.candidates import Answer, Candidates
 from autopart.cluster import Cluster
 from autopart.describe import describe
+from autopart.device_row import DeviceRow
 from autopart.passes.program import TensorInfo
 from autopart.report.units import format_bytes, format_seconds
 from autopart.several_axes import uncovered
@@ -36,6 +37,19 @@ def notes(candidates: Candidates, answer: Answer | UnlikeAnswer, step_s: float) 
             *_waiting(candidates, answer.config, answer),
         ]
     return [*_whole_in_stages(candidates, answer), *_waiting(candidates, answer.config.equal, answer)]
+
+
+def whole_nodes(cluster: Cluster, considered: Iterable[Considered]) -> list[str]:
+    """A note of unlike meshes that were searched on whole nodes alone."""
+    row = DeviceRow(cluster)
+    if not row.is_coarse or all(isinstance(item.config, Degrees) for item in considered):
+        return []
+    most = max(row.units)
+    at_once = f", {most} of a kind at once" if most > 1 else ""
+    return [
+        f"of {cluster.device_count} devices, stages with meshes of their own were searched on whole nodes{at_once}: "
+        "what others take counts neither in the choice nor in the lower bound"
+    ]
 
 
 def _whole_in_stages(candidates: Candidates, answer: UnlikeAnswer) -> list[str]:

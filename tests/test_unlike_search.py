@@ -17,9 +17,11 @@ from autopart.device_row import MOST_PLACES, DeviceRow
 from autopart.mesh_prices import MeshPrices
 from autopart.passes.data_axis import LEVELS
 from autopart.plan import Plan
+from autopart.plan_notes import whole_nodes
 from autopart.predict import simulate_plan
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver.degrees import UnlikeMeshes
+from autopart.solver.search_outcomes import Considered, Status
 from autopart.solver.stages_problem import Slot, Step
 from autopart.unlike import UnlikeCandidates
 from autopart.unlike_virtual import VirtualMeshes, ways
@@ -183,3 +185,12 @@ def test_large_clusters_have_few_places() -> None:
             assert len(set(row.devices(run))) == run.count
     assert not DeviceRow(Cluster.parse("2x8xA100-80GB+2x8xRTX-3090")).is_coarse
     assert not DeviceRow(Cluster.parse("64xH100")).is_coarse
+
+
+def test_plans_say_that_stages_had_whole_nodes() -> None:
+    unlike_one = Considered(UnlikeMeshes(2, 1, "1f1b"), Status.CHOSEN, 1.0, "")
+    alike = Considered(UnlikeMeshes(2, 1, "1f1b").equal, Status.CHOSEN, 1.0, "")
+    large, small = Cluster.parse("9x8xA100-80GB+9x8xRTX-3090"), Cluster.parse("2x8xA100-80GB+2x8xRTX-3090")
+    (told,) = whole_nodes(large, [unlike_one, alike])
+    assert "of 144 devices" in told and "whole nodes, 3 of a kind at once" in told
+    assert whole_nodes(large, [alike]) == whole_nodes(small, [unlike_one]) == []
