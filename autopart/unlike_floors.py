@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from autopart.candidates import Candidates
 from autopart.cost.communication import bucketed_all_reduce_seconds
-from autopart.device_row import DeviceRow, Run
+from autopart.device_row import MOST_PARTED, DeviceRow, Run
 from autopart.mesh_prices import ALONE, INSIDE, NETWORK, Mesh, MeshPrices
 from autopart.passes.graph import Value
 from autopart.recomputation import parts_of
@@ -153,8 +153,9 @@ class UnlikeFloors:
         return slots, list(numbers)
 
     def tries(self, config: UnlikeMeshes) -> float:
-        """As how many evaluations one counts: with many meshes, of which each meets each, it takes much longer."""
-        return max(1.0, (len(self.slots(config.pp, self.candidates.batch // config.microbatches)[1]) / _MESHES) ** 2)
+        """As how many evaluations one counts: many meshes, of which each meets each, and their ranks take longer."""
+        meshes = len(self.slots(config.pp, self.candidates.batch // config.microbatches)[1])
+        return max(1.0, (meshes / _MESHES) ** 2) * max(1.0, self.row.cluster.device_count / MOST_PARTED)
 
     def _meeting(self, config: UnlikeMeshes, slots: Sequence[Slot], meshes: Sequence[Mesh]) -> list[tuple[int, int]]:
         """Shapes of stages that may follow each other, where their ranks have unlike parts of values."""
