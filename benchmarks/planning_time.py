@@ -61,6 +61,7 @@ _GEMMA2_27B = (
     "&num_key_value_heads=16&head_dim=128&vocab_size=256000&seq=4096"
 )
 _GPT3 = "hf:gpt2?n_layer=96&n_embd=12288&n_head=96&n_positions=2048&seq=2048"
+_MEDIUM = "hf:gpt2?n_layer=24&n_embd=1024&n_head=16&seq=1024"
 _1T = "hf:gpt2?n_layer=128&n_embd=25600&n_head=160&n_positions=2048&seq=2048"
 _MIXTRAL = (
     "hf:mixtral?num_hidden_layers=24&hidden_size=4096&intermediate_size=8192&num_attention_heads=32"
@@ -92,6 +93,12 @@ LARGE = {
     "Gemma2-27B on 4x8 A100-80GB": [_GEMMA2_27B, "--cluster", "4x8xA100-80GB", "--batch", "256", "--dtype", "bf16"],
     "T5 2.9B on 2x8 V100-16GB": [_T5, "--cluster", "2x8xV100-16GB", "--batch", "256"],
     "Mixtral on 4x8 A100-40GB": [_MIXTRAL, "--cluster", "4x8xA100-40GB", "--batch", "256", "--dtype", "bf16"],
+    **{
+        f"GPT-2 355M on {nodes} x (8 A100-80GB, 8 RTX-3090)": [
+            *(_MEDIUM, "--cluster", f"{nodes}x8xA100-80GB+{nodes}x8xRTX-3090", "--batch", batch, "--dtype", "bf16"),
+        ]
+        for nodes, batch in ((1, "256"), (2, "256"), (4, "512"))
+    },
     "Mixtral of 4 small layers on 4x4 RTX-4090": [
         *(_SMALL_MIXTRAL, "--cluster", "4x4xRTX-4090", "--batch", "96"),
     ],
