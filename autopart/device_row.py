@@ -73,12 +73,12 @@ class DeviceRow:
     @cached_property
     def units(self) -> tuple[int, ...]:
         """Nodes of each kind that are taken at once, or what is left of them."""
-        for most in range(max(self.counts), 0, -1):
+        for most in range(max(self.counts) if self.is_coarse else 0, 0, -1):
             units = tuple(-(-count // most) for count in self.counts)
             steps = (-(-count // unit) + 1 for count, unit in zip(self.counts, units, strict=True))
-            if not self.is_coarse or math.prod(steps) <= MOST_PLACES:
+            if math.prod(steps) <= MOST_PLACES:
                 return units
-        return self.counts
+        return self.counts if self.is_coarse else (1,) * len(self.counts)
 
     @property
     def is_coarse(self) -> bool:

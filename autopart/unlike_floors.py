@@ -124,7 +124,8 @@ class UnlikeFloors:
     ) -> tuple[list[Slot], list[Mesh]]:
         """Those on a way from the first place to the end in so many stages, and the mesh of each shape.
 
-        rows: samples of a microbatch. levels: of ZeRO that are offered. shorter: in as many stages or fewer, but two.
+        rows: samples of a microbatch. levels: of ZeRO that are offered. shorter: in any number of
+        stages from two to these.
         """
         row = self.row
         most = row.cluster.device_count - (2 if shorter else stages) + 1

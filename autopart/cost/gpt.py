@@ -112,14 +112,14 @@ class Style:
     fused_attention: scores stay on the chip, those that the causal mask hides are left out, and its backward repeats
     them (Dao et al., arXiv 2205.14135).
     beside: an input's gradient is summed over the tensor axis beside the gradient of the weight that it was read with.
-    pipelined: so is all that is gathered and scattered over the tensor axis, piece by piece beside the products that
-    read or make it (Wang et al., ASPLOS 2023, doi 10.1145/3567955.3567959).
+    tensor_overlap: so is all that is gathered and scattered over the tensor axis, piece by piece beside the products
+    that read or make it (Wang et al., ASPLOS 2023, doi 10.1145/3567955.3567959).
     """
 
     sequence_parallel: bool = False
     fused_attention: bool = False
     beside: bool = False
-    pipelined: bool = False
+    tensor_overlap: bool = False
 
 
 MEGATRON = Style()
@@ -241,7 +241,7 @@ def layer_parts(
     outside = inner if style.sequence_parallel else tokens * model.width
     up = tokens * model.mlp / tensor
     reduces = 1 if tensor > 1 else 0
-    pieces = tensor if style.pipelined else 1
+    pieces = tensor if style.tensor_overlap else 1
     chains = _PLAIN if model.plain else _BIASED
     core = _core(model, device, samples, tensor, style, context)
     attention = _part(

@@ -17,9 +17,10 @@ samples, chunks                     of a microbatch on one replica, of a stage: 
 cp                                  ranks that share each sequence: default 1
 recompute                           full (default), selective or none
 scatter, overlap, sharded,          yes or no (default): see :class:`autopart.cost.training.Layout`
-balanced, passing
+balanced, message_overlap
 sequence_parallel,                  yes or no (default): see :class:`autopart.cost.gpt.Style`
-fused_attention, beside, pipelined
+fused_attention, beside,
+tensor_overlap
 ==================================  ==================================================================================
 """
 
@@ -41,8 +42,8 @@ _SEQUENCE = 2048
 _SIZES = ("layers", "hidden", "heads", "batch", "tp", "pp")
 _MORE_SIZES = ("sequence", "vocabulary", "mlp", "kv_heads", "samples", "chunks", "cp")
 _MODEL_FLAGS = ("gated", "untied", "plain")
-_LAYOUT_FLAGS = ("scatter", "overlap", "sharded", "balanced", "passing")
-_STYLE_FLAGS = ("sequence_parallel", "fused_attention", "beside", "pipelined")
+_LAYOUT_FLAGS = ("scatter", "overlap", "sharded", "balanced", "message_overlap")
+_STYLE_FLAGS = ("sequence_parallel", "fused_attention", "beside", "tensor_overlap")
 _MEASURED = ("seconds", "tflops")
 _MOST, _MOST_LAYERS, _DIGITS = 2**31, 2**16, 10
 """Of a size: more is a slip of the pen, by which no step can be priced."""

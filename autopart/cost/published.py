@@ -166,4 +166,4 @@ def _fitting(model: Gpt, cluster: Cluster, batch: int) -> list[Layout]:
 TABLES = {"megatron_sc21_table1": sc21, "megatron_tp_only": tensor_only, "alpa_gpt": alpa}
 """Tables of which halves are fitted to."""
 AS_MEASURED = ("nemo_h100", "megatron_sc21_table2", "megatron_recomputation", "nemo_gpt")
-"""Tables in the form of :mod:`autopart.cost.measured`. But of the first, nothing was fitted to them."""
+"""Tables in the form of :mod:`autopart.cost.measured`. Nothing was fitted to them but to half of the first."""

@@ -49,7 +49,7 @@ class Layout:
     stages is sent in ``tp`` pieces and gathered on arrival. overlap: the gradients' reduction hides behind the last
     microbatches' backward, and weights' gathering behind the first ones' forward. sharded: ranks reduce-scatter
     gradients and update one share of the weights each. cp: ranks that share each sequence, and pass keys and values
-    around beside attention (ring attention, arXiv 2310.01889). passing: messages between stages pass beside
+    around beside attention (ring attention, arXiv 2310.01889). message_overlap: messages between stages pass beside
     computation, but for those of filling and draining.
     balanced: stages are cut where the slowest is fastest, also between a layer's attention and MLP; otherwise they have
     equally many layers, and where these do not divide, whole layers so that the slowest is fastest.
@@ -67,7 +67,7 @@ class Layout:
     balanced: bool = False
     style: Style = MEGATRON
     cp: int = 1
-    passing: bool = False
+    message_overlap: bool = False
 
     def __post_init__(self) -> None:
         if min(self.tp, self.pp, self.dp, self.samples, self.chunks, self.cp) < 1 or self.recompute not in _RECOMPUTE:
@@ -144,7 +144,7 @@ def step_seconds(model: Gpt, cluster: Cluster, layout: Layout, batch: int) -> St
     stages = _stages(model, cluster, layout, device)
     slowest = max(stages, key=lambda stage: stage.seconds)
     bubble = pipeline_seconds([stage.seconds for stage in stages], count, layout.chunks) - count * slowest.seconds
-    if layout.passing:
+    if layout.message_overlap:
         bubble += 2 * sum(_edge_seconds(model, cluster, layout)[:-1])
     held = max(stage.parameters for stage in stages)
     gradients = _gradient_seconds(model, cluster, layout, held, slowest, count)
@@ -200,7 +200,9 @@ def _stages(model: Gpt, cluster: Cluster, layout: Layout, device: Device) -> lis
             _edge_uses(index, layout, edges),
             sum(part.parameters for part in held) + copy,
         )
-        stages.append(replace(stage, messages=max(0.0, stage.messages - stage.busy)) if layout.passing else stage)
+        stages.append(
+            replace(stage, messages=max(0.0, stage.messages - stage.busy)) if layout.message_overlap else stage
+        )
     return stages
 
 
@@ -231,14 +233,14 @@ class _Exchanges:
     def of_layer(self, part: Part) -> float:
         """Of a layer's half."""
         around = (self.forwards + 2) * max(0.0, self.keys_s - part.core_s) if part.core_s else 0.0
-        if self.style.pipelined:
+        if self.style.tensor_overlap:
             forward, backward = self._left(part.read_s, part.made_s), self._left(part.made_back_s, part.weight_s)
             return around + part.reduces * (self.forwards * forward + backward)
         return around + (self.forwards + 1) * part.reduces * self.reduce_s - self._hidden(part)
 
     def of_end(self, part: Part) -> float:
         """Of the embedding or the head: what it gathers or scatters forward, and the other of the two back."""
-        if self.style.pipelined:
+        if self.style.tensor_overlap:
             return part.reduces * self._left(part.read_s, part.weight_s)
         return part.reduces * self.reduce_s - self._hidden(part)
 

@@ -23,11 +23,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopart.solver.stages_floor import Ways, body_seconds
-from autopart.solver.stages_graph import RunCosts, all_runs, fast_enough
+from autopart.solver.stages_graph import RunCosts, all_runs, fast_enough, least_amounts
 from autopart.solver.stages_problem import StageProblem
-from autopart.solver.stages_runs import Array, Bits, Numbers, Runs
-
-_ROUNDING = 1e-9
+from autopart.solver.stages_runs import Array, Numbers, Runs
 
 
 def possible_counts(problem: StageProblem, seconds: float) -> frozenset[int]:
@@ -83,20 +81,22 @@ class _Arcs:
         size, nodes = len(problem.positions), len(problem.links) * len(problem.positions)
         member, runs = all_runs(problem.positions, len(problem.blocks))
         runs = fast_enough(problem, member, runs, seconds / problem.microbatches)
-        parts = [
-            _of_shape(problem, number, member, runs, seconds / problem.microbatches)
-            for number in range(len(problem.shapes))
-        ]
+        least = [runs.between(least_amounts(problem, member, name)) for name in ("forward_s", "backward_s")]
+        parts = []
+        for number, shape in enumerate(problem.shapes):
+            costs = RunCosts.of(shape, member, runs, late=True)
+            own = np.array([costs.fastest, *(amounts[number] for amounts in least), costs.exposed])
+            parts.append(_of_shape(problem, number, runs, own, seconds / problem.microbatches))
         first, last = (np.concatenate([part[end] for part in parts]).astype(np.intp) for end in (0, 1))
-        costs = np.concatenate([part[2] for part in parts], axis=1)
         order = np.lexsort((first, last))
-        arcs, costs = Runs(nodes, first[order], last[order]), costs[:, order]
-        own, forward, _, exposed, there, back = costs
+        arcs = Runs(nodes, first[order], last[order])
+        amounts = np.concatenate([part[2] for part in parts], axis=1)[:, order]
+        own, forward, _, exposed, there, back = amounts
         # the first stage's end comes after all
         taken = own + there + back + np.where(arcs.first == 0, exposed, 0.0)
         around = np.maximum(exposed + arcs.shortest(forward + there)[arcs.first], arcs.shortest(taken)[arcs.first])
         wanted = around + problem.microbatches * own <= seconds
-        own, forward, backward, _, there, back = costs[:, wanted]
+        own, forward, backward, _, there, back = amounts[:, wanted]
         end = np.full(nodes, np.inf)
         end[[place * size + size - 1 for place in problem.ends]] = 0.0
         return _Arcs(
@@ -105,26 +105,23 @@ class _Arcs:
 
 
 def _of_shape(
-    problem: StageProblem, number: int, member: Bits, runs: Runs, most_seconds: float
+    problem: StageProblem, number: int, runs: Runs, own: Array, most_seconds: float
 ) -> tuple[Numbers, Numbers, Array]:
-    """Nodes before and behind the arcs of a shape, and [6, arc] seconds, forward, backward, the end's, there, back."""
+    """Nodes before and behind the arcs of a shape, and [6, arc] seconds: ``own``, there and back.
+
+    own: [4, run] of a microbatch, forward and backward at least, and at the end of a step. most_seconds: of a
+    microbatch.
+    """
     shape, size = problem.shapes[number], len(problem.positions)
     slots = [slot for slot in problem.slots if slot.shape == number]
     start, stop = (np.array([getattr(slot, end) for slot in slots], dtype=np.intp) for end in ("start", "stop"))
-    costs = RunCosts.of(shape, member, runs, late=True)
     # the first stage has the first blocks, and what has the last ones is the last
     starts = (runs.first == 0)[None] == (start == 0)[:, None]
     stops = (runs.last < size - 1)[None] | np.isin(stop, problem.ends)[:, None]
-    slot, run = np.nonzero(starts & stops & (costs.fastest <= most_seconds * (1 + _ROUNDING)))
-    links = np.array(problem.links)[stop[slot]] if len(slot) else slot
-    last = runs.last[run]
+    slot, run = np.nonzero(starts & stops & (own[0] <= most_seconds))
+    links, last = np.array(problem.links)[stop[slot]], runs.last[run]
     sides = [
         np.array([[getattr(cut, name) for cut in cuts] for cuts in shape.cuts])[links, last]
         for name in ("forward_s", "backward_s")
     ]
-    least = [
-        runs.between(member @ np.array([min(getattr(c, name) for c in block.choices) for block in shape.blocks]))[run]
-        for name in ("forward_s", "backward_s")
-    ]
-    found = np.array([costs.fastest[run], *least, costs.exposed[run], *sides])
-    return start[slot] * size + runs.first[run], stop[slot] * size + last, found
+    return start[slot] * size + runs.first[run], stop[slot] * size + last, np.array([*own[:, run], *sides])

@@ -133,7 +133,7 @@ class StageGraph:
             floor=floor,
             ends=np.array([shapes[key[1]].fastest + shapes[key[1]].exposed for key in keys]),
             forward=member @ np.array([problem.least(block, "forward_s") for block in range(member.shape[1])]),
-            least={name: _least(problem, member, name) for name in ("forward_s", "backward_s")},
+            least={name: least_amounts(problem, member, name) for name in ("forward_s", "backward_s")},
             source=source_ends(problem, member),
             there=there,
             back=back,
@@ -231,7 +231,7 @@ class StageGraph:
         return found.bound
 
 
-def _least(problem: StageProblem, member: Bits, name: str) -> Array:
+def least_amounts(problem: StageProblem, member: Bits, name: str) -> Array:
     """[shape, position]: the smallest amount of that name."""
     found = [
         [min(getattr(choice, name) for choice in block.choices) for block in shape.blocks] for shape in problem.shapes
