@@ -34,6 +34,7 @@ from autopart.stand_in import StandIn
 from autopart.watched_attributes import Watched
 from autopart.watched_parts import SetBuffers, WatchedParts
 from autopart.weights import load_or_start, save_weights
+from autopart.wishes import check_named
 
 if TYPE_CHECKING:
     from autopart.compiling import Compiler
@@ -153,6 +154,7 @@ def parallelize(
             f"give it model.{inner}"
         )
     check_modes(batch, outputs)
+    check_named(limits)
     if variants < 1:
         raise InputError(f"variants: at least 1 is kept, not {variants}")
     if plan is not None and (limits or cluster is not None):

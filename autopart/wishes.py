@@ -6,7 +6,8 @@ pins, groups of modules, the tensor scheme, the optimizer, dropout and a warm-up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autopart.report.units import counted, format_bytes
@@ -16,6 +17,23 @@ from autopart.runtime.schedule import NAMES
 if TYPE_CHECKING:
     from autopart.plan import Plan
 
+LIMITS = (
+    *(
+        "pp",
+        "dp",
+        "tp",
+        "tensor_scheme",
+        "microbatches",
+        "schedule",
+        "warmup",
+        "virtual",
+        "recompute",
+        "together",
+        "pins",
+    ),
+    *("zero", "meshes", "bucket_bytes", "optimizer", "dropout", "time_limit_s", "thorough"),
+)
+"""Arguments of :func:`autopart.planner.make_plan` that a training script may give (which need not import it)."""
 _COUNTS = ("pp", "dp", "microbatches", "virtual", "bucket_bytes")
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "schedule": (*NAMES, "auto"),
@@ -29,6 +47,15 @@ _SAID: Mapping[str, Callable[[Any], str]] = {
     "meshes": lambda word: f"{word} meshes",
     "bucket_bytes": lambda size: f"messages of {format_bytes(size)}",
 }
+
+
+def check_named(limits: Iterable[str]) -> None:
+    """Raises PlanError for a name that is no limit of a plan, with the nearest ones."""
+    for name in limits:
+        if name not in LIMITS:
+            near = difflib.get_close_matches(name, LIMITS)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"a plan takes {', '.join(LIMITS)}"
+            raise PlanError(f"there is no option {name!r}: {hint}")
 
 
 def recorded(limits: Mapping[str, Any]) -> dict[str, int | str]:

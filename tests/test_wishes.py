@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,15 @@ from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.report.table import plan_text
 from autopart.same_degrees import limits_beside
-from autopart.wishes import forced_in, forced_text, recorded
+from autopart.wishes import LIMITS, forced_in, forced_text, recorded
 from explained import CLUSTER, MODEL
+
+
+def test_the_limits_of_a_script_are_those_of_a_plan() -> None:
+    own = {"batch", "rules"}  # of parallelize, which has its own
+    kept = {"below", "analysis", "earlier"}  # of the planner's own callers
+    arguments = set(inspect.signature(make_plan).parameters) - {"program", "cluster"}
+    assert arguments - own - kept == set(LIMITS)
 
 
 @pytest.fixture
