@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -96,10 +98,11 @@ def load_hf(spec: str, meta: bool, dtype: torch.dtype | None, batch: int | None)
     if unused:
         raise ModelError(f"{spec}: {unused[0]}= does not apply to {task}")
 
-    config = _config(spec, CONFIG_MAPPING[family], given, task, shape.get("image"))
     heads = getattr(modeling_auto, _TASKS[task][1])[family]
     head = heads[0] if isinstance(heads, tuple) else heads
-    takes = tuple(inspect.signature(getattr(transformers, head).forward).parameters)
+    model_class = getattr(transformers, head)
+    config = _config(spec, CONFIG_MAPPING[family], _undeclared(model_class), given, task, shape.get("image"))
+    takes = tuple(inspect.signature(model_class.forward).parameters)
     inputs = hf_inputs(
         *(spec, config, task, takes, batch or shape.get("batch", DEFAULT_BATCH), shape, meta, dtype, padding == "yes")
     )
@@ -128,7 +131,15 @@ def _split(spec: str) -> tuple[str, dict[str, str]]:
     return family, given
 
 
-def _config(spec: str, config_class: Any, given: Mapping[str, str], task: str, image: int | None) -> Any:
+def _undeclared(model_class: Any) -> set[str]:
+    """What a model's source asks its configuration for that this need not declare, such as Qwen3-MoE's head_dim."""
+    source = inspect.getsource(sys.modules[model_class.__module__])
+    return set(re.findall(r'\bgetattr\((?:self\.)?config, "(\w+)"', source))
+
+
+def _config(
+    spec: str, config_class: Any, undeclared: Iterable[str], given: Mapping[str, str], task: str, image: int | None
+) -> Any:
     """The configuration with the given fields, made consistent where the command line leaves a field to follow."""
     try:
         defaults = config_class()
@@ -136,7 +147,7 @@ def _config(spec: str, config_class: Any, given: Mapping[str, str], task: str, i
         raise ModelError(f"{spec}: its configuration has no defaults: {one_line(error)}") from error
     fields = {key: _field(defaults, key) for key in (*defaults.to_dict(), *defaults.attribute_map)}
     fields = {key: value for key, value in fields.items() if not key.startswith("_") and key not in _BOOKKEEPING_FIELDS}
-    fields = {**_COMMON_FIELDS, **fields}
+    fields = {**dict.fromkeys(undeclared), **_COMMON_FIELDS, **fields}
     annotations = {name: str(kind) for name, kind in getattr(config_class, "__annotations__", {}).items()}
 
     values: dict[str, Any] = {}

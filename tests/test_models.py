@@ -179,6 +179,14 @@ def test_values_are_read_as_the_type_of_the_default() -> None:
     assert mixtral.sliding_window is None and mixtral.head_dim == 16
 
 
+def test_what_a_model_reads_of_its_configuration_undeclared_may_be_given() -> None:
+    """Qwen3-MoE's heads are not the hidden size by their number, which its configuration has no field for."""
+    model = load_model(
+        "hf:qwen3_moe?num_hidden_layers=1&hidden_size=64&num_attention_heads=4&head_dim=32", meta=True
+    ).model
+    assert model.get_parameter("model.layers.0.self_attn.q_proj.weight").shape == (4 * 32, 64)
+
+
 def test_special_tokens_follow_a_smaller_vocabulary() -> None:
     config: Any = load_model("hf:gpt2?vocab_size=256&n_layer=1", meta=True).model.config
     assert config.bos_token_id == config.eos_token_id == 255
