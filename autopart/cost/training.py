@@ -299,7 +299,9 @@ def _edge_seconds(model: Gpt, cluster: Cluster, layout: Layout) -> list[float]:
     ranks = layout.devices // layout.pp
     payload = _HALF * layout.samples * model.sequence / layout.cp * model.width
     gathered = 0.0
-    if layout.scatter and layout.tp > 1:
+    if layout.style.sequence_parallel:
+        payload /= layout.tp  # what tensor ranks hold between layers, whose gathering is the next layer's
+    elif layout.scatter and layout.tp > 1:
         payload /= layout.tp
         gathered = all_gather_seconds(payload * layout.tp, layout.tp, cluster.group_link(range(layout.tp)))
     starts = [stage * ranks for stage in range(layout.pp)]
