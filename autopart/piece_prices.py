@@ -8,7 +8,7 @@ link, ranks work beside each other: so a crossing takes as long as the rank that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from autopart.cost.communication import send_seconds
@@ -19,7 +19,7 @@ from autopart.passes.sizes import extent
 from autopart.passes.unlike_meshes import plain
 from autopart.runtime.manifest import Size
 from autopart.runtime.placement import REPLICATE, Kind, Placement, Placements
-from autopart.runtime.resharding import Message, Side, backward_messages, forward_messages
+from autopart.runtime.resharding import Side, elements_sent
 
 Traffic = dict[tuple[int, int], float]
 """(sending, receiving device) -> bytes of one microbatch."""
@@ -57,8 +57,8 @@ class PiecePrices:
             if key not in self._elements:
                 sides = source.side(plain(made)), target.side(plain(wanted))
                 self._elements[key] = (
-                    _elements(forward_messages(shape, batch_dim, *sides)),
-                    _elements(backward_messages(shape, batch_dim, *sides)) if differentiable else {},
+                    elements_sent(shape, batch_dim, *sides),
+                    elements_sent(shape, batch_dim, *sides, back=True) if differentiable else {},
                 )
             there, back = (
                 {pair: float(count * width) for pair, count in found.items()} for found in self._elements[key]
@@ -118,11 +118,3 @@ def crosses_unlike(value: Value) -> bool:
 def _shape_of(value: Value) -> tuple[Size, ...]:
     found = [extent(size) for size in value.fake.shape]
     return tuple(str(size) if size.batched else size.coefficient for size in found if size is not None)
-
-
-def _elements(messages: Sequence[Message]) -> dict[tuple[int, int], int]:
-    found: dict[tuple[int, int], int] = {}
-    for message in messages:
-        pair = (message.source, message.target)
-        found[pair] = found.get(pair, 0) + math.prod(message.shape)
-    return found

@@ -24,6 +24,8 @@ from autopart.runtime.shares import Runs, cut_runs
 
 Slices = tuple[slice, ...]
 _Share = tuple[Runs, ...]
+_Common = list[tuple[slice, slice]]
+"""Of two shares in one dim the parts of both that are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +96,38 @@ def forward_messages(shape: Sequence[Size], batch_dim: int | None, source: Side,
 
 def backward_messages(shape: Sequence[Size], batch_dim: int | None, source: Side, target: Side) -> tuple[Message, ...]:
     """What carries the value's gradient back from ``target`` to ``source``. Pieces for one place are added up."""
+    sides = _sides_back(shape, batch_dim, source, target)
+    return tuple(message for have, want in sides for message in _overlaps(have, want))
+
+
+def elements_sent(
+    shape: Sequence[Size], batch_dim: int | None, source: Side, target: Side, back: bool = False
+) -> dict[tuple[int, int], int]:
+    """Of these messages, or back of a gradient's, how many elements each rank sends to which."""
+    sides: Iterable[tuple[dict[int, _Share], dict[int, _Share]]]
+    if back:
+        sides = _sides_back(shape, batch_dim, source, target)
+    else:
+        sides = [(_shares(shape, source, batch_dim), _shares(shape, target, batch_dim))]
+    found: dict[tuple[int, int], int] = {}
+    for have, want in sides:
+        for sender, receiver, dims in _overlapping(have, want):
+            count = math.prod(sum(take.stop - take.start for take, _ in common) for common in dims)
+            found[sender, receiver] = found.get((sender, receiver), 0) + count
+    return found
+
+
+def _sides_back(
+    shape: Sequence[Size], batch_dim: int | None, source: Side, target: Side
+) -> Iterator[tuple[dict[int, _Share], dict[int, _Share]]]:
+    """The shares of ranks that send a gradient, with those of ranks that get it."""
+    back, there = _shares(shape, target, batch_dim), _shares(shape, source, batch_dim)
     if batch_dim is not None:
-        return forward_messages(shape, batch_dim, target, source)
-    back, there = _shares(shape, target, None), _shares(shape, source, None)
-    found: list[Message] = []
+        yield back, there
+        return
     for index in range(len(target.samples)):
         copy = source.replica(index % len(source.samples))
-        mine = {rank: back[rank] for rank in target.replica(index)}
-        found += _overlaps(mine, {rank: there[rank] for rank in copy})
-    return tuple(found)
+        yield {rank: back[rank] for rank in target.replica(index)}, {rank: there[rank] for rank in copy}
 
 
 def _shares(shape: Sequence[Size], side: Side, batch_dim: int | None) -> dict[int, _Share]:
@@ -136,11 +161,18 @@ def _replica_shares(shape: Sequence[Size], side: Side, samples: int) -> list[_Sh
 
 
 def _overlaps(have: dict[int, _Share], want: dict[int, _Share]) -> Iterator[Message]:
+    for source, target, dims in _overlapping(have, want):
+        for slices in itertools.product(*dims):
+            yield Message(source, target, tuple(take for take, _ in slices), tuple(put for _, put in slices))
+
+
+def _overlapping(have: dict[int, _Share], want: dict[int, _Share]) -> Iterator[tuple[int, int, list[_Common]]]:
+    """Who sends to whom, and by dim what their shares have in common."""
     copies: dict[_Share, list[int]] = {}
     for rank, share in have.items():
         copies.setdefault(share, []).append(rank)
     sources, near = list(copies.items()), _near(list(copies))
-    common: dict[tuple[Runs, Runs], list[tuple[slice, slice]]] = {}
+    common: dict[tuple[Runs, Runs], _Common] = {}
     for position, (target, wanted) in enumerate(want.items()):
         for number in near(wanted):
             share, ranks = sources[number]
@@ -152,9 +184,7 @@ def _overlaps(have: dict[int, _Share], want: dict[int, _Share]) -> Iterator[Mess
                     break
                 dims.append(common[pair])
             else:
-                source = ranks[position % len(ranks)]
-                for slices in itertools.product(*dims):
-                    yield Message(source, target, tuple(take for take, _ in slices), tuple(put for _, put in slices))
+                yield ranks[position % len(ranks)], target, dims
 
 
 def _near(shares: Sequence[_Share]) -> Callable[[_Share], Iterable[int]]:
@@ -184,7 +214,7 @@ def _end(runs: Runs) -> int:
     return offset + length
 
 
-def _common(mine: Runs, theirs: Runs) -> list[tuple[slice, slice]]:
+def _common(mine: Runs, theirs: Runs) -> _Common:
     """Of what two shares have in common in one dim, where it lies in each. Runs are in order."""
     found = []
     own, other = iter(mine), iter(theirs)

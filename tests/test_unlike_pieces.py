@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,15 @@ import torch
 from torch import Tensor
 
 from autopart.runtime.placement import REPLICATE, Placement, shard, take_share
-from autopart.runtime.resharding import Message, Side, backward_messages, forward_messages, local_shape, rows_of
+from autopart.runtime.resharding import (
+    Message,
+    Side,
+    backward_messages,
+    elements_sent,
+    forward_messages,
+    local_shape,
+    rows_of,
+)
 
 SHAPE = ("b", 4, 6)
 
@@ -55,6 +64,14 @@ def carry(messages: tuple[Message, ...], have: dict[int, Tensor], target: Side) 
     return made
 
 
+def counted(messages: Iterable[Message]) -> dict[tuple[int, int], int]:
+    found: dict[tuple[int, int], int] = {}
+    for message in messages:
+        pair = message.source, message.target
+        found[pair] = found.get(pair, 0) + math.prod(message.shape)
+    return found
+
+
 @pytest.mark.parametrize("target", SIDES)
 @pytest.mark.parametrize("source", SIDES)
 def test_pieces_make_every_share(source: str, target: str) -> None:
@@ -66,8 +83,11 @@ def test_pieces_make_every_share(source: str, target: str) -> None:
     for rank in there.ranks:
         assert torch.equal(made[rank], share_of(value, there, rank))
         assert sum(math.prod(m.shape) for m in messages if m.target == rank) == made[rank].numel()
-    back = carry(backward_messages(SHAPE, 0, here, there), made, here)
+    returned = backward_messages(SHAPE, 0, here, there)
+    back = carry(returned, made, here)
     assert all(torch.equal(back[rank], share_of(value, here, rank)) for rank in here.ranks)
+    assert elements_sent(SHAPE, 0, here, there) == counted(messages)
+    assert elements_sent(SHAPE, 0, here, there, back=True) == counted(returned)
 
 
 @pytest.mark.parametrize("target", ["one", "dp2", "dp4", "dp2 tp2"])
@@ -87,7 +107,9 @@ def test_gradients_of_what_has_no_samples_add_up(source: str, target: str) -> No
 
     have = {rank: cut(parts[index // width], inner, index) for index, rank in enumerate(inner.ranks)}
     made = {rank: torch.zeros(local_shape(shape, outer, rank), dtype=torch.float64) for rank in outer.ranks}
-    for message in backward_messages(shape, None, outer, inner):
+    messages = backward_messages(shape, None, outer, inner)
+    assert elements_sent(shape, None, outer, inner, back=True) == counted(messages)
+    for message in messages:
         made[message.target][message.put] += have[message.source][message.take]
     own = math.prod(outer.sizes)
     for position in range(own):
