@@ -19,7 +19,7 @@ what comes in is known.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopart.analysis import Analysis
-from autopart.folding import FoldedGraph, FoldedPart, fold_part, is_stored
+from autopart.folding import FoldedGraph, FoldedPart, FoldedValue, fold_part, is_stored
 from autopart.kept_in_layers import Held
 from autopart.memory_bound import BlockFacts, Kind, MemoryBound
 from autopart.module_sets import ModuleSet
@@ -156,8 +156,11 @@ def strategy_prices(
 
 def least_seconds(builder: Builder, layers: AlikeLayers) -> float:
     """Of the ops and conversions of one layer, forward and backward, under any strategies."""
-    none = np.zeros(1)
-    return float(_work(builder, layers, [ModuleSet()]).least(none, none, np.array([False]))[0])
+    found = list(_ops(builder, layers))
+    ops, seconds = [op for _, _, op in found], np.concatenate([seconds for _, seconds, _ in found])
+    edges = tuple(edge for _, edge, _ in _edges(builder, layers, ops))
+    eliminator = Eliminator(TensorProblem(tuple(ops), edges))
+    return float(eliminator.totals(seconds[:, None], np.array([False]), np.zeros((0, 1)))[0])
 
 
 def kept_by_choice(builder: Builder, layers: AlikeLayers) -> dict[tuple[str, ...], Array]:
@@ -214,26 +217,22 @@ def _work(builder: Builder, layers: AlikeLayers, sets: Sequence[ModuleSet]) -> L
     part, analysis, setting = layers.part, builder.analysis, builder.setting
     place, every = _places(analysis, layers), (*sets, ModuleSet())
     held = Held.of(builder, layers.keeps, sets, place)
-    numbers = {analysis.classes[nodes[0]]: index for index, nodes in enumerate(builder.folded.classes)}
     ops, seconds, forward, weights, kept, again = [], *(list[Array]() for _ in range(5))
-    for nodes in part.classes:
-        folded = builder.folded.classes[numbers[analysis.classes[nodes[0]]]]
-        ways = [chosen for chosen, _ in builder.ways(folded[0])]
-        op, none, nothing = builder.op(folded), np.zeros(len(ways)), np.zeros((len(ways), len(every)))
+    for nodes, (first, taken, op) in zip(part.classes, _ops(builder, layers), strict=True):
+        ways = [chosen for chosen, _ in builder.ways(first)]
+        none, nothing = np.zeros(len(ways)), np.zeros((len(ways), len(every)))
         ops.append(op)
+        seconds.append(taken)
         if is_stored(nodes[0]):
             info = analysis.program.tensors[nodes[0].meta["name"]]
             size = builder.block_costs.size(Value(nodes[0])).at(1) * len(nodes)
             priced = (bool(info.trainable), not info.buffer, info.dtype) == (*layers.priced[:2], layers.priced[3])
             shares = [size * share_of(stored_as(chosen), setting.sizes) if priced else 0.0 for chosen in ways]
             for own, found in zip(
-                (seconds, forward, weights, kept, again),
-                (none, none, np.array(shares), nothing, nothing),
-                strict=True,
+                (forward, weights, kept, again), (none, np.array(shares), nothing, nothing), strict=True
             ):
                 own.append(found)
             continue
-        seconds.append(np.array([choice.cost for choice in op.choices]) * (len(nodes) / len(folded)))
         forward.append(len(nodes) * _forward_seconds(builder, nodes[0], ways))
         weights.append(none)
         kept.append(sum((held.bytes(node, ways) for node in nodes), nothing))
@@ -257,17 +256,25 @@ def _work(builder: Builder, layers: AlikeLayers, sets: Sequence[ModuleSet]) -> L
     )
 
 
-def _conversions(
-    builder: Builder, layers: AlikeLayers, ops: Sequence[Op], place: Mapping[fx.Node, int], sets: Sequence[ModuleSet]
-) -> tuple[list[Edge], list[Edge], list[tuple[tuple[int, Edge], Array]]]:
-    """Of a layer's values: once, with the forward twice, and of the forward those that run again, with their numbers
-    and by set whether they do.
+def _ops(builder: Builder, layers: AlikeLayers) -> Iterator[tuple[fx.Node, Array, Op]]:
+    """By class of a layer's ops the first op of its class in the model, seconds of those in the layer by choice, which
+    what is stored takes none of, and the class in the model.
     """
+    classes, folded = builder.analysis.classes, builder.folded.classes
+    numbers = {classes[nodes[0]]: index for index, nodes in enumerate(folded)}
+    for nodes in layers.part.classes:
+        every = folded[numbers[classes[nodes[0]]]]
+        op = builder.op(every)
+        part = 0.0 if is_stored(nodes[0]) else len(nodes) / len(every)
+        yield every[0], np.array([choice.cost * part for choice in op.choices]), op
+
+
+def _edges(builder: Builder, layers: AlikeLayers, ops: Sequence[Op]) -> Iterator[tuple[FoldedValue, Edge, bool]]:
+    """Conversions of a layer's values, and whether the layer before makes them."""
     part, analysis = layers.part, builder.analysis
     classes = {analysis.classes[nodes[0]]: index for index, nodes in enumerate(part.classes)}
     inside = {node for nodes in part.classes for node in nodes}
     placements = list(builder.setting.shared.ids)
-    edges, doubled, repeated = [], [], []
     for value in part.values:
         source = value.source
         if outside := source >= len(part.classes):
@@ -277,7 +284,19 @@ def _conversions(
             if apart or any(node not in inside for node, _ in readers):
                 continue
             source = classes[analysis.classes[maker]]
-        edge = builder.edge(replace(value, source=source), ops, placements)
+        yield value, builder.edge(replace(value, source=source), ops, placements), outside
+
+
+def _conversions(
+    builder: Builder, layers: AlikeLayers, ops: Sequence[Op], place: Mapping[fx.Node, int], sets: Sequence[ModuleSet]
+) -> tuple[list[Edge], list[Edge], list[tuple[tuple[int, Edge], Array]]]:
+    """Of a layer's values: once, with the forward twice, and of the forward those that run again, with their numbers
+    and by set whether they do.
+    """
+    part = layers.part
+    inside = {node for nodes in part.classes for node in nodes}
+    edges, doubled, repeated = [], [], []
+    for value, edge, outside in _edges(builder, layers, ops):
         edges.append(edge)
         if not isinstance(edge.cost, CostTable):
             doubled.append(edge)
@@ -285,7 +304,7 @@ def _conversions(
         there = forward_table(builder, edge.cost, value.example)
         both = CostTable(there.rows, there.columns, edge.cost.seconds + there.seconds)
         doubled.append(replace(edge, cost=both))
-        if outside or is_stored(part.classes[source][0]):
+        if outside or is_stored(part.classes[value.source][0]):
             continue
         if not (np.isfinite(there.seconds) & (there.seconds > 0.0)).any():
             continue
