@@ -59,6 +59,8 @@ class UnlikeFloors:
     """Lower bounds of configurations with unlike meshes."""
 
     prices: MeshPrices
+    _runs: dict[object, list[tuple[int, Slot, Mesh]]] = field(default_factory=dict)
+    _slots: dict[object, tuple[tuple[Slot, ...], tuple[Mesh, ...]]] = field(default_factory=dict)
     _work: dict[tuple[int, str], tuple[float, float, tuple[float, ...]]] = field(default_factory=dict)
     _summed: dict[object, float] = field(default_factory=dict)
     _least: dict[object, tuple[float, float]] = field(default_factory=dict)  # and up to which it was sought
@@ -121,23 +123,23 @@ class UnlikeFloors:
 
     def slots(
         self, stages: int, rows: int, levels: Sequence[int] = (0,), shorter: bool = False
-    ) -> tuple[list[Slot], list[Mesh]]:
+    ) -> tuple[tuple[Slot, ...], tuple[Mesh, ...]]:
         """Those on a way from the first place to the end in so many stages, and the mesh of each shape.
 
         rows: samples of a microbatch. levels: of ZeRO that are offered. shorter: in any number of
         stages from two to these.
         """
+        key = stages, rows, tuple(levels), shorter
+        if key not in self._slots:
+            self._slots[key] = self._found_slots(*key)
+        return self._slots[key]
+
+    def _found_slots(
+        self, stages: int, rows: int, levels: tuple[int, ...], shorter: bool
+    ) -> tuple[tuple[Slot, ...], tuple[Mesh, ...]]:
         row = self.row
         most = row.cluster.device_count - (2 if shorter else stages) + 1
-        found = [
-            (
-                Slot(run.start, run.stop, 0, float(min(row.kinds[kind].device.memory_bytes for kind, _ in run.pieces))),
-                mesh,
-            )
-            for run in row.runs
-            if run.count <= most
-            for mesh in self.prices.meshes(run.pieces, rows, levels)
-        ]
+        found = [(slot, mesh) for count, slot, mesh in self._every_slot(rows, levels) if count <= most]
         after: list[set[int]] = [{0}]
         for _ in range(stages):
             after.append({slot.stop for slot, _ in found if slot.start in after[-1]} | ({0} if shorter else set()))
@@ -150,8 +152,20 @@ class UnlikeFloors:
         ]
         used = [(slot, mesh) for slot, mesh in found if any(slot.start in a and slot.stop in b for a, b in steps)]
         numbers: dict[Mesh, int] = {}
-        slots = [replace(slot, shape=numbers.setdefault(mesh, len(numbers))) for slot, mesh in used]
-        return slots, list(numbers)
+        slots = tuple(replace(slot, shape=numbers.setdefault(mesh, len(numbers))) for slot, mesh in used)
+        return slots, tuple(numbers)
+
+    def _every_slot(self, rows: int, levels: tuple[int, ...]) -> list[tuple[int, Slot, Mesh]]:
+        """On any way, with its number of devices."""
+        if (rows, levels) not in self._runs:
+            kinds = self.row.kinds
+            self._runs[rows, levels] = [
+                (run.count, Slot(run.start, run.stop, 0, room), mesh)
+                for run in self.row.runs
+                for room in [float(min(kinds[kind].device.memory_bytes for kind, _ in run.pieces))]
+                for mesh in self.prices.meshes(run.pieces, rows, levels)
+            ]
+        return self._runs[rows, levels]
 
     def tries(self, config: UnlikeMeshes) -> float:
         """As how many evaluations one counts: many meshes, of which each meets each, and their ranks take longer."""
@@ -255,7 +269,7 @@ class UnlikeFloors:
             low, high = (low, middle) if is_possible(middle) else (middle, high)
         return low
 
-    def _relaxed(self, config: UnlikeMeshes, levels: Sequence[int]) -> tuple[StageProblem, list[Mesh]]:
+    def _relaxed(self, config: UnlikeMeshes, levels: Sequence[int]) -> tuple[StageProblem, tuple[Mesh, ...]]:
         """The problem in which tensor ranks share each op perfectly and hold nothing, and of unlike replicas one
         counts: no strategies take fewer seconds. And the mesh of each shape.
         """
