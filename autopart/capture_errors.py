@@ -12,10 +12,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from autopart.runtime.errors import CaptureError
 
+# How export fails where a bound of the batch's size is no whole number, as that of `(batch - 4) * 5 >= 2`.
+_FRACTION = "Expected op to be '==', got"
+
 
 def fixes_batch(error: Exception) -> bool:
     text = str(error)
-    return any(sign in text for sign in ("Constraints violated", "specialized"))
+    return any(sign in text for sign in ("Constraints violated", "specialized", _FRACTION))
 
 
 def depends_on_data(error: BaseException | None) -> bool:
@@ -30,8 +33,9 @@ def largest_batch(error: Exception) -> int:
     """
     if found := re.search(r"size\(\)\[\d+\] <= (\d+)", str(error)):
         return int(found[1])
-    if found := re.search(r"for batch < (\d+)(?:/(\d+))?$", str(error).strip(), re.MULTILINE):
-        return -(-int(found[1]) // int(found[2] or 1)) - 1
+    if found := re.search(r"for batch <(=?) (\d+)(?:/(\d+))?$", str(error).strip(), re.MULTILINE):
+        number, parts = int(found[2]), int(found[3] or 1)
+        return number // parts if found[1] else -(-number // parts) - 1
     return 0
 
 
@@ -44,6 +48,8 @@ def batch_reason(error: Exception) -> str:
     guard = re.search(r"satisfy the generated guard (.+?)\.?\n", text)
     if guard:
         return "the model's code asks that " + re.sub(r"L\['\w+'\]\.size\(\)\[\d+\]", "b", guard[1])
+    if _FRACTION in text:
+        return "the model's code asks that " + re.sub(r"\bbatch\b", "b", text.rpartition(" for ")[2].strip())
     return _first_line(error)
 
 

@@ -352,6 +352,25 @@ def test_batch_size_that_the_model_fixes() -> None:
     torch.testing.assert_close(results(program, Fixed(), inputs(4), 4)["logits"].shape, torch.Size((4, 3)))
 
 
+class Halves(nn.Module):
+    """Sizes like ``(b - 4) * 5``, whose least is no whole number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        return hidden[:4].mean() - hidden[4:].mean()
+
+
+def test_batch_size_above_a_fraction_is_fixed() -> None:
+    model, given = Halves(), torch.randn(8, 5)
+    program = capture(model, (given,))
+    assert program.static_batch.startswith("the model's code asks that ") and program.batch == 8
+    torch.testing.assert_close(results(program, model, {"x": given}, 8)["output"], model(given))
+
+
 def test_fingerprint_changes_with_the_model_alone() -> None:
     given = inputs()
     first = capture(Net(), (), given).fingerprint
@@ -376,6 +395,15 @@ def test_export_writes_code_for_one_module_at_most(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.fx.Graph, "python_code", counted)
     capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (torch.randn(2, 4),), {}, check_eval=False)
     assert len(written) <= 1
+
+
+def test_the_most_samples_where_a_bound_is_a_fraction() -> None:
+    class Median(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.quantile(super().forward(x), 0.5)  # of 2 ** 24 numbers at most
+
+    program = capture(Median(4, 5), (torch.randn(8, 4),), check_eval=False)
+    assert program.static_batch == "" and program.most_samples == 2**24 // 5
 
 
 class OftenContiguous(nn.Module):
