@@ -8,6 +8,7 @@ of a stack of all of them is the whole model's, on every rank. What would be a n
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,10 @@ _NORMS: frozenset[Callable[..., Any]] = frozenset(
     {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm, torch.functional.norm}
 )
 _KEPT: frozenset[Callable[..., Any]] = frozenset({Tensor.to, Tensor.detach, torch.stack})
+# What scripts write between ``.grad`` and its norm; the getter of ``Tensor.data`` is a descriptor's.
+_SAME: frozenset[Callable[..., Any]] = frozenset(
+    {Tensor.detach, torch.detach, Tensor.data.__get__, Tensor.to, Tensor.float, Tensor.double}  # type: ignore[attr-defined]
+)
 PATIENCE = timedelta(minutes=2)
 """For how long a rank waits for the norms of others."""
 _INSTEAD = "call model.clip_grad_norm_(max_norm) on every rank instead, which also returns the norm"
@@ -165,14 +170,24 @@ def _wait(work: dist.Work, patience: timedelta) -> None:
 
 def plain(gradient: Tensor) -> Tensor:
     """The gradient as an ordinary tensor, sharing its memory."""
-    return gradient.detach()
+    return gradient.detach().as_subclass(Tensor)
 
 
 class Share(Tensor):
-    """A gradient that a program handed out. Results of all functions are plain tensors, but for norms."""
+    """A gradient that a program handed out. Results of functions are plain tensors, but for norms.
+
+    And but for the same numbers under ``detach()``, ``.data`` or in another type, of which a script takes the norm.
+    """
 
     # Weakly, as the parameter holds its gradient, and the norms' object the parameter.
     owner: tuple[ref[GradientNorms], str] | None = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved and sent as a plain tensor."""
+        return plain(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(plain(self), memo)
 
     @classmethod
     def __torch_function__(
@@ -188,6 +203,10 @@ class Share(Tensor):
             return [_named(share, norm, order) for share, norm in zip(args[0], result, strict=True)]
         if function in _NORMS and result.dim() == 0:
             return _named(args[0] if args else kwargs.get("x", kwargs.get("input")), result, _order(args, kwargs))
+        if function in _SAME and args and isinstance(args[0], Share):
+            same: Share = result.as_subclass(Share)
+            same.owner = args[0].owner
+            return same
         return result
 
 

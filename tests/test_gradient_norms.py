@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
+import pickle
 import time
 from datetime import timedelta
 from functools import partial
@@ -75,6 +78,7 @@ def refusals(limits: dict[str, Any]) -> dict[str, str]:
     refused("zero", lambda: nn.utils.get_total_norm(gradients(model), 0.0))
     refused("mixed", lambda: torch.stack([first.norm(), torch.ones(())]).norm())
     refused("share", lambda: first.norm().item())
+    refused("data", lambda: first.data.norm().item() ** 2)
     # what is no norm is plain
     assert type(first * 2) is Tensor and type(first.clone()) is Tensor
     return found
@@ -84,7 +88,7 @@ def test_what_would_be_a_norm_of_one_rank_is_refused() -> None:
     for found in launch(refusals, 2, TP):
         assert "gradients of the" in found["some"] and "model.clip_grad_norm_" in found["some"]
         assert "'nuc'" in found["nuclear"] and "0.0" in found["zero"]
-        assert "alone" in found["mixed"] and "alone" in found["share"]
+        assert all("alone" in found[name] for name in ("mixed", "share", "data"))
     for found in launch(refusals, 2, PP):
         assert {"some", "zero"} <= found.keys()
 
@@ -119,13 +123,32 @@ def other_ways(limits: dict[str, Any]) -> None:
         torch.norm(torch.stack([torch.norm(g, 2.0) for g in own]), 2.0).item(),
         torch.linalg.vector_norm(torch.stack(torch._foreach_norm(own, 2.0))).item(),
         nn.utils.get_total_norm(own, foreach=True).item(),
+        torch.norm(torch.stack([torch.norm(g.detach(), 2.0).to("cpu") for g in own]), 2.0).item(),
+        torch.stack([g.data.norm(2) for g in own]).norm().item(),
+        torch.stack([g.detach().float().norm() for g in own]).norm().double().item(),
     ]
-    assert totals == pytest.approx([expected] * 3, rel=1e-12)
+    assert totals[:5] == pytest.approx([expected] * 5, rel=1e-12) and totals[5] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("limits", PLANS[:2], ids=NAMES[:2])
 def test_older_ways_of_writing_it_come_to_the_same(limits: dict[str, Any]) -> None:
     launch(other_ways, 2, limits)
+
+
+def saved() -> list[type[Tensor]]:
+    model = parallel(PP)
+    model(**batch()).backward()
+    own, file = gradients(model)[0], io.BytesIO()
+    torch.save({"whole": own, "detached": own.detach()}, file)
+    file.seek(0)
+    found = [*torch.load(file).values(), copy.deepcopy(own), pickle.loads(pickle.dumps(own))]
+    for tensor in found:
+        torch.testing.assert_close(tensor, own.clone(), rtol=0, atol=0)
+    return [type(tensor) for tensor in found]
+
+
+def test_gradients_are_saved_and_copied_as_plain_tensors() -> None:
+    assert launch(saved, 2) == [[Tensor] * 4] * 2
 
 
 class Complex(nn.Module):
