@@ -11,6 +11,7 @@ import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopart.runtime.errors import PlanError
-from autopart.runtime.hooks import weakly
 from autopart.runtime.loading import local_share
 from autopart.runtime.manifest import Manifest
 from autopart.runtime.mesh import Mesh
@@ -27,6 +27,20 @@ from autopart.runtime.norms import divided
 _SIZE = 8
 _STEPS = 3
 _RATE = 0.125
+
+
+_checks: weakref.WeakSet[OptimizerCheck] = weakref.WeakSet()
+
+
+@cache
+def _watch() -> None:
+    """One hook for all programs, which stays: torch goes over its hooks while any program may be freed."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for check in list(_checks):
+        check.check(optimizer)
 
 
 class OptimizerCheck:
@@ -43,10 +57,11 @@ class OptimizerCheck:
         self._apart = len(manifest.stages) > 1 or bool(self._divided)
         self._tried: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         if self._apart or any(divided(spec, mesh) for spec in manifest.parameters):
-            weakref.finalize(self, register_optimizer_step_pre_hook(weakly(self._check)).remove)
+            _checks.add(self)
+            _watch()
 
-    def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """A hook before an optimizer's step."""
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before an optimizer's step."""
         if self._tried.get(optimizer) == len(optimizer.param_groups):
             return
         for group in optimizer.param_groups:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import autopart
 from autopart.runtime.errors import PlanError
@@ -180,6 +183,27 @@ def test_parameter_groups_by_name_and_by_dims(limits: dict[str, Any]) -> None:
     for state in launch(grouped, 2, limits):
         for name, tensor in expected.items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def step_while_another_model_is_freed() -> None:
+    models = [parallel(PP) for _ in range(2)]
+    for model in models:
+        model(**batch()).backward()
+    optimizer = torch.optim.SGD(models[1].parameters(), lr=0.1)
+
+    def let_go(*_: Any) -> None:
+        models[0] = models[1]
+        gc.collect()
+
+    freed = weakref.ref(models[0].parallel)
+    hook = register_optimizer_step_pre_hook(let_go)
+    optimizer.step()
+    hook.remove()
+    assert freed() is None
+
+
+def test_a_model_that_is_freed_while_another_steps() -> None:
+    launch(step_while_another_model_is_freed, 2)
 
 
 class Lora(nn.Module):
