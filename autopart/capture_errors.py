@@ -101,7 +101,7 @@ def capture_error(error: Exception, where: Where) -> CaptureError:
             "the branch depends on tensor values; replace it with torch.where, or decide it from the configuration"
         )
     elif "fake tensor in the exported program constant" in str(error):
-        suggestion = "forward reads a tensor's .data, which no graph has; use .detach()"
+        suggestion = "forward reads a tensor's .data (use .detach()), or calls autograd.grad: no graph has these"
     elif isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         suggestion = (
             "the line calls an op that looks at values, or makes as many as these say, which no graph has; write it "

@@ -22,6 +22,10 @@ class Within(nn.Module):
         return self.take(self.linear, x).sum()
 
 
+def slope(linear: nn.Module, x: Tensor) -> Tensor:
+    return torch.autograd.grad(linear(x).tanh().sum(), x, create_graph=True)[0]
+
+
 @pytest.mark.parametrize(
     ("take", "match"),
     [
@@ -32,6 +36,7 @@ class Within(nn.Module):
             r"(?s)satisfy the constraint.*leave validate_args out, or False",
         ),
         (lambda linear, x: linear(x + x.data), r"(?s)reads a tensor's \.data.*use \.detach"),
+        (lambda linear, x: slope(linear, x.detach().requires_grad_()), r"calls autograd\.grad: no graph has"),
     ],
 )
 def test_what_no_graph_has_is_named(take: Callable[[nn.Module, Tensor], Tensor], match: str) -> None:
