@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopart.runtime.errors import PlanError
 from autopart.runtime.loading import local_share
@@ -34,11 +34,15 @@ _checks: weakref.WeakSet[OptimizerCheck] = weakref.WeakSet()
 
 @cache
 def _watch() -> None:
-    """One hook for all programs, which stays: torch goes over its hooks while any program may be freed."""
-    register_optimizer_step_pre_hook(_before_step)
+    """Hooks for all programs, which stay: torch goes over its hooks while any program may be freed.
+
+    After a step as well, for one whose closure called the model first: there was no program before it.
+    """
+    register_optimizer_step_pre_hook(_at_step)
+    register_optimizer_step_post_hook(_at_step)
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _at_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for check in list(_checks):
         check.check(optimizer)
 
@@ -61,7 +65,7 @@ class OptimizerCheck:
             _watch()
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before an optimizer's step."""
+        """Before an optimizer's step, or behind its first."""
         if self._tried.get(optimizer) == len(optimizer.param_groups):
             return
         for group in optimizer.param_groups:

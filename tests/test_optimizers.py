@@ -206,6 +206,29 @@ def test_a_model_that_is_freed_while_another_steps() -> None:
     launch(step_while_another_model_is_freed, 2)
 
 
+def first_call_in_a_closure() -> str:
+    torch.manual_seed(0)
+    model = parallel(PP)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(**batch())
+        loss.backward()
+        return loss
+
+    try:
+        optimizer.step(closure)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_a_step_whose_closure_calls_the_model_first_is_refused_too() -> None:
+    for told in launch(first_call_in_a_closure, 2):
+        assert "LBFGS updates a parameter by what it knows of all others" in told
+
+
 class Lora(nn.Module):
     """A frozen linear layer with a trained product of two thin ones beside it."""
 
