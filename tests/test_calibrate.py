@@ -156,6 +156,16 @@ def test_stored_and_used(cached: Path) -> None:
     assert len(list(path.parent.iterdir())) == 1 and Cluster.local(4).nodes[0].device.launch_s == 2e-5
 
 
+def test_a_file_of_a_calibrated_host_is_that_host(cached: Path, tmp_path: Path) -> None:
+    found = made_up()
+    assert found.link is not None
+    calibrated.store(replace(found, link=found.link.of_gloo()))
+    here, written = Cluster.local(4), tmp_path / "host.toml"
+    here.save(written)
+    assert Cluster.load(written) == here
+    assert str(Cluster.load(written)) == "cpu:4"
+
+
 def test_plans_say_whether_speeds_were_measured(cached: Path) -> None:
     loaded = load_model("hf:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64&seq=8", meta=True)
     program = capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False)

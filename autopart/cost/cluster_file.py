@@ -36,6 +36,7 @@
     latency_s = 3e-6
     efficiency = 0.8                                       # optional: share of the bandwidth that is payload
     direct = 5e9                                           # optional: of one pair, where there is no switch
+    scatter_rounds = 2                                     # optional: times that a reduce-scatter goes around (gloo: 2)
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ _RANGES = {
     **dict.fromkeys(("contraction", "memory", "attention", "unaligned", "efficiency"), (1e-6, 1.0)),
     **dict.fromkeys(("processors", "measured"), (0.0, float(_MOST))),
     "alone": (1.0, float(_MOST)),
+    "scatter_rounds": (1.0, 2.0),
 }
 """Least and most by key: what lies outside is a slip of the pen or in another unit, and no seconds come of it."""
 

@@ -154,7 +154,7 @@ class Defaults:
     ports_per_device: float
 
 
-LINK_OPTIONS = ("efficiency", "direct")
+LINK_OPTIONS = ("efficiency", "direct", "scatter_rounds")
 _OPTIONAL = ("contraction", "memory", "attention", "alone", "host_s", "unaligned", "function_s", "random_s", "mapped_s")
 
 
