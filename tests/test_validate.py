@@ -60,7 +60,7 @@ def test_errors_stay_within_their_limits(table: str, limit: float) -> None:
     for found in summaries(table, rows(table)):
         assert found.error <= limit, found
         assert found.test_error <= limit, found
-        assert found.rank_correlation >= 0.95, found
+        assert found.rank_correlation is not None and found.rank_correlation >= 0.95, found
         assert found.error < found.naive_error, found
 
 

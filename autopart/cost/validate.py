@@ -43,7 +43,7 @@ class Row:
 class Summary:
     """Mean absolute errors of step time, over all rows and by half, and Spearman's rank correlation.
 
-    fit_error: None where nothing was fitted to the table.
+    fit_error: None where nothing was fitted to the table. rank_correlation: None where either side has one value alone.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Summary:
     fit_error: float | None
     test_error: float
     naive_error: float
-    rank_correlation: float
+    rank_correlation: float | None
 
 
 def published() -> dict[str, list[Measurement]]:
@@ -87,6 +87,7 @@ def summarize(name: str, rows: Sequence[Row]) -> Summary:
     if not rows:
         raise ValueError(f"{name}: there are no rows to summarize")
     fitted = [abs(row.error) for row in rows if row.measurement.half == "fit"]
+    sides = [row.predicted.total for row in rows], [row.measurement.seconds for row in rows]
     return Summary(
         name,
         len(rows),
@@ -94,7 +95,7 @@ def summarize(name: str, rows: Sequence[Row]) -> Summary:
         _mean(fitted) if fitted else None,
         _mean(abs(row.error) for row in rows if row.measurement.half == "test"),
         _mean(abs(row.naive_error) for row in rows),
-        rank_correlation([row.predicted.total for row in rows], [row.measurement.seconds for row in rows]),
+        rank_correlation(*sides) if min(len(set(side)) for side in sides) > 1 else None,
     )
 
 
@@ -156,7 +157,7 @@ def summary_text(found: Sequence[Summary]) -> str:
             item.name,
             item.rows,
             *map(_percent, (item.error, item.fit_error, item.test_error, item.naive_error)),
-            f"{item.rank_correlation:.3f}",
+            "" if item.rank_correlation is None else f"{item.rank_correlation:.3f}",
         )
         for item in found
     ]
