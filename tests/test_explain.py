@@ -215,6 +215,8 @@ def test_explain_command(plan_file: Path, plan: Plan, cluster_file: str, capsys:
     assert "give its file with --cluster" in capsys.readouterr().err
     assert main([*command[:2], "--model", MODEL.replace("=32", "=64"), "--cluster", cluster_file]) == 2
     assert "another model" in capsys.readouterr().err
+    assert main(["explain", str(plan_file), "--dtype", "bf16"]) == 2
+    assert "give --model too" in capsys.readouterr().err
     assert main([*command, "--cluster", "4xH100"]) == 2
     text = capsys.readouterr().err
     assert f"made for {CLUSTER}, not for 4xH100" in text and "give the file" in text

@@ -87,6 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
     from autopart.plan import Plan
     from autopart.runtime.errors import PlanError
 
+    if arguments.dtype is not None and arguments.model is None:
+        raise PlanError("--dtype is the type in which --model is captured; give --model too, or leave --dtype out")
     plan = Plan.load(arguments.plan)
     cluster = plan_cluster(plan, arguments.cluster)
     if arguments.model is not None and cluster is None:
