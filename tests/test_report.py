@@ -16,7 +16,15 @@ from autopart.report.table import (
     plan_text,
     stage_table,
 )
-from autopart.report.units import counted, format_bytes, format_count, format_enough, format_seconds, format_share
+from autopart.report.units import (
+    counted,
+    format_bytes,
+    format_count,
+    format_enough,
+    format_flops,
+    format_seconds,
+    format_share,
+)
 
 
 def test_enough_bytes_are_not_fewer() -> None:
@@ -49,6 +57,14 @@ def test_bytes(number: int, text: str) -> None:
 )
 def test_counts(number: float, text: str) -> None:
     assert format_count(number) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(55.2e9, "55.2 GFLOP/s"), (312e12, "312 TFLOP/s"), (999e6, "999 MFLOP/s"), (1e5, "0.1 MFLOP/s")],
+)
+def test_flops(number: float, text: str) -> None:
+    assert format_flops(number) == text
 
 
 @pytest.mark.parametrize(

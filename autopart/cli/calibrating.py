@@ -85,11 +85,11 @@ def calibration_text(found: Calibration, kind: str) -> str:
     from autopart.cost.calibrated import base_device
     from autopart.cost.calibration import doubts
     from autopart.cost.devices import LARGE_BYTES
-    from autopart.report.units import format_bytes, format_count, format_seconds, format_share
+    from autopart.report.units import format_bytes, format_flops, format_seconds, format_share
 
     ranks = "1 process" if found.processes == 1 else f"{found.processes} processes at once"
     lines = [f"{found.device}, {ranks}, {', '.join(f'{name} {text}' for name, text in found.libraries.items())}"]
-    lines += [f"{name}: {format_count(rate)}FLOP/s" for name, rate in found.rates.items()]
+    lines += [f"{name}: {format_flops(rate)}" for name, rate in found.rates.items()]
     lines.append(f"memory: {format_bytes(found.memory_bandwidth)}/s; launch: {format_seconds(found.launch_s)}")
     if found.host_s:
         lines.append(f"the host starts an op of a model in training in {format_seconds(found.host_s)}")

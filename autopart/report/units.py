@@ -6,6 +6,7 @@ import math
 
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _COUNTS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3))
+_FLOPS = (("T", 1e12), ("G", 1e9), ("M", 1e6))
 _SECONDS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 
 
@@ -34,6 +35,12 @@ def format_count(number: float) -> str:
         if abs(number) >= size:
             return f"{_digits(number / size)}{suffix}"
     return f"{number:g}"
+
+
+def format_flops(number: float) -> str:
+    """FLOP/s: ``55.2e9`` as ``55.2 GFLOP/s``."""
+    unit, size = next(((unit, size) for unit, size in _FLOPS if number >= size), _FLOPS[-1])
+    return f"{_digits(number / size)} {unit}FLOP/s"
 
 
 def counted(number: int, thing: str) -> str:
