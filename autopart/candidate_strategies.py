@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
@@ -48,12 +48,13 @@ class CandidateStrategies(CandidateFloors):
         below: float = math.inf,
         level: int | None = None,
         gap: float = 0.0,
+        tied: Mapping[str, float] | None = None,
     ) -> TensorChoice:
         """The fastest strategies; under a limit, those whose bytes over all stages stay below it.
 
         Parameters are divided over replicas only under a limit, unless a level is given. below: seconds of a step that
         are of interest; raises NotBetter where it is found that strategies take longer. level: of ZeRO, of all. gap:
-        how far from the fastest they may be.
+        how far from the fastest they may be. tied: as in :class:`autopart.tensor_choice.Setting`.
         """
         levels: tuple[int, ...] = (self.zero or 0,)
         if level is not None:
@@ -64,7 +65,7 @@ class CandidateStrategies(CandidateFloors):
         return choose(
             self.analysis,
             self._folded,
-            self._choosing(config, beyond),
+            replace(self._choosing(config, beyond), tied=tied or {}),
             self._block_costs,
             self.optimizer,
             memory_limit,

@@ -13,6 +13,7 @@ from autopart.data_prices import offered_levels
 from autopart.layer_strategies import LayerStrategies
 from autopart.mixed_strategies import Samples, applied, carried, chosen_ways, merged, most_layers
 from autopart.passes.data_axis import LEVELS
+from autopart.prices import share_of
 from autopart.realize import Realization
 from autopart.recomputation import KEPT
 from autopart.runtime.errors import InfeasibleError
@@ -29,6 +30,8 @@ _NEAR = 0.005
 """Of a step's seconds: what further levels of ZeRO have to be able to save to be tried."""
 _ALIKE = 0.03
 """Of a step's seconds, by which graphs may tell strategies of one configuration apart."""
+_MUCH_LESS = 0.02
+"""The same: by how much less tied gradients have to take to sum for strategies to be tried that divide these."""
 _MOST_OTHERS = 2
 """Answers of one configuration, at other levels of ZeRO than the best, that are kept to be told apart so."""
 LIMITED_GAP = 0.002
@@ -78,7 +81,7 @@ class Candidates(CandidateStages):
         """
         self._divisions, self._worked, self._by_levels, self._answers = {}, {}, {}, []
         try:
-            best = self._best(config, below)
+            best = self._with_less_to_sum(config, below)
         except OutOfTime:
             if below == math.inf:
                 raise
@@ -94,9 +97,31 @@ class Candidates(CandidateStages):
             best = replace(best, answer=replace(answer, others=others))
         return best
 
-    def _best(self, config: Degrees, below: float) -> Evaluation[Answer]:
-        """As :meth:`evaluate`; what is found on the way is kept."""
-        fastest = self.choose(config)
+    def _with_less_to_sum(self, config: Degrees, below: float) -> Evaluation[Answer]:
+        """The best; or where stages sum tied gradients in much less if ranks divide these, that of strategies for
+        which this counts too: among others it does not, as whether the readers are on one stage is not known then.
+        """
+        fastest, best = self.choose(config), None
+        try:
+            best = self._best(config, fastest, below)
+            most, bound = best.objective, best.bound
+        except NotBetter as error:
+            stopped, most, bound = error, below, error.bound
+        if config.pp > 1 and config.axes:
+            tied = {node.meta["name"]: seconds for node, _, seconds in self._tied_seconds(config, whole=True)}
+            sizes = self.setting(config).sizes
+            shares = {name: share_of(fastest.storage[name], sizes) - 1 / config.tp for name in tied}
+            if math.fsum(tied[name] * share for name, share in shares.items()) > _MUCH_LESS * most:
+                kind = replace(config, recompute="none") if config in self._fitted else config
+                other = self._tried(kind, self.choose(config, tied=tied), most)
+                if other is not None and other.objective < most:
+                    return replace(other, bound=min(other.objective, bound))
+        if best is None:
+            raise stopped
+        return best
+
+    def _best(self, config: Degrees, fastest: TensorChoice, below: float) -> Evaluation[Answer]:
+        """As :meth:`evaluate`, from the fastest strategies; what is found on the way is kept."""
         plain = replace(config, recompute="none")
         promising = False  # memory surely binds, and the fastest strategies alone take less than ``below``
         if config.recompute != "full":

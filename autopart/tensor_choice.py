@@ -98,7 +98,8 @@ class Setting:
     are added up in, for each byte of a gradient. beside: whether weights' gradients are computed beside collectives of
     the backward, which a split backward leaves for later. exposed: the part of what replicas exchange in a microbatch
     for divided parameters that does not pass beside ops, as far as strategies are chosen by it; exposed_beyond: the
-    part of what they exchange besides where tensor axes do not divide a parameter.
+    part of what they exchange besides where tensor axes do not divide a parameter. tied: by name, seconds of a step in
+    which stages sum a parameter's gradient if ranks have it whole, where that counts.
     """
 
     prices: Prices
@@ -112,6 +113,7 @@ class Setting:
     beside: bool = True
     exposed: float = 1.0
     exposed_beyond: float = 1.0
+    tied: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def axes(self) -> tuple[TensorAxis, ...]:
@@ -255,6 +257,7 @@ class Builder:
         if ends and info.trainable:
             arriving = setting.data.arriving_seconds(whole * share_of(placements, setting.sizes), level)
             once = setting.step_end_seconds(whole, placements, level) + arriving
+            once += setting.tied.get(info.name, 0.0) * share_of(placements, setting.sizes)
             seconds += once / setting.microbatches
         return Choice(
             name_of(chosen) + (f" zero{level}" if level else ""),

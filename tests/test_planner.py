@@ -65,6 +65,16 @@ def test_finds_megatron_on_a_fast_axis() -> None:
     assert look_up(plan.storage, "transformer.h.1.mlp.c_proj.weight") == "S0"
 
 
+def test_ranks_divide_a_tied_weight_whose_gradient_stages_sum() -> None:
+    """Over a slow network that takes much longer than what its readers exchange inside the nodes then."""
+    spec = "hf:gpt2?n_layer=2&n_embd=64&n_head=4&vocab_size=8000&seq=32"
+    cluster = Cluster.parse("2x2xA100-80GB@Ethernet-10")
+    for recompute in ("auto", "full"):
+        plan = plan_of(spec, cluster, batch=16, pp=2, tp=2, microbatches=2, recompute=recompute)
+        assert plan.storage["transformer.wte.weight"] in ("S0", "S1")
+        assert plan.bound_s <= plan.step_time_s
+
+
 def test_shards_the_sequence_between_products_where_activations_do_not_fit() -> None:
     limits = {"batch": 8, "pp": 1, "dp": 1, "tp": 2, "microbatches": 1, "recompute": "none", "optimizer": "sgd"}
     roomy = plan_of(BLOCK, ideal(2, memory_bandwidth=1e15), **limits)
