@@ -93,12 +93,12 @@ class CandidateSums(CandidateLayers):
             return found
         return found * data.sum_seconds(self.trained_bytes, 1) / data.sum_seconds(self.trained_bytes, 0)
 
-    def last_microbatch(self, config: Degrees) -> tuple[float, int]:
+    def last_microbatch(self, config: Degrees, divided: bool | None = None) -> tuple[float, int]:
         """Seconds of the last microbatch and of sums of gradients in one stage, at least, and the block that says so.
 
-        As :mod:`autopart.late_sums` says, with all shared perfectly.
+        As :mod:`autopart.late_sums` says, with all shared perfectly. divided: whether weights are; None: at best.
         """
-        byte_s = self.late_byte_seconds(config)
+        byte_s = self.late_byte_seconds(config, divided)
         key = self.samples(config), config.tp, config.dp, config.recompute, byte_s
         if key not in self._last:
             forward, backward = self.block_seconds(config)
@@ -128,15 +128,15 @@ class CandidateSums(CandidateLayers):
                 spans.setdefault(layer, []).append(block)
         return {block for own in spans.values() for block in range(own[0] + 1, own[-1] + 1)}
 
-    def late_sums(self, config: Degrees, below: float) -> LateSums:
+    def late_sums(self, config: Degrees, below: float, whole: bool = False) -> LateSums:
         """Of one stage, under any strategies, and such with whole parameters; nothing where it is not known.
 
-        below: seconds of interest.
+        below: seconds of interest. whole: of strategies with whole parameters alone.
         """
         sums = config.dp > 1 and config.schedule in WHOLE_SCHEDULES and not self._exchange_forced
         if config.pp > 1 or len(config.axes) != 1 or not sums:
             return LateSums(0.0)
-        divides = self._divides(config) or bool(self.zero)
+        divides = not whole and (self._divides(config) or bool(self.zero))
         key = config, divides
         known = self._late.get(key)
         if known is None or (known.seconds < below and not known.complete):
@@ -149,7 +149,7 @@ class CandidateSums(CandidateLayers):
         )
         block_of = {node: blocks[0] for node, blocks in self.readers.items()} | self.analysis.block_of
         free = config.microbatches * self.free_seconds(config)
-        blocks = tuple(dict.fromkeys((self.last_microbatch(config)[1], 0)))
+        blocks = tuple(dict.fromkeys((self.last_microbatch(config, divides)[1], 0)))
         found = late_sums(builder, block_of, blocks, divides, self.time_limit_s, below - free)
         return replace(found, seconds=found.seconds + free)
 

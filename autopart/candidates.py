@@ -200,6 +200,8 @@ class Candidates(CandidateStages):
         if bound < (1 - _NEAR) * most:
             late = self.late_sums(plain, most)
             bound = max(bound, late.seconds)
+            if self._divides(plain):  # for less memory, which bounds have to hold with
+                late = self.late_sums(plain, most, whole=True)
             others = (choice for choice in late.choices if not self.zero and choice.strategies != fastest.strategies)
             tried = (self._tried(plain, choice, near) for choice in others)
             found += [other for other in tried if other is not None and other.objective < near]

@@ -292,3 +292,13 @@ def test_command(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main([*command, "--most", "0"]) == 2
     for wrong in (["--devices", "4"], ["--devices", "0"], ["--step", "2"], ["--price", "-1"], ["-o", "no/where.svg"]):
         assert main([*command, *wrong]) == 2
+
+
+def test_the_first_plan_is_the_fastest() -> None:
+    """Bounds hold with less memory, where replicas divide parameters; plans that keep them whole stay as fast."""
+    loaded = load_model("hf:gpt2?n_layer=2&seq=128", meta=True)
+    analysis = analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False))
+    cluster = Cluster.parse("4xRTX-3090")
+    limits: dict[str, Any] = {"batch": 32, "pp": 1, "dp": 2, "tp": 2, "microbatches": 1, "analysis": analysis}
+    (point,) = memory_frontier(analysis.program, cluster, most=1, **limits)
+    assert point.seconds <= make_plan(analysis.program, cluster, **limits).step_time_s
