@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from autopart.answers import Answer, best_of
 from autopart.candidate_stages import CandidateStages
 from autopart.data_prices import offered_levels
 from autopart.layer_strategies import LayerStrategies
@@ -19,7 +21,7 @@ from autopart.recomputation import KEPT
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver.degrees import Degrees
 from autopart.solver.search_space import Evaluation, NotBetter
-from autopart.solver.stages_problem import StageProblem, StageSolution, Way
+from autopart.solver.stages_problem import StageProblem, StageSolution
 from autopart.solver.time_limits import OutOfTime
 from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor
 from autopart.tensor_choice import TensorChoice
@@ -42,21 +44,6 @@ _HOPELESS = 1.15
 """Times the seconds of interest: under other schedules than 1F1B and GPipe, whose divisions take the solver long, no
 other strategies are tried of what takes longer with the first.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A solved candidate. others: such that may be faster, once they are timed on their graphs, the fastest first."""
-
-    config: Degrees
-    choice: TensorChoice
-    problem: StageProblem
-    cut: StageSolution
-    others: tuple[Answer, ...] = ()
-
-    @property
-    def way(self) -> Way:
-        return self.cut.way
 
 
 @dataclass(slots=True)
@@ -113,7 +100,9 @@ class Candidates(CandidateStages):
             shares = {name: share_of(fastest.storage[name], sizes) - 1 / config.tp for name in tied}
             if math.fsum(tied[name] * share for name, share in shares.items()) > _MUCH_LESS * most:
                 kind = replace(config, recompute="none") if config in self._fitted else config
-                other = self._tried(kind, self.choose(config, tied=tied), most)
+                other = None
+                with contextlib.suppress(InfeasibleError, OutOfTime):
+                    other = self._tried(kind, self.choose(config, tied=tied), most)
                 if other is not None and other.objective < most:
                     return replace(other, bound=min(other.objective, bound))
         if best is None:
@@ -240,7 +229,7 @@ class Candidates(CandidateStages):
 
     def _at_prices(self, config: Degrees, choices: list[TensorChoice], below: float) -> Evaluation[Answer] | None:
         """The best of these strategies, where layers may run again, if they take less than ``below``."""
-        return _best_of(below, (partial(self._tried, config, choice) for choice in choices))
+        return best_of(below, (partial(self._tried, config, choice) for choice in choices))
 
     def _at_levels(self, config: Degrees, below: float, known: bool = False) -> Evaluation[Answer] | None:
         """The best of strategies with parameters divided over replicas, of interest below so many seconds.
@@ -251,10 +240,10 @@ class Candidates(CandidateStages):
             best: Evaluation[Answer] | None = None
             if self._divides(config) and config.recompute == "auto":
                 one, *more = (partial(self._of_level, config, level) for level in LEVELS[1:])
-                best = _best_of(below, (one, partial(self._hidden, config)))
+                best = best_of(below, (one, partial(self._hidden, config)))
                 most = below if best is None else best.objective
                 if most > (1 + _NEAR) * self.work_floor(config):
-                    best = _best_of(most, more) or best
+                    best = best_of(most, more) or best
             self._by_levels[config] = best
         found = self._by_levels.get(config)
         return found if found is not None and found.objective < below else None
@@ -289,7 +278,7 @@ class Candidates(CandidateStages):
         if not self._divides(config) or config.recompute == "auto" or not self._memory_binds(config, fastest, below):
             return None
         levels = LEVELS[1:]
-        return _best_of(below, (partial(self._of_level, config, level, tightenings=TIGHTENINGS) for level in levels))
+        return best_of(below, (partial(self._of_level, config, level, tightenings=TIGHTENINGS) for level in levels))
 
     def seconds_of(self, answer: Answer) -> float:
         """Of a step, as candidates are compared by."""
@@ -492,13 +481,3 @@ class Candidates(CandidateStages):
 def _as_they_are(answer: Answer, fastest: TensorChoice) -> bool:
     """Whether it has the fastest strategies, with nothing computed again."""
     return answer.choice is fastest and not any(step.choices for step in answer.way)
-
-
-def _best_of(below: float, ways: Iterable[Callable[[float], Evaluation[Answer] | None]]) -> Evaluation[Answer] | None:
-    """The fastest of what takes less than ``below``; each way is asked for less than what those before it take."""
-    best: Evaluation[Answer] | None = None
-    for way in ways:
-        found = way(below)
-        if found is not None and found.objective < below:
-            best, below = found, found.objective
-    return best

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopart.candidates import Answer, Candidates
+from autopart.answers import Answer
+from autopart.candidates import Candidates
 from autopart.cost.communication import send_seconds
 from autopart.device_layout import TENSOR_AXIS
 from autopart.exchanges import exchanges

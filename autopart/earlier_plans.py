@@ -15,8 +15,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from autopart.answers import Answer
 from autopart.candidate_settings import same_but_for_memory
-from autopart.candidates import Answer, Candidates
+from autopart.candidates import Candidates
 from autopart.cluster import Cluster
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver.degrees import Degrees, UnlikeMeshes

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 from autopart.analysis import pattern_of
+from autopart.answers import Answer
 from autopart.candidate_settings import same_but_for_memory
-from autopart.candidates import Answer, Candidates
+from autopart.candidates import Candidates
 from autopart.cluster import Cluster
 from autopart.describe import describe
 from autopart.device_row import DeviceRow

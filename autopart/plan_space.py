@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from autopart.candidates import Answer, Candidates
+from autopart.answers import Answer
+from autopart.candidates import Candidates
 from autopart.cluster import Cluster
 from autopart.describe import describe
 from autopart.describe_unlike import describe_unlike

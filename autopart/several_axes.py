@@ -21,8 +21,9 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from autopart.answers import Answer
 from autopart.axes_volume import least_exchange_seconds
-from autopart.candidates import Answer, Candidates
+from autopart.candidates import Candidates
 from autopart.solver.degrees import MOST_AXES, Degrees, factorizations
 from autopart.solver.search_space import Evaluation
 

@@ -17,7 +17,8 @@ from test_solver_tensor import random_problem
 
 import autopart.candidate_stages
 import autopart.verify
-from autopart.candidates import Answer, Candidates
+from autopart.answers import Answer
+from autopart.candidates import Candidates
 from autopart.cluster import Cluster
 from autopart.layer_strategies import LayerStrategies, Way, _few
 from autopart.mixed_strategies import Samples, applied, most_layers
