@@ -232,7 +232,7 @@ class Splitter:
         if found is None:
             if any(state.placement == PARTIAL for state in states):
                 return self.after_sums(node, rule, sources, states, given)
-            raise Mixes("combines different samples")
+            raise Mixes("combines different samples" if rule else "may combine different samples: it has no rule")
         grouped = next((state.grouped for state in spread if state.grouped is not None), None)
         results = []
         for placement in found:

@@ -27,8 +27,18 @@ _ELEMENT_LOSSES: dict[Callable[..., Any], int] = {
     aten.huber_loss.default: 2,
     aten.soft_margin_loss.default: 2,
     aten.kl_div.default: 2,
+    aten.hinge_embedding_loss.default: 3,
+    aten.margin_ranking_loss.default: 4,
+    aten.poisson_nll_loss.default: 5,
     aten.binary_cross_entropy.default: 3,
     aten.binary_cross_entropy_with_logits.default: 4,
+}
+# The same of losses that average over rows [..., c].
+_ROW_LOSSES: dict[Callable[..., Any], int] = {
+    aten.cosine_embedding_loss.default: 4,
+    aten.triplet_margin_loss.default: 7,
+    aten.multi_margin_loss.default: 5,
+    aten.multilabel_margin_loss.default: 2,
 }
 # Losses that average over valid labels.
 _LABEL_LOSSES = {aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default}
@@ -36,7 +46,8 @@ _LABEL_LOSSES = {aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nl
 
 def reduced_loss(splitter: Splitter, node: fx.Node) -> fx.Node | None:
     """A loss that is reduced over samples; None for other ops."""
-    position = _ELEMENT_LOSSES.get(graphs.called(node))
+    called = graphs.called(node)
+    position = {**_ELEMENT_LOSSES, **_ROW_LOSSES}.get(called)
     if position is None and node.target not in _LABEL_LOSSES:
         return None
     reduction = argument(node, 3 if position is None else position, "reduction", _MEAN)
@@ -45,11 +56,18 @@ def reduced_loss(splitter: Splitter, node: fx.Node) -> fx.Node | None:
         return None
     args, kwargs = replaced(node, 3 if position is None else position, "reduction", _SUM)
     if position is not None:
-        _same_rows(graphs.input_nodes(node), states)
+        shapes = [item.meta["val"].shape for item in graphs.input_nodes(node)]
+        if rows := called in _ROW_LOSSES:
+            _same_leading_rows(len(shapes[0]), states)
+        else:
+            _same_rows(graphs.input_nodes(node), states)
         loss = _summed(splitter, node, args, kwargs)
         if reduction == _SUM:
             return loss
-        shape = torch.broadcast_shapes(*[item.meta["val"].shape for item in graphs.input_nodes(node)[:2]])
+        if rows:
+            shape = torch.broadcast_shapes(*(own for own in shapes if len(own) == len(shapes[0])))[:-1]
+        else:
+            shape = torch.broadcast_shapes(*shapes[:2])
         return _over(splitter, loss, splitter.samples(_product(shape)))
     _matching_labels(node, states)
     loss = _summed(splitter, node, args, kwargs)
@@ -118,6 +136,16 @@ def _same_rows(nodes: list[fx.Node], states: list[BatchState]) -> None:
     }
     if len(found) > 1:
         raise Mixes("compares different samples with each other")
+
+
+def _same_leading_rows(rank: int, states: list[BatchState]) -> None:
+    """The same where dims are counted from the left, and each row of the last of ``rank`` dims is one sample's."""
+    _rows_of_own(states)
+    placements = [(state.placement, state.order) for state in states if not state.whole]
+    if len(set(placements)) > 1:
+        raise Mixes("compares different samples with each other")
+    if placements[0][0].dim == rank - 1:
+        raise Mixes("combines different samples")
 
 
 def _matching_labels(node: fx.Node, states: list[BatchState]) -> None:

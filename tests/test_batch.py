@@ -119,6 +119,20 @@ LOSSES: dict[str, Body] = {
     "divergence": lambda m, x, y: F.kl_div(
         F.log_softmax(m.linear(x), -1), F.softmax(x[:, :CLASSES], -1), reduction="batchmean"
     ),
+    "triplets": lambda m, x, y: F.triplet_margin_loss(m.linear(x), x[:, :CLASSES], m.linear(-x), margin=3.0),
+    "cosines": lambda m, x, y: F.cosine_embedding_loss(m.linear(x), x[:, :CLASSES], (y >= 0) * 2 - 1, margin=-0.5),
+    "cosines, summed": lambda m, x, y: F.cosine_embedding_loss(
+        m.linear(x), x[:, :CLASSES], (y >= 0) * 2 - 1, reduction="sum"
+    ),
+    "ranking": lambda m, x, y: F.margin_ranking_loss(m.linear(x)[:, 0], x[:, 0], (y >= 0) * 2 - 1, margin=0.5),
+    "hinge": lambda m, x, y: F.hinge_embedding_loss(m.linear(x)[:, 0], (y >= 0) * 2 - 1),
+    "counts": lambda m, x, y: F.poisson_nll_loss(m.linear(x), x[:, :CLASSES].abs()),
+    "margins": lambda m, x, y: F.multi_margin_loss(m.linear(x), y.clamp(min=0), weight=m.class_weight),
+    "margins of several labels": lambda m, x, y: F.multilabel_margin_loss(m.linear(x), x[:, :CLASSES].argsort(-1)),
+    "similarity": lambda m, x, y: (1 - F.cosine_similarity(m.linear(x), x[:, :CLASSES])).mean(),
+    "distance": lambda m, x, y: F.pairwise_distance(m.linear(x), x[:, :CLASSES]).mean(),
+    "distances": lambda m, x, y: torch.cdist(m.linear(x).reshape(-1, 2, CLASSES // 2), m.linear.weight[:, :2]).mean(),
+    "instance norm": lambda m, x, y: F.instance_norm(m.linear(x).unsqueeze(1)).relu().mean(),
     "mean": lambda m, x, y: m.linear(x).square().mean(),
     "mean of means": lambda m, x, y: m.linear(x).exp().mean(1).mean(0),
     "divided by the batch size": lambda m, x, y: m.linear(x).square().sum() / x.shape[0],
@@ -262,6 +276,11 @@ FLAWS: dict[str, tuple[Body, str]] = {
         lambda m, x, y: m.linear(torch.cat([x, -x]).reshape(-1, 2 * WIDTH)[:, :WIDTH]).mean(),
         "combines different samples",
     ),
+    "samples as vectors": (
+        lambda m, x, y: F.triplet_margin_loss(m.linear(x).T, x[:, :CLASSES].T, m.linear(-x).T),
+        "combines different samples",
+    ),
+    "without a rule": (lambda m, x, y: torch.renorm(m.linear(x), 2, 0, 1.0).mean(), "may combine different samples"),
     "first sample": (lambda m, x, y: (m.linear(x) - m.linear(x)[0]).square().mean(), "aten.select"),
     "broken permutation": (broken_permutation, "different orders"),
     "inverse of another": (inverse_of_another, "other rows"),

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from autopart.passes.rules.examples import F64, Case, f, i, m
+from autopart.passes.rules.examples import F64, Case, f, i, m, signs
 
 
 def _unary() -> list[Case]:
@@ -312,7 +312,7 @@ def _spectral() -> list[Case]:
         *[Case(key(name), (z, [1]), minimum=3) for name in ("fft_fftshift", "fft_ifftshift")],
         *[Case(key(name), (z,), minimum=4) for name in ("real", "imag", "view_as_real")],
         Case(key("view_as_complex"), (f(4, 6, 2),), minimum=3),
-        Case(key("complex"), (f(4, 6), f(4, 6)), minimum=3),
+        *[Case(key(name), (f(4, 6), f(4, 6)), minimum=3) for name in ("complex", "polar")],
     ]
 
 
@@ -385,6 +385,35 @@ def _normalisations_and_losses() -> list[Case]:
             for name in elementwise.split()
             for reduction in (0, 1, 2)
         ],
+        *[
+            case
+            for reduction in (0, 1, 2)
+            for case in (
+                Case("aten.hinge_embedding_loss.default", (f(4, 6), signs(4, 6), 1.0, reduction), {}, 2, (1,)),
+                Case("aten.margin_ranking_loss.default", (f(4, 6), f(4, 6), signs(4, 6), 0.1, reduction), {}, 2, (2,)),
+                Case("aten.poisson_nll_loss.default", (f(4, 6), f(4, 6), True, False, 1e-8, reduction), {}, 2, (1,)),
+                Case("aten.cosine_embedding_loss.default", (f(4, 6), f(4, 6), signs(4), 0.1, reduction), {}, 1, (2,)),
+                Case("aten.triplet_margin_loss.default", (f(4, 6), f(4, 6), f(4, 6), 1.0, 2, 1e-6, False, reduction)),
+                Case("aten.multilabel_margin_loss.default", (f(4, 6), i(6, 4, 6), reduction), {}, 1, (1,)),
+                Case("aten.multi_margin_loss.default", (f(4, 6), i(6, 4), 1, 1.0, None, reduction), {}, 1, (1,)),
+                Case("aten.multi_margin_loss.default", (f(4, 6), i(6, 4), 2, 0.5, f(6), reduction), {}, 1, (1, 2)),
+            )
+        ],
+        Case("aten.cosine_similarity.default", (f(4, 6, 8), f(4, 6, 8), 1), minimum=3),
+        Case("aten.cosine_similarity.default", (f(4, 6, 8), f(6, 8), -1), minimum=3),
+        Case("aten.cosine_similarity.default", (f(4, 6, 1), f(4, 1, 8), 0), minimum=3),
+        Case("aten.pairwise_distance.default", (f(4, 6, 8), f(6, 8)), minimum=3),
+        Case("aten.pairwise_distance.default", (f(4, 6), f(4, 6), 1.0, 1e-6, True), minimum=2),
+        Case("aten.cdist.default", (f(4, 6, 3), f(4, 8, 3)), minimum=4),
+        Case("aten.cdist.default", (f(4, 6, 3), f(4, 8, 3), 1.0), minimum=4),
+        Case("aten.cdist.default", (f(30, 3), f(28, 3)), minimum=3),
+        Case("aten.instance_norm.default", (f(4, 6, 8), f(6), f(6), None, None, True, 0.1, 1e-5, False), minimum=3),
+        Case(
+            "aten.instance_norm.default",
+            (f(4, 6, 8), f(6), f(6), f(6), f(6), False, 0.1, 1e-5, False),
+            minimum=4,
+            constant=(3, 4),
+        ),
         *[
             Case(
                 "aten.binary_cross_entropy_with_logits.default",

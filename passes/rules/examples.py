@@ -45,6 +45,11 @@ def m(*shape: int) -> Tensor:
     return torch.rand(shape) < 0.5
 
 
+def signs(*shape: int) -> Tensor:
+    """Of both kinds."""
+    return m(*shape).to(F64) * 2 - 1
+
+
 def overload(name: str) -> Any:
     """The op of that name. ImportError if the library that registers it is not installed, AttributeError if none is."""
     namespace, op, which = name.split(".")

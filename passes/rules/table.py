@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopart.passes.rules import (
     table_contractions,
+    table_distances,
     table_elementwise,
     table_indexing,
     table_losses,
@@ -21,6 +22,7 @@ def default_rules() -> RuleBook:
     """A book of all built-in rules; extend it with :meth:`RuleBook.extended`."""
     tables = (
         table_contractions,
+        table_distances,
         table_elementwise,
         table_indexing,
         table_losses,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopart.passes.rules.arguments import argument, operands, rank_of, wide_bytes
+from autopart.passes.rules.arguments import argument, names, operands, rank_of, wide_bytes
 from autopart.passes.rules.book import Entry
 from autopart.passes.rules.notation import Annotation, LocalForm, Message
 from autopart.runtime import ctc
@@ -57,6 +57,23 @@ def _elementwise_loss(position: int) -> Entry:
     return build
 
 
+def _row_loss(position: int) -> Entry:
+    """One loss of each row ``[…, c]``, of which labels have a number, then ``reduction`` (the argument there)."""
+
+    def build(node: fx.Node) -> str:
+        reduction, rank = argument(node, position, "reduction", _MEAN), rank_of(node)
+        row = " ".join(f"{'^' * (reduction == _MEAN)}{name}" for name in names(rank - 1, "n"))
+        given = [f"{row} ^c" if rank_of(node, operand) == rank else row for operand in range(operands(node))]
+        return f"{', '.join(given)} -> {row if reduction == _NONE else ''}"
+
+    return build
+
+
+def _multi_margin(node: fx.Node) -> str:
+    """As nll_loss, but classes are weighted inside each sample's loss, whose mean is over all."""
+    return _class_loss(node, argument(node, 5, "reduction", _MEAN))
+
+
 def _ctc(node: fx.Node) -> str:
     """One loss per sample; times, classes and a target's places are whole."""
     return "^t n ^c, n ^u, n ^u, n, n -> n"
@@ -74,6 +91,13 @@ def table() -> dict[str, Entry]:
         "aten.huber_loss.default": _elementwise_loss(2),
         "aten.kl_div.default": _elementwise_loss(2),
         "aten.soft_margin_loss.default": _elementwise_loss(2),
+        "aten.hinge_embedding_loss.default": _elementwise_loss(3),
+        "aten.margin_ranking_loss.default": _elementwise_loss(4),
+        "aten.poisson_nll_loss.default": _elementwise_loss(5),
+        "aten.cosine_embedding_loss.default": _row_loss(4),
+        "aten.triplet_margin_loss.default": _row_loss(7),
+        "aten.multilabel_margin_loss.default": _row_loss(2),
+        "aten.multi_margin_loss.default": _multi_margin,
         "aten.binary_cross_entropy.default": _elementwise_loss(3),
         "aten.binary_cross_entropy_with_logits.default": _elementwise_loss(4),
         f"{ctc.NAME.replace('::', '.')}.default": _ctc,

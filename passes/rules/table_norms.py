@@ -57,6 +57,13 @@ def _batch_norm(node: fx.Node) -> str:
     return ", ".join([data, *["c"] * (operands(node) - 1)]) + f" -> {data}"
 
 
+def _instance_norm(node: fx.Node) -> str:
+    """Each channel of each sample by itself; running statistics, which it updates, are of all samples."""
+    own, running = bool(argument(node, 5, "use_input_stats")), argument(node, 3, "running_mean") is not None
+    data = f"{'^' * (own and running)}b c {'^' * own}*s"
+    return ", ".join([data, *["c"] * (operands(node) - 1)]) + f" -> {data}"
+
+
 def table() -> dict[str, Entry]:
     """The rules of this file by op name."""
     return {
@@ -66,4 +73,5 @@ def table() -> dict[str, Entry]:
         "aten.rms_norm.default": _layer_norm,
         "aten.group_norm.default": _group_norm,
         "aten.batch_norm.default": _batch_norm,
+        "aten.instance_norm.default": _instance_norm,
     }

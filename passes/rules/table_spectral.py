@@ -59,4 +59,5 @@ def table() -> dict[str, Entry]:
         **{key(name): parts for name in words("real imag")},
         **{key(name): _pairs for name in words("view_as_real view_as_complex")},
         "aten.complex.default": Annotation("*b, *b -> *b", linear=((0, 1),)),
+        "aten.polar.default": "*b, *b -> *b",
     }
