@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -71,6 +72,8 @@ class Compiler:
         with _as_ever():
             program = capture(self._model, args, kwargs, **options)
             eval_flaw = program.eval_flaw
+        for note in () if settings["verbose"] else program.notes:  # else the plan that is printed has them
+            warnings.warn(note, stacklevel=2)
         plan = settings["plan"]
         if plan is None:
             analysis = analyze(program, rules)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
+import autopart
 from autopart.tracing import capture
 from programs import run_graph
 
@@ -50,6 +52,16 @@ def test_it_is_said_once() -> None:
     assert not any(
         "backward of its own" in note for note in capture(nn.Linear(4, 4), (torch.randn(4, 4),), check_eval=False).notes
     )
+
+
+def test_a_script_is_warned_where_no_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(UserWarning, match="Round has a backward of its own"):
+        autopart.parallelize(Rounded(), verbose=False, example=(torch.randn(4, 4),))
+    assert "Rounded on cpu" not in capsys.readouterr().err
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        autopart.parallelize(Rounded(), example=(torch.randn(4, 4),))
+    assert "Round has a backward of its own" in capsys.readouterr().err
 
 
 class Hooked(nn.Module):
