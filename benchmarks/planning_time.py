@@ -97,7 +97,7 @@ LARGE = {
         f"GPT-2 355M on {nodes} x (8 A100-80GB, 8 RTX-3090)": [
             *(_MEDIUM, "--cluster", f"{nodes}x8xA100-80GB+{nodes}x8xRTX-3090", "--batch", batch, "--dtype", "bf16"),
         ]
-        for nodes, batch in ((1, "256"), (2, "256"), (4, "512"))
+        for nodes, batch in ((1, "256"), (2, "256"), (4, "512"), (8, "1024"), (16, "2048"))
     },
     "Mixtral of 4 small layers on 4x4 RTX-4090": [
         *(_SMALL_MIXTRAL, "--cluster", "4x4xRTX-4090", "--batch", "96"),
