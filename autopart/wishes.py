@@ -17,22 +17,9 @@ from autopart.runtime.schedule import NAMES
 if TYPE_CHECKING:
     from autopart.plan import Plan
 
-LIMITS = (
-    *(
-        "pp",
-        "dp",
-        "tp",
-        "tensor_scheme",
-        "microbatches",
-        "schedule",
-        "warmup",
-        "virtual",
-        "recompute",
-        "together",
-        "pins",
-    ),
-    *("zero", "meshes", "bucket_bytes", "optimizer", "dropout", "time_limit_s", "thorough"),
-)
+_PIPELINE = ("pp", "microbatches", "schedule", "warmup", "virtual", "meshes", "together", "pins")
+_STAGE = ("dp", "tp", "tensor_scheme", "zero", "bucket_bytes", "recompute")
+LIMITS = (*_PIPELINE, *_STAGE, "optimizer", "dropout", "time_limit_s", "thorough")
 """Arguments of :func:`autopart.planner.make_plan` that a training script may give (which need not import it)."""
 _COUNTS = ("pp", "dp", "microbatches", "virtual", "bucket_bytes")
 _WORDS: Mapping[str, tuple[str, ...]] = {

@@ -331,7 +331,7 @@ def test_a_plan_for_another_number_of_ranks(tmp_path: Any) -> None:
         ({"plan": "plan.json", "tp": 2}, PlanError, "says all that tp would"),
         ({"plan": "plan.json", "cluster": "cpu:1"}, PlanError, "says all that cluster would"),
         ({"microbatch": 2}, PlanError, "no option 'microbatch': did you mean microbatches"),
-        ({"example_inputs": ()}, PlanError, "no option 'example_inputs': a plan takes pp, dp, "),
+        ({"example_inputs": ()}, PlanError, "no option 'example_inputs': a plan takes pp, microbatches, "),
         ({"cluster": 2, "example": batch()}, ClusterError, "cluster is a Cluster or its text"),
     ],
 )
