@@ -398,11 +398,12 @@ def test_export_writes_code_for_one_module_at_most(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_most_samples_where_a_bound_is_a_fraction() -> None:
-    class Median(nn.Linear):
+    class Limited(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            return torch.quantile(super().forward(x), 0.5)  # of 2 ** 24 numbers at most
+            hidden = super().forward(x)
+            return hidden.mean() if hidden.numel() <= 2**24 else hidden.sum()
 
-    program = capture(Median(4, 5), (torch.randn(8, 4),), check_eval=False)
+    program = capture(Limited(4, 5), (torch.randn(8, 4),), check_eval=False)
     assert program.static_batch == "" and program.most_samples == 2**24 // 5
 
 
