@@ -72,8 +72,9 @@ class Compiler:
         with _as_ever():
             program = capture(self._model, args, kwargs, **options)
             eval_flaw = program.eval_flaw
-        for note in () if settings["verbose"] else program.notes:  # else the plan that is printed has them
-            warnings.warn(note, stacklevel=2)
+        if not settings["verbose"]:  # else the plan that is printed has them
+            for note in program.notes:
+                warnings.warn(note, stacklevel=2)
         plan = settings["plan"]
         if plan is None:
             analysis = analyze(program, rules)

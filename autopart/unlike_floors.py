@@ -59,7 +59,7 @@ class UnlikeFloors:
     """Lower bounds of configurations with unlike meshes."""
 
     prices: MeshPrices
-    _runs: dict[object, list[tuple[int, Slot, Mesh]]] = field(default_factory=dict)
+    _all_slots: dict[object, list[tuple[int, Slot, Mesh]]] = field(default_factory=dict)
     _slots: dict[object, tuple[tuple[Slot, ...], tuple[Mesh, ...]]] = field(default_factory=dict)
     _work: dict[tuple[int, str], tuple[float, float, tuple[float, ...]]] = field(default_factory=dict)
     _summed: dict[object, float] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class UnlikeFloors:
     ) -> tuple[tuple[Slot, ...], tuple[Mesh, ...]]:
         row = self.row
         most = row.cluster.device_count - (2 if shorter else stages) + 1
-        found = [(slot, mesh) for count, slot, mesh in self._every_slot(rows, levels) if count <= most]
+        found = [(slot, mesh) for count, slot, mesh in self._slots_of_runs(rows, levels) if count <= most]
         after: list[set[int]] = [{0}]
         for _ in range(stages):
             after.append({slot.stop for slot, _ in found if slot.start in after[-1]} | ({0} if shorter else set()))
@@ -155,17 +155,17 @@ class UnlikeFloors:
         slots = tuple(replace(slot, shape=numbers.setdefault(mesh, len(numbers))) for slot, mesh in used)
         return slots, tuple(numbers)
 
-    def _every_slot(self, rows: int, levels: tuple[int, ...]) -> list[tuple[int, Slot, Mesh]]:
+    def _slots_of_runs(self, rows: int, levels: tuple[int, ...]) -> list[tuple[int, Slot, Mesh]]:
         """On any way, with its number of devices."""
-        if (rows, levels) not in self._runs:
+        if (rows, levels) not in self._all_slots:
             kinds = self.row.kinds
-            self._runs[rows, levels] = [
+            self._all_slots[rows, levels] = [
                 (run.count, Slot(run.start, run.stop, 0, room), mesh)
                 for run in self.row.runs
                 for room in [float(min(kinds[kind].device.memory_bytes for kind, _ in run.pieces))]
                 for mesh in self.prices.meshes(run.pieces, rows, levels)
             ]
-        return self._runs[rows, levels]
+        return self._all_slots[rows, levels]
 
     def tries(self, config: UnlikeMeshes) -> float:
         """As how many evaluations one counts: many meshes, of which each meets each, and their ranks take longer."""

@@ -16,7 +16,7 @@ from autopart.passes.batch import split_batch
 from autopart.passes.program import Program, Role
 from autopart.passes.rules import RULES
 from autopart.planner import make_plan
-from autopart.runtime.errors import CaptureError, PlanError
+from autopart.runtime.errors import CaptureError
 from autopart.tracing import capture
 from clusters import ideal
 from programs import outputs_by_name, run_graph
@@ -352,25 +352,6 @@ def test_batch_size_that_the_model_fixes() -> None:
     torch.testing.assert_close(results(program, Fixed(), inputs(4), 4)["logits"].shape, torch.Size((4, 3)))
 
 
-class Halves(nn.Module):
-    """Sizes like ``(b - 4) * 5``, whose least is no whole number of samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.layer(x)
-        return hidden[:4].mean() - hidden[4:].mean()
-
-
-def test_batch_size_above_a_fraction_is_fixed() -> None:
-    model, given = Halves(), torch.randn(8, 5)
-    program = capture(model, (given,))
-    assert program.static_batch.startswith("the model's code asks that ") and program.batch == 8
-    torch.testing.assert_close(results(program, model, {"x": given}, 8)["output"], model(given))
-
-
 def test_fingerprint_changes_with_the_model_alone() -> None:
     given = inputs()
     first = capture(Net(), (), given).fingerprint
@@ -395,39 +376,6 @@ def test_export_writes_code_for_one_module_at_most(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.fx.Graph, "python_code", counted)
     capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (torch.randn(2, 4),), {}, check_eval=False)
     assert len(written) <= 1
-
-
-def test_the_most_samples_where_a_bound_is_a_fraction() -> None:
-    class Limited(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = super().forward(x)
-            return hidden.mean() if hidden.numel() <= 2**24 else hidden.sum()
-
-    program = capture(Limited(4, 5), (torch.randn(8, 4),), check_eval=False)
-    assert program.static_batch == "" and program.most_samples == 2**24 // 5
-
-
-class OftenContiguous(nn.Module):
-    """As upsampling in diffusers does: another branch for large batches."""
-
-    def __init__(self, times: int = 1) -> None:
-        super().__init__()
-        self.layer, self.times = nn.Linear(4, 4), times
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.layer(x).repeat_interleave(self.times, 0)
-        if hidden.shape[0] >= 64:
-            hidden = hidden.contiguous()
-        return hidden.square().mean()
-
-
-@pytest.mark.parametrize(("times", "most"), [(1, 63), (3, 21)])
-def test_a_graph_for_so_many_samples_at_most(times: int, most: int) -> None:
-    program = capture(OftenContiguous(times), (torch.randn(8, 4),), check_eval=False)
-    assert program.static_batch == "" and program.most_samples == most
-    with pytest.raises(PlanError, match="at most"):
-        make_plan(program, ideal(1), batch=72, microbatches=1)
-    assert make_plan(program, ideal(1), batch=72).microbatches >= 72 / most
 
 
 class MadeWhenUsed(nn.Module):
