@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from autopart.candidates import Candidates
+from autopart.conversion_prices import TensorAxis
 from autopart.cost.communication import all_gather_seconds, bucketed_all_reduce_seconds, reduce_scatter_seconds
 from autopart.passes import graph as graphs
 from autopart.passes.graph import Value
@@ -52,10 +53,34 @@ def least_exchange_seconds(candidates: Candidates, config: Degrees, by_rows: boo
                     summed = local * candidates.summed
                     seconds += bucketed_all_reduce_seconds(summed, axis.parts, axis.link) / config.microbatches
                 else:
-                    seconds += all_gather_seconds(local, axis.parts, axis.link)
-                    seconds += reduce_scatter_seconds(local, axis.parts, axis.link)
+                    seconds += _moved_seconds(local, axis)
             ways.append(seconds)
         total += count * min(ways)
+    return total
+
+
+def least_shared_seconds(candidates: Candidates, config: Degrees, by_rows: bool) -> float:
+    """The same on one tensor axis, where products that read one operand gather it, and sum its gradient, once.
+
+    They are shared by columns all, or each as it is best otherwise.
+    """
+    (axis,) = candidates.layout.tensor_axes(config)
+    samples, readers = candidates.samples(config), dict[tuple[Value, int], list[tuple[float, float]]]()
+    for (node, _), count in candidates.alike:
+        if (product := _product(candidates, node, samples)) is not None:
+            operand, held, result = product
+            readers.setdefault((operand, count), []).append((held, result))
+    total = 0.0
+    for (operand, count), products in readers.items():
+        gathered = _moved_seconds(candidates.whole_bytes(operand, samples), axis)
+        apart = 0.0
+        for held, result in products:
+            alone = _moved_seconds(result, axis)
+            if by_rows:
+                summed = bucketed_all_reduce_seconds(held * candidates.summed, axis.parts, axis.link)
+                alone = min(alone, summed / config.microbatches)
+            apart += alone
+        total += count * min(gathered, apart)
     return total
 
 
@@ -71,6 +96,11 @@ def gathered_bytes(candidates: Candidates) -> float:
             results[operand] = results.get(operand, 0.0) + result
     sizes = ((candidates.whole_bytes(operand, 1), result) for operand, result in results.items())
     return sum(operand for operand, result in sizes if operand < result)
+
+
+def _moved_seconds(size: float, axis: TensorAxis) -> float:
+    """Of gathering a tensor of so many bytes over an axis, and of scattering its summed gradient."""
+    return all_gather_seconds(size, axis.parts, axis.link) + reduce_scatter_seconds(size, axis.parts, axis.link)
 
 
 def _products(candidates: Candidates, samples: int) -> Iterator[tuple[tuple[float, float, float], int]]:

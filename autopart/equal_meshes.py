@@ -8,8 +8,8 @@ from autopart.runtime.errors import PlanError
 from autopart.solver.degrees import Degrees, degrees
 
 
-def equal_meshes(candidates: Candidates, limits: Limits) -> tuple[Degrees, ...]:
-    """Those under the limits. Raises PlanError when there is none."""
+def equal_meshes(candidates: Candidates, limits: Limits, most_ranks: int | None = None) -> tuple[Degrees, ...]:
+    """Those under the limits, with at most so many tensor ranks (None: any). Raises PlanError when there is none."""
     cluster, pinned, schedules = candidates.cluster, limits.pins, limits.schedules
     configs = degrees(
         cluster.device_count,
@@ -21,7 +21,7 @@ def equal_meshes(candidates: Candidates, limits: Limits) -> tuple[Degrees, ...]:
         schedules=schedules,
         recompute=limits.recompute,
         max_pp=pinned.most_stages,
-        max_tp=None if limits.tp or (limits.pp and limits.dp) else max(node.count for node in cluster.nodes),
+        max_tp=most_ranks,
         scheme=limits.scheme,
     )
     if len(schedules) > 1:  # on one rank all schedules are one

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autopart.analysis import FLOPS_PER_BYTE, Analysis
-from autopart.axes_volume import gathered_bytes, least_exchange_seconds
+from autopart.axes_volume import gathered_bytes, least_exchange_seconds, least_shared_seconds
 from autopart.candidates import Candidates
 from autopart.cost.communication import (
     ALL_GATHER,
@@ -69,12 +69,22 @@ class Estimates:
     def expected(self, config: Degrees, floor: float) -> float:
         """Seconds of a step, of which ``floor`` is a bound."""
         if config not in self._estimated:
-            self._estimated[config] = self._estimate(config)
+            self._estimated[config] = self._estimate(config, self._tensor_seconds(config))
         seconds, again = self._estimated[config]
         return max(seconds, floor * _AGAIN) if again else seconds
 
-    def _estimate(self, config: Degrees) -> tuple[float, bool]:
-        """Seconds of a step, and whether some of the forward runs again."""
+    def promised(self, config: Degrees) -> float:
+        """The same, if the ranks of one tensor axis exchange the least that they can."""
+        if len(config.axes) != 1:
+            return self._estimate(config, self._tensor_seconds(config))[0]
+        by_rows = self._weights <= math.fsum(self.candidates.layout.capacities(config))
+        return self._estimate(config, least_shared_seconds(self.candidates, config, by_rows))[0]
+
+    def _estimate(self, config: Degrees, exchanged_s: float) -> tuple[float, bool]:
+        """Seconds of a step, and whether some of the forward runs again.
+
+        exchanged_s: of a microbatch, for what products exchange on tensor axes.
+        """
         candidates = self.candidates
         warmup, places = candidates.warmup_of(config), candidates.layout.places(config)
         flights = in_flight(config.schedule, config.stages, config.microbatches, warmup, places)
@@ -82,7 +92,7 @@ class Estimates:
         overhead = candidates.overhead_bytes / config.virtual
         kept = [flying * sizes for flying in flights]
         rooms = [capacity - overhead for capacity in candidates.layout.capacities(config)]
-        work = candidates.besides_seconds(config) + candidates.work_seconds(config) + self._tensor_seconds(config)
+        work = candidates.besides_seconds(config) + candidates.work_seconds(config) + exchanged_s
         uneven = work * self._block / 2 if config.pp > 1 else 0.0  # a stage ends up to half a block late
         passes, sent = config.microbatches + (config.pp - 1) / config.virtual, self._sent_seconds(config)
         possible = []

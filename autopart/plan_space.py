@@ -24,6 +24,7 @@ from autopart.solver.search_space import Evaluation, NotBetter, Space
 from autopart.tensor_scheme import TensorScheme
 from autopart.unlike import UnlikeCandidates
 from autopart.unlike_answer import UnlikeAnswer
+from autopart.wide_ranks import most_ranks, promising
 
 MOST_UNLIKE = 16
 """Alike devices up to which unlike meshes are searched, where equal ones can be."""
@@ -47,6 +48,7 @@ class PlanSpace(Space[Config, AnyAnswer]):
     thorough: bool
     first: tuple[Config, ...] = field(init=False)
     _among: frozenset[Config] = field(init=False)  # the first
+    _equal: list[Degrees] = field(init=False)  # those with equal meshes that were searched
     _estimates: Estimates = field(init=False)
     _unlike: UnlikeCandidates | None = None  # made when they are asked for: the runs of many devices are many
     _others: tuple[UnlikeMeshes, ...] | None = None
@@ -58,6 +60,7 @@ class PlanSpace(Space[Config, AnyAnswer]):
         self._estimates = Estimates(self.candidates)
         self.first = self._first()
         self._among = frozenset(self.first)
+        self._equal = [config for config in self.first if isinstance(config, Degrees)]
 
     def plan_of(self, answer: AnyAnswer) -> Plan:
         """The plan of an answer that was settled."""
@@ -83,9 +86,12 @@ class PlanSpace(Space[Config, AnyAnswer]):
                 "tensor axis at most, and degrees and microbatches that leave them a choice: leave out what is forced, "
                 "or meshes"
             )
+        most = most_ranks(cluster, self.limits)
         try:
-            return equal_meshes(self.candidates, self.limits)
+            return equal_meshes(self.candidates, self.limits, most)
         except PlanError as error:
+            if most is not None and (wide := self._any_ranks()):
+                return wide
             few = cluster.device_count <= MOST_UNLIKE
             uneven = len(set(cluster.nodes)) > 1 or cluster.device_count & (cluster.device_count - 1)
             if not (uneven or few) or not self._unlike_configs():
@@ -94,6 +100,13 @@ class PlanSpace(Space[Config, AnyAnswer]):
                 raise PlanError(
                     f"{error}; or meshes=unlike (--meshes unlike), where devices and samples need not divide evenly"
                 ) from None
+            return ()
+
+    def _any_ranks(self) -> tuple[Degrees, ...]:
+        """Configurations with equal meshes and any number of tensor ranks, also none."""
+        try:
+            return equal_meshes(self.candidates, self.limits)
+        except PlanError:
             return ()
 
     def _unlike_configs(self) -> tuple[UnlikeMeshes, ...]:
@@ -110,11 +123,19 @@ class PlanSpace(Space[Config, AnyAnswer]):
             )
         return self._others
 
+    def wider(self, best: Evaluation[AnyAnswer] | None) -> tuple[Degrees, ...]:
+        if self.limits.meshes == "unlike" or most_ranks(self.candidates.cluster, self.limits) is None:
+            return ()
+        found = tuple(config for config in self._any_ranks() if config not in self._among)
+        if best is not None and not self.thorough:
+            found = promising(self._estimates, found, best.objective)
+        self._equal += found
+        return found
+
     def more(self, best: Evaluation[AnyAnswer] | None) -> list[Config]:
         found: list[Config] = []
         if self.limits.free_axes:
-            equal = [config for config in self.first if isinstance(config, Degrees)]
-            found += several_axes(self.candidates, equal, cast(Any, best), self._taken)
+            found += several_axes(self.candidates, self._equal, cast(Any, best), self._taken)
         if not self.first or unlike_can_win(self.candidates.cluster, best):
             found += self._unlike_configs()
         return found

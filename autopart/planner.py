@@ -81,8 +81,8 @@ def make_plan(
     """The fastest plan found, with its lower bound; what is given is forced.
 
     tp: devices that share tensors, or the sizes of their axes, outermost first: (2, 4) or "2x4". Where it is not given
-    one axis is searched, and more where one is short of something (:mod:`autopart.several_axes`), within a node
-    unless pp and dp are given.
+    one axis is searched, and more where one is short of something (:mod:`autopart.several_axes`); within a node
+    first (:mod:`autopart.wide_ranks`) unless pp and dp are given.
     tensor_scheme: 1d, sp, 2d, 2.5d or 3d (:mod:`autopart.tensor_scheme`) for products with weights, on the axes that
     it is for; the rest is chosen. auto: all is chosen.
     batch: samples of a step over all replicas (default: those of the example inputs). warmup: of 1F1B, forwards that

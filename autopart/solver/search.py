@@ -63,7 +63,8 @@ def search(
     """
     run = _Search(space, effort, below)
     run.go_over(candidates)
-    run.go_over(space.more(None if run.best is None else run.best[1]))
+    for further in (space.wider, space.more):
+        run.go_over(further(None if run.best is None else run.best[1]))
     if not run.seen:
         raise PlanError("no configuration to search; allow more degrees of parallelism or schedules")
     if run.best is None:

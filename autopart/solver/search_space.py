@@ -85,8 +85,12 @@ class Space(abc.ABC, Generic[Candidate, Answer]):
         """As how many evaluations its own counts, by the time that it takes."""
         return 1.0
 
+    def wider(self, best: Evaluation[Answer] | None) -> Iterable[Candidate]:
+        """Candidates that seldom are the best, asked for with the best evaluation of the first."""
+        return ()
+
     def more(self, best: Evaluation[Answer] | None) -> Iterable[Candidate]:
-        """Further candidates, asked for with the best evaluation of the first."""
+        """Further candidates, asked for with the best evaluation of those before."""
         return ()
 
     def settle(self, evaluation: Evaluation[Answer]) -> Evaluation[Answer]:

@@ -1,0 +1,75 @@
+"""Tensor ranks on several nodes without being asked: where samples are few or nothing else fits, and seldom besides."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopart.analysis import Analysis, analyze
+from autopart.cluster import Cluster
+from autopart.plan import Plan
+from autopart.planner import make_plan
+from autopart.tracing import capture
+
+SIZE = 4096
+
+
+class Stack(nn.Module):
+    """Feed-forward layers of one size."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return {"loss": x.square().mean()}
+
+
+@functools.lru_cache(maxsize=2)
+def stack(layers: int) -> Analysis:
+    with torch.device("meta"):
+        model, example = Stack(layers), torch.empty(1, 2048, SIZE)
+    return analyze(capture(model, (), {"x": example}, check_eval=False))
+
+
+def plan(layers: int, cluster: str, **limits: Any) -> Plan:
+    analysis = stack(layers)
+    return make_plan(analysis.program, Cluster.parse(cluster), analysis=analysis, **limits)
+
+
+def ranks(found: Plan) -> int:
+    size = 1
+    for _, parts in found.stages[0].mesh[1:]:
+        size *= parts
+    return size
+
+
+def tried(found: Plan) -> list[str]:
+    return [item["config"] for item in found.considered]
+
+
+def test_few_samples_are_shared_by_ranks_of_several_nodes() -> None:
+    """One sample on two nodes: pipelines of one microbatch keep one of their stages busy at a time."""
+    found = plan(8, "2x1xA100-80GB", batch=1)
+    assert ranks(found) == 2
+    forced = plan(8, "2x1xA100-80GB", batch=1, pp=1, dp=1)
+    assert found.step_time_s == forced.step_time_s
+    assert found.step_time_s < plan(8, "2x1xA100-80GB", batch=1, tp=1).step_time_s
+
+
+def test_where_nothing_else_divides_ranks_are_on_several_nodes() -> None:
+    """One layer is one stage, and one sample one replica's."""
+    assert ranks(plan(1, "2x1xA100-80GB", batch=1, pp=1, microbatches=1)) == 2
+
+
+def test_what_promises_nothing_is_not_tried() -> None:
+    """Of many samples replicas take each their own, and sum less than ranks exchange."""
+    found = plan(8, "4x4xA100-80GB", batch=512)
+    assert ranks(found) <= 4
+    assert not [config for config in tried(found) if " tp=8 " in config or " tp=16 " in config]
+    assert [config for config in tried(plan(8, "4x4xA100-80GB", batch=512, thorough=True)) if " tp=16 " in config]
