@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from autopart.passes.batch import split_batch
+from autopart.passes.rules import RULES
 from autopart.runtime.errors import CaptureError
 from autopart.tracing import capture
-from programs import run_graph
+from programs import gradients, in_shares, run_graph
 
 
 class Within(nn.Module):
@@ -69,3 +72,52 @@ def test_distributions_are_traced_without_their_checks() -> None:
     program = capture(model, (x,), check_eval=False)
     assert torch.equal(run_graph(program, program.graph, model, {"x": x}, 4)[0], model(x))
     assert checked == torch.distributions.Distribution._validate_args
+
+
+class Spread(nn.Module):
+    """A mean and its variance, some of which are below eps."""
+
+    def __init__(self, variances: Callable[[Tensor], Tensor | float], **options: Any) -> None:
+        super().__init__()
+        self.mean, self.spread, self.variances, self.options = nn.Linear(4, 3), nn.Linear(4, 3), variances, options
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        variances = self.variances(self.spread(x))
+        loss = nn.functional.gaussian_nll_loss(self.mean(x), y, variances, **self.options)
+        return {"loss": loss.mean()}
+
+
+@pytest.mark.parametrize(
+    ("variances", "options"),
+    [
+        (torch.relu, {"eps": 0.1}),
+        (lambda found: found.square().mean(1), {"full": True}),
+        (lambda found: found.exp().sum(1, keepdim=True), {"reduction": "none"}),
+        (lambda found: 2.0, {}),
+    ],
+)
+def test_gaussian_losses_are_traced_without_their_check(
+    variances: Callable[[Tensor], Tensor | float], options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = Spread(variances, **options).double()
+    given = {"x": torch.randn(6, 4).double(), "y": torch.randn(6, 3).double()}
+    program = capture(model, (), given, check_eval=False)
+    outputs, found = in_shares(program, split_batch(program, RULES), model, given, 6, 2)
+    plain = model(**given)["loss"]
+    plain.backward()
+    expected = gradients(model)
+    torch.testing.assert_close(outputs["loss"], plain)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
+def test_a_gaussian_loss_of_negative_variances_is_no_number() -> None:
+    model, given = Spread(lambda found: found), {"x": torch.randn(6, 4), "y": torch.randn(6, 3)}
+    program = capture(model, (), given, check_eval=False)
+    with pytest.raises(ValueError, match="negative"):
+        model(**given)
+    assert run_graph(program, program.graph, model, given, 6)[0].isnan()
+    with pytest.raises(CaptureError, match="var of"):
+        capture(Spread(lambda found: found[:, :2]), (), given, check_eval=False)
