@@ -62,20 +62,22 @@ def least_exchange_seconds(candidates: Candidates, config: Degrees, by_rows: boo
 def least_shared_seconds(candidates: Candidates, config: Degrees, by_rows: bool) -> float:
     """The same on one tensor axis, where products that read one operand gather it, and sum its gradient, once.
 
-    They are shared by columns all, or each as it is best otherwise.
+    They are shared by columns all, or each as it is best otherwise, where all ranks may also repeat it whole.
     """
     (axis,) = candidates.layout.tensor_axes(config)
-    samples, readers = candidates.samples(config), dict[tuple[Value, int], list[tuple[float, float]]]()
+    prices, samples = candidates.prices(config), candidates.samples(config)
+    readers = dict[tuple[Value, int], list[tuple[float, float, float]]]()
     for (node, _), count in candidates.alike:
         if (product := _product(candidates, node, samples)) is not None:
             operand, held, result = product
-            readers.setdefault((operand, count), []).append((held, result))
+            repeated = (1 - 1 / axis.parts) * sum(prices.op_seconds(node))
+            readers.setdefault((operand, count), []).append((held, result, repeated))
     total = 0.0
     for (operand, count), products in readers.items():
         gathered = _moved_seconds(candidates.whole_bytes(operand, samples), axis)
         apart = 0.0
-        for held, result in products:
-            alone = _moved_seconds(result, axis)
+        for held, result, repeated in products:
+            alone = min(_moved_seconds(result, axis), repeated)
             if by_rows:
                 summed = bucketed_all_reduce_seconds(held * candidates.summed, axis.parts, axis.link)
                 alone = min(alone, summed / config.microbatches)

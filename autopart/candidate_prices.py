@@ -14,7 +14,7 @@ from autopart.block_costs import BlockCost
 from autopart.candidate_settings import CandidateSettings, same_but_for_memory
 from autopart.cluster import Cluster
 from autopart.cost.devices import Device, Link
-from autopart.crossing_memory import Across, cut_of, held_across
+from autopart.crossing_memory import Across, cut_of, held_across, sent_ahead
 from autopart.data_prices import whole_bytes
 from autopart.device_layout import slowest
 from autopart.layer_frontier import Frontiers, KnownFrontiers, Spans
@@ -150,7 +150,8 @@ class CandidatePrices(CandidateSettings):
             replace(shape, sums=priced.sums, cuts=cuts, passing=passing, crossing=crossing) for shape in problem.shapes
         )
         slots = tuple(replace(slot, sharing=config.virtual) for slot in problem.slots)
-        return replace(problem, shapes=shapes, slots=slots, links=places)
+        ahead = sent_ahead(flying) if self.warmup_of(config) else ()
+        return replace(problem, shapes=shapes, slots=slots, links=places, ahead=ahead)
 
     def _frontiers(
         self, config: Degrees, choice: TensorChoice, costs: Sequence[BlockCost], held: Activations

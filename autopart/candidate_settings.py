@@ -144,6 +144,12 @@ class CandidateSettings:
         found.shared = SharedHosts.of(cluster)
         return found
 
+    def with_messages(self, size: int) -> Self:
+        """The same candidates with messages of gradients of so many bytes, for problems and seconds, not for bounds."""
+        found = copy.copy(self)
+        found.bucket = size
+        return found
+
     def _with(self, cluster: Cluster, device: Device, whole: frozenset[str]) -> Self:
         """A copy that shares what does not depend on where it differs; a device's memory is in no price."""
         found = copy.copy(self)

@@ -11,6 +11,7 @@ no op that keeps what enters it, one tensor is left out of the twenty or more th
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,15 @@ def cut_of(sizes: Mapping[Value, float], link: Link, microbatches: int, held: tu
     back = sum(size for value, size in sizes.items() if value.node.meta.get("differentiable"))
     forward, backward = (send_seconds(size, link) if size else 0.0 for size in (there, back))
     more = microbatches > 1
-    return Cut(forward, backward, (1 + more) * back, more * there + back, *held)
+    return Cut(forward, backward, (1 + more) * back, more * there + back, *held, there)
+
+
+def sent_ahead(in_flight: Sequence[int]) -> tuple[int, ...]:
+    """For 1F1B, by stage the microbatches that are sent to it while another one waits there already.
+
+    in_flight: by stage; of one more than behind it as the least, and of more where it runs further ahead.
+    """
+    return (0, *(max(0, before - own - 1) for before, own in itertools.pairwise(in_flight)))
 
 
 @dataclass(frozen=True, slots=True)

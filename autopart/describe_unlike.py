@@ -49,7 +49,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
             ).seconds(sum(stage.forward_s + stage.arrival_s for stage in stages))
             for part in item.parts
         ]
-        held_bytes, state_bytes, capacity_bytes = _most_held(answer, index)
+        held_bytes, state_bytes, capacity_bytes = most_held(answer, index)
         inside = problem.blocks_between(step.first, step.last)
         estimated = (part.candidates.arriving_seconds(part.config, item.choice) for part in item.parts)
         known = min(sum(own[block] for block in inside) for own in estimated)
@@ -98,7 +98,7 @@ def describe_unlike(unlike: UnlikeCandidates, answer: UnlikeAnswer) -> Plan:
     )
 
 
-def _most_held(answer: UnlikeAnswer, index: int) -> tuple[float, float, float]:
+def most_held(answer: UnlikeAnswer, index: int) -> tuple[float, float, float]:
     """Bytes that a rank of a stage holds, its state, and its capacity: of the replica that holds the most.
 
     Where a rank has several stages, each has an even part of the capacity.

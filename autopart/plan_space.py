@@ -9,18 +9,20 @@ from autopart.answers import Answer
 from autopart.candidates import Candidates
 from autopart.cluster import Cluster
 from autopart.describe import describe
-from autopart.describe_unlike import describe_unlike
+from autopart.describe_unlike import describe_unlike, most_held
 from autopart.earlier_plans import EarlierPlans
 from autopart.equal_meshes import equal_meshes
 from autopart.estimates import Estimates
 from autopart.given_limits import Limits
 from autopart.mesh_prices import MeshPrices
 from autopart.plan import Plan
+from autopart.plan_finish import with_deeper_warmup, with_other_messages
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.several_axes import several_axes
 from autopart.solver.degrees import Config, Degrees, UnlikeMeshes
 from autopart.solver.search_outcomes import WORTH
 from autopart.solver.search_space import Evaluation, NotBetter, Space
+from autopart.solver.stages_problem import StageProblem
 from autopart.tensor_scheme import TensorScheme
 from autopart.unlike import UnlikeCandidates
 from autopart.unlike_answer import UnlikeAnswer
@@ -195,7 +197,7 @@ class PlanSpace(Space[Config, AnyAnswer]):
         """Times an answer on the graphs that will be emitted, and those that may be faster then."""
         best = evaluation.answer
         if isinstance(best, UnlikeAnswer):
-            plan = describe_unlike(self.unlike, best)
+            plan = self._with_deeper_warmup(describe_unlike(self.unlike, best), best)
         else:
             plan = describe(self.candidates, best)
             for other in best.others:
@@ -204,8 +206,20 @@ class PlanSpace(Space[Config, AnyAnswer]):
                     timed = describe(self.candidates, other)
                     if timed.step_time_s < plan.step_time_s:
                         best, plan = other, timed
+            plan = self._with_deeper_warmup(with_other_messages(self.candidates, best, plan), best)
         self._plans[id(best)] = plan
         return replace(evaluation, answer=best, objective=plan.step_time_s)
+
+    def _with_deeper_warmup(self, plan: Plan, answer: AnyAnswer) -> Plan:
+        if self.candidates.warmup is not None:
+            return plan
+
+        def held(problem: StageProblem, stage: int) -> float:
+            if isinstance(answer, UnlikeAnswer):
+                return most_held(replace(answer, problem=problem), stage)[0]
+            return problem.stage_bytes(stage, answer.way[stage])
+
+        return with_deeper_warmup(plan, answer.problem, answer.way, held)
 
 
 def unlike_can_win(cluster: Cluster, best: Evaluation[AnyAnswer] | None) -> bool:

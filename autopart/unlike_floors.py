@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from autopart.candidates import Candidates
 from autopart.cost.communication import bucketed_all_reduce_seconds
+from autopart.crossing_memory import sent_ahead
 from autopart.device_row import MOST_PARTED, DeviceRow, Run
 from autopart.mesh_prices import ALONE, INSIDE, NETWORK, Mesh, MeshPrices
 from autopart.passes.graph import Value
@@ -189,6 +190,7 @@ class UnlikeFloors:
         pairs: Mapping[tuple[int, int], tuple[tuple[Cut, ...], ...]],
     ) -> StageProblem:
         """Of one stage on each rank."""
+        flying = self._in_flight(config)
         return StageProblem(
             tuple(shapes),
             tuple(self.candidates.positions.sets[number] for number in self.prices.positions),
@@ -196,9 +198,10 @@ class UnlikeFloors:
             tuple(INSIDE if place.taken else NETWORK for place in self.row.places),
             (self.row.end,),
             config.microbatches,
-            self._in_flight(config),
+            flying,
             self.candidates.pins.stages if self.candidates.pins else (),
             pairs,
+            sent_ahead(flying) if self.candidates.warmup_of(config.equal) else (),
         )
 
     def _in_flight(self, config: UnlikeMeshes) -> tuple[int, ...]:

@@ -101,7 +101,10 @@ class StageGraph:
             stage, number, capacity, start, stop = key
             costs, shape = shapes[number], problem.shapes[number]
             flying = problem.in_flight[stage]
-            behind = np.array([cut.behind_bytes + flying * cut.held_behind_bytes for cut in shape.cuts[start]])
+            ahead, cuts = problem.arriving(stage), shape.cuts[start]
+            behind = np.array(
+                [cut.behind_bytes + ahead * cut.message_bytes + flying * cut.held_behind_bytes for cut in cuts]
+            )
             before = np.array([cut.before_bytes + flying * cut.held_before_bytes for cut in shape.cuts[stop]])
             room = capacity - shape.overhead_bytes - costs.tied_bytes - flying * costs.kept_bytes
             room = _rounded(room - behind[runs.first] - before[runs.last] - costs.messages)

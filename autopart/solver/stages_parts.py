@@ -96,7 +96,7 @@ class Cut:
 
     before_bytes, behind_bytes: buffers of a stage that ends there, and of one that begins there. held_before_bytes,
     held_behind_bytes: what these hold of each microbatch in flight of what crosses, beside what their blocks keep; not
-    of tensors that a :class:`CrossingGroup` counts.
+    of tensors that a :class:`CrossingGroup` counts. message_bytes: what is sent forward of a microbatch.
     """
 
     forward_s: float = 0.0
@@ -105,6 +105,7 @@ class Cut:
     behind_bytes: float = 0.0
     held_before_bytes: float = 0.0
     held_behind_bytes: float = 0.0
+    message_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         _check_amounts("a cut", self, self.__slots__)

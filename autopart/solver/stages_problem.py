@@ -59,7 +59,8 @@ class StageProblem:
     slots: from place 0 on; ends: the places where the last stage may stop. links: per place, which of a shape's lists
     of cuts crosses there. in_flight: microbatches whose activations a stage holds at most, per stage. pins: (block,
     stage) that are forced. pairs: (shape before, shape after) -> [link][position] what a crossing between these two
-    takes at least, where neither side alone says it.
+    takes at least, where neither side alone says it. ahead: per stage, microbatches that arrive while another waits
+    there; (): none.
     """
 
     shapes: tuple[Shape, ...]
@@ -71,6 +72,7 @@ class StageProblem:
     in_flight: tuple[int, ...]
     pins: tuple[tuple[int, int], ...] = ()
     pairs: Mapping[tuple[int, int], tuple[tuple[Cut, ...], ...]] = field(default_factory=dict, hash=False)
+    ahead: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         count = len(self.shapes[0].blocks) if self.shapes else 0
@@ -98,6 +100,8 @@ class StageProblem:
             raise ValueError(f"a step has at least one microbatch, not {self.microbatches}")
         if not self.in_flight or min(self.in_flight) < 0:
             raise ValueError(f"microbatches in flight are not negative, of at least one stage: {self.in_flight}")
+        if len(self.ahead) not in (0, self.stages) or min(self.ahead, default=0) < 0:
+            raise ValueError(f"microbatches that arrive ahead are not negative, of {self.stages} stages: {self.ahead}")
         if any(math.isnan(slot.capacity_bytes) for slot in self.slots):
             raise ValueError("a capacity is not a number")
         places = range(len(self.links))
@@ -247,7 +251,7 @@ class StageProblem:
         return (
             self.flying_bytes(stage, step)
             + max(choice.transient_bytes for choice in self.chosen(step))
-            + self.buffer_bytes(step)
+            + self.buffer_bytes(stage, step)
             + shape.passing.message_bytes(inside)
         )
 
@@ -260,10 +264,14 @@ class StageProblem:
             + self.in_flight[stage] * self.crossing_bytes(step)
         )
 
-    def buffer_bytes(self, step: Step) -> float:
+    def buffer_bytes(self, stage: int, step: Step) -> float:
         """Of a stage, what is on its way at its two ends."""
         start, stop = self.ends_of(step)
-        return start.behind_bytes + stop.before_bytes
+        return start.behind_bytes + self.arriving(stage) * start.message_bytes + stop.before_bytes
+
+    def arriving(self, stage: int) -> int:
+        """Microbatches that arrive at a stage while another waits there."""
+        return self.ahead[stage] if self.ahead else 0
 
     def crossing_bytes(self, step: Step) -> float:
         """Of a microbatch in flight what a stage holds since it received or sent it, beside what its blocks keep."""
@@ -278,7 +286,8 @@ class StageProblem:
         for shape in self.shapes:
             cuts = [cut for cuts in shape.cuts for cut in cuts]
             before = max(cut.before_bytes + flying * cut.held_before_bytes for cut in cuts)
-            behind = max(cut.behind_bytes + flying * cut.held_behind_bytes for cut in cuts)
+            ahead = max(self.ahead, default=0)
+            behind = max(cut.behind_bytes + ahead * cut.message_bytes + flying * cut.held_behind_bytes for cut in cuts)
             groups = flying * sum(group.bytes for group in shape.crossing) if self.stages > 1 else 0.0
             most = max(most, before + behind + groups)
         return most

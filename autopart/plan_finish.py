@@ -1,0 +1,81 @@
+"""What is chosen last, with stages and strategies as they are: how far 1F1B runs ahead, and how large messages are.
+
+Candidates are solved, compared and bounded with the least warm-up, and with messages of gradients of a size that knows
+the bytes of all of them alone (:mod:`autopart.bucket_size`). Of a plan both are tried over, each on its simulated step:
+a deeper warm-up hides transfers where memory has room for more microbatches in flight; with another size less may be in
+the last message, which nothing hides, as that jumps with where parameters and layers end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from autopart.answers import Answer
+from autopart.bucket_size import MOST_BYTES, UNIT
+from autopart.candidates import Candidates
+from autopart.crossing_memory import sent_ahead
+from autopart.describe import describe
+from autopart.plan import Plan, StagePlan
+from autopart.predict import simulate_plan
+from autopart.runtime.schedule import deeper_warmup, in_flight
+from autopart.solver.stages_problem import StageProblem, Way
+
+WORTH = 0.001
+"""Share of a step by which another choice has to be faster."""
+_MOST_AHEAD = 4
+_SIZES = tuple(
+    units * UNIT for units in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if units * UNIT < MOST_BYTES
+)
+
+
+def with_other_messages(candidates: Candidates, answer: Answer, plan: Plan) -> Plan:
+    """The plan of an answer, or that with messages of the best other size."""
+    most = (1 - WORTH) * plan.step_time_s
+    config, way = answer.config, answer.way
+    ends = max(stage.step_end_s for stage in plan.stages)
+    if candidates.bucket is not None or config.dp == 1 or ends < 10 * WORTH * plan.step_time_s:
+        return plan
+    known, found = candidates.seconds_of(answer), list[tuple[float, int, Candidates, StageProblem]]()
+    for size in _SIZES:
+        other = candidates.with_messages(size)
+        problem = other.problem(config, answer.choice)
+        if problem.excess_bytes(way) <= 0:
+            seconds = other.seconds_of(replace(answer, problem=problem))
+            found.append((seconds, size, other, problem))
+    if not found or min(found)[0] >= (1 - WORTH) * known:
+        return plan
+    _, _, other, problem = min(found, key=lambda item: item[:2])
+    best = describe(other, replace(answer, problem=problem))
+    return best if best.step_time_s < most else plan
+
+
+def with_deeper_warmup(plan: Plan, problem: StageProblem, way: Way, held: Callable[[StageProblem, int], float]) -> Plan:
+    """The plan of these stages under 1F1B, or that in which they run further ahead, where it fits.
+
+    held: bytes of a stage under a problem.
+    """
+    while plan.schedule == "1f1b" and len(plan.stages) > 1 and _waits(plan.stages, plan):
+        depth = plan.warmup[-2] + 1 if plan.warmup else 2
+        warmup = deeper_warmup(len(plan.stages), depth)
+        flying = in_flight("1f1b", len(plan.stages), plan.microbatches, warmup, plan.places)
+        deeper = replace(problem, in_flight=tuple(flying), ahead=sent_ahead(flying))
+        if depth > _MOST_AHEAD or deeper.excess_bytes(way) > 0:
+            break
+        stages = [replace(stage, memory_bytes=round(held(deeper, at))) for at, stage in enumerate(plan.stages)]
+        if any(stage.memory_bytes > stage.capacity_bytes for stage in stages):
+            break
+        other = replace(plan, stages=tuple(stages), warmup=warmup)
+        other = replace(other, step_time_s=simulate_plan(other).makespan_s + other.tied_s)
+        if other.step_time_s >= (1 - WORTH) * plan.step_time_s:
+            break
+        plan = other
+    return plan
+
+
+def _waits(stages: Sequence[StagePlan], plan: Plan) -> bool:
+    """Whether a step takes longer than if no stage waited for a transfer."""
+    own = [stage.forward_s + stage.backward_s for stage in stages]
+    least = math.fsum(own) + (plan.microbatches - 1) * max(own) + plan.tied_s
+    return (1 - WORTH) * plan.step_time_s > least

@@ -1,0 +1,76 @@
+"""A chosen plan runs further ahead, or sums its gradients in other messages, where that is faster and fits."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from autopart.analysis import Analysis, analyze
+from autopart.bucket_size import UNIT
+from autopart.cluster import Cluster
+from autopart.crossing_memory import sent_ahead
+from autopart.frontier import capped
+from autopart.models import load_model
+from autopart.plan import Plan
+from autopart.planner import make_plan
+from autopart.runtime.schedule import deeper_warmup, in_flight
+from autopart.tracing import capture
+
+GPT, VIT = "hf:gpt2?n_layer=4&n_embd=256&n_head=4&seq=256&vocab_size=1024", "hf:vit?num_hidden_layers=6&image=224"
+
+
+@functools.cache
+def analysis_of(name: str) -> Analysis:
+    loaded = load_model(name, meta=True, dtype=torch.bfloat16)
+    return analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False))
+
+
+def plan(name: str, cluster: Cluster | str, **limits: Any) -> Plan:
+    analysis = analysis_of(name)
+    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    return make_plan(analysis.program, cluster, analysis=analysis, **limits)
+
+
+CHAIN: dict[str, Any] = {"batch": 64, "pp": 4, "dp": 1, "microbatches": 16, "meshes": "equal"}
+
+
+def test_stages_run_further_ahead_where_transfers_would_stop_them() -> None:
+    free, least = plan(GPT, "4x1xL40S@Ethernet-100", **CHAIN), plan(GPT, "4x1xL40S@Ethernet-100", warmup=1, **CHAIN)
+    assert free.step_time_s < least.step_time_s
+    depth = free.warmup[-2]
+    assert depth > 1 and free.warmup == deeper_warmup(4, depth)
+    forced = plan(GPT, "4x1xL40S@Ethernet-100", warmup=depth, **CHAIN)
+    assert forced.step_time_s <= free.step_time_s
+    if forced.stages == free.stages:
+        assert [stage.memory_bytes for stage in forced.stages] == [stage.memory_bytes for stage in free.stages]
+
+
+def test_stages_run_no_further_ahead_than_memory_has_room_for() -> None:
+    least = plan(GPT, "4x1xL40S@Ethernet-100", warmup=1, **CHAIN)
+    tight = capped(Cluster.parse("4x1xL40S@Ethernet-100"), least.fullest_bytes)
+    found = plan(GPT, tight, recompute="none", **CHAIN)
+    assert not found.warmup and found.fullest_bytes <= least.fullest_bytes
+
+
+def test_the_least_warm_up_stays_where_nothing_waits() -> None:
+    assert not plan(GPT, "4xH100", **{**CHAIN, "batch": 1024}).warmup
+
+
+@pytest.mark.parametrize("cluster", ["8xRTX-3090", "2x2xV100-16GB@Ethernet-100"])
+def test_messages_have_the_size_of_the_fastest_step(cluster: str) -> None:
+    free = plan(VIT, cluster, batch=128)
+    degrees = {"pp": len(free.stages), "dp": free.stages[0].mesh[0][1], "microbatches": free.microbatches}
+    for units in (1, 2, 4, 8, 16):
+        forced = plan(VIT, cluster, batch=128, tp=1, bucket_bytes=units * UNIT, **degrees)
+        assert free.step_time_s <= 1.001 * forced.step_time_s, units
+        if forced.bucket_bytes == free.bucket_bytes:
+            assert forced.step_time_s == free.step_time_s
+
+
+@pytest.mark.parametrize(("depth", "expected"), [(1, (0, 0, 0, 0)), (2, (0, 1, 1, 1)), (3, (0, 2, 2, 2))])
+def test_what_is_sent_ahead(depth: int, expected: tuple[int, ...]) -> None:
+    assert sent_ahead(in_flight("1f1b", 4, 64, deeper_warmup(4, depth))) == expected
+    assert sent_ahead(in_flight("gpipe", 4, 64)) == (0, 0, 0, 0)
