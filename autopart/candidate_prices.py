@@ -32,7 +32,8 @@ from autopart.runtime.schedule import SPLIT_SCHEDULES, in_flight
 from autopart.solver.degrees import Config, Degrees
 from autopart.solver.stages_parts import Block, Cut
 from autopart.solver.stages_problem import StageProblem, Step
-from autopart.tensor_choice import Setting, TensorChoice
+from autopart.tensor_choice import TensorChoice
+from autopart.tensor_setting import Setting
 
 
 @dataclass(slots=True)

@@ -29,8 +29,8 @@ from autopart.runtime.links import dtype_of
 from autopart.runtime.schedule import SPLIT_SCHEDULES, deeper_warmup
 from autopart.shared_hosts import SharedHosts
 from autopart.solver.degrees import Degrees
-from autopart.tensor_choice import Setting, Shared
 from autopart.tensor_scheme import TensorScheme
+from autopart.tensor_setting import Setting, Shared
 
 # What a CUDA process needs besides its tensors: context, libraries' workspaces, communication buffers.
 CUDA_OVERHEAD_BYTES = 2 * 2**30

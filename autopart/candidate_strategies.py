@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
@@ -22,7 +22,8 @@ from autopart.passes.data_axis import LEVELS
 from autopart.runtime.schedule import in_flight
 from autopart.solver.degrees import Degrees
 from autopart.solver.stages_problem import Step
-from autopart.tensor_choice import Builder, Setting, TensorChoice, choose, stored_as
+from autopart.tensor_choice import Builder, TensorChoice, choose, stored_as
+from autopart.tensor_setting import Setting
 
 _PRICES = (0.1, 0.2)
 """Of all bytes of a stage, in parts of its seconds: where strategies are chosen that hold less."""
@@ -49,12 +50,13 @@ class CandidateStrategies(CandidateFloors):
         level: int | None = None,
         gap: float = 0.0,
         tied: Mapping[str, float] | None = None,
+        sent: Mapping[Hashable, float] | None = None,
     ) -> TensorChoice:
         """The fastest strategies; under a limit, those whose bytes over all stages stay below it.
 
         Parameters are divided over replicas only under a limit, unless a level is given. below: seconds of a step that
         are of interest; raises NotBetter where it is found that strategies take longer. level: of ZeRO, of all. gap:
-        how far from the fastest they may be. tied: as in :class:`autopart.tensor_choice.Setting`.
+        how far from the fastest they may be. tied, sent: as in :class:`autopart.tensor_setting.Setting`.
         """
         levels: tuple[int, ...] = (self.zero or 0,)
         if level is not None:
@@ -65,7 +67,7 @@ class CandidateStrategies(CandidateFloors):
         return choose(
             self.analysis,
             self._folded,
-            replace(self._choosing(config, beyond), tied=tied or {}),
+            replace(self._choosing(config, beyond), tied=tied or {}, sent=sent or {}),
             self._block_costs,
             self.optimizer,
             memory_limit,

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autopart.answers import Answer, best_of
-from autopart.candidate_stages import CandidateStages
+from autopart.candidate_passed import CandidatePassed
 from autopart.data_prices import offered_levels
 from autopart.layer_strategies import LayerStrategies
 from autopart.mixed_strategies import Samples, applied, carried, chosen_ways, merged, most_layers
 from autopart.passes.data_axis import LEVELS
-from autopart.prices import share_of
 from autopart.realize import Realization
 from autopart.recomputation import KEPT
 from autopart.runtime.errors import InfeasibleError
@@ -32,8 +31,6 @@ _NEAR = 0.005
 """Of a step's seconds: what further levels of ZeRO have to be able to save to be tried."""
 _ALIKE = 0.03
 """Of a step's seconds, by which graphs may tell strategies of one configuration apart."""
-_MUCH_LESS = 0.02
-"""The same: by how much less tied gradients have to take to sum for strategies to be tried that divide these."""
 _MOST_OTHERS = 2
 """Answers of one configuration, at other levels of ZeRO than the best, that are kept to be told apart so."""
 LIMITED_GAP = 0.002
@@ -47,7 +44,7 @@ other strategies are tried of what takes longer with the first.
 
 
 @dataclass(slots=True)
-class Candidates(CandidateStages):
+class Candidates(CandidatePassed):
     """Solves candidates of one program on one cluster for a global batch."""
 
     # of the candidate that is evaluated, by strategies
@@ -68,7 +65,7 @@ class Candidates(CandidateStages):
         """
         self._divisions, self._worked, self._by_levels, self._answers = {}, {}, {}, []
         try:
-            best = self._with_less_to_sum(config, below)
+            best = self._with_less_to_pass(config, below)
         except OutOfTime:
             if below == math.inf:
                 raise
@@ -84,9 +81,9 @@ class Candidates(CandidateStages):
             best = replace(best, answer=replace(answer, others=others))
         return best
 
-    def _with_less_to_sum(self, config: Degrees, below: float) -> Evaluation[Answer]:
-        """The best; or where stages sum tied gradients in much less if ranks divide these, that of strategies for
-        which this counts too: among others it does not, as whether the readers are on one stage is not known then.
+    def _with_less_to_pass(self, config: Degrees, below: float) -> Evaluation[Answer]:
+        """The best; or where stages pass on much that ranks could divide, that of strategies for which this counts too:
+        among others it does not, as it is not known then where stages begin and end.
         """
         fastest, best = self.choose(config), None
         try:
@@ -94,20 +91,25 @@ class Candidates(CandidateStages):
             most, bound = best.objective, best.bound
         except NotBetter as error:
             stopped, most, bound = error, below, error.bound
-        if config.pp > 1 and config.axes:
-            tied = {node.meta["name"]: seconds for node, _, seconds in self._tied_seconds(config, whole=True)}
-            sizes = self.setting(config).sizes
-            shares = {name: share_of(fastest.storage[name], sizes) - 1 / config.tp for name in tied}
-            if math.fsum(tied[name] * share for name, share in shares.items()) > _MUCH_LESS * most:
-                kind = replace(config, recompute="none") if config in self._fitted else config
-                other = None
-                with contextlib.suppress(InfeasibleError, OutOfTime):
-                    other = self._tried(kind, self.choose(config, tied=tied), most)
-                if other is not None and other.objective < most:
-                    return replace(other, bound=min(other.objective, bound))
+        tied = self.tied_to_share(config, fastest, most)
+        if tied and (other := self._passing(config, most, tied, {})) is not None:
+            best, most = other, other.objective
+        if best is not None and (sent := self.sent_to_share(best.answer, most)):
+            best = self._passing(config, most, tied, sent) or best
         if best is None:
             raise stopped
-        return best
+        return replace(best, bound=min(best.objective, bound))
+
+    def _passing(
+        self, config: Degrees, below: float, tied: Mapping[str, float], sent: Mapping[Hashable, float]
+    ) -> Evaluation[Answer] | None:
+        """The best of strategies that count what passes between stages, if it takes less than ``below``."""
+        kind = replace(config, recompute="none") if config in self._fitted else config
+        with contextlib.suppress(InfeasibleError, OutOfTime):
+            found = self._tried(kind, self.choose(config, tied=tied, sent=sent), below)
+            if found is not None and found.objective < below:
+                return found
+        return None
 
     def _best(self, config: Degrees, fastest: TensorChoice, below: float) -> Evaluation[Answer]:
         """As :meth:`evaluate`, from the fastest strategies; what is found on the way is kept."""

@@ -21,7 +21,8 @@ from autopart.runtime.written_buffers import COPIES
 from autopart.solver.overlap import GradientSum
 from autopart.solver.stages_parts import TiedGroup
 from autopart.solver.stages_passing import Passing, passing
-from autopart.tensor_choice import Setting, TensorChoice
+from autopart.tensor_choice import TensorChoice
+from autopart.tensor_setting import Setting
 from autopart.update_memory import at_once, temporaries
 
 

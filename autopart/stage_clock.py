@@ -28,7 +28,8 @@ from autopart.passes.partition import StageGraph
 from autopart.passes.program import Role
 from autopart.prices import Chosen, share_of
 from autopart.solver.degrees import Degrees
-from autopart.tensor_choice import Setting, TensorChoice
+from autopart.tensor_choice import TensorChoice
+from autopart.tensor_setting import Setting
 
 _ROUNDING = 1e-12
 

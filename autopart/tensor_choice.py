@@ -32,24 +32,20 @@ from torch import fx
 
 from autopart.analysis import Analysis
 from autopart.block_costs import BlockCosts
-from autopart.conversion_prices import ConversionPrices, TensorAxis
-from autopart.cost.communication import bucketed_all_reduce_seconds
-from autopart.cost.devices import Link
-from autopart.data_prices import DataPrices, held_bytes, offered_levels
+from autopart.data_prices import held_bytes, offered_levels
 from autopart.folding import FoldedGraph, FoldedValue, is_stored
-from autopart.offers import Offers
 from autopart.passes import graph as graphs
 from autopart.passes.annotate import parameter_bytes
 from autopart.passes.beside import operand_of, products_reading
-from autopart.passes.conversion import Axes
 from autopart.passes.graph import Value
 from autopart.passes.rules import is_differentiable
-from autopart.prices import Chosen, Prices, share_of
+from autopart.prices import Chosen, share_of
 from autopart.runtime.errors import InfeasibleError
-from autopart.runtime.placement import BROADCAST, REPLICATE, Placements
+from autopart.runtime.placement import REPLICATE, Placements
 from autopart.solver import cache, tensor_transient
 from autopart.solver.search_space import NotBetter
 from autopart.solver.tensor_problem import Choice, CostTable, Edge, Op, TensorProblem, TensorSolution
+from autopart.tensor_setting import Setting
 
 # How near to its bound an answer is proved, by the number of axes: the optimum on one, half a percent on two.
 _GAPS = (0.0, 0.0, 0.005, 0.01)
@@ -70,79 +66,6 @@ class TensorChoice:
     solution: TensorSolution | None
     memory_bytes: float = 0.0
     levels: dict[str, int] = field(default_factory=dict)
-
-
-_Ids = tuple[int, ...]
-
-
-@dataclass(slots=True)
-class Shared:
-    """What problems of equal prices, axes and offers have in common, whatever replicas and microbatches are.
-
-    ids: numbers of placements. ops: by class, all but parameters and buffers. tables: of conversions, by all that they
-    depend on: bytes, whether there is a gradient, products whose weights' gradients hide it, and numbers of placements;
-    forward: the same without the gradient's.
-    """
-
-    ids: dict[Placements, int] = field(default_factory=dict)
-    ops: dict[fx.Node, Op] = field(default_factory=dict)
-    tables: dict[tuple[float, bool, tuple[fx.Node, ...], _Ids, _Ids], CostTable] = field(default_factory=dict)
-    forward: dict[tuple[float, _Ids, _Ids], CostTable] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Where strategies are chosen: the prices of ops and conversions on the tensor axes, and what a step repeats.
-
-    dp: replicas, on ``data_link``. microbatches: of each replica, in one step. summed: bytes in the type that gradients
-    are added up in, for each byte of a gradient. beside: whether weights' gradients are computed beside collectives of
-    the backward, which a split backward leaves for later. exposed: the part of what replicas exchange in a microbatch
-    for divided parameters that does not pass beside ops, as far as strategies are chosen by it; exposed_beyond: the
-    part of what they exchange besides where tensor axes do not divide a parameter. tied: by name, seconds of a step in
-    which stages sum a parameter's gradient if ranks have it whole, where that counts.
-    """
-
-    prices: Prices
-    conversions: ConversionPrices
-    offers: Offers
-    dp: int
-    data_link: Link
-    microbatches: int
-    shared: Shared = field(default_factory=Shared)
-    summed: float = 1.0
-    beside: bool = True
-    exposed: float = 1.0
-    exposed_beyond: float = 1.0
-    tied: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def axes(self) -> tuple[TensorAxis, ...]:
-        return self.conversions.axes
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(axis.parts for axis in self.axes)
-
-    @property
-    def named_sizes(self) -> Axes:
-        return tuple((axis.name, axis.parts) for axis in self.axes)
-
-    @property
-    def data(self) -> DataPrices:
-        return DataPrices(self.prices, self.data_link, self.dp, self.summed, self.microbatches)
-
-    def step_end_seconds(self, whole_bytes: float, placements: Placements, level: int = 0) -> float:
-        """Seconds of a trained parameter's step end: sums of its gradient over replicas and axes, the optimizer.
-
-        Without what arrives when the next step begins.
-        """
-        held = whole_bytes * share_of(placements, self.sizes)
-        seconds = self.data.step_end_seconds(held, level)
-        for placement, axis in zip(placements, self.axes, strict=True):
-            if placement == BROADCAST:
-                sent = (held / self.dp if level else held) * self.summed
-                seconds += bucketed_all_reduce_seconds(sent, axis.parts, axis.link)
-        return seconds
 
 
 def choose(
@@ -285,10 +208,22 @@ class Builder:
         node, count = nodes[0], len(nodes)
         if is_stored(node):
             return Op(node.name, tuple(self.stored(node, chosen, level, count) for chosen, level in self.ways(node)))
-        known = self.setting.shared.ops
+        known, ways = self.setting.shared.ops, [chosen for chosen, _ in self.ways(node)]
         if node not in known:
-            known[node] = Op(node.name, tuple(self.run(node, chosen, count) for chosen, _ in self.ways(node)))
-        return known[node]
+            known[node] = Op(node.name, tuple(self.run(node, chosen, count) for chosen in ways))
+        sent = [self.sent_seconds(node, chosen) for chosen in ways] if self.setting.sent else []
+        if not any(sent):
+            return known[node]
+        priced = zip(known[node].choices, sent, strict=True)
+        return Op(node.name, tuple(replace(choice, cost=choice.cost + more) for choice, more in priced))
+
+    def sent_seconds(self, node: fx.Node, chosen: Chosen) -> float:
+        """In which stages send what an op's class makes, as this choice makes it."""
+        kind, sizes, total = self.analysis.classes[node], self.setting.sizes, 0.0
+        for index in range(len(chosen[0].outputs) if chosen else 0):
+            whole = self.setting.sent.get((kind, index), 0.0)
+            total += whole * share_of([strategy.outputs[index] for strategy in chosen], sizes) if whole else 0.0
+        return total
 
     def least_state_bytes(self) -> float:
         """What parameters hold at least on a rank of each stage, all stages together, whatever the strategies."""

@@ -17,7 +17,7 @@ from autopart.models import load_model
 from autopart.planner import make_plan
 from autopart.rank_peaks import rank_peaks
 from autopart.solver.degrees import Degrees
-from autopart.tensor_choice import Setting
+from autopart.tensor_setting import Setting
 from autopart.tracing import capture
 
 

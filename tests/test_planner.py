@@ -75,6 +75,18 @@ def test_ranks_divide_a_tied_weight_whose_gradient_stages_sum() -> None:
         assert plan.bound_s <= plan.step_time_s
 
 
+def test_ranks_divide_what_stages_send_over_a_slow_network() -> None:
+    """The residual stream is whole where norms cost nothing, and each rank would send all of it."""
+    (node,) = ideal(2, memory_bandwidth=1e15).nodes
+    found = []
+    for bandwidth in (1e12, 1e7):
+        cluster = Cluster((replace(node, port=replace(node.port, bandwidth=bandwidth)),) * 2)
+        plan = plan_of(BLOCK, cluster, pp=2, dp=1, tp=2, batch=8, microbatches=4, recompute="none")
+        assert plan.bound_s <= plan.step_time_s
+        found.append(look_up(plan.strategies, plan.stages[0].last_op))
+    assert found[0] is None and found[1] in ("d0", "d1"), found
+
+
 def test_shards_the_sequence_between_products_where_activations_do_not_fit() -> None:
     limits = {"batch": 8, "pp": 1, "dp": 1, "tp": 2, "microbatches": 1, "recompute": "none", "optimizer": "sgd"}
     roomy = plan_of(BLOCK, ideal(2, memory_bandwidth=1e15), **limits)
