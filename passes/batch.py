@@ -19,6 +19,7 @@ in :mod:`~autopart.passes.batch_losses`, row numbers and permutations in :mod:`~
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -293,8 +294,7 @@ class Splitter:
     def part(self) -> fx.Node:
         """The share ``b / B`` of the samples."""
         if self.share is None:
-            (batch,) = self.graph.find_nodes(op="placeholder", target="b")
-            self.share = self.call(operator.truediv, batch, self.whole_batch)
+            self.share = self.call(operator.truediv, graphs.batch_size(self.graph), self.whole_batch)
         return self.share
 
     def scaled(self, node: fx.Node) -> fx.Node:
@@ -309,12 +309,15 @@ class Splitter:
             raise Mixes("uses a sum over samples of unknown size")
         if node not in self.totals:
             assert self.last_placeholder is not None
+            taken = {spec.name for spec in self.program.inputs}
+            names = (name for name in map("total_{}".format, itertools.count()) if name not in taken)
+            name = next(itertools.islice(names, len(self.totals), None))
             with self.graph.inserting_after(self.last_placeholder):
-                total = self.graph.placeholder(f"total_{len(self.totals)}")
+                total = self.graph.placeholder(name)
             total.meta.update(
                 val=node.meta["val"],
                 role=Role.TOTAL,
-                name=f"total_{len(self.totals)}",
+                name=name,
                 path="",
                 source="",
                 differentiable=False,

@@ -56,6 +56,11 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
+def batch_size(graph: fx.Graph) -> fx.Node:
+    """The number of samples ``b``: the first placeholder, as an input of the model may be called ``b`` too."""
+    return next(iter(graph.nodes))
+
+
 def is_op(node: fx.Node) -> bool:
     """Whether the node computes tensors: not a placeholder, a size, a ``getitem`` or the output."""
     if node.op != "call_function" or is_getitem(node):

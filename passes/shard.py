@@ -209,7 +209,7 @@ class _Sharder:
         """A number of blocks: a number, ``b`` or a multiple of it."""
         if text.isdigit():
             return int(text)
-        batch = self.graph.find_nodes(op="placeholder", target="b")[0]
+        batch = graphs.batch_size(self.graph)
         if text == "b":
             return batch
         node = self.graph.call_function(operator.mul, (int(text.split(" ")[0]), batch))

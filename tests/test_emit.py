@@ -136,6 +136,25 @@ def test_nested_inputs(tmp_path: Path) -> None:
     assert "batch__more__0: Tensor" in text and "b_: Tensor" in text
 
 
+class TakenNames(nn.Module):
+    """Inputs by names of a program's own; a penalty takes the share of the samples, the mask a total."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, b: Tensor, total_0: Tensor, B: Tensor) -> dict[str, Tensor]:
+        losses = F.cross_entropy(self.linear(b), total_0, reduction="none")
+        return {"loss": (losses * B).sum() / B.sum() + self.linear.weight.square().sum()}
+
+
+def test_inputs_by_names_of_the_program_s_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    given = {"b": torch.randn(BATCH, 4).double(), "total_0": torch.arange(BATCH) % 3, "B": torch.rand(BATCH).double()}
+    parallel = same_training(tmp_path, TakenNames().double(), given, microbatches=4)
+    assert parallel.manifest.stages[0].totals == ("total_1",)
+
+
 def nested_in_two_stages(directory: str) -> tuple[list[float], dict[str, Tensor]]:
     parallel = ParallelModule(directory, tensors_of(nested_model()))
     losses, _ = train(parallel, nested_inputs())
