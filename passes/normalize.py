@@ -367,6 +367,8 @@ class _Normalizer(Rewriting):
                 f"{target} writes without gradient into a tensor that has one (module {module_name(path)}, {source}); "
                 "a graph cannot say that: compute a new tensor instead"
             )
+        if target is aten.fill_diagonal_.default and written.meta["val"].dim() == 2 and args[2:] in ((), (False,)):
+            return self.aliases.write(written, self.diagonal_filled(node, written, args[1]), self.replay)
         functional = functional_overload(node, target)
         if functional is aten.fill.Scalar:
             new = self.emit(aten.full_like.default, (written, args[1]), {}, node)
@@ -386,6 +388,13 @@ class _Normalizer(Rewriting):
             if new.meta["val"].dtype != written.meta["val"].dtype:
                 new = self.emit(aten.to.dtype, (new, written.meta["val"].dtype), {}, node)
         return self.aliases.write(written, new, self.replay)
+
+    def diagonal_filled(self, node: fx.Node, matrix: fx.Node, number: Any) -> fx.Node:
+        """A matrix with a number on its diagonal, of which torch has only the op that writes it."""
+        value = matrix.meta["val"]
+        sizes = tuple(self.size(size) for size in value.shape)
+        diagonal = self.emit(aten.eye.m, sizes, {"dtype": torch.bool, "device": value.device}, node)
+        return self.emit(aten.masked_fill.Scalar, (matrix, diagonal, number), {}, node)
 
     def copies(self, node: fx.Node) -> bool:
         """Whether a reshaping of the exported graph made a copy, which later writes do not reach."""

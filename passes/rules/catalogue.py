@@ -285,6 +285,7 @@ def _reductions() -> list[Case]:
         *[Case(key(name), (f(4, 6), 1 if name in single else [1]), minimum=3) for name in along.split()],
         *[Case(key(name), (f(4, 6), [1]), {"keepdim": True}, minimum=3) for name in lists.split()],
         *[Case(key(name), (f(4, 6),)) for name in full.split()],
+        Case("aten.count_nonzero.default", (f(4, 6), 1)),
         Case("aten.count_nonzero.dim_IntList", (f(4, 6), [1])),
         Case("aten.linalg_vector_norm.default", (f(4, 6), 2, [1]), minimum=3),
         Case("aten.norm.ScalarOpt_dim", (f(4, 6), 2, [1]), minimum=3),

@@ -99,9 +99,9 @@ def table() -> dict[str, Entry]:
     frozen = words(
         "amax amin argmax argmin prod.dim_int any.dim any.dims all.dim all.dims max.dim min.dim median.dim "
         "var.correction std.correction var_mean.correction std_mean.correction var.dim std.dim "
-        "count_nonzero.dim_IntList"
+        "count_nonzero count_nonzero.dim_IntList"
     )
-    full = words("max min any all prod median count_nonzero var std")
+    full = words("max min any all prod median var std")
     along = words("_softmax _log_softmax cumprod cummax cummin logcumsumexp")
 
     def key(name: str) -> str:
