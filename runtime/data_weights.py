@@ -81,15 +81,25 @@ class _Unit:
 
 @dataclass(eq=False, slots=True)
 class _Kept:
-    """Whole weights that shares are views of, which are gathered in one message."""
+    """Whole weights that are gathered in one message. homes: their memory, with views of it that shares begin as."""
 
     shares: list[nn.Parameter]
     leaves: list[Tensor]
+    homes: list[tuple[Tensor, Tensor]]
     layout: FlatShares
 
     @property
     def bytes(self) -> int:
         return sum(leaf.nbytes for leaf in self.leaves)
+
+    def settle(self) -> None:
+        """Where a script has given a share other memory, as averages of weights are put in and taken out by ``.data``,
+        the whole weight takes other memory too: what the share was before is the script's, and may come back.
+        """
+        for share, leaf, (whole, view) in zip(self.shares, self.leaves, self.homes, strict=True):
+            at_home = share.data_ptr() == view.data_ptr()
+            if at_home != (leaf.data_ptr() == whole.data_ptr()):
+                leaf.data = whole if at_home else torch.empty_like(whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +181,7 @@ class Weights:
         """Makes the shares views of whole weights, whose other parts the first gathering fills."""
         ranks, index = self._axis.size, self._axis.index
         layout = FlatShares([share.shape for share, _ in members], [dim for _, dim in members], ranks)
-        leaves = []
+        leaves, homes = [], []
         for share, dim in members:
             shape = list(share.shape)
             shape[dim] *= ranks
@@ -179,12 +189,14 @@ class Weights:
             view = whole.narrow(dim, index * share.size(dim), share.size(dim))
             view.copy_(share.detach())
             share.data = view
-            leaves.append(whole.requires_grad_(share.requires_grad))
-        return _Kept([share for share, _ in members], leaves, layout)
+            leaves.append(whole.detach().requires_grad_(share.requires_grad))
+            homes.append((whole, view))
+        return _Kept([share for share, _ in members], leaves, homes, layout)
 
     def refresh(self) -> None:
         """Begins gathering the weights that are kept whole: an optimizer or a loaded state may have changed shares."""
         for kept in self._kept:
+            kept.settle()
             for share, leaf in zip(kept.shares, kept.leaves, strict=True):
                 leaf.requires_grad_(share.requires_grad)
         self._stale = deque(self._kept)

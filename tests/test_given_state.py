@@ -112,6 +112,47 @@ def test_copies_that_are_not_alike_are_planned_by_themselves() -> None:
     launch(unlike, 2)
 
 
+def exchanged(wrap: Callable[[nn.Module], nn.Module]) -> tuple[list[float], dict[str, Tensor]]:
+    """Puts averages in the place of the parameters' memory for an evaluation, and then that back."""
+    torch.manual_seed(0)
+    model, losses = wrap(Net().double()), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    averages: list[Tensor] = []
+    for step in range(4):
+        losses.append(model(batch(step)))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not averages:
+            averages = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter, average in zip(model.parameters(), averages, strict=True):
+            average.lerp_(parameter.detach(), 0.25)
+        kept = [parameter.data for parameter in model.parameters()]
+        for parameter, average in zip(model.parameters(), averages, strict=True):
+            parameter.data = average
+        with torch.no_grad():
+            losses.append(model.eval()(batch(step)))
+        for parameter, own in zip(model.train().parameters(), kept, strict=True):
+            parameter.data = own
+    return [loss.item() for loss in losses], dict(model.state_dict())
+
+
+def exchanged_under(limits: dict[str, Any]) -> None:
+    def parallel(model: nn.Module) -> nn.Module:
+        return autopart.parallelize(model, cluster=ideal(2), verbose=False, **limits)
+
+    expected, state = exchanged(lambda model: model)
+    losses, found = exchanged(parallel)
+    assert losses == pytest.approx(expected, rel=1e-12)
+    for name, value in state.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("limits", [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"pp": 2}], ids=str)
+def test_averages_put_in_the_place_of_memory(limits: dict[str, Any]) -> None:
+    launch(exchanged_under, 2, limits if "pp" in limits else {"dp": 2, **limits})
+
+
 def planned() -> Any:
     model = autopart.parallelize(Net().double(), verbose=False)
     model(batch(0)).backward()
