@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import random
+import warnings
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 
-from autopart.runtime.errors import CheckpointError
+from autopart.runtime.errors import CheckpointError, InputError
 from autopart.runtime.mesh import job_size
 
 Result = TypeVar("Result")
+
+PATIENCE = timedelta(seconds=60)
+_TOGETHER = (
+    "each rank has a part of the model, so all have to make the same calls: take state_dict() on every rank, and write "
+    "it to a file on one"
+)
 
 # By all ranks' group, as a process may connect anew, and purpose. Torch holds them until the process disconnects.
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, ref[dist.ProcessGroup]]] = WeakKeyDictionary()
@@ -39,22 +47,40 @@ def _group(purpose: str) -> dist.ProcessGroup | None:
     return group
 
 
-def unlike(value: object, told: str) -> list[str]:
+def unlike(value: object, told: str, call: str = "the model") -> list[str]:
     """What each rank tells, where values differ between ranks; nothing where they are equal. All ranks call it.
 
-    Takes one small exchange between the hosts, so that no device has to be waited for.
+    Takes one small exchange between the hosts, so that no device has to be waited for. Raises InputError where ranks
+    are in different calls; one that waits for the others says so after a while, if it is not in the model's own.
     """
     group = _group("steps")
     if group is None:
         return []
-    number = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])
+    number = int.from_bytes(hashlib.sha256(repr((call, value)).encode()).digest()[:7])
     ends = torch.tensor([number, -number])
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+    work = dist.all_reduce(ends, dist.ReduceOp.MAX, group=group, async_op=True)
+    assert work is not None
+    if call != "the model":
+        _say_where_it_waits(work, call)
+    work.wait()
     if int(ends[0]) == -int(ends[1]):
         return []
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, told, group=group)
-    return found
+    dist.all_gather_object(found, (call, told), group=group)
+    other = next((rank for rank, (name, _) in enumerate(found) if name != call), None)
+    if other is not None:
+        raise InputError(f"this rank calls {call} while rank {other} calls {found[other][0]}; {_TOGETHER}")
+    return [text for _, text in found]
+
+
+def _say_where_it_waits(work: dist.Work, call: str) -> None:
+    try:
+        work.wait(PATIENCE)
+    except RuntimeError as error:
+        if not any(sign in str(error).lower() for sign in ("timed out", "timeout")):
+            raise
+        text = f"{call} has waited for other ranks for {PATIENCE.total_seconds():g} s, and goes on waiting; {_TOGETHER}"
+        warnings.warn(text, stacklevel=2)
 
 
 def everywhere(group: dist.ProcessGroup | None, make: Callable[[], Result]) -> Result:

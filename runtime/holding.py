@@ -16,6 +16,7 @@ from autopart.runtime.manifest import ParameterSpec
 from autopart.runtime.mesh import Axis, Mesh
 from autopart.runtime.module import ParallelModule
 from autopart.runtime.rng import derive_seed
+from autopart.runtime.saved_parts import PART, forget
 from autopart.runtime.schedule import NAMES
 from autopart.runtime.shares import Box, Piece, cut_boxes, whole
 
@@ -203,7 +204,7 @@ def options_of(holding: Holding, optimizers: Sequence[torch.optim.Optimizer]) ->
     options: dict[str, dict[str, Any]] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            found = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            found = {key: value for key, value in group.items() if key not in ("params", "param_names", PART)}
             known = (holding.names.get(id(parameter)) for parameter in group["params"])
             options.update({name: found for name in known if name is not None})
     return options
@@ -217,6 +218,7 @@ def set_options(
     Raises CheckpointError when a group's parameters were in groups with other options.
     """
     for optimizer in optimizers:
+        forget(optimizer)
         for index, group in enumerate(optimizer.param_groups):
             known = [holding.names.get(id(parameter)) for parameter in group["params"]]
             saved = [options[name] for name in known if name is not None and name in options]

@@ -23,6 +23,7 @@ from autopart.runtime.loading import local_share
 from autopart.runtime.manifest import Manifest
 from autopart.runtime.mesh import Mesh
 from autopart.runtime.norms import divided
+from autopart.runtime.saved_parts import SavedParts, forget
 
 _SIZE = 8
 _STEPS = 3
@@ -45,12 +46,14 @@ def _watch() -> None:
 def _at_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for check in list(_checks):
         check.check(optimizer)
+    forget(optimizer)
 
 
 class OptimizerCheck:
     """Tries every optimizer that updates this program's parameters, before its first step and when it gets new groups.
 
-    Raises PlanError in ``optimizer.step()`` when the result would not be that of one process.
+    Raises PlanError in ``optimizer.step()`` when the result would not be that of one process, and where its state was
+    saved by a rank with other parts of the model.
     """
 
     def __init__(self, manifest: Manifest, mesh: Mesh, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -58,6 +61,7 @@ class OptimizerCheck:
         self._mesh = mesh
         self._specs = {id(parameter): specs[name] for name, parameter in parameters.items()}
         self._divided = {id(p) for name, p in parameters.items() if divided(specs[name], mesh)}
+        self._saved = SavedParts(specs, mesh, parameters)
         self._apart = len(manifest.stages) > 1 or bool(self._divided)
         self._tried: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         if self._apart or any(divided(spec, mesh) for spec in manifest.parameters):
@@ -66,6 +70,7 @@ class OptimizerCheck:
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Before an optimizer's step, or behind its first."""
+        self._saved.check(optimizer)
         if self._tried.get(optimizer) == len(optimizer.param_groups):
             return
         for group in optimizer.param_groups:

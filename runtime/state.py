@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from autopart.runtime.agreement import unlike
 from autopart.runtime.collectives import broadcast_in_place, gather_shards
 from autopart.runtime.errors import InputError
 from autopart.runtime.links import dtype_of
 from autopart.runtime.loading import cuts_of, local_share
 from autopart.runtime.manifest import Manifest, ParameterSpec
 from autopart.runtime.mesh import Mesh
+from autopart.runtime.norms import divided
 
 
 def gather_state(
@@ -33,12 +35,15 @@ def gather_state(
 
 
 def whole_tensors(
-    manifest: Manifest, mesh: Mesh, tensors: Mapping[str, Tensor]
+    manifest: Manifest, mesh: Mesh, tensors: Mapping[str, Tensor], call: str = "state_dict()"
 ) -> Iterator[tuple[ParameterSpec, Tensor]]:
     """Every persistent parameter and buffer, whole on every rank, one after the other. All ranks take part.
 
-    tensors: this rank's shares by their spec's name. What is whole already is not copied.
+    tensors: this rank's shares by their spec's name. What is whole already is not copied. call: what asks for them.
+    Raises InputError where another rank is in another call.
     """
+    if len(manifest.stages) > 1 or any(divided(spec, mesh) for spec in manifest.parameters):
+        unlike("", "", call)
     for spec in manifest.parameters:
         if not spec.persistent:
             continue
