@@ -160,10 +160,16 @@ def check(manifest: Manifest, leaves: Mapping[str, Any]) -> int:
     for spec in manifest.inputs:
         leaf = leaves.get(spec.name)
         if spec.kind == "constant":
-            if type(leaf) is not type(spec.constant) or leaf != spec.constant:
+            if spec.constant is None and not isinstance(leaf, int | float | str | Tensor | None):  # no value was kept
                 raise InputError(
-                    f"input {spec.name!r} was {spec.constant!r} when the model was captured and is now {leaf!r}; "
-                    "it is part of the plan: pass the same value, or capture the model again"
+                    f"input {spec.name!r} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which is neither a "
+                    "tensor nor a number or a string: pass an array as torch.from_numpy(...), and leave out what "
+                    "forward does not read"
+                )
+            if not _same(spec.constant, leaf):
+                raise InputError(
+                    f"input {spec.name!r} was {spec.constant!r} when the model was captured and is now "
+                    f"{_describe(leaf)}; the program has that value written in: {_instead(spec.constant, leaf)}"
                 )
             continue
         if not isinstance(leaf, Tensor):
@@ -310,6 +316,22 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def _same(captured: Any, leaf: Any) -> bool:
+    """Subclasses of numbers and strings, as NumPy's and enumerations, are what they are equal to."""
+    if isinstance(captured, bool) != isinstance(leaf, bool) or not isinstance(leaf, type(captured)):
+        return False
+    return bool(leaf == captured or (leaf != leaf and captured != captured))
+
+
+def _instead(captured: Any, leaf: Any) -> str:
+    """What to do where an input that is no tensor changes between calls."""
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in (captured, leaf)):
+        return "pass a number that changes as a tensor, torch.tensor(...), from the first call on"
+    if captured is None or leaf is None or isinstance(leaf, Tensor):
+        return "pass a tensor in every call, or in none"
+    return "leave out what forward does not read, such as names of samples, and pass the same value otherwise"
 
 
 def _describe(leaf: Any) -> str:

@@ -376,7 +376,7 @@ class ParallelModule(HeldStages):
             raise InputError(
                 f"the stages were captured in training mode and cannot run in evaluation mode: "
                 f"{variant.manifest.eval_flaw}; "
-                "load state_dict() into the original model and evaluate that"
+                "load what state_dict() gives on every rank into a model that is built anew, and evaluate that"
             )
         schedule = variant.schedules.evaluation(division.microbatches)
         run = self._run(variant, feed, train=False)

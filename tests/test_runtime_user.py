@@ -10,13 +10,14 @@ from collections import OrderedDict, namedtuple
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import autopart
 from autopart.runtime import Namespace, ParallelModule, buffer, parameter
 from autopart.runtime.errors import ClusterError, InputError, PlanError
-from autopart.runtime.manifest import Manifest
+from autopart.runtime.manifest import InputSpec, Manifest
 from autopart.runtime.structure import flatten, rebuild
 from emitted import WIDTH, data, emit, plain
 from launch import ChildFailure, launch
@@ -47,8 +48,6 @@ def test_wrong_inputs(tmp_path: Path, arguments: Any, keywords: Any, error: type
 
 
 def test_constants_have_to_stay(tmp_path: Path) -> None:
-    from autopart.runtime.manifest import InputSpec
-
     emit(tmp_path)
     manifest = Manifest.load(tmp_path)
     constants = (InputSpec("flag", "constant", constant=True), InputSpec("cache", "constant", constant=None))
@@ -59,6 +58,21 @@ def test_constants_have_to_stay(tmp_path: Path) -> None:
     for wrong in ({"flag": False}, {"flag": 1}, {}, {"flag": True, "cache": 3}):
         with pytest.raises(InputError, match="when the model was captured and is now"):
             model(*data(), **wrong)
+    with pytest.raises(InputError, match=r"'cache' is a numpy.ndarray, .*torch.from_numpy"):
+        model(*data(), flag=True, cache=np.arange(8))
+
+
+def test_numbers_that_change_are_told_to_be_tensors(tmp_path: Path) -> None:
+    emit(tmp_path)
+    manifest = Manifest.load(tmp_path)
+    constants = (InputSpec("scale", "constant", constant=0.5), InputSpec("file", "constant", constant="a.png"))
+    dataclasses.replace(manifest, inputs=(*manifest.inputs, *constants)).save(tmp_path)
+    model = model_in(tmp_path)
+    model(*data(), scale=np.float64(0.5), file="a.png")
+    with pytest.raises(InputError, match=r"'scale' was 0.5 .* is now 0.25; .* as a tensor, torch.tensor"):
+        model(*data(), scale=0.25, file="a.png")
+    with pytest.raises(InputError, match=r"'file' was 'a.png' .* is now 'b.png'; .* leave out what forward does not"):
+        model(*data(), scale=0.5, file="b.png")
 
 
 def test_a_job_of_another_size(tmp_path: Path) -> None:
