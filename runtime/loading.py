@@ -188,8 +188,10 @@ def _place_one(spec: ParameterSpec, mesh: Mesh, original: Tensor | None) -> Tens
         return nn.Parameter(data, requires_grad=spec.trainable)
     if original.is_meta:
         return nn.Parameter(data, requires_grad=original.requires_grad)
+    gradient, original.grad = original.grad, None
     original.data = data
-    original.grad = None
+    if gradient is not None:  # of a module that is part of another model as well, which went back before
+        original.grad = local_share(gradient, spec, mesh).to(mesh.device).clone()
     return original
 
 

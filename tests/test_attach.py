@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import autopart
 from autopart.runtime.attach import hand_out
 from autopart.runtime.errors import InputError
+from clusters import ideal
+from launch import launch
+from two_layers import batch
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.25, 1 / 3, 2.0**17])
@@ -36,3 +42,38 @@ def test_they_are_given_once() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(InputError, match=r"handed out already.*add losses up"):
         loss.backward()
+
+
+class Shared(nn.Module):
+    """Has a module that another model has too."""
+
+    def __init__(self, encoder: nn.Module, width: int) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(4, width).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.encoder(x))).square().mean()
+
+
+def in_turn(parallel: bool) -> list[float]:
+    torch.manual_seed(0)
+    encoder = nn.Linear(8, 4).double()
+    models: list[Any] = [Shared(encoder, 2), Shared(encoder, 3)]
+    optimizer = torch.optim.SGD([*models[0].parameters(), *models[1].head.parameters()], lr=0.1)
+    if parallel:
+        models = [autopart.parallelize(model, cluster=ideal(2), verbose=False, dp=2) for model in models]
+    losses = []
+    for _ in range(2):
+        for model in models:
+            loss = model(batch()["x"])
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_gradients_that_are_there_when_a_second_model_is_planned_stay() -> None:
+    expected = in_turn(False)
+    for losses in launch(in_turn, 2, True):
+        assert losses == pytest.approx(expected, rel=1e-12)
