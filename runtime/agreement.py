@@ -73,6 +73,16 @@ def unlike(value: object, told: str, call: str = "the model") -> list[str]:
     return [text for _, text in found]
 
 
+def told_by_all(value: Result) -> list[Result]:
+    """What each rank tells, by rank; all ranks call it."""
+    group = _group("steps")
+    if group is None:
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
 def _say_where_it_waits(work: dist.Work, call: str) -> None:
     try:
         work.wait(PATIENCE)

@@ -49,6 +49,7 @@ from autopart.runtime.outputs import collect, collect_later, gradient_piece
 from autopart.runtime.pipelining import PipelineStages, to_pipeline_stages
 from autopart.runtime.refused import refused
 from autopart.runtime.rng import default_generator, resumed
+from autopart.runtime.same_batches import SameBatches
 from autopart.runtime.schedule import backward_part, forward_part
 from autopart.runtime.schedule.receipts import Receipts
 from autopart.runtime.structure import rebuild
@@ -135,6 +136,7 @@ class ParallelModule(HeldStages):
             self._buffer = DoubleBuffer(
                 built.values(), self._trainable(), planned.schedules.own(self.schedule), self._sums.reduce
             )
+        self._same_batches = SameBatches(self.mesh)
         self._recorder: Recorder | None = None
         # Set by a meter (runtime/meter.py).
         self.tally: Tally | None = None
@@ -191,6 +193,8 @@ class ParallelModule(HeldStages):
         check_nothing_waits(self._buffer)
         leaves = bind(self.manifest, args, kwargs)
         variant, found = self.variants.find(leaves, args, kwargs, self.batch)
+        if self.batch == "global" or self.manifest.is_uniform:
+            self._same_batches.check(leaves, self.batch == "local")
         variant.train(self.training)
         data = self.mesh.data
         given = given_samples(found, self.mesh) if self.batch == "local" else None
