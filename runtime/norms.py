@@ -195,6 +195,8 @@ class Share(Tensor):
     ) -> Any:
         if ShareNorm in types:
             return NotImplemented  # a norm knows what it may be used for
+        if function is Tensor.detach_:  # torch refuses it for views; no graph is behind a gradient that was handed out
+            return args[0]
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs)

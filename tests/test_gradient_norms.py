@@ -151,6 +151,25 @@ def test_gradients_are_saved_and_copied_as_plain_tensors() -> None:
     assert launch(saved, 2) == [[Tensor] * 4] * 2
 
 
+def zeroed(limits: dict[str, Any]) -> None:
+    """As optimizers did it once."""
+    model = parallel(limits)
+    model(**batch()).backward()
+    for gradient in gradients(model):
+        gradient.detach_().zero_()
+    again = parallel(limits)
+    for one in (model, again):
+        one(**batch()).backward()
+    torch.testing.assert_close(
+        [g.clone() for g in gradients(model)], [g.clone() for g in gradients(again)], rtol=1e-12, atol=0
+    )
+
+
+@pytest.mark.parametrize("limits", PLANS[:2], ids=NAMES[:2])
+def test_gradients_are_detached_in_place(limits: dict[str, Any]) -> None:
+    launch(zeroed, 2, limits)
+
+
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
