@@ -420,6 +420,15 @@ class Parallelized(StandIn):
         self._copies.append(ref(found))
         return found
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises PlanError once it is planned: a file would hold what this process alone has."""
+        if self.parallel is not None:
+            raise PlanError(
+                "a model that runs as a parallel program has parts in other processes, and cannot be pickled: save its "
+                "state_dict(), taken on every rank and written by one, or use autopart.runtime.checkpoint.save"
+            )
+        return super().__reduce_ex__(protocol)
+
     def _check_not_on_meta(self) -> None:
         if self.parallel is None and any(parameter.is_meta for parameter in self.original.parameters()):
             raise PlanError(

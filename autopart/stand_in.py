@@ -138,7 +138,8 @@ class StandIn(nn.Module):
                     f"{name!r} is a part of the model, of which this rank has its shares alone "
                     f"{'until it is made' if self.parallel is None else 'now that it is planned'}: its parameters are "
                     f"those of model.named_parameters() that begin with {name!r}, what it computes has to be an "
-                    "output of forward"
+                    "output of forward, and what torch.distributed.checkpoint.state_dict saves by modules is saved by "
+                    "autopart.runtime.checkpoint"
                 ) from None
             if not name.startswith("_") and hasattr(type(original), name):
                 raise NotHereError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import warnings
 from typing import Any
 
@@ -122,6 +123,8 @@ def test_a_copy_is_one_until_it_is_planned() -> None:
     assert train(other) == pytest.approx(train(build()), rel=1e-12)
     with pytest.raises(PlanError, match="parts in other processes"):
         copy.deepcopy(parallel)
+    with pytest.raises(PlanError, match=r"cannot be pickled: save its state_dict\(\)"):
+        torch.save(parallel, io.BytesIO())
 
 
 def test_ranks_start_from_the_first_ranks_weights() -> None:
