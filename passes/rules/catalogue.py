@@ -15,7 +15,7 @@ def _unary() -> list[Case]:
     gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log log10 log1p log2 log_sigmoid
     logical_not mish nan_to_num reciprocal relu relu6 round rsqrt selu sgn sigmoid sign silu sin sinh softplus
     softshrink sqrt square tan tanh trunc neg clone contiguous alias detach lift_fresh_copy zeros_like ones_like
-    rand_like randn_like bernoulli"""
+    rand_like randn_like bernoulli angle hardshrink special_entr special_i0 special_log_ndtr special_ndtr"""
     cases = [
         Case(f"aten.{name}.default", (f(4, 6) - (0.5 if name == "relu" else 0),), minimum=4) for name in names.split()
     ]
@@ -29,6 +29,8 @@ def _unary() -> list[Case]:
         Case("aten.clamp.Tensor", (f(4, 6), f(6), f(6) + 0.5)),
         Case("aten.threshold.default", (f(4, 6), 0.5, 0.1)),
         Case("aten.bucketize.Tensor", (f(4, 6), torch.tensor([0.2, 0.5, 0.7], dtype=F64))),
+        Case("aten.searchsorted.Tensor", (f(4, 6).cumsum(1), f(4, 2)), minimum=3),
+        Case("aten.searchsorted.Tensor", (f(6).cumsum(0), f(4, 2)), minimum=3),
         Case("aten.full_like.default", (f(4, 6), 2.0)),
         Case("aten.fill.Scalar", (f(4, 6), 2.0)),
         Case("aten.to.dtype", (f(4, 6), torch.float32), minimum=5),
@@ -47,7 +49,7 @@ def _binary() -> list[Case]:
     floats = """atan2.default maximum.default minimum.default max.other min.other fmod.Tensor remainder.Tensor
     pow.Tensor_Tensor eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor logical_and.default
     logical_or.default logical_xor.default hypot.default xlogy.Tensor isclose.default logaddexp.default
-    add.Tensor sub.Tensor mul.Tensor div.Tensor"""
+    copysign.Tensor logaddexp2.default special_xlog1py.default add.Tensor sub.Tensor mul.Tensor div.Tensor"""
     scalars = """fmod.Scalar remainder.Scalar pow.Tensor_Scalar eq.Scalar ne.Scalar lt.Scalar
     le.Scalar gt.Scalar ge.Scalar"""
     bits = "bitwise_and bitwise_or bitwise_xor"
@@ -261,10 +263,10 @@ def _half_masked() -> Tensor:
 
 
 def _reductions() -> list[Case]:
-    along = "amax amin argmax argmin prod.dim_int any.dim all.dim max.dim min.dim median.dim"
+    along = "amax amin argmax argmin prod.dim_int any.dim all.dim max.dim min.dim median.dim nanmedian.dim"
     lists = "any.dims all.dims var.correction std.correction var_mean.correction std_mean.correction var.dim std.dim"
     full = "max min any all prod median count_nonzero var std mean argmax"
-    single = ["argmax", "argmin", "prod.dim_int", "any.dim", "all.dim", "max.dim", "min.dim", "median.dim"]
+    single = {*along.split()} - {"amax", "amin"}
 
     def key(name: str) -> str:
         return f"aten.{name}" if "." in name else f"aten.{name}.default"
@@ -286,6 +288,9 @@ def _reductions() -> list[Case]:
         *[Case(key(name), (f(4, 6), [1]), {"keepdim": True}, minimum=3) for name in lists.split()],
         *[Case(key(name), (f(4, 6),)) for name in full.split()],
         Case("aten.count_nonzero.default", (f(4, 6), 1)),
+        *[Case(f"aten.{name}.default", (f(4, 6), [1]), minimum=3) for name in ("nanmean", "nansum")],
+        *[Case("aten.kthvalue.default", (f(4, 6), 2, *dim), minimum=3) for dim in ((), (0,))],
+        *[Case("aten.mode.default", (f(4, 6), *dim), minimum=3) for dim in ((), (0, True))],
         Case("aten.count_nonzero.dim_IntList", (f(4, 6), [1])),
         Case("aten.linalg_vector_norm.default", (f(4, 6), 2, [1]), minimum=3),
         Case("aten.norm.ScalarOpt_dim", (f(4, 6), 2, [1]), minimum=3),
@@ -323,6 +328,9 @@ def _normalisations_and_losses() -> list[Case]:
     position = {"binary_cross_entropy": (None,)}
     constant = {"soft_margin_loss": (1,)}
     classes = ("cross_entropy_loss", "nll_loss_nd")
+    resized = """upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
+    upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_bilinear2d_aa _upsample_bicubic2d_aa"""
     return [
         Case("aten.layer_norm.default", (f(2, 4, 6), [6], f(6), f(6)), minimum=5),
         Case("aten.layer_norm.default", (f(2, 4, 6), [6], f(6)), minimum=5),
@@ -346,9 +354,16 @@ def _normalisations_and_losses() -> list[Case]:
         Case("aten.adaptive_max_pool2d.default", (f(2, 4, 6, 6), [2, 2]), minimum=4),
         Case("aten.adaptive_avg_pool1d.default", (f(2, 4, 6), [2]), minimum=5),
         Case("aten.adaptive_avg_pool2d.default", (f(2, 4, 6, 6), [1, 1]), minimum=5),
-        Case("aten.upsample_nearest2d.vec", (f(2, 4, 3, 3), [6, 6], None), minimum=5),
-        Case("aten.upsample_bilinear2d.vec", (f(2, 4, 3, 3), [6, 6], False, None), minimum=5),
-        Case("aten.upsample_bicubic2d.vec", (f(2, 4, 3, 3), [6, 6], False, None), minimum=5),
+        *[
+            Case(f"aten.{name}.vec", (f(2, 4, *[3] * space), [6] * space, *aligned, None), minimum=5)
+            for name in resized.split()
+            for space in [int(name.partition("d")[0][-1])]
+            for aligned in [() if "nearest" in name else (False,)]
+        ],
+        Case("aten.pixel_shuffle.default", (f(2, 4, 3, 3), 2), minimum=4),
+        Case("aten.pixel_unshuffle.default", (f(2, 4, 4, 4), 2), minimum=4),
+        Case("aten.grid_sampler.default", (f(2, 4, 3, 3), f(2, 4, 6, 2) * 2 - 1, 0, 0, False), minimum=6),
+        Case("aten.grid_sampler.default", (f(2, 4, 3, 3, 3), f(2, 4, 6, 2, 3) * 2 - 1, 0, 1, True), minimum=7),
         *[
             Case(
                 f"aten.{name}.default",

@@ -15,6 +15,7 @@ abs acos acosh asin asinh atan atanh ceil celu cos cosh digamma elu erf erfc erf
 gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not
 bitwise_not mish nan_to_num reciprocal relu relu6 round rsqrt selu sgn sigmoid sign silu sin sinh softplus softshrink
 sqrt square tan tanh trunc clamp clamp_min clamp_max threshold
+angle hardshrink special_entr special_i0 special_log_ndtr special_ndtr
 """)
 _LINEAR_UNARY = words("neg clone contiguous alias detach lift_fresh_copy")
 _BINARY = words("""
@@ -24,6 +25,7 @@ eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor eq.Scalar ne.Scalar 
 logical_and.default logical_or.default logical_xor.default bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor
 bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar bitwise_left_shift.Tensor bitwise_right_shift.Tensor
 hypot.default xlogy.Tensor clamp.Tensor isclose.default logaddexp.default
+copysign.Tensor logaddexp2.default special_xlog1py.default
 """)
 _LIKE = words("zeros_like ones_like full_like")
 # What empty_like holds is undefined, which comes to the same.
@@ -110,6 +112,14 @@ def _constant(node: fx.Node) -> Annotation:
     return Annotation(f"{inputs} -> {output}", random="empty" in str(node.target))
 
 
+def _searched(node: fx.Node) -> str:
+    """Each row of numbers in the sequence of its own, or all in one. A sorter is like the sequences."""
+    sequence, numbers, *sorter = graph.inputs(node)
+    rows = " ".join(names(numbers.fake.dim() - 1)) if sequence.fake.dim() > 1 else ""
+    sequences = ", ".join([f"{rows} _"] * (1 + len(sorter)))
+    return f"{sequences}, {rows} n -> {rows} n" if rows else f"{sequences}, *d -> *d"
+
+
 def _overload(name: str) -> str:
     return f"aten.{name}" if "." in name else f"aten.{name}.default"
 
@@ -121,6 +131,7 @@ def table() -> dict[str, Entry]:
         **{_overload(name): _linear_unary for name in _LINEAR_UNARY},
         **{_overload(name): elementwise for name in _BINARY},
         "aten.bucketize.Tensor": "*d, _ -> *d",
+        "aten.searchsorted.Tensor": _searched,
         "aten.to.dtype": _cast,
         "aten._to_copy.default": _cast,
         "aten.add.Tensor": _sum_of_two,

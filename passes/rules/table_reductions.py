@@ -6,10 +6,12 @@ linear, so partial sums pass through it; of a shard its local form makes a summa
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import fx
 
 from autopart.passes import graph
-from autopart.passes.rules.arguments import dims_of, names, rank_of, wide_bytes, words
+from autopart.passes.rules.arguments import argument, dims_of, names, positive, rank_of, wide_bytes, words
 from autopart.passes.rules.book import Entry
 from autopart.passes.rules.notation import Annotation, LocalForm, Message
 
@@ -94,13 +96,29 @@ def _pool_with_indices(node: fx.Node) -> str:
     return "*b _ _ -> *b ^y ^x, *b ^y ^x"
 
 
+def _sampled(node: fx.Node) -> Annotation:
+    """Pixels of a picture at the places of a grid, of which each is taken by itself."""
+    space = rank_of(node) - 2
+    hole, places = " ".join("_" * space), " ".join("pqr"[:space])
+    return Annotation(f"b c {hole}, b {places} _ -> b c {places}", linear=((0,),))
+
+
+def _picked(node: fx.Node, position: int) -> str:
+    """Numbers of one dim, the last if not given, and where they stand."""
+    dim = positive(argument(node, position, "dim", -1), rank_of(node))
+    return _reduction(node, [dim], _keepdim(node), freeze=True)
+
+
 def table() -> dict[str, Entry]:
     """The rules of this file by op name."""
     frozen = words(
         "amax amin argmax argmin prod.dim_int any.dim any.dims all.dim all.dims max.dim min.dim median.dim "
         "var.correction std.correction var_mean.correction std_mean.correction var.dim std.dim "
-        "count_nonzero count_nonzero.dim_IntList"
+        "count_nonzero count_nonzero.dim_IntList nanmedian.dim nanmean nansum"
     )
+    resized = words("upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d")
+    resized += words("upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d")
+    resized += words("_upsample_bilinear2d_aa _upsample_bicubic2d_aa")
     full = words("max min any all prod median var std")
     along = words("_softmax _log_softmax cumprod cummax cummin logcumsumexp")
 
@@ -129,7 +147,11 @@ def table() -> dict[str, Entry]:
         "aten.avg_pool3d.default": _linear_pool(3),
         "aten.adaptive_avg_pool1d.default": _linear_pool(1),
         "aten.adaptive_avg_pool2d.default": _linear_pool(2),
-        "aten.upsample_nearest2d.vec": _linear_pool(2),
-        "aten.upsample_bilinear2d.vec": _linear_pool(2),
-        "aten.upsample_bicubic2d.vec": _linear_pool(2),
+        **{f"aten.{name}.vec": _linear_pool(int(name.partition("d")[0][-1])) for name in resized},
+        # Channels become pixels, or pixels channels.
+        "aten.pixel_shuffle.default": _linear_pool(3),
+        "aten.pixel_unshuffle.default": _linear_pool(3),
+        "aten.grid_sampler.default": _sampled,
+        "aten.kthvalue.default": partial(_picked, position=2),
+        "aten.mode.default": partial(_picked, position=1),
     }
