@@ -47,7 +47,7 @@ from autopart.runtime.norms import GradientNorms
 from autopart.runtime.optimizers import OptimizerCheck
 from autopart.runtime.outputs import collect, collect_later, gradient_piece
 from autopart.runtime.pipelining import PipelineStages, to_pipeline_stages
-from autopart.runtime.refused import refused
+from autopart.runtime.refused import LeftOut, refused
 from autopart.runtime.rng import default_generator, resumed
 from autopart.runtime.same_batches import SameBatches
 from autopart.runtime.schedule import backward_part, forward_part
@@ -136,7 +136,7 @@ class ParallelModule(HeldStages):
             self._buffer = DoubleBuffer(
                 built.values(), self._trainable(), planned.schedules.own(self.schedule), self._sums.reduce
             )
-        self._same_batches = SameBatches(self.mesh)
+        self._same_batches, self._left_out = SameBatches(self.mesh), LeftOut()
         self._recorder: Recorder | None = None
         # Set by a meter (runtime/meter.py).
         self.tally: Tally | None = None
@@ -278,6 +278,8 @@ class ParallelModule(HeldStages):
             others = [spec for spec in wanted if spec.name != loss_name]
             values.update(refused(others, values, loss_name))
             values.update(_constants(variant))
+        else:
+            self._left_out.tell(variant.outputs, loss_name)
         return rebuild(variant.manifest.output_structure, values)
 
     def _train_without_flush(self, feed: Feed, division: Division) -> Any:

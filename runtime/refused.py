@@ -5,6 +5,7 @@ A script's backward would leave these gradients out in silence, if such outputs 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor
@@ -29,3 +30,22 @@ def refused(specs: Iterable[OutputSpec], values: Mapping[str, Tensor], loss: str
     """
     why = _BESIDE.format(loss=loss) if loss else _IN_EVALUATION
     return {spec.name: refuse(values[spec.name], f"{spec.name!r} {why}") for spec in specs if spec.differentiable}
+
+
+class LeftOut:
+    """Losses beside the one that a call returns and goes back from: None, which a script may take for a number."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def tell(self, specs: Iterable[OutputSpec], loss: str) -> None:
+        """Warns once, where there are such."""
+        others = [spec.name for spec in specs if spec.differentiable and not spec.shape and spec.name != loss]
+        if others and not self._told:
+            warnings.warn(
+                f"in training a call goes back from {loss!r} and returns that alone: {', '.join(map(repr, others))} "
+                "is None here. What is to be trained as well has to be added to it inside the model; "
+                'parallelize(model, outputs="all") returns the rest to be looked at',
+                stacklevel=2,
+            )
+        self._told = True

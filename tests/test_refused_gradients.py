@@ -100,3 +100,21 @@ def looked_first(limits: dict[str, int]) -> None:
 @pytest.mark.parametrize("limits", [{"pp": 2}, {"dp": 2, "zero": 1}])
 def test_a_look_under_inference_mode_may_come_first(limits: dict[str, int]) -> None:
     launch(looked_first, 2, limits)
+
+
+class TwoLosses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.layer(x)
+        return {"first": y.square().mean(), "second": y.abs().mean(), "scores": y, "seen": y.detach().mean()}
+
+
+def test_losses_that_are_left_out_are_told_once() -> None:
+    model = autopart.parallelize(TwoLosses(), verbose=False)
+    with pytest.warns(UserWarning, match=r"goes back from 'first' .*'second' is None here.*outputs=\"all\"") as told:
+        for _ in range(2):
+            assert model(torch.randn(4, 4))["second"] is None
+    assert len([item for item in told if "'first'" in str(item.message)]) == 1
