@@ -19,7 +19,7 @@ from autopart.runtime.agreement import told_by_all
 from autopart.runtime.errors import BatchError
 from autopart.runtime.mesh import Mesh
 
-_TOLERANCE = 1e-3
+_TOLERANCE = 1e-2
 _MOST = 2**16
 _GLOBAL = (
     "every rank has to pass the same whole batch, of which it takes its part: seed all ranks alike and leave out "
