@@ -1,7 +1,8 @@
-"""What stages pass on to others whole that tensor ranks could divide: gradients of tied parameters, and what is sent.
+"""What strategies do not count, and when they should: gradients of tied parameters that stages sum, values that they
+send, and, where hosts bind, the end of a step.
 
-Strategies are chosen before stages are known, and neither is among their seconds. Where it is much of a step, these
-are chosen once more with it.
+Strategies are chosen by the seconds of devices before stages are known, so that nothing of this is among them, or too
+little. Where it is much of a step, they are chosen once more with it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from autopart.prices import share_of
 from autopart.solver.degrees import Degrees
 from autopart.tensor_choice import TensorChoice
 
+MOST_OF_ENDS = 16.0
+"""Times that the end of a step counts where hosts bind."""
 _MUCH_LESS = 0.02
 """Of a step's seconds: by how much less it has to take for other strategies to be tried."""
 
@@ -38,6 +41,15 @@ class CandidatePassed(CandidateStages):
         shares = {name: share_of(choice.storage[name], sizes) - 1 / config.tp for name in tied}
         saved = math.fsum(tied[name] * share for name, share in shares.items())
         return tied if saved > _MUCH_LESS * step_s else {}
+
+    def ends_decide(self, answer: Answer, step_s: float) -> bool:
+        """Whether hosts bind, so that most seconds that strategies may save in a microbatch are none, and what a step
+        ends with is much of it.
+        """
+        config = answer.config
+        if not config.axes or not self.starts_bind(config):
+            return False
+        return max(map(answer.problem.step_end_seconds, answer.way)) > _MUCH_LESS * step_s
 
     def sent_to_share(self, answer: Answer, step_s: float) -> dict[Hashable, float]:
         """By class of ops and output the seconds of a microbatch in which the stages of an answer send and receive what

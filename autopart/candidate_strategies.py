@@ -51,12 +51,13 @@ class CandidateStrategies(CandidateFloors):
         gap: float = 0.0,
         tied: Mapping[str, float] | None = None,
         sent: Mapping[Hashable, float] | None = None,
+        ends: float = 1.0,
     ) -> TensorChoice:
         """The fastest strategies; under a limit, those whose bytes over all stages stay below it.
 
         Parameters are divided over replicas only under a limit, unless a level is given. below: seconds of a step that
         are of interest; raises NotBetter where it is found that strategies take longer. level: of ZeRO, of all. gap:
-        how far from the fastest they may be. tied, sent: as in :class:`autopart.tensor_setting.Setting`.
+        how far from the fastest they may be. tied, sent, ends: as in :class:`autopart.tensor_setting.Setting`.
         """
         levels: tuple[int, ...] = (self.zero or 0,)
         if level is not None:
@@ -67,7 +68,7 @@ class CandidateStrategies(CandidateFloors):
         return choose(
             self.analysis,
             self._folded,
-            replace(self._choosing(config, beyond), tied=tied or {}, sent=sent or {}),
+            replace(self._choosing(config, beyond), tied=tied or {}, sent=sent or {}, ends=ends),
             self._block_costs,
             self.optimizer,
             memory_limit,

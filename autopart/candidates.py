@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autopart.answers import Answer, best_of
-from autopart.candidate_passed import CandidatePassed
+from autopart.candidate_passed import MOST_OF_ENDS, CandidatePassed
 from autopart.data_prices import offered_levels
 from autopart.layer_strategies import LayerStrategies
 from autopart.mixed_strategies import Samples, applied, carried, chosen_ways, merged, most_layers
@@ -82,8 +82,8 @@ class Candidates(CandidatePassed):
         return best
 
     def _with_less_to_pass(self, config: Degrees, below: float) -> Evaluation[Answer]:
-        """The best; or where stages pass on much that ranks could divide, that of strategies for which this counts too:
-        among others it does not, as it is not known then where stages begin and end.
+        """The best; or that of strategies which count what others do not, as it is not known then where stages begin
+        and end, and what binds: what stages pass on, and where hosts bind the end of a step.
         """
         fastest, best = self.choose(config), None
         try:
@@ -92,21 +92,28 @@ class Candidates(CandidatePassed):
         except NotBetter as error:
             stopped, most, bound = error, below, error.bound
         tied = self.tied_to_share(config, fastest, most)
-        if tied and (other := self._passing(config, most, tied, {})) is not None:
+        if tied and (other := self._counting(config, most, tied=tied)) is not None:
             best, most = other, other.objective
         if best is not None and (sent := self.sent_to_share(best.answer, most)):
-            best = self._passing(config, most, tied, sent) or best
+            best = self._counting(config, most, tied=tied, sent=sent) or best
+        if best is not None and self.ends_decide(best.answer, best.objective):
+            best = self._counting(config, best.objective, tied=tied, ends=MOST_OF_ENDS) or best
         if best is None:
             raise stopped
         return replace(best, bound=min(best.objective, bound))
 
-    def _passing(
-        self, config: Degrees, below: float, tied: Mapping[str, float], sent: Mapping[Hashable, float]
+    def _counting(
+        self,
+        config: Degrees,
+        below: float,
+        tied: Mapping[str, float],
+        sent: Mapping[Hashable, float] | None = None,
+        ends: float = 1.0,
     ) -> Evaluation[Answer] | None:
-        """The best of strategies that count what passes between stages, if it takes less than ``below``."""
+        """The best of strategies that count these too (see :meth:`choose`), if it takes less than ``below``."""
         kind = replace(config, recompute="none") if config in self._fitted else config
         with contextlib.suppress(InfeasibleError, OutOfTime):
-            found = self._tried(kind, self.choose(config, tied=tied, sent=sent), below)
+            found = self._tried(kind, self.choose(config, tied=tied, sent=sent, ends=ends), below)
             if found is not None and found.objective < below:
                 return found
         return None

@@ -181,7 +181,7 @@ class Builder:
             arriving = setting.data.arriving_seconds(whole * share_of(placements, setting.sizes), level)
             once = setting.step_end_seconds(whole, placements, level) + arriving
             once += setting.tied.get(info.name, 0.0) * share_of(placements, setting.sizes)
-            seconds += once / setting.microbatches
+            seconds += setting.ends * once / setting.microbatches
         return Choice(
             name_of(chosen) + (f" zero{level}" if level else ""),
             seconds * count,

@@ -45,7 +45,8 @@ class Setting:
     for divided parameters that does not pass beside ops, as far as strategies are chosen by it; exposed_beyond: the
     part of what they exchange besides where tensor axes do not divide a parameter. tied: by name, seconds of a step in
     which stages sum a parameter's gradient if ranks have it whole, where that counts; sent: by class and output of ops,
-    those of a microbatch in which stages send and receive what they make, if ranks have it whole.
+    those of a microbatch in which stages send and receive what they make, if ranks have it whole. ends: how many times
+    what a step ends with counts.
     """
 
     prices: Prices
@@ -61,6 +62,7 @@ class Setting:
     exposed_beyond: float = 1.0
     tied: Mapping[str, float] = field(default_factory=dict)
     sent: Mapping[Hashable, float] = field(default_factory=dict)
+    ends: float = 1.0
 
     @property
     def axes(self) -> tuple[TensorAxis, ...]:

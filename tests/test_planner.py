@@ -87,6 +87,16 @@ def test_ranks_divide_what_stages_send_over_a_slow_network() -> None:
     assert found[0] is None and found[1] in ("d0", "d1"), found
 
 
+def test_where_hosts_bind_the_end_of_a_step_decides() -> None:
+    """Sums that are saved in a microbatch save nothing then, and sums at the end do."""
+    limits: dict[str, Any] = {"batch": 4, "pp": 1, "dp": 1, "tp": 2, "microbatches": 4}
+    spec, cluster = "hf:bert?num_hidden_layers=4", Cluster.parse("2xA100-80GB")
+    free = plan_of(spec, cluster, **limits)
+    assert free.step_time_s <= min(
+        plan_of(spec, cluster, tensor_scheme=name, **limits).step_time_s for name in ("1d", "sp")
+    )
+
+
 def test_shards_the_sequence_between_products_where_activations_do_not_fit() -> None:
     limits = {"batch": 8, "pp": 1, "dp": 1, "tp": 2, "microbatches": 1, "recompute": "none", "optimizer": "sgd"}
     roomy = plan_of(BLOCK, ideal(2, memory_bandwidth=1e15), **limits)
