@@ -89,7 +89,7 @@ def test_ranks_divide_what_stages_send_over_a_slow_network() -> None:
 
 def test_where_hosts_bind_the_end_of_a_step_decides() -> None:
     """Sums that are saved in a microbatch save nothing then, and sums at the end do."""
-    limits: dict[str, Any] = {"batch": 4, "pp": 1, "dp": 1, "tp": 2, "microbatches": 4}
+    limits = {"batch": 4, "pp": 1, "dp": 1, "tp": 2, "microbatches": 4}
     spec, cluster = "hf:bert?num_hidden_layers=4", Cluster.parse("2xA100-80GB")
     free = plan_of(spec, cluster, **limits)
     assert free.step_time_s <= min(
