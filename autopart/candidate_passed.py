@@ -58,7 +58,10 @@ class CandidatePassed(CandidateStages):
         config, way, samples = answer.config, answer.way, self.samples(answer.config)
         found: dict[Hashable, float] = {}
         saved = [0.0] * (len(way) + 1)  # by cut, of one of the two stages that are busy with what crosses
+        places = self.layout.places(config)
         for stage, step in enumerate(way[:-1] if config.axes else ()):
+            if places[stage] == places[stage + 1]:  # of one rank
+                continue
             link = self.layout.stage_link(config, stage, stage + 1)
             for value in self.positions.crossings[step.last]:
                 size, kind = value_bytes(value).at(samples), self.analysis.classes.get(value.node)

@@ -181,7 +181,8 @@ class CandidateSettings:
         """Forwards of each stage before its first pair; empty: the least."""
         if self.warmup is None or config.schedule != "1f1b":
             return ()
-        return deeper_warmup(config.pp, self.warmup) if isinstance(self.warmup, int) else self.warmup
+        found = deeper_warmup(config.pp, self.warmup) if isinstance(self.warmup, int) else self.warmup
+        return () if found == deeper_warmup(config.pp, 1) else found
 
     @property
     def summed(self) -> float:

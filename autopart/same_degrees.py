@@ -60,7 +60,7 @@ def limits_of_plan(plan: Plan, analysis: Analysis, batch: int) -> dict[str, Any]
         "tp": (sizes or 1) if len(tp) == 1 else None,
         "microbatches": _microbatches(plan, batch),
         "schedule": plan.schedule,
-        "warmup": plan.warmup or None,
+        "warmup": plan.warmup or (1 if plan.schedule == "1f1b" else None),
         "virtual": _virtual(plan) if plan.schedule == "interleaved" else None,
         "recompute": "auto" if plan.recompute == "some" else plan.recompute,
         "zero": _level(plan, analysis),

@@ -46,7 +46,8 @@ def check_named(limits: Iterable[str]) -> None:
 
 
 def recorded(limits: Mapping[str, Any]) -> dict[str, int | str]:
-    """What of limits was given, as a plan records it: sizes of several tensor axes as ``2x4``.
+    """What of limits was given, as a plan records it: sizes of several tensor axes as ``2x4``, a warm-up of stages as
+    ``2,0``.
 
     limits: as make_plan takes them. "auto" is nothing given, but of schedules, of which it tries more than without.
     """
@@ -58,6 +59,8 @@ def recorded(limits: Mapping[str, Any]) -> dict[str, int | str]:
             value = "x".join(map(str, value))
         if name == "tp" and isinstance(value, str) and value.isdecimal():
             value = int(value)
+        if name == "warmup" and isinstance(value, tuple | list):
+            value = ",".join(map(str, value))
         if isinstance(value, int | str):
             found[name] = value
     return found
@@ -77,7 +80,8 @@ def check_recorded(asked: Mapping[str, int | str]) -> None:
         elif name == "zero":
             fits, expected = value in (0, 1, 2, 3), "a level of ZeRO, 0 to 3"
         elif name == "warmup":
-            fits, expected = isinstance(value, int) and value >= 0, "a whole number of at least 0"
+            fits = all(count.isdecimal() for count in str(value).split(","))
+            expected = 'a whole number of at least 0, or one for each stage such as "2,0"'
         else:
             known = ", ".join(("tp", "zero", "warmup", *_COUNTS, *_WORDS))
             raise PlanError(f"asked: {name!r} is no limit of planning; remove it (known: {known})")
@@ -91,8 +95,8 @@ def forced_in(plan: Plan) -> dict[str, Any]:
     Besides pins, groups, the optimizer and dropout (:func:`autopart.same_degrees.asked_of`).
     """
     found: dict[str, Any] = dict(plan.asked)
-    if plan.warmup and "warmup" not in found:
-        found["warmup"] = plan.warmup
+    if isinstance(found.get("warmup"), str):
+        found["warmup"] = tuple(map(int, found["warmup"].split(",")))
     if plan.tensor_scheme != "auto":
         found["tensor_scheme"] = plan.tensor_scheme
     return found

@@ -40,7 +40,7 @@ SLOW = ("zb-h1-4", "gpipe-4on2")
 def placed(plan: Plan, schedule: str, places: Sequence[int]) -> Plan:
     """The plan under another schedule, its stages on these ranks."""
     stages = tuple(replace(stage, devices=(place,)) for stage, place in zip(plan.stages, places, strict=True))
-    return replace(plan, schedule=schedule, stages=stages)
+    return replace(plan, schedule=schedule, stages=stages, warmup=())
 
 
 @pytest.mark.parametrize("name", MODELS)

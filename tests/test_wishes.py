@@ -38,10 +38,17 @@ def forced(tmp_path: Path) -> tuple[Path, list[str]]:
 
 def test_what_was_given_is_recorded() -> None:
     given: dict[str, Any] = {"pp": None, "dp": 2, "tp": (2, 4), "schedule": "auto", "recompute": "auto", "zero": 0}
-    assert recorded({**given, "warmup": (1, 0)}) == {"dp": 2, "tp": "2x4", "schedule": "auto", "zero": 0}
+    assert recorded({**given, "warmup": (1, 0)}) == {
+        "dp": 2,
+        "tp": "2x4",
+        "schedule": "auto",
+        "zero": 0,
+        "warmup": "1,0",
+    }
     assert all(recorded({"tp": tp}) == {"tp": 8} for tp in ("8", 8, (8,)))
     plan = make_plan(explained.program(), CLUSTER, pp=2, microbatches=4, warmup=(2, 0), recompute="none")
-    assert plan.asked == {"pp": 2, "microbatches": 4, "recompute": "none"} and Plan.from_json(plan.to_json()) == plan
+    assert plan.asked == {"pp": 2, "microbatches": 4, "recompute": "none", "warmup": "2,0"}
+    assert Plan.from_json(plan.to_json()) == plan
     assert forced_in(plan) == {**plan.asked, "warmup": (2, 0)}
     assert forced_text(plan) == "pp 2, 4 microbatches, recompute none, warm-up 2,0"
     assert "asked for: pp 2, 4 microbatches" in plan_text(plan)

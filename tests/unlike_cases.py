@@ -61,7 +61,7 @@ def with_meshes(
                 storage=sharded.storage if sharded else {},
             )
         )
-    return replace(plan, stages=tuple(stages), schedule=schedule)
+    return replace(plan, stages=tuple(stages), schedule=schedule, warmup=())
 
 
 DIVIDED: dict[str, tuple[tuple[Mesh, ...], tuple[int, ...], tuple[int, ...], str]] = {
