@@ -19,7 +19,9 @@ from autopart.crossing_memory import sent_ahead
 from autopart.describe import describe
 from autopart.plan import Plan, StagePlan
 from autopart.predict import simulate_plan
+from autopart.report.units import format_bytes
 from autopart.runtime.schedule import deeper_warmup, in_flight
+from autopart.solver.degrees import Config, Degrees
 from autopart.solver.stages_problem import StageProblem, Way
 
 WORTH = 0.001
@@ -72,6 +74,20 @@ def with_deeper_warmup(plan: Plan, problem: StageProblem, way: Way, held: Callab
             break
         plan = other
     return plan
+
+
+def unbounded(candidates: Candidates, config: Config, plan: Plan) -> list[str]:
+    """A note of what a plan was given here, which its lower bound knows nothing of."""
+    known = []
+    if plan.warmup and candidates.warmup is None:
+        known.append("the least warm-up")
+    if isinstance(config, Degrees) and plan.bucket_bytes != (size := candidates.bucket_bytes(config)):
+        known.append(f"messages of {format_bytes(size)}")
+    if not known:
+        return []
+    return [
+        f"the lower bound is of plans with {' and '.join(known)}: this one takes less without, and others may as well"
+    ]
 
 
 def _waits(stages: Sequence[StagePlan], plan: Plan) -> bool:

@@ -32,6 +32,7 @@ from autopart.given_limits import (
 from autopart.passes.program import Program
 from autopart.passes.rules import RULES, RuleBook
 from autopart.plan import Plan
+from autopart.plan_finish import unbounded
 from autopart.plan_notes import notes, unfactored, untried, whole_nodes
 from autopart.plan_space import PlanSpace
 from autopart.solver.search import search
@@ -160,6 +161,7 @@ def make_plan(
             *plan.notes,
             *speeds(cluster),
             *notes(candidates, answer, plan.step_time_s),
+            *unbounded(candidates, result.config, plan),
             *(unfactored(candidates, space.first, result.considered, bound) if limits.free_axes else ()),
             *whole_nodes(cluster, result.considered),
             *(() if thorough else untried(result.considered)),

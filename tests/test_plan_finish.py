@@ -42,7 +42,9 @@ def test_stages_run_further_ahead_where_transfers_would_stop_them() -> None:
     assert free.step_time_s < least.step_time_s
     depth = free.warmup[-2]
     assert depth > 1 and free.warmup == deeper_warmup(4, depth)
+    assert any("plans with the least warm-up" in note for note in free.notes)
     forced = plan(GPT, "4x1xL40S@Ethernet-100", warmup=depth, **CHAIN)
+    assert not any("least warm-up" in note for note in forced.notes)
     assert forced.step_time_s <= free.step_time_s
     if forced.stages == free.stages:
         assert [stage.memory_bytes for stage in forced.stages] == [stage.memory_bytes for stage in free.stages]
