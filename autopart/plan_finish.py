@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autopart.answers import Answer
-from autopart.bucket_size import MOST_BYTES, UNIT
+from autopart.bucket_size import UNIT
 from autopart.candidates import Candidates
 from autopart.crossing_memory import sent_ahead
 from autopart.describe import describe
@@ -27,30 +27,23 @@ from autopart.solver.stages_problem import StageProblem, Way
 WORTH = 0.001
 """Share of a step by which another choice has to be faster."""
 _MOST_AHEAD = 4
-_SIZES = tuple(
-    units * UNIT for units in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if units * UNIT < MOST_BYTES
-)
+_SIZES = tuple(units * UNIT for units in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128))
 
 
 def with_other_messages(candidates: Candidates, answer: Answer, plan: Plan) -> Plan:
     """The plan of an answer, or that with messages of the best other size."""
-    most = (1 - WORTH) * plan.step_time_s
     config, way = answer.config, answer.way
     ends = max(stage.step_end_s for stage in plan.stages)
     if candidates.bucket is not None or config.dp == 1 or ends < 10 * WORTH * plan.step_time_s:
         return plan
-    known, found = candidates.seconds_of(answer), list[tuple[float, int, Candidates, StageProblem]]()
+    least, best = (1 - WORTH) * candidates.seconds_of(answer), None
     for size in _SIZES:
         other = candidates.with_messages(size)
-        problem = other.problem(config, answer.choice)
-        if problem.excess_bytes(way) <= 0:
-            seconds = other.seconds_of(replace(answer, problem=problem))
-            found.append((seconds, size, other, problem))
-    if not found or min(found)[0] >= (1 - WORTH) * known:
-        return plan
-    _, _, other, problem = min(found, key=lambda item: item[:2])
-    best = describe(other, replace(answer, problem=problem))
-    return best if best.step_time_s < most else plan
+        again = replace(answer, problem=other.problem(config, answer.choice))
+        if again.problem.excess_bytes(way) <= 0 and (seconds := other.seconds_of(again)) < least:
+            least, best = seconds, (other, again)
+    found = plan if best is None else describe(*best)
+    return found if found.step_time_s < (1 - WORTH) * plan.step_time_s else plan
 
 
 def with_deeper_warmup(plan: Plan, problem: StageProblem, way: Way, held: Callable[[StageProblem, int], float]) -> Plan:
