@@ -147,6 +147,11 @@ def check_warmups(warmup: object) -> None:
     given = warmup if isinstance(warmup, tuple | list) else (warmup,)
     if warmup is not None and not all(map(is_whole, given)):
         raise PlanError(f"warmup is a number of forwards, or one for each stage such as (2, 1, 0), not {warmup!r}")
+    if is_whole(warmup) and warmup < 1:
+        raise PlanError(
+            f"warmup is at least 1 forward that each stage runs ahead of the next, not {warmup}, which would leave one "
+            "microbatch in the whole pipeline; leave it out to have it chosen, or give the forwards of each stage"
+        )
 
 
 def check_dropout(dropout: str) -> None:

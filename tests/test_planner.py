@@ -326,6 +326,7 @@ def test_recomputation_keeps_less_and_takes_longer() -> None:
         ({"schedule": "interleaved", "virtual": 0}, "virtual is a whole number"),
         ({"zero": True}, "zero is one of"),
         ({"warmup": []}, "one number for each of 1 stages"),
+        ({"pp": 2, "warmup": 0}, "warmup is at least 1 forward"),
         ({"pins": ["h"]}, "a stage for each pattern"),
         ({"optimizer": "lion"}, "optimizer is one of none, sgd"),
     ],
