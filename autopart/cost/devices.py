@@ -244,7 +244,9 @@ def _lookup(name: str, known: Iterable[str], what: str) -> str:
     names = {preset.lower(): preset for preset in known}
     if name.lower() in names:
         return names[name.lower()]
-    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    # what was begun goes before what looks alike: of "A100" both sizes, and not an H100
+    begun = [key for key in names if name and key.startswith(name.lower())]
+    near = begun or difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(names[key] for key in near)}? " if near else ""
     raise ClusterError(
         f"unknown {what} {name!r}; {hint}known: {', '.join(names.values())}; describe others in a cluster.toml"
