@@ -257,6 +257,18 @@ class Cluster:
         return Cluster(tuple(nodes))
 
     @staticmethod
+    def read(text: str) -> Cluster:
+        """Of a description, else of a file: what the command line takes. Raises ClusterError."""
+        if isinstance(text, str) and text.endswith(".toml"):
+            return Cluster.load(text)
+        try:
+            return Cluster.parse(text)
+        except ClusterError:
+            if isinstance(text, str) and os.path.isfile(text):  # whatever its name ends in
+                return Cluster.load(text)
+            raise
+
+    @staticmethod
     def local(n: int | None = None, calibration: Calibration | None = None) -> Cluster:
         """This host's CUDA devices, or ``n`` CPU devices that share its memory and cores.
 

@@ -155,7 +155,7 @@ def _cluster(given: Any) -> Cluster:
     if given is None:
         cluster = Cluster.local(job_size())
     elif isinstance(given, str):
-        cluster = Cluster.parse(given)
+        cluster = Cluster.read(given)
     elif isinstance(given, Cluster):
         cluster = given
     else:

@@ -65,6 +65,18 @@ def test_a_file_of_one_s_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "leave out the file" in capsys.readouterr().err
 
 
+def test_a_cluster_file_is_named_in_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster, file = tmp_path / "mine.toml", tmp_path / "runs.csv"
+    Cluster.parse("8xA100-80GB").save(cluster)
+    file.write_text(f"{HEAD}\n{ROW.removesuffix('64,2,2,1.5')}8,1,1,0.0512\n")
+    assert main(["validate", str(file)]) == 0
+    named = capsys.readouterr().out
+    assert "0.0512" in named, "a step of milliseconds is told"
+    file.write_text(file.read_text().replace("8xA100-80GB", str(cluster)))
+    assert main(["validate", str(file)]) == 0
+    assert capsys.readouterr().out == named
+
+
 def test_flops_instead_of_seconds() -> None:
     """As table 1 of SC'21 gives both: 163 TFLOP/s, and 102.63 s by its own equation."""
     head = HEAD.replace("seconds", "tflops")
@@ -105,11 +117,11 @@ def test_layers_that_do_not_divide_into_the_stages() -> None:
         (f"{HEAD}\n{ROW.replace('8xA100-80GB', '8xA1')}", "line 2: .*A1"),
         (f"{HEAD}\n{ROW.replace('8x', '9x')}", "line 2: 9 devices do not divide by tp x pp"),
         (f"{HEAD}\n{ROW.replace('64', '63')}", "line 2: a batch of 63 does not divide"),
-        (f"{HEAD}\n{ROW.replace('16', '15')}", "line 2: .*heads divide the width"),
-        (f"{HEAD},recompute\n{ROW},most", "line 2: .*recompute is one of full"),
+        (f"{HEAD}\n{ROW.replace('16', '15')}", r"line 2: heads divide the width \(hidden\), but 1024 is no multiple of 15$"),
+        (f"{HEAD},recompute\n{ROW},most", "line 2: recompute is one of full, .*not 'most'$"),
         (f"{HEAD},overlap\n{ROW},true", "line 2: overlap is yes or no, not 'true'"),
         (f"{HEAD},half\n{ROW},both", "line 2: half is one of fit, test, not 'both'"),
-        (f"{HEAD},kv_heads\n{ROW},5", "line 2: heads of keys and values divide the heads"),
+        (f"{HEAD},kv_heads\n{ROW},5", "line 2: heads of keys and values divide the heads, but 16 is no multiple of 5$"),
         (f"{HEAD},cp\n{ROW},3", "line 2: 8 devices do not divide by tp x pp x cp"),
         (f"{HEAD},cp,sequence\n{ROW},2,1025", "line 2: a sequence of 1025 does not divide among 2 ranks"),
         (f"{HEAD}\n{ROW.replace('24,', '1,', 1)}", "line 2: 2 stages need as many layers, there are 1"),

@@ -255,16 +255,8 @@ def check_output(path: Path | None, suffix: str = "") -> None:
 def read_cluster(text: str) -> Cluster:
     """Of a description, else of a file. Raises ClusterError."""
     from autopart.cluster import Cluster
-    from autopart.runtime.errors import ClusterError
 
-    if text.endswith(".toml"):
-        return Cluster.load(text)
-    try:
-        return Cluster.parse(text)
-    except ClusterError:
-        if os.path.isfile(text):  # whatever its name ends in
-            return Cluster.load(text)
-        raise
+    return Cluster.read(text)
 
 
 def read_dtype(arguments: argparse.Namespace) -> torch.dtype | None:

@@ -54,14 +54,18 @@ class Gpt:
     plain: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.layers, self.width, self.heads, self.sequence, self.vocabulary) < 1 or self.width % self.heads:
-            raise ValueError(f"sizes are at least 1 and heads divide the width: {self}")
+        if min(self.layers, self.width, self.heads, self.sequence, self.vocabulary) < 1:
+            raise ValueError(f"sizes of a model are at least 1: {self}")
+        if self.width % self.heads:
+            raise ValueError(f"heads divide the width (hidden), but {self.width} is no multiple of {self.heads}")
         if not self.mlp:
             object.__setattr__(self, "mlp", 4 * self.width)
         if not self.kv_heads:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads of keys and values divide the heads: {self}")
+            raise ValueError(
+                f"heads of keys and values divide the heads, but {self.heads} is no multiple of {self.kv_heads}"
+            )
 
     @property
     def kv_width(self) -> int:

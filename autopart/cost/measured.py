@@ -4,7 +4,7 @@ A file of comma-separated values; lines that start with ``#`` are left out. The 
 
 ==================================  ==================================================================================
 layers, hidden, heads               of the model
-cluster                             as ``--cluster`` takes it
+cluster                             as ``--cluster`` takes it, also the name of a cluster file (.toml)
 batch                               samples in a step
 tp, pp                              degrees; replicas are what is left of the cluster
 seconds, or tflops                  of a step; of a device, recomputed layers counted (SC'21, equation 3)
@@ -150,7 +150,7 @@ class _Row:
                 self.size("kv_heads", sizes["heads"]),
                 **{name: self.flag(name) for name in _MODEL_FLAGS},
             )
-            cluster = Cluster.parse(self.cells["cluster"])
+            cluster = Cluster.read(self.cells["cluster"])
             cp = self.size("cp", 1)
             dp, rest = divmod(cluster.device_count, sizes["tp"] * sizes["pp"] * cp)
             if rest:

@@ -70,8 +70,10 @@ class Layout:
     message_overlap: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.tp, self.pp, self.dp, self.samples, self.chunks, self.cp) < 1 or self.recompute not in _RECOMPUTE:
-            raise PlanError(f"degrees are at least 1 and recompute is one of {', '.join(_RECOMPUTE)}: {self}")
+        if min(self.tp, self.pp, self.dp, self.samples, self.chunks, self.cp) < 1:
+            raise PlanError(f"degrees, samples and chunks are at least 1: {self}")
+        if self.recompute not in _RECOMPUTE:
+            raise PlanError(f"recompute is one of {', '.join(_RECOMPUTE)}, not {self.recompute!r}")
 
     @property
     def devices(self) -> int:

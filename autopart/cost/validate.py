@@ -140,8 +140,8 @@ def rows_text(rows: Sequence[Row]) -> str:
         (
             f"{row.measurement.name} {row.measurement.column}".strip(),
             layout_text(row.layout),
-            f"{row.measurement.seconds:.2f}",
-            f"{row.predicted.total:.2f}",
+            _seconds(row.measurement.seconds),
+            _seconds(row.predicted.total),
             _signed(row.error),
             row.measurement.half,
             _signed(row.naive_error),
@@ -195,6 +195,10 @@ def to_json_object(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def _percent(error: float | None) -> str:
     return "" if error is None else f"{_PERCENT * error:.1f} %"
+
+
+def _seconds(number: float) -> str:
+    return f"{number:.2f}" if number >= 1 else f"{number:.3g}"
 
 
 def _signed(error: float) -> str:
