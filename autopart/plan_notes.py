@@ -100,14 +100,18 @@ def _waiting(candidates: Candidates, config: Degrees, answer: Answer | UnlikeAns
     ]
 
 
-def untried(considered: Sequence[Considered]) -> list[str]:
-    """A note of the configurations that were left out to save time."""
+def untried(considered: Sequence[Considered], bound: float) -> list[str]:
+    """A note of the configurations that were left out to save time. bound: of the plan."""
     left = [item.seconds or 0.0 for item in considered if item.status is Status.UNTRIED]
     if not left:
         return []
+    one, least, known = len(left) == 1, format_seconds(min(left)), format_seconds(bound)
+    # the bound is the least of all, and what was tried may be bounded more loosely than what was not
+    of_others = f" (the lower bound, {known}, is of one that was tried)" if known != least else ""
     return [
-        f"{len(left)} of {len(considered)} configurations {'was' if len(left) == 1 else 'were'} not tried, which take"
-        f"{'s' if len(left) == 1 else ''} at least {format_seconds(min(left))}; thorough (--thorough) tries them"
+        f"{len(left)} of {len(considered)} configurations {'was' if one else 'were'} not tried, as "
+        f"{'it is' if one else 'they are'} known to take at least {least}{of_others}; thorough (--thorough) tries "
+        f"{'it' if one else 'them'}"
     ]
 
 

@@ -164,7 +164,7 @@ def make_plan(
             *unbounded(candidates, result.config, plan),
             *(unfactored(candidates, space.first, result.considered, bound) if limits.free_axes else ()),
             *whole_nodes(cluster, result.considered),
-            *(() if thorough else untried(result.considered)),
+            *(() if thorough else untried(result.considered, bound)),
         ),
         considered=tuple(_row(item) for item in result.considered),
     )

@@ -115,6 +115,14 @@ def test_units_of_throughput() -> None:
         assert row in [" ".join(line.split()) for line in comparison_text(("a", "b"), found).splitlines()]
 
 
+def test_a_plan_that_is_thousands_of_times_slower_is_so() -> None:
+    one = by_hand(tokens=64)
+    found = compare((one, replace(one, step_time_s=8192 * one.step_time_s)), (None, None))
+    lines = comparison_text(("a", "b"), found).splitlines()
+    ratios = {line.split("  ")[0]: line.split()[-1] for line in lines if line}
+    assert (ratios["step time"], ratios["tokens per second"]) == ("8192.000", "0.000122")
+
+
 def test_decisions_as_text() -> None:
     one, long = by_hand(), "hf:gpt2?n_layer=4&n_embd=128&n_head=4&vocab_size=512&seq="
     other = replace(

@@ -117,7 +117,10 @@ def test_layers_that_do_not_divide_into_the_stages() -> None:
         (f"{HEAD}\n{ROW.replace('8xA100-80GB', '8xA1')}", "line 2: .*A1"),
         (f"{HEAD}\n{ROW.replace('8x', '9x')}", "line 2: 9 devices do not divide by tp x pp"),
         (f"{HEAD}\n{ROW.replace('64', '63')}", "line 2: a batch of 63 does not divide"),
-        (f"{HEAD}\n{ROW.replace('16', '15')}", r"line 2: heads divide the width \(hidden\), but 1024 is no multiple of 15$"),
+        (
+            f"{HEAD}\n{ROW.replace('16', '15')}",
+            r"line 2: heads divide the width \(hidden\), but 1024 is no multiple of 15$",
+        ),
         (f"{HEAD},recompute\n{ROW},most", "line 2: recompute is one of full, .*not 'most'$"),
         (f"{HEAD},overlap\n{ROW},true", "line 2: overlap is yes or no, not 'true'"),
         (f"{HEAD},half\n{ROW},both", "line 2: half is one of fit, test, not 'both'"),

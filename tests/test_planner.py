@@ -21,6 +21,7 @@ from autopart.estimates import Estimates
 from autopart.models import load_model
 from autopart.passes.program import Program
 from autopart.plan import Plan
+from autopart.plan_notes import untried
 from autopart.planner import make_plan
 from autopart.predict import simulate_plan
 from autopart.realize import realize
@@ -28,6 +29,7 @@ from autopart.runtime.errors import BatchError, InfeasibleError, PlanError
 from autopart.runtime.schedule import NAMES
 from autopart.runtime.transitions import Transition
 from autopart.solver.degrees import Degrees, degrees
+from autopart.solver.search_outcomes import Considered, Status
 from autopart.tracing import capture
 from autopart.what_if import Change
 from branching import branches
@@ -134,10 +136,15 @@ def test_of_a_large_model_some_configurations_are_tried(monkeypatch: pytest.Monk
     monkeypatch.setattr(autopart.planner, "LEAST_TRIED", 1)
     monkeypatch.setattr(autopart.planner, "LAST_TRIED", 1)
     some = plan_of(GPT2, cluster, batch=4)
-    untried = [row["seconds"] for row in some.considered if row["status"] == "untried"]
-    assert untried and f"{len(untried)} of {len(some.considered)} configurations were not tried" in some.notes[-1]
+    left = [row["seconds"] for row in some.considered if row["status"] == "untried"]
+    assert left and f"{len(left)} of {len(some.considered)} configurations were not tried" in some.notes[-1]
     assert whole.step_time_s <= some.step_time_s * (1 + 1e-9)
-    assert some.bound_s <= min(untried)
+    assert some.bound_s <= min(left)
+    (row, *_) = (item for item in some.considered if item["status"] == "untried")
+    assert not re.search(r"\b0\.0\d+ s\b", row["reason"]), "seconds in the units of the rest"
+    note = "take at least 190 ms (the lower bound, 82 ms, is of one that was tried); thorough"
+    lost = [Considered(Degrees(1, 1, (), 1, "1f1b"), Status.UNTRIED, seconds, "") for seconds in (0.2, 0.19)]
+    assert note in untried(lost, 0.082)[0] and "lower bound" not in untried(lost, 0.19)[0]
     thorough = plan_of(GPT2, cluster, batch=4, thorough=True)
     assert thorough.step_time_s == whole.step_time_s and not any("not tried" in note for note in thorough.notes)
 

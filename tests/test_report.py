@@ -18,6 +18,7 @@ from autopart.report.table import (
 )
 from autopart.report.units import (
     counted,
+    format_apart,
     format_bytes,
     format_count,
     format_enough,
@@ -53,7 +54,17 @@ def test_bytes(number: int, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0"), (999, "999"), (1500, "1.5K"), (124_439_808, "124M"), (175e9, "175B"), (1.5e13, "15T")],
+    [
+        (0, "0"),
+        (999, "999"),
+        (1500, "1.5K"),
+        (124_439_808, "124M"),
+        (175e9, "175B"),
+        (1.5e13, "15T"),
+        (999_960, "1M"),
+        (246.948, "247"),
+        (5.25, "5.25"),
+    ],
 )
 def test_counts(number: float, text: str) -> None:
     assert format_count(number) == text
@@ -77,10 +88,26 @@ def test_flops(number: float, text: str) -> None:
         (1.5, "1.5 s"),
         (125, "2 min 05 s"),
         (7265, "2 h 01 min"),
+        (0.999_96, "1 s"),
+        (99.96, "1 min 40 s"),
     ],
 )
 def test_seconds(number: float, text: str) -> None:
     assert format_seconds(number) == text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "texts"),
+    [
+        ((0.0123, 0.0124), ("12.3 ms", "12.4 ms")),
+        ((5.5514e-3, 5.5470e-3), ("5.551 ms", "5.547 ms")),
+        ((0.999_999, 1.000_001), ("0.999999 s", "1.00000 s")),
+        ((255.169, 255.2), ("255.17 s", "255.20 s")),
+        ((0.5, 0.5), ("500 ms", "500 ms")),
+    ],
+)
+def test_seconds_that_are_nearly_alike(numbers: tuple[float, float], texts: tuple[str, str]) -> None:
+    assert format_apart(*numbers) == texts
 
 
 def test_small_formats() -> None:

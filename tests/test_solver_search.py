@@ -168,6 +168,7 @@ def test_an_evaluation_may_stop_where_it_is_not_better() -> None:
         (10.0, "takes no less than the chosen one"),
         (10.0 + 1e-14, "takes no less than the chosen one"),
         (10.5, "takes at least 10.5 s, the chosen one 10 s"),
+        (10.001, "takes at least 10.001 s, the chosen one 10.000 s"),
     ],
 )
 def test_reasons_are_no_contradictions(seconds: float, reason: str) -> None:

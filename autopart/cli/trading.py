@@ -86,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     from autopart.analysis import analyze
     from autopart.frontier import ended_early, first_devices
     from autopart.planned import planned_frontier
+    from autopart.report.units import counted, format_bytes, format_seconds
     from autopart.runtime.files import write_whole
 
     _check_use(arguments)
@@ -96,7 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
     program = read_program(arguments)
 
     def report(point: PlanPoint) -> None:
-        print(f"{_layout(point)}: {point.seconds:.4g} s, {point.memory_bytes / 2**30:.3g} GiB", file=sys.stderr)
+        text = f"{format_seconds(point.seconds)}, {format_bytes(point.memory_bytes)}"
+        print(f"{_layout(point)}: {text}", file=sys.stderr)
 
     without: list[tuple[int, PlanError]] = []
     given = limits(arguments)
@@ -110,7 +112,6 @@ def run(arguments: argparse.Namespace) -> int:
             left_out=lambda count, error: without.append((count, error)),
             **given,
         )
-    from autopart.report.units import counted
 
     for count, error in without:
         print(f"no plan for {counted(count, 'device')}: {error}", file=sys.stderr)

@@ -200,7 +200,11 @@ def _figure_row(name: str, values: Sequence[float], units: Sequence[str]) -> tup
 
 
 def _changes(values: Sequence[float]) -> list[str]:
-    return [f"{value / values[0]:.3f}" if values[0] else "-" for value in values[1:]]
+    return [_ratio(value / values[0]) if values[0] else "-" for value in values[1:]]
+
+
+def _ratio(number: float) -> str:
+    return f"{number:.3f}" if number >= 0.01 else f"{number:.3g}"
 
 
 def _added(seconds: float, first: float) -> str:

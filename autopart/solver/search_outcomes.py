@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic
 
+from autopart.report.units import format_apart
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver.degrees import Config
 from autopart.solver.search_space import Answer, Candidate, Evaluation, NotBetter
@@ -78,7 +79,7 @@ def considered(seen: Seen[Candidate, Answer], chosen: Evaluation[Answer]) -> Con
     config, floor, outcome = seen.config, seen.floor, seen.outcome
     if outcome is None and floor < chosen.objective:
         why = "it cannot take much less" if floor >= (1 - WORTH) * chosen.objective else "enough others were"
-        reason = f"not tried, as {why}; takes at least {floor:.6g} s, the chosen one {chosen.objective:.6g} s"
+        reason = f"not tried, as {why}; {_beside(floor, chosen.objective)}"
         return Considered(config, Status.UNTRIED, floor, reason)
     if outcome is None or isinstance(outcome, NotBetter):
         seconds = floor if outcome is None else outcome.seconds
@@ -89,7 +90,8 @@ def considered(seen: Seen[Candidate, Answer], chosen: Evaluation[Answer]) -> Con
         return Considered(config, Status.CHOSEN, outcome.objective, "the fastest")
     share = outcome.objective / chosen.objective - 1 if chosen.objective else 0.0
     if share < 0:
-        reason = f"an estimate not made sure of, as enough others were; the chosen one {chosen.objective:.6g} s"
+        own, best = format_apart(outcome.objective, chosen.objective)
+        reason = f"an estimate not made sure of, as enough others were; takes {own}, the chosen one {best}"
         return Considered(config, Status.SLOWER, outcome.objective, reason)
     return Considered(config, Status.SLOWER, outcome.objective, f"{share:.1%} slower than the chosen one")
 
@@ -102,7 +104,12 @@ def _why_pruned(seconds: float, chosen: float) -> str:
         return "takes no less than the chosen one"
     if seconds < chosen:
         return f"not made sure of; takes at most {100 * (1 - seconds / chosen):.2g}% less than the chosen one"
-    return f"takes at least {seconds:.6g} s, the chosen one {chosen:.6g} s"
+    return _beside(seconds, chosen)
+
+
+def _beside(seconds: float, chosen: float) -> str:
+    least, best = format_apart(seconds, chosen)
+    return f"takes at least {least}, the chosen one {best}"
 
 
 def none_feasible(failures: Sequence[tuple[Config, InfeasibleError]], count: int) -> InfeasibleError:

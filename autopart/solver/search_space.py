@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from autopart.report.units import format_seconds
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver.degrees import Config
 
@@ -37,7 +38,7 @@ class NotBetter(Exception):
     """
 
     def __init__(self, seconds: float, bound: float) -> None:
-        super().__init__(f"takes at least {seconds:.6g} s")
+        super().__init__(f"takes at least {format_seconds(seconds)}")
         self.seconds, self.bound = seconds, bound
 
 
