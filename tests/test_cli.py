@@ -279,6 +279,9 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str], models: Path, tmp_p
     assert "--cluster" in refused(capsys, "plan", TINY)
     assert "'0' is not a whole number of at least 1" in refused(capsys, "plan", TINY, "--cluster", "cpu:2", "--pp", 0)
     assert "names no model" in refused(capsys, "inspect", "gpt2")
+    assert "autopart show: unrecognized arguments: b.json (see autopart show --help)" in refused(
+        capsys, "show", "a.json", "b.json"
+    )
     assert "did you mean plain" in refused(capsys, "inspect", f"{models}:plane")
     assert "run the model once on these inputs" in refused(capsys, "inspect", f"{models}:broken")
     assert "no folder" in refused(capsys, "plan", TINY, "--cluster", "cpu:2", "-o", tmp_path / "none" / "plan.json")

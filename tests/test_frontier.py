@@ -18,7 +18,7 @@ from autopart import cache
 from autopart.analysis import Analysis, analyze
 from autopart.candidates import Candidates
 from autopart.cli import main
-from autopart.cli.trading import notes
+from autopart.cli.trading import notes, table
 from autopart.cluster import Cluster
 from autopart.cost import calibrated
 from autopart.cost.devices import device
@@ -242,6 +242,14 @@ def test_undominated() -> None:
     points = [point(3.0, 1), point(1.0, 5), point(2.0, 5), point(2.0, 3), point(2.5, 3)]
     assert undominated(points, lambda item: item.memory_bytes) == [points[1], points[3], points[0]]
     assert points[0].gap == 0.5
+
+
+def test_what_is_dominated_says_by_what() -> None:
+    points = [point(3.0, 1), point(1.5, 1, 2), point(1.5, 1, 4), point(2.0, 1, 6), point(1.0, 1, 8)]
+    lines = table(points, True, None).splitlines()
+    at = lines[0].index("dominated"), lines[0].index("plan", 1)
+    told = ["slower than 2 devices", "", "dearer than 2 devices", "slower and dearer than 2 devices", ""]
+    assert [line[slice(*at)].strip() for line in lines[2:]] == told
 
 
 def test_notes_name_the_plans_that_they_are_of() -> None:

@@ -70,14 +70,16 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(sub)
-        sub.set_defaults(run=command.run)
+        sub.set_defaults(run=command.run, parser=sub)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     try:
-        arguments = build_parser().parse_args(argv)
+        arguments, unknown = build_parser().parse_known_args(argv)
+        if unknown:
+            arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     except SystemExit as end:  # argparse leaves by itself, also after --help
         return end.code if isinstance(end.code, int) else FAILED
     # What transformers warns of (token ids beyond a vocabulary that was made small) is no news about the plan.

@@ -161,10 +161,8 @@ def _cost(point: PlanPoint, price: float | None) -> float:
 def table(points: Sequence[PlanPoint], by_count: bool, price: float | None) -> str:
     from tabulate import tabulate
 
-    from autopart.frontier import undominated
     from autopart.report.units import format_bytes, format_count, format_seconds, format_share
 
-    best = undominated(points, lambda point: point.device_seconds) if by_count else []
     rows = []
     for mark, point in zip(_marks(points, by_count), points, strict=True):
         row = [
@@ -173,7 +171,7 @@ def table(points: Sequence[PlanPoint], by_count: bool, price: float | None) -> s
             format_share(point.gap),
             format_bytes(point.memory_bytes),
             format_count(point.plan.tokens_per_s),
-            *([f"{_cost(point, price):.4g}", "" if point in best else "slower and dearer"] if by_count else []),
+            *([f"{_cost(point, price):.4g}", _dominated(point, points)] if by_count else []),
             _layout(point),
         ]
         rows.append(row)
@@ -185,6 +183,20 @@ def table(points: Sequence[PlanPoint], by_count: bool, price: float | None) -> s
         "plan",
     ]
     return tabulate(rows, headers=headers, disable_numparse=True)
+
+
+def _dominated(point: PlanPoint, points: Sequence[PlanPoint]) -> str:
+    """In what another number of devices is better, where one is in time or cost and worse in neither."""
+    from autopart.frontier import undominated
+    from autopart.report.units import counted
+
+    kept = undominated(points, lambda item: item.device_seconds)
+    if point in kept:
+        return ""
+    other = max((item for item in kept if item.seconds <= point.seconds), key=lambda item: item.seconds)
+    worse = ["slower"] if other.seconds < point.seconds else []
+    worse += ["dearer"] if other.device_seconds < point.device_seconds else []
+    return f"{' and '.join(worse)} than {counted(other.devices, 'device')}"
 
 
 def _marks(points: Sequence[PlanPoint], by_count: bool) -> list[str]:
