@@ -113,6 +113,9 @@ def test_what_is_kept_aside_does_not_touch_the_fit() -> None:
     spoiled = [replace(item, seconds=100.0) if item.held else item for item in samples]
     assert fit(samples, device("CPU")) == fit(spoiled, device("CPU"))
     assert {item.held for item in samples if item.kind == PRODUCT} == {True, False}
+    with pytest.raises(ClusterError, match="finite numbers above zero") as told:
+        replace(made_up(1), memory_bandwidth=-5.0)
+    assert "'memory_bandwidth': -5.0" in str(told.value) and len(str(told.value)) < 1000, "without its samples"
     with pytest.raises(ClusterError, match="no sample of kind stream"):
         fit([item for item in samples if item.kind != STREAM], device("CPU"))
 

@@ -145,7 +145,9 @@ def _of_this_host(kind: str) -> list[Calibration]:
 def _read(path: Path, changed_ns: int) -> Calibration | None:
     """What a file holds, told apart by when it was changed: it is read, and warned of, once in a process."""
     try:
-        return Calibration.from_json_object(cache.read_object(path) or {})
+        if (data := cache.read_object(path)) is None:
+            raise ClusterError("not readable as a JSON object")
+        return Calibration.from_json_object(data)
     except ClusterError as error:
         warnings.warn(f"{path}: {error}; remove it, or run 'autopart calibrate' again", stacklevel=2)
         return None

@@ -104,7 +104,10 @@ class Calibration:
         )
         sound = sound and min(self.processes, self.threads, self.cores) >= 1
         if "float32" not in self.rates or not sound:
-            raise ClusterError(f"a calibration has finite numbers above zero, a rate for float32 among them: {self}")
+            numbers = {name: value for name, value in asdict(self).items() if name not in ("samples", "link")}
+            raise ClusterError(
+                f"a calibration has finite numbers above zero, a rate for float32 among them, not {numbers}"
+            )
 
     def applied(self, device: Device, processes: int) -> Device:
         """``device`` with what was measured, for a host that runs that many ranks.

@@ -72,6 +72,18 @@ _RANGES = {
 }
 """Least and most by key: what lies outside is a slip of the pen or in another unit, and no seconds come of it."""
 
+_WHOLE = ("processors", "measured")
+_SECONDS, _BYTES_PER_S = "seconds, such as 5e-6", "bytes/s, such as 900e9"
+_UNITS = {
+    "kind": '"cuda" or "cpu"',
+    "memory_gib": "GiB, such as 80",
+    "peak_flops": "a table of FLOP/s by dtype, such as { float32 = 10e12 }",
+    **dict.fromkeys(("memory_bandwidth", "bandwidth", "direct"), _BYTES_PER_S),
+    **dict.fromkeys(("launch_s", "host_s", "latency_s", "function_s", "random_s", "mapped_s"), _SECONDS),
+    **dict.fromkeys(("contraction", "memory", "attention", "unaligned", "efficiency"), "shares of 1, such as 0.65"),
+}
+"""What is expected by key, for people."""
+
 _SHARES = ("shares", "0.4", (1e-6, 1.0))
 _BY_DTYPE = {
     "peak_flops": ("FLOP/s", "10e12", (_LEAST_RATE, 1e30)), "contraction_by": _SHARES, "attention_by": _SHARES,
@@ -147,18 +159,25 @@ def _count(row: Mapping[str, Any], key: str, where: str, default: int | None) ->
 
 
 def _check_numbers(
-    table: Mapping[str, Any], keys: Iterable[str], where: str, limits: tuple[float, float] | None = None
+    table: Mapping[str, Any],
+    keys: Iterable[str],
+    where: str,
+    limits: tuple[float, float] | None = None,
+    unit: str | None = None,
 ) -> None:
-    """limits: of all; by key where there are none."""
+    """limits, unit: of all; by key where there are none."""
     for key in keys:
         if key not in table:
             continue
-        value = table[key]
+        value, of = table[key], unit or _UNITS.get(key)
+        told = f"{_shown(value)}; it is in {of}" if of else _shown(value)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ClusterError(f"{where}.{key}: expected a number, found {_shown(value)}")
+            raise ClusterError(f"{where}.{key}: expected a number, found {told}")
         least, most = limits or _RANGES[key]
         if not least <= value <= most and not (key == "direct" and value == 0):
-            raise ClusterError(f"{where}.{key}: expected a number from {least:g} to {most:g}, found {_shown(value)}")
+            raise ClusterError(f"{where}.{key}: expected a number from {least:g} to {most:g}, found {told}")
+        if key in _WHOLE and value != round(value):
+            raise ClusterError(f"{where}.{key}: expected a whole number, found {told}")
 
 
 def _shown(value: object) -> str:
@@ -171,14 +190,14 @@ def _read_device(name: str, table: object, where: str) -> Device:
     _check_keys(table, tuple(dict.fromkeys((*_DEVICE, *_DEVICE_OPTIONS, *_BY_DTYPE))), where, ".")
     for key in _DEVICE:
         if key not in table:
-            raise ClusterError(f"{where}.{key}: missing")
+            raise ClusterError(f"{where}.{key}: missing; expected {_UNITS[key]}")
     _check_numbers(table, [key for key in (*_DEVICE, *_DEVICE_OPTIONS) if key not in ("kind", "peak_flops")], where)
     for key, (what, example, limits) in _BY_DTYPE.items():
         by_dtype = table.get(key, {})
         if not isinstance(by_dtype, dict):
             raise ClusterError(f"{where}.{key}: expected a table of {what} by dtype, such as {{ float32 = {example} }}")
         _check_keys(by_dtype, presets.DTYPES, f"{where}.{key}", ".")
-        _check_numbers(by_dtype, by_dtype, f"{where}.{key}", limits)
+        _check_numbers(by_dtype, by_dtype, f"{where}.{key}", limits, f"{what}, such as {example}")
     try:
         return presets.device_from_table(name, table)
     except ClusterError as error:
@@ -190,7 +209,7 @@ def _read_link(name: str, table: object, where: str) -> Link:
     _check_keys(table, (*_LINK, *LINK_OPTIONS), where, ".")
     for key in _LINK:
         if key not in table:
-            raise ClusterError(f"{where}.{key}: missing")
+            raise ClusterError(f"{where}.{key}: missing; expected {_UNITS[key]}")
     _check_numbers(table, (*_LINK, *LINK_OPTIONS), where)
     try:
         return presets.link_from_table(name, table)
