@@ -21,10 +21,11 @@ def other_model(program: Program, plan: Plan) -> str:
             f"is {program.name} ({program.fingerprint}); give the model that was planned, or plan this one with "
             "'autopart plan'"
         )
+    instead = "" if named else "give the model that was planned, and if this is it "
     made = "the plan was made" if named else f"the plan is for another model: it was made for {plan.model}"
     this = "this model is" if named else f"this one is {program.name}"
     return (
-        f"{made} in {plan.dtype}, {this} in {precision}; {_as_planned(program, plan)}, or plan this one with "
+        f"{made} in {plan.dtype}, {this} in {precision}; {instead}{_as_planned(program, plan)}, or plan this one with "
         "'autopart plan'"
     )
 

@@ -267,6 +267,8 @@ def test_in_what_a_model_is_another(program: Program, plan: Plan) -> None:
     assert "leave out precision='fp16-mixed', or plan" in other_model(mixed, plan)
     text = other_model(program, replace(plan, model="hf:other"))
     assert "hf:other" in text and program.name in text and "--dtype" not in text
+    both = other_model(program, replace(plan, model="hf:other", dtype="bfloat16"))
+    assert "give the model that was planned, and if this is it add --dtype bfloat16" in both
     assert "plan it again with 'autopart plan'" in other_model(program, plan)
 
 

@@ -159,3 +159,4 @@ def test_considered_table() -> None:
     assert lines[0].split() == ["dp", "step", "time", "memory", "why"]
     assert "300 ms" in lines[2] and "1 GiB" in lines[2]
     assert "memory" in lines[3] and "-" in lines[3]
+    assert "5.92 ms" in considered_table([{"config": "pp=1", "seconds": 0.00591727}]), "as a plan has its candidates"

@@ -129,7 +129,7 @@ def considered_table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def _title(key: str) -> str:
-    return key.removesuffix("_bytes").removesuffix("_s").replace("_", " ")
+    return "step time" if key == "seconds" else key.removesuffix("_bytes").removesuffix("_s").replace("_", " ")
 
 
 def _cell(key: str, value: object) -> object:
@@ -137,7 +137,7 @@ def _cell(key: str, value: object) -> object:
         return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    if key.endswith("_s"):
+    if key == "seconds" or key.endswith("_s"):
         return format_seconds(value)
     if key.endswith("_bytes"):
         return format_bytes(value)
