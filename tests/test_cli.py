@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import subprocess
 import sys
@@ -117,6 +118,14 @@ def test_help_shows_an_example_of_every_command(capsys: pytest.CaptureFixture[st
         assert command in out
         status, text, _ = run(capsys, command, "--help")
         assert status == 0 and f"example: autopart {command}" in text
+
+
+def test_a_terminal_that_takes_ascii_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert main(["inspect", "--help"]) == 0
+    sys.stdout.flush()
+    assert b"hf:FAMILY?key=value&?" in written.getvalue()
 
 
 def test_help_loads_no_torch() -> None:

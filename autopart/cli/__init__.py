@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import errno
 import gc
+import io
 import os
 import sys
 import traceback
@@ -76,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
+    _spell()
     try:
         arguments, unknown = build_parser().parse_known_args(argv)
         if unknown:
@@ -99,6 +101,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _is_full(error):
             _silence()
         return _failed(arguments.command, _message(error))
+
+
+def _spell() -> None:
+    """Lets what a terminal has no letters for, such as … where it takes ASCII, be printed as ? instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _caching(arguments: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
