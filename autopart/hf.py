@@ -169,6 +169,12 @@ def _config(
         config = config_class(**values)
     except Exception as error:  # transformers' own validation of types and of combinations
         raise ModelError(f"{spec}: {config_class.__name__} refuses it: {one_line(error)}") from error
+    for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+        size = _field(config, key)
+        if isinstance(size, int) and size < 0:
+            name = next((name for name in given if key in (name, defaults.attribute_map.get(name))), None)
+            name = name or defaults.attribute_map.get(key, key)
+            raise ModelError(f"{spec}: {name}={size} is below zero; the family's own is {_field(defaults, key)}")
     if task in ("seq2seq", "speech-seq2seq"):
         # Labels are shifted to be the decoder's inputs, with these in front and in place of ignored ones.
         for field in ("pad_token_id", "decoder_start_token_id"):

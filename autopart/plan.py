@@ -280,6 +280,7 @@ class Plan:
             "tp": self.tp,
             "pp": self.pp,
             "tokens_per_s": self.tokens_per_s,
+            "throughput_unit": self.throughput_unit,
             "tflops_per_device": self.tflops_per_device,
             "notes": list(self.notes),
             "stages": [

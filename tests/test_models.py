@@ -208,6 +208,8 @@ def test_special_tokens_follow_a_smaller_vocabulary() -> None:
         ("hf:gpt2?n_layer=1&num_hidden_layers=2", "num_hidden_layers is another name of n_layer"),
         ("hf:gpt2?n_layer", "'n_layer' is not of the form key=value"),
         ("hf:gpt2?n_layer=", "not of the form key=value"),
+        ("hf:gpt2?n_layer=-1", "n_layer=-1 is below zero; the family's own is 12"),
+        ("hf:llama?num_hidden_layers=-2", "num_hidden_layers=-2 is below zero"),
         ("hf:gpt2?batch=0", "batch=0 has to be a whole number of at least 1"),
         ("hf:gpt2?seq=-4", "seq=-4 has to be a whole number"),
         ("hf:gpt2?seq=2000", "longer than the model's 1024 positions"),

@@ -93,7 +93,7 @@ def test_summary_has_the_command_lines_shape() -> None:
     assert list(summary) == [
         *("model", "cluster", "batch", "dtype", "step_time_s", "bound_s", "gap", "solve_s", "total_s", "schedule"),
         *("warmup", "microbatches", "recompute", "asked", "pins", "together", "dp", "tp", "pp"),
-        *("tokens_per_s", "tflops_per_device", "notes", "stages"),
+        *("tokens_per_s", "throughput_unit", "tflops_per_device", "notes", "stages"),
     ]
     assert list(summary["stages"][0]) == [
         *("devices", "mesh", "shares", "device", "blocks", "forward_s", "backward_s", "memory_bytes"),
