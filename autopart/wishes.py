@@ -1,7 +1,8 @@
 """What a plan's user forced, as the plan records it: so that what is planned from it later keeps to that too.
 
 Recorded under ``Plan.asked`` are the limits that :func:`autopart.planner.make_plan` was given, by their names there;
-pins, groups of modules, the tensor scheme, the optimizer, dropout and a warm-up by stages are fields of their own.
+pins, groups of modules, the tensor scheme, the optimizer and dropout are fields of their own. So is the warm-up that a
+plan has, which may have been chosen: one that was forced is recorded besides.
 """
 
 from __future__ import annotations
