@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from autopart.passes.rules.catalogue_matrices import matrices, spectral
 from autopart.passes.rules.examples import F64, Case, f, i, m, signs
 
 
@@ -303,25 +304,6 @@ def _reductions() -> list[Case]:
     ]
 
 
-def _spectral() -> list[Case]:
-    z = torch.complex(f(4, 6, 8), f(4, 6, 8))
-
-    def key(name: str) -> str:
-        return f"aten.{name}.default"
-
-    return [
-        *[Case(key(name), (z, 6, 1), minimum=3) for name in ("fft_fft", "fft_ifft", "fft_irfft", "fft_hfft")],
-        *[Case(key(name), (f(4, 6, 8),), minimum=3) for name in ("fft_fft", "fft_rfft", "fft_ihfft", "fft_rfft2")],
-        *[Case(key(name), (z, None, [0, 2]), minimum=3) for name in ("fft_fft2", "fft_ifft2", "fft_irfft2")],
-        *[Case(key(name), (z, [6, 8]), minimum=3) for name in ("fft_fftn", "fft_ifftn", "fft_irfftn")],
-        Case(key("fft_rfftn"), (f(4, 6, 8),)),
-        *[Case(key(name), (z, [1]), minimum=3) for name in ("fft_fftshift", "fft_ifftshift")],
-        *[Case(key(name), (z,), minimum=4) for name in ("real", "imag", "view_as_real")],
-        Case(key("view_as_complex"), (f(4, 6, 2),), minimum=3),
-        *[Case(key(name), (f(4, 6), f(4, 6)), minimum=3) for name in ("complex", "polar")],
-    ]
-
-
 def _normalisations_and_losses() -> list[Case]:
     statistics = (f(4), f(4), f(4), f(4))
     elementwise = "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss binary_cross_entropy"
@@ -485,7 +467,8 @@ def cases() -> tuple[Case, ...]:
             *_recurrent(),
             *_shapes(),
             *_reductions(),
-            *_spectral(),
+            *spectral(),
             *_normalisations_and_losses(),
             *_indexing(),
+            *matrices(),
         )
