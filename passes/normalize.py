@@ -92,6 +92,9 @@ class _Normalizer(Rewriting):
                 self.one(node, self.root)
         updates = self.aliases.updates()
         graphs.prune(self.graph, {*updates.values()})
+        for conjugated in self.graph.find_nodes(op="call_function", target=aten._conj.default):
+            # by now no view: what marks a tensor to be read as conjugated is lost where it is sent
+            conjugated.target = aten.conj_physical.default
         return Normalized(self.graph, self.batch, {node.meta["exported"]: new for node, new in updates.items()})
 
     def one(self, node: fx.Node, root: fx.GraphModule) -> None:
@@ -304,7 +307,11 @@ class _Normalizer(Rewriting):
         if target in (aten.movedim.int, aten.moveaxis.int):
             return self.view(node, aten.permute.default, (args[0], moved(value.dim(), args[1], args[2])), {})
         if target in synonyms.TRANSPOSES and value.dim() >= 2:
-            return self.view(node, aten.transpose.int, (args[0], *synonyms.TRANSPOSES[target]), {})
+            turned = (args[0], *synonyms.TRANSPOSES[target])
+            if target not in synonyms.ADJOINTS or not value.is_complex():
+                return self.view(node, aten.transpose.int, turned, {})
+            source = self.view(node, aten.transpose.int, turned, {}, whole=False)
+            return self.view(node, aten._conj.default, (source,), {}, whole=False)
         if target is aten.as_strided.default:
             source = args[0]
             for step, more in memory_views(node):

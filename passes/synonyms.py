@@ -52,7 +52,11 @@ TRANSPOSES = {
     aten.mT.default: (-2, -1),
     aten.numpy_T.default: (0, 1),
     aten.adjoint.default: (-2, -1),
+    aten.mH.default: (-2, -1),
+    aten.matrix_H.default: (-2, -1),
 }
+# Of complex numbers they are conjugated too.
+ADJOINTS = {aten.adjoint.default, aten.mH.default, aten.matrix_H.default}
 SQUEEZES = {aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
 SWAPS = {aten.swapaxes.default, aten.swapdims.default}
 

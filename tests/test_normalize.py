@@ -30,7 +30,8 @@ def check_vocabulary(program: Program) -> None:
         "aten.view.default", "aten._unsafe_view.default", "aten.flatten.using_ints", "aten.t.default",
         "aten.alias.default", "aten.lift_fresh_copy.default", "aten.split.Tensor", "aten.chunk.default",
         "aten.to.device", "aten.to.dtype_layout", "aten._to_copy.default", "aten.type_as.default",
-        "aten.view_as.default", "aten.narrow.int", "aten.__and__.Tensor", "aten.movedim.int",
+        "aten.view_as.default", "aten.narrow.int", "aten.__and__.Tensor", "aten.movedim.int", "aten._conj.default",
+        "aten.mH.default", "aten.adjoint.default",
     }  # fmt: skip
     for node in program.graph.nodes:
         assert node.op in ("placeholder", "call_function", "output"), node
@@ -195,10 +196,16 @@ def complex_pieces(x: Tensor, y: Tensor) -> Tensor:
     return torch.fft.irfft(made, n=6)
 
 
+def adjoints(x: Tensor, y: Tensor) -> Tensor:
+    z = torch.complex(x, y)
+    turned = z.mH @ z + z.adjoint() @ z.conj() + z.H @ z
+    return x + torch.view_as_real(turned).sum((0, 2)) + (x.mH @ y).sum(0)
+
+
 WRITES = [
     first_column, slice_and_row, transposed, chunks, alias_then_write, views_of_views, filled, put, copied,
     copy_goes_its_own_way, narrowed, diagonal, integers, activations,
-    complex_pieces,
+    complex_pieces, adjoints,
 ]  # fmt: skip
 
 
