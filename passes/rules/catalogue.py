@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from autopart.passes.rules.catalogue_elementwise import constants, drawn, special
 from autopart.passes.rules.catalogue_matrices import matrices, spectral
 from autopart.passes.rules.examples import F64, Case, f, i, m, signs
 
@@ -41,7 +42,6 @@ def _unary() -> list[Case]:
         Case("aten.dropout.default", (f(4, 6), 0.5, True)),
         Case("aten.dropout.default", (f(4, 6), 0.5, False), minimum=5),
         Case("aten.native_dropout.default", (f(4, 6), 0.5, True)),
-        Case("aten.feature_dropout.default", (f(4, 6, 2), 0.5, True)),
         Case("aten.copy.default", (f(4, 6), f(6)), minimum=3, constant=(0, 1)),
     ]
 
@@ -471,4 +471,7 @@ def cases() -> tuple[Case, ...]:
             *_normalisations_and_losses(),
             *_indexing(),
             *matrices(),
+            *special(),
+            *drawn(),
+            *constants(),
         )

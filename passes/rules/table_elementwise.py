@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import fx
 
 from autopart.passes import graph
-from autopart.passes.rules.arguments import argument, names, operands, words
-from autopart.passes.rules.book import Entry
+from autopart.passes.rules.arguments import argument, names, operands, positive, rank_of, words
+from autopart.passes.rules.book import Entry, shape_of
 from autopart.passes.rules.notation import Annotation
+from autopart.passes.sizes import ONE
 
 # Smooth or not, none of these is linear: a function of a sum is not the sum of the function.
 _UNARY = words("""
@@ -15,9 +16,13 @@ abs acos acosh asin asinh atan atanh ceil celu cos cosh digamma elu erf erfc erf
 gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not
 bitwise_not mish nan_to_num reciprocal relu relu6 round rsqrt selu sgn sigmoid sign silu sin sinh softplus softshrink
 sqrt square tan tanh trunc clamp clamp_min clamp_max threshold
-angle hardshrink special_entr special_i0 special_log_ndtr special_ndtr
+angle hardshrink special_entr special_i0 special_log_ndtr special_ndtr i0 special_i0e special_i1 special_i1e
+special_erfcx special_ndtri special_bessel_j0 special_bessel_j1 special_spherical_bessel_j0 polygamma mvlgamma
+logit sinc signbit isposinf isneginf isreal float_power.Tensor_Scalar isin.Tensor_Scalar
 """)
-_LINEAR_UNARY = words("neg clone contiguous alias detach lift_fresh_copy")
+_LINEAR_UNARY = words(
+    "neg clone contiguous alias detach lift_fresh_copy positive rad2deg deg2rad conj_physical resolve_conj"
+)
 _BINARY = words("""
 atan2.default maximum.default minimum.default max.other min.other fmod.Tensor fmod.Scalar remainder.Tensor
 remainder.Scalar pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar floor_divide.default floor_divide.Scalar
@@ -25,11 +30,18 @@ eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor eq.Scalar ne.Scalar 
 logical_and.default logical_or.default logical_xor.default bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor
 bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar bitwise_left_shift.Tensor bitwise_right_shift.Tensor
 hypot.default xlogy.Tensor clamp.Tensor isclose.default logaddexp.default
-copysign.Tensor logaddexp2.default special_xlog1py.default
+copysign.Tensor logaddexp2.default special_xlog1py.default gcd.default lcm.default nextafter.default heaviside.default
+igamma.default igammac.default special_gammainc.default special_gammaincc.default special_zeta.default fmax.default
+fmin.default float_power.Tensor_Tensor float_power.Scalar bitwise_left_shift.Scalar_Tensor __lshift__.Scalar
+__rshift__.Scalar __lshift__.Tensor __rshift__.Tensor
 """)
 _LIKE = words("zeros_like ones_like full_like")
 # What empty_like holds is undefined, which comes to the same.
-_RANDOM_LIKE = words("rand_like randn_like bernoulli empty_like")
+_RANDOM_LIKE = words("""
+rand_like randn_like randint_like randint_like.low_dtype bernoulli bernoulli.p exponential log_normal cauchy geometric
+uniform poisson normal.Tensor_float normal.float_Tensor empty_like
+""")
+_RANDOM_BINARY = words("bernoulli.Tensor normal.Tensor_Tensor")
 
 
 def elementwise(node: fx.Node) -> str:
@@ -105,6 +117,26 @@ def _dropout(node: fx.Node) -> Annotation:
     return Annotation(f"*d -> {outputs}", linear=() if drops or "," in outputs else ((0,),), random=drops)
 
 
+def _channels_dropped(node: fx.Node) -> Annotation:
+    """Each channel of each sample is dropped or kept as a whole."""
+    drops = bool(argument(node, 1, "p")) and bool(argument(node, 2, "train"))
+    return Annotation("b c ^*s -> b c ^*s", linear=() if drops else ((0,),), random=drops)
+
+
+def _prelu(node: fx.Node) -> str:
+    """One slope for all elements, or one for each channel."""
+    slopes = shape_of(graph.inputs(node)[1].fake)
+    return "*d, 1 -> *d" if slopes == (ONE,) else "*d, -> *d" if not slopes else "b c *s, c -> b c *s"
+
+
+def _weight_norm(node: fx.Node) -> Annotation:
+    """Directions over their norm, which is over all dims but one, times sizes: linear in these."""
+    dim = positive(argument(node, 2, "dim", 0), rank_of(node))
+    terms = [name if index == dim else f"^{name}" for index, name in enumerate(names(rank_of(node)))]
+    sizes = [name if index == dim else "1" for index, name in enumerate(terms)]
+    return Annotation(f"{' '.join(terms)}, {' '.join(sizes)} -> {' '.join(terms)}", linear=((1,),))
+
+
 def _constant(node: fx.Node) -> Annotation:
     """A tensor filled with one value: every dim may be sharded; a tensor operand lends only its type."""
     output = " ".join(names(graph.outputs(node)[0].fake.dim()))
@@ -155,15 +187,32 @@ def table() -> dict[str, Entry]:
         "aten.fill.Scalar": "*d -> *d",
         "aten.dropout.default": _dropout,
         "aten.native_dropout.default": _dropout,
-        "aten.feature_dropout.default": Annotation("^*d -> ^*d", random=True),
+        "aten.alpha_dropout.default": _dropout,
+        "aten.feature_dropout.default": _channels_dropped,
+        "aten.feature_alpha_dropout.default": _channels_dropped,
         **{_overload(name): "*d -> *d" for name in _LIKE},
         **{_overload(name): Annotation("*d -> *d", random=True) for name in _RANDOM_LIKE},
+        **{_overload(name): Annotation("*d, *d -> *d", random=True) for name in _RANDOM_BINARY},
+        "aten.multinomial.default": Annotation("*d _ -> *d _", random=True),
+        "aten.isin.Tensor_Tensor": "*d, ^*t -> *d",
+        "aten.frexp.Tensor": "*d -> *d, *d",
+        "aten.ldexp.Tensor": Annotation("*d, *d -> *d", linear=((0,),)),
+        "aten.prelu.default": _prelu,
+        "aten._weight_norm.default": _weight_norm,
         **{f"aten.{name}.default": _constant for name in ("full", "new_full", "new_ones", "new_zeros", "new_empty")},
         **{
             f"aten.{name}": _constant
             for name in ("zeros.default", "ones.default", "empty.memory_format", "scalar_tensor.default")
         },
         # Positions: what an element holds depends on where it stands.
+        "aten.eye.default": "-> _ _",
+        "aten.eye.m": "-> _ _",
+        "aten.tril_indices.default": "-> _ _",
+        "aten.triu_indices.default": "-> _ _",
+        "aten.linspace.default": "-> _",
+        "aten.fft_fftfreq.default": "-> _",
+        "aten.fft_rfftfreq.default": "-> _",
+        **{_overload(f"{name}_window"): "-> _" for name in words("hann hamming blackman bartlett kaiser")},
         "aten.arange.default": "-> _",
         "aten.arange.start": "-> _",
         "aten.arange.start_step": "-> _",
