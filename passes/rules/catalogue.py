@@ -9,6 +9,7 @@ from torch import Tensor
 
 from autopart.passes.rules.catalogue_elementwise import constants, drawn, special
 from autopart.passes.rules.catalogue_matrices import matrices, spectral
+from autopart.passes.rules.catalogue_places import placed, pooled, products
 from autopart.passes.rules.examples import F64, Case, f, i, m, signs
 
 
@@ -474,4 +475,7 @@ def cases() -> tuple[Case, ...]:
             *special(),
             *drawn(),
             *constants(),
+            *placed(),
+            *pooled(),
+            *products(),
         )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 F64 = torch.float64
 
@@ -76,6 +77,9 @@ def call(target: Any, *args: Any, **kwargs: Any) -> tuple[fx.Node, list[Tensor]]
     lifted = tuple(lift(argument) for argument in args), {name: lift(item) for name, item in kwargs.items()}
     node = graph.call_function(target, *lifted)
     fakes = fx.map_arg(lifted, lambda argument: argument.meta["val"])
-    with mode:
-        node.meta["val"] = target(*fakes[0], **fakes[1])
+    try:
+        with mode:
+            node.meta["val"] = target(*fakes[0], **fakes[1])
+    except DataDependentOutputException:  # it looks at the numbers
+        node.meta["val"] = mode.from_tensor(target(*args, **kwargs))
     return node, tensors

@@ -116,6 +116,14 @@ def _group_norm(node: fx.Node, local: Local) -> Arguments | None:
     return replaced(node, 1, "num_groups", groups.coefficient)
 
 
+def _grid(node: fx.Node, local: Local) -> Arguments | None:
+    """The sizes begin with the number of samples."""
+    (samples, *_), sizes = local.outputs[0], list(argument(node, 1, "size"))
+    if not local.changed(local.rule.outputs[0][0]):
+        return tuple(node.args), dict(node.kwargs)
+    return None if samples is None or samples.batched else replaced(node, 1, "size", [samples.coefficient, *sizes[1:]])
+
+
 def localizers() -> dict[str, Localizer]:
     """The rewrites of this file by op name."""
     return {
@@ -136,4 +144,7 @@ def localizers() -> dict[str, Localizer]:
         "aten.repeat_interleave.self_int": _repeat_interleave,
         **{f"aten.conv{space}d.default": _convolution for space in (1, 2, 3)},
         **{f"aten.conv{space}d.padding": _convolution for space in (1, 2, 3)},
+        "aten.conv_transpose1d.default": _convolution,
+        **{f"aten.conv_transpose{space}d.input": _convolution for space in (2, 3)},
+        "aten.affine_grid_generator.default": _grid,
     }

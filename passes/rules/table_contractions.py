@@ -57,7 +57,7 @@ def _matmul(node: fx.Node) -> Annotation:
 
 
 def _einsum(node: fx.Node) -> Annotation | None:
-    """The equation is the rule, an ellipsis a run. Diagonals (a letter twice in one operand) are left out."""
+    """The equation is the rule, an ellipsis a run. A diagonal (a letter twice in an operand) is of whole dims."""
     equation = str(argument(node, 0, "equation")).replace(" ", "").replace("...", ".")
     left, arrow, right = equation.partition("->")
     letters = left.replace(",", "")
@@ -67,13 +67,16 @@ def _einsum(node: fx.Node) -> Annotation | None:
     parts = left.split(",")
     if "." in letters and "." not in right:
         return None
-    if any(len(set(part)) < len(part) for part in parts):
-        return None
     # capitals R, B and P would read as strategies
     named = {letter: f"{letter}_" if letter.isupper() else letter for letter in letters} | {".": "*dots"}
-    text = ", ".join(" ".join(named[letter] for letter in part) for part in parts)
+    for letter in {letter for part in parts for letter in part if part.count(letter) > 1}:
+        named[letter] = f"^{named[letter]}"
+    text = ", ".join(
+        " ".join("_" if letter in part[:at] else named[letter] for at, letter in enumerate(part)) for part in parts
+    )
     text += " -> " + " ".join(named[letter] for letter in right)
-    products = (" ".join(named[letter] for letter in dict.fromkeys(letters)),) if len(parts) > 1 else ()
+    factors = " ".join(named[letter] for letter in dict.fromkeys(letters)).replace("^", "")
+    products = (factors,) if len(parts) > 1 else ()
     return Annotation(text, linear=tuple((index,) for index in range(len(parts))), products=products)
 
 
@@ -104,17 +107,63 @@ def _convolution(node: fx.Node) -> Annotation | None:
 
 
 def _transposed_convolution(node: fx.Node) -> Annotation | None:
-    if argument(node, 6, "groups", 1) != 1:
+    groups = argument(node, 6, "groups", 1)
+    if not isinstance(groups, int):
         return None
     space = rank_of(node, 1) - 2
     batch = "b " if rank_of(node) == space + 2 else ""
     kernel, source = [" ".join(f"^{name}" for name in names(space, prefix)) for prefix in ("k", "s")]
-    text = f"{batch}c {source}, c o {kernel}"
-    output = f"{batch}o {' '.join(['_'] * space)}"
-    factors = f"{batch}o c {kernel} {source}".replace("^", "")
+    into, out = ("c", "o") if groups == 1 else ("(g c)", "(g o)")
+    text = f"{batch}{into} {source}, {into} o {kernel}"
+    output = f"{batch}{out} {' '.join(['_'] * space)}"
+    factors = f"{'g ' * (groups > 1)}{batch}o c {kernel} {source}".replace("^", "")
     if operands(node) == 3:
-        return _product(f"{text}, o -> {output}", factors, bias=2)
-    return _product(f"{text} -> {output}", factors)
+        rule = _product(f"{text}, {out} -> {output}", factors, bias=2)
+    else:
+        rule = _product(f"{text} -> {output}", factors)
+    return replace(rule, sizes={"g": Extent(groups)}) if groups > 1 else rule
+
+
+def _tensordot(node: fx.Node) -> Annotation:
+    """Sums over pairs of dims; the other dims follow each other."""
+    pairs = [argument(node, index, name) for index, name in ((2, "dims_self"), (3, "dims_other"))]
+    terms = [names(rank_of(node, operand), prefix) for operand, prefix in ((0, "l"), (1, "r"))]
+    for index, (left, right) in enumerate(zip(*pairs, strict=True)):
+        terms[0][left] = terms[1][right] = f"k{index}"
+    after = [name for side in terms for name in side if not name.startswith("k")]
+    factors = " ".join(dict.fromkeys([*terms[0], *terms[1]]))
+    return _product(f"{' '.join(terms[0])}, {' '.join(terms[1])} -> {' '.join(after)}", factors)
+
+
+def _inner(node: fx.Node) -> Annotation | None:
+    """Sums of products over the last dims of both."""
+    left, right = (" ".join(names(rank_of(node, operand) - 1, prefix)) for operand, prefix in ((0, "l"), (1, "r")))
+    if not rank_of(node) or not rank_of(node, 1):
+        return None
+    return _product(f"{left} k, {right} k -> {left} {right}", f"{left} {right} k")
+
+
+def _bilinear(node: fx.Node) -> Annotation:
+    """One number of two vectors for each matrix: linear in each of the three, and jointly so with the bias."""
+    bias = operands(node) == 4
+    return Annotation(
+        f"*b i, *b j, o i j{', o' * bias} -> *b o",
+        linear=tuple((index, 3) if bias else (index,) for index in range(3)),
+        affine=(3,) if bias else (),
+        products=("*b o i j",),
+    )
+
+
+def _added(node: fx.Node) -> Annotation:
+    """``addmv``, ``addr`` and ``addbmm``: a product, and what broadcasts to its dims is added."""
+    name = str(node.target).split(".")[1]
+    whole, left, right, factors = {
+        "addmv": ("m", "m k", "k", "m k"),
+        "addr": ("m n", "m", "n", "m n"),
+        "addbmm": ("m n", "b m k", "b k n", "b m n k"),
+    }[name]
+    added = " ".join(whole.split()[len(whole.split()) - rank_of(node) :])
+    return _product(f"{added}, {left}, {right} -> {whole}", factors, bias=0)
 
 
 def _attention(node: fx.Node) -> Annotation | None:
@@ -178,6 +227,10 @@ def table() -> dict[str, Entry]:
         "aten.dot.default": _product("k, k ->", "k"),
         "aten.outer.default": _product("m, n -> m n", "m n"),
         "aten.einsum.default": _einsum,
+        "aten.tensordot.default": _tensordot,
+        "aten.inner.default": _inner,
+        "aten.bilinear.default": _bilinear,
+        **{f"aten.{name}.default": _added for name in ("addmv", "addr", "addbmm")},
         **{f"aten.{name}.default": _convolution for name in convolutions},
         **{f"aten.{name}.padding": _convolution for name in convolutions},
         **{

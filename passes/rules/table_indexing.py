@@ -9,6 +9,7 @@ from autopart.passes import graph
 from autopart.passes.rules.arguments import argument, names, operands, positive, rank_of
 from autopart.passes.rules.book import Entry, shape_of
 from autopart.passes.rules.notation import Annotation, LocalForm
+from autopart.passes.sizes import ONE
 
 
 def _embedding(node: fx.Node) -> Annotation:
@@ -121,6 +122,64 @@ def _scatter(node: fx.Node) -> Annotation | None:
     return Annotation(f"{target}, {picked}, {picked} -> {target}", linear=((0, 2),), affine=(0,) if add else ())
 
 
+def _scatter_reduce(node: fx.Node) -> Annotation | None:
+    """Places and reduces along ``dim``. Sums to what was there are an accumulating scatter; others need all places."""
+    rank = rank_of(node)
+    dim = positive(argument(node, 1, "dim"), rank)
+    terms = _aligned(node, 1, dim)
+    how = node.kwargs.get("reduce", argument(node, 4, "reduce"))
+    add = how in ("sum", "add") and node.kwargs.get("include_self", True) and operands(node) == 3
+    place = "i" if add else "^i"
+    target = " ".join(before for before, _ in terms)
+    picked = " ".join(place if position == dim else after for position, (_, after) in enumerate(terms))
+    if operands(node) == 2:  # one value for all places
+        return Annotation(f"{target}, {picked} -> {target}")
+    if shape_of(graph.inputs(node)[2].fake) != shape_of(graph.inputs(node)[1].fake):
+        return None
+    text = f"{target}, {picked}, {picked} -> {target}"
+    return Annotation(text, linear=((0, 2),), affine=(0,)) if add else Annotation(text)
+
+
+def _index_reduce(node: fx.Node) -> str:
+    """``index_reduce`` and ``index_copy``: whole rows of ``source`` along a frozen dim."""
+    target = names(rank_of(node))
+    dim = positive(argument(node, 1, "dim"), max(len(target), 1))
+    source = [*target[:dim], "^i", *target[dim + 1 :]]
+    target[dim] = f"^{target[dim]}"
+    return f"{' '.join(target)}, {'^i' * rank_of(node, 1)}, {' '.join(source)} -> {' '.join(target)}"
+
+
+def _index_copy(node: fx.Node) -> Annotation:
+    return Annotation(_index_reduce(node), linear=((0, 2),))
+
+
+def _index_fill(node: fx.Node) -> Annotation:
+    """One value in the given places of a dim."""
+    terms = names(rank_of(node))
+    dim = positive(argument(node, 1, "dim"), len(terms))
+    terms[dim] = f"^{terms[dim]}"
+    line, index, value = " ".join(terms), "_" * rank_of(node, 1), argument(node, 3, "value")
+    if operands(node) == 3:
+        return Annotation(f"{line}, {index}, -> {line}", linear=((0, 2),))
+    return Annotation(f"{line}, {index} -> {line}", linear=((0,),) if value == 0 else ())
+
+
+def _taken_along(node: fx.Node) -> Annotation | None:
+    """As gather, where the other dims broadcast; without a dim all elements are one row."""
+    rank, dim = rank_of(node), argument(node, 2, "dim")
+    if dim is None:
+        return Annotation("^*x, *i -> *i", linear=((0,),)) if rank_of(node, 1) == 1 else None
+    dim = positive(dim, rank)
+    shapes = [shape_of(value.fake) for value in graph.inputs(node)]
+    source, picked, found = names(rank), names(rank), names(rank)
+    source[dim], picked[dim], found[dim] = "_", "i", "i"
+    for position, sizes in enumerate(zip(*shapes, strict=True)):
+        if position != dim and sizes[0] != sizes[1]:
+            source[position] = "1" if sizes[0] == ONE else found[position]
+            picked[position] = "1" if sizes[1] == ONE else found[position]
+    return Annotation(f"{' '.join(source)}, {' '.join(picked)} -> {' '.join(found)}", linear=((0,),))
+
+
 def _index_add(node: fx.Node) -> Annotation:
     """``index_add(self, dim, index, source)``: as an accumulating scatter of whole rows."""
     rank = rank_of(node)
@@ -160,6 +219,16 @@ def table() -> dict[str, Entry]:
         "aten.scatter.src": _scatter,
         "aten.scatter.value": _scatter,
         "aten.scatter_add.default": _scatter,
+        "aten.scatter_reduce.two": _scatter_reduce,
+        "aten.scatter.reduce": _scatter_reduce,
+        "aten.scatter.value_reduce": _scatter_reduce,
+        "aten.index_reduce.default": _index_reduce,
+        "aten.index_copy.default": _index_copy,
+        "aten.index_fill.int_Scalar": _index_fill,
+        "aten.index_fill.int_Tensor": _index_fill,
+        "aten.take_along_dim.default": _taken_along,
+        "aten.take.default": Annotation("^*x, *i -> *i", linear=((0,),)),
+        "aten.masked_scatter.default": "^*d, ^*d, ^*s -> ^*d",
         "aten.topk.default": _chosen(2),
         "aten.sort.default": _chosen(1),
         "aten.sort.stable": _chosen(2),

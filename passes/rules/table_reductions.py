@@ -11,7 +11,7 @@ from functools import partial
 from torch import fx
 
 from autopart.passes import graph
-from autopart.passes.rules.arguments import argument, dims_of, names, positive, rank_of, wide_bytes, words
+from autopart.passes.rules.arguments import argument, dims_of, names, operands, positive, rank_of, wide_bytes, words
 from autopart.passes.rules.book import Entry
 from autopart.passes.rules.notation import Annotation, LocalForm, Message
 
@@ -109,18 +109,69 @@ def _picked(node: fx.Node, position: int) -> str:
     return _reduction(node, [dim], _keepdim(node), freeze=True)
 
 
+def _grid(node: fx.Node) -> Annotation:
+    """The places of pixels, moved by each sample's matrix."""
+    rest = " ".join("_" * (graph.outputs(node)[0].fake.dim() - 1))
+    return Annotation(f"b _ _ -> b {rest}", linear=((0,),))
+
+
+def _sorted_rows(node: fx.Node) -> str:
+    """Along the first dim."""
+    _, *others = names(rank_of(node))
+    return f"_ {' '.join(others)} -> _ {' '.join(others)}"
+
+
+def _aminmax(node: fx.Node) -> str:
+    dim = argument(node, 1, "dim")
+    dims = list(range(rank_of(node))) if dim is None else [positive(dim, rank_of(node))]
+    return _reduction(node, dims, _keepdim(node), freeze=True)
+
+
+def _quantile(node: fx.Node) -> str:
+    """Of one fraction; of several, one result after the other."""
+    rank = rank_of(node)
+    dim = argument(node, 2, "dim")
+    dims = list(range(rank)) if dim is None else [positive(dim, rank)]
+    text = _reduction(node, dims, bool(argument(node, 3, "keepdim", False)), freeze=True)
+    if operands(node) == 1:
+        return text
+    several = "_" * rank_of(node, 1)
+    return text.replace(" -> ", f", {several} -> {several} ")
+
+
+def _trapezoid(node: fx.Node) -> Annotation:
+    """Areas of neighbours along a dim, summed up or one after the other."""
+    rank, cumulative = rank_of(node), "cumulative" in str(node.target)
+    before = names(rank)
+    after = list(before)
+    before[positive(argument(node, 2, "dim", -1), rank)] = "_"
+    after[positive(argument(node, 2, "dim", -1), rank)] = "_" * cumulative
+    return Annotation(f"{' '.join(before)} -> {' '.join(after)}", linear=((0,),))
+
+
+def _unpooled(space: int) -> Entry:
+    """Numbers go back to where in each picture they were largest."""
+    hole = " ".join(["_"] * space)
+    return f"*b {' '.join(names(space, '^y'))}, *b {' '.join(names(space, '^y'))} -> *b {hole}"
+
+
+def _pooled_with_indices(space: int) -> Entry:
+    hole, pooled = " ".join(["_"] * space), " ".join(names(space, "^y"))
+    return f"*b {hole} -> *b {pooled}, *b {pooled}"
+
+
 def table() -> dict[str, Entry]:
     """The rules of this file by op name."""
     frozen = words(
         "amax amin argmax argmin prod.dim_int any.dim any.dims all.dim all.dims max.dim min.dim median.dim "
         "var.correction std.correction var_mean.correction std_mean.correction var.dim std.dim "
-        "count_nonzero count_nonzero.dim_IntList nanmedian.dim nanmean nansum"
+        "count_nonzero count_nonzero.dim_IntList nanmedian.dim nanmean nansum std_mean.dim var_mean.dim"
     )
     resized = words("upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d")
     resized += words("upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d")
     resized += words("_upsample_bilinear2d_aa _upsample_bicubic2d_aa")
     full = words("max min any all prod median var std")
-    along = words("_softmax _log_softmax cumprod cummax cummin logcumsumexp")
+    along = words("_softmax _log_softmax _safe_softmax cumprod cummax cummin logcumsumexp")
 
     def key(name: str) -> str:
         return f"aten.{name}" if "." in name else f"aten.{name}.default"
@@ -148,10 +199,22 @@ def table() -> dict[str, Entry]:
         "aten.adaptive_avg_pool1d.default": _linear_pool(1),
         "aten.adaptive_avg_pool2d.default": _linear_pool(2),
         **{f"aten.{name}.vec": _linear_pool(int(name.partition("d")[0][-1])) for name in resized},
+        "aten.adaptive_avg_pool3d.default": _linear_pool(3),
+        **{f"aten.max_pool{space}d_with_indices.default": _pooled_with_indices(space) for space in (1, 3)},
+        **{f"aten.adaptive_max_pool{space}d.default": _pooled_with_indices(space) for space in (1, 3)},
+        **{f"aten.max_unpool{space}d.default": _unpooled(space) for space in (2, 3)},
+        "aten.fractional_max_pool2d.default": "*b _ _, *b _ -> *b ^y ^x, *b ^y ^x",
         # Channels become pixels, or pixels channels.
         "aten.pixel_shuffle.default": _linear_pool(3),
         "aten.pixel_unshuffle.default": _linear_pool(3),
         "aten.grid_sampler.default": _sampled,
+        "aten.affine_grid_generator.default": _grid,
+        "aten.aminmax.default": _aminmax,
+        **{key(name): _quantile for name in words("quantile quantile.scalar nanquantile nanquantile.scalar")},
+        "aten.trapezoid.dx": _trapezoid,
+        "aten.cumulative_trapezoid.dx": _trapezoid,
+        "aten.dist.default": "^*d, ^*d -> ",
+        "aten.msort.default": _sorted_rows,
         "aten.kthvalue.default": partial(_picked, position=2),
         "aten.mode.default": partial(_picked, position=1),
     }

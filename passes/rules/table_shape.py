@@ -203,12 +203,20 @@ def _repeat(node: fx.Node) -> Annotation:
 
 
 def _repeat_interleave(node: fx.Node) -> Annotation | None:
-    """With one count for all elements the copies stand inside the dim."""
+    """With one count for all elements the copies stand inside the dim, without a dim inside one of all elements; a
+    dim with a count for each of its own is whole.
+    """
     dim = argument(node, 2, "dim")
     repeats = argument(node, 1, "repeats")
-    if not isinstance(repeats, int) or dim is None:
-        return None
     before = names(rank_of(node))
+    if isinstance(repeats, fx.Node) and graph.is_tensor(repeats) and dim is not None:
+        before[positive(dim, len(before))] = "_"
+        line = " ".join(before)
+        return Annotation(f"{line}, {'_' * rank_of(node, 1)} -> {line}", linear=((0,),))
+    if not isinstance(repeats, int):
+        return None
+    if dim is None:
+        return _linear(before, [f"({' '.join([*before, 'r'])})"], {"r": Extent(repeats)})
     after = list(before)
     dim = positive(dim, len(before))
     after[dim] = f"({before[dim]} r)"
@@ -276,6 +284,41 @@ def _diagonal(node: fx.Node) -> Annotation:
     return _linear(before, [*(name for name in before if name != "_"), "_"])
 
 
+def _diagonal_embedded(node: fx.Node) -> Annotation:
+    """The last dim becomes the diagonal of two."""
+    *free, last = names(rank_of(node))
+    dims = [argument(node, 2, "dim1", -2), argument(node, 3, "dim2", -1)]
+    after = list(free)
+    for dim in sorted(positive(dim, len(free) + 2) for dim in dims):
+        after.insert(dim, "_")
+    return _linear([*free, f"^{last}"], after)
+
+
+def _diagonal_placed(node: fx.Node) -> Annotation:
+    """``diagonal_scatter``: ``src`` replaces a diagonal of two frozen dims."""
+    rank = rank_of(node)
+    dims = [positive(argument(node, at, name, at - 3), rank) for at, name in ((3, "dim1"), (4, "dim2"))]
+    whole = [f"^{name}" if dim in dims else name for dim, name in enumerate(names(rank))]
+    part = [name for dim, name in enumerate(whole) if dim not in dims]
+    text = f"{' '.join(whole)}, {' '.join([*part, '_'])} -> {' '.join(whole)}"
+    return Annotation(text, linear=((0, 1),))
+
+
+def _renormed(node: fx.Node) -> str:
+    """Each slice along ``dim`` by its own norm."""
+    dim = positive(argument(node, 2, "dim"), rank_of(node))
+    line = " ".join(name if index == dim else f"^{name}" for index, name in enumerate(names(rank_of(node))))
+    return f"{line} -> {line}"
+
+
+def _pieces(node: fx.Node) -> Annotation:
+    """``tensor_split``: pieces that may differ by one."""
+    before = names(rank_of(node))
+    before[positive(argument(node, 2, "dim", 0), len(before))] = "_"
+    line = " ".join(before)
+    return Annotation(f"{line} -> {', '.join([line] * len(graph.outputs(node)))}", linear=((0,),))
+
+
 def _pad(node: fx.Node) -> Annotation:
     """Dims that grow are frozen; filled with anything but zero the op is no longer linear."""
     before, after = shape_of(graph.inputs(node)[0].fake), shape_of(graph.outputs(node)[0].fake)
@@ -327,6 +370,15 @@ def table() -> dict[str, Entry]:
         "aten.diff.default": _differences,
         "aten.repeat.default": _repeat,
         "aten.repeat_interleave.self_int": _repeat_interleave,
+        "aten.repeat_interleave.self_Tensor": _repeat_interleave,
+        "aten.diag_embed.default": _diagonal_embedded,
+        "aten.diagonal_scatter.default": _diagonal_placed,
+        "aten.renorm.default": _renormed,
+        "aten.tensor_split.sections": _pieces,
+        "aten.tensor_split.indices": _pieces,
+        "aten.channel_shuffle.default": Annotation("b ^c *s -> b ^c *s", linear=((0,),)),
+        "aten.fliplr.default": Annotation("b ^c *s -> b ^c *s", linear=((0,),)),
+        "aten.flipud.default": Annotation("^b *s -> ^b *s", linear=((0,),)),
         "aten.flip.default": _flip,
         "aten.roll.default": _roll,
         "aten.tril.default": _triangle,

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from autopart.passes.rules.arguments import argument, dims_of, names, positive, rank_of, words
+from autopart.passes import graph
+from autopart.passes.rules.arguments import argument, dims_of, names, operands, positive, rank_of, words
 from autopart.passes.rules.book import Entry
 from autopart.passes.rules.notation import Annotation
 
@@ -44,6 +45,21 @@ def _pairs(node: fx.Node) -> Annotation:
     return Annotation("*b _ -> *b", linear=((0,),))
 
 
+def _short_time(node: fx.Node) -> Annotation:
+    """``stft``: each signal by itself becomes frequencies and times, of real numbers in pairs. A window scales it."""
+    after = graph.outputs(node)[0].fake.dim()
+    window = operands(node) == 2
+    rows = "b " * (rank_of(node) == 2)
+    text = f"{rows}_{', _' * window} -> {rows}{' '.join('_' * (after - len(rows) // 2))}"
+    return Annotation(text, linear=((0,), (1,)) if window else ((0,),))
+
+
+def _back_from_short_time(node: fx.Node) -> Annotation:
+    """``istft``, which divides by what the window makes of overlaps."""
+    rows = "b " * (rank_of(node) == 3)
+    return Annotation(f"{rows}_ _{', _' * (operands(node) == 2)} -> {rows}_", linear=((0,),))
+
+
 def table() -> dict[str, Entry]:
     """The rules of this file by op name."""
 
@@ -53,11 +69,14 @@ def table() -> dict[str, Entry]:
     parts = Annotation("*b -> *b", linear=((0,),))
     return {
         **{key(name): _one_dim for name in words("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft")},
-        **{key(name): _two_dims for name in words("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2")},
-        **{key(name): _many_dims for name in words("fft_fftn fft_ifftn fft_rfftn fft_irfftn")},
+        **{key(name): _two_dims for name in words("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_hfft2 fft_ihfft2")},
+        **{key(name): _many_dims for name in words("fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfftn fft_ihfftn")},
         **{key(name): _shifted for name in words("fft_fftshift fft_ifftshift")},
         **{key(name): parts for name in words("real imag")},
         **{key(name): _pairs for name in words("view_as_real view_as_complex")},
+        "aten.stft.default": _short_time,
+        "aten.stft.center": _short_time,
+        "aten.istft.default": _back_from_short_time,
         "aten.complex.default": Annotation("*b, *b -> *b", linear=((0, 1),)),
         "aten.polar.default": "*b, *b -> *b",
     }
