@@ -13,8 +13,9 @@ import torch
 from torch import fx
 
 from autopart.passes import graph as graphs
-from autopart.passes.batch_state import BatchState, Mixes
+from autopart.passes.batch_state import WHOLE, BatchState, Mixes
 from autopart.passes.rules.arguments import argument
+from autopart.passes.rules.book import shape_of
 from autopart.passes.sizes import Extent, extent
 from autopart.runtime.placement import PARTIAL, shard
 
@@ -46,6 +47,11 @@ def counter(splitter: Splitter, node: fx.Node) -> fx.Node | None:
     found = extent(node.meta["val"].shape[0])
     if found is not None and not found.batched:
         return None
+    if found is not None and node.target is aten.arange.start_step:
+        start, end, step = node.args[:3]
+        ended = extent(end.meta["val"]) if isinstance(end, fx.Node) else None
+        if start == 0 and isinstance(step, int) and ended == found.times(Extent(step)):
+            return splitter.put(splitter.copy(node), BatchState(shard(0), points="bags", rows=ended))
     if found is None or node.target is not aten.arange.default:
         raise Mixes("numbers rows across the batch")
     return splitter.put(splitter.copy(node), BatchState(shard(0), points="rows", rows=found, counter=True))
@@ -72,6 +78,8 @@ def routed(splitter: Splitter, node: fx.Node) -> fx.Node | None:
         if state.placement.is_shard and not state.points:
             return splitter.put(splitter.copy(node), BatchState(PARTIAL, grouped=state.order))
         return None
+    if node.target in (aten.embedding_bag.default, aten.embedding_bag.padding_idx):
+        return _bags(splitter, node)
     if any(part in str(node.target) for part in _GROUPED):
         rows, weight, offsets = [splitter.state(item) for item in graphs.input_nodes(node)[:3]]
         if rows.placement.is_shard and rows.order is not None and offsets.grouped is rows.order and weight.whole:
@@ -87,6 +95,19 @@ def routed(splitter: Splitter, node: fx.Node) -> fx.Node | None:
                 raise Mixes("computes with the row numbers of a share")
             return splitter.put(splitter.copy(node), replace(state, rows=rows_of, counter=False))
     return None
+
+
+def _bags(splitter: Splitter, node: fx.Node) -> fx.Node:
+    """Bags of as many entries each, a share's own: they begin where a count of the share's entries says."""
+    weight, entries, starts, *scales = graphs.input_nodes(node)
+    own, number = splitter.state(starts), extent(entries.meta["val"].shape[0])
+    rows = [splitter.state(item) for item in (entries, *scales)]
+    plain = all(state.placement == shard(0) and state.order is None and not state.points for state in rows)
+    if own.points != "bags" or own.rows != number or not plain or not splitter.state(weight).whole:
+        raise Mixes("puts entries of different samples into bags")
+    sizes = [shape_of(value.fake)[:1] for value in graphs.outputs(node)]
+    batched = [bool(size) and size[0] is not None and size[0].batched for size in sizes]
+    return splitter.put(splitter.copy(node), *(BatchState(shard(0)) if own else WHOLE for own in batched))
 
 
 def _sorted(splitter: Splitter, node: fx.Node) -> fx.Node | None:

@@ -16,7 +16,8 @@ class BatchState:
 
     placement: R (the same for every share), S (the share's own part) or P (the shares' values add up).
     order: the sort node in whose order the rows stand; None: their own.
-    points: the entries are row numbers, of rows in their own order ("rows") or in that of a sort node; "" otherwise.
+    points: the entries are row numbers, of rows in their own order ("rows") or in that of a sort node, or where
+        bags of as many rows each begin ("bags"); "" otherwise.
     rows: how many rows such entries number. counter: entry i is the number i.
     grouped: a count of rows per group, rows in that sort's order.
     """

@@ -202,9 +202,17 @@ def own_label_marked(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return (m.linear(x) * marked).square().mean()
 
 
+def bagged(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Bags of two, whose weights depend on the sample."""
+    entries = torch.stack([y.clamp(min=0), x.argmax(-1) % CLASSES], 1)
+    weights = x[:, :2].sigmoid()
+    summed = F.embedding_bag(entries, m.linear.weight, mode="sum", per_sample_weights=weights)
+    return (summed + F.embedding_bag(entries, m.linear.weight)).square().mean()
+
+
 @pytest.mark.parametrize(
     "body",
-    [shuffled, shuffled_by_writing, shuffled_with_counter, never_put_back, own_label, own_label_marked],
+    [bagged, shuffled, shuffled_by_writing, shuffled_with_counter, never_put_back, own_label, own_label_marked],
     ids=lambda body: body.__name__,
 )
 def test_permutations_and_row_numbers(body: Body) -> None:
@@ -215,6 +223,11 @@ def test_permutations_and_row_numbers(body: Body) -> None:
 def contrastive(m: Any, x: Tensor, y: Tensor) -> Tensor:
     left, right = F.normalize(m.linear(x), dim=-1), F.normalize(x[:, :CLASSES], dim=-1)
     return F.cross_entropy(left @ right.t(), torch.arange(x.shape[0]))
+
+
+def bags_of_others(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    entries = torch.cat([y.clamp(min=0), y.clamp(min=0)])
+    return F.embedding_bag(entries, m.linear.weight, torch.arange(0, 2 * x.shape[0], 2)).square().mean()
 
 
 def broken_permutation(m: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -260,6 +273,7 @@ def running_average(m: Any, x: Tensor, y: Tensor) -> Tensor:
 
 FLAWS: dict[str, tuple[Body, str]] = {
     "contrastive": (contrastive, "aten."),
+    "bags_of_others": (bags_of_others, "aten.embedding_bag"),
     "max": (lambda m, x, y: m.linear(x).amax(0).sum(), "aten.amax"),
     "softmax over samples": (lambda m, x, y: m.linear(x).softmax(0).square().sum(), "aten.softmax"),
     "variance": (lambda m, x, y: m.linear(x).var(0).sum(), "aten.var"),
