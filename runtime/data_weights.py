@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -46,6 +46,8 @@ from autopart.runtime.traffic import Phase
 
 BESIDE = 4
 """As many bytes of level 2's gradients as fill so many messages are on their way beside the largest."""
+
+_CHANGED = "a weight was changed between its forward and its backward; call optimizer.step() after loss.backward()"
 
 # A microbatch's way through a stage. weight: what a split backward has left for later.
 Pass = Literal["forward", "backward", "weight"]
@@ -202,6 +204,18 @@ class Weights:
         self._stale = deque(self._kept)
         self._send_ahead()
 
+    def watch(self) -> Callable[[], None]:
+        """Raises RuntimeError, when called, if an optimizer has changed shares of the weights that are kept whole: as
+        their memory is that of the whole weights, of which autograd knows nothing, a backward would go by both.
+        """
+        before = [(share, share._version) for kept in self._kept for share in kept.shares]
+
+        def check() -> None:
+            if any(share._version != version for share, version in before):
+                raise RuntimeError(_CHANGED)
+
+        return check
+
     def _send_ahead(self) -> None:
         window = self._read + self._limit
         while self._stale and sent_ahead([kept.bytes for kept in self._flying], self._stale[0].bytes, window):
@@ -337,9 +351,7 @@ class Weights:
         if isinstance(saved, Tensor):
             return saved
         if saved.unit.shares[saved.index]._version != saved.version:
-            raise RuntimeError(
-                "a weight was changed between its forward and its backward; call optimizer.step() after loss.backward()"
-            )
+            raise RuntimeError(_CHANGED)
         self._ensure(saved.unit)
         assert saved.unit.wholes is not None
         return saved.seen(saved.unit.wholes[saved.index])

@@ -349,7 +349,7 @@ class ParallelModule(HeldStages):
             )
         parameters = self._trainable()
         part = self._part(division)
-        run = self._run(variant, feed, train=True)
+        run, check_weights = self._run(variant, feed, train=True), self.mesh.weights.watch()
         schedules = variant.schedules
         schedule = schedules.of(division.microbatches)
         run.execute(schedules.own(forward_part(schedule)))
@@ -359,6 +359,7 @@ class ParallelModule(HeldStages):
         differentiable = [s for s in variant.outputs if types[s.name].is_floating_point or types[s.name].is_complex]
 
         def backward(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+            check_weights()
             run.seeds = lambda microbatch, _: {
                 spec.name: None if piece is None else piece * part
                 for spec, gradient in zip(differentiable, gradients, strict=True)
