@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import is_fake
 
 from autopart import ctc_capture
 from autopart.assumed_branches import Decisions, conditions_graph
-from autopart.example_inputs import input_spec, plain
-from autopart.flat_model import FlatModel, module_path, stripped
+from autopart.example_inputs import input_spec, plain, unread_arguments
+from autopart.flat_model import TARGETS, FlatModel, module_path, stripped
 from autopart.kept_buffers import drop_unread
 from autopart.passes.attention_masks import simplify_masks
 from autopart.passes.autocast import Autocast
@@ -60,11 +60,12 @@ def assemble(
     if loss is not None:
         mark_differentiable(graph, [info.node for info in outputs if info.node is not None and info.name == loss])
     graph.lint()
+    unread = unread_arguments(flat.model) - ({TARGETS} if flat.loss_function is not None else set())
     return Program(
         name=name,
         graph=graph,
         tensors=held.tensors,
-        inputs=tuple(input_spec(path, leaf, dims) for path, leaf in named.items()),
+        inputs=tuple(input_spec(path, leaf, dims, unread) for path, leaf in named.items()),
         input_names=input_names,
         outputs=tuple(outputs),
         output_structure=flat.returned.structure,

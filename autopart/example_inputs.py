@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from autopart.runtime.errors import CaptureError
 from autopart.runtime.manifest import InputSpec
+
+# What names of a function's code may read all of its arguments.
+_SEE_ALL = {"locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe", "stack"}
 
 
 def bind(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,9 +97,25 @@ def plain(leaf: Any) -> Any:
     return leaf if isinstance(leaf, int | float | str | bool | None) else None
 
 
-def input_spec(path: str, leaf: Any, dims: dict[str, int | None]) -> InputSpec:
+def unread_arguments(model: nn.Module) -> frozenset[str]:
+    """The arguments that the code of the model's own ``forward`` never names, and that nothing else is given."""
+    forward, hooks = type(model).forward, (model._forward_pre_hooks, model._forward_hooks)
+    if not inspect.isfunction(forward) or "forward" in vars(model) or any(hooks):
+        return frozenset()
+    if type(model).__call__ is not nn.Module.__call__ or _SEE_ALL.intersection(forward.__code__.co_names):
+        return frozenset()
+    code = forward.__code__
+    arguments = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+    named: set[Any] = set(code.co_cellvars)
+    for instruction in dis.get_instructions(code):
+        named.update(instruction.argval if isinstance(instruction.argval, tuple) else {str(instruction.argval)})
+    return frozenset(arguments) - named
+
+
+def input_spec(path: str, leaf: Any, dims: dict[str, int | None], unread: Container[str] = ()) -> InputSpec:
+    """What later calls have to match of an input. unread: arguments that may be anything."""
     if not isinstance(leaf, torch.Tensor):
-        return InputSpec(path, "constant", constant=plain(leaf))
+        return InputSpec(path, "unread" if path.split(".")[0] in unread else "constant", constant=plain(leaf))
     dim = dims[path]
     shape = tuple("b" if position == dim else int(size) for position, size in enumerate(leaf.shape))
     return InputSpec(path, "tensor", shape, str(leaf.dtype).removeprefix("torch."), dim)

@@ -150,8 +150,9 @@ def check(manifest: Manifest, leaves: Mapping[str, Any]) -> int:
     shapes, dtypes, sizes of the batch that contradict each other, and constants that differ from the captured ones.
     """
     specs = {spec.name: spec for spec in manifest.inputs}
+    unread = {name.split(".")[0] for name, spec in specs.items() if spec.kind == "unread"}
     for name, leaf in leaves.items():
-        if name not in specs:
+        if name not in specs and name.split(".")[0] not in unread:
             raise InputError(
                 f"input {name!r} ({_describe(leaf)}) was not there when the model was captured; expected are "
                 f"{sorted(specs)}. Capture the model again with it"
@@ -159,6 +160,8 @@ def check(manifest: Manifest, leaves: Mapping[str, Any]) -> int:
     batch: int | None = None
     for spec in manifest.inputs:
         leaf = leaves.get(spec.name)
+        if spec.kind == "unread":
+            continue
         if spec.kind == "constant":
             if spec.constant is None and not isinstance(leaf, int | float | str | Tensor | None):  # no value was kept
                 raise InputError(

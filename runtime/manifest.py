@@ -79,7 +79,8 @@ class InputSpec:
     """A leaf of the user's inputs, named by its path (``input_ids``, ``batch.pixels``, ``pairs.0``).
 
     batch_dim: the dim that holds samples; None: every rank takes it whole.
-    shape: with "b" at batch_dim. kind "tensor"; a "constant" was fixed at capture and has to be equal.
+    shape: with "b" at batch_dim. kind "tensor"; a "constant" was fixed at capture and has to be equal;
+        what is "unread" is of an argument that the model's code never reads, and may be anything.
     """
 
     name: str

@@ -107,7 +107,7 @@ def loss_of(leaves: Mapping[str, Any], loss: str | None) -> Tensor:
 
 
 def _leaves(manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    constants = {spec.name: spec.constant for spec in manifest.inputs if spec.kind == "constant"}
+    constants = {spec.name: spec.constant for spec in manifest.inputs if spec.kind != "tensor"}
     return {**constants, **tensors}
 
 

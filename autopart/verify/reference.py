@@ -33,7 +33,7 @@ class Reference:
 
 def divide(manifest: Manifest, subject: Subject) -> Division:
     """How the program divides the batch; the plain model is given the same pieces where batch norm asks for it."""
-    leaves = {**{spec.name: spec.constant for spec in manifest.inputs if spec.kind == "constant"}, **subject.tensors}
+    leaves = {**{spec.name: spec.constant for spec in manifest.inputs if spec.kind != "tensor"}, **subject.tensors}
     replicas = dict(manifest.stages[0].mesh).get("dp", 1)
     batch = check(manifest, leaves)
     if not manifest.is_uniform:
