@@ -26,10 +26,11 @@ def hand_out(
     parameters: Sequence[Tensor],
     scale: Scale | None = None,
     shown: Shown = list,
+    elsewhere: Sequence[Tensor] = (),
 ) -> Tensor:
     """The loss, attached to gradients that are known already; they are given away by its first backward.
 
-    scale: applies the loss's own gradient to them (default: multiplies).
+    scale: applies the loss's own gradient to them (default: multiplies). elsewhere: see :class:`_Elsewhere`.
     """
     apply, at = scale or _multiply, [at for at, gradient in enumerate(gradients) if gradient is not None]
 
@@ -38,12 +39,14 @@ def hand_out(
         return [scaled[item] for item in at]
 
     # Others take no part: a hook on a parameter that nothing uses is not called.
-    return _HandOut.apply(loss, list(gradients), give, _anchor(loss), *(parameters[item] for item in at))
+    return _HandOut.apply(loss, list(gradients), give, _anchor(loss, elsewhere), *(parameters[item] for item in at))
 
 
-def run_later(outputs: Sequence[Tensor], backward: Backward, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The outputs, attached to a backward that has yet to run."""
-    return _RunBackward.apply(backward, len(outputs), *outputs, _anchor(outputs[0]), *parameters)
+def run_later(
+    outputs: Sequence[Tensor], backward: Backward, parameters: Sequence[Tensor], elsewhere: Sequence[Tensor] = ()
+) -> tuple[Tensor, ...]:
+    """The outputs, attached to a backward that has yet to run. elsewhere: see :class:`_Elsewhere`."""
+    return _RunBackward.apply(backward, len(outputs), *outputs, _anchor(outputs[0], elsewhere), *parameters)
 
 
 def refuse(value: Tensor, why: str) -> Tensor:
@@ -54,9 +57,29 @@ def refuse(value: Tensor, why: str) -> Tensor:
     return _Refuse.apply(value, why, _anchor(value))
 
 
-def _anchor(like: Tensor) -> Tensor:
+def _anchor(like: Tensor, elsewhere: Sequence[Tensor] = ()) -> Tensor:
     # A rank without parameters takes part in the backward as well.
-    return torch.zeros((), requires_grad=True, device=like.device)
+    anchor = torch.zeros((), requires_grad=True, device=like.device)
+    hooked = [p for p in elsewhere if p._backward_hooks or p._post_accumulate_grad_hooks]  # would be called with None
+    asked = [p for p in elsewhere if p.requires_grad and not any(p is other for other in hooked)]
+    return _Elsewhere.apply(anchor.view_as(anchor), *asked) if asked else anchor
+
+
+class _Elsewhere(torch.autograd.Function):
+    """Parameters of other ranks, which here are empty: so are their gradients where ``torch.autograd.grad`` asks for
+    them. ``loss.backward()`` gives them none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.anchored, ctx.parameters = anchor.grad_fn, parameters
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if torch._C._will_engine_execute_node(ctx.anchored):  # all of the graph
+            return (None, *(None for _ in ctx.parameters))
+        return (None, *map(torch.empty_like, ctx.parameters))
 
 
 class _HandOut(torch.autograd.Function):

@@ -165,6 +165,7 @@ def place(
         if spec.name not in placed and isinstance(original, nn.Parameter):
             original.data = original.data.new_empty(0)
             original.grad = None
+            mesh.elsewhere.append(original)
 
 
 def _original(spec: ParameterSpec, originals: Originals) -> Tensor | None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopart.runtime.attach import Shown, hand_out, run_later
+from autopart.runtime.attach import Scale, hand_out, run_later
 from autopart.runtime.buckets import BUCKET_BYTES
 from autopart.runtime.data_weights import Pass, Weights
 from autopart.runtime.double_buffer import DoubleBuffer, check_nothing_waits
@@ -273,7 +273,7 @@ class ParallelModule(HeldStages):
         if self._scale is not None and again is not None:
             settle, repeat = self._scale.settle, again
             scale = lambda found, incoming: settle(found, seed, incoming, repeat)  # noqa: E731
-        values[loss_name] = hand_out(values[loss_name], gradients, parameters, scale, self._shown(parameters))
+        values[loss_name] = self._handed(values[loss_name], gradients, parameters, scale)
         if self.returned == "all":
             others = [spec for spec in wanted if spec.name != loss_name]
             values.update(refused(others, values, loss_name))
@@ -335,8 +335,7 @@ class ParallelModule(HeldStages):
 
     def _hand_out_late(self, loss: Tensor, gradients: list[Tensor | None]) -> Any:
         (spec,) = self._loss_specs
-        parameters = self._trainable()
-        values = {spec.name: hand_out(loss, gradients, parameters, None, self._shown(parameters))}
+        values = {spec.name: self._handed(loss, gradients, self._trainable())}
         return rebuild(self.manifest.output_structure, values)
 
     def _train_without(self, variant: Variant, feed: Feed, division: Division) -> Any:
@@ -374,7 +373,7 @@ class ParallelModule(HeldStages):
                 self._scale.agree(made)
             return self._norms.for_hooks(made, parameters)
 
-        attached = run_later([values[spec.name] for spec in differentiable], backward, parameters)
+        attached = run_later([values[s.name] for s in differentiable], backward, parameters, self.mesh.elsewhere)
         values.update({spec.name: value for spec, value in zip(differentiable, attached, strict=True)})
         return rebuild(variant.manifest.output_structure, {**values, **_constants(variant)})
 
@@ -457,8 +456,8 @@ class ParallelModule(HeldStages):
         if found is not None:
             save_trace(path, trace_object(found))
 
-    def _shown(self, parameters: Sequence[nn.Parameter]) -> Shown:
-        return lambda gradients: self._norms.for_hooks(gradients, parameters)
+    def _handed(self, loss: Tensor, made: Gradients, own: Sequence[nn.Parameter], scale: Scale | None = None) -> Tensor:
+        return hand_out(loss, made, own, scale, lambda g: self._norms.for_hooks(g, own), self.mesh.elsewhere)
 
     def _part(self, division: Division) -> float:
         """What a backward starts from: where every replica has the whole batch, the sum over them counts each once."""
