@@ -24,7 +24,11 @@ aten = torch.ops.aten
 Emit = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], fx.Node]
 
 
-_OTHERS = {aten.zero_.default: aten.zeros_like.default, aten.bernoulli_.float: aten.bernoulli.p}
+_OTHERS = {
+    aten.zero_.default: aten.zeros_like.default,
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.normal_.default: aten.normal_functional.default,
+}
 
 
 def functional_overload(node: fx.Node, target: torch._ops.OpOverload) -> torch._ops.OpOverload:

@@ -421,3 +421,33 @@ def test_another_default_type_is_written_out() -> None:
     assert torch.get_default_dtype() is torch.float32 and bool(expected.isfinite().all())
     found = run_graph(program, program.graph, model, dict(zip(("x", "mask"), inputs, strict=True)), 3)[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class Drawn(nn.Module):
+    """Noise in a tensor of its own, as scripts draw it."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.draw = nn.Linear(4, 4), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        return (hidden * self.draw(hidden)).sum()
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.empty_like(x).normal_(),
+        lambda x: x.new_empty((x.shape[0], 1)).normal_(1.0, 0.5),
+        lambda x: x.new_empty((x.shape[0], 1)).bernoulli_(0.9),
+        lambda x: torch.empty_like(x).uniform_(0.5, 1.5),
+    ],
+)
+def test_numbers_are_drawn_into_new_tensors(draw: Callable[[Tensor], Tensor]) -> None:
+    model, x = Drawn(draw), torch.randn(BATCH, 4)
+    program = capture(model, (x,), check_eval=False)
+    torch.manual_seed(0)
+    plain = model(x)
+    torch.manual_seed(0)
+    assert torch.equal(run_graph(program, program.graph, model, {"x": x}, BATCH)[0], plain)

@@ -51,7 +51,7 @@ _SIZES = (((4, 1, 1), 0), ((1, 1, 2), 2))
 def drawn() -> list[Case]:
     """Random numbers."""
     p = torch.full((4, 6), 0.5, dtype=F64)
-    like = "exponential log_normal cauchy geometric uniform poisson normal.Tensor_float"
+    like = "exponential log_normal cauchy geometric uniform poisson normal.Tensor_float normal_functional"
     given = {"geometric": (0.5,)}
     dropouts = [
         ("alpha_dropout", (4, 6), 5),

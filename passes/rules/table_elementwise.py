@@ -39,7 +39,7 @@ _LIKE = words("zeros_like ones_like full_like")
 # What empty_like holds is undefined, which comes to the same.
 _RANDOM_LIKE = words("""
 rand_like randn_like randint_like randint_like.low_dtype bernoulli bernoulli.p exponential log_normal cauchy geometric
-uniform poisson normal.Tensor_float normal.float_Tensor empty_like
+uniform poisson normal.Tensor_float normal.float_Tensor normal_functional empty_like
 """)
 _RANDOM_BINARY = words("bernoulli.Tensor normal.Tensor_Tensor")
 
