@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopart.passes.default_dtype import default_dtype
 
 
 class _Widen(TorchFunctionMode):
-    """Every float32 that is asked for by name becomes float64."""
+    """Every float32 that is asked for by name becomes float64, and complex numbers of two of these."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -36,8 +36,16 @@ class _Widen(TorchFunctionMode):
         return func(*map(_widen, args), **{name: _widen(value) for name, value in (kwargs or {}).items()})
 
 
+_WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+
+
 def _widen(argument: object) -> object:
-    return torch.float64 if argument is torch.float32 else argument
+    return _WIDER.get(argument, argument) if isinstance(argument, torch.dtype) else argument
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """The same numbers in 64 bits, each part of them if they are complex."""
+    return tensor.to(torch.complex128) if tensor.is_complex() else tensor.double()
 
 
 @contextlib.contextmanager

@@ -129,6 +129,27 @@ def test_batch_norm_and_a_loss_outside(limits: dict[str, Any]) -> None:
     assert ("norm.running_mean" in {item.group for item in found.groups}) == ("pp" in limits)
 
 
+class Complex(nn.Module):
+    """A filter of complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.filter = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        filtered = torch.fft.irfft(torch.fft.rfft(self.first(x)) * self.filter, n=8)
+        return self.last(filtered).square().mean()
+
+
+@pytest.mark.usefixtures("kept_jobs")
+def test_complex_weights_are_compared() -> None:
+    torch.manual_seed(0)
+    found = verify(Complex(), (torch.randn(8, 8),), cluster=Cluster.parse("cpu:2"), limits={"pp": 2, "microbatches": 2})
+    assert found.equal and found.gradient_difference < 1e-12, found
+    assert "filter" in {item.group for item in found.groups}
+
+
 class Noisy(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from autopart.analysis import pattern_of
+from autopart.precision import in_float64
 from autopart.runtime.manifest import Manifest
 from autopart.verify.errors import VerifyError
 from autopart.verify.reference import Reference
@@ -119,7 +120,9 @@ def measure(
 
 def _errors(found: Sequence[Mapping[str, float]], expected: Mapping[str, Tensor]) -> dict[str, float]:
     """The error of each tensor, the largest over the ranks that hold it; see the module's docstring for the measure."""
-    sizes = {name: float(tensor.double().abs().max()) if tensor.numel() else 0.0 for name, tensor in expected.items()}
+    sizes = {
+        name: float(in_float64(tensor).abs().max()) if tensor.numel() else 0.0 for name, tensor in expected.items()
+    }
     floor = _FLOOR * max(sizes.values(), default=0.0)
     errors: dict[str, float] = {}
     for rank in found:

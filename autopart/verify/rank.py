@@ -14,6 +14,7 @@ from torch import Tensor
 from autopart import models
 from autopart.api import load
 from autopart.passes.graph import may_have_gradient
+from autopart.precision import in_float64
 from autopart.runtime.loading import local_share
 from autopart.runtime.manifest import Manifest, ParameterSpec
 from autopart.runtime.module import ParallelModule
@@ -122,7 +123,7 @@ def _share(whole: Tensor | None, spec: ParameterSpec, model: ParallelModule) -> 
 
 def _difference(found: Tensor | None, expected: Tensor | None) -> float:
     """The largest absolute difference; a missing gradient counts as zeros, and what is not a number as infinite."""
-    present = [item.double() for item in (found, expected) if item is not None and item.numel()]
+    present = [in_float64(item) for item in (found, expected) if item is not None and item.numel()]
     if not present:
         return 0.0
     largest = float((present[0] - present[1] if len(present) == 2 else present[0]).abs().max())

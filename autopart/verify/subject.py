@@ -16,7 +16,7 @@ from autopart.models import LoadedModel
 from autopart.other_draws import DRAWS
 from autopart.passes.blocks import is_random
 from autopart.passes.program import Program
-from autopart.precision import float64_throughout
+from autopart.precision import float64_throughout, in_float64
 from autopart.runtime.structure import flatten, rebuild
 from autopart.tracing import capture
 from autopart.verify.errors import VerifyError
@@ -54,6 +54,7 @@ def prepare(
     module, args, kwargs, name, model_file = _parts(model, args, kwargs)
     notes: list[str] = []
     module = copy.deepcopy(module).double().train()
+    module._apply(lambda tensor: in_float64(tensor) if tensor.is_complex() else tensor)
     if disable_dropout(module):
         notes.append("dropout is set to 0, since two programs draw different masks")
     args, kwargs = _in_float64((tuple(args), dict(kwargs)))
@@ -129,7 +130,7 @@ def _parts(
 def _in_float64(value: Any) -> Any:
     leaves, structure = flatten(value)
     floating = {
-        path: leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        path: in_float64(leaf) if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) else leaf
         for path, leaf in leaves.items()
     }
     return rebuild(structure, floating)
