@@ -40,7 +40,7 @@ def least_exchange_seconds(candidates: Candidates, config: Degrees, by_rows: boo
     """
     axes, kinds = candidates.layout.tensor_axes(config), (_COLUMNS, _INNER, *((_ROWS,) if by_rows else ()))
     total = 0.0
-    for sizes, count in _products(candidates, candidates.samples(config)):
+    for _, _, sizes, count in _products(candidates, candidates.samples(config)):
         ways = []
         for moved in itertools.product(kinds, repeat=len(axes)):
             seconds = 0.0
@@ -66,24 +66,18 @@ def least_shared_seconds(candidates: Candidates, config: Degrees, by_rows: bool)
     """
     (axis,) = candidates.layout.tensor_axes(config)
     prices, samples = candidates.prices(config), candidates.samples(config)
-    readers = dict[tuple[Value, int], list[tuple[float, float, float]]]()
-    for (node, _), count in candidates.alike:
-        if (product := _product(candidates, node, samples)) is not None:
-            operand, held, result = product
-            repeated = (1 - 1 / axis.parts) * sum(prices.op_seconds(node))
-            readers.setdefault((operand, count), []).append((held, result, repeated))
-    total = 0.0
-    for (operand, count), products in readers.items():
-        gathered = _moved_seconds(candidates.whole_bytes(operand, samples), axis)
-        apart = 0.0
-        for held, result, repeated in products:
-            alone = min(_moved_seconds(result, axis), repeated)
-            if by_rows:
-                summed = bucketed_all_reduce_seconds(held * candidates.summed, axis.parts, axis.link)
-                alone = min(alone, summed / config.microbatches)
-            apart += alone
-        total += count * min(gathered, apart)
-    return total
+    apart = dict[tuple[Value, int], float]()  # by operand, of all products that read it
+    for node, operand, (_, held, result), count in _products(candidates, samples):
+        repeated = (1 - 1 / axis.parts) * sum(prices.op_seconds(node))
+        alone = min(_moved_seconds(result, axis), repeated)
+        if by_rows:
+            summed = bucketed_all_reduce_seconds(held * candidates.summed, axis.parts, axis.link)
+            alone = min(alone, summed / config.microbatches)
+        apart[operand, count] = apart.get((operand, count), 0.0) + alone
+    return math.fsum(
+        count * min(_moved_seconds(candidates.whole_bytes(operand, samples), axis), seconds)
+        for (operand, count), seconds in apart.items()
+    )
 
 
 def gathered_bytes(candidates: Candidates) -> float:
@@ -105,12 +99,12 @@ def _moved_seconds(size: float, axis: TensorAxis) -> float:
     return all_gather_seconds(size, axis.parts, axis.link) + reduce_scatter_seconds(size, axis.parts, axis.link)
 
 
-def _products(candidates: Candidates, samples: int) -> Iterator[tuple[tuple[float, float, float], int]]:
-    """Bytes of operand, weight and result of each product with a weight, and how many are alike."""
+def _products(candidates: Candidates, samples: int) -> Iterator[tuple[fx.Node, Value, tuple[float, float, float], int]]:
+    """Products with a weight, their operands, bytes of operand, weight and result, and how many are alike."""
     for (node, _), count in candidates.alike:
         if (product := _product(candidates, node, samples)) is not None:
             operand, held, result = product
-            yield (candidates.whole_bytes(operand, samples), held, result), count
+            yield node, operand, (candidates.whole_bytes(operand, samples), held, result), count
 
 
 def _product(candidates: Candidates, node: fx.Node, samples: int) -> tuple[Value, float, float] | None:

@@ -9,7 +9,7 @@ the last message, which nothing hides, as that jumps with where parameters and l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from autopart.answers import Answer
@@ -17,7 +17,7 @@ from autopart.bucket_size import UNIT
 from autopart.candidates import Candidates
 from autopart.crossing_memory import sent_ahead
 from autopart.describe import describe
-from autopart.plan import Plan, StagePlan
+from autopart.plan import Plan
 from autopart.predict import simulate_plan
 from autopart.report.units import format_bytes
 from autopart.runtime.schedule import deeper_warmup, in_flight
@@ -51,7 +51,7 @@ def with_deeper_warmup(plan: Plan, problem: StageProblem, way: Way, held: Callab
 
     held: bytes of a stage under a problem.
     """
-    while plan.schedule == "1f1b" and len(plan.stages) > 1 and _waits(plan.stages, plan):
+    while plan.schedule == "1f1b" and len(plan.stages) > 1 and _waits(plan):
         depth = plan.warmup[-2] + 1 if plan.warmup else 2
         warmup = deeper_warmup(len(plan.stages), depth)
         flying = in_flight("1f1b", len(plan.stages), plan.microbatches, warmup, plan.places)
@@ -83,8 +83,8 @@ def unbounded(candidates: Candidates, config: Config, plan: Plan) -> list[str]:
     ]
 
 
-def _waits(stages: Sequence[StagePlan], plan: Plan) -> bool:
+def _waits(plan: Plan) -> bool:
     """Whether a step takes longer than if no stage waited for a transfer."""
-    own = [stage.forward_s + stage.backward_s for stage in stages]
+    own = [stage.forward_s + stage.backward_s for stage in plan.stages]
     least = math.fsum(own) + (plan.microbatches - 1) * max(own) + plan.tied_s
     return (1 - WORTH) * plan.step_time_s > least

@@ -19,6 +19,7 @@ from autopart.runtime.mesh import job_size
 Result = TypeVar("Result")
 
 PATIENCE = timedelta(seconds=60)
+_MODEL = "the model"
 _TOGETHER = (
     "each rank has a part of the model, so all have to make the same calls: take state_dict() on every rank, and write "
     "it to a file on one"
@@ -47,7 +48,7 @@ def _group(purpose: str) -> dist.ProcessGroup | None:
     return group
 
 
-def unlike(value: object, told: str, call: str = "the model") -> list[str]:
+def unlike(value: object, told: str, call: str = _MODEL) -> list[str]:
     """What each rank tells, where values differ between ranks; nothing where they are equal. All ranks call it.
 
     Takes one small exchange between the hosts, so that no device has to be waited for. Raises InputError where ranks
@@ -60,7 +61,7 @@ def unlike(value: object, told: str, call: str = "the model") -> list[str]:
     ends = torch.tensor([number, -number])
     work = dist.all_reduce(ends, dist.ReduceOp.MAX, group=group, async_op=True)
     assert work is not None
-    if call != "the model":
+    if call != _MODEL:
         _say_where_it_waits(work, call)
     work.wait()
     if int(ends[0]) == -int(ends[1]):

@@ -102,7 +102,8 @@ def test_the_planners_own_plans(tmp_path: Path) -> None:
     # Blocks are cut as before, so that each stage pays for what it holds more.
     if [s.blocks for s in least.stages] == [s.blocks for s in deeper.stages]:
         assert deeper.stages[0].memory_bytes > least.stages[0].memory_bytes
-        assert deeper.stages[2].memory_bytes > least.stages[2].memory_bytes  # what arrives ahead of it
+        ahead = 2 * 2 * 16 * 4  # two tensors of two samples
+        assert deeper.stages[2].memory_bytes == least.stages[2].memory_bytes + ahead
     emit(program, deeper, tmp_path / "program")
     assert Manifest.load(tmp_path / "program").warmup == (4, 2, 0)
     with pytest.raises(PlanError, match="only the schedule 1f1b"):
