@@ -150,6 +150,12 @@ class CandidateSettings:
         found.bucket = size
         return found
 
+    def warmed(self, depth: int) -> Self:
+        """The same candidates with a warm-up of 1F1B in which each stage runs so many forwards ahead of the next."""
+        found = self._with(self.cluster, self.device, self.whole)
+        found.warmup = depth
+        return found
+
     def _with(self, cluster: Cluster, device: Device, whole: frozenset[str]) -> Self:
         """A copy that shares what does not depend on where it differs; a device's memory is in no price."""
         found = copy.copy(self)

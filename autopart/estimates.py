@@ -123,6 +123,10 @@ class Estimates:
         size = self._crossing * self.candidates.samples(config) / config.tp
         return 4 * send_seconds(size, self.candidates.layout.stage_link(config, 0, 1))
 
+    def passed_seconds(self, config: Degrees) -> float:
+        """Of a step, for what a stage sends on and gets back of all microbatches: the least that crosses anywhere."""
+        return config.microbatches * self._sent_seconds(config) / 2
+
     def _parameters(self, config: Degrees) -> Iterator[tuple[float, float, float]]:
         """By level of ZeRO, the bytes that parameters take on a rank, the seconds of a step in which replicas exchange
         them microbatch by microbatch, and those that they take at its end.

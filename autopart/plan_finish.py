@@ -24,7 +24,7 @@ from autopart.runtime.schedule import deeper_warmup, in_flight
 from autopart.solver.degrees import Config, Degrees
 from autopart.solver.stages_problem import StageProblem, Way
 
-WORTH = 0.001
+LEAST_GAIN = 0.001
 """Share of a step by which another choice has to be faster."""
 _MOST_AHEAD = 4
 _SIZES = tuple(units * UNIT for units in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128))
@@ -34,16 +34,16 @@ def with_other_messages(candidates: Candidates, answer: Answer, plan: Plan) -> P
     """The plan of an answer, or that with messages of the best other size."""
     config, way = answer.config, answer.way
     ends = max(stage.step_end_s for stage in plan.stages)
-    if candidates.bucket is not None or config.dp == 1 or ends < 10 * WORTH * plan.step_time_s:
+    if candidates.bucket is not None or config.dp == 1 or ends < 10 * LEAST_GAIN * plan.step_time_s:
         return plan
-    least, best = (1 - WORTH) * candidates.seconds_of(answer), None
+    least, best = (1 - LEAST_GAIN) * candidates.seconds_of(answer), None
     for size in _SIZES:
         other = candidates.with_messages(size)
         again = replace(answer, problem=other.problem(config, answer.choice))
         if again.problem.excess_bytes(way) <= 0 and (seconds := other.seconds_of(again)) < least:
             least, best = seconds, (other, again)
     found = plan if best is None else describe(*best)
-    return found if found.step_time_s < (1 - WORTH) * plan.step_time_s else plan
+    return found if found.step_time_s < (1 - LEAST_GAIN) * plan.step_time_s else plan
 
 
 def with_deeper_warmup(plan: Plan, problem: StageProblem, way: Way, held: Callable[[StageProblem, int], float]) -> Plan:
@@ -63,7 +63,7 @@ def with_deeper_warmup(plan: Plan, problem: StageProblem, way: Way, held: Callab
             break
         other = replace(plan, stages=tuple(stages), warmup=warmup)
         other = replace(other, step_time_s=simulate_plan(other).makespan_s + other.tied_s)
-        if other.step_time_s >= (1 - WORTH) * plan.step_time_s:
+        if other.step_time_s >= (1 - LEAST_GAIN) * plan.step_time_s:
             break
         plan = other
     return plan
@@ -87,4 +87,4 @@ def _waits(plan: Plan) -> bool:
     """Whether a step takes longer than if no stage waited for a transfer."""
     own = [stage.forward_s + stage.backward_s for stage in plan.stages]
     least = math.fsum(own) + (plan.microbatches - 1) * max(own) + plan.tied_s
-    return (1 - WORTH) * plan.step_time_s > least
+    return (1 - LEAST_GAIN) * plan.step_time_s > least

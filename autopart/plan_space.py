@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from autopart.answers import Answer
 from autopart.candidates import Candidates
 from autopart.cluster import Cluster
+from autopart.deeper_warmups import DEPTHS, DeeperWarmups
 from autopart.describe import describe
 from autopart.describe_unlike import describe_unlike, most_held
 from autopart.earlier_plans import EarlierPlans
@@ -16,7 +19,7 @@ from autopart.estimates import Estimates
 from autopart.given_limits import Limits
 from autopart.mesh_prices import MeshPrices
 from autopart.plan import Plan
-from autopart.plan_finish import with_deeper_warmup, with_other_messages
+from autopart.plan_finish import LEAST_GAIN, with_deeper_warmup, with_other_messages
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.several_axes import several_axes
 from autopart.solver.degrees import Config, Degrees, UnlikeMeshes
@@ -52,6 +55,7 @@ class PlanSpace(Space[Config, AnyAnswer]):
     _among: frozenset[Config] = field(init=False)  # the first
     _equal: list[Degrees] = field(init=False)  # those with equal meshes that were searched
     _estimates: Estimates = field(init=False)
+    _deeper: DeeperWarmups = field(init=False)
     _unlike: UnlikeCandidates | None = None  # made when they are asked for: the runs of many devices are many
     _others: tuple[UnlikeMeshes, ...] | None = None
     # seconds of what was evaluated; as expected of what was stopped
@@ -59,7 +63,7 @@ class PlanSpace(Space[Config, AnyAnswer]):
     _plans: dict[int, Plan] = field(default_factory=dict)  # by identity of the answer
 
     def __post_init__(self) -> None:
-        self._estimates = Estimates(self.candidates)
+        self._estimates, self._deeper = Estimates(self.candidates), DeeperWarmups(self.candidates)
         self.first = self._first()
         self._among = frozenset(self.first)
         self._equal = [config for config in self.first if isinstance(config, Degrees)]
@@ -184,31 +188,60 @@ class PlanSpace(Space[Config, AnyAnswer]):
 
     def evaluate(self, config: Config, below: float) -> Evaluation[AnyAnswer]:
         if not isinstance(config, Degrees):
-            return cast(Any, self.unlike.evaluate(config, below))
+            found = self.unlike.evaluate(config, below)
+            self._deeper.was_solved(config, found.objective, found.answer.problem, found.answer.way)
+            return cast(Any, found)
         try:
             evaluation = self.earlier.evaluate(config, below)
         except NotBetter as error:
             self._taken[config] = max(error.seconds, self._estimates.expected(config, error.seconds))
+            self._deeper.was_stopped(config, self._taken[config], self._estimates)
             raise
         self._taken[config] = evaluation.objective
+        self._deeper.was_solved(config, evaluation.objective, evaluation.answer.problem, evaluation.answer.way)
         return cast(Any, evaluation)
 
     def settle(self, evaluation: Evaluation[AnyAnswer]) -> Evaluation[AnyAnswer]:
         """Times an answer on the graphs that will be emitted, and those that may be faster then."""
-        best = evaluation.answer
+        return self._settled(evaluation, 0)
+
+    def better(self, config: Config, best: Evaluation[AnyAnswer]) -> Iterator[tuple[Config, Evaluation[AnyAnswer]]]:
+        """Answers under deeper warm-ups, with stages and strategies that are found under these."""
+        least, searched = best.objective, list[Config](self._equal) + list(self._others or ())
+        for other, depth in itertools.product(self._deeper.promising(config, least, searched), DEPTHS):
+            most = (1 - LEAST_GAIN) * least
+            try:
+                if isinstance(other, Degrees):
+                    found: Evaluation[Any] = self._deeper.under(depth).evaluate(other, most)
+                else:
+                    found = self._unlike_under(depth).evaluate(other, most)
+            except (InfeasibleError, NotBetter):
+                continue
+            settled = self._settled(found, depth)
+            if settled.objective < most:
+                least = settled.objective
+                yield other, settled
+
+    def _settled(self, evaluation: Evaluation[AnyAnswer], depth: int) -> Evaluation[AnyAnswer]:
+        """depth: of the warm-up under which it was found; 0: as candidates have it."""
+        candidates, best = self._deeper.under(depth), evaluation.answer
         if isinstance(best, UnlikeAnswer):
-            plan = self._with_deeper_warmup(describe_unlike(self.unlike, best), best)
+            plan = self._with_deeper_warmup(describe_unlike(self._unlike_under(depth), best), best)
         else:
-            plan = describe(self.candidates, best)
+            plan = describe(candidates, best)
             for other in best.others:
                 # what divided parameters exchange makes most answers slower than they were taken to be
-                if not other.choice.levels or self.candidates.seconds_of(other) < plan.step_time_s:
-                    timed = describe(self.candidates, other)
+                if not other.choice.levels or candidates.seconds_of(other) < plan.step_time_s:
+                    timed = describe(candidates, other)
                     if timed.step_time_s < plan.step_time_s:
                         best, plan = other, timed
-            plan = self._with_deeper_warmup(with_other_messages(self.candidates, best, plan), best)
+            plan = self._with_deeper_warmup(with_other_messages(candidates, best, plan), best)
         self._plans[id(best)] = plan
         return replace(evaluation, answer=best, objective=plan.step_time_s)
+
+    def _unlike_under(self, depth: int) -> UnlikeCandidates:
+        """Those with unlike meshes with a warm-up of so many forwards ahead; 0: as they are."""
+        return self.unlike.under(self._deeper.under(depth)) if depth else self.unlike
 
     def _with_deeper_warmup(self, plan: Plan, answer: AnyAnswer) -> Plan:
         if self.candidates.warmup is not None:

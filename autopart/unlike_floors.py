@@ -18,10 +18,12 @@ the level that takes the least; after it of the levels that were offered.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from autopart.candidates import Candidates
 from autopart.cost.communication import bucketed_all_reduce_seconds
@@ -76,6 +78,14 @@ class UnlikeFloors:
     @property
     def row(self) -> DeviceRow:
         return self.prices.row
+
+    def under(self, candidates: Candidates) -> Self:
+        """The same for candidates that differ in the warm-up alone, of which no price knows."""
+        found = copy.copy(self)
+        found.prices = copy.copy(self.prices)
+        found.prices.candidates = candidates
+        found._least, found._counts = {}, {}
+        return found
 
     def lower_bound(self, config: UnlikeMeshes) -> float:
         """Seconds that a step takes at least; see the module. The fastest host starts all kernels of a microbatch."""

@@ -15,10 +15,13 @@ from autopart.crossing_memory import sent_ahead
 from autopart.frontier import capped
 from autopart.models import load_model
 from autopart.plan import Plan
+from autopart.plan_space import PlanSpace
 from autopart.planner import make_plan
 from autopart.runtime.schedule import deeper_warmup, in_flight
 from autopart.tracing import capture
 
+WIDE = "hf:gpt2?n_layer=8&n_embd=1024&n_head=16&seq=512"
+BART = "hf:bart?encoder_layers=2&decoder_layers=2&seq=128"
 GPT, VIT = "hf:gpt2?n_layer=4&n_embd=256&n_head=4&seq=256&vocab_size=1024", "hf:vit?num_hidden_layers=6&image=224"
 
 
@@ -45,10 +48,34 @@ def test_stages_run_further_ahead_where_transfers_would_stop_them() -> None:
     assert any("plans with the least warm-up" in note for note in free.notes)
     forced = plan(GPT, "4x1xL40S@Ethernet-100", warmup=depth, **CHAIN)
     assert not any("least warm-up" in note for note in forced.notes)
-    assert forced.step_time_s <= free.step_time_s
-    assert [stage.blocks for stage in free.stages] == [stage.blocks for stage in least.stages], "cut as before"
-    for more, own in zip(free.stages, least.stages, strict=True):  # of the last stage what arrives ahead
+    assert free.stages == forced.stages and free.step_time_s == forced.step_time_s
+
+
+def test_stages_are_cut_for_the_warm_up_that_they_run_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    after, least = plan(GPT, "4x1xL40S@Ethernet-100", **CHAIN), plan(GPT, "4x1xL40S@Ethernet-100", warmup=1, **CHAIN)
+    monkeypatch.setattr(PlanSpace, "better", lambda *_: ())
+    before = plan(GPT, "4x1xL40S@Ethernet-100", **CHAIN)
+    assert before.warmup == deeper_warmup(4, 2)
+    assert [stage.blocks for stage in before.stages] == [stage.blocks for stage in least.stages]
+    for more, own in zip(before.stages, least.stages, strict=True):  # of the last stage what arrives ahead
         assert more.memory_bytes > own.memory_bytes
+    assert [stage.blocks for stage in after.stages] != [stage.blocks for stage in before.stages]
+    assert after.step_time_s < 0.95 * before.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "limits"),
+    [
+        (WIDE, "2x2xV100-16GB@InfiniBand-400", {"batch": 8, "pp": 4}),
+        (WIDE, "2x2xH100", {"batch": 256, "pp": 4}),  # in fewer microbatches than under the least
+        (BART, "2xV100-16GB", {"batch": 48, "pp": 2}),
+        (GPT, "2x1xL40S@Ethernet-100+2x1xV100-16GB@Ethernet-100", {"batch": 32, "pp": 3}),  # unlike meshes
+    ],
+)
+def test_no_warm_up_that_is_given_is_faster_than_the_chosen(name: str, cluster: str, limits: dict[str, Any]) -> None:
+    free = plan(name, cluster, **limits)
+    for depth in (2, 3):
+        assert free.step_time_s <= 1.002 * plan(name, cluster, warmup=depth, **limits).step_time_s, depth
 
 
 def test_stages_run_no_further_ahead_than_memory_has_room_for() -> None:
@@ -59,7 +86,7 @@ def test_stages_run_no_further_ahead_than_memory_has_room_for() -> None:
 
 
 def test_the_least_warm_up_stays_where_nothing_waits() -> None:
-    assert not plan(GPT, "4xH100", **{**CHAIN, "batch": 1024}).warmup
+    assert not plan(GPT, "2xH100", batch=64, pp=2, dp=1, microbatches=2, meshes="equal").warmup
 
 
 @pytest.mark.parametrize("cluster", ["8xRTX-3090", "2x2xV100-16GB@Ethernet-100"])

@@ -71,6 +71,9 @@ def search(
         raise run.failure()
     run.narrow()
     config, chosen = run.settled()
+    for better in space.better(config, chosen):
+        config, chosen = better
+        next(item for item in run.seen if item.config == config).update(chosen)
     bound = min([*(item.bound for item in run.possible()), chosen.objective])
     return SearchResult(
         config=config,

@@ -98,6 +98,13 @@ class Space(abc.ABC, Generic[Candidate, Answer]):
         """The same answer, or a better one of its candidate, with seconds that were not known while evaluating it."""
         return evaluation
 
+    def better(self, config: Candidate, best: Evaluation[Answer]) -> Iterable[tuple[Candidate, Evaluation[Answer]]]:
+        """Settled answers of candidates that were seen, which bounds know nothing of, each better than those before.
+
+        config, best: the best without these.
+        """
+        return ()
+
 
 @dataclass(frozen=True, slots=True)
 class Effort:
