@@ -82,6 +82,12 @@ def test_flops_instead_of_seconds() -> None:
     head = HEAD.replace("seconds", "tflops")
     (row,) = read_measurements([head, "128,25600,160,384x8xA100-80GB,3072,8,64,163"], "sc21", "sc21.csv")
     assert row.seconds == pytest.approx(102.63, rel=0.005)
+    text = "128,25600,160,384x8xA100-80GB,3072,8,64,163,{}"
+    lines = [f"{head},recompute", *map(text.format, ("full", "selective", "none"))]
+    full, selective, none = read_measurements(lines, "sc21", "sc21.csv")
+    assert full.seconds == row.seconds
+    done = row.model.flops(3072, recompute=False) / row.model.flops(3072)
+    assert selective.seconds == none.seconds == pytest.approx(done * row.seconds), "what does not run is not counted"
 
 
 def test_layers_that_do_not_divide_into_the_stages() -> None:

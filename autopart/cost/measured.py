@@ -7,7 +7,8 @@ layers, hidden, heads               of the model
 cluster                             as ``--cluster`` takes it, also the name of a cluster file (.toml)
 batch                               samples in a step
 tp, pp                              degrees; replicas are what is left of the cluster
-seconds, or tflops                  of a step; of a device, recomputed layers counted (SC'21, equation 3)
+seconds, or tflops                  of a step; of a device, what runs again counted where recompute is full (SC'21,
+                                    equation 3), else left out
 name                                for people
 half                                fit or test (default): whether constants were fitted to it, of published rows
 sequence, vocabulary, mlp,          default 2048, 51200, four times hidden, heads
@@ -170,7 +171,8 @@ class _Row:
             raise InputError(f"{self.place}: {error}") from None
         if seconds is None:
             assert tflops is not None
-            seconds = model.flops(sizes["batch"]) / cluster.device_count / tflops / 1e12
+            done = model.flops(sizes["batch"], recompute=layout.recompute == "full")
+            seconds = done / cluster.device_count / tflops / 1e12
         name, half = self.cells.get("name") or f"{model.parameters / 1e9:.3g}B", self.cells.get("half") or "test"
         if half not in HALVES:
             raise InputError(f"{self.place}: half is one of {', '.join(HALVES)}, not {half!r}")
