@@ -218,7 +218,7 @@ class _Normalizer(Rewriting):
         for inner in sub.graph.nodes:
             if inner.op == "output":
                 result = self.look(inner.args[0])
-                self.env[node] = self.detached(result, node) if detach else result
+                self.env[node] = self.returned(result, node) if detach else result
             elif inner.op != "placeholder":
                 self.one(inner, sub)
         self.region_meta, self.without_grad, self.autocast = saved, outside, around
@@ -228,12 +228,21 @@ class _Normalizer(Rewriting):
         if self.without_grad:
             self.made_without_grad.add(node)
 
-    def detached(self, result: Any, like: fx.Node) -> Any:
+    def detached(self, tensor: fx.Node) -> fx.Node:
+        node = self.graph.call_function(aten.detach.default, (tensor,))
+        node.meta.update(tensor.meta)
+        return node
+
+    def returned(self, result: Any, like: fx.Node) -> Any:
+        """What a region without gradients returns."""
         if isinstance(result, tuple | list):
-            return type(result)(self.detached(item, like) for item in result)
+            return type(result)(self.returned(item, like) for item in result)
         if isinstance(result, fx.Node) and isinstance(result.meta.get("val"), torch.Tensor):
-            node = self.graph.call_function(aten.detach.default, (result,))
-            node.meta.update(result.meta)
+            node = self.detached(result)
+            if self.writes and self.aliases.is_view(result):
+                self.aliases.view(node, result, aten.detach.default, (result,), {})
+            elif self.writes and result.op != "placeholder":
+                self.aliases.write(result, node, self.replay)  # the same storage, which a later region may write
             return node
         return result
 
@@ -394,6 +403,8 @@ class _Normalizer(Rewriting):
                 )
             if new.meta["val"].dtype != written.meta["val"].dtype:
                 new = self.emit(aten.to.dtype, (new, written.meta["val"].dtype), {}, node)
+        if self.without_grad and self.aliases.is_view(written):
+            new = self.detached(new)  # what it is a view of is read outside of the region as it is
         return self.aliases.write(written, new, self.replay)
 
     def diagonal_filled(self, node: fx.Node, matrix: fx.Node, number: Any) -> fx.Node:
