@@ -32,6 +32,7 @@ from autopart.passes import graph as graphs
 from autopart.passes.batch_losses import mean, reduced_loss
 from autopart.passes.batch_rows import counter, keeps_row_numbers, routed
 from autopart.passes.batch_state import SUMMED, WHOLE, BatchState, Mixes
+from autopart.passes.batch_written import accumulated, additions_to_buffers, how_written
 from autopart.passes.exported import fakes
 from autopart.passes.program import Program, Role, mark_differentiable
 from autopart.passes.rules import Rule, RuleBook, follow
@@ -59,6 +60,7 @@ class BatchSplit:
 
     graph: placeholders ``b`` (samples in this share), ``B`` (samples in the whole batch) and totals added.
     combine: for every tensor output its name, "sum", "cat" or "same", and the dim for "cat".
+    updates: of written buffers how the shares' new values make the whole batch's, see ``ParameterSpec.combine``.
     totals: the graph that computes the totals from the inputs, and their names; None when there are none.
     flaw: why the batch may not be split, naming the op; '' when it may. The graph is then the program's own.
     """
@@ -69,6 +71,7 @@ class BatchSplit:
     total_names: tuple[str, ...] = ()
     flaw: str = ""
     notes: tuple[str, ...] = ()
+    updates: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -84,6 +87,7 @@ class Splitter:
     numbers: dict[fx.Node, fx.Node] = field(default_factory=dict)  # sizes of the whole batch
     found: dict[object, tuple[Rule | None, tuple[Placement, ...] | None]] = field(default_factory=dict)
     notes: dict[str, None] = field(default_factory=dict)
+    additions: set[fx.Node] = field(default_factory=set)  # to buffers, see batch_written.py
     whole_batch: fx.Node | None = None
     share: fx.Node | None = None
     last_placeholder: fx.Node | None = None
@@ -187,7 +191,7 @@ class Splitter:
             if any(graphs.is_tensor(item) and not self.state(item).whole for item in node.all_input_nodes):
                 raise Mixes("makes a number that depends on the samples")
             return self.copy(node)
-        for special in (counter, reduced_loss, mean, routed):
+        for special in (accumulated, counter, reduced_loss, mean, routed):
             found = special(self, node)
             if found is not None:
                 return found
@@ -268,16 +272,26 @@ class Splitter:
     ) -> fx.Node:
         """An op that is not linear in a sum over samples, or adds to it what does not depend on them."""
         summed = [position for position, state in enumerate(states) if state.placement == PARTIAL]
+        dtype = node.meta["val"].dtype if isinstance(node.meta["val"], torch.Tensor) else torch.int64
+        exact = dtype.is_floating_point or dtype.is_complex  # a share of a whole number is none
         if all(state.whole or state.placement == PARTIAL for state in states):
             for group in () if rule is None else rule.linear:
                 if set(summed) <= set(group) and len(group) > 1 and len(states) == len(group):
+                    if not exact:
+                        break
                     scaled = {
-                        source: self.scaled(given.get(source, self.env[source]))
+                        source: self.scaled(given.get(source, self.env[source]), dtype)
                         for source, state in zip(sources, states, strict=True)
                         if state.whole
                     }
                     return self.put(self.copy(node, {**given, **scaled}), SUMMED)
-            if node.target in _SHIFTS and len(node.args) == 2 and not node.kwargs and node.args[0] is sources[0]:
+            if (
+                exact
+                and node.target in _SHIFTS
+                and len(node.args) == 2
+                and not node.kwargs
+                and node.args[0] is sources[0]
+            ):
                 constant = self.number(node.args[1]) if isinstance(node.args[1], fx.Node) else node.args[1]
                 shift = self.call(operator.mul, constant, self.part())
                 assert isinstance(node.target, torch._ops.OpOverload)
@@ -297,8 +311,10 @@ class Splitter:
             self.share = self.call(operator.truediv, graphs.batch_size(self.graph), self.whole_batch)
         return self.share
 
-    def scaled(self, node: fx.Node) -> fx.Node:
-        """The share ``b / B`` of a value that every share has."""
+    def scaled(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """The share ``b / B`` of a value that every share has. dtype: of the result, for whole numbers."""
+        if not (node.meta["val"].is_floating_point() or node.meta["val"].is_complex()):
+            node = self.put(self.call(aten.to.dtype, node, dtype), WHOLE)
         return self.put(self.call(aten.mul.Tensor, node, self.part()), SUMMED)
 
     def completed(self, node: fx.Node) -> fx.Node:
@@ -357,15 +373,18 @@ class Splitter:
         combine: dict[str, tuple[str, int]] = {}
         for info, result in zip(tensors, results, strict=False):
             state = self.states[result]
+            if state.onto is not None:
+                raise Mixes(f"returns {info.name!r}, which is what samples add to a buffer and what that was before")
             if state.points or state.order is not None:
                 raise Mixes(f"returns {info.name!r}, whose rows stand in another order")
             if state.placement.is_shard and state.placement.outer != 1:
                 raise Mixes(f"returns {info.name!r}, whose dim {state.placement.dim} holds samples inside other blocks")
             kind = "cat" if state.placement.is_shard else "sum" if state.placement == PARTIAL else "same"
             combine[info.name] = (kind, state.placement.dim)
-        for name, result in zip(self.program.updated_buffers, results[len(tensors) :], strict=True):
-            if not self.states[result].whole:
-                raise Mixes(f"updates the buffer {name!r} by what depends on the samples")
+        updates = {
+            name: how_written(name, self.states[result])
+            for name, result in zip(self.program.updated_buffers, results[len(tensors) :], strict=True)
+        }
         self.graph.output(results)
         totals = _extract(self.graph, list(self.totals)) if self.totals else None
         for node, state in self.states.items():
@@ -379,9 +398,8 @@ class Splitter:
             [node for info, node in zip(tensors, results, strict=False) if loss in (None, info.name)],
         )
         self.graph.lint()
-        return BatchSplit(
-            self.graph, combine, totals, tuple(new.meta["name"] for new in self.totals.values()), "", tuple(self.notes)
-        )
+        names = tuple(new.meta["name"] for new in self.totals.values())
+        return BatchSplit(self.graph, combine, totals, names, "", tuple(self.notes), updates)
 
 
 def split_batch(program: Program, rules: RuleBook) -> BatchSplit:
@@ -389,7 +407,7 @@ def split_batch(program: Program, rules: RuleBook) -> BatchSplit:
     whole = {info.name: ("same", 0) for info in program.outputs if info.node is not None}
     if program.static_batch:
         return BatchSplit(program.graph, whole, flaw=f"the batch size is fixed: {program.static_batch}")
-    splitter = Splitter(program, rules)
+    splitter = Splitter(program, rules, additions=additions_to_buffers(program))
     try:
         return splitter.run()
     except Mixes as reason:

@@ -20,6 +20,7 @@ class BatchState:
         bags of as many rows each begin ("bags"); "" otherwise.
     rows: how many rows such entries number. counter: entry i is the number i.
     grouped: a count of rows per group, rows in that sort's order.
+    onto: a written buffer's old value, which every share has and adds its part (P) to; None: no such value.
     """
 
     placement: Placement = REPLICATE
@@ -28,6 +29,7 @@ class BatchState:
     rows: Extent | None = None
     counter: bool = False
     grouped: fx.Node | None = None
+    onto: fx.Node | None = None
 
     @property
     def whole(self) -> bool:

@@ -23,7 +23,7 @@ from autopart.runtime.schedule.receipts import Receipts
 from autopart.runtime.trace import Recorder
 from autopart.runtime.traffic import Phase
 from autopart.runtime.weight_split import LaterGradients, SplitBackward, into_outer
-from autopart.runtime.written_buffers import BeforeBatch, written_once
+from autopart.runtime.written_buffers import BeforeBatch, add_up, average_statistics, written_once
 
 # What starts the backward of a microbatch: output name -> gradient; None or missing: the output has none.
 Seeds = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor | None]]
@@ -38,6 +38,7 @@ _AHEAD = 2
 class Feed:
     """What a step gives to a rank's stages besides what other stages send.
 
+    replicas: that have samples of their own; 1 where each has the whole batch.
     inputs: microbatch -> the stages' inputs by name. samples: per microbatch on this rank (``b``); whole: over all
     replicas; batch: in the whole step (``B``). totals: by name. first: microbatch -> its first sample, counted in the
     whole batch.
@@ -49,6 +50,7 @@ class Feed:
     batch: int
     totals: Mapping[str, Tensor]
     first: Callable[[int], int]
+    replicas: int
 
 
 @dataclass(slots=True)
@@ -101,6 +103,7 @@ class Run:
         self._reduce = reduce
         self._microbatches: dict[tuple[int, int], _Microbatch] = {}
         self._weights: dict[int, list[Tensor]] = {}
+        self._manifest = manifest
         self._written = {stage: BeforeBatch(own) for stage, own in written_once(modules, manifest).items()}
         self._step = mesh.step
         self._batch = mesh.step if train else _EVALUATED
@@ -127,6 +130,12 @@ class Run:
                     self.do(action)
             if flush:
                 self._links.flush()
+
+    def settle_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """After all forwards, makes what they wrote the whole batch's, on all replicas. buffers: by name."""
+        average_statistics(self._manifest, self._mesh, buffers)
+        if self._feed.replicas > 1:
+            add_up([item for before in self._written.values() for item in before.parts(self._mesh)], self._mesh)
 
     def _split_weights(self, actions: Sequence[Action]) -> dict[int, list[Tensor]]:
         """The weights of the stages whose W has work of its own: without gradients to send, B may do it all."""
@@ -267,6 +276,8 @@ class Run:
         with self._passing("forward", stage), self._splitting(stage, state):
             results = self._modules[stage](b=feed.samples, B=feed.batch, **arguments)
             results = tuple(map(into_outer, results)) if isinstance(results, tuple) else results
+        if stage in self._written:
+            self._written[stage].end_forward()
         if not isinstance(results, tuple) or len(results) != len(spec.sends) + len(spec.outputs):
             raise PlanError(
                 f"{spec.file} has to return a tuple of {len(spec.sends)} values to send {list(spec.sends)} and "

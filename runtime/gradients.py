@@ -338,28 +338,6 @@ def _foreign(hooks: dict[int, Any]) -> dict[int, Any]:
     return {key: hook for key, hook in hooks.items() if not str(hook.__module__).startswith("autopart.runtime.")}
 
 
-def average_buffers(manifest: Manifest, mesh: Mesh, buffers: dict[str, Tensor]) -> None:
-    """Makes running statistics equal on all replicas: their mean over the data axis. What is written once is equal.
-
-    A backward may be to come where the script computes the loss. It keeps these tensors, but does not use their values
-    in training mode, so they are written behind autograd's back (``.data`` has a version of its own).
-    """
-    names = [s.name for s in manifest.parameters if s.buffer and s.mutated and not s.once and s.name in buffers]
-    statistics = [buffers[name] for name in names if buffers[name].is_floating_point()]
-    if mesh.data.size == 1 or not statistics:
-        return
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in statistics:
-        groups.setdefault(tensor.dtype, []).append(tensor)
-    with torch.no_grad():
-        for members in groups.values():
-            layout = FlatShares([tensor.shape for tensor in members], [0] * len(members), 1)
-            message = layout.message(members)
-            sum_in_place(message, mesh.data, "step")
-            for tensor, total in zip(members, layout.shares(message), strict=True):
-                tensor.data.copy_(total / mesh.data.size)
-
-
 def _magnitudes(gradient: Tensor) -> Tensor:
     """Of complex numbers the real ones that their norm is of, as torch takes no real type for it."""
     return gradient.abs() if gradient.is_complex() else gradient

@@ -23,7 +23,6 @@ from autopart.runtime.errors import BatchError, InputError, PlanError
 from autopart.runtime.executor import Feed, Run
 from autopart.runtime.gradients import (
     GradientSums,
-    average_buffers,
     clip_gradients,
     separate_gradients,
 )
@@ -242,6 +241,7 @@ class ParallelModule(HeldStages):
             division.batch,
             totals,
             division.start,
+            division.replicas,
         )
 
     def _train_with_loss(self, variant: Variant, feed: Feed, division: Division) -> Any:
@@ -266,7 +266,7 @@ class ParallelModule(HeldStages):
         seed = 1.0 if self._scale is None else self._scale.seed
         again = None if self._scale is None else self._repeatable(variant, lambda wanted: run_with(wanted)[1])
         run, gradients = run_with(seed)
-        average_buffers(self.manifest, self.mesh, self._buffers_by_name())
+        run.settle_buffers(self._buffers_by_name())
         wanted = [spec for spec in variant.outputs if self.returned == "all" or spec.name == loss_name]
         values = self._collected(wanted, run, division)
         scale = None
@@ -296,7 +296,7 @@ class ParallelModule(HeldStages):
         losses = self._collect_losses()
         with self._norms.running():
             gradients = self._buffer.advance(run, division)
-        average_buffers(self.manifest, self.mesh, self._buffers_by_name())
+        run.settle_buffers(self._buffers_by_name())
         return self._hand_out_late(losses(), gradients)
 
     def finish(self) -> Any:
@@ -352,7 +352,7 @@ class ParallelModule(HeldStages):
         schedules = variant.schedules
         schedule = schedules.of(division.microbatches)
         run.execute(schedules.own(forward_part(schedule)))
-        average_buffers(self.manifest, self.mesh, self._buffers_by_name())
+        run.settle_buffers(self._buffers_by_name())
         values = self._collected(variant.outputs, run, division)
         types = {spec.name: dtype_of(spec.dtype) for spec in variant.outputs}
         differentiable = [s for s in variant.outputs if types[s.name].is_floating_point or types[s.name].is_complex]
@@ -389,7 +389,7 @@ class ParallelModule(HeldStages):
         # A gradient that is on its way between two batches is received in the next one's call.
         run.execute(variant.schedules.own(schedule), flush=self._buffer is None)
         if self.training:
-            average_buffers(self.manifest, self.mesh, self._buffers_by_name())
+            run.settle_buffers(self._buffers_by_name())
         values = self._collected(variant.outputs, run, division)
         if torch.is_grad_enabled() and self._trainable():
             values.update(refused(variant.outputs, values))
@@ -403,7 +403,7 @@ class ParallelModule(HeldStages):
         """``run``, later, as if now: with this step's random numbers and buffers, and leaving these as they are."""
         device, step = self.mesh.device, self.mesh.step
         state = default_generator(device).get_state()
-        written = [buffer for own in written_once(variant.stages, variant.manifest).values() for buffer in own]
+        written = [item.tensor for own in written_once(variant.stages, variant.manifest).values() for item in own]
         before = [buffer.clone() for buffer in written]
 
         def again(seed: float) -> Gradients:

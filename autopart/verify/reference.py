@@ -59,7 +59,7 @@ def train_reference(
     Where the program's gradients are those of the batch before, each is applied one step late (PipeDream-2BW, arXiv
     2006.09503, section 3.1): W(t+1) = W(t) - lr * grad(W(t-1)), and the last after the last step.
     """
-    once = {spec.name for spec in manifest.parameters if spec.once}
+    once = {spec.name: spec.combine for spec in manifest.parameters if spec.once}
     in_pieces = any(note.startswith(_BATCH_STATISTICS) for note in manifest.notes)
     specs = [spec for spec in manifest.inputs if spec.kind == "tensor"]
     pieces: list[dict[str, Any]] = [subject.leaves]
@@ -90,10 +90,16 @@ def train_reference(
         for step in range(steps):
             losses = []
             before = {name: buffer.clone() for name, buffer in model.named_buffers() if name in once}
+            sums: dict[str, Tensor] = {}
             for piece in pieces:
                 set_values([model.get_buffer(name) for name in before], [*before.values()])
                 outputs = flatten(subject.call(**rebuild(subject.structure, piece)))[0]
                 losses.append(loss_of(outputs, manifest.loss))
+                for name, old in before.items():
+                    if once[name] == "added":
+                        new = model.get_buffer(name).detach()
+                        sums[name] = sums.get(name, old.clone()) + new - old
+            set_values([model.get_buffer(name) for name in sums], [*sums.values()])
             loss = torch.stack(losses).mean()
             if not loss.requires_grad:
                 raise VerifyError("the loss depends on no trainable parameter, so there are no gradients to compare")
@@ -109,8 +115,10 @@ def train_reference(
         update(waiting)
     if not all(map(math.isfinite, result.losses)):
         raise VerifyError(f"the plain model's losses are not finite: {result.losses}; give other inputs")
-    statistics = {spec.name for spec in manifest.parameters if spec.mutated} - once
+    statistics = {spec.name for spec in manifest.parameters if spec.mutated} - {*once}
     ignored = statistics if division.replicas > 1 else set()
+    if in_pieces:  # whether a sum over the batch is one or a mean does not show in the pieces' values
+        ignored |= {name for name, combine in once.items() if combine == "sum"}
     members = [*model.named_parameters(), *model.named_buffers()]
     result.state = {name: tensor.detach().clone() for name, tensor in members if name not in ignored}
     # The copy is left as it came, so that it may be compared again.

@@ -306,6 +306,7 @@ def parameter_specs(
             _parameter(info, homes, storage, program, layout, layout.cuts.get(info.name), learning),
             mutated=info.name in updated,
             once=info.name in once,
+            combine=split.updates.get(info.name, ""),
         )
         for info in program.tensors.values()
     )
