@@ -20,6 +20,7 @@ from autopart.divided_original import captured_again
 from autopart.fewer_devices import advised_plan
 from autopart.other_sizes import Outline, carry
 from autopart.passes.emit.program import Emitted
+from autopart.passes.program import Evaluation
 from autopart.passes.rules import RULES
 from autopart.plan import Plan
 from autopart.realize import realize
@@ -39,7 +40,7 @@ class _Planned:
     outline: Outline
     batch_dims: Mapping[str, int | None]
     precision: str
-    eval_flaw: str
+    evaluation: Evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Compiler:
         options = {name: settings[name] for name in ("loss_fn", "batch_dims", "precision", "reduce_dtype")}
         with _as_ever():
             program = capture(self._model, args, kwargs, **options)
-            eval_flaw = program.eval_flaw
+            evaluation = program.evaluation
         if not settings["verbose"]:  # else the plan that is printed has them
             for note in program.notes:
                 warnings.warn(note, stacklevel=2)
@@ -95,7 +96,7 @@ class Compiler:
         emitted.files["plan.json"] = plan.to_json()
         emitted.files["plan.txt"] = plan_text(plan)
         dims = {spec.name: spec.batch_dim for spec in program.inputs if spec.kind == "tensor"}
-        self._planned = _Planned(plan, Outline.of(analysis), dims, program.precision, eval_flaw)
+        self._planned = _Planned(plan, Outline.of(analysis), dims, program.precision, evaluation)
         self._whole = self._parameters()
         return self._files(emitted)
 
@@ -125,12 +126,12 @@ class Compiler:
                 kwargs,
                 loss_fn=settings["loss_fn"],
                 batch_dims=planned.batch_dims,
-                check_eval=not planned.eval_flaw,
+                check_eval=not planned.evaluation.flaw,
                 precision=planned.precision,
                 reduce_dtype=settings["reduce_dtype"],
             )
-            flaw = planned.eval_flaw or program.eval_flaw
-        program.check_evaluation = lambda: flaw
+            evaluation = planned.evaluation if planned.evaluation.flaw else program.evaluation
+        program.check_evaluation = lambda: evaluation
         plan, analysis, whole = carry(planned.plan, planned.outline, analyze(program, settings["rules"] or RULES))
         return self._files(realize(program, plan, analysis)), whole
 

@@ -34,7 +34,7 @@ from autopart.own_backwards import own_backwards
 from autopart.own_numbers import carried, note_on_numbers
 from autopart.parameter_memory import check_apart
 from autopart.passes.autocast import entered
-from autopart.passes.program import Program, mode_free_digests
+from autopart.passes.program import Evaluation, Program, mode_free_digests, mode_free_updates
 from autopart.repeated_layers import export_with_copies
 from autopart.runtime.errors import CaptureError
 from autopart.runtime.structure import flatten
@@ -130,7 +130,9 @@ def capture(
     program.precision = precision
     program.reduce_dtype = check_sums(reduce_dtype)
     if check_eval:
-        program.check_evaluation = partial(_eval_flaw, program, model, args, {**kwargs, **targets}, loss_fn, batch_dims)
+        program.check_evaluation = partial(
+            _evaluation, program, model, args, {**kwargs, **targets}, loss_fn, batch_dims
+        )
     return program
 
 
@@ -195,15 +197,15 @@ def _export(
             raise capture_error(error, where) from error
 
 
-def _eval_flaw(
+def _evaluation(
     program: Program,
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     loss_fn: Callable[..., torch.Tensor] | None,
     batch_dims: Mapping[str, int | None] | None,
-) -> str:
-    """What evaluation computes otherwise than the training graph with dropout off and statistics fixed; or ''."""
+) -> Evaluation:
+    """What evaluation computes otherwise than the training graph with dropout off and statistics fixed."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -218,10 +220,16 @@ def _eval_flaw(
                 precision=program.precision,
             )
     except CaptureError as error:
-        return f"the model cannot be captured in evaluation mode: {error}"
+        return Evaluation(f"the model cannot be captured in evaluation mode: {error}")
     finally:
         for module, mode in modes.items():
             module.training = mode
     ours, theirs = mode_free_digests(program), mode_free_digests(other)
     differing = [name for name in ours if ours[name] != theirs.get(name)]
-    return f"the output {differing[0]!r} is computed by other ops than in training" if differing else ""
+    if differing:
+        return Evaluation(f"the output {differing[0]!r} is computed by other ops than in training")
+    ours, theirs = mode_free_updates(program), mode_free_updates(other)
+    for name, digest in theirs.items():
+        if ours.get(name) != digest:
+            return Evaluation(f"the buffer {name!r} is written by other ops than in training")
+    return Evaluation(writes=tuple(theirs))

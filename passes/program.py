@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopart.passes.graph import RECURRENT, is_getitem, may_have_gradient
+from autopart.passes.graph import RECURRENT, is_getitem, may_have_gradient, results
 from autopart.runtime.manifest import InputSpec
 
 
@@ -61,8 +61,16 @@ class Assumption:
     text: str
 
 
-def _nobody_knows() -> str:
-    return "it was captured without check_eval, so that nobody knows whether evaluation computes the same"
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """How evaluation differs. flaw: why the stages cannot do it, '' where they can. writes: buffers that it writes."""
+
+    flaw: str = ""
+    writes: tuple[str, ...] = ()
+
+
+def _nobody_knows() -> Evaluation:
+    return Evaluation("it was captured without check_eval, so that nobody knows whether evaluation computes the same")
 
 
 @dataclass(slots=True)
@@ -74,7 +82,7 @@ class Program:
     batch: samples in the example inputs. static_batch: why the batch size is fixed, '' when it is symbolic.
     most_samples: for how many the graph holds at most, 0: any.
     loss: name of the output that is the loss, None when the user's code computes it.
-    check_evaluation: finds :attr:`eval_flaw`, once somebody asks for it.
+    check_evaluation: finds :attr:`evaluation`, once somebody asks for it.
     precision: "bf16-mixed", "fp16-mixed", or '' where the ops compute in the types that the model names.
     reduce_dtype: in which ranks add gradients up ("float32"); '': in the parameters' own types.
     assumptions: what the model's branches were decided by, each a result of the graph ``conditions`` of the inputs.
@@ -98,7 +106,7 @@ class Program:
     imports: tuple[str, ...] = ()
     precision: str = ""
     reduce_dtype: str = ""
-    check_evaluation: Callable[[], str] = _nobody_knows
+    check_evaluation: Callable[[], Evaluation] = _nobody_knows
     assumptions: tuple[Assumption, ...] = ()
     conditions: fx.Graph | None = None
     _fingerprint: str = ""
@@ -106,9 +114,13 @@ class Program:
     @property
     def eval_flaw(self) -> str:
         """Why the emitted stages cannot be evaluated, '' when they can."""
-        flaw = self.check_evaluation()
-        self.check_evaluation = lambda: flaw
-        return flaw
+        return self.evaluation.flaw
+
+    @property
+    def evaluation(self) -> Evaluation:
+        found = self.check_evaluation()
+        self.check_evaluation = lambda: found
+        return found
 
     @property
     def parameters(self) -> list[TensorInfo]:
@@ -185,6 +197,18 @@ _MODE_ARGUMENTS = {
 
 def mode_free_digests(program: Program) -> dict[str, str]:
     """A digest of how each output is computed, blind to arguments that only switch between training and evaluation."""
+    digests = _mode_free(program)
+    return {info.name: digests[info.node] for info in program.outputs if info.node is not None}
+
+
+def mode_free_updates(program: Program) -> dict[str, str]:
+    """The same of the new values of written buffers."""
+    digests, names = _mode_free(program), program.updated_buffers
+    values = results(program.graph)
+    return {name: digests[node] for name, node in zip(names, values[len(values) - len(names) :], strict=True)}
+
+
+def _mode_free(program: Program) -> dict[fx.Node, str]:
     digests: dict[fx.Node, str] = {}
 
     def text(argument: Any) -> Any:
@@ -203,7 +227,7 @@ def mode_free_digests(program: Program) -> dict[str, str]:
             args.pop()
         mapped = fx.node.map_arg((args, kwargs), text)
         digests[node] = hashlib.sha256(f"{node.target}{mapped}".encode()).hexdigest()[:16]
-    return {info.name: digests[info.node] for info in program.outputs if info.node is not None}
+    return digests
 
 
 class _Text(str):

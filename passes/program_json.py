@@ -151,7 +151,7 @@ class _Writer:
     def size(self, size: int | torch.SymInt) -> Any:
         """A whole number, or in a list the multiple of the batch size."""
         found = extent(size)
-        if found is None:
+        if found is None or (isinstance(size, torch.SymInt) and not found.batched):  # a symbol with one value by now
             raise NotWritten(f"the size {size}")
         if not found.batched:
             return found.coefficient

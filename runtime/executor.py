@@ -133,7 +133,8 @@ class Run:
 
     def settle_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """After all forwards, makes what they wrote the whole batch's, on all replicas. buffers: by name."""
-        average_statistics(self._manifest, self._mesh, buffers)
+        if all(module.training for module in self._modules.values()):
+            average_statistics(self._manifest, self._mesh, buffers)
         if self._feed.replicas > 1:
             add_up([item for before in self._written.values() for item in before.parts(self._mesh)], self._mesh)
 

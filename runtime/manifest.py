@@ -121,7 +121,7 @@ class ParameterSpec:
     persistent: False for buffers that are not part of the state dict. mutated: a buffer that the forward updates.
     once: it has one new value a step, of that before the step (:mod:`autopart.runtime.written_buffers`). combine: of
     such a buffer, how the new values that shares of the batch make become the whole batch's: ``""``: they are equal;
-    ``"sum"``: they add up; ``"added"``: what each added to the value before does.
+    ``"sum"``: they add up; ``"added"``: what each added to the value before does. evaluated: evaluation writes it too.
     by_stage: where meshes differ, the placements on each of ``stages``, of which ``placements`` are the first's.
     zero: what is divided over the data axis as well, in ``data_dim`` of the share that the tensor axes leave: 0
     nothing; 1 the optimizer's state; 2 gradients too; 3 weights too (:mod:`autopart.runtime.data_weights`).
@@ -141,6 +141,7 @@ class ParameterSpec:
     mutated: bool = False
     once: bool = False
     combine: str = ""
+    evaluated: bool = False
     by_stage: tuple[tuple[str, ...], ...] = ()
     zero: int = 0
     data_dim: int = 0

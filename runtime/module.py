@@ -388,8 +388,7 @@ class ParallelModule(HeldStages):
         run = self._run(variant, feed, train=False)
         # A gradient that is on its way between two batches is received in the next one's call.
         run.execute(variant.schedules.own(schedule), flush=self._buffer is None)
-        if self.training:
-            run.settle_buffers(self._buffers_by_name())
+        run.settle_buffers(self._buffers_by_name())
         values = self._collected(variant.outputs, run, division)
         if torch.is_grad_enabled() and self._trainable():
             values.update(refused(variant.outputs, values))

@@ -35,13 +35,17 @@ class WrittenOnce:
 
 
 def written_once(modules: Mapping[int, nn.Module], manifest: Manifest) -> dict[int, list[WrittenOnce]]:
-    """Of each stage in training mode that writes any, its own. modules: the stages by number."""
+    """Of each stage that writes any in the mode it is in, its own. modules: the stages by number."""
     found: dict[int, list[WrittenOnce]] = {}
     specs = {spec.name: spec for spec in manifest.parameters if spec.once}
     for stage, module in modules.items():
-        if specs and module.training:
+        if specs:
             tensors = tensors_in([module], manifest).items()
-            own = [WrittenOnce(tensor, specs[name].combine) for name, tensor in tensors if name in specs]
+            own = [
+                WrittenOnce(tensor, specs[name].combine)
+                for name, tensor in tensors
+                if name in specs and (module.training or specs[name].evaluated)
+            ]
             found.update({stage: own} if own else {})
     return found
 

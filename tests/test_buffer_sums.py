@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import autopart.verify
 from autopart.analysis import analyze
+from autopart.passes.program import Evaluation
+from autopart.passes.program_json import NotWritten, written
 from autopart.planner import make_plan
 from autopart.realize import realize
 from autopart.verify import compare_emitted, prepare
@@ -153,13 +155,50 @@ def trained(parallel: bool) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         found += [loss.detach(), model.state_dict()["loads"].clone()]
-    with torch.no_grad():  # counts in training mode too
-        found += [model(*(value.double() for value in inputs(8))), model.state_dict()["loads"].clone()]
+    for training in (True, False):  # it counts in both modes
+        model.train(training)
+        with torch.no_grad():
+            found += [model(*(value.double() for value in inputs(8))), model.state_dict()["loads"].clone()]
     return found
 
 
 def test_a_script_counts_as_one_process() -> None:
     expected = trained(False)
-    assert expected[-1].sum() == EXPERTS + 2 * (8 * 4 + 7)
+    assert expected[-1].sum() == EXPERTS + 2 * (8 * 5 + 7)
     for found in launch(trained, 2, True):
         torch.testing.assert_close(found, expected)
+
+
+class Switched(Routed):
+    """Evaluation counts otherwise."""
+
+    def count(self, chosen: Tensor, scores: Tensor) -> None:
+        self.loads += nn.functional.one_hot(chosen, EXPERTS).sum((0, 1)) * (1 if self.training else 2)
+
+
+def test_evaluation_that_writes_other_values_is_refused() -> None:
+    assert autopart.capture(Routed(), inputs()).evaluation == Evaluation("", ("loads",))
+    assert "the buffer 'loads' is written by other ops" in autopart.capture(Switched(), inputs()).eval_flaw
+
+
+class Queue(Routed):
+    """Keeps the newest rows, as many as there were, and compares with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(20, WIDTH))
+        self.rows: Tensor
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.out(x)
+        loss = nn.functional.cross_entropy(torch.cat([x, x @ self.rows.clone().T], -1), y.argmax(-1))
+        with torch.no_grad():
+            self.rows.copy_(torch.cat([x, self.rows])[:20])
+        return loss
+
+
+def test_a_program_with_a_batch_size_that_is_a_number_after_all_is_not_kept() -> None:
+    program = autopart.capture(Queue(), inputs())
+    assert "combines different samples" in analyze(program).split.flaw
+    with pytest.raises(NotWritten, match="the size"):
+        written(program)

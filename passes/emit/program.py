@@ -97,7 +97,11 @@ def emit_program(
     """Sources and manifest. ``graphs_by_stage``: one rank's graph per stage (shard_stage)."""
     totals_buffers = _names(split.totals, Role.BUFFER) if split.totals is not None else ()
     homes = _homes(program, stages, graphs_by_stage, totals_buffers)
-    parameters = parameter_specs(program, split, stages, graphs_by_stage, storage, layout)
+    evaluated = program.evaluation.writes
+    parameters = tuple(
+        replace(spec, evaluated=spec.name in evaluated)
+        for spec in parameter_specs(program, split, stages, graphs_by_stage, storage, layout)
+    )
     files: dict[str, str] = {}
     specs: list[StageSpec] = []
     for stage, graph in zip(stages, graphs_by_stage, strict=True):
@@ -116,6 +120,7 @@ def emit_program(
             layout.invariant_dropout,
             layout.cuts,
             mesh.dp,
+            evaluated,
         )
         files[name] = source.write()
         roles = {role: _names(graph, role) for role in (Role.INPUT, Role.RECEIVED, Role.TOTAL)}

@@ -46,7 +46,8 @@ class StageSource:
     recompute: layers, and modules in layers, of which only the inputs are kept for the backward, which runs their
     forward again.
     cuts: of the parameters that ``replicas`` ranks divide between them.
-    results: (sends + outputs) count; what follows in the graph's output are new values of the buffers ``updates``.
+    results: (sends + outputs) count; what follows in the graph's output are new values of the buffers ``updates``,
+    of which evaluation writes those ``evaluated`` too.
     """
 
     def __init__(
@@ -62,11 +63,12 @@ class StageSource:
         invariant: bool = False,
         cuts: Mapping[str, DataCut] | None = None,
         replicas: int = 1,
+        evaluated: Collection[str] = (),
     ):
         self.recompute, self.path, self.invariant = recompute, path, invariant
         self.cuts, self.replicas = cuts or {}, replicas
         self.graph, self.axes, self.tensors, self.heading = graph, axes, tensors, heading
-        self.results, self.updates = results, updates
+        self.results, self.updates, self.evaluated = results, updates, evaluated
         self.returned = graphs.results(graph)
         self.classes: dict[str, _LayerClass] = {}
         self.layers: dict[str, str] = {}  # path -> class name
@@ -99,10 +101,14 @@ class StageSource:
         returned = [main.name(node).code for node in self.returned[: self.results]]
         if self.updates:
             updated = [main.name(node).code for node in self.returned[self.results :]]
-            main.lines.append("if self.training:")
-            main.lines.append("    with torch.no_grad():")
-            for name, code in zip(self.updates, updated, strict=True):
-                main.lines.append(f"        {_attribute('self', name)}.data.copy_({code})")
+            writes = {
+                name: f"    {_attribute('self', name)}.data.copy_({code})"
+                for name, code in zip(self.updates, updated, strict=True)
+            }
+            if trained := [line for name, line in writes.items() if name not in self.evaluated]:
+                main.lines += ["if self.training:", "    with torch.no_grad():", *(f"    {line}" for line in trained)]
+            if always := [line for name, line in writes.items() if name in self.evaluated]:
+                main.lines += ["with torch.no_grad():", *always]
         main.lines.append(f"return ({', '.join(returned)}{',' if len(returned) == 1 else ''})")
         signature = ", ".join(
             ["b: int", "B: int", *(f"{argument_name(node.meta['name'])}: Tensor" for node in arguments)]
