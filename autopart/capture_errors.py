@@ -96,7 +96,15 @@ def capture_error(error: Exception, where: Where) -> CaptureError:
     place = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "unknown source line"
     text = _first_line(error)
     suggestion = "the line cannot be traced with symbolic sizes; express it with tensor ops"
-    if depends_on_data(error):
+    recurrent = {frame.name for frame in frames if frame.filename.endswith("/rnn.py")}
+    if recurrent & {"pack_padded_sequence", "pad_packed_sequence"} or (recurrent and "FakeTensor" in text):
+        suggestion = (
+            "how long a packed sequence's batches are depends on values; give the padded sequence to the module, and "
+            "take each sample's last valid output by its length"
+        )
+    elif depends_on_data(error) and any(frame.filename.endswith("/batchnorm.py") for frame in frames):
+        suggestion = "a batch norm with momentum=None divides by the number of batches so far; give it a momentum"
+    elif depends_on_data(error):
         suggestion = (
             "the branch depends on tensor values; replace it with torch.where, or decide it from the configuration"
         )

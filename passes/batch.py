@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autopart.passes import graph as graphs
 from autopart.passes.batch_losses import mean, reduced_loss
@@ -237,7 +238,7 @@ class Splitter:
         if found is None:
             if any(state.placement == PARTIAL for state in states):
                 return self.after_sums(node, rule, sources, states, given)
-            raise Mixes("combines different samples" if rule else "may combine different samples: it has no rule")
+            raise Mixes(self.why_refused(node, rule))
         grouped = next((state.grouped for state in spread if state.grouped is not None), None)
         results = []
         for placement in found:
@@ -249,6 +250,11 @@ class Splitter:
                 counts = points.counter and node.target is not aten.slice.Tensor
                 results.append(BatchState(placement, order, points.points, points.rows, counts))
         return self.put(self.copy(node, given), *results)
+
+    def why_refused(self, node: fx.Node, rule: Rule | None) -> str:
+        if any(free_unbacked_symbols(size) for value in graphs.outputs(node) for size in value.fake.shape):
+            return "makes as many elements as the values say, of any samples; use torch.where, or weigh by the mask"
+        return "combines different samples" if rule else "may combine different samples: it has no rule"
 
     def followed(self, node: fx.Node, placements: list[Placement]) -> tuple[Rule | None, tuple[Placement, ...] | None]:
         """An op's rule, and the placements that follow; found once for ops of copied layers, which share values."""

@@ -16,7 +16,7 @@ Values are unchanged bit by bit: no op is replaced by one that computes differen
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -326,6 +326,10 @@ class _Normalizer(Rewriting):
             for step, more in memory_views(node):
                 source = self.view(node, step, (source, *self.look(more)), {}, whole=False)
             return source
+        if target is aten.tile.default:
+            return self.emit(aten.repeat.default, (args[0], synonyms.tiles(args[1], value.dim())), {}, node)
+        if target is aten.rot90.default:
+            return self.turned(node, *args)
         if target is aten.embedding.default and (kwargs.get("sparse") or (len(args) > 4 and args[4])):
             path, source = origin(node)
             raise CaptureError(
@@ -339,7 +343,7 @@ class _Normalizer(Rewriting):
         return self.emit(first_name(target) or target, args, kwargs, node)
 
     def placed(self, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
-        """``index_put``; one value written through a mask is a choice per element."""
+        """``index_put``; through a mask, what each place knows the value of is a choice per element."""
         masked = masked_write(args, node.meta["val"])
         if masked is None:
             return self.emit(aten.index_put.default, args, {}, node)
@@ -347,6 +351,16 @@ class _Normalizer(Rewriting):
         for _ in range(missing):
             mask = self.emit(aten.unsqueeze.default, (mask, -1), {}, node)
         return self.emit(aten.where.self, (mask, written, args[0]), {}, node)
+
+    def turned(self, node: fx.Node, source: fx.Node, times: int = 1, dims: Sequence[int] = (0, 1)) -> fx.Node:
+        """``rot90``: dims flipped, and exchanged where the turns are odd."""
+        flipped = {1: [dims[1]], 2: list(dims), 3: [dims[0]]}.get(times % 4)
+        if flipped is None:
+            return self.emit(aten.clone.default, (source,), {}, node)
+        new = self.emit(aten.flip.default, (source, flipped), {}, node, times % 4 == 2)
+        if times % 2:
+            new = self.view(node, aten.transpose.int, (new, *dims), {}, whole=False)
+        return new
 
     def shape(self, node: fx.Node, args: tuple[Any, ...]) -> list[Any]:
         """Explicit sizes of a reshape; what the batch size does not describe stays as the model wrote it."""

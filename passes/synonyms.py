@@ -99,9 +99,11 @@ def first_name(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
 
 
 def masked_write(args: tuple[Any, ...], value: torch.Tensor) -> tuple[fx.Node, fx.Node, int] | None:
-    """``x[mask] = number``, an ``index_put`` with one mask over the leading dims and one value for all elements.
+    """``x[mask] = y``, an ``index_put`` with one mask over the leading dims, where the places know what they get: one
+    value for all elements, one for each of the dims behind the mask's (a mask token), or ``y[mask]`` of the same mask.
 
-    Returns the mask, the value and how many dims the mask lacks at the end; None if it is another write.
+    Returns the mask, a value that broadcasts to ``x``, and how many dims the mask lacks at the end; None for other
+    writes.
     """
     indices, values = args[1], args[2]
     accumulate = len(args) > 3 and args[3]
@@ -109,9 +111,31 @@ def masked_write(args: tuple[Any, ...], value: torch.Tensor) -> tuple[fx.Node, f
         return None
     mask, written = indices[0].meta["val"], values.meta["val"]
     # A size of one would broadcast in a comparison of shapes, where indexing refuses it.
-    if mask.dtype != torch.bool or written.dim() or written.dtype != value.dtype:
+    if mask.dtype != torch.bool or written.dtype != value.dtype:
         return None
-    return indices[0], values, value.dim() - mask.dim()
+    behind = value.dim() - mask.dim()
+    if values.target is aten.index.Tensor and not values.kwargs:
+        source, picked = values.args
+        assert isinstance(source, fx.Node) and isinstance(picked, list | tuple)
+        fits = len(picked) == 1 and _same(picked[0], indices[0]) and source.meta["val"].shape == value.shape
+        return (indices[0], source, behind) if fits else None
+    # of more dims the first are the picked places'
+    return (indices[0], values, behind) if written.dim() <= behind else None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two nodes have the same value: one op of the same operands, written twice."""
+    if one is other:
+        return True
+    if not (isinstance(one, fx.Node) and isinstance(other, fx.Node)) or one.op != "call_function":
+        return False
+    drawn = isinstance(one.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in one.target.tags
+    return not drawn and (one.target, one.args, one.kwargs) == (other.target, other.args, other.kwargs)
+
+
+def tiles(dims: Sequence[Any], of: int) -> list[Any]:
+    """The arguments of ``repeat`` for ``tile``, which takes fewer than the tensor has dims: the last ones."""
+    return [*[1] * (of - len(dims)), *dims]
 
 
 def squeezed(shape: Sequence[Any], given: tuple[Any, ...]) -> list[int]:
