@@ -242,9 +242,11 @@ class Parallelized(StandIn):
             if self.parallel.mesh.rank == 0:
                 self._watched.warn_of_changes()
                 self._watched_parts.warn_of_changes()
-            for name, value in self._set_buffers.take():
-                self.parallel.set_buffer(name, value)
         return self.parallel(*args, **kwargs)
+
+    def _take_set_buffers(self) -> None:
+        for name, value in self._set_buffers.take():
+            self._planned("set_buffer").set_buffer(name, value)
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plans, emits and divides the model for batches like these inputs. All ranks call it, once."""
@@ -271,6 +273,7 @@ class Parallelized(StandIn):
     def _become(self, program: ParallelModule) -> None:
         object.__setattr__(self, "parallel", program)
         self._watch()
+        program.taken_too = self._take_set_buffers
         program.train(self.training)
         while self._callbacks:
             self._callbacks.pop(0)()

@@ -30,6 +30,7 @@ class HeldStages(nn.Module):
         # Calls in training so far; the random numbers follow from it.
         self.steps = 0
         self._given = GivenState(self)
+        self.taken_too: Callable[[], None] = lambda: None  # from the original's buffers
         self.stages = nn.ModuleList(stages.values())
         self._nothing = (nn.Parameter(torch.empty(0, device=mesh.device)),)  # in a tuple, so as not to be registered
 
@@ -75,7 +76,8 @@ class HeldStages(nn.Module):
         return destination
 
     def take_writes(self) -> None:
-        """Takes on what a script wrote into the tensors of :meth:`state_dict`; see given_state.py."""
+        """Takes on what a script wrote into the original's buffers, or those of :meth:`state_dict` (given_state.py)."""
+        self.taken_too()
         self._given.take()
 
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:

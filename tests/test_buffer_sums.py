@@ -117,6 +117,21 @@ def inputs(samples: int = 16) -> tuple[Tensor, Tensor]:
     return x[0], x[1]
 
 
+class Hits(Routed):
+    """Counts that are returned, and one more."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        best = self.out(x).argmax(-1) == y.argmax(-1)
+        return {"loss": super().forward(x, y), "hits": best.sum(), "positive": (y > 0).sum() + 1}
+
+
+def test_counts_that_are_returned_stay_whole() -> None:
+    split = analyze(autopart.capture(Hits(), inputs(), check_eval=False)).split
+    assert split.combine == {"loss": ("sum", 0), "hits": ("sum", 0), "positive": ("same", 0)}
+    values = split.graph.output_node().args[0]
+    assert isinstance(values, tuple) and values[2].meta["val"].dtype is torch.int64  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("model", [Routed, Histogram, Scattered, Places, Moving, Seen, Pooled])
 @pytest.mark.parametrize("limits", [{"dp": 2, "pp": 1, "microbatches": 2}, {"dp": 1, "pp": 2, "microbatches": 4}])
 def test_replicas_equal_one_process(

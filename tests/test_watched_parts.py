@@ -76,6 +76,13 @@ def trained(limits: dict[str, Any] | None) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    net.heat.fill_(7.0)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    losses.append(state["heat"].item())
+    net.heat.fill_(1.0)  # what is loaded after it counts
+    model.load_state_dict(state)
+    x, y = batch(4)
+    losses.append((loss_fn(model(x), y) if limits is None else model(x, targets=y).loss).item())
     return losses
 
 
