@@ -29,7 +29,7 @@ from autopart.solver.stages_problem import StageProblem
 from autopart.tensor_scheme import TensorScheme
 from autopart.unlike import UnlikeCandidates
 from autopart.unlike_answer import UnlikeAnswer
-from autopart.wide_ranks import most_ranks, promising
+from autopart.wide_ranks import most_ranks, promising, repeated
 
 MOST_UNLIKE = 16
 """Alike devices up to which unlike meshes are searched, where equal ones can be."""
@@ -142,9 +142,16 @@ class PlanSpace(Space[Config, AnyAnswer]):
         found: list[Config] = []
         if self.limits.free_axes:
             found += several_axes(self.candidates, self._equal, cast(Any, best), self._taken)
+            known = {replace(config, recompute="auto") for config in found}
+            found += (config for config in self._repeated(best) if replace(config, recompute="auto") not in known)
         if not self.first or unlike_can_win(self.candidates.cluster, best):
             found += self._unlike_configs()
         return found
+
+    def _repeated(self, best: Evaluation[AnyAnswer] | None) -> tuple[Degrees, ...]:
+        if best is None or self.limits.meshes == "unlike" or most_ranks(self.candidates.cluster, self.limits) is None:
+            return ()
+        return repeated(self._estimates, self._any_ranks(), self.candidates.cluster, best.objective)
 
     # -- bounds ---------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ What is left out is not in a plan's bound.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from autopart.cluster import Cluster
 from autopart.estimates import Estimates
@@ -32,3 +33,23 @@ def promising(estimates: Estimates, configs: Iterable[Degrees], best_seconds: fl
     most = (1 - FASTER) * best_seconds
     below = (config for config in configs if estimates.candidates.lower_bound(config) < most)
     return tuple(config for config in below if estimates.promised(config) < most)
+
+
+def repeated(
+    estimates: Estimates, configs: Iterable[Degrees], cluster: Cluster, best_seconds: float
+) -> tuple[Degrees, ...]:
+    """The one on two axes, nodes and the ranks of each, of which one node by itself promises to be faster by FASTER.
+
+    Its ranks share what the other nodes repeat, however slow the network is: one axis over all ranks has no such plan.
+    configs: on one axis.
+    """
+    count, nodes, most = cluster.nodes[0].count, len(cluster.nodes), (1 - FASTER) * best_seconds
+    if count == 1 or nodes == 1 or any(node.count != count for node in cluster.nodes):
+        return ()
+    promised = {
+        replace(config, axes=(nodes, count)): estimates.promised(replace(config, axes=(count,)))
+        for config in configs
+        if len(config.axes) == 1 and config.tp == nodes * count and estimates.candidates.lower_bound(config) < most
+    }
+    best = min(promised, key=lambda config: promised[config], default=None)
+    return () if best is None or promised[best] >= most else (best,)

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from autopart.analysis import Analysis, analyze
 from autopart.cluster import Cluster
+from autopart.models import load_model
 from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.tracing import capture
+from autopart.what_if import Change
 
 SIZE = 4096
 
@@ -73,3 +75,18 @@ def test_what_promises_nothing_is_not_tried() -> None:
     assert ranks(found) <= 4
     assert not [config for config in tried(found) if " tp=8 " in config or " tp=16 " in config]
     assert [config for config in tried(plan(8, "4x4xA100-80GB", batch=512, thorough=True)) if " tp=16 " in config]
+
+
+def test_a_faster_network_is_no_reason_to_be_slower() -> None:
+    """A node's ranks share what the other node repeats, which takes the same on any network."""
+    name = "hf:gpt2?n_layer=2&n_embd=1024&n_head=8&vocab_size=8000&seq=256"
+    loaded = load_model(name, meta=True)
+    analysis = analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False))
+
+    def on(cluster: str, factor: float = 1.0, **limits: Any) -> Plan:
+        changed = Change(network=factor).applied(Cluster.parse(cluster))
+        return make_plan(analysis.program, changed, batch=8, recompute="none", analysis=analysis, **limits)
+
+    found = on("2x2xRTX-4090@Ethernet-25", 4.0)
+    assert found.bound_s <= found.step_time_s <= on("2xRTX-4090", tp=2, microbatches=1).step_time_s
+    assert found.step_time_s < 0.9 * on("2x2xRTX-4090@Ethernet-25", 4.0, tp=2).step_time_s
