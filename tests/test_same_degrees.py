@@ -183,6 +183,27 @@ def test_what_if_takes_the_better_of_equal_degrees(
     assert now == same == best
 
 
+def test_what_if_bounds_the_best_plan_by_all_that_was_searched(
+    tmp_path: Path, analysis: Analysis, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same degrees, which the search leaves out, a bound says nothing of other degrees."""
+    cluster, file, written = tmp_path / "cluster.toml", tmp_path / "plan.json", tmp_path / "best.json"
+    CLUSTER.save(cluster)
+    plan = replace(planned(analysis, pp=2, dp=2, tp=1, microbatches=4), asked={})
+    plan.save(file)
+    same = replace(plan, bound_s=0.9 * plan.step_time_s, gap=0.1)
+    searched = replace(plan, microbatches=2, step_time_s=2 * plan.step_time_s, bound_s=0.5 * plan.step_time_s, gap=0.75)
+    monkeypatch.setattr("autopart.planned.planned", lambda *_, **limits: same if "pp" in limits else searched)
+    command = ["what-if", str(file), "--model", MODEL, "--cluster", str(cluster), "--inside", "2x", "--json"]
+    assert main([*command, "-o", str(written)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["figures"]["step time"][1:] == [plan.step_time_s] * 2
+    assert found["figures"]["lower bound"][1:] == [same.bound_s, searched.bound_s]
+    assert any(note.startswith("best: of the same degrees") for note in found["notes"])
+    best = Plan.load(written)
+    assert best.bound_s == searched.bound_s and best.gap == pytest.approx(0.5)
+
+
 def test_what_if_says_why_there_are_no_same_degrees(
     tmp_path: Path, analysis: Analysis, capsys: pytest.CaptureFixture[str]
 ) -> None:

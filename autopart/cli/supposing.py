@@ -73,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     from autopart.report.explanation import comparison_text
     from autopart.runtime.errors import BatchError, InfeasibleError, PlanError
     from autopart.same_degrees import asked_of, chosen_anew, have_same_degrees, limits_of_plan
+    from autopart.solver.tensor_problem import relative_gap
     from autopart.what_if import Change
 
     plan = Plan.load(arguments.plan)
@@ -109,9 +110,12 @@ def run(arguments: argparse.Namespace) -> int:
             told.append(f"same degrees: do not work under the change: {str(error).splitlines()[0]}")
     if same is not None and best.step_time_s < same.step_time_s and have_same_degrees(best, same):
         same = best  # a search that is wider may know of a better one of these
-    # what nobody asks for is not tried among others, such as other schedules
-    faster = best if same is None or best.step_time_s <= same.step_time_s else same
-    best = replace(faster, cluster=named, asked=best.asked)
+    if same is not None and same.step_time_s < best.step_time_s:
+        # what nobody asks for is not tried among others, such as other schedules; its bound is of its degrees alone
+        bound = min(best.bound_s, same.step_time_s)
+        best = replace(same, asked=best.asked, bound_s=bound, gap=relative_gap(same.step_time_s, bound))
+        notes.append("best: of the same degrees, which take less than what is found where these are not given")
+    best = replace(best, cluster=named)
     otherwise = chosen_anew(now, same) if same is not None else []
     told += [f"same degrees: chosen anew, and otherwise than now: {', '.join(otherwise)}"] if otherwise else []
     told += notes + [f"best: {note}" for note in best.notes if note not in (*plan.notes, *now.notes)]
