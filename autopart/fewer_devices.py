@@ -34,7 +34,8 @@ MOST_TRIED = 3
 
 
 def advised_plan(cluster: Cluster, analysis: Analysis, **limits: Any) -> Plan:
-    """As :func:`autopart.planned.planned`, with a note where fewer of the cluster's devices would take less time.
+    """As :func:`autopart.planned.planned`, with a note where fewer of the cluster's devices would take less time,
+    or as much where the others repeat what they do.
 
     Where limits name degrees, or devices share a host's cores, nothing is looked for. Further plans are made for parts
     that may be faster alone, the MOST_TRIED largest of them. Where nothing fits, the error says what it would without
@@ -53,7 +54,8 @@ def advised_plan(cluster: Cluster, analysis: Analysis, **limits: Any) -> Plan:
         return plan
     candidates = known.candidates or Candidates(analysis, cluster, plan.batch, plan.optimizer)
     seconds = {node.device: least_seconds(candidates, node) for node in dict.fromkeys(cluster.nodes)}
-    below, where = (1 - WORTH) * plan.step_time_s, cluster
+    most = (1 + WORTH if _repeats(plan) else 1 - WORTH) * plan.step_time_s
+    below, where = most, cluster
     tried = 0
     for part in parts(cluster, seconds):
         if 1 / math.fsum(1 / seconds[device] for device in part.devices) >= below or tried == MOST_TRIED:
@@ -67,11 +69,21 @@ def advised_plan(cluster: Cluster, analysis: Analysis, **limits: Any) -> Plan:
             below, where = found.step_time_s, part
     if where is cluster:
         return plan
+    less = 1 - below / plan.step_time_s
+    compared = f"{less:.0%} less than" if less >= WORTH else "as much as"
     note = (
-        f"{where} alone takes {format_seconds(below)} a step, {1 - below / plan.step_time_s:.0%} less than all "
+        f"{where} alone takes {format_seconds(below)} a step, {compared} all "
         f"{cluster.device_count} devices; to leave the others out, plan for that cluster and start ranks on it alone"
     )
     return replace(plan, notes=(*plan.notes, note))
+
+
+def _repeats(plan: Plan) -> bool:
+    """Whether all nodes do what one does (see :mod:`autopart.wide_ranks`), and exchange nothing with each other."""
+    stage = plan.stages[0]
+    axes = stage.mesh[1:]
+    whole = all(placements.split(",")[0] == "R" for placements in plan.storage.values())  # nothing is summed there
+    return plan.pp == plan.dp == 1 and len(axes) > 1 and whole and not stage.axis_collectives.get(axes[0][0])
 
 
 def least_seconds(candidates: Candidates, node: Node) -> float:

@@ -50,15 +50,16 @@ def test_the_fastest_devices_first() -> None:
 
 
 def test_one_node_without_the_slow_network() -> None:
+    """The other one repeats what it does."""
     (note,) = [note for note in plan_on(Cluster.parse("2x2xA100-80GB@Ethernet-10")).notes if "alone" in note]
-    assert note.startswith("2xA100-80GB@Ethernet-10 alone takes") and "less than all 4 devices" in note
+    assert note.startswith("2xA100-80GB@Ethernet-10 alone takes") and "as much as all 4 devices" in note
 
 
 def test_slower_devices_that_a_slow_port_holds_up() -> None:
     """Those behind it are the faster ones, one by one."""
     notes = plan_on(Cluster.parse("2x2xA100-80GB+1xH100@Ethernet-10")).notes
     (note,) = [note for note in notes if "alone" in note]
-    assert note.startswith("2x2xA100-80GB alone takes")
+    assert note.startswith("2x2xA100-80GB alone takes") and "less than all 5 devices" in note
 
 
 def test_no_plan_is_made_for_parts_that_cannot_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
