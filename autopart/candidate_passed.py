@@ -20,7 +20,7 @@ from autopart.prices import share_of
 from autopart.solver.degrees import Degrees
 from autopart.tensor_choice import TensorChoice
 
-MOST_OF_ENDS = 16.0
+MOST_OF_ENDS = 4.0
 """Times that the end of a step counts where hosts bind."""
 _MUCH_LESS = 0.02
 """Of a step's seconds: by how much less it has to take for other strategies to be tried."""

@@ -91,3 +91,16 @@ def test_where_hosts_bind_little_is_searched(analysis: Analysis) -> None:
     thorough = plan_of(analysis, 1e-3, 8, thorough=True)
     assert thorough.step_time_s <= plan.step_time_s <= (1 + WORTH) * thorough.step_time_s
     assert not any(row["status"] == "untried" for row in thorough.considered)
+
+
+@pytest.mark.slow
+def test_ranks_on_an_axis_do_not_shorten_the_end_at_any_price() -> None:
+    """A node's ranks share what the other node repeats, not all that a step ends with over the slow network."""
+    loaded = load_model(
+        "hf:llama?num_hidden_layers=2&hidden_size=256&intermediate_size=704&num_attention_heads=4&vocab_size=2000&seq=128"
+    )
+    llama = analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False))
+    limits: dict[str, Any] = {"batch": 16, "pp": 1, "dp": 1, "microbatches": 1, "analysis": llama}
+    one = make_plan(llama.program, Cluster.parse("2xRTX-3090"), tp=2, **limits)
+    two = make_plan(llama.program, Cluster.parse("2x2xRTX-3090"), tp=(2, 2), **limits)
+    assert two.step_time_s <= one.step_time_s
