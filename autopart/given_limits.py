@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -138,8 +137,8 @@ def check_counts(counts: Mapping[str, object]) -> None:
 def check_seconds(time_limit_s: object, below: object) -> None:
     """Raises PlanError where they are no seconds."""
     for name, value in (("time_limit_s", time_limit_s), ("below", below)):
-        if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value) or value < 0:
-            raise PlanError(f"{name} is a number of seconds from 0 on, not {value!r}")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise PlanError(f"{name} is a number of seconds above 0, not {value!r}")
 
 
 def check_warmups(warmup: object) -> None:

@@ -95,7 +95,7 @@ def test_capture_says_what_it_takes(given: dict[str, Any], message: str) -> None
         ({"together": [[1]]}, "together is a list of groups"),
         ({"pins": {3: 1}}, "pins has a stage for each pattern"),
         ({"time_limit_s": "a"}, "time_limit_s is a number of seconds"),
-        ({"time_limit_s": -1}, "time_limit_s is a number of seconds"),
+        ({"time_limit_s": 0}, "time_limit_s is a number of seconds above 0"),
         ({"below": math.nan}, "below is a number of seconds"),
         ({"rules": {}}, "rules is a RuleBook"),
         ({"batch": 10**30}, "batch is at most"),

@@ -4,7 +4,8 @@ A file of comma-separated values; lines that start with ``#`` are left out. The 
 
 ==================================  ==================================================================================
 layers, hidden, heads               of the model
-cluster                             as ``--cluster`` takes it, also the name of a cluster file (.toml)
+cluster                             as ``--cluster`` takes it, also a cluster file (.toml), beside this one or by its
+                                    path
 batch                               samples in a step
 tp, pp                              degrees; replicas are what is left of the cluster
 seconds, or tflops                  of a step; of a device, what runs again counted where recompute is full (SC'21,
@@ -91,7 +92,7 @@ def _read(
         if None in cells:
             raise InputError(f"{file}, line {number}: has more values than there are columns")
         own = {name: " ".join((cell or "").split()) for name, cell in cells.items() if name}
-        yield _Row(f"{file}, line {number}", own).measurement(table)
+        yield _Row(f"{file}, line {number}", own, Path(file).parent).measurement(table)
 
 
 def _check_columns(given: Sequence[str], file: str) -> None:
@@ -108,10 +109,11 @@ def _check_columns(given: Sequence[str], file: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """place: file and line, for errors."""
+    """place: file and line, for errors. folder: of the file."""
 
     place: str
     cells: Mapping[str, str]
+    folder: Path
 
     def size(self, name: str, default: int | None = None) -> int:
         text = self.cells.get(name, "")
@@ -151,7 +153,8 @@ class _Row:
                 self.size("kv_heads", sizes["heads"]),
                 **{name: self.flag(name) for name in _MODEL_FLAGS},
             )
-            cluster = Cluster.read(self.cells["cluster"])
+            beside = self.folder / self.cells["cluster"]
+            cluster = Cluster.load(beside) if beside.is_file() else Cluster.read(self.cells["cluster"])
             cp = self.size("cp", 1)
             dp, rest = divmod(cluster.device_count, sizes["tp"] * sizes["pp"] * cp)
             if rest:
