@@ -9,24 +9,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def write_whole(path: str | Path, text: str) -> None:
-    """Writes a file in UTF-8; a reader finds the old text or the whole new one, never a part.
+def write_whole(path: str | Path, content: str | bytes) -> None:
+    """Writes a file, text in UTF-8; a reader finds what was there or the whole of the new, never a part.
 
     A link's target is written. What is no file, such as /dev/stdout, is written to as it is. Raises OSError that names
     the path.
     """
-    given = Path(path)
+    given, data = Path(path), content.encode() if isinstance(content, str) else content
     if str(path).endswith(os.sep):  # which Path leaves out
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if given.exists() and not given.is_file():
         with named(path):
-            given.write_text(text, encoding="utf-8")
+            given.write_bytes(data)
         return
     target = given.resolve()
     temporary = target.with_name(f".{target.name[:200]}.{os.getpid()}")
     try:
         with named(path, but=(temporary,)):
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_bytes(data)
             os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)

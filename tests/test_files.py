@@ -55,11 +55,11 @@ def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
     for path, words in (
         (tmp_path, "a folder"),
         (tmp_path / "none" / "x.svg", "no folder"),
-        (tmp_path / "x.png", r"name a \.svg file"),
+        (tmp_path / "x.pdf", r"is SVG or PNG; name a \.svg or \.png file"),
     ):
         with pytest.raises(PlanError, match=words):
-            check_output(path, ".svg")
-    check_output(tmp_path / "x.svg", ".svg")
+            check_output(path, ".svg", ".png")
+    check_output(tmp_path / "x.PNG", ".svg", ".png")
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(PlanError, match="no permission"):
         check_output(tmp_path / "x.svg")
@@ -98,6 +98,6 @@ def test_a_slash_at_the_end_names_a_folder(tmp_path: Path, capsys: pytest.Captur
     assert not list(tmp_path.iterdir())
 
 
-def test_frontier_says_before_planning_that_it_draws_svg(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["frontier", "hf:gpt2", "--cluster", "2xH100", "-o", str(tmp_path / "x.png")]) == 2
-    assert "name a .svg file" in capsys.readouterr().err
+def test_frontier_says_before_planning_what_it_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["frontier", "hf:gpt2", "--cluster", "2xH100", "-o", str(tmp_path / "x.pdf")]) == 2
+    assert "name a .svg or .png file" in capsys.readouterr().err

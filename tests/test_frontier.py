@@ -279,7 +279,8 @@ def test_command(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert len(circles) == len(points) > 1
     texts = [item.text or "" for item in ElementTree.parse(picture).iter() if item.tag.endswith("text")]
     assert all(texts.count(str(number)) >= 2 for number in range(1, len(points) + 1)), "beside a point, and listed"
-    assert main([*command, "--step", "0.05", "--most", "1"]) == 0
+    assert main([*command, "--step", "0.05", "--most", "1", "-o", str(picture.with_suffix(".png"))]) == 0
+    assert picture.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "note: plans that hold less were not looked for, as 1 were made" in capsys.readouterr().out
     assert main([*command, "--devices", "1,2", "--price", "3.6", "-o", str(picture)]) == 0
     printed, drawn = capsys.readouterr().out, picture.read_text()

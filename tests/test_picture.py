@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import re
 from xml.etree import ElementTree
 
 import pytest
+from PIL import Image, ImageColor
 
-from autopart.report.picture import Curve, svg, ticks
+from autopart.report.drawing import Dot, Text
+from autopart.report.picture import Curve, picture, ticks
 from autopart.report.point_marks import Box, marks, width_of, wrapped
 
 LONG = "hf:llama?" + "&".join(f"a_key_of_its_configuration_{number}=4096" for number in range(9))
 
 
 def test_picture() -> None:
-    text = svg("a < b", [Curve("c", ((1.0, 4.0), (3.0, 2.0)), ("one", "two & three"), stairs=True)], "x", "y")
+    text = picture("a < b", [Curve("c", ((1.0, 4.0), (3.0, 2.0)), ("one", "two & three"), stairs=True)], "x", "y").svg()
     root = ElementTree.fromstring(text)
     names = [item.tag.rpartition("}")[2] for item in root.iter()]
     assert names.count("circle") == 2 and names.count("title") == 2
@@ -24,15 +27,32 @@ def test_picture() -> None:
     assert x < to_x and y < to_y and corner == (to_x, y)
     assert "a < b" in [item.text for item in root.iter() if item.text]
     with pytest.raises(ValueError, match="point"):
-        svg("", [], "x", "y")
+        picture("", [], "x", "y")
     for largest in (0.013, 1.0, 7.3, 1e9):
         found = ticks(largest)
         assert found[0] == 0 and found[-2] < largest <= found[-1] * (1 + 1e-9) and 4 <= len(found) <= 8
     assert ticks(0.0) == [0.0, 1.0]
 
 
+def test_a_png_shows_the_same() -> None:
+    drawn = picture("", [Curve("c", ((1.0, 4.0), (3.0, 2.0)), stairs=True)], "x", "an axis")
+    with Image.open(io.BytesIO(drawn.png())) as image:
+        pixels = image.convert("RGB").load()
+        assert image.format == "PNG" and image.size == (2 * drawn.width, 2 * drawn.height)
+        assert pixels is not None
+    for part in drawn.parts:
+        if isinstance(part, Dot):
+            assert pixels[round(2 * part.x), round(2 * part.y)] == ImageColor.getrgb(part.color)
+        elif isinstance(part, Text) and part.text:
+            across, down = (8, 60) if part.turned else (60, 8)  # pixels around the place in which it has ink
+            x, y = round(2 * part.x), round(2 * part.y)
+            for begin, end in ((y - down, y), (y, y + down)) if part.turned else ((y - down, y),):
+                near = [pixels[i, j] for i in range(x - across, x + across) for j in range(begin, end)]
+                assert any(sum(color) < 300 for color in near if isinstance(color, tuple)), part.text
+
+
 def test_lines_join_points_in_their_order() -> None:
-    text = svg("", [Curve("c", ((1.0, 4.0), (3.0, 3.0), (2.0, 1.0)))], "x", "y")
+    text = picture("", [Curve("c", ((1.0, 4.0), (3.0, 3.0), (2.0, 1.0)))], "x", "y").svg()
     (path,) = [item.get("d") or "" for item in ElementTree.fromstring(text).iter() if item.tag.endswith("path")]
     first, second, third = [float(pair.split()[0]) for pair in re.split("[ML]", path)[1:]]
     assert first < third < second
@@ -40,7 +60,9 @@ def test_lines_join_points_in_their_order() -> None:
 
 def test_texts_stay_on_the_picture() -> None:
     layout = "pp 8, dp x tp by stage " + ", ".join(["2x4"] * 20) + ", 64 microbatches, zb-h1"
-    text = svg(f"{LONG}: time", [Curve("c", ((1.0, 4.0), (3.0, 2.0)), (layout, "two"), ("8 devices", "2"))], "x", "y")
+    text = picture(
+        f"{LONG}: time", [Curve("c", ((1.0, 4.0), (3.0, 2.0)), (layout, "two"), ("8 devices", "2"))], "x", "y"
+    ).svg()
     root = ElementTree.fromstring(text)
     width, height = float(root.get("width") or 0), float(root.get("height") or 0)
     texts = [item for item in root.iter() if item.tag.endswith("text")]

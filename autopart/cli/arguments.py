@@ -235,15 +235,16 @@ def file_path(text: str) -> Path:
     return Path(text)
 
 
-def check_output(path: Path | None, suffix: str = "") -> None:
+def check_output(path: Path | None, *suffixes: str) -> None:
     """Raises PlanError, before any work is done, when a file cannot be written there, or its name says another format.
 
-    suffix: of the only format that is written.
+    suffixes: of the formats that are written, the first where a name says none; none: any.
     """
     from autopart.runtime.errors import PlanError
 
-    if path is not None and suffix and path.suffix.lower() not in ("", suffix):
-        raise PlanError(f"cannot write {path}: what is written is {suffix[1:].upper()}; name a {suffix} file")
+    if path is not None and suffixes and path.suffix.lower() not in ("", *suffixes):
+        formats = " or ".join(suffix[1:].upper() for suffix in suffixes)
+        raise PlanError(f"cannot write {path}: what is written is {formats}; name a {' or '.join(suffixes)} file")
     if path is not None and path.is_dir():
         raise PlanError(f"cannot write {path}: it is a folder; name a file")
     if path is not None and not path.absolute().parent.is_dir():

@@ -24,12 +24,13 @@ from autopart.cli.progress import working
 
 if TYPE_CHECKING:
     from autopart.frontier import PlanPoint
+    from autopart.report.drawing import Drawing
     from autopart.runtime.errors import PlanError
 
 NAME = "frontier"
 HELP = "all undominated plans: time against memory or devices"
 DESCRIPTION = """Prints the plans that no other beats both in step time and in memory per device, or with --devices the
-fastest plan for each number of devices with what a step costs. -o draws them (.svg).
+fastest plan for each number of devices with what a step costs. -o draws them (.svg or .png).
 
 Each plan states how far from the best it can be at most; --step says how much less memory the next plan has to hold
 (0 for every plan there is)."""
@@ -53,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step", type=_share, metavar="PART", help="without --devices: memory saved from plan to plan (default: 0.1)"
     )
     parser.add_argument("--most", type=positive, metavar="N", help="the same: plans made at most (default: 50)")
-    parser.add_argument("-o", "--output", type=file_path, metavar="FILE", help="draw the plans as SVG")
+    parser.add_argument(
+        "-o", "--output", type=file_path, metavar="FILE", help="draw the plans, as SVG or PNG by the name's end"
+    )
     add_json(parser)
 
 
@@ -91,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     _check_use(arguments)
     cluster = read_cluster(arguments.cluster)
-    check_output(arguments.output, ".svg")
+    check_output(arguments.output, ".svg", ".png")
     for count in arguments.devices or ():
         first_devices(cluster, count)  # more than there are is said before the capture
     program = read_program(arguments)
@@ -116,7 +119,9 @@ def run(arguments: argparse.Namespace) -> int:
     for count, error in without:
         print(f"no plan for {counted(count, 'device')}: {error}", file=sys.stderr)
     if arguments.output is not None:
-        write_whole(arguments.output, picture(points, program.name, bool(arguments.devices), arguments.price))
+        drawn = drawing(points, program.name, bool(arguments.devices), arguments.price)
+        is_png = arguments.output.suffix.lower() == ".png"
+        write_whole(arguments.output, drawn.png() if is_png else drawn.svg())
         print(f"picture written to {arguments.output}", file=sys.stderr)
     if arguments.json:
         rows = [point.to_json_object() for point in points]
@@ -237,9 +242,9 @@ def _of_which(marks: Sequence[str], texts: int, by_count: bool) -> str:
     return f"{named(marks[:1])} (with other numbers also {named(marks[1:])})"
 
 
-def picture(points: Sequence[PlanPoint], name: str, by_count: bool, price: float | None) -> str:
+def drawing(points: Sequence[PlanPoint], name: str, by_count: bool, price: float | None) -> Drawing:
     """Step time over memory, or over cost."""
-    from autopart.report.picture import Curve, svg
+    from autopart.report.picture import Curve, picture
     from autopart.report.units import counted, format_bytes, format_seconds
 
     labels = tuple(
@@ -250,8 +255,8 @@ def picture(points: Sequence[PlanPoint], name: str, by_count: bool, price: float
         placed = tuple((_cost(point, price), point.seconds) for point in points)
         cost = "device-seconds of a step" if price is None else "cost of a step"
         curve = Curve("plans", placed, labels, tuple(counted(int(mark), "device") for mark in marks))
-        return svg(f"{name}: time and cost", [curve], cost, "step time", lambda x: f"{x:g}", format_seconds)
+        return picture(f"{name}: time and cost", [curve], cost, "step time", lambda x: f"{x:g}", format_seconds)
     placed = tuple((point.memory_bytes / 2**30, point.seconds) for point in points)
     curve = Curve("plans", placed, labels, marks, stairs=True)
     title, across = f"{name}: time and memory", "GiB of the fullest device"
-    return svg(title, [curve], across, "step time", lambda x: f"{x:g}", format_seconds)
+    return picture(title, [curve], across, "step time", lambda x: f"{x:g}", format_seconds)

@@ -1,12 +1,12 @@
-"""Curves as SVG, written by hand so that a picture needs no library."""
+"""Pictures of curves."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
 
+from autopart.report.drawing import Dot, Drawing, Line, Text
 from autopart.report.point_marks import Box, Place, marks, width_of, wrapped
 
 _WIDTH, _PLOT = 640, 324
@@ -32,17 +32,15 @@ class Curve:
     stairs: bool = False
 
 
-def svg(
+def picture(
     title: str,
     curves: Sequence[Curve],
     x_title: str,
     y_title: str,
     x_text: Callable[[float], str] = str,
     y_text: Callable[[float], str] = str,
-) -> str:
-    """A picture with both axes from zero, as high as its title and marks ask. Raises ValueError where there is no
-    point.
-    """
+) -> Drawing:
+    """Both axes begin at zero; it is as high as its title and marks ask. Raises ValueError where there is no point."""
     points = [point for curve in curves for point in curve.points]
     if not points:
         raise ValueError("a picture needs at least one point")
@@ -55,44 +53,38 @@ def svg(
         across = _LEFT + (_WIDTH - _LEFT - _RIGHT) * x / x_ticks[-1]
         return round(across, 1), round(foot - _PLOT * y / y_ticks[-1], 1)
 
-    parts = [_text(_WIDTH / 2, 20 + (_LINE + 2) * row, line, size=_TITLE_SIZE) for row, line in enumerate(titles)]
-    parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, foot + 38, x_title))
-    middle = (top + foot) / 2
-    parts.append(f'<g transform="rotate(-90 16 {middle})">{_text(16, middle, y_title)}</g>')
+    parts: list[Text | Line | Dot] = [
+        Text(_WIDTH / 2, 20 + (_LINE + 2) * row, line, size=_TITLE_SIZE) for row, line in enumerate(titles)
+    ]
+    parts.append(Text((_LEFT + _WIDTH - _RIGHT) / 2, foot + 38, x_title))
+    parts.append(Text(16, (top + foot) / 2, y_title, turned=True))
     for tick in x_ticks:
         x, y = place(tick, 0)
-        parts += [_line(x, y, x, top, "#dddddd"), _text(x, y + 16, x_text(tick))]
+        parts += [Line(((x, y), (x, top)), "#dddddd"), Text(x, y + 16, x_text(tick))]
     for tick in y_ticks:
         x, y = place(0, tick)
-        parts += [_line(x, y, _WIDTH - _RIGHT, y, "#dddddd"), _text(x - 6, y + 4, y_text(tick), "end")]
+        parts += [Line(((x, y), (_WIDTH - _RIGHT, y)), "#dddddd"), Text(x - 6, y + 4, y_text(tick), "end")]
     below: list[tuple[str, str]] = []
     for index, curve in enumerate(curves):
         color = _COLORS[index % len(_COLORS)]
         placed = [place(*point) for point in curve.points]
         in_order = sorted(curve.points) if curve.stairs else curve.points
         corners = _corners([place(*point) for point in in_order], curve.stairs)
-        path = " ".join(f"{'L' if number else 'M'}{x} {y}" for number, (x, y) in enumerate(corners))
-        parts.append(f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>')
-        for (x, y), label in zip(placed, curve.labels or ("",) * len(placed), strict=True):
-            tooltip = f"<title>{escape(label)}</title>" if label else ""
-            parts.append(f'<circle cx="{x}" cy="{y}" r="3.5" fill="{color}">{tooltip}</circle>')
+        parts.append(Line(tuple(corners), color, 1.5))
+        labels = curve.labels or ("",) * len(placed)
+        parts += [Dot(x, y, 3.5, color, label) for (x, y), label in zip(placed, labels, strict=True)]
         if curve.marks:
             parts += _marks(curve.marks, placed, corners, Box(_LEFT, top, _WIDTH - 2, foot))
             below += zip(curve.marks, curve.labels or curve.marks, strict=True)
         if len(curves) > 1:
-            parts.append(_text(_WIDTH - _RIGHT - 8, top + 14 * (index + 1), curve.name, "end", color=color))
+            parts.append(Text(_WIDTH - _RIGHT - 8, top + 14 * (index + 1), curve.name, "end", color=color))
     listed, height = _listed(below, foot + 38 + _LINE) if below else ([], foot + 50.0)
-    head = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:g}" width="{_WIDTH}" '
-        f'height="{height:g}" font-family="sans-serif" font-size="{_SIZE}">',
-        f'<rect width="{_WIDTH}" height="{height:g}" fill="white"/>',
-    ]
-    return "\n".join([*head, *parts, *listed, "</svg>"]) + "\n"
+    return Drawing(_WIDTH, height, (*parts, *listed))
 
 
-def _marks(texts: Sequence[str], points: Sequence[Place], corners: Sequence[Place], inside: Box) -> list[str]:
+def _marks(texts: Sequence[str], points: Sequence[Place], corners: Sequence[Place], inside: Box) -> list[Text | Line]:
     """Texts beside points, with lines to those that stand far from theirs."""
-    parts = []
+    parts: list[Text | Line] = []
     for mark, (x, y) in zip(marks(texts, points, [corners], inside, _SIZE), points, strict=True):
         if mark is None:
             continue  # the list below has it, and the tooltip
@@ -101,12 +93,12 @@ def _marks(texts: Sequence[str], points: Sequence[Place], corners: Sequence[Plac
         if mark.led:
             end = box.bottom if box.bottom < y else box.top if box.top > y else level
             near = min(max(x, box.left), box.right)
-            parts.append(_line(x, y, round(near, 1), round(end, 1), "#999999"))
-        parts.append(_text(middle, round(level + _SIZE * 0.35, 1), mark.text))
+            parts.append(Line(((x, y), (round(near, 1), round(end, 1))), "#999999"))
+        parts.append(Text(middle, round(level + _SIZE * 0.35, 1), mark.text))
     return parts
 
 
-def _listed(rows: Sequence[tuple[str, str]], at: float) -> tuple[list[str], float]:
+def _listed(rows: Sequence[tuple[str, str]], at: float) -> tuple[list[Text], float]:
     """Marks with their labels as lines from a height on, and where these end."""
     column = _EDGE + max(width_of(mark, _SIZE) for mark, _ in rows)
     parts = []
@@ -115,8 +107,8 @@ def _listed(rows: Sequence[tuple[str, str]], at: float) -> tuple[list[str], floa
         for number, line in enumerate(wrapped(label, _WIDTH - column - 8 - _EDGE, _SIZE)):
             at += _LINE
             if not number:
-                parts.append(_text(round(column, 1), at, mark, "end"))
-            parts.append(_text(round(column + 8, 1), at, line, "start"))
+                parts.append(Text(round(column, 1), at, mark, "end"))
+            parts.append(Text(round(column + 8, 1), at, line, "start"))
     return parts, at + _EDGE
 
 
@@ -135,11 +127,3 @@ def _corners(points: Sequence[Place], stairs: bool) -> list[Place]:
     for x, y in points[1:]:
         corners += [(x, corners[-1][1]), (x, y)] if stairs else [(x, y)]
     return corners
-
-
-def _text(x: float, y: float, text: str, anchor: str = "middle", size: int = 11, color: str = "#222222") -> str:
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="{size}" fill="{color}">{escape(text)}</text>'
-
-
-def _line(x: float, y: float, to_x: float, to_y: float, color: str) -> str:
-    return f'<line x1="{x}" y1="{y}" x2="{to_x}" y2="{to_y}" stroke="{color}"/>'
