@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +23,13 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autopart.divided_original import refuse_parts, shapes_of
 from autopart.initialize import Init, buffers_made, fill, prepare
-from autopart.model_copies import Copies, alike
+from autopart.model_copies import Twin
+from autopart.paired_walks import walk
 from autopart.runtime.errors import AutopartError, InputError, PlanError
 from autopart.runtime.inputs import BatchMode, Returned, check_modes
 from autopart.runtime.mesh import connect, pick_device
 from autopart.runtime.module import ParallelModule
 from autopart.spread import on_first_rank, start_alike, write_on_hosts
-from autopart.stand_in import StandIn
 from autopart.watched_attributes import Watched
 from autopart.watched_parts import SetBuffers, WatchedParts
 from autopart.weights import load_or_start, save_weights
@@ -197,7 +196,7 @@ def parallelize(
     return parallelized
 
 
-class Parallelized(StandIn):
+class Parallelized(Twin):
     """A model that becomes a parallel program at its first call.
 
     ``original`` keeps the model's attributes (such as transformers' ``config``); after the first call its parameters
@@ -205,13 +204,9 @@ class Parallelized(StandIn):
     """
 
     def __init__(self, model: nn.Module, settings: dict[str, Any], batch: BatchMode, outputs: Returned):
-        super().__init__(model)
-        self._settings = settings
-        self._batch: BatchMode = batch
+        super().__init__(model, settings, batch)
         self._returned = outputs
         self._callbacks: list[Callable[[], object]] = []
-        self._copies: Copies[Parallelized] = Copies([ref(self)])
-        self._directory: Path
         self._watched: Watched
         self._watched_parts: WatchedParts
         self._set_buffers: SetBuffers
@@ -235,6 +230,7 @@ class Parallelized(StandIn):
 
     def _call_program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the original returns; see :class:`autopart.runtime.ParallelModule`."""
+        self._check_followed(args, kwargs)
         if self.parallel is None:
             self.start(args, kwargs)
             assert self.parallel is not None
@@ -251,24 +247,9 @@ class Parallelized(StandIn):
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plans, emits and divides the model for batches like these inputs. All ranks call it, once."""
         with torch.inference_mode(False):  # what is made now will train
-            others = self._alike_copies()
+            twins = self._twins()
             self._become(self._start(args, kwargs))
-            for other in self._copies.present(others) if len(self._copies) > 1 else ():
-                other._follow(self)
-
-    def _alike_copies(self) -> list[Parallelized]:
-        """Deep copies that the same program is for."""
-        copies = [model for held in self._copies if (model := held()) is not None and model.parallel is None]
-        kept = self._kept
-        return [other for other in copies if kept and other is not self and alike(self.original, other.original)]
-
-    def _follow(self, leader: Parallelized) -> None:
-        """Becomes the program that the one it was copied from, or with, has become."""
-        self._directory = leader._directory
-        assert leader.parallel is not None
-        if leader.parallel.mesh.rank == 0:
-            self._compiler.follow(leader._compiler)
-        self._become(self._load({}, leader.parallel.mesh.device))
+            self._lead(twins)
 
     def _become(self, program: ParallelModule) -> None:
         object.__setattr__(self, "parallel", program)
@@ -341,7 +322,7 @@ class Parallelized(StandIn):
         start_alike(originals, device)
         whole = shapes_of(self.original)
         parallel = load(self._directory, originals, batch=self._batch, outputs=self._returned, device=device)
-        refuse_parts(self.original, whole, parallel.manifest)
+        self._refusals = refuse_parts(self.original, whole, parallel.manifest)
         buffers = {**dict(self.original.named_buffers(remove_duplicate=False)), **made}
         parallel.variants.allow(self._compile_for, buffers, self._settings["variants"])
         return parallel
@@ -396,7 +377,7 @@ class Parallelized(StandIn):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """As :meth:`named_parameters`, for an optimizer: never empty once planned; see ``HeldStages.parameters``."""
         self._check_not_on_meta()
-        return self._current.parameters(recurse)
+        return walk(self, self._current.parameters(recurse))
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -406,7 +387,7 @@ class Parallelized(StandIn):
         Raises PlanError before the first call where the original is on meta: its parameters are not kept.
         """
         self._check_not_on_meta()
-        return self._current.named_parameters(prefix, recurse, remove_duplicate)
+        return walk(self, self._current.named_parameters(prefix, recurse, remove_duplicate))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallelized:
         """Raises PlanError once it is planned: its parts are in other processes."""
@@ -419,8 +400,6 @@ class Parallelized(StandIn):
             raise PlanError("a model whose weights are still to be made cannot be copied: copy it once it is planned")
         found = Parallelized(copy.deepcopy(self.original, memo), self._settings, self._batch, self._returned)
         found.training = self.training
-        found._copies = self._copies
-        self._copies.append(ref(found))
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:

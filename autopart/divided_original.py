@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from autopart.runtime.errors import PlanError
 from autopart.runtime.manifest import Manifest
@@ -52,8 +53,9 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if not parameter.is_meta}
 
 
-def refuse_parts(model: nn.Module, whole: Shapes, manifest: Manifest) -> None:
+def refuse_parts(model: nn.Module, whole: Shapes, manifest: Manifest) -> list[RemovableHandle]:
     """Refuses what modules would do with parameters that are not whole, or buffers that the program goes on with."""
+    handles: list[RemovableHandle] = []
     mutated = {name for spec in manifest.parameters if spec.mutated for name in (spec.name, *spec.aliases)}
     for path, module in model.named_modules():
         refusal = None
@@ -64,5 +66,6 @@ def refuse_parts(model: nn.Module, whole: Shapes, manifest: Manifest) -> None:
             if name in mutated:
                 refusal = refusal or Refusal(name, "is what it was when the model was planned")
         if refusal is not None:
-            module.register_forward_pre_hook(refusal)
-            module.register_state_dict_pre_hook(refusal)
+            handles.append(module.register_forward_pre_hook(refusal))
+            handles.append(module.register_state_dict_pre_hook(refusal))
+    return handles

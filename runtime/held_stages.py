@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -36,12 +36,19 @@ class HeldStages(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """This rank's parameters; where only other ranks train any, one of no elements besides, for an optimizer."""
-        trains = not (recurse and any(spec.trainable for spec in self.manifest.parameters))
-        for _, parameter in self.named_parameters(recurse=recurse):
+        trains, own = False, set()
+        for name, parameter in self.named_parameters(recurse=recurse):
             trains = trains or parameter.requires_grad
+            own.add(name)
             yield parameter
-        if not trains:
+        if recurse and not trains and self._others_train(own):
             yield from self._nothing
+
+    def _others_train(self, own: Set[str]) -> bool:
+        """Whether parameters of other ranks than this one's are trained, unless a script has frozen them."""
+        specs = [s for s in self.manifest.parameters if s.trainable and own.isdisjoint((s.name, *s.aliases))]
+        elsewhere = self.mesh.elsewhere
+        return bool(specs) and (not elsewhere or any(parameter.requires_grad for parameter in elsewhere))
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

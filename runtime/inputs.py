@@ -102,6 +102,16 @@ def bind(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return leaves
 
 
+def fits(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether these are inputs of the program, of whatever sizes."""
+    try:
+        leaves = bind(manifest, args, kwargs)
+        check(at_sizes(manifest, sizes_of(manifest, leaves)), leaves)
+    except InputError:
+        return False
+    return True
+
+
 def sizes_of(manifest: Manifest, leaves: Mapping[str, Any]) -> Sizes:
     """The sizes of a call's inputs; the planned ones where an input is no tensor with as many dims."""
     found = []

@@ -20,7 +20,7 @@ from autopart.runtime.errors import PlanError
 from autopart.runtime.loading import cuts_of
 from autopart.runtime.manifest import ParameterSpec
 from autopart.runtime.mesh import Mesh
-from autopart.runtime.shares import cut_boxes
+from autopart.runtime.shares import Box, cut_boxes
 
 PART = "autopart_part"
 """The option of a group in a state dict; in an optimizer's own groups from when it is loaded to the next step."""
@@ -88,5 +88,9 @@ class _Teller:
 
 
 def _part(spec: ParameterSpec, mesh: Mesh) -> str:
-    boxes = cut_boxes(spec.shape, [(cut, axis.index, axis.size) for cut, axis in cuts_of(spec, mesh)])
-    return f"{spec.name} {boxes}"
+    return f"{spec.name} {boxes_on(spec, mesh)}"
+
+
+def boxes_on(spec: ParameterSpec, mesh: Mesh) -> tuple[Box, ...]:
+    """What this rank has of a parameter that it holds."""
+    return cut_boxes(spec.shape, [(cut, axis.index, axis.size) for cut, axis in cuts_of(spec, mesh)])
