@@ -21,6 +21,7 @@ from autopart.passes.graph import prune
 from autopart.passes.normalize import Normalized, normalize
 from autopart.passes.program import OutputInfo, Program, Role, TensorInfo, mark_differentiable
 from autopart.runtime.errors import CaptureError
+from autopart.runtime.input_gradients import requiring
 
 
 def assemble(
@@ -84,20 +85,22 @@ def assemble(
 @dataclass(frozen=True, slots=True)
 class _Placeholders:
     """What the exported graph's placeholders hold. names: in the program, and roles: each with a tensor's qualified
-    name or an input's path, by exported name. constants: tensors that forward makes itself.
+    name or an input's path, by exported name. constants: tensors that forward makes itself. learning: inputs that
+    require a gradient.
     """
 
     names: dict[str, str]
     roles: dict[str, tuple[Role, str]]
     tensors: dict[str, TensorInfo]
     constants: dict[str, torch.Tensor]
+    learning: frozenset[str]
 
 
 def _placeholders(flat: FlatModel, exported: torch.export.ExportedProgram, named: dict[str, Any]) -> _Placeholders:
     kinds = torch.export.graph_signature.InputKind
     tensors, canonical = _tensors(flat)
     paths = iter([path for path, leaf in named.items() if isinstance(leaf, torch.Tensor)])
-    held = _Placeholders({}, {}, tensors, {})
+    held = _Placeholders({}, {}, tensors, {}, requiring(named))
     for spec in exported.graph_signature.input_specs:
         argument = getattr(spec.arg, "name", "")
         if spec.kind in (kinds.PARAMETER, kinds.BUFFER):
@@ -132,6 +135,8 @@ def _give_roles(normal: Normalized, held: _Placeholders) -> None:
             continue
         role, qualified = held.roles[node.meta["exported"]]
         node.meta.update(role=role, name=qualified)
+        if role is Role.INPUT:
+            node.meta["differentiable"] = qualified in held.learning
         if role in (Role.PARAMETER, Role.BUFFER):
             node.meta["trainable"] = held.tensors[qualified].trainable
             if qualified in first:

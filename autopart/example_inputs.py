@@ -80,6 +80,8 @@ def examples(named: dict[str, Any], dims: dict[str, int | None]) -> tuple[dict[s
             if any(leaf is other for other in seen):
                 leaf = leaf.clone()
             seen.append(leaf)
+            if leaf.grad_fn is not None:  # what another model made
+                leaf = leaf.detach().requires_grad_()
             if leaf.is_inference():
                 with torch.inference_mode(False):
                     leaf = leaf.clone()
@@ -118,4 +120,5 @@ def input_spec(path: str, leaf: Any, dims: dict[str, int | None], unread: Contai
         return InputSpec(path, "unread" if path.split(".")[0] in unread else "constant", constant=plain(leaf))
     dim = dims[path]
     shape = tuple("b" if position == dim else int(size) for position, size in enumerate(leaf.shape))
-    return InputSpec(path, "tensor", shape, str(leaf.dtype).removeprefix("torch."), dim)
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    return InputSpec(path, "tensor", shape, dtype, dim, differentiable=leaf.requires_grad)

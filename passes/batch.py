@@ -329,6 +329,8 @@ class Splitter:
             raise Mixes("uses a sum over samples that depends on the parameters")
         if node.meta["val"].dim() and any(extent(size) is None for size in node.meta["val"].shape):
             raise Mixes("uses a sum over samples of unknown size")
+        if node.meta.get("differentiable"):
+            raise Mixes("uses a sum over samples of an input that requires a gradient")
         if node not in self.totals:
             assert self.last_placeholder is not None
             taken = {spec.name for spec in self.program.inputs}

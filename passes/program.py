@@ -171,6 +171,9 @@ def _digest(program: Program) -> str:
     digest = hashlib.sha256()
     for info in program.tensors.values():
         digest.update(f"{info.name}{info.shape}{info.dtype}{info.trainable}{info.aliases}".encode())
+    for spec in program.inputs:
+        if spec.differentiable:
+            digest.update(f"gradient of {spec.name}".encode())
     numbers: dict[fx.Node, int] = {}
     for number, node in enumerate(program.graph.nodes):
         numbers[node] = number

@@ -99,6 +99,7 @@ class _HandOut(torch.autograd.Function):
                 "the gradients of this step were handed out already, by an earlier backward through the same call "
                 "(retain_graph=True keeps nothing here); add losses up and go back once, or call the model again"
             )
+        _check_once()
         # Scaled in place and let go: a copy would double the memory of all gradients.
         gradients, ctx.gradients = ctx.gradients, None
         scale, ctx.scale = ctx.scale, None
@@ -141,9 +142,19 @@ class _RunBackward(torch.autograd.Function):
                 "the backward of this batch has run already (retain_graph=True keeps nothing here); add losses up and "
                 "go back once, or call the model again"
             )
+        _check_once()
         later, ctx.later = ctx.later, None
         made = later(gradients)
         return (None, None, *(None for _ in gradients), None, *made)
+
+
+def _check_once() -> None:
+    """Raises InputError in a backward that is to be gone back through itself, whose graph would be left out."""
+    if torch.is_grad_enabled():
+        raise InputError(
+            "create_graph=True asks for gradients that have gradients themselves, as a penalty on their norm has, "
+            "which a parallel model does not give: a call goes back once; compute such a term in one process"
+        )
 
 
 class _Refuse(torch.autograd.Function):

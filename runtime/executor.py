@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autopart.runtime.data_weights import Pass
 from autopart.runtime.errors import PlanError
+from autopart.runtime.input_gradients import InputGradients
 from autopart.runtime.invariant import Share
 from autopart.runtime.links import Arrival, Links, Samples
 from autopart.runtime.manifest import Manifest, StageSpec, ValueSpec, argument_name
@@ -41,7 +42,7 @@ class Feed:
     replicas: that have samples of their own; 1 where each has the whole batch.
     inputs: microbatch -> the stages' inputs by name. samples: per microbatch on this rank (``b``); whole: over all
     replicas; batch: in the whole step (``B``). totals: by name. first: microbatch -> its first sample, counted in the
-    whole batch.
+    whole batch. gradients: of inputs, those that are wanted.
     """
 
     inputs: Callable[[int], Mapping[str, Tensor]]
@@ -51,6 +52,7 @@ class Feed:
     totals: Mapping[str, Tensor]
     first: Callable[[int], int]
     replicas: int
+    gradients: InputGradients
 
 
 @dataclass(slots=True)
@@ -61,6 +63,7 @@ class _Microbatch:
     sent: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: list[tuple[ValueSpec, Tensor]] = field(default_factory=list)
+    leaves: dict[str, Tensor] = field(default_factory=dict)  # inputs whose gradients are wanted
     # Apart: the gradients' receives may be posted before the forward, which must not wait for them.
     later: LaterGradients | None = None
     arriving: dict[Phase, list[tuple[Action, Arrival]]] = field(default_factory=lambda: {"forward": [], "backward": []})
@@ -266,7 +269,10 @@ class Run:
 
     def _compute_forward(self, stage: int, microbatch: int, state: _Microbatch) -> None:
         spec, feed = self._specs[stage], self._feed
-        inputs = feed.inputs(microbatch)
+        inputs = dict(feed.inputs(microbatch))
+        if self._train:
+            state.leaves = {n: inputs[n].detach().requires_grad_() for n in spec.inputs if n in feed.gradients}
+            inputs.update(state.leaves)
         arguments = {
             **{argument_name(name): inputs[name] for name in spec.inputs},
             **{argument_name(name): state.received[name] for name in spec.receives},
@@ -326,6 +332,10 @@ class Run:
         with self._passing("backward", stage), self._as_before(stage):
             if ends:
                 torch.autograd.backward(ends, gradients)
+        for name, leaf in state.leaves.items():
+            if leaf.grad is not None:
+                self._feed.gradients.add(name, microbatch, leaf.grad)
+        state.leaves = {}
         state.received = {name: leaf for name, leaf in state.received.items() if leaf.requires_grad}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -106,7 +106,7 @@ def fits(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """Whether these are inputs of the program, of whatever sizes."""
     try:
         leaves = bind(manifest, args, kwargs)
-        check(at_sizes(manifest, sizes_of(manifest, leaves)), leaves)
+        check(at_sizes(manifest, sizes_of(manifest, leaves), gradients=True), leaves)
     except InputError:
         return False
     return True
@@ -127,10 +127,15 @@ def sizes_of(manifest: Manifest, leaves: Mapping[str, Any]) -> Sizes:
     return tuple(found)
 
 
-def at_sizes(manifest: Manifest, sizes: Sizes) -> Manifest:
-    """The manifest with inputs of these sizes."""
+def at_sizes(manifest: Manifest, sizes: Sizes, gradients: bool = False) -> Manifest:
+    """The manifest with inputs of these sizes. gradients: and which may all require one."""
     remaining = iter(sizes)
-    inputs = (replace(spec, shape=next(remaining)) if spec.kind == "tensor" else spec for spec in manifest.inputs)
+    inputs = (
+        replace(spec, shape=next(remaining), differentiable=spec.differentiable or gradients)
+        if spec.kind == "tensor"
+        else spec
+        for spec in manifest.inputs
+    )
     return replace(manifest, inputs=tuple(inputs))
 
 
@@ -140,8 +145,8 @@ def sizes_text(manifest: Manifest, sizes: Sizes) -> str:
     return ", ".join(f"{spec.name} {_shape_text(shape)}" for spec, shape in zip(tensors, sizes, strict=True))
 
 
-def changes_text(manifest: Manifest, sizes: Sizes, samples: int) -> str:
-    """What differs from the planned sizes: ``input_ids [b, 97] instead of [b, 128]``."""
+def changes_text(manifest: Manifest, sizes: Sizes, samples: int, gradients: Collection[str]) -> str:
+    """What differs from the planned inputs: ``input_ids [b, 97] instead of [b, 128]``."""
     tensors = [spec for spec in manifest.inputs if spec.kind == "tensor"]
     found = [
         f"{spec.name} {_shape_text(shape)} instead of {_shape_text(spec.shape)}"
@@ -150,6 +155,8 @@ def changes_text(manifest: Manifest, sizes: Sizes, samples: int) -> str:
     ]
     if manifest.fixed_batch and samples != manifest.fixed_batch:
         found.append(f"{samples} samples instead of {manifest.fixed_batch}")
+    if set(gradients) != {spec.name for spec in tensors if spec.differentiable}:
+        found.append(f"gradients of {', '.join(sorted(gradients)) or 'no input'}")
     return ", ".join(found)
 
 
@@ -198,8 +205,11 @@ def _check_tensor(spec: InputSpec, leaf: Tensor, batch: int | None) -> int | Non
     where = f"input {spec.name!r} has the shape {list(leaf.shape)}; expected is {_shape_text(spec.shape)}"
     if leaf.dtype != dtype_of(spec.dtype):
         raise InputError(f"input {spec.name!r} has the dtype {leaf.dtype}; expected is {dtype_of(spec.dtype)}")
-    if leaf.requires_grad:
-        raise InputError(f"input {spec.name!r} requires a gradient, which a parallel model does not give; detach it")
+    if leaf.requires_grad and not spec.differentiable and torch.is_grad_enabled():
+        raise InputError(
+            f"input {spec.name!r} requires a gradient, which this program does not give, as the input required none "
+            "when it was captured; detach it, or let parallelize capture the model with it"
+        )
     if leaf.dim() != len(spec.shape):
         raise InputError(where)
     for size, found in zip(spec.shape, leaf.shape, strict=True):

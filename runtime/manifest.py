@@ -81,6 +81,7 @@ class InputSpec:
     batch_dim: the dim that holds samples; None: every rank takes it whole.
     shape: with "b" at batch_dim. kind "tensor"; a "constant" was fixed at capture and has to be equal;
         what is "unread" is of an argument that the model's code never reads, and may be anything.
+    differentiable: it required a gradient when it was captured, which the program gives.
     """
 
     name: str
@@ -89,6 +90,7 @@ class InputSpec:
     dtype: str = ""
     batch_dim: int | None = None
     constant: Any = None
+    differentiable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from autopart.runtime.gradients import (
     separate_gradients,
 )
 from autopart.runtime.held_stages import HeldStages
+from autopart.runtime.input_gradients import InputGradients, requiring
 from autopart.runtime.inputs import (
     BatchMode,
     Division,
@@ -40,12 +41,13 @@ from autopart.runtime.inputs import (
 from autopart.runtime.links import dtype_of
 from autopart.runtime.loading import Originals, build_stage, place, starting_tensors
 from autopart.runtime.loss_scale import Gradients, LossScale
-from autopart.runtime.manifest import MIXED, Manifest, OutputSpec
+from autopart.runtime.manifest import Manifest, OutputSpec
 from autopart.runtime.mesh import Mesh
 from autopart.runtime.norms import GradientNorms
 from autopart.runtime.optimizers import OptimizerCheck
 from autopart.runtime.outputs import collect, collect_later, gradient_piece
 from autopart.runtime.pipelining import PipelineStages, to_pipeline_stages
+from autopart.runtime.precision_check import check_autocast, computes_in_float16
 from autopart.runtime.refused import LeftOut, refused
 from autopart.runtime.rng import default_generator, resumed
 from autopart.runtime.same_batches import SameBatches
@@ -114,7 +116,7 @@ class ParallelModule(HeldStages):
         bucket_bytes = bucket_bytes or manifest.bucket_bytes or BUCKET_BYTES
         self.mesh.weights = Weights(in_order, self.mesh, self._parameters_in_order, bucket_bytes)
         self._sums = GradientSums(self.manifest, self.mesh, self._parameters_in_order, self.mesh.weights, bucket_bytes)
-        self._scale = LossScale(self.mesh) if _computes_in_float16(self.manifest) else None
+        self._scale = LossScale(self.mesh) if computes_in_float16(self.manifest) else None
         self._norms = GradientNorms(self.manifest, self.mesh, self._parameters_in_order)
         self._optimizer_check = OptimizerCheck(self.manifest, self.mesh, self._parameters_in_order)
         planned = Variant.of(directory, self.manifest, self.mesh, built)
@@ -165,7 +167,7 @@ class ParallelModule(HeldStages):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's outputs for this batch; see the class. Raises InputError and BatchError."""
         with self._reporting():
-            self._check_autocast()
+            check_autocast(self.manifest, self.mesh.device.type)
             self.take_writes()
             with self._plainly():
                 return self._call(args, kwargs)
@@ -174,32 +176,24 @@ class ParallelModule(HeldStages):
         """Without autocast: the stages say themselves what is cast."""
         return torch.autocast(self.mesh.device.type, enabled=False)
 
-    def _check_autocast(self) -> None:
-        """Raises InputError when the script's autocast is not what the program was planned with."""
-        kind = self.mesh.device.type
-        if not torch.is_autocast_enabled(kind):
-            return
-        dtype = torch.get_autocast_dtype(kind)
-        if MIXED.get(self.manifest.precision) != dtype:
-            raise InputError(
-                f"called under torch.autocast({kind!r}, {dtype}), but the program was captured "
-                f"{f'in {self.manifest.precision}' if self.manifest.precision else 'without it'}; make the first call "
-                "under the same autocast as all others, or say precision= instead"
-            )
-
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Variant, Feed, Division]:
         """Checks and divides a batch, which begins a step. Raises InputError and BatchError."""
         check_nothing_waits(self._buffer)
-        leaves = bind(self.manifest, args, kwargs)
-        variant, found = self.variants.find(leaves, args, kwargs, self.batch)
+        given = bind(self.manifest, args, kwargs)
+        wanted = requiring(given) if self.training and torch.is_grad_enabled() else frozenset()
+        if wanted and self._buffer is not None:
+            raise InputError(f"the schedule 2bw gives no gradients of inputs, as of {min(wanted)!r}; use 2bw-flush")
+        variant, found = self.variants.find(given, args, kwargs, self.batch, wanted)
+        leaves = {name: leaf.detach() if isinstance(leaf, Tensor) else leaf for name, leaf in given.items()}
         if self.batch == "global" or self.manifest.is_uniform:
             self._same_batches.check(leaves, self.batch == "local")
         variant.train(self.training)
         data = self.mesh.data
-        given = given_samples(found, self.mesh) if self.batch == "local" else None
-        division = divide(self.manifest, found, data.size, data.index, self.data_shares, given)
+        samples = given_samples(found, self.mesh) if self.batch == "local" else None
+        division = divide(self.manifest, found, data.size, data.index, self.data_shares, samples)
         variant.assumptions.check(leaves, division)
-        feed = self._feed(variant, leaves, division)
+        gradients = InputGradients(variant.manifest.inputs, wanted, given, division, self.mesh)
+        feed = self._feed(variant, leaves, division, gradients)
         if self.training:
             self.steps += 1
             if self.tally is not None and torch.is_grad_enabled():
@@ -231,7 +225,7 @@ class ParallelModule(HeldStages):
         train = self._train_with_loss if self.manifest.loss else self._train_without
         return train(variant, feed, division)
 
-    def _feed(self, variant: Variant, leaves: Mapping[str, Any], division: Division) -> Feed:
+    def _feed(self, variant: Variant, leaves: Mapping[str, Any], division: Division, gradients: InputGradients) -> Feed:
         totals = variant.totals.compute(leaves, division, variant.tensors)
         device = self.mesh.device
         return Feed(
@@ -242,6 +236,7 @@ class ParallelModule(HeldStages):
             totals,
             division.start,
             division.replicas,
+            gradients,
         )
 
     def _train_with_loss(self, variant: Variant, feed: Feed, division: Division) -> Any:
@@ -261,7 +256,7 @@ class ParallelModule(HeldStages):
             with self._norms.running(), separate_gradients(parameters) as made:
                 self._sums.begin(actions)
                 run.execute(actions)
-            return run, made
+            return run, [*made, *feed.gradients.whole()]
 
         seed = 1.0 if self._scale is None else self._scale.seed
         again = None if self._scale is None else self._repeatable(variant, lambda wanted: run_with(wanted)[1])
@@ -273,7 +268,7 @@ class ParallelModule(HeldStages):
         if self._scale is not None and again is not None:
             settle, repeat = self._scale.settle, again
             scale = lambda found, incoming: settle(found, seed, incoming, repeat)  # noqa: E731
-        values[loss_name] = self._handed(values[loss_name], gradients, parameters, scale)
+        values[loss_name] = self._handed(values[loss_name], gradients, scale, feed.gradients.given)
         if self.returned == "all":
             others = [spec for spec in wanted if spec.name != loss_name]
             values.update(refused(others, values, loss_name))
@@ -335,7 +330,7 @@ class ParallelModule(HeldStages):
 
     def _hand_out_late(self, loss: Tensor, gradients: list[Tensor | None]) -> Any:
         (spec,) = self._loss_specs
-        values = {spec.name: self._handed(loss, gradients, self._trainable())}
+        values = {spec.name: self._handed(loss, gradients)}
         return rebuild(self.manifest.output_structure, values)
 
     def _train_without(self, variant: Variant, feed: Feed, division: Division) -> Any:
@@ -371,9 +366,10 @@ class ParallelModule(HeldStages):
                 run.execute(actions)
             if self._scale is not None:
                 self._scale.agree(made)
-            return self._norms.for_hooks(made, parameters)
+            return [*self._norms.for_hooks(made, parameters), *feed.gradients.whole()]
 
-        attached = run_later([values[s.name] for s in differentiable], backward, parameters, self.mesh.elsewhere)
+        reached = [*parameters, *feed.gradients.given]
+        attached = run_later([values[s.name] for s in differentiable], backward, reached, self.mesh.elsewhere)
         values.update({spec.name: value for spec, value in zip(differentiable, attached, strict=True)})
         return rebuild(variant.manifest.output_structure, {**values, **_constants(variant)})
 
@@ -390,7 +386,7 @@ class ParallelModule(HeldStages):
         run.execute(variant.schedules.own(schedule), flush=self._buffer is None)
         run.settle_buffers(self._buffers_by_name())
         values = self._collected(variant.outputs, run, division)
-        if torch.is_grad_enabled() and self._trainable():
+        if torch.is_grad_enabled() and (self._trainable() or feed.gradients.asked):
             values.update(refused(variant.outputs, values))
         return rebuild(variant.manifest.output_structure, {**values, **_constants(variant)})
 
@@ -455,8 +451,16 @@ class ParallelModule(HeldStages):
         if found is not None:
             save_trace(path, trace_object(found))
 
-    def _handed(self, loss: Tensor, made: Gradients, own: Sequence[nn.Parameter], scale: Scale | None = None) -> Tensor:
-        return hand_out(loss, made, own, scale, lambda g: self._norms.for_hooks(g, own), self.mesh.elsewhere)
+    def _handed(
+        self, loss: Tensor, made: Gradients, scale: Scale | None = None, inputs: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """The loss; ``made`` are the gradients of this rank's trained parameters, then of inputs."""
+        own = self._trainable()
+
+        def shown(known: Gradients) -> Gradients:
+            return [*self._norms.for_hooks(known[: len(own)], own), *known[len(own) :]]
+
+        return hand_out(loss, made, [*own, *inputs], scale, shown, self.mesh.elsewhere)
 
     def _part(self, division: Division) -> float:
         """What a backward starts from: where every replica has the whole batch, the sum over them counts each once."""
@@ -490,7 +494,3 @@ class ParallelModule(HeldStages):
 
 def _constants(variant: Variant) -> dict[str, Any]:
     return {spec.name: spec.constant for spec in variant.manifest.outputs if spec.combine == "constant"}
-
-
-def _computes_in_float16(manifest: Manifest) -> bool:
-    return manifest.precision == "fp16-mixed" or any(spec.dtype == "float16" for spec in manifest.parameters)

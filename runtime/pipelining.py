@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from autopart.runtime.errors import BatchError, PlanError
+from autopart.runtime.errors import BatchError, InputError, PlanError
 from autopart.runtime.executor import Feed
 from autopart.runtime.invariant import Share
 from autopart.runtime.manifest import Manifest, argument_name
@@ -60,6 +60,8 @@ def to_pipeline_stages(program: ParallelModule) -> PipelineStages:
 
     def inputs(*args: Any, **kwargs: Any) -> dict[str, Any]:
         _, feed, division = program.prepare(args, kwargs)
+        if feed.gradients:
+            raise InputError("torch's schedules give no gradients of inputs; detach them")
         if division.microbatches != manifest.microbatches:
             raise BatchError(
                 f"a batch of {division.batch} does not divide into the {manifest.microbatches} microbatches that "

@@ -29,8 +29,9 @@ from autopart.runtime.totals import Totals
 
 # Makes the program for a call's arguments, whose sizes are told as well, on rank 0; returns its folder on every rank.
 Compile = Callable[[Sequence[Any], Mapping[str, Any], str], Path]
-# What a variant is found by: the inputs' sizes, and the samples where a program takes one number of them only.
-Key = tuple[Sizes, int]
+# What a variant is found by: the inputs' sizes, the samples where a program takes one number of them only, and the
+# inputs whose gradients it gives.
+Key = tuple[Sizes, int, frozenset[str]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,28 +115,37 @@ class Variants:
             self._originals = {**self._originals, name: value}
 
     def find(
-        self, leaves: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any], mode: BatchMode
+        self,
+        leaves: Mapping[str, Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        mode: BatchMode,
+        gradients: frozenset[str] = frozenset(),
     ) -> tuple[Variant, int]:
         """The variant for a call, and the samples in it. All ranks call it; those that disagree raise BatchError.
 
-        leaves: of the arguments, by path. Raises InputError for inputs that do not fit, on all ranks where the model
-        cannot be compiled for their sizes.
+        leaves: of the arguments, by path. gradients: of them those whose gradients are wanted. Raises InputError for
+        inputs that do not fit, on all ranks where the model cannot be compiled for them.
         """
         manifest = self.planned.manifest
         if self._compile is None:
             return self.planned, check(manifest, leaves)
         sizes = sizes_of(manifest, leaves)
-        samples = check(at_sizes(manifest, sizes), leaves)
-        key = sizes, samples if manifest.fixed_batch else 0
+        samples = check(at_sizes(manifest, sizes, gradients=True), leaves)
+        own = _differentiable(manifest)
+        key = sizes, samples if manifest.fixed_batch else 0, own if gradients <= own else gradients
         text = sizes_text(manifest, sizes).replace("[b", f"[{samples}")
-        told = unlike((sizes, samples) if mode == "global" else key, text)
+        if gradients:
+            text += f" and gradients of {', '.join(sorted(gradients))}"
+        told = unlike((sizes, samples, gradients) if mode == "global" else (key, gradients), text)
         if told:
             raise BatchError(_disagreement(told, mode))
         return self._at(key, args, kwargs), samples
 
     def _at(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Variant:
         manifest = self.planned.manifest
-        if key == (tuple(spec.shape for spec in manifest.inputs if spec.kind == "tensor"), manifest.fixed_batch):
+        sizes = tuple(spec.shape for spec in manifest.inputs if spec.kind == "tensor")
+        if key == (sizes, manifest.fixed_batch, _differentiable(manifest)):
             return self.planned
         variant = self._kept.pop(key, None)
         if variant is None:
@@ -175,6 +185,10 @@ class Variants:
         stages = {stage: build_stage(directory, manifest, mesh, stage) for stage in mesh.stages}
         place(stages, manifest, mesh, given, held)
         return Variant.of(directory, manifest, mesh, stages, self.planned.links)
+
+
+def _differentiable(manifest: Manifest) -> frozenset[str]:
+    return frozenset(spec.name for spec in manifest.inputs if spec.differentiable)
 
 
 def _lasting(manifest: Manifest) -> dict[str, ParameterSpec]:
