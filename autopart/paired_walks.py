@@ -7,6 +7,7 @@ would pair those of other layers, in silence where shapes are equal.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -40,7 +41,7 @@ class _Walk:
     """A loop over a model's parameters that has begun and not ended. moved: when it gave the last one."""
 
     def __init__(self, model: StandIn) -> None:
-        self.model, self.moved = model, 0
+        self.model, self.moved, self.thread = model, 0, threading.get_ident()
         self.checked: set[int] = set()
 
 
@@ -64,7 +65,8 @@ def walk(model: StandIn, items: Iterable[Item]) -> Iterator[Item]:
 def _check(own: _Walk) -> None:
     """One that began, or went on, after this one's last item and still goes on is in turn with it."""
     for other in _walks if own.moved else ():
-        if other.model is not own.model and other.moved > own.moved and id(other) not in own.checked:
+        in_turn = other.moved > own.moved and other.thread == own.thread
+        if in_turn and other.model is not own.model and id(other) not in own.checked:
             own.checked.add(id(other))
             _check_alike(own.model, other.model)
 

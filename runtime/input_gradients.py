@@ -7,7 +7,7 @@ batches that of the whole batch, under local ones that of its replica's samples,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autopart.runtime.inputs import Division
 from autopart.runtime.links import dtype_of
-from autopart.runtime.manifest import InputSpec, size_of
+from autopart.runtime.manifest import InputSpec, Manifest, size_of
 from autopart.runtime.mesh import Mesh
 
 
@@ -34,13 +34,14 @@ class InputGradients:
 
     def __init__(
         self,
-        specs: Sequence[InputSpec],
+        manifest: Manifest,
         names: Collection[str],
         leaves: Mapping[str, Any],
         division: Division,
         mesh: Mesh,
     ) -> None:
-        self._specs = {spec.name: spec for spec in specs if spec.name in names}
+        read = {name for stage in manifest.stages for name in stage.inputs}  # others have none, as in torch
+        self._specs = {spec.name: spec for spec in manifest.inputs if spec.name in names and spec.name in read}
         self.given: list[Tensor] = [leaves[name] for name in self._specs]
         self.asked = bool(requiring(leaves))
         self._division, self._mesh = division, mesh

@@ -192,7 +192,7 @@ class ParallelModule(HeldStages):
         samples = given_samples(found, self.mesh) if self.batch == "local" else None
         division = divide(self.manifest, found, data.size, data.index, self.data_shares, samples)
         variant.assumptions.check(leaves, division)
-        gradients = InputGradients(variant.manifest.inputs, wanted, given, division, self.mesh)
+        gradients = InputGradients(variant.manifest, wanted, given, division, self.mesh)
         feed = self._feed(variant, leaves, division, gradients)
         if self.training:
             self.steps += 1

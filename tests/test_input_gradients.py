@@ -119,6 +119,11 @@ class Generator(Critic):
         return x + super().forward(x)[:, None]
 
 
+class Unreading(Critic):
+    def forward(self, x: Tensor, unread: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x).mean() + 0 * unread.size(0)
+
+
 def adversarial(wrap: Wrap) -> tuple[list[float], list[Tensor]]:
     """Both models trained in turn; then the critic frozen, and samples changed against it."""
     torch.manual_seed(0)
@@ -191,6 +196,9 @@ def test_what_no_call_gives_is_refused() -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(plain(sample).sum(), [sample])[0])
     with pytest.raises(InputError, match="create_graph=True asks for gradients that have gradients"):
         torch.autograd.grad(model(sample).sum(), [sample], create_graph=True)
+    unread = batch()[1].requires_grad_()
+    autopart.parallelize(Unreading().double(), verbose=False)(sample, unread).sum().backward()
+    assert sample.grad is not None and unread.grad is None
     with torch.no_grad():
         torch.testing.assert_close(model(sample), plain(sample))
     model.eval().requires_grad_(False)
