@@ -7,6 +7,7 @@ would pair those of other layers, in silence where shapes are equal.
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -38,10 +39,14 @@ _steps = itertools.count(1)
 
 
 class _Walk:
-    """A loop over a model's parameters that has begun and not ended. moved: when it gave the last one."""
+    """A loop over a model's parameters that has begun and not ended.
+
+    moved: when it gave the last one. place: the frame that asked for it, and the instruction there.
+    """
 
     def __init__(self, model: StandIn) -> None:
         self.model, self.moved, self.thread = model, 0, threading.get_ident()
+        self.place = (0, 0)
         self.checked: set[int] = set()
 
 
@@ -54,6 +59,8 @@ def walk(model: StandIn, items: Iterable[Item]) -> Iterator[Item]:
     _walks.append(own)
     try:
         for item in items:
+            asking = sys._getframe(1)
+            own.place = (id(asking), asking.f_lasti)
             _check(own)
             own.moved = next(_steps)
             yield item
@@ -63,10 +70,14 @@ def walk(model: StandIn, items: Iterable[Item]) -> Iterator[Item]:
 
 
 def _check(own: _Walk) -> None:
-    """One that began, or went on, after this one's last item and still goes on is in turn with it."""
-    for other in _walks if own.moved else ():
-        in_turn = other.moved > own.moved and other.thread == own.thread
-        if in_turn and other.model is not own.model and id(other) not in own.checked:
+    """One that began, or went on, after this one's last item and still goes on is in turn with it.
+
+    At the first item it is one that the same instruction goes on with, as a loop over ``zip`` does and nested ones do
+    not: then nothing was done with any pair yet.
+    """
+    for other in _walks:
+        in_turn = other.moved > own.moved if own.moved else other.place == own.place
+        if in_turn and other.thread == own.thread and other.model is not own.model and id(other) not in own.checked:
             own.checked.add(id(other))
             _check_alike(own.model, other.model)
 

@@ -102,8 +102,19 @@ def unlike() -> None:
     net = Net().double()
     model, mean = wrap(net), wrap(copy.deepcopy(net))
     model(*batch(0)).backward()
+    before = copy.deepcopy(mean.state_dict())
     with pytest.raises(PlanError, match="gone over in turn"), torch.no_grad():
         by_zip(mean, model)
+    torch.testing.assert_close(mean.state_dict(), before, rtol=0, atol=0)
+    with pytest.raises(PlanError, match="gone over in turn"):
+        for _ in map(torch.Tensor.copy_, mean.parameters(), model.parameters()):
+            raise AssertionError
+    walks = iter(mean.parameters()), iter(model.parameters())
+    next(walks[0])
+    next(walks[1])
+    with pytest.raises(PlanError, match="gone over in turn"):
+        next(walks[0])
+    del walks
     for _ in model.parameters():  # not in turn
         assert len([*mean.parameters()]) == 10
         next(mean.parameters())
