@@ -73,7 +73,7 @@ class CandidateLevels(CandidatePrices):
 
     def _surely_whole(self, config: Degrees) -> bool:
         """Whether each rank could hold all parameters whole, and all that is kept, undivided and on one stage."""
-        plain = replace(config, recompute="none")
+        plain = config if config.recompute == "none" else replace(config, recompute="none")
         if plain not in self._roomy:
             places, warmup = self.layout.places(config), self.warmup_of(config)
             flying = max(in_flight(config.schedule, config.stages, config.microbatches, warmup, places))

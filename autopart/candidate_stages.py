@@ -49,7 +49,7 @@ class CandidateStages(CandidateStrategies):
             return None
         key = config.dp, self.setting(config).axes, self.levels(config), self.whole
         if key not in self._least_state:
-            self._least_state[key] = self._builder(config).least_state_bytes()
+            self._least_state[key] = self.least_state_bytes(config)
         held, room = (size / config.stages for size in (self._least_state[key], math.fsum(self._rooms(config))))
         if held <= room:
             return None

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Self
 
 from torch import fx
@@ -16,14 +15,14 @@ from autopart.cluster import Cluster
 from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.cost.devices import Device
 from autopart.folding import is_stored
-from autopart.hidden_levels import hidden_levels, least_price
+from autopart.hidden_levels import Exchange, hidden_levels, least_price
 from autopart.layer_strategies import LayerStrategies
 from autopart.passes.data_axis import LEVELS
 from autopart.runtime.schedule import in_flight
 from autopart.solver.degrees import Degrees
 from autopart.solver.stages_problem import Step
 from autopart.tensor_choice import Builder, TensorChoice, choose, stored_as
-from autopart.tensor_setting import Setting
+from autopart.tensor_setting import Setting, Shared
 
 _PRICES = (0.1, 0.2)
 """Of all bytes of a stage, in parts of its seconds: where strategies are chosen that hold less."""
@@ -131,17 +130,30 @@ class CandidateStrategies(CandidateFloors):
         builder = Builder(self.analysis, self._folded, setting, self._block_costs, self.optimizer, (3,), config.pp)
         problem, found = builder.solution(None, self.time_limit_s)
         choice, work, exchanged = builder.chosen(problem, found), found.objective, 0.0
+        exchanges = self._exchanges_under(setting, choice)
         for nodes, op, index in zip(self._folded.classes, problem.ops, found.choices, strict=False):
             if is_stored(nodes[0]):
                 work -= op.choices[index].cost
                 level = choice.levels.get(nodes[0].meta["name"], 0)
-                exchanged += sum(math.fsum(self._exchanges_of(setting, choice, node, level)) for node in nodes)
+                exchanged += sum(math.fsum(exchanges(node, level)) for node in nodes)
         return exchanged <= work
 
-    def _exchanges_of(self, setting: Setting, choice: TensorChoice, node: fx.Node, level: int) -> tuple[float, float]:
+    def _exchanges_under(self, setting: Setting, choice: TensorChoice) -> Exchange:
         """Forward and backward seconds of a microbatch in which replicas exchange a parameter for all that read it."""
-        there, back = self._exchange_seconds(setting, choice, node, level)
-        return there * len(self.readers[node]), back * len(self.readers[node])
+        tensors, known = self.analysis.program.tensors, dict[object, tuple[float, float]]()
+
+        def exchanges(node: fx.Node, level: int) -> tuple[float, float]:
+            info, readers = tensors[node.meta["name"]], len(self.readers[node])
+            # how it lies by identity, as hashing that costs more than pricing; the choice keeps it alive
+            stored = id(choice.storage.get(info.name))
+            gathering = self._block_costs.gathering(node)
+            alike = stored, info.shape, info.dtype, info.trainable, level, *gathering, readers
+            if alike not in known:
+                there, back = self._exchange_seconds(setting, choice, node, level)
+                known[alike] = there * readers, back * readers
+            return known[alike]
+
+        return exchanges
 
     def _most_seconds(self, config: Degrees, below: float) -> float:
         """Of a microbatch, its part of the step's end included: what takes as long takes ``below`` a step or more.
@@ -176,12 +188,20 @@ class CandidateStrategies(CandidateFloors):
         unit = seconds / sum(self._rooms(config))
         return [self._builder(config).solve_priced(price * unit, mean, self.time_limit_s, sizes) for price in prices]
 
-    def _builder(self, config: Degrees) -> Builder:
-        """Of all levels of ZeRO that parameters may have."""
+    def _builder(self, config: Degrees, setting: Setting | None = None) -> Builder:
+        """Of all levels of ZeRO that parameters may have. setting: by default that by which strategies are chosen."""
         levels = LEVELS if self._divides(config) else (self.zero or 0,)
-        return Builder(
-            *(self.analysis, self._folded, self._choosing(config), self._block_costs, self.optimizer, levels, config.pp)
-        )
+        setting = setting or self._choosing(config)
+        return Builder(*(self.analysis, self._folded, setting, self._block_costs, self.optimizer, levels, config.pp))
+
+    def least_state_bytes(self, config: Degrees) -> float:
+        """What parameters hold at least on a rank of each stage, all together, which no exchange changes, as finding
+        out what passes beside ops takes a solver.
+        """
+        setting = self.setting(config)
+        if config.axes and self._exchanges(config):  # placements are numbered with the first problem that is solved
+            setting = replace(setting, shared=Shared())
+        return self._builder(config, setting).least_state_bytes()
 
     def hidden(self, config: Degrees) -> list[TensorChoice]:
         """Strategies that are the fastest where replicas divide all, at levels whose exchange passes beside ops: those
@@ -201,11 +221,12 @@ class CandidateStrategies(CandidateFloors):
 
         levels = list[dict[str, int]]()
         there, back = (math.fsum(getattr(cost, name) for cost in costs) for name in ("forward_s", "backward_s"))
+        exchanges = self._exchanges_under(setting, choice)
         prices = self._byte_price(config, choice, [list(own.values()) for own in ways.values()]), math.inf
         for computed, price in itertools.product((back, back + there), prices):
             found = hidden_levels(
                 [nodes for nodes in classes if 3 in ways[nodes[0]] and tensors[nodes[0].meta["name"]].trainable],
-                partial(self._exchanges_of, setting, choice),
+                exchanges,
                 lambda nodes, level: ways[nodes[0]][level],
                 hiding * there,
                 hiding * computed,

@@ -227,8 +227,11 @@ class Builder:
 
     def least_state_bytes(self) -> float:
         """What parameters hold at least on a rank of each stage, all stages together, whatever the strategies."""
-        stored = [self.op(nodes) for nodes in self.folded.classes if is_stored(nodes[0])]
-        return math.fsum(min(choice.memory for choice in op.choices) for op in stored)
+        return math.fsum(
+            min(self.stored(nodes[0], *way, len(nodes), ends=False).memory for way in self.ways(nodes[0]))
+            for nodes in self.folded.classes
+            if is_stored(nodes[0])
+        )
 
     # -- weights' gradients beside collectives --------------------------------------------------------------------
 
