@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from torch import fx
 
+from autopart.candidate_sums import Product
 from autopart.candidates import Candidates
 from autopart.conversion_prices import TensorAxis
 from autopart.cost.communication import all_gather_seconds, bucketed_all_reduce_seconds, reduce_scatter_seconds
@@ -99,12 +100,17 @@ def _moved_seconds(size: float, axis: TensorAxis) -> float:
     return all_gather_seconds(size, axis.parts, axis.link) + reduce_scatter_seconds(size, axis.parts, axis.link)
 
 
-def _products(candidates: Candidates, samples: int) -> Iterator[tuple[fx.Node, Value, tuple[float, float, float], int]]:
+def _products(candidates: Candidates, samples: int) -> Sequence[Product]:
     """Products with a weight, their operands, bytes of operand, weight and result, and how many are alike."""
-    for (node, _), count in candidates.alike:
-        if (product := _product(candidates, node, samples)) is not None:
-            operand, held, result = product
-            yield node, operand, (candidates.whole_bytes(operand, samples), held, result), count
+    known, key = candidates.products, (candidates.device.kind, samples)
+    if key not in known:
+        known[key] = [
+            (node, operand, (candidates.whole_bytes(operand, samples), held, result), count)
+            for (node, _), count in candidates.alike
+            if (product := _product(candidates, node, samples)) is not None
+            for operand, held, result in (product,)
+        ]
+    return known[key]
 
 
 def _product(candidates: Candidates, node: fx.Node, samples: int) -> tuple[Value, float, float] | None:

@@ -73,7 +73,7 @@ class CandidateFloors(CandidateTied):
         found = CandidateTied._with(self, cluster, device, whole)
         found._added, found._floors, found._rows, found._late = {}, {}, {}, {}
         if device.kind != self.device.kind:
-            found.alike = found._counted()
+            found.alike, found._kinds = found._counted(), None
         if not same_but_for_memory(device, self.device):
             found._work, found._free, found._work_bounds, found._enough = {}, {}, {}, {}
             found._shares, found._last, found._starting, found._started = {}, {}, {}, None
@@ -474,5 +474,5 @@ class CandidateFloors(CandidateTied):
 
     def besides_seconds(self, config: Degrees) -> float:
         """Seconds of one microbatch beside its ops, at least: free ops, and what moves for its parameters."""
-        added = self.setting(config).data.least_moving_seconds(self.trained_bytes / config.tp, self.levels(config))
+        added = self.data(config).least_moving_seconds(self.trained_bytes / config.tp, self.levels(config))
         return self.free_seconds(config) + added

@@ -14,7 +14,7 @@ from autopart.bucket_size import bucket_bytes
 from autopart.cluster import Cluster
 from autopart.conversion_prices import ConversionPrices, TensorAxis
 from autopart.cost.devices import Device
-from autopart.data_prices import exposed
+from autopart.data_prices import DataPrices, exposed
 from autopart.device_layout import DeviceLayout
 from autopart.folding import FoldedGraph, fold_graph
 from autopart.offers import Offers
@@ -205,6 +205,11 @@ class CandidateSettings:
         data = self.layout.data_link(config)
         prices, dp, microbatches = self.prices(config), config.dp, config.microbatches
         return Setting(prices, conversions, offers, dp, data, microbatches, shared, self.summed, beside)
+
+    def data(self, config: Degrees) -> DataPrices:
+        """That of :meth:`setting`, which bounds of many configurations ask for alone."""
+        link = self.layout.data_link(config)
+        return DataPrices(self.prices(config), link, config.dp, self.summed, config.microbatches)
 
     def bucket_bytes(self, config: Degrees) -> int:
         """What fills a message of gradients."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import fx
 
 from autopart.candidate_layers import CandidateLayers
 from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.cost.devices import Link
 from autopart.late_sums import LateSums, late_sums
-from autopart.passes.amounts import value_bytes
 from autopart.passes.graph import Value
 from autopart.runtime.buckets import BUCKET_BYTES
 from autopart.runtime.schedule import in_flight
@@ -23,6 +25,9 @@ from autopart.solver.stages_parts import Block, Cut, TiedGroup
 from autopart.solver.stages_problem import StageProblem
 from autopart.step_time import WHOLE_SCHEDULES
 from autopart.tensor_choice import Builder
+
+Product = tuple[fx.Node, Value, tuple[float, float, float], int]
+"""With a weight: its operand, bytes of operand, weight and result, and how many are alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,10 @@ class CandidateSums(CandidateLayers):
     _shared_cuts: dict[tuple[int, int, Link, bool], tuple[Cut, ...]] = field(default_factory=dict)
     _last: dict[object, tuple[float, int]] = field(default_factory=dict)  # of last microbatches with sums
     _late: dict[object, LateSums] = field(default_factory=dict)
+    products: dict[tuple[str, int], list[Product]] = field(default_factory=dict)
+    """By kind of device and samples, what :mod:`autopart.axes_volume` reads of every configuration."""
+    _kinds: tuple[list[tuple[fx.Node, bool]], NDArray[np.intp], NDArray[np.intp]] | None = None
+    _sent: list[float | None] = field(default_factory=list)  # by block, once it is known
 
     def free_seconds(self, config: Degrees) -> float:
         """Seconds of one microbatch's free ops, which some stage has to compute at least once."""
@@ -65,19 +74,27 @@ class CandidateSums(CandidateLayers):
         """Of each block, forward and backward, shared perfectly."""
         key = self.samples(config), config.tp, config.recompute
         if key not in self._shares:
-            prices, analysis, share = self.prices(config), self.analysis, 1 / config.tp
-            forward, backward = [0.0] * len(analysis.blocks), [0.0] * len(analysis.blocks)
-            known: dict[fx.Node, tuple[float, float]] = {}
-            for node, block in analysis.block_of.items():
-                first = analysis.first.get(node, node)
-                if first not in known:
-                    alone = prices.op_seconds(first) if config.tp == 1 else prices.shared_seconds(first, share, share)
-                    known[first] = alone[0], alone[1]
-                there, back = known[first]
-                forward[block] += there
-                backward[block] += back + (there if config.recompute == "full" and self.runs_again(node) else 0.0)
-            self._shares[key] = tuple(forward), tuple(backward)
+            prices, share, full = self.prices(config), 1 / config.tp, config.recompute == "full"
+            kinds, of, blocks = self._kinds_in_blocks()
+            forward, backward = np.zeros(len(kinds)), np.zeros(len(kinds))
+            for at, (node, again) in enumerate(kinds):
+                there, back = prices.op_seconds(node) if config.tp == 1 else prices.shared_seconds(node, share, share)
+                forward[at], backward[at] = there, back + (there if full and again else 0.0)
+            sums = (np.bincount(blocks, own[of], len(self.analysis.blocks)) for own in (forward, backward))
+            there_of, back_of = (tuple(found.tolist()) for found in sums)
+            self._shares[key] = there_of, back_of
         return self._shares[key]
+
+    def _kinds_in_blocks(self) -> tuple[list[tuple[fx.Node, bool]], NDArray[np.intp], NDArray[np.intp]]:
+        """Ops that are unlike, with whether they run again with layers, and by op of a block its number and block."""
+        if self._kinds is None:
+            first, numbers = self.analysis.first, dict[tuple[fx.Node, bool], int]()
+            of = [
+                numbers.setdefault((first.get(node, node), self.runs_again(node)), len(numbers))
+                for node in self.analysis.block_of
+            ]
+            self._kinds = list(numbers), np.array(of, np.intp), np.array(list(self.analysis.block_of.values()), np.intp)
+        return self._kinds
 
     def byte_seconds(self, config: Degrees) -> float:
         """Of a byte of all weights, to sum its gradient over replicas where tensor axes divide it."""
@@ -88,7 +105,7 @@ class CandidateSums(CandidateLayers):
 
         divided: whether they are; None: at best.
         """
-        found, data = self.byte_seconds(config), self.setting(config).data
+        found, data = self.byte_seconds(config), self.data(config)
         if not found or not (self._divides(config) or self.zero if divided is None else divided):
             return found
         return found * data.sum_seconds(self.trained_bytes, 1) / data.sum_seconds(self.trained_bytes, 0)
@@ -102,14 +119,9 @@ class CandidateSums(CandidateLayers):
         key = self.samples(config), config.tp, config.dp, config.recompute, byte_s
         if key not in self._last:
             forward, backward = self.block_seconds(config)
-            sent = [0.0] * len(forward)
-            for node, blocks in self.readers.items():
-                if node.meta.get("trainable"):
-                    sent[blocks[0]] += value_bytes(Value(node)).at(1)
-            inside = self._inside_layers()
             behind, best = math.fsum(backward), (0.0, 0)
-            for block, (back, size) in enumerate(zip(backward, itertools.accumulate(sent), strict=True)):
-                if block not in inside:
+            for block, (back, size) in enumerate(zip(backward, self._sent_before(), strict=True)):
+                if size is not None:
                     best = max(best, (behind + size * byte_s, block))
                 behind -= back
             self._last[key] = math.fsum(forward) + best[0], best[1]
@@ -118,7 +130,18 @@ class CandidateSums(CandidateLayers):
     def first_sums(self, config: Degrees) -> float:
         """Seconds of the sums of what the first block reads, which begin when the last backward is over, at least."""
         first = (node for node, blocks in self.readers.items() if not blocks[0] and node.meta.get("trainable"))
-        return math.fsum(value_bytes(Value(node)).at(1) for node in first) * self.late_byte_seconds(config)
+        return math.fsum(self._block_costs.size(Value(node)).at(1) for node in first) * self.late_byte_seconds(config)
+
+    def _sent_before(self) -> Sequence[float | None]:
+        """By block bytes of the gradients of all up to it; None where a layer began before."""
+        if not self._sent:
+            sent = [0.0] * len(self.analysis.blocks)
+            for node, blocks in self.readers.items():
+                if node.meta.get("trainable"):
+                    sent[blocks[0]] += self._block_costs.size(Value(node)).at(1)
+            inside = self._inside_layers()
+            self._sent = [None if at in inside else size for at, size in enumerate(itertools.accumulate(sent))]
+        return self._sent
 
     def _inside_layers(self) -> set[int]:
         """Blocks before which a layer has begun, so that it may run as one with others behind them."""
@@ -166,7 +189,7 @@ class CandidateSums(CandidateLayers):
         sums, tied = list[GradientSum](), list[TiedGroup]()
         for node, blocks in self.readers.items():
             if node.meta.get("trainable"):
-                size = value_bytes(Value(node)).at(1)
+                size = self._block_costs.size(Value(node)).at(1)
                 seconds = size * byte_s
                 sums.append(GradientSum(blocks, 2.0 * BUCKET_BYTES, seconds))  # in a message of its own
                 if level is not None:

@@ -164,6 +164,11 @@ class Cluster:
             raise ClusterError(f"there is no device {device} in {self}, which has {self.device_count} devices")
         return self._node_of[device]
 
+    def nodes_of(self, count: int) -> tuple[int, ...]:
+        """The numbers of the nodes that hold the first so many devices."""
+        self.node_of(count - 1)
+        return self._node_of[:count]
+
     @property
     def digest(self) -> str:
         """A short hash of all numbers of devices and links but their memory, of which drivers keep a little."""

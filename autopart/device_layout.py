@@ -76,15 +76,17 @@ class DeviceLayout:
         places, count = self.places(config), config.dp * config.tp
         key = (places[first], places[second], count)
         if key not in self._stage_links:
-            pairs = zip(self.ranks(config, first), self.ranks(config, second), strict=True)
-            self._stage_links[key] = slowest([self.cluster.link(i, j, count) for i, j in pairs])
+            node_of, pairs = self.cluster.node_of, dict[tuple[int, int], tuple[int, int]]()
+            for i, j in zip(self.ranks(config, first), self.ranks(config, second), strict=True):
+                pairs.setdefault((node_of(i), node_of(j)), (i, j))  # others between these nodes have the same link
+            self._stage_links[key] = slowest([self.cluster.link(i, j, count) for i, j in pairs.values()])
         return self._stage_links[key]
 
     def _group_link(self, devices: int, parts: int, stride: int) -> Link:
         """The slowest link of any group of ``parts`` ranks that lie ``stride`` apart."""
         key = (devices, parts, stride)
         if key not in self._links:
-            nodes, span = tuple(map(self.cluster.node_of, range(devices))), parts * stride
+            nodes, span = self.cluster.nodes_of(devices), parts * stride
             starts = (base + offset for base in range(0, devices, span) for offset in range(stride))
             groups = {nodes[start : start + span : stride]: start for start in starts}
             # as many devices on equal nodes have equal links

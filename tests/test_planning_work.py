@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+import autopart.axes_volume
 import autopart.layer_frontier
 import autopart.recomputation
 from autopart import cache
 from autopart.analysis import Analysis, analyze
+from autopart.axes_volume import least_exchange_seconds
 from autopart.candidates import Candidates
 from autopart.models import load_model
 from autopart.passes import annotate
@@ -121,3 +123,25 @@ def test_a_bound_is_raised_no_further_than_is_asked_for(monkeypatch: pytest.Monk
         count = len(relaxed)
         assert candidates.work_floor(config) == pytest.approx(full) and len(relaxed) == 2 * count
         assert candidates.work_floor(config, below=0.0) <= full and len(relaxed) == 2 * count
+
+
+def test_what_parameters_hold_at_least_takes_no_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Degrees(1, 4, (2,), 2, "1f1b", "auto")
+    candidates = Candidates(analysis_of(SHALLOW), ideal(8), 16, "adamw", zero=None, all_levels=True)
+    calls = calls_of("solve", tensor, monkeypatch)
+    assert candidates.unfit(config) is None
+    held = candidates.least_state_bytes(config)
+    assert not calls
+    # as much as the least of the ways that strategies are chosen from, whose prices ask what passes beside ops
+    assert held == candidates._builder(config).least_state_bytes()
+
+
+def test_products_are_looked_at_once_for_configurations_of_as_many_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidates = Candidates(analysis_of(SHALLOW), ideal(8), 16, "adamw", zero=None)
+    calls = calls_of("weight_of", autopart.axes_volume, monkeypatch)
+    several, one = Degrees(1, 4, (2,), 2, "1f1b"), Degrees(1, 2, (4,), 4, "1f1b")
+    found = least_exchange_seconds(candidates, several)
+    assert found > 0 and calls
+    calls.clear()
+    assert least_exchange_seconds(candidates, one) != found
+    assert not calls
