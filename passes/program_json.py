@@ -164,11 +164,18 @@ class _Writer:
         return [found.coefficient]
 
 
+class _Sizes(ShapeEnv):
+    """Does not note whose code makes a size or asks for one: to tell that, torch imports its exporter and more."""
+
+    def _get_user_frame(self) -> None:
+        return None
+
+
 class _Reader:
     def __init__(self, data: dict[str, Any]) -> None:
         self.data = data
         self.graph, self.nodes = fx.Graph(), list[fx.Node]()
-        self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        self.mode = FakeTensorMode(shape_env=_Sizes(), allow_non_fake_inputs=True)
         hint = data["hint"]
         self.batch = None if hint is None else self._symbol(int(hint))
         self.values = [self._value(*value) for value in data["values"]]
