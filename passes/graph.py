@@ -6,8 +6,9 @@ pick them are names, not ops: :func:`value_of` looks through them.
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,10 @@ from autopart.passes.sizes import Extent, extent
 RECURRENT = tuple(f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
 """Ops that are all layers of a recurrent module, called with ``(sequence, states, weights, has_biases, num_layers,
 dropout, train, bidirectional, batch_first)``."""
+
+
+# tuples, as a union of types is made anew wherever it is written, in functions that are called a million times
+_NESTED, _RESULTS = (tuple, list, dict), (torch.Tensor, tuple, list)
 
 
 class Value(NamedTuple):
@@ -66,28 +71,23 @@ def is_op(node: fx.Node) -> bool:
     if node.op != "call_function" or is_getitem(node):
         return False
     val = node.meta.get("val")
-    return isinstance(val, torch.Tensor | tuple | list)
+    return isinstance(val, _RESULTS)
 
 
-def _argument_nodes(argument: object) -> Iterator[fx.Node]:
-    if isinstance(argument, fx.Node):
-        yield argument
-    elif isinstance(argument, tuple | list):
-        for item in argument:
-            yield from _argument_nodes(item)
-    elif isinstance(argument, dict):
-        for item in argument.values():
-            yield from _argument_nodes(item)
+def _add_nodes(arguments: Iterable[object], found: list[fx.Node]) -> None:
+    for argument in arguments:
+        if isinstance(argument, fx.Node):
+            found.append(argument)
+        elif isinstance(argument, _NESTED):
+            _add_nodes(argument.values() if isinstance(argument, dict) else argument, found)
 
 
 def input_nodes(node: fx.Node) -> list[fx.Node]:
     """The tensor arguments of an op in order, args before kwargs, lists flattened, repeats kept."""
     found: list[fx.Node] = []
-    for argument in (*node.args, *node.kwargs.values()):
-        if isinstance(argument, fx.Node):
-            found.append(argument)
-        elif isinstance(argument, tuple | list | dict):
-            found.extend(_argument_nodes(argument))
+    _add_nodes(node.args, found)
+    if node.kwargs:
+        _add_nodes(node.kwargs.values(), found)
     return [argument for argument in found if isinstance(argument.meta.get("val"), torch.Tensor)]
 
 
@@ -146,7 +146,13 @@ def source_line(node: fx.Node) -> str:
 
 def updates_statistics(node: fx.Node) -> bool:
     """Whether the op writes into running statistics, and so has to stay even if nothing reads its result."""
-    return node.op == "call_function" and "batch_norm" in str(node.target)
+    return node.op == "call_function" and is_batch_norm(node.target)
+
+
+@functools.lru_cache(maxsize=4096)  # an op's name is put together every time it is asked for
+def is_batch_norm(target: object) -> bool:
+    """Whether what a node calls is a batch norm."""
+    return "batch_norm" in str(target)
 
 
 def least_samples(graph: fx.Graph) -> int:

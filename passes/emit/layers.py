@@ -74,7 +74,7 @@ def runs_of(graph: fx.Graph) -> list[tuple[Run, bool]]:
 
 def is_recomputable(run: Run) -> bool:
     """Whether a layer's forward may run again: not where that would update running statistics twice."""
-    return not any("batch_norm" in str(node.target) for node in run.nodes)
+    return not any(graphs.is_batch_norm(node.target) for node in run.nodes)
 
 
 def recomputable_layers(graph: fx.Graph) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ belong to it. So a span is given values as its ops read them, and collectives be
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -52,7 +53,12 @@ def segments_of(graph: fx.Graph, recompute: Collection[str]) -> list[tuple[Run, 
 
 def part(nodes: Sequence[fx.Node], path: str) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]] | None:
     """Statements before a module's ops, these, and those behind them; None where they are no span."""
-    numbers = [index for index, node in enumerate(nodes) if _is_op(node) and is_inside(graphs.module_path(node), path)]
+    inner = f"{path}."
+    numbers = [
+        index
+        for index, node in enumerate(nodes)
+        if ((at := graphs.module_path(node)) == path or at.startswith(inner)) and _is_op(node)
+    ]
     if not numbers:
         return None
     before, own = list(nodes[: numbers[0]]), list[fx.Node]()
@@ -119,9 +125,10 @@ def _is_op(node: fx.Node) -> bool:
     return not graphs.is_getitem(node) and "transition" not in node.meta
 
 
-def _modules_between(path: str, layer: str) -> list[str]:
+@functools.lru_cache(maxsize=65536)  # every op of a module asks
+def _modules_between(path: str, layer: str) -> tuple[str, ...]:
     """The module and those around it, inside the layer."""
-    return [found for found in around(path) if found.startswith(f"{layer}.")] if is_inside(path, layer) else []
+    return tuple(found for found in around(path) if found.startswith(f"{layer}.")) if is_inside(path, layer) else ()
 
 
 def _in_order(run: Run, recompute: Collection[str]) -> list[str]:
