@@ -3,8 +3,8 @@
 With the least warm-up stage i of p has p - i microbatches in flight. A microbatch's way through all stages and back is
 then done for p of them at once, so that what passes between stages is waited for: of each microbatch about as long as
 one transfer there and back takes. A deeper warm-up hides these, all but those of the first and the last microbatch, and
-lets stages be less even. Tried are the best plan's configuration, the same with fewer and with more microbatches, and
-those whose seconds under the least, less what may be hidden, are fewer than the best plan's.
+lets stages be less even. Tried are the best plan's configuration, and those whose seconds under the least, less what
+may be hidden, are fewer than the best plan's, on each mesh the best of them with the next fewer and more microbatches.
 
 What is not tried is not in a plan's bound, nor is what is: bounds are of the least warm-up.
 """
@@ -12,6 +12,7 @@ What is not tried is not in a plan's bound, nor is what is: bounds are of the le
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -55,11 +56,17 @@ class DeeperWarmups:
             if hidden > least and seconds - hidden < best_seconds - least
         }
         if self._taken.get(best, (0.0, 0.0))[1] > least:
-            rows = {item for item in configs if replace(item, microbatches=best.microbatches) == best} | {best}
-            row = sorted(rows, key=lambda item: item.microbatches)
-            at = row.index(best)
-            order |= dict.fromkeys(row[max(0, at - 1) : at + 2], 0.0) | {best: -1.0}
-        return sorted(order, key=order.__getitem__)[:_MOST]
+            order[best] = -math.inf
+        rows: dict[Config, list[Config]] = {}
+        for config in sorted({*configs, *order}, key=lambda item: item.microbatches):
+            rows.setdefault(replace(config, microbatches=1), []).append(config)
+        found: dict[Config, None] = {}
+        for config in sorted(order, key=order.__getitem__):
+            row = rows.pop(replace(config, microbatches=1), None)
+            if row is not None and len(found) < _MOST:
+                at = row.index(config)
+                found |= dict.fromkeys([config, *row[max(0, at - 1) : at], *row[at + 1 : at + 2]])
+        return [*found][:_MOST]
 
     def under(self, depth: int) -> Candidates:
         """The candidates with a warm-up of so many forwards ahead; 0: as they are."""

@@ -56,6 +56,7 @@ class PlanSpace(Space[Config, AnyAnswer]):
     _equal: list[Degrees] = field(init=False)  # those with equal meshes that were searched
     _estimates: Estimates = field(init=False)
     _deeper: DeeperWarmups = field(init=False)
+    _promised: tuple[Degrees, ...] = ()  # that repeat what a node does by itself
     _unlike: UnlikeCandidates | None = None  # made when they are asked for: the runs of many devices are many
     _others: tuple[UnlikeMeshes, ...] | None = None
     # seconds of what was evaluated; as expected of what was stopped
@@ -151,7 +152,8 @@ class PlanSpace(Space[Config, AnyAnswer]):
     def _repeated(self, best: Evaluation[AnyAnswer] | None) -> tuple[Degrees, ...]:
         if best is None or self.limits.meshes == "unlike" or most_ranks(self.candidates.cluster, self.limits) is None:
             return ()
-        return repeated(self._estimates, self._any_ranks(), self.candidates.cluster, best.objective)
+        self._promised = repeated(self._estimates, self._any_ranks(), self.candidates.cluster, best.objective)
+        return self._promised
 
     # -- bounds ---------------------------------------------------------------------------------------------------
 
@@ -169,9 +171,10 @@ class PlanSpace(Space[Config, AnyAnswer]):
         return self.candidates.unfit(config) if isinstance(config, Degrees) else None
 
     def refine(self, config: Config, below: float) -> float:
-        if isinstance(config, Degrees):
-            return self.candidates.work_floor(config, below)
-        return self.unlike.refined(config, below)
+        if not isinstance(config, Degrees):
+            return self.unlike.refined(config, below)
+        # a bound on two axes takes the solver much longer than strategies, of which these are known to be good
+        return 0.0 if config in self._promised else self.candidates.work_floor(config, below)
 
     def rules_out(self, config: Config, below: float) -> bool:
         return isinstance(config, Degrees) and self.candidates.surely_takes(config, below)

@@ -51,7 +51,8 @@ def test_the_fastest_devices_first() -> None:
 
 def test_one_node_without_the_slow_network() -> None:
     """The other one repeats what it does."""
-    (note,) = [note for note in plan_on(Cluster.parse("2x2xA100-80GB@Ethernet-10")).notes if "alone" in note]
+    notes = plan_on(Cluster.parse("2x2xA100-80GB@Ethernet-10"), batch=32).notes
+    (note,) = [note for note in notes if "alone" in note]
     assert note.startswith("2xA100-80GB@Ethernet-10 alone takes") and "as much as all 4 devices" in note
 
 
