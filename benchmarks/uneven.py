@@ -3,8 +3,9 @@
     python benchmarks/uneven.py [--only TEXT] [--dtype bfloat16] [--batch 32]
 
 Equal meshes are what a script has that starts one program on all devices. For each cluster and model: seconds of a
-step, with the gap to the bound; of the best plan with equal meshes, and on each kind of nodes by itself the fewest;
-and the seconds of CPU that the plan took.
+step, with the gap to the bound, which is that of plans with the least warm-up where a * says that this one runs further
+ahead; of the best plan with equal meshes, and on each kind of nodes by itself the fewest; and the seconds of CPU that
+the plan took.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def main() -> None:
             others = (equal, min((item for item in alone if item is not None), default=None))
             rows.append(
                 (
-                    *(name, text, format_seconds(plan.step_time_s), f"{100 * plan.gap:.1f}%"),
+                    *(name, text, format_seconds(plan.step_time_s), f"{100 * plan.gap:.1f}%{'*' * bool(plan.warmup)}"),
                     *("-" if item is None else f"{item / plan.step_time_s:.2f}" for item in others),
                     f"{spent:.1f}",
                 )
