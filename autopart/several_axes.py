@@ -50,7 +50,8 @@ def several_axes(
     """
     if best is not None:
         config = best.answer.config
-        short = len(config.axes) == 1 and _repeats(candidates, best.answer)
+        # where hosts bind, a step is no shorter by what devices compute
+        short = len(config.axes) == 1 and not candidates.starts_bind(config) and _repeats(candidates, best.answer)
         return tuple(_factored(config)) if short else _faster(candidates, configs, best, taken)
     holding_least = sorted(configs, key=lambda item: (-item.tp, -item.microbatches, item.recompute == "none", item.dp))
     factored = [found for item in holding_least if (found := tuple(_factored(item)))]
