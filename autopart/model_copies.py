@@ -7,6 +7,7 @@ divided alike, or parameters of other layers would meet. When one of them is pla
 
 from __future__ import annotations
 
+import abc
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,14 +114,17 @@ class Twin(StandIn):
         _made[self._number] = self
 
     @property
+    @abc.abstractmethod
     def _compiler(self) -> Compiler:
-        raise NotImplementedError
+        """On rank 0."""
 
+    @abc.abstractmethod
     def _become(self, program: ParallelModule) -> None:
-        raise NotImplementedError
+        """Goes on as this program."""
 
+    @abc.abstractmethod
     def _load(self, made: Mapping[str, Tensor], device: torch.device) -> ParallelModule:
-        raise NotImplementedError
+        """The program of ``_directory``, with the original's weights. made: buffers that were made for it."""
 
     def _twins(self) -> list[Self]:
         """Before this model is planned: those that the same program is for."""
