@@ -100,10 +100,10 @@ def test_the_planners_own_plans(tmp_path: Path) -> None:
     assert [plan.in_flight for plan in (least, deeper, listed)] == [(3, 2, 1), (5, 3, 1), (6, 6, 2)]
     assert least.warmup == () and deeper.warmup == (4, 2, 0) and listed.warmup == (5, 5, 1)
     # Blocks are cut as before, so that each stage pays for what it holds more.
-    if [s.blocks for s in least.stages] == [s.blocks for s in deeper.stages]:
-        assert deeper.stages[0].memory_bytes > least.stages[0].memory_bytes
-        ahead = 2 * 2 * 16 * 4  # two tensors of two samples
-        assert deeper.stages[2].memory_bytes == least.stages[2].memory_bytes + ahead
+    assert [s.blocks for s in least.stages] == [s.blocks for s in deeper.stages]
+    assert deeper.stages[0].memory_bytes > least.stages[0].memory_bytes
+    ahead = 2 * 2 * 16 * 4  # two tensors of two samples
+    assert deeper.stages[2].memory_bytes == least.stages[2].memory_bytes + ahead
     emit(program, deeper, tmp_path / "program")
     assert Manifest.load(tmp_path / "program").warmup == (4, 2, 0)
     with pytest.raises(PlanError, match="only the schedule 1f1b"):
