@@ -375,19 +375,25 @@ class Parallelized(Twin):
         return self
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """As :meth:`named_parameters`, for an optimizer: never empty once planned; see ``HeldStages.parameters``."""
-        self._check_not_on_meta()
-        return walk(self, self._current.parameters(recurse))
+        """Those of :meth:`named_parameters`."""
+        return (parameter for _, parameter in self.named_parameters(recurse=recurse))
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Before the first call the original's; then this rank's shares of its stage, under their original names.
+        """The original's, of which, once there is a program, this rank has its shares, and nothing of other stages'.
 
         Raises PlanError before the first call where the original is on meta: its parameters are not kept.
         """
         self._check_not_on_meta()
-        return walk(self, self._current.named_parameters(prefix, recurse, remove_duplicate))
+        return walk(self, self._named("parameters", prefix, recurse, remove_duplicate))
+
+    def _named(self, kind: Literal["parameters", "buffers"], prefix: str, recurse: bool, remove_duplicate: bool) -> Any:
+        """By the original's names, and in its order, those of the program once there is one."""
+        ours = self.parallel and getattr(self.parallel, f"named_{kind}")(remove_duplicate=False)
+        found = dict(ours or ())
+        for name, tensor in getattr(self.original, f"named_{kind}")("", recurse, remove_duplicate):
+            yield f"{prefix}.{name}" if prefix else name, found.get(name, tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallelized:
         """Raises PlanError once it is planned: its parts are in other processes."""
@@ -432,7 +438,8 @@ class Parallelized(Twin):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        return self._current.named_buffers(prefix, recurse, remove_duplicate)
+        """The original's, as they are in the program: this rank's shares, and nothing of other stages'."""
+        return self._named("buffers", prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The whole model's state; once it is parallel all ranks have to call this."""

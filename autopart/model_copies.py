@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from autopart.runtime.elsewhere import restore
 from autopart.runtime.inputs import BatchMode, fits
 from autopart.runtime.mesh import job_size
 from autopart.runtime.module import ParallelModule
@@ -185,7 +186,7 @@ class Twin(StandIn):
         with torch.no_grad():
             for name, tensor in tensors:
                 if name in state:
-                    tensor.data = state[name].to(tensor.device)
+                    restore(tensor, state[name])
         object.__setattr__(self, "parallel", None)
         self.__dict__.pop("_compiler", None)
 

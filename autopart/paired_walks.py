@@ -127,12 +127,15 @@ def _parts(model: StandIn) -> Parts:
     numbers = {name: number for number, name in enumerate(originals)}
     manifest, mesh = model.parallel.manifest, model.parallel.mesh
     specs = {name: spec for spec in manifest.parameters for name in (spec.name, *spec.aliases)}
-    names = [name for name, _ in model.parallel.named_parameters()]
-    return tuple(_Part(name, numbers.get(name, -1), boxes_on(specs[name], mesh)) for name in names)
+    elsewhere = model.parallel.elsewhere
+    return tuple(
+        _Part(name, numbers.get(name, -1), () if specs[name].name in elsewhere else boxes_on(specs[name], mesh))
+        for name, _ in model.parallel.named_parameters()
+    )
 
 
 def _described(part: _Part | None) -> str:
-    if part is None:
+    if part is None or not part.boxes:
         return "none"
     if len(part.boxes) == 1 and not any(part.boxes[0].offset):
         return f"{part.name!r} {list(part.boxes[0].size)}"

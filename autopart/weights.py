@@ -160,7 +160,7 @@ def save_weights(folder: str | Path, model: ParallelModule, shard_bytes: int = S
         files.append({name: _bytes(tensor) for name, tensor in waiting.items()})
         waiting.clear()
 
-    for spec, tensor in whole_tensors(model.manifest, model.mesh, model._own_tensors(), "save_pretrained()"):
+    for spec, tensor in whole_tensors(model.manifest, model.mesh, model.own_tensors(), "save_pretrained()"):
         if first:
             if waiting and sum(map(_bytes, waiting.values())) + _bytes(tensor) > shard_bytes:
                 write()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from autopart.runtime.errors import PlanError
 from autopart.runtime.given_state import GivenState
 from autopart.runtime.loading import tensors_in
-from autopart.runtime.manifest import Manifest
+from autopart.runtime.manifest import Manifest, ParameterSpec
 from autopart.runtime.mesh import Mesh
 from autopart.runtime.state import gather_state, load_state
 
@@ -32,47 +31,42 @@ class HeldStages(nn.Module):
         self._given = GivenState(self)
         self.taken_too: Callable[[], None] = lambda: None  # from the original's buffers
         self.stages = nn.ModuleList(stages.values())
-        self._nothing = (nn.Parameter(torch.empty(0, device=mesh.device)),)  # in a tuple, so as not to be registered
+        # Empty ones of other ranks by their specs' names, in no module, so as not to be registered.
+        self.elsewhere: Mapping[str, Tensor] = {}
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """This rank's parameters; where only other ranks train any, one of no elements besides, for an optimizer."""
-        trains, own = False, set()
-        for name, parameter in self.named_parameters(recurse=recurse):
-            trains = trains or parameter.requires_grad
-            own.add(name)
-            yield parameter
-        if recurse and not trains and self._others_train(own):
-            yield from self._nothing
-
-    def _others_train(self, own: Set[str]) -> bool:
-        """Whether parameters of other ranks than this one's are trained, unless a script has frozen them."""
-        specs = [s for s in self.manifest.parameters if s.trainable and own.isdisjoint((s.name, *s.aliases))]
-        elsewhere = self.mesh.elsewhere
-        return bool(specs) and (not elsewhere or any(parameter.requires_grad for parameter in elsewhere))
+        """Those of :meth:`named_parameters`."""
+        return (parameter for _, parameter in self.named_parameters(recurse=recurse))
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters (its shares of its stages) under their original names."""
-        self.take_writes()
-        seen: set[Tensor] = set()
-        for stage in self.stages:
-            for name, parameter in stage.named_parameters(prefix, recurse, remove_duplicate):
-                if not (remove_duplicate and parameter in seen):
-                    seen.add(parameter)
-                    yield name, parameter
+        """All of the model's under their original names, in its order: this rank's shares, others' without elements.
+
+        So the list is the same on all ranks, where loops pair it with another one, and as long before the model is
+        planned as after, where optimizers number what they have. Empty ones get no gradients.
+        """
+        specs = {spec.name: spec for spec in self.manifest.parameters}
+        in_order = [specs[name] for name in self.manifest.parameter_order]
+        for name, tensor in self._named(in_order, prefix, recurse, remove_duplicate):
+            assert isinstance(tensor, nn.Parameter)
+            yield name, tensor
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """This rank's buffers under their original names."""
-        self.take_writes()
-        seen: set[Tensor] = set()
-        for stage in self.stages:
-            for name, buffer in stage.named_buffers(prefix, recurse, remove_duplicate):
-                if not (remove_duplicate and buffer in seen):
-                    seen.add(buffer)
-                    yield name, buffer
+        """All of the program's under their original names: this rank's shares, others' without elements."""
+        buffers = [spec for spec in self.manifest.parameters if spec.buffer]
+        return self._named(buffers, prefix, recurse, remove_duplicate)
+
+    def _named(
+        self, specs: Sequence[ParameterSpec], prefix: str, recurse: bool, remove_duplicate: bool
+    ) -> Iterator[tuple[str, Tensor]]:
+        found = {**self.elsewhere, **self.own_tensors()}
+        for spec in specs:
+            for name in (spec.name,) if remove_duplicate else (spec.name, *spec.aliases):
+                if recurse or "." not in name:
+                    yield f"{prefix}.{name}" if prefix else name, found[spec.name]
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The whole model's state on every rank; all ranks have to call it. See :meth:`full_state_dict`."""
@@ -92,17 +86,17 @@ class HeldStages(nn.Module):
 
         rank0_only: the other ranks return an empty dict.
         """
-        return gather_state(self.manifest, self.mesh, self._own_tensors(), rank0_only)
+        return gather_state(self.manifest, self.mesh, self.own_tensors(), rank0_only)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads the original's state dict: each rank takes its share. Raises InputError where it does not fit."""
         if assign:
             raise PlanError("load_state_dict(assign=True) would undo the division of the weights; leave assign out")
-        return _IncompatibleKeys(*load_state(self.manifest, self.mesh, self._own_tensors(), state_dict, strict))
+        return _IncompatibleKeys(*load_state(self.manifest, self.mesh, self.own_tensors(), state_dict, strict))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HeldStages:
         """What ``to``, ``half`` and their like call. Raises PlanError where the function would change a tensor."""
-        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+        for name, tensor in self.own_tensors().items():
             probe = fn(tensor.new_empty(0))
             if (probe.dtype, probe.device) != (tensor.dtype, tensor.device):
                 raise PlanError(
@@ -111,11 +105,14 @@ class HeldStages(nn.Module):
                 )
         return self
 
-    def _own_tensors(self) -> dict[str, Tensor]:
+    def own_tensors(self) -> dict[str, Tensor]:
         """This rank's parameters and buffers by their spec's name."""
         self.take_writes()
         return tensors_in(self.stages, self.manifest)
 
-    def _buffers_by_name(self) -> dict[str, Tensor]:
-        # Read anew: a stage may assign a new tensor to a buffer that it updates.
-        return dict(self.named_buffers())
+    def own_buffers(self) -> dict[str, Tensor]:
+        """This rank's buffers, as they are now: a stage may assign a new tensor to one that it updates."""
+        return {name: tensor for name, tensor in self.own_tensors().items() if not isinstance(tensor, nn.Parameter)}
+
+    def _parameters_elsewhere(self) -> list[nn.Parameter]:
+        return [tensor for tensor in self.elsewhere.values() if isinstance(tensor, nn.Parameter)]

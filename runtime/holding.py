@@ -105,8 +105,7 @@ def holding_of(model: nn.Module) -> Holding:
 def _of_program(model: ParallelModule, original: nn.Module) -> Holding:
     manifest, mesh = model.manifest, model.mesh
     main = {name: spec.name for spec in manifest.parameters for name in (spec.name, *spec.aliases)}
-    members = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    own = {main[name]: tensor for name, tensor in members}
+    own = model.own_tensors()
     entries = {
         spec.name: Entry(
             spec.name,
@@ -122,7 +121,7 @@ def _of_program(model: ParallelModule, original: nn.Module) -> Holding:
     }
     # The original's parameter objects are the program's own, and empty ones of other stages.
     names = {id(tensor): main.get(name, name) for name, tensor in original.named_parameters(remove_duplicate=False)}
-    names.update({id(tensor): name for name, tensor in own.items()})
+    names.update({id(tensor): name for name, tensor in (*own.items(), *model.elsewhere.items())})
     return Holding(entries, names, model)
 
 

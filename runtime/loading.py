@@ -137,9 +137,8 @@ def place(
 
     An original ``nn.Parameter`` is kept: the very same object, with its data replaced by the share, goes into the
     stage, so that an optimizer made before goes on working. What several stages share is one object in all of them.
-    Originals that this rank does not run are emptied. Without an original (None, missing, or on the meta device) a
-    tensor starts as zeros, to be loaded later. held: shares that this rank has already, by their spec's name, which
-    become the stages' instead.
+    Without an original (None, missing, or on the meta device) a tensor starts as zeros, to be loaded later. held:
+    shares that this rank has already, by their spec's name, which become the stages' instead.
 
     Raises PlanError when a stage's names or shapes are not those of the manifest.
     """
@@ -160,12 +159,6 @@ def place(
             if spec.name not in placed:
                 placed[spec.name] = _place_one(spec, mesh, _original(spec, originals))
             _replace(stage, name, placed[spec.name])
-    for spec in manifest.parameters:
-        original = _original(spec, originals)
-        if spec.name not in placed and isinstance(original, nn.Parameter):
-            original.data = original.data.new_empty(0)
-            original.grad = None
-            mesh.elsewhere.append(original)
 
 
 def _original(spec: ParameterSpec, originals: Originals) -> Tensor | None:

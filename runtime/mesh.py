@@ -167,7 +167,6 @@ class Mesh:
     ``tensor_sizes`` ranks. pipeline: the axis that joins the same coordinates of all ranks of the pipeline.
     step, microbatch, share: what is being computed; set by the executor, read by :meth:`random` and :meth:`draw`.
     weights: those that are divided over the data axis; set by the module, read by :meth:`gather`.
-    elsewhere: the script's parameters that only other ranks run, emptied here.
 
     Built on every rank of the job, in the same order among other process groups. Raises ClusterError when the job
     has another size than the plan, PlanError when the stages do not share the ranks evenly, or share a part of them.
@@ -207,7 +206,6 @@ class Mesh:
         self.tensor_sizes = tuple(axis.size for axis in self.tensor_axes)
         self._ties = self._tie_groups(manifest)
         self.weights: Weights
-        self.elsewhere: list[torch.Tensor] = []
 
     def _uniform_axes(self, names: Sequence[str]) -> list[Axis]:
         """The pipeline's axis and the stages', of one mesh."""

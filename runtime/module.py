@@ -19,6 +19,7 @@ from autopart.runtime.attach import Scale, hand_out, run_later
 from autopart.runtime.buckets import BUCKET_BYTES
 from autopart.runtime.data_weights import Pass, Weights
 from autopart.runtime.double_buffer import DoubleBuffer, check_nothing_waits
+from autopart.runtime.elsewhere import elsewhere
 from autopart.runtime.errors import BatchError, InputError, PlanError
 from autopart.runtime.executor import Feed, Run
 from autopart.runtime.gradients import (
@@ -104,8 +105,10 @@ class ParallelModule(HeldStages):
         super().__init__(built, manifest, mesh)
         self.batch: BatchMode = batch
         self.returned = outputs
-        place(built, manifest, mesh, starting_tensors(directory, manifest, originals))
-        tensors = self._own_tensors()
+        started = starting_tensors(directory, manifest, originals)
+        place(built, manifest, mesh, started)
+        tensors = self.own_tensors()
+        self.elsewhere = elsewhere(manifest, mesh.device, tensors, started)
         self._parameters_in_order = {
             name: tensor
             for name in self.manifest.parameter_order
@@ -261,7 +264,7 @@ class ParallelModule(HeldStages):
         seed = 1.0 if self._scale is None else self._scale.seed
         again = None if self._scale is None else self._repeatable(variant, lambda wanted: run_with(wanted)[1])
         run, gradients = run_with(seed)
-        run.settle_buffers(self._buffers_by_name())
+        run.settle_buffers(self.own_buffers())
         wanted = [spec for spec in variant.outputs if self.returned == "all" or spec.name == loss_name]
         values = self._collected(wanted, run, division)
         scale = None
@@ -291,7 +294,7 @@ class ParallelModule(HeldStages):
         losses = self._collect_losses()
         with self._norms.running():
             gradients = self._buffer.advance(run, division)
-        run.settle_buffers(self._buffers_by_name())
+        run.settle_buffers(self.own_buffers())
         return self._hand_out_late(losses(), gradients)
 
     def finish(self) -> Any:
@@ -347,7 +350,7 @@ class ParallelModule(HeldStages):
         schedules = variant.schedules
         schedule = schedules.of(division.microbatches)
         run.execute(schedules.own(forward_part(schedule)))
-        run.settle_buffers(self._buffers_by_name())
+        run.settle_buffers(self.own_buffers())
         values = self._collected(variant.outputs, run, division)
         types = {spec.name: dtype_of(spec.dtype) for spec in variant.outputs}
         differentiable = [s for s in variant.outputs if types[s.name].is_floating_point or types[s.name].is_complex]
@@ -369,7 +372,7 @@ class ParallelModule(HeldStages):
             return [*self._norms.for_hooks(made, parameters), *feed.gradients.whole()]
 
         reached = [*parameters, *feed.gradients.given]
-        attached = run_later([values[s.name] for s in differentiable], backward, reached, self.mesh.elsewhere)
+        attached = run_later([values[s.name] for s in differentiable], backward, reached, self._parameters_elsewhere())
         values.update({spec.name: value for spec, value in zip(differentiable, attached, strict=True)})
         return rebuild(variant.manifest.output_structure, {**values, **_constants(variant)})
 
@@ -384,7 +387,7 @@ class ParallelModule(HeldStages):
         run = self._run(variant, feed, train=False)
         # A gradient that is on its way between two batches is received in the next one's call.
         run.execute(variant.schedules.own(schedule), flush=self._buffer is None)
-        run.settle_buffers(self._buffers_by_name())
+        run.settle_buffers(self.own_buffers())
         values = self._collected(variant.outputs, run, division)
         if torch.is_grad_enabled() and (self._trainable() or feed.gradients.asked):
             values.update(refused(variant.outputs, values))
@@ -402,14 +405,14 @@ class ParallelModule(HeldStages):
         before = [buffer.clone() for buffer in written]
 
         def again(seed: float) -> Gradients:
-            kept = {name: buffer.clone() for name, buffer in self._buffers_by_name().items()}
+            kept = {name: buffer.clone() for name, buffer in self.own_buffers().items()}
             later, self.mesh.step = self.mesh.step, step
             set_values(written, before)
             with self._reporting(), self._plainly(), resumed(device, state):
                 made = run(seed)
             self.mesh.step = later
             with torch.no_grad():
-                for name, buffer in self._buffers_by_name().items():
+                for name, buffer in self.own_buffers().items():
                     buffer.copy_(kept[name])
             return made
 
@@ -460,7 +463,7 @@ class ParallelModule(HeldStages):
         def shown(known: Gradients) -> Gradients:
             return [*self._norms.for_hooks(known[: len(own)], own), *known[len(own) :]]
 
-        return hand_out(loss, made, [*own, *inputs], scale, shown, self.mesh.elsewhere)
+        return hand_out(loss, made, [*own, *inputs], scale, shown, self._parameters_elsewhere())
 
     def _part(self, division: Division) -> float:
         """What a backward starts from: where every replica has the whole batch, the sum over them counts each once."""

@@ -167,7 +167,7 @@ class Ended(nn.Module):
 
 
 def trained_after_planning(parallel: bool) -> tuple[list[float], list[int]]:
-    """Losses with an optimizer that is made when it is known which parameters this rank has; and how many these are."""
+    """Losses with an optimizer that is made when it is known which parameters this rank has; and their sizes."""
     torch.manual_seed(0)
     model: nn.Module = Ended()
     data = {"x": batch()["x"], "target": torch.arange(8) % 3}
@@ -184,11 +184,11 @@ def trained_after_planning(parallel: bool) -> tuple[list[float], list[int]]:
     return losses, [parameter.numel() for parameter in model.parameters()]
 
 
-def test_a_rank_that_trains_nothing_has_something_for_its_optimizer() -> None:
+def test_a_rank_that_trains_nothing_has_the_others_parameters_empty() -> None:
     expected, _ = trained_after_planning(False)
     (losses, sizes), (others, nothing) = launch(trained_after_planning, 2, True)
     assert losses == others == pytest.approx(expected, rel=1e-12)
-    assert (sizes, nothing) == ([18, 3], [0])
+    assert (sizes, nothing) == ([18, 3], [0, 0])
 
 
 class Tabled(nn.Module):

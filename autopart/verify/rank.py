@@ -42,7 +42,7 @@ def train_and_compare(
     leaves = _leaves(model.manifest, _load(folder / INPUTS, device))
     reference = _load(folder / REFERENCE, device)
     specs = {spec.name: spec for spec in model.manifest.parameters}
-    own = {name: tensor for name, tensor in _members(model) if name in specs}
+    own = {name: tensor for name, tensor in model.own_tensors().items() if name in specs}
     parameters = [tensor for tensor in own.values() if tensor.requires_grad]
     optimizer = adamw(parameters, learning_rate)
     losses: list[float] = []
@@ -71,7 +71,7 @@ def train_and_compare(
     # Read anew: a stage may assign a new tensor to a buffer that it updates.
     state = {
         name: _difference(tensor.detach(), _share(reference["state"][name], specs[name], model))
-        for name, tensor in _members(model)
+        for name, tensor in model.own_tensors().items()
         if name in reference["state"]
     }
     return {
@@ -110,11 +110,6 @@ def loss_of(leaves: Mapping[str, Any], loss: str | None) -> Tensor:
 def _leaves(manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     constants = {spec.name: spec.constant for spec in manifest.inputs if spec.kind != "tensor"}
     return {**constants, **tensors}
-
-
-def _members(model: ParallelModule) -> list[tuple[str, Tensor]]:
-    main = {name: spec.name for spec in model.manifest.parameters for name in (spec.name, *spec.aliases)}
-    return [(main[name], tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]]
 
 
 def _share(whole: Tensor | None, spec: ParameterSpec, model: ParallelModule) -> Tensor | None:
