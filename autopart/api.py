@@ -376,7 +376,8 @@ class Parallelized(Twin):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of :meth:`named_parameters`."""
-        return (parameter for _, parameter in self.named_parameters(recurse=recurse))
+        self._check_not_on_meta()
+        return walk(self, (parameter for _, parameter in self._named("parameters", "", recurse, True)))
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -53,7 +53,7 @@ def _steps(directory: str) -> dict[str, list[float]]:
             losses: list[Tensor] = []
             schedule.step(**pipeline.inputs(x, target), losses=losses)
             gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-            assert len(gradients) == len(list(model.parameters()))
+            assert len(gradients) == sum(p.numel() > 0 for p in model.parameters())
             expected = {name: p.grad for name, p in serial.named_parameters() if p.grad is not None}
             found = errors.setdefault(kind.__name__, [])
             found.append(_errors(gradients, expected))

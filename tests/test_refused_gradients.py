@@ -48,7 +48,7 @@ def other_outputs(limits: dict[str, int]) -> None:
     given["out"][:, 0] = 0  # may be written into
     assert given["out"].requires_grad and not given["kept"].requires_grad
     (given["loss"] + given["size"].detach()).backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all((parameter.grad is not None) == (parameter.numel() > 0) for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("limits", [{"pp": 2}, {"dp": 2}])
