@@ -87,18 +87,25 @@ def updates_buffers(node: fx.Node) -> bool:
 def chain(graph: fx.Graph, free: set[fx.Node]) -> list[fx.Node]:
     """The ops that are not free, in order (``getitem`` and sizes belong to the op that they read).
 
-    What makes a buffer's new value of buffers alone, as a counter's, comes where they are read first. Branches that the
-    model computes in turns come one after the other, if fewer values are alive that way.
+    What makes a buffer's new value of buffers alone, as a counter's, follows the first op that reads one of these, or
+    the next one of the graph where none does. Branches that the model computes in turns come one after the other, if
+    fewer values are alive that way.
     """
-    ops = _counted_where_read([node for node in graph.nodes if graphs.is_op(node) and node not in free], free)
+    found = [node for node in graph.nodes if graphs.is_op(node) and node not in free]
+    behind = _counting(found, free)
+    ops = [node for node in found if node not in behind]
     apart = _branch_by_branch(ops)
     own, other = (sum(map(len, crossing(order))) for order in (ops, apart))
-    return apart if other < _FEWER * own else ops
+    counted: dict[fx.Node, list[fx.Node]] = {}
+    for node, anchor in behind.items():
+        counted.setdefault(anchor, []).append(node)
+    return [one for node in (apart if other < _FEWER * own else ops) for one in (node, *counted.get(node, ()))]
 
 
-def _counted_where_read(ops: Sequence[fx.Node], free: set[fx.Node]) -> list[fx.Node]:
-    """The ops in an order in which those that read buffers alone, and lead to their new values alone, follow the first
-    other op that reads one of these: they are on one stage (:mod:`autopart.passes.written`).
+def _counting(ops: Sequence[fx.Node], free: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """The ops that read buffers alone, and lead to their new values alone, in order, and the op that each follows: the
+    first other one that reads one of these buffers, as they are on one stage (:mod:`autopart.passes.written`), or the
+    next one of the graph.
     """
     buffers = {
         source
@@ -115,21 +122,22 @@ def _counted_where_read(ops: Sequence[fx.Node], free: set[fx.Node]) -> list[fx.N
     for node in reversed(ops):
         if node in from_buffers and all(user.op == "output" or user in counting for user in node.users):
             counting.add(node)
-    first: dict[fx.Node, int] = {}  # of the other ops that read a buffer
-    for at, node in enumerate(ops):
-        for source in node.all_input_nodes if node not in counting else ():
+    others = [node for node in ops if node not in counting]
+    first: dict[fx.Node, int] = {}  # of these, by what they read
+    for at, node in enumerate(others):
+        for source in node.all_input_nodes:
             first.setdefault(source, at)
-    behind: dict[fx.Node, int] = {}  # by op that moves, the number of the one that it follows
+    places: dict[fx.Node, int] = {}
+    before = 0
     for node in ops:
-        if node in counting:
-            sources = [source for source in node.all_input_nodes if source not in free]
-            places = [behind.get(source, first.get(source)) for source in sources]
-            if places and all(place is not None for place in places):
-                behind[node] = max(place for place in places if place is not None)
-    moved: dict[int, list[fx.Node]] = {}
-    for node, place in behind.items():
-        moved.setdefault(place, []).append(node)
-    return [one for at, node in enumerate(ops) for one in ([] if node in behind else [node]) + moved.get(at, [])]
+        if node not in counting:
+            before += 1
+            continue
+        sources = [source for source in node.all_input_nodes if source not in free]
+        known_places = [places[source] if source in places else first.get(source) for source in sources]
+        read = [place for place in known_places if place is not None]
+        places[node] = max(read, default=min(before, len(others) - 1))
+    return {node: others[place] for node, place in places.items()} if others else {}
 
 
 def _branch_by_branch(ops: Sequence[fx.Node]) -> list[fx.Node]:

@@ -147,3 +147,17 @@ def test_stages_that_pins_leave_no_room_for() -> None:
 
 def test_a_pin_on_the_command_line() -> None:
     assert pin("decoder.layers.3=2") == ("decoder.layers.3", 2)
+
+
+def test_counters_lie_beside_their_layers() -> None:
+    """Batch norm counts its calls, which no op reads: each counter is where its layer is, which can be pinned."""
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())))
+    program = capture(model, (torch.randn(8, 8),), check_eval=False)
+    analysis = analyze(program)
+    counters = [node for node in analysis.block_of if graphs.updates_statistics(node) or "add" in str(node.target)]
+    assert len(counters) == 8
+    paths = {path: [b for n, b in analysis.block_of.items() if graphs.module_path(n) == path] for path in ("1", "4")}
+    assert all(max(found) - min(found) <= 1 for found in paths.values())
+    pins = {"1": 0, "3": 1, "4": 1}
+    plan = make_plan(program, ideal(2), pp=2, dp=1, tp=1, microbatches=1, recompute="none", pins=pins)
+    assert plan.stages[1].first_op.startswith("3:") or plan.stages[1].first_op.startswith("2:")
