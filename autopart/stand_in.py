@@ -7,6 +7,7 @@ what a call would not see of what they set is told by :mod:`autopart.watched_att
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Self
 
@@ -58,10 +59,10 @@ class StandIn(nn.Module):
         Where a module that holds this one looks for tensors, and these are not the original's, it finds them in one
         module that has them all.
         """
-        inside = memo is not None
+        for_tensors = memo is not None and not self._kept and _looks_for_tensors()
         memo = set() if memo is None else memo
         yield from super().named_modules(memo, prefix, remove_duplicate)
-        if not inside or self._kept:
+        if not for_tensors:
             yield from self.original.named_modules(memo, prefix, remove_duplicate)
         elif not remove_duplicate or self._members not in memo:
             memo.add(self._members)
@@ -153,3 +154,12 @@ class StandIn(nn.Module):
 def _is_part(original: nn.Module, name: str) -> bool:
     """Whether it is a module, parameter or buffer."""
     return any(name in members for members in (original._modules, original._parameters, original._buffers))
+
+
+def _looks_for_tensors() -> bool:
+    """Whether it is torch that goes over modules, for the parameters or buffers of one that holds a stand-in."""
+    frame = sys._getframe(1)
+    own = (StandIn.named_modules.__code__, nn.Module.named_modules.__code__)
+    while frame.f_code in own and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code is nn.Module._named_members.__code__

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 import autopart
 from autopart.runtime.errors import NotHereError, PlanError
@@ -136,3 +137,30 @@ def compiled() -> None:
 
 def test_torch_compile_leaves_it_as_it_is() -> None:
     launch(compiled, 2)
+
+
+def test_modules_are_listed_where_another_module_holds_the_model() -> None:
+    """So what looks for layers of a kind finds them, and is refused if it writes their statistics."""
+    model = autopart.parallelize(Net().double(), **LIMITS)
+    mean = AveragedModel(model)
+    for held in (model, mean):
+        held(*batch(0)).backward()
+        kinds = [type(module) for module in held.modules()]
+        assert kinds.count(nn.BatchNorm1d) == 1 and kinds.count(nn.Linear) == 2
+        assert any(name.endswith("norm") for name, _ in held.named_modules())
+        plain = {f"{'module.' if held is mean else ''}{name}" for name, _ in Net().named_parameters()}
+        assert {name for name, _ in held.named_parameters()} == plain
+        assert len([*held.parameters()]) == len([*held.named_parameters(remove_duplicate=False)]) == len(plain)
+        with pytest.raises(PlanError, match=r"running_mean.*was set on the original once it was planned"):
+            update_bn([batch(1)[0]], Called(held))
+
+
+class Called(nn.Module):
+    """A model of one input, as loaders of statistics call it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.model(x, x))
