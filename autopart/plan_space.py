@@ -222,7 +222,10 @@ class PlanSpace(Space[Config, AnyAnswer]):
             most = (1 - LEAST_GAIN) * least
             try:
                 if isinstance(other, Degrees):
-                    found: Evaluation[Any] = self._deeper.under(depth).evaluate(other, most)
+                    candidates = self._deeper.under(depth)
+                    if candidates.work_floor(other) >= most:
+                        continue
+                    found: Evaluation[Any] = candidates.evaluate(other, most)
                 else:
                     found = self._unlike_under(depth).evaluate(other, most)
             except (InfeasibleError, NotBetter):
