@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -64,8 +63,7 @@ class GradientNorms:
         trained = {stage for spec in manifest.parameters if spec.trainable for stage in spec.stages}
         busy = {mesh.place_of[stage] for stage in trained}
         self._idle = [stage for stage, place in enumerate(mesh.place_of) if place not in busy]
-        self._stages = len(busy)
-        self._told = self._running = False
+        self._running = False
         self._parts = len(manifest.stages) > 1 or any(divided(spec, mesh) for spec in manifest.parameters)
         if self._parts:
             for name, parameter in parameters.items():
@@ -109,23 +107,12 @@ class GradientNorms:
         return _share_norm(norm, self, (name,), order)
 
     def check_whole(self, names: Sequence[str]) -> None:
-        """Raises InputError where the norm of this gradient is that of a share.
-
-        Of a whole one it is right by itself, and scripts add them up to that of a model: under pipelines that is told.
-        """
+        """Raises InputError where the norm of this gradient is that of a share."""
         shares = [name for name in names if name in self._divided]
         if shares or len(names) > 1:
             which = shares[0] if shares else names[0]
             raise InputError(
                 f"the norm of {which!r}'s gradient is that of this rank's part of the model alone; {_INSTEAD}"
-            )
-        if self._stages > 1 and not self._told:
-            self._told = True
-            warnings.warn(
-                f"the norm of {names[0]!r}'s gradient is used by itself, on a rank that has the gradients of its own "
-                "stage alone: if the script adds such norms up, the sum is not the model's, and gradients clipped by "
-                f"it are wrong; {_INSTEAD}",
-                stacklevel=4,
             )
 
     def total(self, norms: Tensor, names: Sequence[str], order: float) -> Tensor:

@@ -7,7 +7,6 @@ import io
 import math
 import pickle
 import time
-import warnings
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -229,20 +228,3 @@ def test_hooks_on_divided_parameters_take_no_norms(limits: dict[str, Any], refus
             for name, gradient in found.items():
                 if gradient.shape == expected[name].shape:
                     torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12)
-
-
-def added_up_by_hand(limits: dict[str, Any]) -> list[str]:
-    model = parallel(limits)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            model(**batch()).backward()
-            assert sum(p.grad.data.norm(2).item() ** 2 for p in model.parameters() if p.grad is not None) > 0
-    return [str(item.message) for item in told if "norm of" in str(item.message)]
-
-
-def test_norms_that_are_added_up_by_hand_are_told_of() -> None:
-    """Each is right by itself, but a rank of a pipeline adds up its own stage's; those of replicas are the model's."""
-    for told in launch(added_up_by_hand, 2, PP):
-        assert len(told) == 1 and "the sum is not the model's" in told[0] and "model.clip_grad_norm_" in told[0]
-    assert launch(added_up_by_hand, 2, {"dp": 2}) == [[], []]
