@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopart.runtime.elsewhere import empty_gradient
 from autopart.runtime.errors import InputError
 
 # Runs the backward half of a schedule: gradients of the outputs -> gradients of the parameters.
@@ -79,7 +80,7 @@ class _Elsewhere(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if torch._C._will_engine_execute_node(ctx.anchored):  # all of the graph
             return (None, *(None for _ in ctx.parameters))
-        return (None, *map(torch.empty_like, ctx.parameters))
+        return (None, *map(empty_gradient, ctx.parameters))
 
 
 class _HandOut(torch.autograd.Function):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from autopart.runtime.errors import PlanError
 from autopart.runtime.links import dtype_of
 from autopart.runtime.manifest import Manifest, ParameterSpec
+from autopart.runtime.norms import NORMS, Share, nothing
 
 
 class _Elsewhere(Tensor):
@@ -28,6 +29,8 @@ class _Elsewhere(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """As of any tensor. Raises PlanError where that fails, as for one with elements beside it."""
+        if func is torch._foreach_norm and Share in types:
+            return NotImplemented
         tensors = (item for arg in args for item in (arg if isinstance(arg, list | tuple) else (arg,)))
         held = next((getattr(item, "held", "a part") for item in tensors if isinstance(item, _Elsewhere)), "a part")
         try:
@@ -44,6 +47,8 @@ class _Elsewhere(Tensor):
         if type(made) is Tensor and not made.numel():  # .data, .detach(), .float()
             made = made.as_subclass(BufferElsewhere)
             made.held = held
+        if func in NORMS and type(made) is Tensor and made.dim() == 0:  # as of torch.autograd.grad's gradients
+            return nothing(made)
         return made
 
 
@@ -84,6 +89,11 @@ def _empty(spec: ParameterSpec, device: torch.device, original: Tensor | None) -
     original.data, original.grad = nothing, None
     original.__class__ = ParameterElsewhere
     return original
+
+
+def empty_gradient(parameter: Tensor) -> Tensor:
+    """That of a parameter of another rank, of which ``torch.autograd.grad`` asks: its norm counts as nothing."""
+    return torch.empty_like(parameter).as_subclass(BufferElsewhere)
 
 
 def restore(tensor: Tensor, value: Tensor) -> None:

@@ -369,7 +369,7 @@ class ParallelModule(HeldStages):
                 run.execute(actions)
             if self._scale is not None:
                 self._scale.agree(made)
-            return [*self._norms.for_hooks(made, parameters), *feed.gradients.whole()]
+            return [*self._norms.shares(made, parameters), *feed.gradients.whole()]
 
         reached = [*parameters, *feed.gradients.given]
         attached = run_later([values[s.name] for s in differentiable], backward, reached, self._parameters_elsewhere())
@@ -461,7 +461,7 @@ class ParallelModule(HeldStages):
         own = self._trainable()
 
         def shown(known: Gradients) -> Gradients:
-            return [*self._norms.for_hooks(known[: len(own)], own), *known[len(own) :]]
+            return [*self._norms.shares(known[: len(own)], own), *known[len(own) :]]
 
         return hand_out(loss, made, [*own, *inputs], scale, shown, self._parameters_elsewhere())
 

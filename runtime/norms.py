@@ -4,6 +4,7 @@
 norm of the stack. A rank has the gradients of its stage only, and of a divided parameter a share. So the gradients that
 a program hands out are :class:`Share`, plain tensors in all but their norm; that is a :class:`ShareNorm`, and the norm
 of a stack of all of them is the whole model's, on every rank. What would be a norm of this rank alone is refused.
+What a script makes of a share without changing its shape (``p.grad / 2``), and puts into ``.grad``, is one as well.
 """
 
 from __future__ import annotations
@@ -26,14 +27,10 @@ from autopart.runtime.loading import cuts_of
 from autopart.runtime.manifest import Manifest, ParameterSpec
 from autopart.runtime.mesh import Mesh
 
-_NORMS: frozenset[Callable[..., Any]] = frozenset(
+NORMS: frozenset[Callable[..., Any]] = frozenset(
     {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm, torch.functional.norm}
 )
 _KEPT: frozenset[Callable[..., Any]] = frozenset({Tensor.to, Tensor.detach, torch.stack})
-# What scripts write between ``.grad`` and its norm; the getter of ``Tensor.data`` is a descriptor's.
-_SAME: frozenset[Callable[..., Any]] = frozenset(
-    {Tensor.detach, torch.detach, Tensor.data.__get__, Tensor.to, Tensor.float, Tensor.double}  # type: ignore[attr-defined]
-)
 PATIENCE = timedelta(minutes=2)
 """For how long a rank waits for the norms of others."""
 _INSTEAD = "call model.clip_grad_norm_(max_norm) on every rank instead, which also returns the norm"
@@ -64,6 +61,7 @@ class GradientNorms:
         busy = {mesh.place_of[stage] for stage in trained}
         self._idle = [stage for stage, place in enumerate(mesh.place_of) if place not in busy]
         self._running = False
+        self._given: list[str] = []  # of what, by the last backward
         self._parts = len(manifest.stages) > 1 or any(divided(spec, mesh) for spec in manifest.parameters)
         if self._parts:
             for name, parameter in parameters.items():
@@ -88,19 +86,17 @@ class GradientNorms:
         share.owner = (ref(self), name)
         return share
 
-    def for_hooks(
-        self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]
-    ) -> Sequence[Tensor | None]:
-        """What is handed out, where a script's hooks on the parameters see it before it is in ``.grad``."""
-        if not self._parts or not any(parameter._backward_hooks for parameter in parameters):
+    def shares(self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
+        """What is handed out, as a script's hooks on the parameters and ``torch.autograd.grad`` see it."""
+        if not self._parts:
             return gradients
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        return [
-            self._share(names[id(parameter)], gradient)
-            if parameter._backward_hooks and gradient is not None
-            else gradient
+        found = [
+            None if gradient is None else self._share(names[id(parameter)], gradient)
             for parameter, gradient in zip(parameters, gradients, strict=True)
         ]
+        self._given = sorted(share.owner[1] for share in found if share is not None and share.owner is not None)
+        return found
 
     def of_share(self, name: str, norm: Tensor, order: float) -> ShareNorm:
         """The norm of this rank's share of one gradient."""
@@ -126,7 +122,7 @@ class GradientNorms:
                 f"model.parameters(); {_INSTEAD}"
             )
         present = [name for name, parameter in self._parameters.items() if parameter.grad is not None]
-        if sorted(names) != sorted(present):
+        if sorted(names) not in (sorted(present), self._given):  # those of torch.autograd.grad are in no ``.grad``
             raise InputError(
                 f"a norm over {len(names)} gradients of the {len(present)} that this rank has: other ranks cannot know "
                 f"which of theirs belong to it; pass all of model.parameters(), or {_INSTEAD}"
@@ -173,10 +169,18 @@ def plain(gradient: Tensor) -> Tensor:
     return gradient.detach().as_subclass(Tensor)
 
 
-class Share(Tensor):
-    """A gradient that a program handed out. Results of functions are plain tensors, but for norms.
+def plain_state(optimizer: torch.optim.Optimizer) -> None:
+    """State that an optimizer made of gradients, as SGD's first momentum, is plain tensors like any other's."""
+    for state in optimizer.state.values():
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, Share):
+                state[key] = plain(value)
 
-    And but for the same numbers under ``detach()``, ``.data`` or in another type, of which a script takes the norm.
+
+class Share(Tensor):
+    """A gradient that a program handed out, or what was made of one element by element. Other results are plain.
+
+    That is, all of its shape: its norm, among all others', is what the script means, and is no number of this rank.
     """
 
     # Weakly, as the parameter holds its gradient, and the norms' object the parameter.
@@ -203,17 +207,13 @@ class Share(Tensor):
         if function is torch._foreach_norm:
             order = _order(args, kwargs)
             return [_named(share, norm, order) for share, norm in zip(args[0], result, strict=True)]
-        if function in _NORMS and result.dim() == 0:
+        if function in NORMS and result.dim() == 0:
             return _named(args[0] if args else kwargs.get("x", kwargs.get("input")), result, _order(args, kwargs))
-        if function in _SAME and args and isinstance(args[0], Share):
-            same: Share = result.as_subclass(Share)
-            same.owner = args[0].owner
-            return same
-        return result
+        return _shaped(result, args, kwargs)
 
 
 class ShareNorm(Tensor):
-    """Norms of shares: of one (a scalar) or of several, stacked."""
+    """Norms of shares: of one (a scalar) or of several, stacked. owner: None where other ranks have the elements."""
 
     owner: tuple[GradientNorms, tuple[str, ...], float] | None = None
 
@@ -227,20 +227,38 @@ class ShareNorm(Tensor):
                 return result  # a size, a device
             given = args[0] if function is torch.stack else args
             parts = [item for item in given if isinstance(item, ShareNorm)]
-            owners = [part.owner for part in parts if part.owner is not None]
+            kept = function in _KEPT and len(parts) == (len(given) if function is torch.stack else 1)
+            counting = [part for part in parts if part.owner is not None]
+            owners = [part.owner for part in counting if part.owner is not None]
             if not owners:
-                return result
+                return nothing(result) if kept else result
+            if function is torch.stack and kept:
+                result = torch.stack([part.as_subclass(Tensor) for part in counting], *args[1:], **(kwargs or {}))
             norms, order = owners[0][0], owners[0][2]
             names = tuple(name for owner in owners for name in owner[1])
             alike = all(owner[0] is norms and owner[2] == order for owner in owners)
-            if function in _KEPT and alike and len(owners) == (len(given) if function is torch.stack else 1):
+            if kept and alike:
                 return _share_norm(result, norms, names, order)
-            if function in _NORMS and result.dim() == 0 and parts[0].dim() == 1:
+            if function in NORMS and result.dim() == 0 and counting[0].dim() == 1:
                 if _order(args, kwargs or {}) == order:
-                    return norms.total(parts[0].as_subclass(Tensor), names, order)
+                    return norms.total(counting[0].as_subclass(Tensor), names, order)
                 raise InputError(f"a norm of norms of another order than {order:g}; {_INSTEAD}")
             norms.check_whole(names)
-            return result
+            return _shaped(result, args, kwargs or {})
+
+
+def _shaped(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A result that is new and of the shape of a share among the arguments is a share as well."""
+    given = [*args, *kwargs.values()]
+    if type(result) is not Tensor or any(result is item for item in given):
+        return result
+    shares = (item for item in given if isinstance(item, Share) and item.shape == result.shape)
+    share = next(shares, None)
+    if share is None or not (result.is_floating_point() or result.is_complex()):
+        return result
+    found: Share = result.as_subclass(Share)
+    found.owner = share.owner
+    return found
 
 
 def _is_value(result: object) -> bool:
@@ -254,10 +272,16 @@ def _share_norm(norm: Tensor, norms: GradientNorms, names: tuple[str, ...], orde
     return found
 
 
+def nothing(norm: Tensor) -> ShareNorm:
+    """The norm of a gradient that has no elements here, but on other ranks, where the norm counts it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return norm.as_subclass(ShareNorm)
+
+
 def _named(share: Any, norm: Tensor, order: float) -> Tensor:
     owner = getattr(share, "owner", None) if isinstance(share, Share) else None
     if owner is None:
-        return norm
+        return norm if share.numel() else nothing(norm)
     norms, name = owner[0](), owner[1]
     if norms is None:
         raise InputError(

@@ -22,7 +22,7 @@ from autopart.runtime.errors import PlanError
 from autopart.runtime.loading import local_share
 from autopart.runtime.manifest import Manifest
 from autopart.runtime.mesh import Mesh
-from autopart.runtime.norms import divided
+from autopart.runtime.norms import divided, plain_state
 from autopart.runtime.saved_parts import SavedParts, forget
 
 _SIZE = 8
@@ -47,6 +47,7 @@ def _at_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for check in list(_checks):
         check.check(optimizer)
     forget(optimizer)
+    plain_state(optimizer)
 
 
 class OptimizerCheck:

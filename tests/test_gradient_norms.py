@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -80,7 +81,7 @@ def refusals(limits: dict[str, Any]) -> dict[str, str]:
     refused("share", lambda: first.norm().item())
     refused("data", lambda: first.data.norm().item() ** 2)
     # what is no norm is plain
-    assert type(first * 2) is Tensor and type(first.clone()) is Tensor
+    assert type(first * 2) is type(first) and type(first.sum(0)) is Tensor and type(first > 0) is Tensor
     return found
 
 
@@ -228,3 +229,78 @@ def test_hooks_on_divided_parameters_take_no_norms(limits: dict[str, Any], refus
             for name, gradient in found.items():
                 if gradient.shape == expected[name].shape:
                     torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12)
+
+
+def halved(model: nn.Module) -> None:
+    model(**batch()).backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad / 2
+
+
+def combined(model: nn.Module) -> None:
+    """Of two losses, copied in between."""
+    copies = []
+    for _ in range(2):
+        model.zero_grad()
+        model(**batch()).backward()
+        copies.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+    for parameter, one, two in zip(model.parameters(), *copies, strict=True):
+        if one is not None and two is not None:
+            parameter.grad = torch.where(one * two > 0, one + two, torch.zeros_like(one)).clamp(-1, 1)
+
+
+def asked_for(model: nn.Module) -> None:
+    made = torch.autograd.grad(model(**batch()), [*model.parameters()], allow_unused=True)
+    norm = nn.utils.get_total_norm([gradient for gradient in made if gradient is not None]).item()
+    for parameter, gradient in zip(model.parameters(), made, strict=True):
+        parameter.grad = gradient
+    assert nn.utils.get_total_norm(gradients(model)).item() == norm
+
+
+def normalized(model: nn.Module) -> None:
+    """Each one, as far as their ranks have all of it."""
+    model(**batch()).backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad / parameter.grad.norm()
+
+
+def begun_with_zeros(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.grad = None if name == "unused" else torch.zeros_like(parameter)
+    model(**batch()).backward()
+
+
+CHANGES: list[Callable[[nn.Module], None]] = [halved, combined, asked_for, begun_with_zeros, normalized]
+
+
+def changed(
+    limits: dict[str, Any] | None, change: Callable[[nn.Module], None]
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Norms and weights of steps with gradients that the script itself has put into ``.grad``."""
+    model: nn.Module = build() if limits is None else parallel(limits)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1)
+    found = []
+    for _ in range(3):
+        change(model)
+        found.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    assert kept and not any(isinstance(value, norms.Share) for value in kept)
+    return found, model.state_dict()
+
+
+def all_changed(limits: dict[str, Any] | None) -> list[tuple[list[float], dict[str, Tensor]]]:
+    whole = limits is None or limits == PP
+    return [changed(limits, change) for change in CHANGES[: None if whole else -1]]
+
+
+@pytest.mark.parametrize("limits", PLANS, ids=str)
+def test_what_a_script_makes_of_gradients_is_clipped_as_the_plain_models(limits: dict[str, Any]) -> None:
+    expected = all_changed(None)
+    for ranks in launch(all_changed, 2, limits):
+        for (norms_found, weights), (norms_expected, state) in zip(ranks, expected, strict=False):
+            assert norms_found == pytest.approx(norms_expected, rel=1e-9)
+            torch.testing.assert_close(weights, dict(state), rtol=1e-9, atol=1e-12)
