@@ -51,6 +51,13 @@ class _Elsewhere(Tensor):
             return nothing(made)
         return made
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved and sent as a plain tensor, or parameter, without elements."""
+        with torch._C.DisableTorchFunctionSubclass():
+            empty: Tensor = self.detach().as_subclass(Tensor)
+            plain = nn.Parameter(empty, self.requires_grad) if isinstance(self, nn.Parameter) else empty
+            return plain.__reduce_ex__(protocol)
+
 
 class ParameterElsewhere(_Elsewhere, nn.Parameter):
     """A parameter of another rank."""

@@ -227,3 +227,20 @@ def frozen_later() -> None:
 
 def test_what_is_frozen_later() -> None:
     launch(frozen_later, 2)
+
+
+def saved() -> None:
+    """As plain ones, which any script reads again."""
+    model = parallelized(build(), example=batch())
+    file = io.BytesIO()
+    torch.save({**dict(model.named_parameters()), **dict(model.named_buffers())}, file)
+    read = torch.load(io.BytesIO(file.getvalue()))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        assert type(read[name]) is (nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor)
+        torch.testing.assert_close(read[name].detach(), tensor.detach(), rtol=0, atol=0)
+        with torch.no_grad():
+            tensor.copy_(read[name])
+
+
+def test_they_are_saved_as_plain_ones() -> None:
+    launch(saved, 2)
