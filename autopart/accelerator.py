@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from autopart.api import Parallelized, parallelize
 from autopart.runtime.errors import InputError
@@ -28,9 +28,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """``accelerate.Accelerator`` over a program of all processes of the job; ``prepare`` it before the first call.
 
     A model is what ``autopart.parallelize`` returned; or a plain one, which is then parallelized with its defaults. A
-    batch is the whole job's. ``accumulate``, ``backward``, ``clip_grad_norm_`` and what is prepared otherwise are the
-    library's own. Weights are written by ``model.save_pretrained``, the state of training by
-    ``autopart.runtime.checkpoint``: ``save_state`` and ``load_state`` raise InputError.
+    batch is the whole job's. ``accumulate``, ``backward`` and what is prepared otherwise are the library's own. Weights
+    are written by ``model.save_pretrained``, the state of training by ``autopart.runtime.checkpoint``: ``save_state``
+    and ``load_state`` raise InputError.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -53,6 +53,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         prepared = super().prepare_scheduler(scheduler)
         prepared.split_batches = True  # a step of the job is one step of the schedule
         return prepared
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        return clip_whole(self, super().clip_grad_norm_, parameters, max_norm, norm_type)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         return whole_already(self, super().gather_for_metrics, input_data)
@@ -90,6 +93,20 @@ def whole_batches(accelerator: Any, loader: Any) -> Any:
         data_seed=accelerator.dataloader_config.data_seed,
         non_blocking=accelerator.non_blocking,
     )
+
+
+def clip_whole(
+    accelerator: Any, clip: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2
+) -> Any:
+    """Accelerate's clipping. Of all that a model trains by its own, in which stages that train nothing take part."""
+    given = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+    ids = set(map(id, given))
+    for model in accelerator._models:
+        trained = {id(p): p.requires_grad for p in model.parameters()} if isinstance(model, Parallelized) else {}
+        if trained and ids <= trained.keys() and ids >= {at for at, asked in trained.items() if asked}:
+            accelerator.unscale_gradients()
+            return model.clip_grad_norm_(max_norm, norm_type)
+    return clip(given, max_norm, norm_type)
 
 
 def whole_already(accelerator: Any, gather_for_metrics: Callable[..., Any], values: Any, *_: Any) -> Any:

@@ -23,7 +23,7 @@ from autopart.runtime.errors import InputError
 try:
     import transformers
 
-    from autopart.accelerator import join_job, whole_already, whole_batches
+    from autopart.accelerator import clip_whole, join_job, whole_already, whole_batches
 except ImportError as error:
     raise InputError(f"the Trainer needs {error.name}: pip install 'transformers[torch]'") from error
 
@@ -60,6 +60,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             accelerator.prepare_model, device_placement=False, evaluation_mode=True
         )  # not DistributedDataParallel
         accelerator.prepare_data_loader = lambda loader, *_, **__: whole_batches(accelerator, loader)
+        accelerator.clip_grad_norm_ = partial(clip_whole, accelerator, accelerator.clip_grad_norm_)
         whole = partial(whole_already, accelerator, accelerator.gather_for_metrics)
         self.gather_function = accelerator.gather_for_metrics = whole
 

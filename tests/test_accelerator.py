@@ -41,14 +41,22 @@ def trained(accelerator: Any, model: Any) -> tuple[list[float], dict[str, Tensor
     return found, model.state_dict()
 
 
-def in_parallel(limits: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+def built(frozen: bool) -> Any:
+    """frozen: trained behind the last layer alone, so that a stage trains nothing."""
+    model = model_of()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or "ln_f" in name)
+    return model
+
+
+def in_parallel(limits: dict[str, Any], frozen: bool) -> tuple[list[float], dict[str, Tensor]]:
     from autopart.accelerator import Accelerator
 
     # accelerate asks for what torchrun sets; the processes are connected already
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", LOCAL_WORLD_SIZE="2")
     accelerator = Accelerator(gradient_accumulation_steps=2)
     assert accelerator.num_processes == 2
-    model = model_of()
+    model = built(frozen)
     with float64_throughout():
         example = {"input_ids": Rows().ids[:4], "labels": Rows().labels[:4]}
         model = autopart.parallelize(model, verbose=False, example=example, **limits)
@@ -58,14 +66,21 @@ def in_parallel(limits: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]
     return found
 
 
-@pytest.mark.parametrize("limits", [{"pp": 2, "microbatches": 2}, pytest.param({"dp": 2}, marks=pytest.mark.slow)])
-def test_it_trains_as_the_library_s_own(limits: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("limits", "frozen"),
+    [
+        ({"pp": 2, "microbatches": 2}, False),
+        ({"pp": 2, "microbatches": 2}, True),
+        pytest.param({"dp": 2}, False, marks=pytest.mark.slow),
+    ],
+)
+def test_it_trains_as_the_library_s_own(limits: dict[str, Any], frozen: bool) -> None:
     import accelerate
 
-    model = model_of()
+    model = built(frozen)
     with eager_in_float64(model):
         expected, weights = trained(accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2), model)
-    for found, state in launch(in_parallel, 2, limits, timeout=240.0):
+    for found, state in launch(in_parallel, 2, limits, frozen, timeout=240.0):
         assert found == pytest.approx(expected, rel=1e-9)
         for name, tensor in weights.items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-9)
