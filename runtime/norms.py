@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -33,6 +34,7 @@ NORMS: frozenset[Callable[..., Any]] = frozenset(
 _KEPT: frozenset[Callable[..., Any]] = frozenset({Tensor.to, Tensor.detach, torch.stack})
 PATIENCE = timedelta(minutes=2)
 """For how long a rank waits for the norms of others."""
+_ADDED: frozenset[Callable[..., Any]] = frozenset({Tensor.sum, torch.sum})
 _INSTEAD = "call model.clip_grad_norm_(max_norm) on every rank instead, which also returns the norm"
 
 
@@ -61,6 +63,8 @@ class GradientNorms:
         busy = {mesh.place_of[stage] for stage in trained}
         self._idle = [stage for stage, place in enumerate(mesh.place_of) if place not in busy]
         self._running = False
+        self._several = len(manifest.stages) > 1
+        self._told = False
         self._given: list[str] = []  # of what, by the last backward
         self._parts = len(manifest.stages) > 1 or any(divided(spec, mesh) for spec in manifest.parameters)
         if self._parts:
@@ -109,6 +113,22 @@ class GradientNorms:
             which = shares[0] if shares else names[0]
             raise InputError(
                 f"the norm of {which!r}'s gradient is that of this rank's part of the model alone; {_INSTEAD}"
+            )
+        self.tell_apart(names[0], self._several)
+
+    def tell_sum(self, name: str) -> None:
+        """Warns once where the sum over one gradient, as of its squares, is of this rank alone."""
+        self.tell_apart(name, self._several or name in self._divided)
+
+    def tell_apart(self, name: str, apart: bool) -> None:
+        """Warns once, but in an optimizer's step. apart: a number of this gradient is not of the whole model."""
+        if apart and not self._told and not Stepping.now:
+            self._told = True
+            warnings.warn(
+                f"a number was made of the gradient of {name!r}: this rank has those of its own part of the model "
+                "alone, so that what is added up from such numbers is not of the whole model, and other ranks get "
+                f"another result; for the norm of all gradients {_INSTEAD}",
+                stacklevel=4,
             )
 
     def total(self, norms: Tensor, names: Sequence[str], order: float) -> Tensor:
@@ -169,6 +189,12 @@ def plain(gradient: Tensor) -> Tensor:
     return gradient.detach().as_subclass(Tensor)
 
 
+class Stepping:
+    """Whether an optimizer's step runs, which may look at one gradient after the other."""
+
+    now = False
+
+
 def plain_state(optimizer: torch.optim.Optimizer) -> None:
     """State that an optimizer made of gradients, as SGD's first momentum, is plain tensors like any other's."""
     for state in optimizer.state.values():
@@ -209,6 +235,10 @@ class Share(Tensor):
             return [_named(share, norm, order) for share, norm in zip(args[0], result, strict=True)]
         if function in NORMS and result.dim() == 0:
             return _named(args[0] if args else kwargs.get("x", kwargs.get("input")), result, _order(args, kwargs))
+        if function in _ADDED and result.dim() == 0 and isinstance(args[0] if args else None, Share):
+            norms = args[0].owner and args[0].owner[0]()
+            if norms and args[0].dim():
+                norms.tell_sum(args[0].owner[1])
         return _shaped(result, args, kwargs)
 
 

@@ -22,7 +22,7 @@ from autopart.runtime.errors import PlanError
 from autopart.runtime.loading import local_share
 from autopart.runtime.manifest import Manifest
 from autopart.runtime.mesh import Mesh
-from autopart.runtime.norms import divided, plain_state
+from autopart.runtime.norms import Stepping, divided, plain_state
 from autopart.runtime.saved_parts import SavedParts, forget
 
 _SIZE = 8
@@ -39,11 +39,21 @@ def _watch() -> None:
 
     After a step as well, for one whose closure called the model first: there was no program before it.
     """
-    register_optimizer_step_pre_hook(_at_step)
-    register_optimizer_step_post_hook(_at_step)
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
-def _at_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _at_step(optimizer)
+    Stepping.now = True
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    Stepping.now = False
+    _at_step(optimizer)
+
+
+def _at_step(optimizer: torch.optim.Optimizer) -> None:
     for check in list(_checks):
         check.check(optimizer)
     forget(optimizer)

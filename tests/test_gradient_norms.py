@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -304,3 +305,25 @@ def test_what_a_script_makes_of_gradients_is_clipped_as_the_plain_models(limits:
         for (norms_found, weights), (norms_expected, state) in zip(ranks, expected, strict=False):
             assert norms_found == pytest.approx(norms_expected, rel=1e-9)
             torch.testing.assert_close(weights, dict(state), rtol=1e-9, atol=1e-12)
+
+
+def by_hand(limits: dict[str, Any], squares: bool) -> list[str]:
+    model = parallel(limits)
+    optimizer = torch.optim.Adafactor if limits == PP else torch.optim.AdamW
+    steps = optimizer(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(**batch()).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            steps.step()
+        assert not [item for item in caught if "own part of the model" in str(item.message)]
+        for gradient in gradients(model):
+            _ = gradient.pow(2).sum() if squares else gradient.norm().item() ** 2
+    return [str(item.message) for item in caught if "own part of the model" in str(item.message)]
+
+
+@pytest.mark.parametrize(("limits", "squares"), [(PP, True), (PP, False), (TP, True)])
+def test_norms_added_up_by_hand_are_told_of(limits: dict[str, Any], squares: bool) -> None:
+    for told in launch(by_hand, 2, limits, squares):
+        assert len(told) == 1 and "model.clip_grad_norm_" in told[0]
