@@ -7,21 +7,21 @@ backward, and f microbatches in flight, over the layer's own choices x:
     undominated (seconds(x), S(x) + f A(x))       for the most and the fewest in flight of a stage,
                                                    and f = 0: of a layer that is computed again as a whole
 
-each exactly by elimination (:mod:`autopart.solver.elimination`); where the layer's graph is too wide for that, as on
-several axes, by memory limits one below the other (:mod:`autopart.solver.tensor_frontier`), the next STEP below the
-last, and for every choice of strategies with (s, b) there is a way with at most (s / (1 - g), b / (1 - STEP)), g being
-the solver's gap. By this measure each op's kept tensors count by themselves, unless ``kept`` says otherwise, and the
-largest transient does not. Of more than MOST_WAYS those stay that free the most bytes for their seconds (hulls), also
-where the layer is computed again, then evenly by bytes; and the answer's own.
+each exactly by elimination (:mod:`autopart.solver.elimination`). By this measure each op's kept tensors count by
+themselves, unless ``kept`` says otherwise, and the largest transient does not. Of more than MOST_WAYS those stay that
+free the most bytes for their seconds (hulls), also where the layer is computed again, then evenly by bytes; and the
+answer's own.
 
-Where parameters choose levels of ZeRO, a layer has hundreds of undominated ways, one near the other. Then it is the
-corners of their lower convex hull (:mod:`autopart.solver.tensor_hull`).
+Where parameters choose levels of ZeRO, a layer has hundreds of undominated ways, one near the other, and on several
+axes its graph may be too wide for elimination. Then it is the corners of their lower convex hull
+(:mod:`autopart.solver.tensor_hull`): prices for bytes take the tensor solver a small part of what memory limits do.
 
 :class:`Slack` says by how much any ways of the layers are faster than the answer's own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,15 +35,14 @@ from autopart.folding import FoldedPart, is_stored
 from autopart.prices import Chosen
 from autopart.runtime.errors import PlanError
 from autopart.runtime.placement import Placements
-from autopart.solver import cache, elimination, tensor_frontier, tensor_hull
-from autopart.solver.tensor_problem import Choice, Op, TensorProblem, TensorSolution
+from autopart.solver import cache, elimination, tensor_hull
+from autopart.solver.tensor_problem import Choice, Op, TensorProblem
 from autopart.solver.tensor_sums import Weights
 from autopart.tensor_choice import Builder, TensorChoice, stored_as
 
-STEP = 0.1
 MOST_WAYS = 8
 MOST_SETTINGS = 50_000
-"""Of a table of elimination; with more, memory limits are faster."""
+"""Of a table of elimination of a frontier; with more, prices for bytes are faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,19 +203,12 @@ class LayerStrategies:
         return solution.objective - math.fsum(item.all for item in slack), work - math.fsum(item.work for item in slack)
 
     def _frontier(self, local: _Local, in_flight: int) -> Iterator[Way]:
-        def solve(problem: TensorProblem, time_limit_s: float) -> TensorSolution:
-            return cache.solve(problem, time_limit_s, self.builder.gap)
-
         problem = local.weighted(in_flight)
-        if len(self.builder.levels) > 1:
-            for point in tensor_hull.hull(problem, self._least(problem), MOST_WAYS):
-                yield local.way(point.choices)
-            return
-        try:
-            points = elimination.frontier(problem, most_settings=MOST_SETTINGS)
-        except PlanError:
-            points = tensor_frontier.frontier(problem, STEP, self.time_limit_s, solve)
-        for point in points:
+        points: Sequence[elimination.Point] = ()
+        if len(self.builder.levels) == 1:
+            with contextlib.suppress(PlanError):  # tables that are too wide
+                points = elimination.frontier(problem, most_settings=MOST_SETTINGS)
+        for point in points or tensor_hull.hull(problem, self._least(problem), MOST_WAYS):
             yield local.way(point.choices)
 
     def _least(self, problem: TensorProblem) -> Callable[[Sequence[Weights]], Sequence[Sequence[int] | None]]:

@@ -16,6 +16,7 @@ from chains import subject_of
 from test_solver_tensor import random_problem
 
 import autopart.candidate_stages
+import autopart.layer_strategies
 import autopart.verify
 from autopart.answers import Answer
 from autopart.candidates import Candidates
@@ -27,11 +28,13 @@ from autopart.plan import Plan
 from autopart.planner import make_plan
 from autopart.realize import build, realize
 from autopart.recomputation import KEPT
-from autopart.solver import elimination, stages
+from autopart.runtime.errors import PlanError
+from autopart.solver import elimination, stages, tensor_hull, tensor_transient
 from autopart.solver.degrees import Degrees
 from autopart.solver.stages_choices import least_seconds
 from autopart.solver.stages_parts import Choice
 from autopart.solver.stages_problem import StageProblem, StageSolution
+from autopart.solver.tensor_problem import TensorProblem, TensorSolution
 from autopart.tensor_choice import TensorChoice
 from autopart.verify import compare_emitted
 from clusters import ideal
@@ -122,6 +125,29 @@ def test_the_answers_own_way_is_among_the_ways() -> None:
         own, ways = strategies.own(part), strategies.ways(part)
         assert any(way.undercuts(own) for way in ways)
         assert list(ways) == sorted(ways, key=lambda way: way.seconds)
+
+
+def test_ways_of_wide_layers_are_corners_of_the_hull(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where elimination has no room for tables, problems without memory limits give the ways."""
+    candidates, answer, strategies = around_the_fastest()
+    (part, *_), limits = candidates.layer_parts().values(), []
+    solve = tensor_transient.solve
+
+    def seen(problem: TensorProblem, *limited: float) -> TensorSolution:
+        limits.append(problem.memory_limit)
+        return solve(problem, *limited)
+
+    def too_wide(problem: TensorProblem) -> None:
+        raise PlanError(f"{len(problem.ops)} ops are too many")
+
+    monkeypatch.setattr(autopart.layer_strategies, "MOST_SETTINGS", 1)
+    monkeypatch.setattr(tensor_hull, "eliminator", too_wide)
+    monkeypatch.setattr(autopart.layer_strategies, "cache", SimpleNamespace(solve=seen))
+    found = candidates.layer_strategies(CONFIG, answer).ways(part)
+    assert limits and set(limits) == {None}
+    exact = strategies.ways(part)
+    for measure in (lambda way: way.seconds, lambda way: way.held(strategies.in_flight[0])):
+        assert min(map(measure, found)) == pytest.approx(min(map(measure, exact)))
 
 
 @pytest.mark.parametrize(("alike", "ways", "problems"), [(80, 8, 2), (10, 8, 4), (4, 3, 3), (1, 8, 8), (24, 1, 1)])
