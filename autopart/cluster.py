@@ -68,7 +68,7 @@ class Node:
     @staticmethod
     def of(device: Device, count: int, port: Link | None = None, ports: int | None = None) -> Node:
         """A node with the device's usual links, or with ``ports`` (default 1) of the given network ports."""
-        default = presets.defaults(device.name)
+        default = presets.defaults(device.name, device.kind)
         if port is None:
             return Node(device, count, default.inside, default.between, max(1, round(default.ports_per_device * count)))
         return Node(device, count, default.inside, port, 1 if ports is None else ports)

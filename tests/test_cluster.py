@@ -179,6 +179,18 @@ def test_own_devices(tmp_path: Path) -> None:
     assert str(cluster) == "2x4xMine@2*Wire"
 
 
+def test_own_gpus_without_links_are_joined_by_the_hosts_pcie(tmp_path: Path) -> None:
+    """What processes on CPUs share is no link of GPUs."""
+    path = tmp_path / "cluster.toml"
+    plain = GOOD.replace('inside = "PCIe-4"\nport = "Wire"\nports = 2\n', "")
+    path.write_text(plain)
+    (node, _) = Cluster.load(path).nodes
+    assert (node.inside, node.port) == (presets.link("PCIe-4"), presets.link("Ethernet-100"))
+    path.write_text(plain.replace('"cuda"', '"cpu"'))
+    (node, _) = Cluster.load(path).nodes
+    assert (node.inside, node.port) == (presets.link("SharedMemory"), presets.link("Ethernet-25"))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
@@ -343,5 +355,5 @@ def test_every_preset_is_sound() -> None:
     for name, device in presets.devices().items():
         assert device.peak("float64") <= device.peak("float32") <= max(device.peak_flops.values())
         assert set(device.peak_flops) == set(presets.DTYPES)
-        defaults = presets.defaults(name)
+        defaults = presets.defaults(name, presets.device(name).kind)
         assert defaults.inside.latency_s <= defaults.between.latency_s or name == "CPU"

@@ -6,8 +6,8 @@
     count = 4                        # how many (default 1)
     device = "A100-80GB"             # a preset, or a table [devices.NAME] of this file
     devices = 8                      # per node
-    inside = "NVLink3"               # default: the device's usual link; a preset or [links.NAME]
-    port = "InfiniBand-200"          # one network port; default: the device's usual
+    inside = "NVLink3"               # a preset or [links.NAME]; default: the preset's usual link, of other GPUs PCIe-4
+    port = "InfiniBand-200"          # one network port; default: the preset's usual, of other GPUs Ethernet-100
     ports = 8                        # per node, shared by its devices
 
     [devices.Mine]
@@ -120,7 +120,7 @@ def _read_row(row: Mapping[str, Any], devices: Mapping[str, Device], links: Mapp
     except ClusterError as error:
         raise ClusterError(f"{where}.device: {error}{_own(devices)}") from error
     count = _count(row, "devices", where, None)
-    usual = presets.defaults(device.name)
+    usual = presets.defaults(device.name, device.kind)
 
     def link(key: str, default: Link) -> Link:
         name = row.get(key)

@@ -154,6 +154,8 @@ class Defaults:
     ports_per_device: float
 
 
+_PLAIN_GPU = "RTX-4090"
+"""Joined by the host's PCIe."""
 LINK_OPTIONS = ("efficiency", "direct", "scatter_rounds")
 _OPTIONAL = ("contraction", "memory", "attention", "alone", "host_s", "unaligned", "function_s", "random_s", "mapped_s")
 
@@ -222,9 +224,10 @@ def link(name: str) -> Link:
     return links()[_lookup(name, links(), "link")]
 
 
-def defaults(name: str) -> Defaults:
-    """The usual links of a preset device, or of the CPU's for a device that is no preset."""
-    table = _tables()["devices"].get(name) or _tables()["devices"]["CPU"]
+def defaults(name: str, kind: str) -> Defaults:
+    """The usual links of a preset device; of one that is no preset, a GPU's without links of its own, or a CPU's."""
+    tables = _tables()["devices"]
+    table = tables.get(name) or tables["CPU" if kind == "cpu" else _PLAIN_GPU]
     return Defaults(links()[table["inside"]], links()[table["between"]], float(table["ports_per_device"]))
 
 
