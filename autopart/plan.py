@@ -273,6 +273,7 @@ class Plan:
             "warmup": list(self.warmup),
             "microbatches": self.microbatches,
             "recompute": self.recompute,
+            "zero": dict(self.zero),
             "asked": dict(self.asked),
             "pins": dict(self.pins),
             "together": [list(group) for group in self.together],

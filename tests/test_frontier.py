@@ -289,6 +289,7 @@ def test_command(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main([*command, "--devices", "1,2", "--price", "3.6", "--json"]) == 0
     for item in json.loads(capsys.readouterr().out)["points"]:
         assert item["cost"] == pytest.approx(item["device_seconds"] * 3.6 / 3600)
+        assert item["dominated"] == "" or "2 devices" in item["dominated"] or "1 device" in item["dominated"]
     assert main([*command, "--devices", "1,2", "--tp", "2"]) == 0
     assert "no plan for 1 device: tp=2" in capsys.readouterr().err
     for unused, words in (

@@ -92,7 +92,7 @@ def test_summary_has_the_command_lines_shape() -> None:
     summary = example().to_json_object()
     assert list(summary) == [
         *("model", "cluster", "batch", "dtype", "step_time_s", "bound_s", "gap", "solve_s", "total_s", "schedule"),
-        *("warmup", "microbatches", "recompute", "asked", "pins", "together", "dp", "tp", "pp"),
+        *("warmup", "microbatches", "recompute", "zero", "asked", "pins", "together", "dp", "tp", "pp"),
         *("tokens_per_s", "throughput_unit", "tflops_per_device", "notes", "stages"),
     ]
     assert list(summary["stages"][0]) == [

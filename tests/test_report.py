@@ -142,6 +142,13 @@ def test_header_answers_how_good() -> None:
     assert "pp 2, dp x tp by stage 2x2, 4x1" in "\n".join(plan_header(unlike))
 
 
+def test_header_tells_what_replicas_divide() -> None:
+    """Also where nobody asked for it: some optimizers need whole parameters."""
+    plan = replace(example(), zero={"a.weight": 3, "b.weight": 1, "c.weight": 1})
+    assert plan_header(plan)[1].endswith(", zero 1 and 3") and plan.to_json_object()["zero"] == dict(plan.zero)
+    assert "zero" not in plan_header(replace(plan, zero={"a.weight": 0}))[1]
+
+
 def test_stage_table() -> None:
     lines = stage_table(example().stages).splitlines()
     assert len(lines) == 4

@@ -125,6 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"picture written to {arguments.output}", file=sys.stderr)
     if arguments.json:
         rows = [point.to_json_object() for point in points]
+        if arguments.devices:
+            rows = [{**row, "dominated": _dominated(point, points)} for row, point in zip(rows, points, strict=True)]
         if arguments.price is not None:
             rows = [{**row, "cost": _cost(point, arguments.price)} for row, point in zip(rows, points, strict=True)]
         print(json.dumps({"points": rows}))
@@ -151,11 +153,12 @@ def _check_use(arguments: argparse.Namespace) -> None:
 
 
 def _layout(point: PlanPoint) -> str:
+    from autopart.report.table import levels
     from autopart.report.units import counted
 
     plan = point.plan
-    text = f"{plan.layout}, {counted(plan.microbatches, 'microbatch')}, {plan.schedule}"
-    return text if plan.recompute == "none" else f"{text}, recompute {plan.recompute}"
+    again = [] if plan.recompute == "none" else [f"recompute {plan.recompute}"]
+    return ", ".join([plan.layout, counted(plan.microbatches, "microbatch"), plan.schedule, *again, *levels(plan)])
 
 
 def _cost(point: PlanPoint, price: float | None) -> float:

@@ -26,7 +26,8 @@ def plan_header(plan: Plan) -> list[str]:
     warmup = f" with warm-up {', '.join(map(str, plan.warmup))}" if plan.warmup else ""
     lines = [
         f"{plan.model} on {plan.cluster}: batch {plan.batch}, {plan.dtype}, {plan.layout}",
-        f"schedule {plan.schedule}{warmup}, {counted(plan.microbatches, 'microbatch')}, {_recompute(plan)}",
+        f"schedule {plan.schedule}{warmup}, {counted(plan.microbatches, 'microbatch')}, "
+        f"{', '.join([_recompute(plan), *levels(plan)])}",
         f"step time {format_seconds(plan.step_time_s)}, lower bound {format_seconds(plan.bound_s)}, "
         f"gap {format_share(plan.gap)}; solved in {format_seconds(plan.solve_s)}, "
         f"planned in {format_seconds(plan.total_s)}",
@@ -42,6 +43,12 @@ def _pinned(plan: Plan) -> list[str]:
     """The user's pins."""
     found = [f"{pattern} on stage {stage}" for pattern, stage in plan.pins.items()]
     return [*found, *(f"{' and '.join(group)} on one stage" for group in plan.together)]
+
+
+def levels(plan: Plan) -> list[str]:
+    """``zero 1 and 3``: the levels at which replicas divide parameters; none where all are whole."""
+    found = sorted(set(plan.zero.values()) - {0})
+    return [f"zero {' and '.join(map(str, found))}"] if found else []
 
 
 def _recompute(plan: Plan) -> str:
