@@ -22,7 +22,7 @@ from autopart.passes.program import Program
 from autopart.plan import Plan, StagePlan
 from autopart.planner import make_plan
 from autopart.rank_peaks import rank_peaks
-from autopart.report.explanation import comparison_text
+from autopart.report.explanation import comparison_text, runners_table
 from autopart.reshardings import reshardings
 from autopart.runtime.errors import ClusterError
 from autopart.what_if import Change, cluster_named, read_factor, read_memory
@@ -181,6 +181,11 @@ def test_runners_up() -> None:
     }
     assert limits_of("pp=2 dp=1 tp=1 microbatches=8 interleaved x4 no-recompute")["virtual"] == 4
     assert limits_of("pp=2 batch=7 program=3") == {"pp": 2, "recompute": "auto"}  # decisions of a candidate alone
+
+
+def test_bounds_that_reach_the_chosen_step_are_not_below_it() -> None:
+    row = {"config": "a", "status": "pruned", "seconds": 1 - 1e-12, "reason": "takes no less than the chosen one"}
+    assert " +0.0% " in runners_table([row], 1.0)
 
 
 def test_limits_of_what_the_search_writes(plan: Plan) -> None:

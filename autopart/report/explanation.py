@@ -151,7 +151,7 @@ def runners_table(rows: Sequence[Mapping[str, Any]], step_time_s: float) -> str:
                 ("at least " if row.get("status") in ("pruned", "untried") else "") + format_seconds(seconds)
                 if isinstance(seconds, int | float)
                 else "-",
-                f"{seconds / step_time_s - 1:+.1%}" if isinstance(seconds, int | float) and step_time_s else "-",
+                f"{seconds / step_time_s - 1:+z.1%}" if isinstance(seconds, int | float) and step_time_s else "-",
                 _short(str(row.get("reason", ""))),
             )
         )
