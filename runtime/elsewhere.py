@@ -86,14 +86,14 @@ def elsewhere(
 
 
 def _empty(spec: ParameterSpec, device: torch.device, original: Tensor | None) -> Any:
-    nothing = torch.empty((0, *spec.shape[1:]), dtype=dtype_of(spec.dtype), device=device)
+    empty = torch.empty((0, *spec.shape[1:]), dtype=dtype_of(spec.dtype), device=device)
     if spec.buffer:
-        return nothing.as_subclass(BufferElsewhere)
+        return empty.as_subclass(BufferElsewhere)
     if not isinstance(original, nn.Parameter):
-        return ParameterElsewhere(nothing, requires_grad=spec.trainable)
+        return ParameterElsewhere(empty, requires_grad=spec.trainable)
     if original.is_meta:
-        return ParameterElsewhere(nothing, requires_grad=original.requires_grad)
-    original.data, original.grad = nothing, None
+        return ParameterElsewhere(empty, requires_grad=original.requires_grad)
+    original.data, original.grad = empty, None
     original.__class__ = ParameterElsewhere
     return original
 
