@@ -13,7 +13,7 @@ from torch import fx
 from autopart.passes import graph as graphs
 from autopart.passes.annotate import OpCost, annotate
 from autopart.passes.batch import BatchSplit, split_batch
-from autopart.passes.blocks import Block, chain, find_blocks, free_nodes
+from autopart.passes.blocks import Block, chain, cuts_of_tables, find_blocks, free_nodes
 from autopart.passes.draws import number_draws
 from autopart.passes.emit.layers import find_runs, is_recomputable, mark_layers
 from autopart.passes.emit.segments import is_inside
@@ -166,6 +166,7 @@ def analyze(program: Program, rules: RuleBook = RULES, samples: int = 0) -> Anal
     routings = tuple(item for item in find_routings(graph, rules) if not any(op.node in free for op in item.ops))
     uncut = [[op.node for op in routing.ops] for routing in routings]
     ops = chain(graph, free)
+    uncut += cuts_of_tables(ops)
     mark_layers(graph, ops)
     blocks = find_blocks(ops, weight, batch, uncut)
     block_of = {node: block.index for block in blocks for node in block.nodes}

@@ -26,6 +26,7 @@ from autopart.passes.emit.layers import MOST_INLINE, find_runs, is_recomputable
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
 from autopart.passes.sizes import extent
+from autopart.passes.storage import op_name
 from autopart.runtime.errors import CaptureError
 
 _FEWER = 0.9
@@ -230,6 +231,20 @@ def cut_positions(
         refined.extend(_refine(ops, lives, weight, batch, start, end, total * _MOST_SHARE, closed))
         refined.append(end)
     return sorted(set(refined))
+
+
+def cuts_of_tables(ops: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """Ops of a :func:`chain` that take a part of a parameter or buffer, each with the op right after it that reads it.
+
+    Where inputs have other sizes the part may be everything, which leaves no op, and the reader alone has the tensor.
+    """
+    return [
+        [node, reader]
+        for node, reader in pairwise(ops)
+        if op_name(node) == "slice"
+        and reader in node.users
+        and all(item.op == "placeholder" for item in node.all_input_nodes)
+    ]
 
 
 def _ends_of_layers(ops: Sequence[fx.Node]) -> set[int]:

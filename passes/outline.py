@@ -19,18 +19,25 @@ def own_ops(graph: fx.Graph, free: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def outline(graph: fx.Graph, free: Collection[fx.Node]) -> tuple[str, ...]:
-    """Module path and op of each of :func:`own_ops`, which are to be the same whatever the sizes."""
+    """Module path and op of each of :func:`own_ops`: the same whatever the sizes, but for what may come and go."""
     return tuple(f"{graphs.module_path(node)}:{op_name(node)}" for node in own_ops(graph, free))
+
+
+def comes_and_goes(text: str) -> bool:
+    """Whether an op of an outline may be there for some sizes only: a slice of everything leaves none, and no copy."""
+    return text.rpartition(":")[2] in ("slice", "expand", "contiguous")
 
 
 def outline_digest(graph: fx.Graph, updated_buffers: Collection[str]) -> str:
     """Changes with the ops and their arguments, but not with whole numbers, which sizes are among, nor with how
-    attention is masked: by a window that some sequences exceed, and causally where they do not.
+    attention is masked: by a window that some sequences exceed, and causally where they do not. Nor with what may come
+    and go.
     """
     free = free_nodes(graph, tuple(updated_buffers))
     digest = hashlib.sha256()
     for node, text in zip(own_ops(graph, free), outline(graph, free), strict=True):
-        digest.update(f"{text}{list(_told(_unmasked(node)))}{list(_told(node.kwargs))}".encode())
+        if not comes_and_goes(text):
+            digest.update(f"{text}{list(_told(_unmasked(node)))}{list(_told(node.kwargs))}".encode())
     return digest.hexdigest()[:16]
 
 

@@ -224,6 +224,48 @@ def test_a_checkpoint_goes_on_with_another_length(tmp_path: Path) -> None:
         checkpoint.load(tmp_path, other)
 
 
+class Tables(nn.Module):
+    """Adds learned and given positions, and weighs them, by what leaves no slice where sequences have all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.positions, self.late = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(1, 6, 8))
+        self.register_buffer("given", torch.randn(1, 6, 8))
+        self.given: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.size(1)
+        x = x + self.positions[:length]
+        x = torch.tanh(self.first(x)) + self.given[:, :length]
+        x = (x * self.late[:, :length, :])[:, :5]
+        return self.second(x).square().mean()
+
+
+def with_tables(limits: dict[str, Any] | None, lengths: list[int]) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model: Any = Tables().double()
+    if limits is not None:
+        model = autopart.parallelize(model, verbose=False, microbatches=1, **limits)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.1), []
+    for length in lengths:
+        loss = model(rows(length).double())
+        loss.backward()
+        losses += [loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("limits", [{"pp": 2}, {"tp": 2}, {"dp": 2, "zero": 3}], ids=str)
+@pytest.mark.parametrize("lengths", [[6, 4, 5], [4, 6, 5]], ids=str)
+def test_tables_that_are_cut_to_their_full_length(limits: dict[str, Any], lengths: list[int]) -> None:
+    losses, state = with_tables(None, lengths)
+    for found, weights in launch(with_tables, 2, {"pp": 1, "dp": 1, "tp": 1, **limits}, lengths):
+        assert found == pytest.approx(losses, rel=1e-9)
+        torch.testing.assert_close(weights, dict(state), rtol=1e-9, atol=1e-12)
+
+
 class Fixed(nn.Module):
     """Its graph is of one number of samples."""
 
