@@ -10,6 +10,7 @@ What a script makes of a share without changing its shape (``p.grad / 2``), and 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ _KEPT: frozenset[Callable[..., Any]] = frozenset({Tensor.to, Tensor.detach, torc
 PATIENCE = timedelta(minutes=2)
 """For how long a rank waits for the norms of others."""
 _ADDED: frozenset[Callable[..., Any]] = frozenset({Tensor.sum, torch.sum})
+_NUMBERS = itertools.count(1)
 _INSTEAD = "call model.clip_grad_norm_(max_norm) on every rank instead, which also returns the norm"
 
 
@@ -55,6 +57,7 @@ class GradientNorms:
 
     def __init__(self, manifest: Manifest, mesh: Mesh, parameters: Mapping[str, nn.Parameter]) -> None:
         self._mesh = mesh
+        self.number = next(_NUMBERS)  # equal on all ranks, which make the same programs in the same order
         self._parameters = dict(parameters)
         specs = {spec.name: spec for spec in manifest.parameters}
         self._counted = {name: counted(specs[name], mesh) for name in parameters}
@@ -104,7 +107,7 @@ class GradientNorms:
 
     def of_share(self, name: str, norm: Tensor, order: float) -> ShareNorm:
         """The norm of this rank's share of one gradient."""
-        return _share_norm(norm, self, (name,), order)
+        return _share_norm(norm, ((self, name),), order)
 
     def check_whole(self, names: Sequence[str]) -> None:
         """Raises InputError where the norm of this gradient is that of a share."""
@@ -131,11 +134,8 @@ class GradientNorms:
                 stacklevel=4,
             )
 
-    def total(self, norms: Tensor, names: Sequence[str], order: float) -> Tensor:
-        """The norm of the whole model's gradients: a scalar like ``norms``, this rank's by name, 1-D.
-
-        Raises InputError unless the names are all gradients of this rank, once each, on a rank of every stage.
-        """
+    def check_all(self, names: Sequence[str]) -> None:
+        """Raises InputError unless these are all gradients of this rank, once each, on a rank of every stage."""
         if self._idle:
             raise InputError(
                 f"stage {self._idle[0]} trains no parameter, so its ranks take no part in a norm over "
@@ -147,28 +147,61 @@ class GradientNorms:
                 f"a norm over {len(names)} gradients of the {len(present)} that this rank has: other ranks cannot know "
                 f"which of theirs belong to it; pass all of model.parameters(), or {_INSTEAD}"
             )
+
+    def total(self, norms: Tensor, names: Sequence[str], order: float) -> Tensor:
+        """The norm of the whole model's gradients, a float64 scalar. norms: this rank's by name, 1-D."""
         mine = torch.tensor([self._counted[name] for name in names], device=norms.device)
-        return reduce_norms(norms[mine], order, self._mesh, PATIENCE).to(norms.dtype)
+        return reduce_norms(norms[mine], order, self._mesh, PATIENCE, self.number)
 
 
-def reduce_norms(norms: Tensor, order: float, mesh: Mesh, patience: timedelta | None = None) -> Tensor:
+# What a norm is of: for each a program and the gradient's name, or none where all ranks have the same gradient.
+Of = tuple[GradientNorms | None, str]
+
+
+def total_norm(norms: Tensor, of: Sequence[Of], order: float) -> Tensor:
+    """The norm of all gradients of one or several programs, and of layers beside them: a scalar like ``norms``, 1-D.
+
+    Those of layers beside them count once, as all ranks have the same. Raises InputError as ``check_all``.
+    """
+    found: dict[GradientNorms | None, list[int]] = {}
+    for at, (owner, _) in enumerate(of):
+        found.setdefault(owner, []).append(at)
+    beside = found.pop(None, [])
+    owners = sorted((owner for owner in found if owner is not None), key=lambda owner: owner.number)
+    names = {owner: [of[at][1] for at in found[owner]] for owner in owners}
+    for owner in owners:
+        owner.check_all(names[owner])
+    totals = [owner.total(norms[found[owner]], names[owner], order).to(norms.device) for owner in owners]
+    if beside or len(totals) > 1:
+        totals = [torch.linalg.vector_norm(torch.cat([norms[beside].double(), torch.stack(totals)]), order)]
+    return totals[0].to(norms.dtype)
+
+
+def reduce_norms(norms: Tensor, order: float, mesh: Mesh, patience: timedelta | None = None, number: int = 0) -> Tensor:
     """The ``order``-norm of all ranks' norms (1-D), a float64 scalar. All ranks take part.
 
-    Raises InputError where others do not within ``patience``, over gloo; NCCL has its own time limit.
+    Raises InputError where others do not within ``patience``, over gloo (NCCL has its own time limit), or take another
+    program's, by its number.
     """
-    wide = norms.detach().to(mesh.device, torch.float64)
-    if math.isinf(order):
-        result = wide.max() if wide.numel() else torch.zeros((), dtype=torch.float64, device=mesh.device)
-    else:
-        result = wide.pow(order).sum()
+    wide, largest = norms.detach().to(mesh.device, torch.float64), math.isinf(order)
+    value = torch.cat([wide, wide.new_zeros(1)]).max() if largest else wide.pow(order).sum()
     if mesh.world_size > 1:
-        work = dist.all_reduce(result, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, async_op=True)
+        own = torch.tensor([number, -number if largest else number**2], dtype=torch.float64).to(mesh.device)
+        told = torch.cat([value.reshape(1), own])
+        work = dist.all_reduce(told, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, async_op=True)
         assert work is not None
         if patience is None or mesh.device.type != "cpu":
             work.wait()
         else:
             _wait(work, patience)
-    return result if math.isinf(order) else result.pow(1 / order)
+        value = told[0]
+        asked = number > (0 if mesh.device.type == "cpu" else 1)  # a GPU waits for it: not where there is one model
+        if asked and not torch.equal(told[1:], own if largest else own * mesh.world_size):
+            raise InputError(
+                "ranks take norms of different models' gradients: torch does not ask a rank of which none of the "
+                f"parameters of a model has a gradient; take the norm of each model alone: {_INSTEAD}"
+            )
+    return value if largest else value.pow(1 / order)
 
 
 def _wait(work: dist.Work, patience: timedelta) -> None:
@@ -245,7 +278,7 @@ class Share(Tensor):
 class ShareNorm(Tensor):
     """Norms of shares: of one (a scalar) or of several, stacked. owner: None where other ranks have the elements."""
 
-    owner: tuple[GradientNorms, tuple[str, ...], float] | None = None
+    owner: tuple[tuple[Of, ...], float] | None = None
 
     @classmethod
     def __torch_function__(
@@ -255,25 +288,29 @@ class ShareNorm(Tensor):
             result: Any = function(*args, **(kwargs or {}))
             if not _is_value(result):
                 return result  # a size, a device
-            given = args[0] if function is torch.stack else args
+            stacked = function is torch.stack
+            given = args[0] if stacked else args
             parts = [item for item in given if isinstance(item, ShareNorm)]
-            kept = function in _KEPT and len(parts) == (len(given) if function is torch.stack else 1)
             counting = [part for part in parts if part.owner is not None]
             owners = [part.owner for part in counting if part.owner is not None]
+            kept = function in _KEPT and (stacked or len(parts) == 1)
             if not owners:
-                return nothing(result) if kept else result
-            if function is torch.stack and kept:
-                result = torch.stack([part.as_subclass(Tensor) for part in counting], *args[1:], **(kwargs or {}))
-            norms, order = owners[0][0], owners[0][2]
-            names = tuple(name for owner in owners for name in owner[1])
-            alike = all(owner[0] is norms and owner[2] == order for owner in owners)
-            if kept and alike:
-                return _share_norm(result, norms, names, order)
+                return nothing(result) if kept and (not stacked or len(parts) == len(given)) else result
+            if kept and stacked:
+                here = [item for item in given if not isinstance(item, ShareNorm) or item.owner is not None]
+                result = torch.stack([item.as_subclass(Tensor) for item in here], *args[1:], **(kwargs or {}))
+                of = tuple(one for item in here for one in (getattr(item, "owner", None) or (((None, ""),),))[0])
+            else:
+                of = tuple(one for owner in owners for one in owner[0])
+            order = owners[0][1]
+            if kept and all(owner[1] == order for owner in owners):
+                return _share_norm(result, of, order)
             if function in NORMS and result.dim() == 0 and counting[0].dim() == 1:
                 if _order(args, kwargs or {}) == order:
-                    return norms.total(counting[0].as_subclass(Tensor), names, order)
+                    return total_norm(counting[0].as_subclass(Tensor), of, order)
                 raise InputError(f"a norm of norms of another order than {order:g}; {_INSTEAD}")
-            norms.check_whole(names)
+            norms = next(owner for owner, _ in of if owner is not None)
+            norms.check_whole([name for _, name in sorted(of, key=lambda one: one[0] is None)])
             return _shaped(result, args, kwargs or {})
 
 
@@ -295,10 +332,10 @@ def _is_value(result: object) -> bool:
     return isinstance(result, Tensor | float | list)
 
 
-def _share_norm(norm: Tensor, norms: GradientNorms, names: tuple[str, ...], order: float) -> ShareNorm:
+def _share_norm(norm: Tensor, of: tuple[Of, ...], order: float) -> ShareNorm:
     with torch._C.DisableTorchFunctionSubclass():
         found = norm.as_subclass(ShareNorm)
-    found.owner = (norms, names, order)
+    found.owner = (of, order)
     return found
 
 

@@ -88,9 +88,10 @@ def refusals(limits: dict[str, Any]) -> dict[str, str]:
 
 def test_what_would_be_a_norm_of_one_rank_is_refused() -> None:
     for found in launch(refusals, 2, TP):
-        assert "gradients of the" in found["some"] and "model.clip_grad_norm_" in found["some"]
+        assert all("gradients of the" in found[name] for name in ("some", "mixed"))
+        assert "model.clip_grad_norm_" in found["some"]
         assert "'nuc'" in found["nuclear"] and "0.0" in found["zero"]
-        assert all("alone" in found[name] for name in ("mixed", "share", "data"))
+        assert all("alone" in found[name] for name in ("share", "data"))
     for found in launch(refusals, 2, PP):
         assert {"some", "zero"} <= found.keys()
 
@@ -113,6 +114,49 @@ def test_a_norm_that_other_ranks_take_no_part_in_ends() -> None:
     first, second = launch(clipped_in_part, 2)
     assert "other ranks took no norm of their gradients for 1 s" in first and "call model.clip_grad_norm_" in first
     assert second == ""
+
+
+def together(limits: dict[str, Any] | None, order: float) -> tuple[list[float], list[dict[str, Tensor]]]:
+    """Norms and weights of steps of two models and a layer beside them, whose parameters are clipped as one list."""
+    models = [build() if limits is None else parallel(limits) for _ in range(2)]
+    beside = nn.Linear(8, 8).double()
+    for parameter in beside.parameters():
+        nn.init.constant_(parameter, 0.5)
+    models.append(beside)
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    parameters = [*parameters[::2], *parameters[1::2]]  # so that ranks meet the models in unlike orders
+    optimizer = torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+    found = []
+    for _ in range(3):
+        data = batch()
+        (models[0](**data) + 2 * models[1](**data) + beside(data["x"]).square().mean()).backward()
+        found.append(nn.utils.clip_grad_norm_(parameters, 0.1, order).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, [dict(model.state_dict()) for model in models]
+
+
+@pytest.mark.parametrize("limits", [*PLANS, {"dp": 2, "zero": 2}], ids=str)
+def test_one_norm_of_several_models_and_layers_beside_them(limits: dict[str, Any]) -> None:
+    for order in (2.0, math.inf):
+        expected, states = together(None, order)
+        for found, weights in launch(together, 2, limits, order):
+            assert found == pytest.approx(expected, rel=1e-9)
+            torch.testing.assert_close(weights, states, rtol=1e-9, atol=1e-12)
+
+
+def of_unlike_models() -> str:
+    models = [parallel(PP) for _ in range(2)]
+    for model in models:
+        model(**batch()).backward()
+    mine = models[0] if torch.distributed.get_rank() else models[1]
+    with pytest.raises(InputError) as caught:
+        nn.utils.clip_grad_norm_(mine.parameters(), 0.1)
+    return str(caught.value)
+
+
+def test_ranks_do_not_add_up_norms_of_unlike_models() -> None:
+    assert all("norms of different models' gradients" in told for told in launch(of_unlike_models, 2))
 
 
 def other_ways(limits: dict[str, Any]) -> None:
