@@ -35,7 +35,14 @@ NORMS: frozenset[Callable[..., Any]] = frozenset(
 _KEPT: frozenset[Callable[..., Any]] = frozenset({Tensor.to, Tensor.detach, torch.stack})
 PATIENCE = timedelta(minutes=2)
 """For how long a rank waits for the norms of others."""
-_ADDED: frozenset[Callable[..., Any]] = frozenset({Tensor.sum, torch.sum})
+_REDUCED: frozenset[Callable[..., Any]] = frozenset(
+    getattr(of, name)
+    for name in ("sum", "nansum", "mean", "max", "min", "amax", "amin", "all", "any", "count_nonzero")
+    for of in (torch, Tensor)
+)
+_CHECKS: frozenset[Callable[..., Any]] = frozenset(
+    getattr(of, name) for name in ("isfinite", "isnan", "isinf") for of in (torch, Tensor)
+)
 _NUMBERS = itertools.count(1)
 _INSTEAD = "call model.clip_grad_norm_(max_norm) on every rank instead, which also returns the norm"
 
@@ -119,8 +126,11 @@ class GradientNorms:
             )
         self.tell_apart(names[0], self._several)
 
-    def tell_sum(self, name: str) -> None:
-        """Warns once where the sum over one gradient, as of its squares, is of this rank alone."""
+    def tell_reduced(self, name: str) -> None:
+        """Warns once where a sum over one gradient, as of its squares, or whether it is finite, is of this rank alone.
+
+        A script that decides by it, as whether to step, would do so on one rank alone.
+        """
         self.tell_apart(name, self._several or name in self._divided)
 
     def tell_apart(self, name: str, apart: bool) -> None:
@@ -129,8 +139,9 @@ class GradientNorms:
             self._told = True
             warnings.warn(
                 f"a number was made of the gradient of {name!r}: this rank has those of its own part of the model "
-                "alone, so that what is added up from such numbers is not of the whole model, and other ranks get "
-                f"another result; for the norm of all gradients {_INSTEAD}",
+                "alone, so that what is added up from such numbers, or decided by them, as whether a step is left out, "
+                "is not of the whole model, and other ranks get another result; for the norm of all gradients "
+                f"{_INSTEAD}, finite only where all gradients are",
                 stacklevel=4,
             )
 
@@ -268,11 +279,13 @@ class Share(Tensor):
             return [_named(share, norm, order) for share, norm in zip(args[0], result, strict=True)]
         if function in NORMS and result.dim() == 0:
             return _named(args[0] if args else kwargs.get("x", kwargs.get("input")), result, _order(args, kwargs))
-        if function in _ADDED and result.dim() == 0 and isinstance(args[0] if args else None, Share):
-            norms = args[0].owner and args[0].owner[0]()
-            if norms and args[0].dim():
-                norms.tell_sum(args[0].owner[1])
-        return _shaped(result, args, kwargs)
+        if function in _REDUCED and isinstance(result, Tensor) and result.dim() == 0:
+            share = args[0] if args else None
+            owner = share.owner if isinstance(share, Share) and share.dim() else None
+            norms = owner and owner[0]()
+            if owner and norms:
+                norms.tell_reduced(owner[1])
+        return _shaped(result, args, kwargs, function in _CHECKS)
 
 
 class ShareNorm(Tensor):
@@ -314,14 +327,19 @@ class ShareNorm(Tensor):
             return _shaped(result, args, kwargs or {})
 
 
-def _shaped(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A result that is new and of the shape of a share among the arguments is a share as well."""
+def _shaped(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any], check: bool = False) -> Any:
+    """A result that is new and of the shape of a share among the arguments is a share as well.
+
+    check: so is what says of each element whether it is finite; other truths are plain.
+    """
     given = [*args, *kwargs.values()]
     if type(result) is not Tensor or any(result is item for item in given):
         return result
     shares = (item for item in given if isinstance(item, Share) and item.shape == result.shape)
     share = next(shares, None)
-    if share is None or not (result.is_floating_point() or result.is_complex()):
+    if share is None:
+        return result
+    if not (result.is_floating_point() or result.is_complex() or check or share.dtype is torch.bool):
         return result
     found: Share = result.as_subclass(Share)
     found.owner = share.owner

@@ -371,3 +371,48 @@ def by_hand(limits: dict[str, Any], squares: bool) -> list[str]:
 def test_norms_added_up_by_hand_are_told_of(limits: dict[str, Any], squares: bool) -> None:
     for told in launch(by_hand, 2, limits, squares):
         assert len(told) == 1 and "model.clip_grad_norm_" in told[0]
+
+
+DECISIONS: list[Callable[[Tensor], Tensor]] = [
+    lambda gradient: torch.isfinite(gradient).all(),
+    lambda gradient: ~gradient.isnan().any(),
+    lambda gradient: ~torch.any(~torch.isfinite(gradient) | gradient.isinf()),
+    lambda gradient: gradient.abs().max() < 1e9,
+]
+
+
+def decided(limits: dict[str, Any]) -> list[list[str]]:
+    """Of a step that a script leaves out where a gradient is not finite, which only some ranks see."""
+    found = []
+    for finite in DECISIONS:
+        model = parallel(limits)
+        model(**batch()).backward()
+        own, rank = gradients(model), torch.distributed.get_rank()
+        if rank:
+            own[0].view(-1)[0] = math.nan
+        own[-1].masked_fill_(torch.isnan(own[-1]), 1.0)  # element by element it is the same on all ranks
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert [bool(finite(gradient)) for gradient in own] == [not rank or bool(at) for at in range(len(own))]
+        found.append([str(item.message) for item in caught if "own part of the model" in str(item.message)])
+        assert not caught or caught[0].filename == __file__
+        assert nn.utils.get_total_norm(own).isnan()
+    return found
+
+
+@pytest.mark.parametrize("limits", [PP, TP, {"pp": 1, "dp": 2, "tp": 1, "zero": 3}], ids=str)
+def test_what_ranks_decide_by_their_own_gradients_is_told_of(limits: dict[str, Any]) -> None:
+    for found in launch(decided, 2, limits):
+        assert all(len(told) == 1 and "finite only where all gradients are" in told[0] for told in found)
+
+
+def decided_by_replicas() -> None:
+    model = parallel({"pp": 1, "dp": 2, "tp": 1})
+    model(**batch()).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert all(bool(finite(gradient)) for finite in DECISIONS for gradient in gradients(model))
+
+
+def test_replicas_have_all_gradients_to_decide_by() -> None:
+    launch(decided_by_replicas, 2)
