@@ -18,6 +18,13 @@ from autopart.runtime.links import dtype_of
 from autopart.runtime.manifest import Manifest, ParameterSpec
 from autopart.runtime.norms import NORMS, Share, nothing
 
+DIVIDED_ALIKE = (
+    "What is averaged with a parallelized model, or copied from or to it, tensor by tensor, has to be divided like it: "
+    "wrap a copy.deepcopy of what autopart.parallelize returned, before the first call, or parallelize the copy with "
+    "the same arguments, frozen by requires_grad_(False); lists of tensors are made from these once the model is "
+    "planned; or go by state_dict(), which is whole on every rank"
+)
+
 
 class _Elsewhere(Tensor):
     """held: its name, and where it is."""
@@ -38,11 +45,7 @@ class _Elsewhere(Tensor):
                 made = func(*args, **(kwargs or {}))
         except RuntimeError as error:
             raise PlanError(
-                f"{func.__name__}() met {held}, of which this rank has no elements: {error}. What is averaged with a "
-                "parallelized model, or copied from or to it, tensor by tensor, has to be divided like it: wrap a "
-                "copy.deepcopy of what autopart.parallelize returned, before the first call, or parallelize the copy "
-                "with the same arguments, frozen by requires_grad_(False); lists of tensors are made from these once "
-                "the model is planned; or go by state_dict(), which is whole on every rank"
+                f"{func.__name__}() met {held}, of which this rank has no elements: {error}. {DIVIDED_ALIKE}"
             ) from error
         if type(made) is Tensor and not made.numel():  # .data, .detach(), .float()
             made = made.as_subclass(BufferElsewhere)

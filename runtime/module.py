@@ -58,6 +58,7 @@ from autopart.runtime.structure import rebuild
 from autopart.runtime.tally import Tally
 from autopart.runtime.trace import Recorder, Timeline, gather_timelines, save_trace, trace_object
 from autopart.runtime.traffic import Traffic
+from autopart.runtime.uncaught import watch
 from autopart.runtime.variants import Variant, Variants
 from autopart.runtime.written_buffers import set_values, written_once
 
@@ -122,6 +123,7 @@ class ParallelModule(HeldStages):
         self._scale = LossScale(self.mesh) if computes_in_float16(self.manifest) else None
         self._norms = GradientNorms(self.manifest, self.mesh, self._parameters_in_order)
         self._optimizer_check = OptimizerCheck(self.manifest, self.mesh, self._parameters_in_order)
+        watch(self)
         planned = Variant.of(directory, self.manifest, self.mesh, built)
         self.variants = Variants(planned, self.mesh)
         self.schedule = planned.schedules.planned

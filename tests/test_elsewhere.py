@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from typing import Any
 
 import pytest
@@ -142,6 +144,69 @@ def not_parallelized() -> None:
 
 def test_averages_that_are_not_parallelized_are_told() -> None:
     launch(not_parallelized, 2)
+
+
+def ended(script: Callable[[], None]) -> str:
+    """What a script that ends in an error shows: the error with what is added to it."""
+    try:
+        script()
+    except Exception as error:
+        with redirect_stderr(io.StringIO()) as shown:
+            sys.excepthook(type(error), error, error.__traceback__)
+        return shown.getvalue()
+    raise AssertionError("it does not fail")
+
+
+def with_copies_of_before(limits: dict[str, Any]) -> None:
+    net = build()
+    kept = [parameter.detach().clone() for parameter in net.parameters()]
+    model = parallelized(net, pins=None, **limits)
+    model(*batch()).backward()
+
+    def one_by_one() -> None:
+        for average, value in zip(kept, model.parameters(), strict=True):
+            average.mul_(0.5).add_(value.detach(), alpha=0.5)
+
+    def as_lists() -> None:
+        torch._foreach_lerp_(kept, [*model.parameters()], 0.5)
+
+    def unlike() -> None:
+        value = next(model.parameters())
+        raise RuntimeError(f"{value.dtype} is a type, of which none of this tells")
+
+    for script in (one_by_one, as_lists):
+        shown = ended(script)
+        assert "RuntimeError: " in shown and "is divided: this rank has [3" in shown
+        assert "lists of tensors are made from these once" in shown
+    assert "divided" not in ended(unlike)
+    types = {type(parameter) for parameter in model.parameters()}
+    assert types == {nn.Parameter}, "optimizers look at it"
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_copies_of_before_that_meet_shares_are_told(level: int) -> None:
+    launch(with_copies_of_before, 2, {"pp": 1, "dp": 2, "zero": level})
+
+
+def without_gradients() -> None:
+    model = parallelized(build())
+    model(*batch()).backward()
+
+    def scaled() -> None:
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.5)
+
+    def divided() -> None:
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad / 2
+
+    for script in (scaled, divided):
+        shown = ended(script)
+        assert "NoneType" in shown and "has no elements on this rank, and no gradient: pass over what has" in shown
+
+
+def test_gradients_that_other_stages_have_are_told() -> None:
+    launch(without_gradients, 2)
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> float:
