@@ -33,11 +33,15 @@ NORMS: frozenset[Callable[..., Any]] = frozenset(
     {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm, torch.functional.norm}
 )
 _KEPT: frozenset[Callable[..., Any]] = frozenset({Tensor.to, Tensor.detach, torch.stack})
+_RESHAPED: frozenset[Callable[..., Any]] = frozenset(
+    {Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.ravel, torch.reshape, torch.flatten, torch.ravel}
+)
+_JOINED: frozenset[Callable[..., Any]] = frozenset({torch.cat, torch.concat, torch.concatenate, torch.hstack})
 PATIENCE = timedelta(minutes=2)
 """For how long a rank waits for the norms of others."""
 _REDUCED: frozenset[Callable[..., Any]] = frozenset(
     getattr(of, name)
-    for name in ("sum", "nansum", "mean", "max", "min", "amax", "amin", "all", "any", "count_nonzero")
+    for name in ("sum", "nansum", "mean", "max", "min", "amax", "amin", "all", "any", "count_nonzero", "dot")
     for of in (torch, Tensor)
 )
 _CHECKS: frozenset[Callable[..., Any]] = frozenset(
@@ -133,16 +137,16 @@ class GradientNorms:
         """
         self.tell_apart(name, self._several or name in self._divided)
 
-    def tell_apart(self, name: str, apart: bool) -> None:
+    def tell_apart(self, name: str, apart: bool, level: int = 4) -> None:
         """Warns once, but in an optimizer's step. apart: a number of this gradient is not of the whole model."""
         if apart and not self._told and not Stepping.now:
             self._told = True
             warnings.warn(
-                f"a number was made of the gradient of {name!r}: this rank has those of its own part of the model "
-                "alone, so that what is added up from such numbers, or decided by them, as whether a step is left out, "
-                "is not of the whole model, and other ranks get another result; for the norm of all gradients "
+                f"numbers, or one vector, were made of gradients as of {name!r}: this rank has those of its own part "
+                "of the model alone, so that what is added up from them, or decided by them, as whether a step is left "
+                "out, is not of the whole model, and other ranks get another result; for the norm of all gradients "
                 f"{_INSTEAD}, finite only where all gradients are",
-                stacklevel=4,
+                stacklevel=level,
             )
 
     def check_all(self, names: Sequence[str]) -> None:
@@ -285,7 +289,12 @@ class Share(Tensor):
             norms = owner and owner[0]()
             if owner and norms:
                 norms.tell_reduced(owner[1])
-        return _shaped(result, args, kwargs, function in _CHECKS)
+        if function in _JOINED:
+            owners = [item.owner for item in args[0] if isinstance(item, Share) and item.owner] if args else []
+            norms = owners[0][0]() if len(owners) > 1 else None
+            if norms:
+                norms.tell_apart(owners[0][1], True, 3)
+        return _shaped(result, args, kwargs, function in _CHECKS, function in _RESHAPED)
 
 
 class ShareNorm(Tensor):
@@ -327,15 +336,22 @@ class ShareNorm(Tensor):
             return _shaped(result, args, kwargs or {})
 
 
-def _shaped(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any], check: bool = False) -> Any:
+def _shaped(
+    result: Any, args: Sequence[Any], kwargs: Mapping[str, Any], check: bool = False, reshaped: bool = False
+) -> Any:
     """A result that is new and of the shape of a share among the arguments is a share as well.
 
-    check: so is what says of each element whether it is finite; other truths are plain.
+    check: so is what says of each element whether it is finite; other truths are plain. reshaped: and what has all the
+    elements of one in another shape.
     """
     given = [*args, *kwargs.values()]
     if type(result) is not Tensor or any(result is item for item in given):
         return result
-    shares = (item for item in given if isinstance(item, Share) and item.shape == result.shape)
+    shares = (
+        item
+        for item in given
+        if isinstance(item, Share) and (item.shape == result.shape or (reshaped and item.numel() == result.numel()))
+    )
     share = next(shares, None)
     if share is None:
         return result

@@ -171,9 +171,10 @@ def other_ways(limits: dict[str, Any]) -> None:
         nn.utils.get_total_norm(own, foreach=True).item(),
         torch.norm(torch.stack([torch.norm(g.detach(), 2.0).to("cpu") for g in own]), 2.0).item(),
         torch.stack([g.data.norm(2) for g in own]).norm().item(),
+        torch.stack([g.flatten().norm() for g in own]).norm().item(),
         torch.stack([g.detach().float().norm() for g in own]).norm().double().item(),
     ]
-    assert totals[:5] == pytest.approx([expected] * 5, rel=1e-12) and totals[5] == pytest.approx(expected, rel=1e-6)
+    assert totals[:6] == pytest.approx([expected] * 6, rel=1e-12) and totals[6] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("limits", PLANS[:2], ids=NAMES[:2])
@@ -351,7 +352,14 @@ def test_what_a_script_makes_of_gradients_is_clipped_as_the_plain_models(limits:
             torch.testing.assert_close(weights, dict(state), rtol=1e-9, atol=1e-12)
 
 
-def by_hand(limits: dict[str, Any], squares: bool) -> list[str]:
+HANDS: dict[str, Callable[[list[Tensor]], Any]] = {
+    "squares": lambda own: sum(gradient.pow(2).sum() for gradient in own),
+    "norms": lambda own: sum(gradient.norm().item() ** 2 for gradient in own),
+    "vector": lambda own: torch.cat([gradient.view(-1) for gradient in own]).norm(),
+}
+
+
+def by_hand(limits: dict[str, Any], way: str) -> list[str]:
     model = parallel(limits)
     optimizer = torch.optim.Adafactor if limits == PP else torch.optim.AdamW
     steps = optimizer(model.parameters(), lr=0.1)
@@ -362,14 +370,16 @@ def by_hand(limits: dict[str, Any], squares: bool) -> list[str]:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             steps.step()
         assert not [item for item in caught if "own part of the model" in str(item.message)]
-        for gradient in gradients(model):
-            _ = gradient.pow(2).sum() if squares else gradient.norm().item() ** 2
+        assert all(gradient.view(-1).shape == (gradient.numel(),) for gradient in gradients(model))
+        HANDS[way](gradients(model))
     return [str(item.message) for item in caught if "own part of the model" in str(item.message)]
 
 
-@pytest.mark.parametrize(("limits", "squares"), [(PP, True), (PP, False), (TP, True)])
-def test_norms_added_up_by_hand_are_told_of(limits: dict[str, Any], squares: bool) -> None:
-    for told in launch(by_hand, 2, limits, squares):
+@pytest.mark.parametrize(
+    ("limits", "way"), [(PP, "squares"), (PP, "norms"), (PP, "vector"), (TP, "squares"), (TP, "vector")]
+)
+def test_norms_added_up_by_hand_are_told_of(limits: dict[str, Any], way: str) -> None:
+    for told in launch(by_hand, 2, limits, way):
         assert len(told) == 1 and "model.clip_grad_norm_" in told[0]
 
 
