@@ -2,7 +2,8 @@
 
 Works on the whole graph: an op's share follows from its strategy, a collective from every value's placement and the
 placements in which its users want it, once per value and target (as :mod:`autopart.passes.shard` will insert it).
-A collective belongs to the first block that needs it.
+A collective belongs to the first block that needs it; a parameter's also to the first of each further stage
+(:meth:`BlockCosts.converted_again`).
 """
 
 from __future__ import annotations
@@ -393,6 +394,32 @@ class BlockCosts:
             exchanged = conversions.beside(lie(value), wanted, self.size(value).at(batch))
             converted[value, wanted][0].backward_s -= min(exchanged, seconds)
         return blocks
+
+    def converted_again(
+        self,
+        parameter: fx.Node,
+        batch: int,
+        strategies: Mapping[fx.Node, Chosen],
+        stored: Placements,
+        conversions: ConversionPrices,
+        stages: int,
+    ) -> Iterator[tuple[int, float, float]]:
+        """Blocks that convert a parameter which an earlier block has converted in the same way, with the seconds of
+        it forward and backward: those that begin a part of its readers, as many parts of equal size as there may be
+        stages, each of which makes its own copy.
+        """
+        value, wanting = Value(parameter), dict[Placements, set[int]]()
+        for node in parameter.users:
+            chosen, block = strategies.get(node, ()), self.analysis.block_of.get(node)
+            if chosen and block is not None:
+                for position, given in enumerate(self._facts[node].inputs):
+                    if given == value and (wanted := _used(chosen, position)) != stored:
+                        wanting.setdefault(wanted, set()).add(block)
+        for wanted, blocks in wanting.items():
+            parts, ordered = min(stages, len(blocks)), sorted(blocks)
+            there, back = conversions.seconds(stored, wanted, self.size(value).at(batch), is_differentiable(value))
+            for part in range(1, parts):
+                yield ordered[part * len(ordered) // parts], there, back
 
     def read(self, op: PricedOp) -> Iterator[tuple[Value, Kept, float]]:
         """What an op reads besides inputs, parameters and buffers: the value, as what it is in memory, and bytes."""

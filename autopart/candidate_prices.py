@@ -177,7 +177,17 @@ class CandidatePrices(CandidateSettings):
                 setting.prices, choice.strategies, choice.storage, setting.conversions, setting.beside
             )
             self._priced[key] = choice, costs
-        return [replace(cost) for cost in self._priced[key][1]]
+        found = [replace(cost) for cost in self._priced[key][1]]
+        for node, blocks in self.readers.items() if config.stages > 1 and config.axes else ():
+            stored = choice.storage.get(node.meta["name"])
+            if len(blocks) > 1 and stored is not None:
+                again = self._block_costs.converted_again(
+                    node, setting.prices.batch, choice.strategies, stored, setting.conversions, config.stages
+                )
+                for block, there, back in again:
+                    found[block].forward_s += there
+                    found[block].backward_s += back
+        return found
 
     def _priced_by(self, config: Degrees, choice: TensorChoice) -> tuple[object, ...]:
         # Strategies by identity, as hashing them costs more than pricing; the entry keeps them alive.
