@@ -200,7 +200,11 @@ class Candidates(CandidatePassed):
             bound = max(bound, late.seconds)
             if self._divides(plain):  # for less memory, which bounds have to hold with
                 late = self.late_sums(plain, most, whole=True)
-            others = (choice for choice in late.choices if not self.zero and choice.strategies != fastest.strategies)
+            others = list(late.choices)
+            if self.zero and config.dp > 1:  # at the level that is given; of whole ones too, which graphs may prefer
+                others.append(self.choose(plain, level=0))
+                others = [replace(choice, levels=self._levels(plain, choice, self.zero)) for choice in others]
+            others = [choice for choice in others if choice.strategies != fastest.strategies]
             tried = (self._tried(plain, choice, near) for choice in others)
             found += [other for other in tried if other is not None and other.objective < near]
         if not found:
@@ -300,20 +304,24 @@ class Candidates(CandidatePassed):
         config, choice, way = answer.config, answer.choice, answer.way
         if not self.may_divide(config) or choice.levels:
             return []
-        axes, tensors = self.setting(config).named_sizes, self.analysis.program.parameters
-        able = [
-            info.name
-            for info in tensors
-            if 1 in offered_levels(info, choice.storage.get(info.name, ()), axes, config.dp)
-        ]
         found = []
         # what runs again would not read weights of level 3 whole
         for level in LEVELS[1:2] if any(step.choices for step in way) else LEVELS[1:]:
-            own = replace(choice, levels=dict.fromkeys(able, level))
+            own = replace(choice, levels=self._levels(config, choice, level))
             problem = self.problem(config, own)
             if problem.excess_bytes(way) <= 0:
                 found.append(replace(answer, choice=own, problem=problem))
         return found
+
+    def _levels(self, config: Degrees, choice: TensorChoice, level: int) -> dict[str, int]:
+        """The levels of ZeRO with all parameters that can be divided under these strategies at this one."""
+        axes, whole = self.setting(config).named_sizes, self.setting(config).offers.whole
+        return {
+            info.name: level
+            for info in self.analysis.program.parameters
+            if info.name not in whole
+            and level in offered_levels(info, choice.storage.get(info.name, ()), axes, config.dp)
+        }
 
     def _evaluate_alike(self, config: Degrees, fastest: TensorChoice, below: float) -> Evaluation[Answer]:
         """The same, with equal strategies for equal layers."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -168,3 +170,14 @@ def test_given_levels_are_kept() -> None:
             zero=level,
         )
         assert set(plan.zero.values()) == ({1} if level else set())
+
+
+def test_a_given_level_takes_no_longer_than_dividing_a_plan_without() -> None:
+    """Graphs prefer strategies that blocks put behind those that are the fastest at the level."""
+    loaded = load_model("hf:gpt2?n_layer=1&n_embd=256&n_head=8&seq=128", meta=True)
+    program = capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False)
+    cluster, limits = Cluster.parse("4xRTX-3090"), dict[str, Any](batch=32, pp=1, dp=2, tp=2, microbatches=1)
+    whole, divided = (make_plan(program, cluster, zero=level, **limits) for level in (None, 1))
+    (told,) = (found for note in whole.notes if (found := re.search(r"zero=1.* would take ([0-9.]+) ms", note)))
+    assert set(divided.zero.values()) == {1}
+    assert 1e3 * divided.step_time_s <= float(told[1]) * 1.001
