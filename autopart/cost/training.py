@@ -260,9 +260,10 @@ def _cut(
     """The stages' runs of layers' halves. Raises PlanError where there are fewer pieces than stages."""
     count, grain = layout.pp, 1 if layout.balanced else 2
     pieces = [halves[start : start + grain] for start in range(0, len(halves), grain)]
-    if len(pieces) < count:
+    if len(pieces) < count * layout.chunks:
         kind = "halves of layers" if layout.balanced else "layers"
-        raise PlanError(f"{count} stages need as many {kind}, there are {len(pieces)}")
+        parts = f"{count} stages" if layout.chunks == 1 else f"{count} stages x {layout.chunks} chunks"
+        raise PlanError(f"{parts} need as many {kind}, there are {len(pieces)}")
     if not layout.balanced and len(pieces) % count == 0:
         size = len(halves) // count
         return [halves[start : start + size] for start in range(0, len(halves), size)]
