@@ -17,7 +17,8 @@ level  to the end   while one is made   which is
 =====  ===========  ==================  =====================================================================
 
 A single gradient that is larger than l is among what the op takes that makes it (:mod:`autopart.block_costs`); its copy
-counts there at levels 0 and 1 (:func:`single_bytes`), and at level 2 as c does that is more.
+counts there at levels 0 and 1, and at level 3 outside of layers (:func:`single_bytes`), and at level 2 as c does that
+is more.
 
 Where sums have a type of their own, s bytes for each, there is a converted message besides (s b), what is on its way
 is s times that, and at levels 0 and 1 messages stay to the end of the step (less the gradients: (s - 1) G). At the
@@ -77,13 +78,14 @@ def staying_bytes(level: int, gradient: float, replicas: int, summed: float) -> 
 
 
 def single_bytes(level: int, gradient: float, first: bool, summed: float, limit: float) -> float:
-    """What a message of one gradient takes while it is made, beside that and its op, at levels 0 and 1; 0 where it
-    shares one. first: replicas cut it in its first dim. The others are as of :func:`message_bytes`.
+    """What a message of one gradient takes while it is made, beside that and its op, at levels 0 and 1, and at level 3
+    outside of layers; 0 where it shares one. first: replicas cut it in its first dim. The others are as of
+    :func:`message_bytes`.
     """
-    if gradient <= limit or level > 1:
+    if gradient <= limit or level == 2:
         return 0.0
     copied = gradient if level and not first else 0.0
-    return copied + (summed * gradient if summed != 1.0 else 0.0)
+    return copied + (summed * gradient if summed != 1.0 and level < 2 else 0.0)
 
 
 def message_bytes(parameters: Iterable[Alike], replicas: int, summed: float, limit: float) -> Bytes:

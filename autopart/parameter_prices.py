@@ -134,6 +134,8 @@ def priced_parameters(
             sent.append((found, price.kind, level, price.sum_bytes, price.first))
             stays = staying_bytes(level, price.sum_bytes, setting.dp, setting.summed)
             for index in found[:1] if alone else found:  # the backward's last
+                if level == 3 and analysis.layers[index]:
+                    continue
                 made_bytes = single_bytes(level, price.sum_bytes, price.first, setting.summed, limit)
                 private[index].made_bytes = max(private[index].made_bytes, made_bytes)
         waits = len(found) > 1 and price.kind is not None and (level == 2 or (level < 2 and repeats))
@@ -170,7 +172,7 @@ def priced_parameters(
             found, size = trained[info.name]
             updated.append((found, made.together * size if together else made.own * size + made.before * before))
             before = size
-    lingering = _lingering(sent, setting, analysis.layers) if repeats and not alone else []
+    lingering = _lingering(sent, setting, analysis.layers) if repeats and not alone else {}
     exchanged = setting.dp, setting.summed
     held = passing(sent, updated, *exchanged, not together, limit, analysis.layers, waiting, lingering)
     return PricedParameters(private, tuple(tied), in_order, held)
@@ -178,12 +180,14 @@ def priced_parameters(
 
 def _lingering(
     sent: Sequence[tuple[tuple[int, ...], Hashable, int, float, bool]], setting: Setting, layers: Sequence[str]
-) -> list[tuple[tuple[int, ...], float]]:
-    """Of level 3, of whose messages one at a time is on its way: of what the first block to read some reads, if it lies
-    in no layer; of a stage that begins with a layer it is no more than that takes (:func:`data_prices.whole_bytes`).
+) -> dict[int, float]:
+    """Of level 3, of whose messages one at a time is on its way: by block that reads some what is sent of these, of
+    which that counts with which a stage begins. 0 for a layer's block: of a stage that begins with a layer it is no
+    more than that takes (:func:`data_prices.whole_bytes`).
     """
-    found = [(blocks[:1], size) for blocks, _, level, size, _ in sent if level == 3]
-    first = min((blocks for blocks, _ in found), default=(0,))
-    if layers[first[0]]:
-        return []
-    return [(blocks, setting.summed * (1 + 1 / setting.dp) * size) for blocks, size in found if blocks == first]
+    found: dict[int, float] = {}
+    for blocks, _, level, size, _ in sent:
+        for block in blocks if level == 3 else ():
+            message = 0.0 if layers[block] else setting.summed * (1 + 1 / setting.dp) * size
+            found[block] = found.get(block, 0.0) + message
+    return found

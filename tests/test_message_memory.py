@@ -180,6 +180,7 @@ def test_stages_have_what_their_own_parameters_take(seed: int) -> None:
         for _ in range(12)
     ]
     apart, summed, limit = rng.random() < 0.5, rng.choice([0.5, 1.0, 2.0]), rng.choice([SMALL, BUCKET_BYTES])
+    lingering = {1: LARGE, 2: SMALL, 4: 0.0, 5: SMALL}  # with which of these a stage begins
     found = passing(
         [(blocks, level, level, size, first) for blocks, size, level, first in parameters],
         [(blocks, size) for blocks, size, *_ in parameters],
@@ -188,7 +189,7 @@ def test_stages_have_what_their_own_parameters_take(seed: int) -> None:
         apart,
         limit,
         waiting=[(blocks, size) for blocks, size, level, _ in parameters if level == 2 and len(blocks) > 1],
-        lingering=[((1, 2), SMALL)],
+        lingering=lingering,
     )
     member = np.array([[block < end for block in range(count)] for end in range(count + 1)])
     runs = Runs.of(member)
@@ -205,7 +206,7 @@ def test_stages_have_what_their_own_parameters_take(seed: int) -> None:
         waits = sum(item[1] for item in own if item[2] == 2 and len(inside & set(item[0])) > 1)
         assert messages[number] == pytest.approx(found.message_bytes(inside))
         most = max(float(message_bytes(exact, 4, summed, limit)), float(arriving_bytes(exact, 4, limit)))
-        most += waits + (SMALL if inside & {1, 2} else 0)
+        most += waits + lingering.get(min(inside & {*lingering}, default=0), 0.0)
         assert messages[number] >= most * (1 - 1e-9)
         if inside == set(range(count)):
             assert messages[number] == pytest.approx(most)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from autopart.analysis import Analysis, analyze
 from autopart.candidate_settings import CUDA_OVERHEAD_BYTES
@@ -98,3 +99,28 @@ def test_whole_weights_of_neighbours() -> None:
     assert found == [1.5 * 8, layer, layer, other, last, 91 + 1.5 * 100]
     assert whole_bytes(owners, {"layer", "other"}, whole, 2, 1.0, False)[-2:] == [91 + 1 + 8, 91]
     assert whole_bytes(owners, {"layer", "other"}, {"layer": [(8.0, True)]}, 2, 1.0, False) == [0, 32, 32, 8, 8, 8]
+
+
+class Towers(nn.Module):
+    """Two embeddings that a loss compares, no layer of a list: stages need not begin with the first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Embedding(20000, 256), nn.Embedding(60001, 256)
+        self.heads = nn.ModuleList([nn.Linear(256, 256), nn.Linear(256, 256)])
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        first, second = self.heads[0](self.one(one).mean(1)), self.heads[1](self.other(other).mean(1))
+        return nn.functional.mse_loss(first, second)
+
+
+def test_large_weights_outside_of_layers_at_level_3() -> None:
+    """Their message is on its way beside the next microbatch of a stage that begins with them, whichever it is, and of
+    rows that replicas do not divide it is made of a copy.
+    """
+    rows = torch.zeros(64, 8, dtype=torch.long)
+    analysis = analyze(capture(Towers(), (rows, rows), check_eval=False))
+    limits: dict[str, Any] = {"pp": 2, "dp": 2, "tp": 1, "microbatches": 4, "zero": 3, "recompute": "none"}
+    plan = make_plan(analysis.program, Cluster.parse("4xA100-80GB"), analysis=analysis, batch=64, **limits)
+    for rank in rank_peaks(plan, analysis, "cuda"):
+        assert rank.planned - CUDA_OVERHEAD_BYTES >= 0.95 * rank.total, rank

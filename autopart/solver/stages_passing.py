@@ -11,8 +11,9 @@ of some block take and those of no block's forward do. Of the parameters a stage
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, Protocol, get_args
 
 import numpy as np
@@ -42,9 +43,9 @@ class Passing:
     limit: bytes that fill a message.
 
     updated: what the optimizer makes; apart: of one parameter after the other, else of all together. waiting: whose
-    gradients are there beside all this from the first to the last of their readers in a stage. lingering: what is on
-    its way after a backward of a stage that has it, and beside the next. transients: by block, of its forward and in
-    all, with nothing computed again; none: these are alike.
+    gradients are there beside all this from the first to the last of their readers in a stage. lingering: by block what
+    is on its way after a backward of a stage that begins with it, of these, and beside the next. transients: by block,
+    of its forward and in all, with nothing computed again; none: these are alike.
     """
 
     sent: tuple[tuple[int, tuple[ParameterGroup, ...]], ...] = ()
@@ -77,12 +78,12 @@ class Passing:
         """By run."""
         return np.zeros(len(runs)) + self._update(*_of_runs(member, runs))
 
-    def _messages(self, total: _Total, most: _Reduce) -> Array | float:
+    def _messages(self, total: _Total, most: _Reduce, first: _Reduce) -> Array | float:
         found = []
         for level, some in self.sent:
             largest = {name: most(_largest(some, name)) for name in get_args(_Most)}
             found.append(Alike(level, total(_sums(some)), **largest))
-        beside = total(_sums(self.waiting), 2) + total(_sums(self.lingering))
+        beside = total(_sums(self.waiting), 2) + first({item.blocks: item.bytes for item in self.lingering})
         sent = message_bytes(found, self.replicas, self.summed, self.limit)
         arriving: Array | float = 0.0
         if any(level in (1, 2) for level, _ in self.sent):
@@ -93,7 +94,7 @@ class Passing:
             arriving = arriving - (whole - forward)
         return np.maximum(sent, arriving) + beside
 
-    def _update(self, total: _Total, most: _Reduce) -> Array | float:
+    def _update(self, total: _Total, most: _Reduce, _: _Reduce) -> Array | float:
         return most(_largest(self.updated, "largest")) if self.apart else total(_sums(self.updated))
 
 
@@ -126,17 +127,24 @@ def _largest(some: Collection[ParameterGroup], name: _Most) -> _Amounts:
     return found
 
 
-def _of_one(inside: Collection[int]) -> tuple[_Total, _Reduce]:
-    """The sum and the largest of what a stage has."""
+def _of_one(inside: Collection[int]) -> tuple[_Total, _Reduce, _Reduce]:
+    """The sum, the largest and that of the first block of what a stage has."""
     own = set(inside)
 
     def there(amounts: _Amounts, least: int = 1) -> list[float]:
         return [size for blocks, size in amounts.items() if len(own.intersection(blocks)) >= least]
 
-    return lambda amounts, least=1: sum(there(amounts, least)), lambda amounts: max(there(amounts), default=0.0)
+    def first(amounts: _Amounts) -> float:
+        return amounts[min(found)] if (found := [blocks for blocks in amounts if own.intersection(blocks)]) else 0.0
+
+    return (
+        lambda amounts, least=1: sum(there(amounts, least)),
+        lambda amounts: max(there(amounts), default=0.0),
+        first,
+    )
 
 
-def _of_runs(member: Bits, runs: Runs) -> tuple[_Total, _Reduce]:
+def _of_runs(member: Bits, runs: Runs) -> tuple[_Total, _Reduce, _Reduce]:
     """The same by run. member: [position, block]."""
 
     def total(amounts: _Amounts, least: int = 1) -> Array:
@@ -157,7 +165,13 @@ def _of_runs(member: Bits, runs: Runs) -> tuple[_Total, _Reduce]:
             found[runs.between(member[:, list(by_size[size])].sum(axis=1)) > 0] = size
         return found
 
-    return total, most
+    def first(amounts: _Amounts) -> Array:
+        found = np.zeros(len(runs))
+        for blocks in sorted(amounts, reverse=True):
+            found[runs.between(member[:, list(blocks)].sum(axis=1)) > 0] = amounts[blocks]
+        return found
+
+    return total, most, first
 
 
 def passing(
@@ -169,18 +183,23 @@ def passing(
     limit: float,
     layers: Sequence[str] = (),
     waiting: Collection[tuple[tuple[int, ...], float]] = (),
-    lingering: Collection[tuple[tuple[int, ...], float]] = (),
+    lingering: Mapping[int, float] = MappingProxyType({}),
 ) -> Passing:
     """sent: by parameter its blocks, what those of one message have in common, its level of ZeRO, bytes of its gradient
     on a rank, and whether replicas cut it in its first dim. updated: its blocks, and what the optimizer makes for it.
     limit: bytes that fill a message. layers: by block the layer that it lies in, "" for none; default, none. waiting:
-    blocks of what several read, and bytes of a gradient that waits for the others'. lingering: blocks, and bytes.
+    blocks of what several read, and bytes of a gradient that waits for the others'. lingering: bytes by block.
     """
     kinds: dict[tuple[Hashable, int], dict[tuple[int, ...], list[tuple[float, bool]]]] = {}
     for blocks, kind, level, size, first in sent:
         kinds.setdefault((kind, level), {}).setdefault(blocks, []).append((size, first))
     groups = tuple((level, _groups(found, limit, layers)) for (_, level), found in kinds.items())
-    return Passing(groups, replicas, summed, _grouped(updated), apart, limit, _grouped(waiting), _grouped(lingering))
+    ahead = (
+        tuple(ParameterGroup((block,), size, size) for block, size in lingering.items())
+        if any(lingering.values())
+        else ()
+    )
+    return Passing(groups, replicas, summed, _grouped(updated), apart, limit, _grouped(waiting), ahead)
 
 
 def _grouped(found: Collection[tuple[tuple[int, ...], float]]) -> tuple[ParameterGroup, ...]:
