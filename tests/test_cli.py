@@ -141,7 +141,7 @@ def test_plan_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     found: dict[str, Any] = json.loads(out)
     keys = (
         "model cluster batch dtype step_time_s bound_s gap solve_s total_s schedule warmup microbatches recompute "
-        "asked pins together dp tp pp tokens_per_s throughput_unit tflops_per_device notes stages"
+        "zero asked pins together dp tp pp tokens_per_s throughput_unit tflops_per_device notes stages"
     )
     assert list(found) == keys.split()
     stage_keys = (
