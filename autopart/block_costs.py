@@ -16,6 +16,7 @@ from torch import fx
 
 from autopart.analysis import Analysis
 from autopart.conversion_prices import ConversionPrices, TensorAxis
+from autopart.op_facts import KeptTensor, OpFacts, inside_bytes_of, placements_of, transient_bytes_of
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import Amount, value_bytes
 from autopart.passes.backward_memory import backward_copies, copies_of_form, passes_memory
@@ -24,7 +25,7 @@ from autopart.passes.emit.layers import runs_of
 from autopart.passes.graph import Value
 from autopart.passes.program import Role
 from autopart.passes.rules import is_differentiable
-from autopart.passes.saved import WHOLE_INSIDE, copied_inside, saved_inside, saved_tensors
+from autopart.passes.saved import copied_inside, saved_inside, saved_tensors
 from autopart.passes.storage import is_view, storage_of
 from autopart.prices import Chosen, Prices, value_shares
 from autopart.rank_memory import Kept, RankMemory, Views
@@ -81,39 +82,6 @@ class PricedOp:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """A tensor that an op keeps for its backward: who owns the memory, and as which operand or result it is read.
-
-    Owners are those of the whole graph, where every view is one.
-    """
-
-    owner: Value
-    size: Amount
-    operand: int  # index into the op's inputs, or -1 - index into its outputs
-
-
-@dataclass(frozen=True, slots=True)
-class _OpFacts:
-    """What pricing needs of an op, independent of the batch size and of strategies."""
-
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    owners: tuple[Value, ...]  # of the memory of the inputs
-    sizes: tuple[Amount, ...]  # of inputs then outputs; parameters count nothing
-    kept: tuple[_Kept, ...]
-    inside: Amount  # what the op keeps besides
-    copied: tuple[tuple[int, Amount], ...]  # of that copies of inputs, which follow their sharding: which, and bytes
-    learned: tuple[tuple[int, Amount], ...]  # parameters with a gradient: which input, and bytes
-    multiplied: int  # which input is multiplied with a trained weight; -1: none
-    passing: bool  # neither the op nor its backward makes a tensor
-    copies: float  # of its largest tensor, that it makes on its way beside gradients
-
-    def position(self, item: _Kept) -> int:
-        """Where a kept tensor stands among inputs and outputs."""
-        return item.operand if item.operand >= 0 else len(self.inputs) - 1 - item.operand
-
-
-@dataclass(frozen=True, slots=True)
 class _Run:
     """An op under a choice. shares, used: of inputs then outputs, what each rank has and in which placements."""
 
@@ -132,9 +100,9 @@ class BlockCosts:
 
     analysis: Analysis
     kind: str
-    _facts: dict[fx.Node, _OpFacts] = field(default_factory=dict)
-    _formed: dict[tuple[fx.Node, str], _OpFacts] = field(default_factory=dict)  # of ops run by a local form
-    _alike: dict[object, _OpFacts] = field(default_factory=dict)  # the first of ops that differ in their values alone
+    _facts: dict[fx.Node, OpFacts] = field(default_factory=dict)
+    _formed: dict[tuple[fx.Node, str], OpFacts] = field(default_factory=dict)  # of ops run by a local form
+    _alike: dict[object, OpFacts] = field(default_factory=dict)  # the first of ops that differ in their values alone
     _bytes: dict[Value, Amount] = field(default_factory=dict)
     _views: Views = field(default_factory=Views)
     _gathering: dict[fx.Node, tuple[bool, float]] = field(default_factory=dict)
@@ -169,7 +137,7 @@ class BlockCosts:
         """Bytes of a value's memory, which views of it share."""
         return self._views.stored(owner)
 
-    def _gather(self, node: fx.Node) -> _OpFacts:
+    def _gather(self, node: fx.Node) -> OpFacts:
         inputs, outputs = tuple(graphs.inputs(node)), tuple(graphs.outputs(node))
         held, owners = [*inputs, *outputs], tuple(map(storage_of, inputs))
         # what an op reads from outside of its block may be made otherwise than for its first alike
@@ -181,7 +149,7 @@ class BlockCosts:
         if known is not None:  # the same but for which values these are
             kept = tuple(self._kept(held[known.position(item)], item.operand) for item in known.kept)
             return replace(known, inputs=inputs, outputs=outputs, owners=owners, kept=kept)
-        found = self._alike[alike] = _OpFacts(
+        found = self._alike[alike] = OpFacts(
             inputs,
             outputs,
             owners,
@@ -202,17 +170,17 @@ class BlockCosts:
 
     def _keeping(
         self, node: fx.Node, inputs: Sequence[Value], outputs: Sequence[Value], form: str
-    ) -> tuple[_Kept, ...]:
+    ) -> tuple[KeptTensor, ...]:
         return tuple(
             self._kept(value, inputs.index(value) if value in inputs else -1 - outputs.index(value))
             for value in saved_tensors(node, self.kind, form)
         )
 
-    def _kept(self, value: Value, operand: int) -> _Kept:
+    def _kept(self, value: Value, operand: int) -> KeptTensor:
         owner = storage_of(value)
-        return _Kept(owner, self.stored(owner), operand)
+        return KeptTensor(owner, self.stored(owner), operand)
 
-    def _facts_of(self, node: fx.Node, chosen: Chosen) -> _OpFacts:
+    def _facts_of(self, node: fx.Node, chosen: Chosen) -> OpFacts:
         """With what is kept under a choice: a local form may keep something else than the op."""
         form = next((strategy.form.function for strategy in chosen if strategy.form is not None), "")
         if not form:
@@ -280,8 +248,8 @@ class BlockCosts:
         for item in facts.kept:
             if item.owner.node.op != "placeholder":
                 total += item.size.at(batch) * shares[facts.position(item)]
-        total += _inside_bytes(facts, chosen, sizes, shares, batch)
-        return total, sum(_transient_bytes(facts, shares, batch))
+        total += inside_bytes_of(facts, chosen, sizes, shares, batch)
+        return total, sum(transient_bytes_of(facts, shares, batch))
 
     def least_kept(
         self,
@@ -303,7 +271,7 @@ class BlockCosts:
                 value = facts.inputs[item.operand] if item.operand >= 0 else facts.outputs[-1 - item.operand]
                 size = min(self.size(value).at(batch), item.size.at(batch))
                 parts.setdefault(item.owner, []).append((size, size * shares[facts.position(item)]))
-        total = _inside_bytes(facts, chosen, sizes, shares, batch) if inside else 0.0
+        total = inside_bytes_of(facts, chosen, sizes, shares, batch) if inside else 0.0
         for owner, own in parts.items():
             apart = sum(size for size, _ in own) == self.stored(owner).at(batch)
             total += (sum if apart else max)(size for _, size in own)
@@ -384,7 +352,7 @@ class BlockCosts:
                 continue
             value, wanted = facts.inputs[facts.multiplied], run.used[facts.multiplied]
             while lie(value) == wanted and value.node in strategies and is_cast(value.node):
-                wanted = _used(strategies[value.node], 0)
+                wanted = placements_of(strategies[value.node], 0)
                 value = self._facts[value.node].inputs[0]
             home = converted.get((value, wanted))
             if home is not None and is_differentiable(value) and self._function[home[1]] == self._function[node]:
@@ -413,7 +381,7 @@ class BlockCosts:
             chosen, block = strategies.get(node, ()), self.analysis.block_of.get(node)
             if chosen and block is not None:
                 for position, given in enumerate(self._facts[node].inputs):
-                    if given == value and (wanted := _used(chosen, position)) != stored:
+                    if given == value and (wanted := placements_of(chosen, position)) != stored:
                         wanting.setdefault(wanted, set()).add(block)
         for wanted, blocks in wanting.items():
             parts, ordered = min(stages, len(blocks)), sorted(blocks)
@@ -430,7 +398,7 @@ class BlockCosts:
                 yield value, key, op.memory.bytes(key)
 
     def _run(
-        self, node: fx.Node, facts: _OpFacts, chosen: Chosen, prices: Prices, axes: Sequence[TensorAxis], beside: bool
+        self, node: fx.Node, facts: OpFacts, chosen: Chosen, prices: Prices, axes: Sequence[TensorAxis], beside: bool
     ) -> _Run:
         used = axes if chosen else ()
         sizes = [axis.parts for axis in used]
@@ -438,15 +406,15 @@ class BlockCosts:
         exchanged = prices.form_seconds(node, chosen, used, beside)
         shares = value_shares(node, chosen, sizes)
         positions = range(len(facts.sizes)) if chosen else ()
-        there, learned = _transient_bytes(facts, shares, prices.batch)
+        there, learned = transient_bytes_of(facts, shares, prices.batch)
         return _Run(
             forward + exchanged.forward_s,
             backward + exchanged.backward_s,
             there + learned,
             there,
-            _inside_bytes(facts, chosen, sizes, shares, prices.batch),
+            inside_bytes_of(facts, chosen, sizes, shares, prices.batch),
             tuple(shares),
-            tuple(_used(chosen, position) for position in positions),
+            tuple(placements_of(chosen, position) for position in positions),
         )
 
     def _from_outside(self, owners: Iterable[Value], index: int) -> Iterator[Value]:
@@ -463,44 +431,3 @@ class BlockCosts:
                 yield owner
             elif made is None:
                 yield from self._from_outside([storage_of(value) for value in graphs.inputs(node)], index)
-
-
-def _transient_bytes(facts: _OpFacts, shares: Sequence[float], batch: int) -> tuple[float, float]:
-    """Operands and results, or their gradients, and what the backward makes on its way; those of parameters."""
-    if facts.passing:
-        return 0.0, 0.0
-    held = [size.at(batch) * share for size, share in zip(facts.sizes, shares, strict=True)]
-    learned = sum(size.at(1) * shares[position] for position, size in facts.learned)
-    return sum(held) + facts.copies * max(held, default=0.0), learned
-
-
-def _used(chosen: Chosen, position: int) -> Placements:
-    """How an op has its input, or, past these, its output of that position."""
-    inputs = len(chosen[0].inputs)
-    if position < inputs:
-        return tuple(strategy.inputs[position] for strategy in chosen)
-    return tuple(strategy.outputs[position - inputs] for strategy in chosen)
-
-
-def _inside_bytes(facts: _OpFacts, chosen: Chosen, sizes: Sequence[int], shares: Sequence[float], batch: int) -> float:
-    """A rank's part of what an op keeps besides. shares: of inputs then outputs."""
-    if not facts.inside:
-        return 0.0
-    total, apart = facts.inside.at(batch), 0.0
-    for position, size in facts.copied:
-        total -= size.at(batch)
-        apart += size.at(batch) * shares[position]
-    return total * _inside_share(chosen, sizes) + apart
-
-
-def _inside_share(chosen: Chosen, sizes: Sequence[int]) -> float:
-    """Each rank's part of what an op keeps inside: shards of the result, or of what is summed, or a shard run by a
-    local form.
-    """
-    share = 1.0
-    for strategy, parts in zip(chosen, sizes, strict=True):
-        formed = strategy.form is not None and strategy.form.function not in WHOLE_INSIDE
-        shared = strategy.outputs[0].divides or strategy.inputs[0].divides
-        if formed or (strategy.form is None and shared):
-            share /= parts
-    return share

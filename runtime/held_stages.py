@@ -14,6 +14,7 @@ from autopart.runtime.loading import tensors_in
 from autopart.runtime.manifest import Manifest, ParameterSpec
 from autopart.runtime.mesh import Mesh
 from autopart.runtime.state import gather_state, load_state
+from autopart.runtime.traffic import Traffic
 
 
 class HeldStages(nn.Module):
@@ -33,6 +34,26 @@ class HeldStages(nn.Module):
         self.stages = nn.ModuleList(stages.values())
         # Empty ones of other ranks by their specs' names, in no module, so as not to be registered.
         self.elsewhere: Mapping[str, Tensor] = {}
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has exchanged so far."""
+        return self.mesh.traffic
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the data this rank is to be fed with ``batch="local"``: equal on ranks of one replica."""
+        return self.mesh.data.index
+
+    @property
+    def data_world_size(self) -> int:
+        """How many parts the data has: the replicas."""
+        return self.mesh.data.size
+
+    @property
+    def data_shares(self) -> tuple[int, ...]:
+        """How large the parts are beside each other: (1, 1), or (3, 1) where the first has three of four samples."""
+        return self.manifest.stages[self.mesh.stages[0]].replica_shares
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of :meth:`named_parameters`."""

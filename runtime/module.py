@@ -57,7 +57,6 @@ from autopart.runtime.schedule.receipts import Receipts
 from autopart.runtime.structure import rebuild
 from autopart.runtime.tally import Tally
 from autopart.runtime.trace import Recorder, Timeline, gather_timelines, save_trace, trace_object
-from autopart.runtime.traffic import Traffic
 from autopart.runtime.uncaught import watch
 from autopart.runtime.variants import Variant, Variants
 from autopart.runtime.written_buffers import set_values, written_once
@@ -146,26 +145,6 @@ class ParallelModule(HeldStages):
         self._recorder: Recorder | None = None
         # Set by a meter (runtime/meter.py).
         self.tally: Tally | None = None
-
-    @property
-    def traffic(self) -> Traffic:
-        """What this rank has exchanged so far."""
-        return self.mesh.traffic
-
-    @property
-    def data_rank(self) -> int:
-        """Which part of the data this rank is to be fed with ``batch="local"``: equal on ranks of one replica."""
-        return self.mesh.data.index
-
-    @property
-    def data_world_size(self) -> int:
-        """How many parts the data has: the replicas."""
-        return self.mesh.data.size
-
-    @property
-    def data_shares(self) -> tuple[int, ...]:
-        """How large the parts are beside each other: (1, 1), or (3, 1) where the first has three of four samples."""
-        return self.manifest.stages[self.mesh.stages[0]].replica_shares
 
     # --- Calls ---
 
