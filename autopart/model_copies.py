@@ -1,7 +1,7 @@
 """Models that are alike, of which one is a copy of the other: they become the same program, divided alike.
 
 Averages of weights, teachers and momentum encoders go over the parameters of both models in turn, so these have to be
-divided alike, or parameters of other layers would meet. When one of them is planned, those that it leads (see
+divided alike, or other shares of a parameter would meet. When one of them is planned, those that it leads (see
 :meth:`Twin._leads`) become the same program. A frozen one whose inputs turn out to be others is planned by itself.
 """
 

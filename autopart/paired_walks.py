@@ -1,7 +1,7 @@
-"""Loops over the parameters of two parallelized models in turn, as averages of weights go: these have to be in order.
+"""Loops over the parameters of two parallelized models in turn, as averages of weights go: both are divided alike.
 
-Ranks have shares of their own stages' parameters. Where two models are divided otherwise, ``zip`` of their parameters
-would pair those of other layers, in silence where shapes are equal.
+A rank has shares of its own stages' parameters, and of others nothing. Where two models are divided otherwise, ``zip``
+would pair other shares of a parameter, in silence where their shapes are equal.
 """
 
 from __future__ import annotations
