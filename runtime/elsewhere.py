@@ -7,7 +7,7 @@ model that is not parallelized would meet other layers, in silence where shapes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from autopart.runtime.errors import PlanError
 from autopart.runtime.links import dtype_of
+from autopart.runtime.loading import Originals, original_of
 from autopart.runtime.manifest import Manifest, ParameterSpec
 from autopart.runtime.norms import NORMS, Share, nothing
 
@@ -70,9 +71,7 @@ class BufferElsewhere(_Elsewhere):
     """A buffer of another rank."""
 
 
-def elsewhere(
-    manifest: Manifest, device: torch.device, own: Container[str], originals: Mapping[str, Tensor | None]
-) -> dict[str, Tensor]:
+def elsewhere(manifest: Manifest, device: torch.device, own: Container[str], originals: Originals) -> dict[str, Tensor]:
     """The parameters and buffers that only other ranks hold, by their specs' names. own: the names of this rank's.
 
     Of parameters the originals themselves where there are any, so that what was made of these, as an optimizer is,
@@ -81,8 +80,7 @@ def elsewhere(
     found = {}
     for spec in manifest.parameters:
         if spec.name not in own:
-            original = next((originals[n] for n in (spec.name, *spec.aliases) if originals.get(n) is not None), None)
-            found[spec.name] = _empty(spec, device, original)
+            found[spec.name] = _empty(spec, device, original_of(spec, originals))
             where = f"stage {spec.stages[0]}" if len(spec.stages) == 1 else f"stages {', '.join(map(str, spec.stages))}"
             found[spec.name].held = f"{spec.name!r} of {where}"
     return found

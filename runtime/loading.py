@@ -95,7 +95,7 @@ def starting_tensors(directory: Path, manifest: Manifest, originals: Originals |
     """
     found: dict[str, Tensor | None] = {**constants_of(directory), **(originals or {})}
     for spec in manifest.parameters:
-        original = _original(spec, found)
+        original = original_of(spec, found)
         if original is None and (originals is not None or not spec.persistent):
             raise PlanError(
                 f"{spec.name!r} is a {'buffer' if spec.buffer else 'parameter'} of the program that was not given; "
@@ -157,11 +157,12 @@ def place(
                     f"{list(local_shape(spec, mesh))}"
                 )
             if spec.name not in placed:
-                placed[spec.name] = _place_one(spec, mesh, _original(spec, originals))
+                placed[spec.name] = _place_one(spec, mesh, original_of(spec, originals))
             _replace(stage, name, placed[spec.name])
 
 
-def _original(spec: ParameterSpec, originals: Originals) -> Tensor | None:
+def original_of(spec: ParameterSpec, originals: Originals) -> Tensor | None:
+    """The tensor among these that is given under one of its names; None: none is."""
     for name in (spec.name, *spec.aliases):
         if originals.get(name) is not None:
             return originals[name]

@@ -287,9 +287,13 @@ def test_command(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "cost of a step" in printed and "cost of a step" in drawn
     assert drawn.count(">1 device<") == drawn.count(">2 devices<") == 2
     assert main([*command, "--devices", "1,2", "--price", "3.6", "--json"]) == 0
-    for item in json.loads(capsys.readouterr().out)["points"]:
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert len(points) == 2
+    for item, other in (points, points[::-1]):
         assert item["cost"] == pytest.approx(item["device_seconds"] * 3.6 / 3600)
-        assert item["dominated"] == "" or "2 devices" in item["dominated"] or "1 device" in item["dominated"]
+        numbers = [(point["step_time_s"], point["device_seconds"]) for point in (item, other)]
+        worse = numbers[0] != numbers[1] and all(own >= its for own, its in zip(*numbers, strict=True))
+        assert bool(item["dominated"]) == worse
     assert main([*command, "--devices", "1,2", "--tp", "2"]) == 0
     assert "no plan for 1 device: tp=2" in capsys.readouterr().err
     for unused, words in (
