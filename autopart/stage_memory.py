@@ -8,6 +8,7 @@ from torch import fx
 
 from autopart.passes.conversion import Axes
 from autopart.passes.emit.program import gradient_roots
+from autopart.passes.emit.releases import Lifetimes
 from autopart.passes.emit.source import StageSource
 from autopart.passes.partition import StageGraph
 from autopart.passes.peak import Peak, peak
@@ -46,7 +47,7 @@ def stage_peaks(
         peak(
             *(graph, own_axes, count, gradient_roots(program, stage, graph)),
             recompute=own,
-            inlined=_inlined(program, stage, graph, own_axes, own, shares),
+            lifetimes=_lifetimes(program, stage, graph, own_axes, own, shares),
             kind=kind,
             sends=len(stage.sends),
             messages=sent,
@@ -126,15 +127,15 @@ def _divided_message(sent: Scattered, copied: bool) -> Message:
     return Message(sent.names, sent.sent + sent.own, sent.whole, max(made, sent.sent - sent.whole + sent.last + going))
 
 
-def _inlined(
+def _lifetimes(
     program: Program,
     stage: StageGraph,
     graph: fx.Graph,
     axes: Axes,
     recompute: Collection[str],
     divided: Divided,
-) -> set[fx.Node]:
-    """The values that get no name in the stage's code, in which gathers of divided weights count as well."""
+) -> Lifetimes:
+    """Of the names in the stage's code, in which gathers of divided weights count as well."""
     results = len(stage.sends) + len(stage.outputs)
     source = StageSource(
         *(graph, axes, program.tensors, ("",), results, stage.updates, recompute),
@@ -142,4 +143,4 @@ def _inlined(
         replicas=divided.replicas,
     )
     source.write()
-    return source.inlined
+    return Lifetimes(source.inlined, source.freed)

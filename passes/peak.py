@@ -1,8 +1,9 @@
 """The most bytes of tensors that one rank of a stage has at once while a microbatch goes forward and back.
 
 The stage's ops are walked in the order of the emitted code. Forward, an op allocates its results and what it keeps
-inside; a value is freed once its readers are done, if the code writes it into its only reader, else when the layer's or
-the stage's function returns; what the backward needs stays (:mod:`autopart.passes.kept`). Backward, ops come in the
+inside; a value is freed once its readers are done, if the code writes it into its only reader or lets go of it
+(:mod:`autopart.passes.emit.releases`), else when the layer's or the stage's function returns; what the backward needs
+stays (:mod:`autopart.passes.kept`). Backward, ops come in the
 opposite order: the gradients of an op's operands are allocated while those of its results and what it kept are there,
 which are freed behind it; the caller holds the gradients of the stage's results until the end. The gradient of a
 parameter that several ops read waits for the last of them. A layer, or a module in one, that is computed again first
@@ -25,6 +26,7 @@ from torch import fx
 
 from autopart.passes.backward_memory import is_parameter
 from autopart.passes.conversion import Axes
+from autopart.passes.emit.releases import Lifetimes
 from autopart.passes.peak_code import Message, StageCode
 from autopart.passes.peak_split import SplitWalk, sides
 from autopart.passes.peak_walk import Walk
@@ -85,7 +87,7 @@ def peak(
     batch: int,
     roots: Sequence[fx.Node],
     recompute: Collection[str] = (),
-    inlined: Collection[fx.Node] = (),
+    lifetimes: Lifetimes | None = None,
     kind: str = "cuda",
     sends: int = 0,
     messages: Sequence[Message] = (),
@@ -96,14 +98,14 @@ def peak(
 ) -> Peak:
     """The peak of a rank's graph of a stage for a microbatch of ``batch`` samples.
 
-    roots: where gradients enter. recompute: paths of what is computed again. inlined: values without a name.
-    sends: how many of the results, the first, go to other stages; the others are let go when the forward returns.
-    messages: of gradients that ranks sum. splits: whether the weights' gradients are left for W. divided: weights of
-    which replicas have shares. there: parameters whose gradients other stages of the rank have made by then. alone: the
-    rank has no other stage, whose messages settle what is on its way.
+    roots: where gradients enter. recompute: paths of what is computed again. lifetimes: of names in the code. sends:
+    how many of the results, the first, go to other stages; the others are let go when the forward returns. messages: of
+    gradients that ranks sum. splits: whether the weights' gradients are left for W. divided: weights of which replicas
+    have shares. there: parameters whose gradients other stages of the rank have made by then. alone: the rank has no
+    other stage, whose messages settle what is on its way.
     """
     divided = divided or Divided()
-    code = StageCode(graph, axes, batch, set(recompute), set(inlined), kind, messages, divided, splits)
+    code = StageCode(graph, axes, batch, set(recompute), lifetimes or Lifetimes(), kind, messages, divided, splits)
 
     def ahead(arriving: bool, order: Sequence[Unit]) -> Walk:
         found = SplitWalk(code, sides=sides(code)) if splits else Walk(code)

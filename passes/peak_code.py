@@ -15,6 +15,7 @@ from autopart.passes.backward_memory import backward_copies, broadcast
 from autopart.passes.beside import products_beside, weight_of
 from autopart.passes.conversion import Axes
 from autopart.passes.emit.layers import Run
+from autopart.passes.emit.releases import Lifetimes
 from autopart.passes.emit.segments import Segment, segments_of
 from autopart.passes.graph import Value
 from autopart.passes.kept import entering, held_bytes, inside_bytes, kept_values, owner_of, share_of_rank
@@ -53,7 +54,7 @@ class StageCode:
     axes: Axes
     batch: int
     recompute: Collection[str]
-    inlined: Collection[fx.Node]
+    lifetimes: Lifetimes
     kind: str
     messages: Sequence[Message] = ()
     divided: Divided = field(default_factory=Divided)
@@ -84,7 +85,7 @@ class StageCode:
                         self.begun.add(source)
                         self.landing.setdefault(node, []).append(source)
         self.runs = [
-            (run, is_layer, [replace(item, nodes=_executed(item.nodes, self.inlined)) for item in own])
+            (run, is_layer, [replace(item, nodes=_executed(item.nodes, self.lifetimes.inlined)) for item in own])
             for run, is_layer, own in self.runs
         ]
         self.divided.arrange((run, is_layer) for run, is_layer, _ in self.runs)

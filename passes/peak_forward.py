@@ -100,11 +100,14 @@ class ForwardWalk:
                     self.add(self.code.inside(node))
                 self.add(0.0, self.code.passing_forward(node))
             self.holding.leave_op()
+            for owner in self.code.lifetimes.freed.get(node, ()):
+                if owner not in stays and owner not in self.stays:
+                    self.free(owner)
             if is_view(node) or shares_memory(node):
                 continue
             for value in graphs.inputs(node):
                 owner = owner_of(value)
-                if owner.node in self.code.inlined and owner not in stays and self.done(owner, node):
+                if owner.node in self.code.lifetimes.inlined and owner not in stays and self.done(owner, node):
                     self.free(owner)
 
     def begin(self, node: fx.Node, back: bool) -> float:
@@ -133,7 +136,7 @@ class ForwardWalk:
     def unnamed_until(self, user: fx.Node, node: fx.Node) -> bool:
         if user is node:
             return True
-        if not (is_view(user) or shares_memory(user)) or user not in self.code.inlined:
+        if not (is_view(user) or shares_memory(user)) or user not in self.code.lifetimes.inlined:
             return False
         return all(self.unnamed_until(other, node) for other in user.users)
 

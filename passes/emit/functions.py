@@ -81,13 +81,17 @@ class Function:
         self.beside, self.begun = beside or {}, begun
         self.flying: dict[fx.Node, str] = {}  # by transition that was begun, what is waited for
         self.laters: dict[fx.Node, str] = {}  # by product, what puts off its weight's gradient
+        self.named: dict[str, fx.Node] = {}  # by name, the value that was assigned to it here
+        self.made: dict[int, fx.Node] = {}  # by number of a line that makes something, the op that it ends with
+        self.started: set[str] = set()  # names of what is waited for
+        self.handed: set[str] = set()  # names that something else holds longer
         self.printer = Printer(device, "self.training")
 
     def name(self, node: fx.Node) -> Text:
         if node in self.texts:
             return self.texts[node]
         if node in self.flying:
-            self.assign(node, f"{self.flying.pop(node)}.wait()")
+            self.lines.append(f"{self.assigned(node)} = {self.flying.pop(node)}.wait()")
             return self.texts[node]
         if node.op == "placeholder" and node.meta["role"] in (Role.BATCH, Role.GLOBAL_BATCH):
             self.uses_batch[node.meta["name"]] = None
@@ -110,7 +114,8 @@ class Function:
             function = f"collectives.{node.meta['transition'][1].name}"
             if node in self.begun:
                 self.flying[node] = self.names.fresh("begun")
-                self.lines.append(f"{self.flying[node]} = collectives.begin({function}, {call})")
+                self.started.add(self.flying[node])
+                self.write(node, f"{self.flying[node]} = collectives.begin({function}, {call})")
             else:
                 self.assign(node, f"{function}({call})")
             return
@@ -146,6 +151,7 @@ class Function:
                 self.inlined.discard(weight)
                 self.assign(weight, self.printer.text(weight, self.name).code)
         texts = [self.name(weight).code for weight in weights]
+        self.handed.update(texts)
         if not weights or any(text.startswith(GATHER) for text in texts):  # outside of layers each read gathers anew
             return ""
         name = self.names.fresh("later")
@@ -181,12 +187,18 @@ class Function:
         return self.name(value).code if isinstance(value, fx.Node) else repr(value)
 
     def assign(self, node: fx.Node, code: str, indent: str = "") -> None:
-        self.lines.append(f"{indent}{self.assigned(node)} = {code}")
+        self.write(node, f"{indent}{self.assigned(node)} = {code}")
+
+    def write(self, node: fx.Node, line: str) -> None:
+        """A line that ends with an op."""
+        self.made[len(self.lines)] = node
+        self.lines.append(line)
 
     def assigned(self, node: fx.Node) -> str:
         """A name for a value, by which it is read from now on."""
         name = self.names.fresh(_wanted(node))
         self.texts[node] = Text(name)
+        self.named[name] = node
         return name
 
     def _inline(self, node: fx.Node, text: Text) -> bool:

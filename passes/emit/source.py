@@ -18,8 +18,11 @@ from autopart.passes.data_axis import DataCut, cut_of, gathered_by_layer
 from autopart.passes.emit.expressions import Text
 from autopart.passes.emit.functions import GATHER, Function, Names
 from autopart.passes.emit.layers import Run
+from autopart.passes.emit.releases import let_go
 from autopart.passes.emit.segments import Segment, segments_of
 from autopart.passes.emit.wrapping import LIMIT, wrapped
+from autopart.passes.graph import Value
+from autopart.passes.kept import kept_values, owner_of
 from autopart.passes.program import Role, TensorInfo
 from autopart.passes.shard import local_extents
 from autopart.runtime.manifest import argument_name
@@ -74,6 +77,10 @@ class StageSource:
         self.layers: dict[str, str] = {}  # path -> class name
         self.imports_checkpoint = False
         self.inlined: set[fx.Node] = set()  # values that get no name
+        self.freed: dict[fx.Node, list[Value]] = {}  # memory that goes before a function returns, by the op before that
+        self.lasting = {*map(owner_of, map(graphs.value_of, self.returned))}
+        for again in {frozenset[str](), frozenset(recompute)}:
+            self.lasting.update(kept_values(graph, again))
         self.beside, self.begun = products_beside(graph, recompute), begun(graph, recompute)
 
     def write(self) -> str:
@@ -110,6 +117,7 @@ class StageSource:
             if always := [line for name, line in writes.items() if name in self.evaluated]:
                 main.lines += ["with torch.no_grad():", *always]
         main.lines.append(f"return ({', '.join(returned)}{',' if len(returned) == 1 else ''})")
+        self.freed |= let_go(main, self.lasting)
         signature = ", ".join(
             ["b: int", "B: int", *(f"{argument_name(node.meta['name'])}: Tensor" for node in arguments)]
         )
@@ -172,6 +180,7 @@ class StageSource:
         codes = [function.name(node).code for node in leaving]
         if codes:
             function.lines.append(f"return {', '.join(codes)}")
+        self.freed |= let_go(function, self.lasting)
         batch = list(function.uses_batch)
         signature = ", ".join([*(f"{name}: int" for name in batch), *(f"{name}: Tensor" for name, _ in parameters)])
         constructor = self._tree(held, prefix)
@@ -201,9 +210,9 @@ class StageSource:
         if run.path in self.recompute:
             call = f"checkpoint({', '.join([layer_name, *passed])})"
             self.imports_checkpoint = True
-        main.lines.append(f"{', '.join(results)} = {call}" if results else call)
+        main.write(_last_op(run.nodes), f"{', '.join(results)} = {call}" if results else call)
         for node, result in zip(leaving, results, strict=True):
-            main.texts[node] = Text(result)
+            main.texts[node], main.named[result] = Text(result), node
 
     def _span(self, segment: Segment, layer: str, outer: Function, called: Names) -> list[str]:
         """Writes a module of a layer that is computed again as a call of a method, whose lines are returned.
@@ -231,11 +240,12 @@ class StageSource:
         self.inlined |= inner.inlined
         leaving = _leaving(segment.nodes)
         inner.lines.append(f"return {', '.join(inner.name(node).code for node in leaving)}")
+        self.freed |= let_go(inner, self.lasting)
         outer.uses_batch.update(inner.uses_batch)
         name = called.fresh(f"_again_{segment.path.removeprefix(f'{layer}.')}")
         results = [outer.assigned(node) for node in leaving]
         call = f"checkpoint({', '.join([f'self.{name}', *inner.uses_batch, *passed])})"
-        outer.lines.append(f"{', '.join(results)} = {call}")
+        outer.write(_last_op(segment.nodes), f"{', '.join(results)} = {call}")
         self.imports_checkpoint = True
         signature = ", ".join(
             ["self", *(f"{size}: int" for size in inner.uses_batch), *(f"{item}: Tensor" for item in arguments)]
@@ -365,6 +375,10 @@ def _leaving(nodes: Sequence[fx.Node]) -> list[fx.Node]:
         for node in nodes
         if graphs.is_tensor(node) and any(user not in inside for user in node.users if user.op != "placeholder")
     ]
+
+
+def _last_op(nodes: Sequence[fx.Node]) -> fx.Node:
+    return next(node for node in reversed(nodes) if graphs.is_op(node) and not graphs.is_getitem(node))
 
 
 def _returned(count: int) -> str:
