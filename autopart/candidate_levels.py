@@ -15,7 +15,7 @@ from autopart.passes.data_axis import LEVELS
 from autopart.prices import Prices
 from autopart.runtime.schedule import in_flight
 from autopart.solver.degrees import Degrees
-from autopart.solver.stages_problem import StageProblem, Step
+from autopart.solver.stages_problem import StageProblem
 from autopart.tensor_choice import TensorChoice
 
 _BUFFERS = 4
@@ -122,6 +122,4 @@ class CandidateLevels(CandidatePrices):
         if config.stages > 1 and choice.memory_bytes > max(self.layout.capacities(config)):
             return None
         problem = self.problem(config, choice)
-        last = len(problem.positions) - 1
-        whole = (problem.excess_bytes([Step(slot, 0, last)] * problem.stages) for slot in range(len(problem.slots)))
-        return problem if max(whole) + problem.most_crossing_bytes() <= 0 else None
+        return problem if problem.most_excess_bytes() + problem.most_crossing_bytes() <= 0 else None

@@ -45,11 +45,14 @@ class CandidatePrices(CandidateSettings):
     _spans: dict[tuple[int, ...], Spans] = field(default_factory=dict)
     _gradients: dict[object, list[float]] = field(default_factory=dict)  # by strategies, bytes of each block on a rank
     _across: dict[object, Across] = field(default_factory=dict)
+    _kept: dict[object, Activations] = field(default_factory=dict)  # by strategies, and what runs again
+    _cut_rows: dict[object, tuple[Cut, ...]] = field(default_factory=dict)  # by strategies and link
 
     def _with(self, cluster: Cluster, device: Device, whole: frozenset[str]) -> Self:
         found = CandidateSettings._with(self, cluster, device, whole)
         if not same_but_for_memory(device, self.device) or whole != self.whole:  # else by axes with their links
             found._priced, found._families, found._gradients, found._across = {}, {}, {}, {}
+            found._kept, found._cut_rows = {}, {}
         return found
 
     def computed_again(self, config: Config, step: Step, problem: StageProblem) -> set[str]:
@@ -91,7 +94,7 @@ class CandidatePrices(CandidateSettings):
         again_s = [cost.again_s for cost in costs]
         self._add_parameters(costs, config, choice)
         layer_of, block_of = self.analysis.layers, self.analysis.block_of
-        held = activations(costs, layer_of, block_of, config.recompute)
+        held = self._activations(config, choice, costs)
         # tied gradients are summed between the first and the last stage that may hold them
         ends = self.layout.stage_link(config, 0, config.pp - 1) if config.pp > 1 else None
         priced = priced_parameters(
@@ -188,6 +191,13 @@ class CandidatePrices(CandidateSettings):
                     found[block].forward_s += there
                     found[block].backward_s += back
         return found
+
+    def _activations(self, config: Degrees, choice: TensorChoice, costs: Sequence[BlockCost]) -> Activations:
+        """Who keeps what, which no exchange of parameters changes; candidates of equal strategies share it."""
+        key = self._priced_by(config, choice), config.recompute
+        if key not in self._kept:
+            self._kept[key] = activations(costs, self.analysis.layers, self.analysis.block_of, config.recompute)
+        return self._kept[key]
 
     def _priced_by(self, config: Degrees, choice: TensorChoice) -> tuple[object, ...]:
         # Strategies by identity, as hashing them costs more than pricing; the entry keeps them alive.
@@ -351,13 +361,17 @@ class CandidatePrices(CandidateSettings):
 
     def _cuts(self, config: Degrees, choice: TensorChoice | None, link: Link) -> tuple[Cut, ...]:
         """What a rank sends and receives at each position. choice: None: at least, all values shared perfectly."""
-        crossings = self.positions.crossings
-        held = itertools.repeat((0.0, 0.0)) if choice is None else self.across(config, choice).held
-        sizes = {v: self.local_bytes(v, config, choice) for v in dict.fromkeys(v for row in crossings for v in row)}
-        cuts = []
-        for values, own in zip(crossings, held, strict=choice is not None):
-            cuts.append(cut_of({value: sizes[value] for value in values}, link, config.microbatches, own))
-        return tuple(cuts)
+        crossings, several = self.positions.crossings, config.microbatches > 1
+        by = (self.samples(config), config.tp) if choice is None else self._priced_by(config, choice)
+        key = by, None if choice is None else config.recompute, link, several
+        if key not in self._cut_rows:
+            held = itertools.repeat((0.0, 0.0)) if choice is None else self.across(config, choice).held
+            sizes = {v: self.local_bytes(v, config, choice) for v in dict.fromkeys(v for row in crossings for v in row)}
+            self._cut_rows[key] = tuple(
+                cut_of({value: sizes[value] for value in values}, link, config.microbatches, own)
+                for values, own in zip(crossings, held, strict=choice is not None)
+            )
+        return self._cut_rows[key]
 
     def whole_bytes(self, value: Value, samples: int) -> float:
         return self._block_costs.size(value).at(samples)

@@ -35,10 +35,19 @@ class CandidateStrategies(CandidateFloors):
     """Chooses strategies of one program on one cluster for a global batch."""
 
     _beyond: dict[Degrees, float] = field(default_factory=dict)
+    # of those that no limit binds, by configuration, level of ZeRO, and whether exchanges may pass
+    _chosen: dict[tuple[Degrees, int | None, bool], TensorChoice] = field(default_factory=dict)
 
     def _with(self, cluster: Cluster, device: Device, whole: frozenset[str]) -> Self:
         found = CandidateFloors._with(self, cluster, device, whole)
-        found._beyond = {}
+        found._beyond, found._chosen = {}, {}
+        return found
+
+    def warmed(self, depth: int) -> Self:
+        """As :meth:`CandidateFloors.warmed`; what strategies are chosen by knows no warm-up."""
+        found = CandidateFloors.warmed(self, depth)
+        if all(config.recompute != "full" for config, *_ in self._chosen):  # else `_beyond` is of who asked first
+            found._beyond, found._chosen = self._beyond, self._chosen
         return found
 
     def choose(
@@ -58,6 +67,24 @@ class CandidateStrategies(CandidateFloors):
         are of interest; raises NotBetter where it is found that strategies take longer. level: of ZeRO, of all. gap:
         how far from the fastest they may be. tied, sent, ends: as in :class:`autopart.tensor_setting.Setting`.
         """
+        if memory_limit is None and below == math.inf and not (gap or tied or sent) and ends == 1.0:
+            key = config, level, self._exchanges(config)
+            if key not in self._chosen:
+                self._chosen[key] = self._choose(config, None, below, level, gap, {}, {}, ends)
+            return self._chosen[key]
+        return self._choose(config, memory_limit, below, level, gap, tied or {}, sent or {}, ends)
+
+    def _choose(
+        self,
+        config: Degrees,
+        memory_limit: float | None,
+        below: float,
+        level: int | None,
+        gap: float,
+        tied: Mapping[str, float],
+        sent: Mapping[Hashable, float],
+        ends: float,
+    ) -> TensorChoice:
         levels: tuple[int, ...] = (self.zero or 0,)
         if level is not None:
             levels = (level,)
@@ -67,7 +94,7 @@ class CandidateStrategies(CandidateFloors):
         return choose(
             self.analysis,
             self._folded,
-            replace(self._choosing(config, beyond), tied=tied or {}, sent=sent or {}, ends=ends),
+            replace(self._choosing(config, beyond), tied=tied, sent=sent, ends=ends),
             self._block_costs,
             self.optimizer,
             memory_limit,

@@ -14,6 +14,7 @@ output), is in memory once for all of them and counts in every stage that has on
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -101,7 +102,7 @@ def layers(
     known: dict[object, dict[int, Family]] = {}
     result = []
     for layer, own in members.items():
-        start, possible = own[0], _parts(own, positions)
+        start, possible = own[0], _parts(tuple(own), tuple(positions))
         amounts = tuple(
             (kinds[at], *blocks[at].choices, costs[at].inside_bytes, again_s[at], costs[at].waiting_s, at - start)
             for at in own
@@ -208,10 +209,11 @@ def _tensors(found: Activations, own: Sequence[int], block_of: Mapping[fx.Node, 
 
 def parts_of(own: Sequence[int], positions: Sequence[int]) -> list[tuple[int, ...]]:
     """The sets of a layer's blocks that can lie between two of the positions, which are sets of blocks as bits."""
-    return [_blocks(bits, own[0]) for bits in _parts(own, positions)]
+    return [_blocks(bits, own[0]) for bits in _parts(tuple(own), tuple(positions))]
 
 
-def _parts(own: Sequence[int], positions: Sequence[int]) -> frozenset[int]:
+@functools.lru_cache(maxsize=1024)  # every problem of a program asks for the same
+def _parts(own: tuple[int, ...], positions: tuple[int, ...]) -> frozenset[int]:
     """The same, as bits from the layer's first block on."""
     start = own[0]
     whole = sum(1 << index - start for index in own)

@@ -125,6 +125,20 @@ def test_a_bound_is_raised_no_further_than_is_asked_for(monkeypatch: pytest.Monk
         assert candidates.work_floor(config, below=0.0) <= full and len(relaxed) == 2 * count
 
 
+def test_strategies_without_a_limit_are_chosen_once_whatever_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Degrees(2, 2, (2,), 2, "1f1b")
+    candidates, alone = (Candidates(analysis_of(SHALLOW), ideal(8), 16, "adamw", zero=None) for _ in range(2))
+    chosen = {level: candidates.choose(config, level=level) for level in (None, 1, 3)}
+    calls = calls_of("solve", tensor, monkeypatch)
+    warmed = candidates.warmed(2)
+    assert all(warmed.choose(config, level=level) is choice for level, choice in chosen.items())
+    assert not calls
+    for level, choice in chosen.items():
+        other = alone.warmed(2).choose(config, level=level)
+        assert (other.strategies, other.storage, other.levels) == (choice.strategies, choice.storage, choice.levels)
+    assert calls
+
+
 def test_what_parameters_hold_at_least_takes_no_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Degrees(1, 4, (2,), 2, "1f1b", "auto")
     candidates = Candidates(analysis_of(SHALLOW), ideal(8), 16, "adamw", zero=None, all_levels=True)

@@ -284,6 +284,13 @@ def test_integer_model_equals_brute_force(seed: int) -> None:
     check_against_all(*small_problem(seed, dag=seed % 2 == 0), 1)
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_the_most_that_a_stage_with_all_blocks_lacks(seed: int) -> None:
+    problem, _ = small_problem(seed, dag=True)
+    ways = ([Step(slot, 0, len(problem.positions) - 1)] * problem.stages for slot in range(len(problem.slots)))
+    assert problem.most_excess_bytes() == max(map(problem.excess_bytes, ways))
+
+
 def test_graph_cases_are_of_all_kinds() -> None:
     """Of the cases above some are infeasible, some use several shapes, and some other choices than the first."""
     kinds = {"infeasible": 0, "shapes": 0, "choices": 0}

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from autopart.solver.overlap import GradientSum
 from autopart.solver.stages_passing import NOTHING_PASSES, Passing
 
 AMOUNTS = ("forward_s", "backward_s", "state_bytes", "activation_bytes", "transient_bytes", "late_bytes")
 """What choices differ in."""
+_amounts_of = attrgetter(*AMOUNTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,8 @@ class Choice:
     late_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_amounts("a choice", self, AMOUNTS)
+        if not _are_amounts(_amounts_of(self)):
+            _check_amounts("a choice", self, AMOUNTS)
 
     @property
     def seconds(self) -> float:
@@ -65,7 +68,7 @@ class Block:
     reduction, optimizer). state_bytes: weights, gradients, optimizer. activation_bytes: kept for the backward, per
     microbatch in flight. transient_bytes: peak beyond these while the block runs. late_bytes: held from the block's
     last backward to the end of the step, when what it kept is gone; while it goes back the smaller of the two is in
-    transient_bytes. others: further ways to run it.
+    transient_bytes. others: further ways to run it. choices: this way and the others.
     """
 
     name: str
@@ -77,17 +80,19 @@ class Block:
     step_end_s: float = 0.0
     others: tuple[Choice, ...] = ()
     late_bytes: float = 0.0
+    choices: tuple[Choice, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_amounts(f"block {self.name!r}", self, (*AMOUNTS, "step_end_s"))
+        if not _are_amounts((*_amounts_of(self), self.step_end_s)):
+            _check_amounts(f"block {self.name!r}", self, (*AMOUNTS, "step_end_s"))
+        # made once, as problems ask for them many times
+        times, kept = (self.forward_s, self.backward_s), (self.state_bytes, self.activation_bytes, self.transient_bytes)
+        own = Choice(*times, *kept, late_bytes=self.late_bytes)
+        object.__setattr__(self, "choices", (own, *self.others))
 
     @property
     def seconds(self) -> float:
         return self.forward_s + self.backward_s
-
-    @property
-    def choices(self) -> tuple[Choice, ...]:
-        return (Choice(**{name: getattr(self, name) for name in AMOUNTS}), *self.others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +113,15 @@ class Cut:
     message_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_amounts("a cut", self, self.__slots__)
+        if not _are_amounts(_crossed_of(self)):
+            _check_amounts("a cut", self, self.__slots__)
 
     @property
     def seconds(self) -> float:
         return self.forward_s + self.backward_s
+
+
+_crossed_of = attrgetter(*Cut.__slots__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +225,11 @@ class Shape:
         found = [(part, layer.parts[part]) for part, layer in zip(parts, near, strict=True) if part]
         inside.difference_update(block for part in parts for block in part)
         return sorted([*found, *(((block,), self.blocks[block].choices) for block in inside)], key=lambda item: item[0])
+
+
+def _are_amounts(values: tuple[float, ...]) -> bool:
+    """Whether :func:`_check_amounts` surely has nothing against them; blocks and choices are made by the thousands."""
+    return min(values) >= 0 and math.isfinite(sum(values))
 
 
 def _check_amounts(owner: str, item: object, names: Iterable[str]) -> None:

@@ -132,10 +132,12 @@ def _of_one(inside: Collection[int]) -> tuple[_Total, _Reduce, _Reduce]:
     own = set(inside)
 
     def there(amounts: _Amounts, least: int = 1) -> list[float]:
+        if least == 1:
+            return [size for blocks, size in amounts.items() if not own.isdisjoint(blocks)]
         return [size for blocks, size in amounts.items() if len(own.intersection(blocks)) >= least]
 
     def first(amounts: _Amounts) -> float:
-        return amounts[min(found)] if (found := [blocks for blocks in amounts if own.intersection(blocks)]) else 0.0
+        return amounts[min(found)] if (found := [blocks for blocks in amounts if not own.isdisjoint(blocks)]) else 0.0
 
     return (
         lambda amounts, least=1: sum(there(amounts, least)),

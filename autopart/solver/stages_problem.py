@@ -52,6 +52,14 @@ Way = tuple[Step, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class _Has:
+    """What a stage has: its blocks, and how they and parts of layers are run."""
+
+    blocks: frozenset[int]
+    chosen: tuple[Choice, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StageProblem:
     """How to divide blocks into ``len(in_flight)`` stages.
 
@@ -233,35 +241,44 @@ class StageProblem:
 
     def stage_bytes(self, stage: int, step: Step) -> float:
         """Bytes that a rank of stage number ``stage`` holds at its peak; see :mod:`autopart.solver.stages_passing`."""
-        shape = self.shapes[self.slots[step.slot].shape]
-        inside = set(self.blocks_between(step.first, step.last))
-        update = shape.passing.update_bytes(inside)
-        return shape.overhead_bytes + self.state_bytes(step) + max(self.running_bytes(stage, step), update)
+        shape, has = self.shapes[self.slots[step.slot].shape], self._has(step)
+        update = shape.passing.update_bytes(has.blocks)
+        return shape.overhead_bytes + self._state_bytes(step, has) + max(self._running_bytes(stage, step, has), update)
 
     def state_bytes(self, step: Step) -> float:
         """Of these weights, gradients and what the optimizer keeps."""
-        inside = set(self.blocks_between(step.first, step.last))
-        state = math.fsum(choice.state_bytes for choice in self.chosen(step))
-        tied = self.shapes[self.slots[step.slot].shape].tied
-        return state + math.fsum(group.bytes for group in tied if inside & set(group.blocks))
+        return self._state_bytes(step, self._has(step))
 
     def running_bytes(self, stage: int, step: Step) -> float:
         """Of these what is there while microbatches run, and gone when the optimizer does."""
-        shape, inside = self.shapes[self.slots[step.slot].shape], set(self.blocks_between(step.first, step.last))
-        return (
-            self.flying_bytes(stage, step)
-            + max(choice.transient_bytes for choice in self.chosen(step))
-            + self.buffer_bytes(stage, step)
-            + shape.passing.message_bytes(inside)
-        )
+        return self._running_bytes(stage, step, self._has(step))
 
     def flying_bytes(self, stage: int, step: Step) -> float:
         """Of these what microbatches in flight keep."""
-        shape, inside = self.shapes[self.slots[step.slot].shape], set(self.blocks_between(step.first, step.last))
+        return self._flying_bytes(stage, step, self._has(step))
+
+    def _has(self, step: Step) -> _Has:
+        return _Has(frozenset(self.blocks_between(step.first, step.last)), self.chosen(step))
+
+    def _state_bytes(self, step: Step, has: _Has) -> float:
+        state = math.fsum(choice.state_bytes for choice in has.chosen)
+        tied = self.shapes[self.slots[step.slot].shape].tied
+        return state + math.fsum(group.bytes for group in tied if not has.blocks.isdisjoint(group.blocks))
+
+    def _running_bytes(self, stage: int, step: Step, has: _Has) -> float:
         return (
-            math.fsum(choice.running_bytes(self.in_flight[stage]) for choice in self.chosen(step))
-            + math.fsum(self.in_flight[stage] * group.bytes for group in shape.kept if inside & set(group.blocks))
-            + self.in_flight[stage] * self.crossing_bytes(step)
+            self._flying_bytes(stage, step, has)
+            + max(choice.transient_bytes for choice in has.chosen)
+            + self.buffer_bytes(stage, step)
+            + self.shapes[self.slots[step.slot].shape].passing.message_bytes(has.blocks)
+        )
+
+    def _flying_bytes(self, stage: int, step: Step, has: _Has) -> float:
+        shape, flying = self.shapes[self.slots[step.slot].shape], self.in_flight[stage]
+        return (
+            math.fsum(choice.running_bytes(flying) for choice in has.chosen)
+            + math.fsum(flying * group.bytes for group in shape.kept if not has.blocks.isdisjoint(group.blocks))
+            + flying * self.crossing_bytes(step)
         )
 
     def buffer_bytes(self, stage: int, step: Step) -> float:
@@ -349,6 +366,18 @@ class StageProblem:
         return max(
             self.stage_bytes(stage, step) - self.slots[step.slot].capacity_bytes for stage, step in enumerate(way)
         )
+
+    def most_excess_bytes(self) -> float:
+        """The most that a stage with all blocks, as fast as they run, exceeds its capacity by, in any slot."""
+        last = len(self.positions) - 1
+        excess: dict[object, float] = {}
+        for slot, own in enumerate(self.slots):
+            for stage, flying in enumerate(self.in_flight):
+                ends = self.links[own.start], self.links[own.stop]
+                alike = own.shape, own.capacity_bytes, ends, flying, self.arriving(stage)
+                if alike not in excess:
+                    excess[alike] = self.stage_bytes(stage, Step(slot, 0, last)) - own.capacity_bytes
+        return max(excess.values())
 
     def respects_pins(self, way: Sequence[Step]) -> bool:
         return all(block in self.blocks_between(way[stage].first, way[stage].last) for block, stage in self.pins)
