@@ -23,7 +23,6 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from torch import fx
 
@@ -33,7 +32,7 @@ from autopart.folding import FoldedValue, is_stored
 from autopart.passes.graph import Value
 from autopart.prices import Chosen, share_of
 from autopart.runtime.placement import BROADCAST, Placements
-from autopart.solver import cache, tensor_transient
+from autopart.solver import cache
 from autopart.solver.search_space import NotBetter
 from autopart.solver.tensor_problem import Choice, CostTable, Edge, Op, TensorProblem
 from autopart.tensor_choice import Builder, TensorChoice, stored_as
@@ -71,13 +70,12 @@ def late_sums(
     """
     microbatches = builder.setting.microbatches
     ends = [_late_problem(builder, block_of, {block: 1.0}, divides) for block in blocks]
-    solver = partial(tensor_transient.solve, below=enough / microbatches)
     least, found, lines = 0.0, list[TensorChoice](), list[tuple[float, float]]()
     share = 1.0
     for _ in range(MOST_SHARES):
         problem = ends[0] if share == 1.0 else _late_problem(builder, block_of, _shares(blocks, share), divides)
         try:
-            solution = cache.solve(problem, time_limit_s, builder.gap, solver)
+            solution = cache.solve(problem, time_limit_s, builder.gap, below=enough / microbatches)
         except NotBetter as error:
             return LateSums(microbatches * max(least, error.bound), tuple(found), complete=False)
         least = max(least, solution.bound)

@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +41,7 @@ from autopart.passes.rules import is_differentiable
 from autopart.prices import Chosen, share_of
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.placement import REPLICATE, Placements
-from autopart.solver import cache, tensor_transient
+from autopart.solver import cache
 from autopart.solver.search_space import NotBetter
 from autopart.solver.tensor_problem import Choice, CostTable, Edge, Op, TensorProblem, TensorSolution
 from autopart.tensor_setting import Setting
@@ -395,8 +394,7 @@ class Builder:
         least = math.fsum(min(choice.cost for choice in op.choices) for op in problem.ops)
         if least >= below:
             raise NotBetter(least, least)
-        solver = tensor_transient.solve if below == math.inf else partial(tensor_transient.solve, below=below)
-        return problem, cache.solve(problem, time_limit_s, max(self.gap, gap), solver)
+        return problem, cache.solve(problem, time_limit_s, max(self.gap, gap), below=below)
 
     def problem(self, memory_limit: float | None, free: bool = False) -> TensorProblem:
         """Of all classes, and of what leaves the graph. free: as of :meth:`solution`."""

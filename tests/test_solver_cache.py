@@ -21,7 +21,8 @@ from autopart.cluster import Cluster
 from autopart.planner import make_plan
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver import cache as solved
-from autopart.solver import tensor
+from autopart.solver import tensor, tensor_transient
+from autopart.solver.search_space import NotBetter
 from autopart.solver.tensor_problem import Choice, Edge, Op, TensorProblem, TensorSolution
 from autopart.solver.tensor_sums import Eliminator
 from autopart.tracing import capture
@@ -78,6 +79,26 @@ def test_a_cache_never_changes_an_answer(folder: Path) -> None:
         for answer in answers:
             assert replace(answer, seconds=0.0) == replace(plain, seconds=0.0)
     assert len(entries(folder)) == 30
+
+
+def test_a_bound_that_a_solver_stopped_at_is_the_same_with_what_was_solved_further(folder: Path) -> None:
+    stopped = 0
+    for seed in range(30):
+        given = problem(seed)
+        best = tensor_transient.solve(given).objective
+        for below in (0.5 * best, 0.9 * best, best, 1.1 * best):
+            found = list[object]()
+            for used in (False, True, True):
+                with cache.used(used):
+                    try:
+                        found.append(replace(solved.solve(given, below=below), seconds=0.0))
+                    except NotBetter as error:
+                        found.append(error.bound)
+                        stopped += 1
+                with cache.used(True):
+                    solved.solve(given)
+            assert found[0] == found[1] == found[2]
+    assert stopped
 
 
 def test_planning_keeps_what_it_solves_and_finds_it_again(folder: Path) -> None:

@@ -13,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache as remembered
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -38,12 +40,16 @@ def solve(
     time_limit_s: float = 60.0,
     gap: float = 0.0,
     solver: Callable[..., TensorSolution] = tensor_transient.solve,
+    below: float = math.inf,
 ) -> TensorSolution:
     """As :func:`autopart.solver.tensor_transient.solve`, from the cache where the answer is there. Raises what it does.
 
     gap: how far from its bound an answer may be; 0 for the optimum, which is what a ``solver`` without a gap gives.
+    below: where no answer takes less, a solver may stop at a lower bound than the answer's, so it is asked again.
     """
     limits = (time_limit_s, gap) if gap else (time_limit_s,)
+    if below < math.inf:
+        solver = partial(solver, below=below)
     folder = cache.answers(FOLDER)
     if folder is None:
         return solver(problem, *limits)
@@ -51,10 +57,10 @@ def solve(
     path = folder / name[:2] / f"{name}.json"
     wanted = max(_PROVED, gap)
     known = _read(path, problem, wanted)
-    if known is not None:
+    if known is not None and known.objective < below:
         return known
     solution = solver(problem, *limits)
-    if solution.gap <= wanted:
+    if solution.gap <= wanted and solution.objective < below:
         with contextlib.suppress(OSError):  # a full or read-only disk costs the next run its time, no more
             cache.write(path, json.dumps(_written(solution)))
     return solution
