@@ -9,9 +9,9 @@ from torch import fx
 
 from autopart.conversion_prices import TensorAxis
 from autopart.cost.communication import collective_seconds
-from autopart.cost.compute import causal_share, copy_seconds, op_seconds, vector_seconds
+from autopart.cost.compute import causal_share, copy_seconds, narrow_rate, op_seconds, vector_seconds
 from autopart.cost.devices import LARGE_BYTES, Device
-from autopart.cost.products import backward_products, forward_products, is_attention
+from autopart.cost.products import backward_products, channels_of_group, forward_products, is_attention
 from autopart.passes import graph as graphs
 from autopart.passes.amounts import Amount, value_bytes
 from autopart.passes.annotate import OpCost
@@ -166,12 +166,17 @@ class Prices:
     def _arithmetic_shares(self, node: fx.Node, dtype: str) -> tuple[float, float]:
         """What a contraction's FLOPs take at the matrix products' rate is times this, forward and back.
 
-        Fused attention has rates of its own, and leaves out half of its FLOPs where it is causal. Of devices whose
-        multiprocessors are known, for which kernels are priced by their shapes, this is the least that they may take.
+        Convolutions in narrow groups have a rate of their own. So has fused attention, which leaves out half of its
+        FLOPs where it is causal. Of devices whose multiprocessors are known, for which it is priced by shapes, this is
+        the least that it may take.
         """
+        rate = self.device.product_rate(dtype)
+        if (channels := channels_of_group(node)) is not None:
+            slower = rate / narrow_rate(self.device, dtype, channels)
+            return slower, slower
         if not is_attention(node) or is_unfused_attention(node, self.device.kind):
             return 1.0, 1.0
-        products, rate = forward_products(node, self.batch), self.device.product_rate(dtype)
+        products = forward_products(node, self.batch)
         there, back = (rate / self.device.attention_rate(dtype, back=back) for back in (False, True))
         if self.device.processors:
             slower = min((product.slower for product in products), default=1.0)

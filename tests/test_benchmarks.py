@@ -78,6 +78,14 @@ def test_measured_layers_are_priced(only: str, near: float) -> None:
         assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=near), row
 
 
+def test_measured_convolutional_networks_are_priced() -> None:
+    """Groups of four channels, and depthwise convolutions: no constant was fitted to them."""
+    rows = run("published_convnets.py", "--only", "A100")
+    assert {row["model"] for row in rows} >= {"resnet50", "resnext101-32x4d", "efficientnet-b0"}
+    for row in rows:
+        assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=0.2), row
+
+
 @pytest.mark.slow
 def test_h100_of_2023_were_slower_than_they_are_priced() -> None:
     """By a fifth, as the kernels and clocks of these runs are not those that the preset was measured with."""

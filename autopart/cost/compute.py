@@ -46,6 +46,10 @@ leave multiprocessors idle::
 (measured on H100 with PyTorch 2.11, benchmarks/measured.) A matrix product whose rows do not start at multiples of 16
 bytes, such as one with a vocabulary of 50,257, has kernels of its own, which load element by element (NVIDIA, Matrix
 Multiplication Background User's Guide, Tensor Core requirements): a share ``unaligned`` of the rate.
+
+A convolution in groups narrower than any tile, of a single channel in a depthwise one, has no matrix product to
+compute: its kernels multiply on a GPU's float32 units, or a CPU's vectors, and load an operand for every few
+multiplications, as a tile of so few columns does (:func:`narrow_rate`).
 """
 
 from __future__ import annotations
@@ -69,6 +73,8 @@ _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (3
 _LARGEST = 1 / 256 + 1 / 128
 _SPLITS = (1, 2, 3, 4, 6, 8, 16)
 _LEAST_SPLIT_K = 256
+_NARROW, _NARROW_ROWS = min(map(min, _TILES)), 128
+"""Channels of a group below which a convolution is none of matrix products, and rows of what it computes at once."""
 _SUM_BYTES = 4
 _ROW_BYTES = 16
 _ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float64": 8}  # float32 otherwise
@@ -186,6 +192,16 @@ def product_seconds(device: Device, product: Product, dtype: str, efficiency: Ef
     memory = device.memory_bandwidth * (efficiency.memory if efficiency else device.memory)
     written_s = _ITEM_BYTES.get(dtype, 4) * device.processors / device.memory_bandwidth
     return _tiled_seconds(product, device.processors, rate, memory, written_s)
+
+
+def narrow_rate(device: Device, dtype: str, channels: int) -> float:
+    """FLOP/s of a convolution whose groups have so many channels, of input or output whichever are fewer."""
+    rate = device.product_rate(dtype)
+    if channels >= _NARROW:
+        return rate
+    share = (1 + OPERAND * _LARGEST) / (1 + OPERAND * (1 / _NARROW_ROWS + 1 / channels))
+    # Units that no tensor core makes hot reach their peak; those of a CPU are what its products are computed on.
+    return min(rate, share * (rate if device.kind == "cpu" else device.peak("float32")))
 
 
 def causal_share(rows: int, queries: int = 0) -> float:

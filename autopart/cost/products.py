@@ -7,7 +7,8 @@ take more than half of its time. A dim that a strategy shards is divided here, a
     bmm, baddbmm, matmul           *g m k, *g k n -> *g m n   groups products
     scaled_dot_product_attention   scores and weighted values, batch and heads as groups
 
-Convolutions and einsums have no entry: their FLOPs are priced without shapes.
+Convolutions and einsums have no entry: their FLOPs are priced without shapes, but for how wide the groups of a
+convolution are (:func:`channels_of_group`), which no strategy changes.
 """
 
 from __future__ import annotations
@@ -29,11 +30,26 @@ from autopart.runtime.placement import Placement
 
 _TWO_OPERANDS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 _ATTENTION = "scaled_dot_product_attention"
+_CONVOLUTIONS = {
+    **dict.fromkeys((f"conv{way}{dims}d" for way in ("", "_transpose") for dims in (1, 2, 3)), 6),
+    **dict.fromkeys(("convolution", "_convolution"), 8),
+}
+"""Where in an op's arguments its number of groups is."""
 
 
 def is_attention(node: fx.Node) -> bool:
     """Whether the op is a kernel of fused attention."""
     return op_name(node) == _ATTENTION
+
+
+def channels_of_group(node: fx.Node) -> int | None:
+    """Of a convolution in several groups the channels that one reads or makes, whichever are fewer; else None."""
+    position = _CONVOLUTIONS.get(op_name(node))
+    groups = 1 if position is None else argument(node, position, "groups", 1)
+    if groups == 1:
+        return None
+    first, second = graphs.inputs(node)[1].fake.shape[:2]  # all channels of one side, those of a group of the other
+    return max(1, min(int(first) // groups, int(second)))
 
 
 def forward_products(
