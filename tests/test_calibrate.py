@@ -18,6 +18,7 @@ from autopart.cluster_notes import speeds
 from autopart.cost import calibrated
 from autopart.cost.calibrate import calibrate
 from autopart.cost.calibration import Calibration, doubts, fit
+from autopart.cost.clock import Clock
 from autopart.cost.communication import COLLECTIVES, SEND
 from autopart.cost.compute import Product
 from autopart.cost.devices import Device, Link, device
@@ -106,6 +107,40 @@ def test_the_fit_recovers_known_parameters(preset: str) -> None:
         assert found.link.bandwidth == pytest.approx(link.bandwidth, rel=near)
         assert found.link.latency_s == pytest.approx(link.latency_s, rel=near)
         assert found.link.scatter_rounds == link.scatter_rounds
+
+
+def test_rates_are_not_beyond_what_was_measured() -> None:
+    """On a busy machine: as the softmax took long, the product seems bound by memory, attention by its functions."""
+    whole, scores = Product(2048, 768, 768), Product(1024, 1024, 64, 8, fused=True)
+    samples = [
+        Sample(PRODUCT, "", 0.019, products=(whole,), num_bytes=15e6),
+        Sample(STREAM, "", 0.012, num_bytes=4.2e6, functions=2.6e6),
+        Sample(LAUNCH, "", 2.8e-6, num_bytes=512),
+        Sample(ATTENTION, "", 0.0277, products=(scores, scores), num_bytes=8.4e6, functions=4.2e7),
+        Sample(ATTENTION, "", 0.0754, products=(scores,) * 7, num_bytes=25e6, functions=12.6e7),
+    ]
+    found = fit(samples, device("CPU")).device
+    assert found.peak("float32") <= 2 * whole.flops / 0.019
+    assert found.memory_bandwidth <= 2 * 4.2e6 / 0.012
+
+
+@pytest.mark.parametrize("held_up", [1, 2])
+def test_one_call_that_is_held_up_does_not_shorten_spans(held_up: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = [0.0], [0]
+
+    def call() -> None:
+        calls[0] += 1
+        now[0] += 0.01 if calls[0] == 1 + held_up else 1e-5
+
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    assert Clock(torch.device("cpu"), 0.01).seconds(call) == pytest.approx(1e-5)
+    assert calls[0] > 3000
+
+
+def test_a_mapping_that_the_fit_does_not_see_is_not_told() -> None:
+    seen = made_up(1, mapped_s=2e-10)
+    assert "mapped at 4.66 GiB/s" in calibration_text(seen, "cpu")
+    assert "mapped" not in calibration_text(replace(seen, mapped_s=1e-25), "cpu")
 
 
 def test_what_is_kept_aside_does_not_touch_the_fit() -> None:

@@ -26,6 +26,10 @@ cores, so start as many as will train."""
 EXAMPLE = "torchrun --nproc-per-node 4 -m autopart calibrate"
 
 
+_SEEN = 0.01
+"""Of what a byte takes to be moved, from which its mapping is told."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer shapes, the usual types alone, shorter spans")
     written = "also write this host as a cluster file (.toml) for --cluster"
@@ -96,7 +100,7 @@ def calibration_text(found: Calibration, kind: str) -> str:
     if found.function_s:
         function, number = (f"{seconds * 1e9:.2g} ns" for seconds in (found.function_s, found.random_s))
         lines.append(f"of an element: an exponential {function}, a random number {number}")
-    if found.mapped_s:
+    if found.mapped_s * found.memory_bandwidth > _SEEN:  # a fit that sees none of it leaves next to nothing
         rate = format_bytes(1 / found.mapped_s)
         lines.append(f"new tensors of {format_bytes(LARGE_BYTES)} or more are mapped at {rate}/s")
     if found.unaligned < 1:

@@ -13,6 +13,10 @@ The fit is the minimum over the samples that are not kept aside of ::
 
 which counts small errors squared and large ones, a disturbed measurement's, by their size (pseudo-Huber). It is found
 by coordinate descent in the logarithms: each parameter touches few samples and the sum is smooth nearly everywhere.
+
+Where other work disturbs many samples, one parameter can explain what is another's: with little bandwidth all products
+are bound by memory, and any rate of theirs, 1e25 FLOP/s too, fits as well as the next. No rate is taken for more than
+BEYOND times what some sample reached.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ from autopart.runtime.errors import ClusterError
 
 VERSION = 4
 DELTA = 0.3
+BEYOND = 2.0
+"""Times the fastest that was measured, which small tiles, launches and latencies may have held up."""
 MOST_OFF = 0.5
 """The median error on samples kept aside from which a fit says little of the machine."""
 _RATE, _HOST_S, _UNALIGNED, _BACK = "rate", "host_s", "unaligned", "attention_back"
@@ -229,7 +235,7 @@ def fit(samples: Iterable[Sample], device: Device, link_name: str = "measured") 
     for kind in (PRODUCT, STREAM, LAUNCH):
         if kind not in by_kind:
             raise ClusterError(f"cannot fit: no sample of kind {kind} was measured")
-    model = _Model(used, _start(by_kind, device), device, link_name)
+    model = _Model(used, _start(by_kind, device), device, link_name, _most(by_kind))
     model.descend()
     return Fit(*model.built(model.values))
 
@@ -270,18 +276,32 @@ def _start(by_kind: Mapping[str, Sequence[Sample]], device: Device) -> dict[str,
     return found
 
 
+def _most(by_kind: Mapping[str, Sequence[Sample]]) -> dict[str, float]:
+    """The rates above which no sample says anything, by parameter."""
+    fastest: dict[str, float] = {}
+    for sample in by_kind[PRODUCT]:
+        rate = sum(product.flops for product in sample.products) / sample.seconds
+        name = f"{_RATE} {sample.dtype}"
+        fastest[name] = max(rate, fastest.get(name, 0.0))
+    fastest["memory_bandwidth"] = max(sample.num_bytes / sample.seconds for sample in by_kind[STREAM])
+    if "link" in by_kind:  # a sum goes around a ring twice
+        fastest["bandwidth"] = 2 * max(sample.num_bytes / sample.seconds for sample in by_kind["link"])
+    return {name: BEYOND * rate for name, rate in fastest.items()}
+
+
 def _by_dtype(values: Mapping[str, float], what: str) -> dict[str, float]:
     return {name.partition(" ")[2]: value for name, value in values.items() if name.partition(" ")[0] == what}
 
 
 @dataclass(slots=True)
 class _Model:
-    """The sum to be minimised, and its parameters by name."""
+    """The sum to be minimised, and its parameters by name. most: what they are at most, where that is known."""
 
     samples: Sequence[Sample]
     values: dict[str, float]
     device: Device
     link_name: str
+    most: Mapping[str, float]
 
     def built(self, values: Mapping[str, float]) -> tuple[Device, Link | None]:
         rates, shares, back = (_by_dtype(values, what) for what in (_RATE, ATTENTION, _BACK))
@@ -333,7 +353,8 @@ class _Model:
         for _ in range(_ROUNDS):
             for name, step in steps.items():
                 now = self.loss(self.values, touched[name])
-                tried = [{**self.values, name: self.values[name] * factor} for factor in (exp(step), exp(-step))]
+                ways = (self.values[name] * factor for factor in (exp(step), exp(-step)))
+                tried = [{**self.values, name: min(value, self.most.get(name, inf))} for value in ways]
                 least, best = min(((self.loss(item, touched[name]), item) for item in tried), key=lambda pair: pair[0])
                 if least < now:
                     self.values, steps[name] = best, min(_FIRST_STEP, _GROWTH * step)
