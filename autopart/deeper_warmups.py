@@ -4,7 +4,8 @@ With the least warm-up stage i of p has p - i microbatches in flight. A microbat
 then done for p of them at once, so that what passes between stages is waited for: of each microbatch about as long as
 one transfer there and back takes. A deeper warm-up hides these, all but those of the first and the last microbatch, and
 lets stages be less even. Tried are the best plan's configuration, and those whose seconds under the least, less what
-may be hidden, are fewer than the best plan's, on each mesh the best of them with the next fewer and more microbatches.
+may be hidden, are fewer than the best plan's, on each mesh the best of them with the next fewer and more microbatches,
+and others while these are few.
 
 What is not tried is not in a plan's bound, nor is what is: bounds are of the least warm-up.
 """
@@ -66,6 +67,8 @@ class DeeperWarmups:
             if row is not None and len(found) < _MOST:
                 at = row.index(config)
                 found |= dict.fromkeys([config, *row[max(0, at - 1) : at], *row[at + 1 : at + 2]])
+        # Where there are few meshes, numbers of microbatches farther from the best on each, as they promise.
+        found |= dict.fromkeys(sorted(order, key=order.__getitem__))
         return [*found][:_MOST]
 
     def under(self, depth: int) -> Candidates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,10 @@ from autopart.tracing import capture
 
 WIDE = "hf:gpt2?n_layer=8&n_embd=1024&n_head=16&seq=512"
 BART = "hf:bart?encoder_layers=2&decoder_layers=2&seq=128"
+MIXTRAL = (
+    "hf:mixtral?num_hidden_layers=3&hidden_size=512&intermediate_size=1024&num_local_experts=4&num_attention_heads=8"
+    "&num_key_value_heads=4&seq=128&padding=no&vocab_size=2000"
+)
 GPT, VIT = "hf:gpt2?n_layer=4&n_embd=256&n_head=4&seq=256&vocab_size=1024", "hf:vit?num_hidden_layers=6&image=224"
 
 
@@ -76,6 +81,17 @@ def test_no_warm_up_that_is_given_is_faster_than_the_chosen(name: str, cluster: 
     free = plan(name, cluster, **limits)
     for depth in (2, 3):
         assert free.step_time_s <= 1.002 * plan(name, cluster, warmup=depth, **limits).step_time_s, depth
+
+
+def test_numbers_of_microbatches_far_from_the_best_with_the_least_warm_up_are_tried() -> None:
+    """Two devices far apart: of 60 samples three microbatches are the best, and six where they run further ahead."""
+    node = Cluster.parse("2xRTX-3090").nodes[0]
+    slow = Cluster((replace(node, inside=replace(node.inside, bandwidth=1e9)),))
+    limits = {"batch": 60, "recompute": "none", "zero": 0}
+    free = plan(MIXTRAL, slow, **limits)
+    assert free.pp == 2 and free.warmup[0] > 1
+    given = [plan(MIXTRAL, slow, pp=2, dp=1, tp=1, microbatches=pieces, **limits) for pieces in (3, 5, 6)]
+    assert free.step_time_s < 1.02 * min(other.step_time_s for other in given) < 0.95 * given[0].step_time_s
 
 
 def test_stages_run_no_further_ahead_than_memory_has_room_for() -> None:
