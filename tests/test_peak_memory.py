@@ -164,7 +164,8 @@ SHARDED: dict[str, tuple[str, str, int]] = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case == "gpt2-tp2" else pytest.mark.slow) for case in SHARDED]
+    "case",
+    [pytest.param(case, marks=() if case in ("gpt2-tp2", "resnet-tp2") else pytest.mark.slow) for case in SHARDED],
 )
 def test_peak_on_tensor_axes(case: str, tmp_path: Path) -> None:
     """Messages of transitions among it, and weights' gradients that are put off."""

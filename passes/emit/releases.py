@@ -42,8 +42,8 @@ def let_go(function: Function, lasting: Collection[Value]) -> dict[fx.Node, list
     for name, node in function.named.items():
         owners = set(map(owner_of, _values(node)))
         end = next((index for index in range(last[name], len(statements)) if index in makes), None)
-        stays = end is None or end == max(makes) or name in function.handed
-        if stays or any(owner in lasting or owner.node.op != "call_function" for owner in owners):
+        stays = name in function.handed or any(owner in lasting or owner.node.op != "call_function" for owner in owners)
+        if stays or end is None or end == max(makes):
             goes.update(dict.fromkeys(owners))
             continue
         for owner in owners:
