@@ -25,6 +25,7 @@ from autopart.passes.amounts import size
 from autopart.passes.graph import Value
 from autopart.passes.rules import Strategy
 from autopart.passes.saved import needs_gradient
+from autopart.passes.sizes import extent
 from autopart.passes.storage import argument, op_name
 from autopart.runtime.placement import Placement
 
@@ -43,13 +44,19 @@ def is_attention(node: fx.Node) -> bool:
 
 
 def channels_of_group(node: fx.Node) -> int | None:
-    """Of a convolution in several groups the channels that one reads or makes, whichever are fewer; else None."""
+    """Of a convolution in several groups the channels that one reads or makes, whichever are fewer; else None.
+
+    With a kernel of each sample's own the groups are as many as samples, and as wide as a whole convolution's.
+    """
     position = _CONVOLUTIONS.get(op_name(node))
     groups = 1 if position is None else argument(node, position, "groups", 1)
-    if groups == 1:
+    if not isinstance(groups, int) or groups == 1:
         return None
-    first, second = graphs.inputs(node)[1].fake.shape[:2]  # all channels of one side, those of a group of the other
-    return max(1, min(int(first) // groups, int(second)))
+    # all channels of one side, those of a group of the other
+    first, second = map(extent, graphs.inputs(node)[1].fake.shape[:2])
+    if first is None or first.batched or second is None or second.batched:
+        return None
+    return max(1, min(first.coefficient // groups, second.coefficient))
 
 
 def forward_products(
