@@ -143,4 +143,4 @@ def _lifetimes(
         replicas=divided.replicas,
     )
     source.write()
-    return Lifetimes(source.inlined, source.freed)
+    return source.lifetimes

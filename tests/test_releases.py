@@ -30,6 +30,10 @@ def names(statement: ast.AST) -> set[str]:
     return {item.id for item in ast.walk(statement) if isinstance(item, ast.Name)}
 
 
+def read(statements: list[ast.stmt]) -> set[str]:
+    return set().union(*map(names, statements))
+
+
 def gone(statement: ast.stmt) -> set[str]:
     return names(statement) if isinstance(statement, ast.Delete) else set()
 
@@ -46,18 +50,15 @@ def test_names_that_go_were_made_and_are_not_read_again(name: str, tp: str, tmp_
         for index, statement in enumerate(function.body):
             own = gone(statement)
             deleted += len(own)
-            before = set().union(*map(names, function.body[:index]))
-            after = [names(other) for other in function.body[index + 1 :]]
-            assert own <= before - given and not own.intersection(*[set().union(*after)])
+            assert own <= read(function.body[:index]) - given and not own & read(function.body[index + 1 :])
             assert not own or not isinstance(function.body[index + 1], ast.Return)
         for index, statement in enumerate(function.body):
             if "collectives.begin(" in ast.unparse(statement):
                 assert isinstance(statement, ast.Assign)
                 (begun,) = names(statement.targets[0])
                 (wait,) = (at for at, other in enumerate(function.body) if at > index and begun in names(other))
-                assert not set().union(*map(gone, function.body[index:wait])) & names(
-                    statement
-                )  # it may be held until then
+                held = names(statement)  # until it is waited for
+                assert not any(gone(other) & held for other in function.body[index:wait])
                 begins += 1
     assert deleted > 5 and (begins or name != "resnet")
 
@@ -70,8 +71,8 @@ def test_memory_that_goes_is_kept_by_no_backward() -> None:
     (stage,), (graph,) = found.stages, found.local
     source = StageSource(graph, found.axes, subject.program.tensors, ("",), len(stage.outputs), stage.updates)
     source.write()
-    freed = {owner for owners in source.freed.values() for owner in owners}
+    freed = {owner for owners in source.lifetimes.freed.values() for owner in owners}
     assert freed and not freed & source.lasting
     named = peak(graph, found.axes, 4, [], lifetimes=Lifetimes(source.inlined), kind="cpu")
-    least = peak(graph, found.axes, 4, [], lifetimes=Lifetimes(source.inlined, source.freed), kind="cpu")
+    least = peak(graph, found.axes, 4, [], lifetimes=source.lifetimes, kind="cpu")
     assert least.forward < named.forward and least.retained == named.retained

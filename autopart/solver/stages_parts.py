@@ -31,8 +31,7 @@ class Choice:
     late_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        if not _are_amounts(_amounts_of(self)):
-            _check_amounts("a choice", self, AMOUNTS)
+        _check_amounts("a choice", AMOUNTS, _amounts_of(self))
 
     @property
     def seconds(self) -> float:
@@ -83,8 +82,7 @@ class Block:
     choices: tuple[Choice, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not _are_amounts((*_amounts_of(self), self.step_end_s)):
-            _check_amounts(f"block {self.name!r}", self, (*AMOUNTS, "step_end_s"))
+        _check_amounts(f"block {self.name!r}", (*AMOUNTS, "step_end_s"), (*_amounts_of(self), self.step_end_s))
         # made once, as problems ask for them many times
         times, kept = (self.forward_s, self.backward_s), (self.state_bytes, self.activation_bytes, self.transient_bytes)
         own = Choice(*times, *kept, late_bytes=self.late_bytes)
@@ -113,8 +111,7 @@ class Cut:
     message_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        if not _are_amounts(_crossed_of(self)):
-            _check_amounts("a cut", self, self.__slots__)
+        _check_amounts("a cut", self.__slots__, _crossed_of(self))
 
     @property
     def seconds(self) -> float:
@@ -142,7 +139,8 @@ class TiedGroup:
     def __post_init__(self) -> None:
         if not self.blocks:
             raise ValueError(f"tied group {self.name!r} has no blocks")
-        _check_amounts(f"tied group {self.name!r}", self, ("bytes", "seconds", "step_end_s"))
+        names = ("bytes", "seconds", "step_end_s")
+        _check_amounts(f"tied group {self.name!r}", names, (self.bytes, self.seconds, self.step_end_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +156,7 @@ class KeptGroup:
     def __post_init__(self) -> None:
         if not self.blocks:
             raise ValueError("a kept tensor has no blocks")
-        _check_amounts("a kept tensor", self, ("bytes",))
+        _check_amounts("a kept tensor", ("bytes",), (self.bytes,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +174,7 @@ class CrossingGroup:
     def __post_init__(self) -> None:
         if not self.blocks:
             raise ValueError("a tensor that crosses has no blocks")
-        _check_amounts("a tensor that crosses", self, ("bytes",))
+        _check_amounts("a tensor that crosses", ("bytes",), (self.bytes,))
 
     def is_held(self, inside: Collection[int]) -> bool:
         """By a stage with these blocks."""
@@ -227,13 +225,9 @@ class Shape:
         return sorted([*found, *(((block,), self.blocks[block].choices) for block in inside)], key=lambda item: item[0])
 
 
-def _are_amounts(values: tuple[float, ...]) -> bool:
-    """Whether :func:`_check_amounts` surely has nothing against them; blocks and choices are made by the thousands."""
-    return min(values) >= 0 and math.isfinite(sum(values))
-
-
-def _check_amounts(owner: str, item: object, names: Iterable[str]) -> None:
-    for name in names:
-        value = getattr(item, name)
+def _check_amounts(owner: str, names: Iterable[str], values: tuple[float, ...]) -> None:
+    if min(values) >= 0 and math.isfinite(sum(values)):  # blocks and choices are made by the thousands
+        return
+    for name, value in zip(names, values, strict=True):
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{owner}: {name} has to be finite and not negative, not {value}")

@@ -132,8 +132,6 @@ def _of_one(inside: Collection[int]) -> tuple[_Total, _Reduce, _Reduce]:
     own = set(inside)
 
     def there(amounts: _Amounts, least: int = 1) -> list[float]:
-        if least == 1:
-            return [size for blocks, size in amounts.items() if not own.isdisjoint(blocks)]
         return [size for blocks, size in amounts.items() if len(own.intersection(blocks)) >= least]
 
     def first(amounts: _Amounts) -> float:

@@ -18,7 +18,7 @@ from autopart.passes.data_axis import DataCut, cut_of, gathered_by_layer
 from autopart.passes.emit.expressions import Text
 from autopart.passes.emit.functions import GATHER, Function, Names
 from autopart.passes.emit.layers import Run
-from autopart.passes.emit.releases import let_go
+from autopart.passes.emit.releases import Lifetimes, let_go
 from autopart.passes.emit.segments import Segment, segments_of
 from autopart.passes.emit.wrapping import LIMIT, wrapped
 from autopart.passes.graph import Value
@@ -82,6 +82,11 @@ class StageSource:
         for again in {frozenset[str](), frozenset(recompute)}:
             self.lasting.update(kept_values(graph, again))
         self.beside, self.begun = products_beside(graph, recompute), begun(graph, recompute)
+
+    @property
+    def lifetimes(self) -> Lifetimes:
+        """Of the names in what was written."""
+        return Lifetimes(self.inlined, self.freed)
 
     def write(self) -> str:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
