@@ -10,7 +10,7 @@ from autopart.analysis import Analysis
 from autopart.exchanges import specs_by_stage
 from autopart.passes.annotate import parameter_bytes
 from autopart.plan import Plan
-from autopart.realize import axes_of, realized, settings_of
+from autopart.realize import axes_of, check_plan, settings_of, sharded
 from autopart.runtime.buckets import tensor_bytes
 from autopart.runtime.links import dtype_of
 from autopart.runtime.manifest import ParameterSpec
@@ -44,10 +44,12 @@ class RankPeak:
 
 def rank_peaks(plan: Plan, analysis: Analysis, kind: str) -> list[RankPeak]:
     """kind: of devices, "cuda" or "cpu"."""
-    found = realized(analysis, plan)
-    specs = specs_by_stage(analysis, found, settings_of(analysis, plan))
+    check_plan(analysis.program, analysis, plan)
+    settings = settings_of(analysis, plan)
+    found = sharded(analysis, plan, settings)
+    specs = specs_by_stage(analysis, found, settings)
     peaks = []
-    for place, step in enumerate(step_peaks(analysis, plan, found, kind)):
+    for place, step in enumerate(step_peaks(analysis, plan, found, kind, settings)):
         stages = tuple(index for index, there in enumerate(plan.places) if there == place)
         parameters, optimizer = _held(specs[stages[0]], stages, plan)
         planned = sum(plan.stages[index].memory_bytes for index in stages)

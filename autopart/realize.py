@@ -308,7 +308,11 @@ def check_plan(program: Program, analysis: Analysis, plan: Plan) -> None:
 def realized(analysis: Analysis, plan: Plan) -> Realization:
     """The graphs of a plan. Raises as :func:`realize` does."""
     check_plan(analysis.program, analysis, plan)
-    settings = settings_of(analysis, plan)
+    return sharded(analysis, plan, settings_of(analysis, plan))
+
+
+def sharded(analysis: Analysis, plan: Plan, settings: Sequence[StageSetting]) -> Realization:
+    """The graphs of a plan that :func:`check_plan` passes. settings: of its stages, by :func:`settings_of`."""
     own = settings[0]
     if not plan.is_uniform:
         found = build_unlike(analysis, plan.boundaries, settings, plan.order)
@@ -379,8 +383,9 @@ def realize(program: Program, plan: Plan, analysis: Analysis | None = None, rule
     if not isinstance(plan, Plan):
         raise PlanError(f"a program is emitted by a Plan, such as Plan.load('plan.json'), not a {type(plan).__name__}")
     analysis = analysis or analyze(program, rules, plan.example_batch)
-    found = realized(analysis, plan)
+    check_plan(analysis.program, analysis, plan)
     settings = settings_of(analysis, plan)
+    found = sharded(analysis, plan, settings)
     again = recomputed(plan, found.local)
     _check_gathered(found.cuts, found.local, again)
     order = {device: rank for rank, device in enumerate(sorted({d for stage in plan.stages for d in stage.devices}))}

@@ -30,6 +30,7 @@ from autopart.passes.peak import Peak
 from autopart.passes.peak_weights import divided_weights
 from autopart.passes.program import Role
 from autopart.passes.storage import is_contiguous
+from autopart.passes.unlike_meshes import StageSetting
 from autopart.plan import Plan
 from autopart.realize import Realization, axes_of, recomputed, settings_of
 from autopart.runtime.buckets import tensor_bytes
@@ -106,8 +107,10 @@ class StepPeak:
         return max(self.call, self.update)
 
 
-def step_peaks(analysis: Analysis, plan: Plan, found: Realization, kind: str) -> list[StepPeak]:
-    """Of a rank of each rank of the pipeline. kind: of devices, "cuda" or "cpu"."""
+def step_peaks(
+    analysis: Analysis, plan: Plan, found: Realization, kind: str, settings: Sequence[StageSetting] | None = None
+) -> list[StepPeak]:
+    """Of a rank of each rank of the pipeline. kind: of devices, "cuda" or "cpu". settings: of stages, where known."""
     whole = plan.batch // plan.microbatches
     samples = [max(rows_of(whole, stage.shares or (1,) * stage.dp)) for stage in plan.stages]
     axes = [axes_of(stage) for stage in plan.stages]
@@ -117,7 +120,7 @@ def step_peaks(analysis: Analysis, plan: Plan, found: Realization, kind: str) ->
         *(plan.schedule, len(plan.stages), plan.microbatches, sorted(crossing), sorted(back)), plan.warmup, plan.places
     )
     splits = any(action.work is Work.WEIGHT for actions in schedule.ranks for action in actions)
-    specs = specs_by_stage(analysis, found, settings_of(analysis, plan))
+    specs = specs_by_stage(analysis, found, settings or settings_of(analysis, plan))
     together = [[other for other, there in enumerate(plan.places) if there == place] for place in plan.places]
     messages = [
         gradient_messages(specs[index], index, together[index], stage.dp, axes[index], plan.bucket_bytes, kind)

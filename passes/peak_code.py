@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -11,7 +12,7 @@ from torch import fx
 from autopart.passes import graph as graphs
 from autopart.passes.ahead import begun
 from autopart.passes.amounts import value_bytes
-from autopart.passes.backward_memory import backward_copies, broadcast
+from autopart.passes.backward_memory import backward_copies, broadcast, carrier, parameter_read, passes_memory
 from autopart.passes.beside import products_beside, weight_of
 from autopart.passes.conversion import Axes
 from autopart.passes.emit.layers import Run
@@ -26,7 +27,7 @@ from autopart.passes.program import Role
 from autopart.passes.rules import is_differentiable
 from autopart.passes.saved import saved_tensors
 from autopart.passes.saved_recurrent import Stretch, stretches
-from autopart.passes.storage import op_name
+from autopart.passes.storage import is_view, op_name, shares_memory
 
 # Losses that are summed where each element's was: the number keeps all of that memory.
 _SUMMED_IN_PLACE = ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
@@ -44,6 +45,29 @@ class Message:
     size: float
     replaces: float
     most: float
+
+
+def _makes_nothing(node: fx.Node) -> bool:
+    return is_view(node) or shares_memory(node)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What walks over a graph ask of its nodes many times, each found once. The graph may not change meanwhile.
+
+    operands, made: tensors that an op reads and makes. makes_nothing: whether a node's results are its operands'
+    memory. owner_of: :func:`autopart.passes.kept.owner_of`. The others: of :mod:`autopart.passes.backward_memory`.
+    """
+
+    operands: Callable[[fx.Node], Sequence[Value]] = field(default_factory=lambda: functools.cache(graphs.inputs))
+    made: Callable[[fx.Node], Sequence[Value]] = field(default_factory=lambda: functools.cache(graphs.outputs))
+    makes_nothing: Callable[[fx.Node], bool] = field(default_factory=lambda: functools.cache(_makes_nothing))
+    owner_of: Callable[[Value], Value] = field(default_factory=lambda: functools.cache(owner_of))
+    passes_memory: Callable[[fx.Node], bool] = field(default_factory=lambda: functools.cache(passes_memory))
+    carrier: Callable[[Value], Value] = field(default_factory=lambda: functools.cache(carrier))
+    parameter_read: Callable[[Value, fx.Node], tuple[fx.Node, fx.Node] | None] = field(
+        default_factory=lambda: functools.cache(parameter_read)
+    )
 
 
 @dataclass(slots=True)
@@ -67,9 +91,11 @@ class StageCode:
     begun: set[fx.Node] = field(init=False)  # transitions that are begun and waited for later
     landing: dict[fx.Node, list[fx.Node]] = field(init=False)  # these, by what reads them first
     received: list[Value] = field(init=False)
+    facts: NodeFacts = field(default_factory=NodeFacts)
     _saved: dict[fx.Node, tuple[Value, ...]] = field(default_factory=dict)
     _sizes: dict[Value, float] = field(default_factory=dict)
     _gradients: dict[Value, float] = field(default_factory=dict)
+    _shares: dict[fx.Node, float] = field(default_factory=dict)
     _inside: dict[fx.Node, float] = field(default_factory=dict)
     _stretches: dict[fx.Node, list[Stretch]] = field(default_factory=dict)
     _measured: dict[object, Passing | None] = field(default_factory=dict)
@@ -96,7 +122,7 @@ class StageCode:
             if not any(self.divided.gathers(weight_of(product), product) for product in products)
         }
         self.put_off_to = {product: node for node, products in self.put_off.items() for product in products}
-        self.results = [owner_of(graphs.value_of(node)) for node in graphs.results(self.graph)]
+        self.results = [self.facts.owner_of(graphs.value_of(node)) for node in graphs.results(self.graph)]
         self.kept = set(kept_values(self.graph, self.recompute, self.kind))
         self.received = [
             Value(node)
@@ -118,7 +144,7 @@ class StageCode:
             share = share_of_rank(value.node, self.axes, value.index)
             held = held_bytes(value).at(self.batch) * share
             if op_name(value.node) in _SUMMED_IN_PLACE and not value.fake.dim():
-                held = max(held, self.gradient_size(graphs.inputs(value.node)[0]))
+                held = max(held, self.gradient_size(self.facts.operands(value.node)[0]))
             self._sizes[value] = held
         return self._sizes[value]
 
@@ -137,7 +163,7 @@ class StageCode:
 
     def passing_forward(self, node: fx.Node) -> float:
         """Bytes that an op makes besides its results and what it keeps, at most."""
-        found = self._passing(node, tuple(filter(is_differentiable, graphs.inputs(node))))
+        found = self._passing(node, tuple(filter(is_differentiable, self.facts.operands(node))))
         return 0.0 if found is None else found.forward * self._share(node)
 
     def passing_back(
@@ -157,7 +183,7 @@ class StageCode:
             for value in wanted
             if broadcast(value, node)
         )
-        several = Counter(graphs.inputs(node))  # one gradient of each, which are added up behind
+        several = Counter(self.facts.operands(node))  # one gradient of each, which are added up behind
         again = sum((several[value] - 1) * self.gradient_size(value) for value in wanted)
         return backward_copies(node) * largest + wide + again
 
@@ -171,9 +197,11 @@ class StageCode:
 
     def _share(self, node: fx.Node) -> float:
         """The part that a rank has of the largest tensor of an op."""
-        values = [*graphs.inputs(node), *graphs.outputs(node)]
-        largest = max(values, key=lambda value: value_bytes(value).at(self.batch))
-        return share_of_rank(largest.node, self.axes, largest.index)
+        if node not in self._shares:
+            values = [*self.facts.operands(node), *self.facts.made(node)]
+            largest = max(values, key=lambda value: value_bytes(value).at(self.batch))
+            self._shares[node] = share_of_rank(largest.node, self.axes, largest.index)
+        return self._shares[node]
 
     def stretches(self, node: fx.Node) -> list[Stretch]:
         """What an op's backward goes through one by one, in the order of the forward; none where it is one piece."""
@@ -185,14 +213,14 @@ class StageCode:
         """The owners of what an op keeps for its backward, once each."""
         if node not in self._saved:
             saved = saved_tensors(node, self.kind) if transition_of(node) is None else ()
-            self._saved[node] = tuple(dict.fromkeys(map(owner_of, saved)))
+            self._saved[node] = tuple(dict.fromkeys(map(self.facts.owner_of, saved)))
         return self._saved[node]
 
     def way(self, node: fx.Node, back: bool = False) -> Way:
         """What a transition takes of memory, or back its gradient."""
         call = transition_of(node)
         assert call is not None
-        (operand,) = graphs.inputs(node)
+        (operand,) = self.facts.operands(node)
         given, made = self.gradient_size(operand), self.gradient_size(Value(node))
         if back:
             given, made = made, given

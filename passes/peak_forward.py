@@ -13,11 +13,9 @@ from torch import fx
 from autopart.passes import graph as graphs
 from autopart.passes.backward_memory import form_copies
 from autopart.passes.graph import Value
-from autopart.passes.kept import owner_of
 from autopart.passes.peak_code import StageCode
 from autopart.passes.peak_conversion import Way, transition_of
 from autopart.passes.peak_weights import Holding
-from autopart.passes.storage import is_view, shares_memory
 
 
 @dataclass(slots=True)
@@ -89,13 +87,13 @@ class ForwardWalk:
                 continue
             self.holding.enter_op(node)
             self.land(node, back=False)
-            if transition_of(node) is not None and not shares_memory(node):
+            if transition_of(node) is not None and not self.code.facts.makes_nothing(node):
                 self.allocate(Value(node), self.begin(node, back=False))
-            elif not is_view(node) and not shares_memory(node):
-                for value in graphs.outputs(node):
+            elif not self.code.facts.makes_nothing(node):
+                for value in self.code.facts.made(node):
                     self.allocate(value)
                 if "forms" in node.meta:
-                    self.add(0.0, form_copies(node, self.code.gradient_size(graphs.inputs(node)[0]))[0])
+                    self.add(0.0, form_copies(node, self.code.gradient_size(self.code.facts.operands(node)[0]))[0])
                 if not again:
                     self.add(self.code.inside(node))
                 self.add(0.0, self.code.passing_forward(node))
@@ -103,10 +101,10 @@ class ForwardWalk:
             for owner in self.code.lifetimes.freed.get(node, ()):
                 if owner not in stays and owner not in self.stays:
                     self.free(owner)
-            if is_view(node) or shares_memory(node):
+            if self.code.facts.makes_nothing(node):
                 continue
-            for value in graphs.inputs(node):
-                owner = owner_of(value)
+            for value in self.code.facts.operands(node):
+                owner = self.code.facts.owner_of(value)
                 if owner.node in self.code.lifetimes.inlined and owner not in stays and self.done(owner, node):
                     self.free(owner)
 
@@ -136,7 +134,7 @@ class ForwardWalk:
     def unnamed_until(self, user: fx.Node, node: fx.Node) -> bool:
         if user is node:
             return True
-        if not (is_view(user) or shares_memory(user)) or user not in self.code.lifetimes.inlined:
+        if not self.code.facts.makes_nothing(user) or user not in self.code.lifetimes.inlined:
             return False
         return all(self.unnamed_until(other, node) for other in user.users)
 
@@ -144,7 +142,7 @@ class ForwardWalk:
         """The function with these ops returns: what is neither kept nor read elsewhere is freed."""
         inside = set(nodes)
         for node in nodes:
-            for value in graphs.outputs(node) if graphs.is_op(node) else ():
+            for value in self.code.facts.made(node) if graphs.is_op(node) else ():
                 if value in self.live and value not in self.stays and (last or not self.escapes(node, inside)):
                     self.free(value)
 
@@ -152,6 +150,6 @@ class ForwardWalk:
         for user in node.users:
             if user not in inside:
                 return True
-            if (is_view(user) or graphs.is_getitem(user)) and self.escapes(user, inside):
+            if (self.code.facts.makes_nothing(user) or graphs.is_getitem(user)) and self.escapes(user, inside):
                 return True
         return False

@@ -15,7 +15,7 @@ from typing import Self
 from torch import fx
 
 from autopart.passes import graph as graphs
-from autopart.passes.backward_memory import is_parameter, parameter_read, passes_memory
+from autopart.passes.backward_memory import is_parameter
 from autopart.passes.graph import Value
 from autopart.passes.peak_code import StageCode
 from autopart.passes.peak_walk import Walk
@@ -68,7 +68,7 @@ class SplitWalk(Walk):
             Walk.step_back(self, node, reached)
             return
         self.holding.need(node)
-        coming = [value for value in graphs.outputs(node) if value in self.pending]
+        coming = [value for value in self.code.facts.made(node) if value in self.pending]
         if side == _CUT and node in reached and coming:
             self.cutting = True
             self.pass_back(node, coming)
@@ -106,18 +106,18 @@ class SplitWalk(Walk):
         there = {value: self.live[value] for value in saved if value in self.live}
         self.left_received = sum(size for value, size in there.items() if value.node.op == "placeholder")
         self.left = self.aside + sum(there.values()) - self.left_received
-        self.left += sum(self.pending.get(value, 0.0) for node in nodes for value in graphs.outputs(node))
+        self.left += sum(self.pending.get(value, 0.0) for node in nodes for value in self.code.facts.made(node))
         self.left += sum(map(self.code.inside, nodes))
         self.now = self.most = self.left + self.left_received
         for node in nodes:
             wanted: list[Value] = []
-            for value in () if passes_memory(node) else dict.fromkeys(graphs.inputs(node)):
-                weight = parameter_read(value, node)
+            for value in () if self.code.facts.passes_memory(node) else dict.fromkeys(self.code.facts.operands(node)):
+                weight = self.code.facts.parameter_read(value, node)
                 if weight is not None and self.readers[weight[0]] > 0 and is_differentiable(Value(weight[0])):
                     self.weight_gradient(*weight)
                     wanted.append(value)
             if wanted:
-                self.add(0.0, max(0.0, self.code.passing_back(node, wanted, graphs.outputs(node), ())))
+                self.add(0.0, max(0.0, self.code.passing_back(node, wanted, self.code.facts.made(node), ())))
             self.merge()
             for value in self.code.saved(node):
                 self.drop(value)

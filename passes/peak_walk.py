@@ -16,16 +16,12 @@ from autopart.passes import graph as graphs
 from autopart.passes.backward_memory import (
     PASSING,
     SHARING,
-    carrier,
     form_copies,
-    parameter_read,
-    passes_memory,
     scales_second,
 )
 from autopart.passes.beside import weight_of
 from autopart.passes.emit.segments import Segment
 from autopart.passes.graph import Value
-from autopart.passes.kept import owner_of
 from autopart.passes.peak_conversion import transition_of
 from autopart.passes.peak_forward import ForwardWalk
 from autopart.passes.rules import is_differentiable
@@ -84,8 +80,8 @@ class Walk(ForwardWalk):
         code = self.code
         self.holding.await_gradients(reached)
         for node in reached:
-            if not passes_memory(node):
-                read = [parameter_read(value, node) for value in graphs.inputs(node)]
+            if not self.code.facts.passes_memory(node):
+                read = [self.code.facts.parameter_read(value, node) for value in self.code.facts.operands(node)]
                 self.readers.update({found[0] for found in read if found is not None})
                 self.arrivals.update(self.entered(node))
         for segment in code.segments:
@@ -94,7 +90,7 @@ class Walk(ForwardWalk):
             else:
                 self.keep(segment)
         for root in roots:
-            value = carrier(graphs.value_of(root))
+            value = self.code.facts.carrier(graphs.value_of(root))
             self.pending[value] = self.given[value] = code.gradient_size(value)
             self.add(self.pending[value])
         for value in code.results:  # nothing else holds the ends
@@ -109,7 +105,7 @@ class Walk(ForwardWalk):
             for node in reversed(segment.nodes):
                 if graphs.is_op(node) and not graphs.is_getitem(node):
                     self.step_back(node, reached)
-                    if node in reached and not passes_memory(node):
+                    if node in reached and not self.code.facts.passes_memory(node):
                         self.complete(node)
             if segment.path:
                 for value in made:
@@ -151,13 +147,13 @@ class Walk(ForwardWalk):
             node = nodes[index]
             saved = self.code.saved(node)
             if saved or self.code.inside(node):
-                made = any(owner_of(value) in saved for value in graphs.outputs(node))
+                made = any(self.code.facts.owner_of(value) in saved for value in self.code.facts.made(node))
                 computes = made or self.code.inside(node) or node in self.code.put_off_to or "forms" in node.meta
                 return nodes[: index + bool(computes)]
         return ()
 
     def step_back(self, node: fx.Node, reached: set[fx.Node]) -> None:
-        coming = [value for value in graphs.outputs(node) if value in self.pending]
+        coming = [value for value in self.code.facts.made(node) if value in self.pending]
         if not self.code.stretches(node):
             self.holding.need(node)
         waiting = node in reached and coming and node in self.code.put_off_to
@@ -186,7 +182,9 @@ class Walk(ForwardWalk):
 
     def entered(self, node: fx.Node) -> set[Value]:
         """What an op reads of what the stage received."""
-        return {carrier(value) for value in graphs.inputs(node)}.intersection(self.code.received)
+        return {self.code.facts.carrier(value) for value in self.code.facts.operands(node)}.intersection(
+            self.code.received
+        )
 
     def complete(self, node: fx.Node) -> None:
         """Gradients of what was received are complete with an op's; one that is a view is copied to be sent."""
@@ -205,9 +203,9 @@ class Walk(ForwardWalk):
 
     def convert_back(self, node: fx.Node) -> None:
         """Allocates the gradient of what a transition converts; gradients of weights are made meanwhile."""
-        coming, owner = Value(node), carrier(graphs.inputs(node)[0])
-        way, size = self.code.way(node, back=True), self.code.gradient_size(graphs.inputs(node)[0])
-        weight = parameter_read(graphs.inputs(node)[0], node)
+        coming, owner = Value(node), self.code.facts.carrier(self.code.facts.operands(node)[0])
+        way, size = self.code.way(node, back=True), self.code.gradient_size(self.code.facts.operands(node)[0])
+        weight = self.code.facts.parameter_read(self.code.facts.operands(node)[0], node)
         if weight is not None:
             self.add(0.0, size + self.begin(node, back=True) if way.makes else 0.0)
             if not way.makes:  # the same tensor goes on
@@ -230,11 +228,11 @@ class Walk(ForwardWalk):
         products = [product for product in self.code.put_off.get(node, ()) if Value(product) in self.pending]
         for product in products:
             source = weight_of(product)
-            weight = parameter_read(Value(source), product)
+            weight = self.code.facts.parameter_read(Value(source), product)
             narrow = 0.0
             if weight is None:  # a cast
                 narrow = self.code.gradient_size(Value(source))
-                weight = parameter_read(graphs.inputs(source)[0], source)
+                weight = self.code.facts.parameter_read(self.code.facts.operands(source)[0], source)
                 self.add(narrow)
             assert weight is not None
             self.weight_gradient(*weight)
@@ -264,7 +262,7 @@ class Walk(ForwardWalk):
         put_off = weight_of(node) if node in self.code.put_off_to else None
         more: list[tuple[Value, float]] = []
         freed = self.pass_back_layers(node)
-        operands = graphs.inputs(node)
+        operands = self.code.facts.operands(node)
         scaled = operands[-1] if len(operands) > 1 and scales_second(node) else None
         pieces = self.code.stretches(node)
         gone = {value for piece in pieces[1:] for value in piece.weights}
@@ -280,11 +278,11 @@ class Walk(ForwardWalk):
         for value in [*(value for value in wanted if value not in last), *last]:
             if last and value == last[0]:
                 self.merge()
-            weight = parameter_read(value, node)
+            weight = self.code.facts.parameter_read(value, node)
             if weight is not None:
                 self.weight_gradient(*weight)
                 continue
-            owner, size = carrier(value), self.code.gradient_size(value)
+            owner, size = self.code.facts.carrier(value), self.code.gradient_size(value)
             if name in PASSING and abs(size - given) < 0.5 and value != scaled:
                 same.append(owner)
                 continue
@@ -295,7 +293,7 @@ class Walk(ForwardWalk):
             return
         beside = pieces[0].beside * max((size for _, size in more), default=0.0) if pieces else 0.0
         if "forms" in node.meta:
-            beside += form_copies(node, self.code.gradient_size(graphs.inputs(node)[0]))[1]
+            beside += form_copies(node, self.code.gradient_size(self.code.facts.operands(node)[0]))[1]
         for _, size in more:
             self.add(size, beside)
         self.add(0.0, max(0.0, besides))
@@ -314,13 +312,13 @@ class Walk(ForwardWalk):
                 break
             for value in piece.weights:
                 if is_differentiable(value) and not self.skips(value):
-                    weight = parameter_read(value, node)
+                    weight = self.code.facts.parameter_read(value, node)
                     if weight is not None:
                         self.weight_gradient(*weight)
                     else:
                         self.add(self.code.gradient_size(value))
-                        self.receive(carrier(value), self.code.gradient_size(value))
-            entering = between if piece.layer else self.code.gradient_size(graphs.inputs(node)[0])
+                        self.receive(self.code.facts.carrier(value), self.code.gradient_size(value))
+            entering = between if piece.layer else self.code.gradient_size(self.code.facts.operands(node)[0])
             self.add(0.0, entering * (1 + piece.beside))
             self.merge()
             if self.frees_inside:
