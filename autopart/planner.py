@@ -29,13 +29,15 @@ from autopart.given_limits import (
     check_warmups,
     read_limits,
 )
+from autopart.overfull import overfull, with_capacities, with_share
 from autopart.passes.program import Program
 from autopart.passes.rules import RULES, RuleBook
 from autopart.plan import Plan
 from autopart.plan_finish import unbounded
 from autopart.plan_notes import notes, unfactored, untried, whole_nodes
-from autopart.plan_space import PlanSpace
-from autopart.solver.search import search
+from autopart.plan_space import AnyAnswer, PlanSpace
+from autopart.runtime.errors import InfeasibleError
+from autopart.solver.search import SearchResult, search
 from autopart.solver.search_outcomes import Considered
 from autopart.solver.search_space import Effort
 from autopart.solver.tensor_problem import relative_gap
@@ -139,13 +141,30 @@ def make_plan(
         pins=pins,
     )
     known = earlier or EarlierPlans()
-    candidates = known.take(cluster, lambda: _candidates(analysis, cluster, limits, optimizer, time_limit_s, known))
-    space = PlanSpace(candidates, limits, known, thorough)
     solving = time.perf_counter()
-    result = search(space.first, space, effort=_effort(analysis, limits, thorough), below=below)
+
+    def fastest(part: Cluster) -> tuple[PlanSpace, SearchResult[AnyAnswer]]:
+        candidates = known.take(part, lambda: _candidates(analysis, part, limits, optimizer, time_limit_s, known))
+        space = PlanSpace(candidates, limits, known, thorough)
+        found = search(space.first, space, effort=_effort(analysis, limits, thorough), below=below)
+        known.best = found.config
+        return space, found
+
+    space, result = fastest(cluster)
+    plan, bound, over, share = space.plan_of(result.answer), result.bound, None, 1.0
+    # frontiers ask for plans that count on less and less
+    while not known.less_memory and (fuller := overfull(plan, analysis, cluster)) is not None:
+        over, share = fuller, share * fuller.share
+        try:
+            space, result = fastest(with_share(cluster, share))
+        except InfeasibleError as error:
+            raise InfeasibleError(
+                f"{over}; planned for {share:.1%} of the memory, {error}", error.excess_bytes
+            ) from None
+        plan, bound = with_capacities(space.plan_of(result.answer), cluster), min(bound, result.bound)
     solved = time.perf_counter()
-    answer, plan, known.best = result.answer, space.plan_of(result.answer), result.config
-    bound = min(result.bound, plan.step_time_s)
+    candidates = space.candidates
+    bound = min(bound, plan.step_time_s)
     return replace(
         plan,
         bound_s=bound,
@@ -160,11 +179,12 @@ def make_plan(
         notes=(
             *plan.notes,
             *speeds(cluster),
-            *notes(candidates, answer, plan.step_time_s),
+            *notes(candidates, result.answer, plan.step_time_s),
             *unbounded(candidates, result.config, plan),
             *(unfactored(candidates, space.first, result.considered, bound) if limits.free_axes else ()),
             *whole_nodes(cluster, result.considered),
             *(() if thorough else untried(result.considered, bound)),
+            *([f"planned for {share:.1%} of the memory, as {over}"] if over is not None else ()),
         ),
         considered=tuple(_row(item) for item in result.considered),
     )
