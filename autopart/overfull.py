@@ -19,7 +19,7 @@ from autopart.report.units import format_bytes
 
 SURELY = 0.5
 """Of what a device has besides what libraries take: plans that count on no more than this are not walked over."""
-MOST_OPS = 2_500
+MOST_OPS = 1_500
 """Of a program whose plans are walked over, which takes about half a millisecond for each."""
 _LEAST = 0.01
 """The share of memory by which planning is repeated with less, at least."""

@@ -28,7 +28,7 @@ def stage_peaks(
     kind: str,
     axes: Sequence[Axes] | None = None,
     messages: Sequence[Sequence[Message]] | None = None,
-    splits: bool = False,
+    splits: Sequence[bool] | None = None,
     divided: Sequence[Divided] | None = None,
     there: Sequence[Set[str]] | None = None,
     alone: Sequence[bool] | None = None,
@@ -37,9 +37,9 @@ def stage_peaks(
 
     samples: for all stages, or of each. recompute: what each stage computes again in the backward. kind: of devices,
     "cuda" or "cpu". axes: of each stage; None: those of the realization. messages: of each stage, those in which its
-    gradients are summed. splits: weights' gradients are left for W. divided: of each stage, the weights of
-    which replicas have shares. there: of each stage, the parameters whose gradients other stages of its rank have made
-    by then. alone: of each, whether its rank has no other.
+    gradients are summed. splits: of each, whether its weights' gradients are left for W. divided: of each, the weights
+    of which replicas have shares. there: of each, the parameters whose gradients other stages of its rank have made by
+    then. alone: of each, whether its rank has no other.
     """
     counts = [samples] * len(found.stages) if isinstance(samples, int) else samples
     axes = axes or [found.axes] * len(found.stages)
@@ -51,14 +51,15 @@ def stage_peaks(
             kind=kind,
             sends=len(stage.sends),
             messages=sent,
-            splits=splits,
+            splits=apart,
             divided=shares,
             there=made,
             alone=single,
         )
-        for stage, graph, own, own_axes, count, sent, shares, made, single in zip(
+        for stage, graph, own, own_axes, count, sent, apart, shares, made, single in zip(
             *(found.stages, found.local, recompute, axes, counts),
             messages or [()] * len(found.stages),
+            splits or [False] * len(found.stages),
             divided or [Divided() for _ in found.stages],
             there or [frozenset[str]()] * len(found.stages),
             alone or [True] * len(found.stages),

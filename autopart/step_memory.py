@@ -119,7 +119,8 @@ def step_peaks(
     schedule = make_schedule(
         *(plan.schedule, len(plan.stages), plan.microbatches, sorted(crossing), sorted(back)), plan.warmup, plan.places
     )
-    splits = any(action.work is Work.WEIGHT for actions in schedule.ranks for action in actions)
+    later = {action.stage for actions in schedule.ranks for action in actions if action.work is Work.WEIGHT}
+    splits = [stage in later.intersection(target for _, target in back) for stage in range(len(plan.stages))]
     specs = specs_by_stage(analysis, found, settings or settings_of(analysis, plan))
     together = [[other for other, there in enumerate(plan.places) if there == place] for place in plan.places]
     messages = [

@@ -16,6 +16,7 @@ from test_recompute import recomputing
 from test_schedules_equal_serial import placed
 from unlike_cases import with_meshes
 
+from autopart import step_memory
 from autopart.analysis import analyze
 from autopart.api import load
 from autopart.candidate_settings import CUDA_OVERHEAD_BYTES
@@ -287,6 +288,22 @@ def test_peak_of_mixed_plans(case: str, tmp_path: Path) -> None:
     size = ranks // limits["pp"]
     largest = [max(counted[size * i : size * (i + 1)]) for i in range(limits["pp"])]
     assert predicted == pytest.approx(largest, rel=0.05)
+
+
+def test_only_stages_that_send_gradients_leave_those_of_weights_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first stage B makes all, with products beside collectives, and with no W."""
+    subject, analysis = subject_of("gpt2")
+    limits: dict[str, Any] = {"pp": 2, "dp": 1, "tp": 1, "microbatches": 4, "schedule": "zb-h1", "recompute": "none"}
+    plan = make_plan(subject.program, ideal(2), batch=8, analysis=analysis, **limits)
+    seen: list[list[bool]] = []
+
+    def watched(*arguments: Any) -> Any:
+        seen.append(arguments[7])
+        return stage_peaks(*arguments)
+
+    monkeypatch.setattr(step_memory, "stage_peaks", watched)
+    step_peaks(analysis, plan, realized(analysis, plan), "cpu")
+    assert seen == [[False, True]]
 
 
 def _updates(directory: str, weights: Mapping[str, torch.Tensor], leaves: Mapping[str, Any], calls: int) -> int:
