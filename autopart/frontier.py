@@ -3,20 +3,24 @@
 **Memory.** Plans are made under falling capacities (epsilon-constraint): the first on the cluster as it is, each next
 one with no device allowed as many bytes as the fullest of the last plan holds. A plan's bound holds for every plan of
 the searched space within its capacity. So with ``step`` s and the plans' gaps, for every plan of that space with (t, b)
-there is a point with at most (t / (1 - gap), b / (1 - s)): the proven epsilon.
+there is a point with at most (t / (1 - gap), b / (1 - s)): the proven epsilon. Where no level of ZeRO is given, and
+nothing has to be computed again, plans with all parameters at one level are made besides: while memory does not ask for
+it the search keeps parameters whole, or divides some, and a step can take less with all of them divided.
 
 **Device counts.** For each count the fastest plan on the cluster's first devices, with its cost, devices times seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autopart.analysis import Analysis, analyze
 from autopart.cluster import Cluster, Node
 from autopart.earlier_plans import EarlierPlans
+from autopart.passes.data_axis import LEVELS
 from autopart.passes.program import Program
 from autopart.plan import Plan
 from autopart.planner import make_plan
@@ -87,12 +91,14 @@ def memory_frontier(
     """
     if not 0 <= step < 1:
         raise PlanError(f"a step is a share, at least 0 and below 1, not {step}")
-    analysis, earlier = analysis or analyze(program), EarlierPlans(less_memory=True)
+    analysis = analysis or analyze(program)
+    divides = limits.get("zero") is None and limits.get("dp") != 1 and cluster.device_count > 1
+    known = {level: EarlierPlans(less_memory=True) for level in (None, *(LEVELS[1:] if divides else ()))}
     points: list[PlanPoint] = []
     capacity = max(device.memory_bytes for device in cluster.devices)
     for _ in range(most):
         try:
-            plan = make_plan(program, capped(cluster, capacity), analysis=analysis, earlier=earlier, **limits)
+            plan = _fastest(analysis, capped(cluster, capacity), known, limits)
         except InfeasibleError:
             if not points:
                 raise
@@ -107,6 +113,26 @@ def memory_frontier(
         plan = points[-1].plan
         points[-1] = replace(points[-1], plan=replace(plan, notes=(*plan.notes, f"{_ENDED} {most} were made")))
     return undominated(points, lambda point: point.memory_bytes)
+
+
+def _fastest(
+    analysis: Analysis, cluster: Cluster, known: Mapping[int | None, EarlierPlans], limits: Mapping[str, Any]
+) -> Plan:
+    """The fastest plan, with its bound. Where it computes nothing again, so that memory may not ask for divided
+    parameters, the fastest of it and of those with all parameters at a level of ZeRO.
+
+    known: by level, of earlier plans. Raises what make_plan does.
+    """
+    own, *levels = known
+    plan = make_plan(analysis.program, cluster, analysis=analysis, earlier=known[own], **limits)
+    bound = plan.bound_s
+    for level in () if any(stage.recompute for stage in plan.stages) else levels:
+        with contextlib.suppress(PlanError):  # nothing fits at that level, or a schedule has none
+            limits = {**limits, "zero": level}
+            other = make_plan(analysis.program, cluster, analysis=analysis, earlier=known[level], **limits)
+            plan = min(plan, other, key=lambda item: item.step_time_s)
+    bound = min(bound, plan.step_time_s)
+    return replace(plan, bound_s=bound, gap=relative_gap(plan.step_time_s, bound))
 
 
 def ended_early(points: Sequence[PlanPoint]) -> str | None:

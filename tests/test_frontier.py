@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -112,6 +113,24 @@ def test_every_forced_plan_is_covered(program: Any, analysis: Analysis) -> None:
         )
 
 
+def _alone(program: Any, cluster: Cluster, analysis: Analysis) -> Plan:
+    """The plan of a frontier's point by itself: at the best level of ZeRO where memory asks for nothing again."""
+    plan = make_plan(program, cluster, analysis=analysis)
+    for level in () if any(stage.recompute for stage in plan.stages) else (1, 2, 3):
+        with contextlib.suppress(InfeasibleError):
+            other = make_plan(program, cluster, analysis=analysis, zero=level)
+            plan = min(plan, other, key=lambda item: item.step_time_s)
+    return plan
+
+
+def test_no_level_of_zero_undercuts_the_first_point(program: Any, analysis: Analysis) -> None:
+    cluster = Cluster.parse("4xA100-40GB")
+    first, *_ = memory_frontier(program, cluster, step=0.5, most=2, analysis=analysis, batch=64)
+    levels = [make_plan(program, cluster, analysis=analysis, batch=64, zero=level) for level in (0, 1, 2, 3)]
+    assert first.seconds == min(plan.step_time_s for plan in levels) < levels[0].step_time_s
+    assert first.bound_s <= first.seconds and first.gap < 0.05
+
+
 @pytest.mark.usefixtures("no_messages")
 def test_later_plans_repeat_no_work(program: Any, analysis: Analysis, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate, solve = Candidates.evaluate, tensor_solver.solve
@@ -143,7 +162,7 @@ def test_later_plans_repeat_no_work(program: Any, analysis: Analysis, monkeypatc
         for before, point in itertools.pairwise([None, *plans]):
             cluster = overhead_free() if before is None else capped(overhead_free(), int(before.memory_bytes * 0.9))
             assert point is not None
-            alone = make_plan(program, cluster, analysis=analysis)
+            alone = _alone(program, cluster, analysis)
             assert alone.step_time_s == pytest.approx(point.seconds) and alone.bound_s <= point.seconds * (1 + 1e-9)
             assert max(stage.memory_bytes for stage in alone.stages) == point.memory_bytes
     assert len(plans) > 2 and together <= len(evaluated) and once < len(solved)
