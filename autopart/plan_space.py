@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -34,7 +35,7 @@ from autopart.wide_ranks import most_ranks, promising, repeated
 MOST_UNLIKE = 16
 """Alike devices up to which unlike meshes are searched, where equal ones can be."""
 UNBALANCED = 1.2
-"""Seconds of the slowest stage over the mean of all, from which unlike meshes are searched."""
+"""Seconds of the slowest stage over the mean of all, from which unlike meshes are searched where they promise less."""
 
 AnyAnswer = Answer | UnlikeAnswer
 
@@ -61,6 +62,7 @@ class PlanSpace(Space[Config, AnyAnswer]):
     _others: tuple[UnlikeMeshes, ...] | None = None
     # seconds of what was evaluated; as expected of what was stopped
     _taken: dict[Degrees, float] = field(default_factory=dict)
+    _evened: float = math.inf  # seconds of the fastest unbalanced pipeline, had all of its stages the mean to do
     _plans: dict[int, Plan] = field(default_factory=dict)  # by identity of the answer
 
     def __post_init__(self) -> None:
@@ -145,7 +147,7 @@ class PlanSpace(Space[Config, AnyAnswer]):
             found += several_axes(self.candidates, self._equal, cast(Any, best), self._taken)
             known = {replace(config, recompute="auto") for config in found}
             found += (config for config in self._repeated(best) if replace(config, recompute="auto") not in known)
-        if not self.first or unlike_can_win(self.candidates.cluster, best):
+        if not self.first or unlike_can_win(self.candidates.cluster, best, self._evened):
             found += self._unlike_configs()
         return found
 
@@ -208,6 +210,9 @@ class PlanSpace(Space[Config, AnyAnswer]):
             self._deeper.was_stopped(config, self._taken[config], self._estimates)
             raise
         self._taken[config] = evaluation.objective
+        unbalanced = _unbalanced(evaluation.answer)
+        if unbalanced > UNBALANCED:
+            self._evened = min(self._evened, evaluation.objective / unbalanced)
         self._deeper.was_solved(config, evaluation.objective, evaluation.answer.problem, evaluation.answer.way)
         return cast(Any, evaluation)
 
@@ -268,11 +273,12 @@ class PlanSpace(Space[Config, AnyAnswer]):
         return with_deeper_warmup(plan, answer.problem, answer.way, held)
 
 
-def unlike_can_win(cluster: Cluster, best: Evaluation[AnyAnswer] | None) -> bool:
+def unlike_can_win(cluster: Cluster, best: Evaluation[AnyAnswer] | None, evened: float = math.inf) -> bool:
     """Whether stages of unlike meshes are worth a search, after the best plan with equal ones.
 
     They are where devices are unlike; and of a few alike ones where their number is no power of two, which leaves equal
-    meshes few choices, or where the chosen plan's slowest stage has much more to do than the mean.
+    meshes few choices, or where the slowest stage has much more to do than the mean: the chosen plan's, or that of one
+    which would take less than the chosen, ``evened`` seconds, were all its stages like the mean.
     """
     count = cluster.device_count
     if count == 1:
@@ -283,8 +289,10 @@ def unlike_can_win(cluster: Cluster, best: Evaluation[AnyAnswer] | None) -> bool
         return False
     if count & (count - 1):
         return True
-    if best is None:
-        return False
-    answer = best.answer
+    return best is not None and (evened < best.objective or _unbalanced(best.answer) > UNBALANCED)
+
+
+def _unbalanced(answer: AnyAnswer) -> float:
+    """Seconds of the slowest stage over the mean of all."""
     busy = [answer.problem.busy_seconds(step) for step in answer.way]
-    return max(busy) > UNBALANCED * sum(busy) / len(busy)
+    return max(busy) * len(busy) / sum(busy)
