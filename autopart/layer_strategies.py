@@ -43,6 +43,8 @@ from autopart.tensor_choice import Builder, TensorChoice, stored_as
 MOST_WAYS = 8
 MOST_SETTINGS = 50_000
 """Of a table of elimination of a frontier; with more, prices for bytes are faster."""
+_LOOSE = 0.03
+"""The gap of a corner that a solver is asked for by itself: a way that is offered need not be the best at its price."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +219,7 @@ class LayerStrategies:
             return tensor_hull.eliminator(problem)
         except PlanError:
             return lambda weights: [
-                cache.solve(tensor_hull.weighed(problem, pair), self.time_limit_s, self.builder.gap).choices
-                for pair in weights
+                cache.solve(tensor_hull.weighed(problem, pair), self.time_limit_s, _LOOSE).choices for pair in weights
             ]
 
     def around(self, part: FoldedPart) -> object:

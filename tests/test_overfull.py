@@ -33,7 +33,7 @@ class _Layer(nn.Module):
 
 
 class _Network(nn.Module):
-    def __init__(self, width: int = 256) -> None:
+    def __init__(self, width: int = 512) -> None:
         super().__init__()
         self.enter, self.leave = nn.Linear(16, width), nn.Linear(width, 4)
         self.first, self.second, self.third = _Layer(width), _Layer(width), _Layer(width)
