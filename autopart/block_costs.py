@@ -23,7 +23,6 @@ from autopart.passes.backward_memory import backward_copies, copies_of_form, pas
 from autopart.passes.beside import is_cast, operand_of
 from autopart.passes.emit.layers import runs_of
 from autopart.passes.graph import Value
-from autopart.passes.peak_conversion import converting_shares
 from autopart.passes.program import Role
 from autopart.passes.rules import is_differentiable
 from autopart.passes.saved import copied_inside, saved_inside, saved_tensors
@@ -40,8 +39,8 @@ class BlockCost:
     kept: bytes of the tensors that its ops keep from its forward to its backward; other blocks may keep them too.
     inside_bytes: what they keep besides. entering: bytes of the tensors that it reads of other blocks, parameters left
     out. transient_bytes: of the op that takes the most: operands and results, or their gradients, with those of its
-    parameters and what its backward makes on its way; or of a conversion. forward_bytes: of an op, without those of its
-    parameters. waiting_s: of the backward, for an exchange that what runs again would hide as well. ops: one by one.
+    parameters and what its backward makes on its way; forward_bytes: without those of its parameters. waiting_s: of the
+    backward, for an exchange that what runs again would hide as well. ops: one by one.
     """
 
     forward_s: float = 0.0
@@ -309,7 +308,6 @@ class BlockCosts:
         blocks = [BlockCost() for _ in self.analysis.blocks]
         batch, axes, first = prices.batch, conversions.axes, self.analysis.first
         sizes = [axis.parts for axis in axes]
-        named = tuple((axis.name, axis.parts) for axis in axes)
         memory = self.memory(prices, strategies, storage, sizes)
         replicated, lie = memory.replicated, memory.lies
         # Equal ops under one choice; choices by identity, as hashing them costs more than pricing.
@@ -346,13 +344,10 @@ class BlockCosts:
                 if have == wanted or (value, wanted) in converted:
                     continue
                 converted[value, wanted] = block, node
-                size, differentiable = self.size(value).at(batch), is_differentiable(value)
-                there, back = conversions.seconds(have, wanted, size, differentiable)
+                there, back = conversions.seconds(have, wanted, self.size(value).at(batch), is_differentiable(value))
                 op.converting_s.append((value, there))
                 block.forward_s += there
                 block.backward_s += back
-                held = converting_shares(have, wanted, named, self.kind == "cpu")
-                block.transient_bytes = max(block.transient_bytes, size * max(held[: 1 + differentiable]))
             if not beside or facts.multiplied < 0:
                 continue
             value, wanted = facts.inputs[facts.multiplied], run.used[facts.multiplied]

@@ -121,15 +121,15 @@ def _fastest(
     """The fastest plan, with its bound. Where it computes nothing again, so that memory may not ask for divided
     parameters, the fastest of it and of those with all parameters at a level of ZeRO.
 
-    known: by level, of earlier plans. Raises what make_plan does.
+    known: of earlier plans, by level; the first, None, of those whose levels are chosen. Raises what make_plan does.
     """
-    own, *levels = known
-    plan = make_plan(analysis.program, cluster, analysis=analysis, earlier=known[own], **limits)
+    chosen, *levels = known
+    plan = make_plan(analysis.program, cluster, analysis=analysis, earlier=known[chosen], **limits)
     bound = plan.bound_s
     for level in () if any(stage.recompute for stage in plan.stages) else levels:
         with contextlib.suppress(PlanError):  # nothing fits at that level, or a schedule has none
-            limits = {**limits, "zero": level}
-            other = make_plan(analysis.program, cluster, analysis=analysis, earlier=known[level], **limits)
+            own_limits = {**limits, "zero": level}
+            other = make_plan(analysis.program, cluster, analysis=analysis, earlier=known[level], **own_limits)
             plan = min(plan, other, key=lambda item: item.step_time_s)
     bound = min(bound, plan.step_time_s)
     return replace(plan, bound_s=bound, gap=relative_gap(plan.step_time_s, bound))

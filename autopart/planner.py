@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from autopart.analysis import Analysis, analyze
@@ -39,7 +39,7 @@ from autopart.plan_space import AnyAnswer, PlanSpace
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver.search import SearchResult, search
 from autopart.solver.search_outcomes import Considered
-from autopart.solver.search_space import Effort
+from autopart.solver.search_space import Effort, NotBetter
 from autopart.solver.tensor_problem import relative_gap
 from autopart.step_time import WHOLE_SCHEDULES
 from autopart.tensor_scheme import TensorScheme
@@ -48,6 +48,8 @@ from autopart.wishes import recorded
 MOST_OPS, LEAST_TRIED, LAST_TRIED = 60_000, 16, 8
 """Ops of all configurations that are tried unasked in the order of estimates, and how many of these at least; and how
 many of those left in the order of bounds."""
+MOST_AGAIN = 4
+"""How often planning is repeated with less memory, as the code of a plan holds too much."""
 MOST_TIGHTENED = 24
 """Configurations, of those whose bounds are the smallest, that are bounded by a solver of their own in the end."""
 
@@ -150,18 +152,8 @@ def make_plan(
         known.best = found.config
         return space, found
 
-    space, result = fastest(cluster)
-    plan, bound, over, share = space.plan_of(result.answer), result.bound, None, 1.0
-    # frontiers ask for plans that count on less and less
-    while not known.less_memory and (fuller := overfull(plan, analysis, cluster)) is not None:
-        over, share = fuller, share * fuller.share
-        try:
-            space, result = fastest(with_share(cluster, share))
-        except InfeasibleError as error:
-            raise InfeasibleError(
-                f"{over}; planned for {share:.1%} of the memory, {error}", error.excess_bytes
-            ) from None
-        plan, bound = with_capacities(space.plan_of(result.answer), cluster), min(bound, result.bound)
+    # a frontier's bytes are what plans count on
+    space, result, plan, bound, less = _within_memory(fastest, cluster, None if known.less_memory else analysis)
     solved = time.perf_counter()
     candidates = space.candidates
     bound = min(bound, plan.step_time_s)
@@ -184,10 +176,42 @@ def make_plan(
             *(unfactored(candidates, space.first, result.considered, bound) if limits.free_axes else ()),
             *whole_nodes(cluster, result.considered),
             *(() if thorough else untried(result.considered, bound)),
-            *([f"planned for {share:.1%} of the memory, as {over}"] if over is not None else ()),
+            *less,
         ),
         considered=tuple(_row(item) for item in result.considered),
     )
+
+
+def _within_memory(
+    fastest: Callable[[Cluster], tuple[PlanSpace, SearchResult[AnyAnswer]]], cluster: Cluster, analysis: Analysis | None
+) -> tuple[PlanSpace, SearchResult[AnyAnswer], Plan, float, list[str]]:
+    """What was searched, and found, the fastest plan whose code its devices have room for, a lower bound, and notes.
+
+    fastest: of a cluster, by what plans count on. analysis: None where that is not looked into. Where a rank's code
+    holds more, plans are made for as much less memory; where nothing fits in that, for half as much less.
+    Raises what ``fastest`` does, InfeasibleError.
+    """
+    space, result = fastest(cluster)
+    plan, bound = space.plan_of(result.answer), result.bound
+    over = overfull(plan, analysis, cluster) if analysis is not None else None
+    share, least = 1.0, 0.0  # for which plans' code holds too much, and in which nothing fits
+    notes, failure = list[str](), "it holds too much as well"
+    for _ in range(MOST_AGAIN):
+        if analysis is None or over is None:
+            break
+        less = max(share * over.share, (share + least) / 2)
+        notes = [f"planned for {less:.1%} of the memory, as {over}"]
+        try:
+            space, result = fastest(with_share(cluster, less))
+        except (InfeasibleError, NotBetter) as error:
+            least, failure = less, str(error)
+            continue
+        plan, share, bound = with_capacities(space.plan_of(result.answer), cluster), less, min(bound, result.bound)
+        over = overfull(plan, analysis, cluster)
+    if over is not None:
+        told = f"{over}; planned for less memory, {failure}"
+        raise InfeasibleError(told, over.held_bytes - over.room_bytes)
+    return space, result, plan, bound, notes
 
 
 def _candidates(

@@ -20,14 +20,10 @@ Gloo sums a copy of what it scatters. One that is begun and waited for later hol
 
 from __future__ import annotations
 
-import functools
-import math
 from dataclasses import dataclass
 
 from torch import fx
 
-from autopart.passes.conversion import Axes, conversion
-from autopart.runtime.placement import Placements
 from autopart.runtime.transitions import Transition
 
 # What a transition does to a tensor, and to its gradient.
@@ -90,26 +86,3 @@ def way(call: Transition, back: bool, given: float, made: float, parts: int, cop
     if kind == "exchange":
         return Way(True, 2 * given - made, 2 * given)
     return Way(kind != "same")
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def converting_shares(source: Placements, target: Placements, axes: Axes, copies: bool) -> tuple[float, float]:
-    """The most that a conversion's steps hold, what they are given included, as a share of the whole tensor's bytes;
-    and going back, of its gradient's.
-    """
-    there = back = 0.0
-    for step in conversion(source, target, axes) or ():
-        parts = axes[step.axis][1]
-        given, made = _share(step.before, axes), _share(step.after, axes)
-        there = max(there, _held(step.transition, False, given, made, parts, copies))
-        back = max(back, _held(step.transition, True, made, given, parts, copies))
-    return there, back
-
-
-def _held(call: Transition, back: bool, given: float, made: float, parts: int, copies: bool) -> float:
-    found = way(call, back, given, made, parts, copies)
-    return given + made + found.besides if found.makes else given
-
-
-def _share(placements: Placements, axes: Axes) -> float:
-    return math.prod(1 / parts for placement, (_, parts) in zip(placements, axes, strict=True) if placement.divides)

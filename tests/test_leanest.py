@@ -41,7 +41,7 @@ def plan(pp: int, gib: float, **more: Any) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("pp", "gib", "recompute"), [(4, 2.55, "auto"), (4, 2.55, "none"), (2, 2.6, "auto"), (2, 2.72, "none")]
+    ("pp", "gib", "recompute"), [(4, 2.55, "auto"), (4, 2.55, "none"), (2, 2.64, "auto"), (2, 2.72, "none")]
 )
 def test_what_fits_is_found_by_itself(pp: int, gib: float, recompute: str) -> None:
     found = plan(pp, gib, recompute=recompute)
