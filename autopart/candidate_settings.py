@@ -36,6 +36,11 @@ from autopart.tensor_setting import Setting, Shared
 CUDA_OVERHEAD_BYTES = 2 * 2**30
 
 
+def overhead_bytes(kind: str) -> int:
+    """What a process on a device takes besides its tensors. kind: "cuda" or "cpu"."""
+    return CUDA_OVERHEAD_BYTES if kind == "cuda" else 0
+
+
 def same_but_for_memory(one: Device, other: Device) -> bool:
     """Whether devices differ in their memory's size alone."""
     return replace(one, memory_bytes=other.memory_bytes) == other
@@ -230,4 +235,4 @@ class CandidateSettings:
     @property
     def overhead_bytes(self) -> float:
         """What a process on the device takes besides its tensors."""
-        return float(CUDA_OVERHEAD_BYTES if self.device.kind == "cuda" else 0)
+        return float(overhead_bytes(self.device.kind))

@@ -16,7 +16,7 @@ import os
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, reduce
 from pathlib import Path
@@ -157,6 +157,11 @@ class Cluster:
     @property
     def devices(self) -> tuple[Device, ...]:
         return tuple(node.device for node in self.nodes for _ in range(node.count))
+
+    def with_memory(self, memory_bytes: Callable[[Device], int]) -> Cluster:
+        """The cluster whose devices have so many bytes of memory, and are otherwise as they are."""
+        devices = [replace(node.device, memory_bytes=memory_bytes(node.device)) for node in self.nodes]
+        return Cluster(tuple(replace(node, device=own) for node, own in zip(self.nodes, devices, strict=True)))
 
     def node_of(self, device: int) -> int:
         """The number of the node that holds the device. Raises ClusterError when there is no such device."""

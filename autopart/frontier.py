@@ -185,13 +185,7 @@ def undominated(points: Sequence[PlanPoint], other: Callable[[PlanPoint], float]
 
 def capped(cluster: Cluster, memory_bytes: int) -> Cluster:
     """The cluster with no device that has more memory than that."""
-
-    def node_of(node: Node) -> Node:
-        if node.device.memory_bytes <= memory_bytes:
-            return node
-        return replace(node, device=replace(node.device, memory_bytes=memory_bytes))
-
-    return Cluster(tuple(map(node_of, cluster.nodes)))
+    return cluster.with_memory(lambda device: min(device.memory_bytes, memory_bytes))
 
 
 def first_devices(cluster: Cluster, count: int) -> Cluster:

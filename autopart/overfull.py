@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autopart.analysis import Analysis
-from autopart.candidate_settings import CUDA_OVERHEAD_BYTES
+from autopart.candidate_settings import overhead_bytes
 from autopart.cluster import Cluster
+from autopart.cost.devices import Device
 from autopart.plan import Plan
 from autopart.rank_peaks import rank_peaks
 from autopart.report.units import format_bytes
@@ -51,7 +52,7 @@ class Overfull:
 def overfull(plan: Plan, analysis: Analysis, cluster: Cluster) -> Overfull | None:
     """The rank that is the most over what its device has; None where all fit, or have more ops than are walked over."""
     kind = cluster.device(0).kind
-    overhead = _overhead(kind)
+    overhead = overhead_bytes(kind)
     rooms = {stage: room - overhead for stage, room in enumerate(_capacities(plan, cluster))}
     held = dict.fromkeys(plan.places, -overhead)
     for place, stage in zip(plan.places, plan.stages, strict=True):
@@ -67,15 +68,11 @@ def overfull(plan: Plan, analysis: Analysis, cluster: Cluster) -> Overfull | Non
 def with_share(cluster: Cluster, share: float) -> Cluster:
     """The cluster with devices that have this share of what they have besides what libraries take."""
 
-    def memory(device_bytes: int, kind: str) -> int:
-        return int(_overhead(kind) + share * (device_bytes - _overhead(kind)))
+    def memory(device: Device) -> int:
+        overhead = overhead_bytes(device.kind)
+        return int(overhead + share * (device.memory_bytes - overhead))
 
-    return Cluster(
-        tuple(
-            replace(node, device=replace(node.device, memory_bytes=memory(node.device.memory_bytes, node.device.kind)))
-            for node in cluster.nodes
-        )
-    )
+    return cluster.with_memory(memory)
 
 
 def with_capacities(plan: Plan, cluster: Cluster) -> Plan:
@@ -86,10 +83,6 @@ def with_capacities(plan: Plan, cluster: Cluster) -> Plan:
         for stage, capacity, count in zip(plan.stages, _capacities(plan, cluster), shared, strict=True)
     ]
     return replace(plan, stages=tuple(stages), cluster=str(cluster))
-
-
-def _overhead(kind: str) -> int:
-    return CUDA_OVERHEAD_BYTES if kind == "cuda" else 0
 
 
 def _capacities(plan: Plan, cluster: Cluster) -> list[int]:

@@ -29,7 +29,7 @@ from autopart.given_limits import (
     check_warmups,
     read_limits,
 )
-from autopart.overfull import overfull, with_capacities, with_share
+from autopart.overfull import Overfull, overfull, with_capacities, with_share
 from autopart.passes.program import Program
 from autopart.passes.rules import RULES, RuleBook
 from autopart.plan import Plan
@@ -152,8 +152,10 @@ def make_plan(
         known.best = found.config
         return space, found
 
-    # a frontier's bytes are what plans count on
-    space, result, plan, bound, less = _within_memory(fastest, cluster, None if known.less_memory else analysis)
+    def over_memory(plan: Plan) -> Overfull | None:
+        return None if known.less_memory else overfull(plan, analysis, cluster)  # a frontier's bytes are what it counts
+
+    space, result, plan, bound, less = _within_memory(fastest, over_memory, cluster)
     solved = time.perf_counter()
     candidates = space.candidates
     bound = min(bound, plan.step_time_s)
@@ -183,21 +185,23 @@ def make_plan(
 
 
 def _within_memory(
-    fastest: Callable[[Cluster], tuple[PlanSpace, SearchResult[AnyAnswer]]], cluster: Cluster, analysis: Analysis | None
+    fastest: Callable[[Cluster], tuple[PlanSpace, SearchResult[AnyAnswer]]],
+    over_memory: Callable[[Plan], Overfull | None],
+    cluster: Cluster,
 ) -> tuple[PlanSpace, SearchResult[AnyAnswer], Plan, float, list[str]]:
     """What was searched, and found, the fastest plan whose code its devices have room for, a lower bound, and notes.
 
-    fastest: of a cluster, by what plans count on. analysis: None where that is not looked into. Where a rank's code
-    holds more, plans are made for as much less memory; where nothing fits in that, for half as much less.
+    fastest: of a cluster, by what plans count on. over_memory: a rank of a plan whose code holds more. Then plans are
+    made for as much less memory; where nothing fits in that, for half as much less.
     Raises what ``fastest`` does, InfeasibleError.
     """
     space, result = fastest(cluster)
     plan, bound = space.plan_of(result.answer), result.bound
-    over = overfull(plan, analysis, cluster) if analysis is not None else None
+    over = over_memory(plan)
     share, least = 1.0, 0.0  # for which plans' code holds too much, and in which nothing fits
     notes, failure = list[str](), "it holds too much as well"
     for _ in range(MOST_AGAIN):
-        if analysis is None or over is None:
+        if over is None:
             break
         less = max(share * over.share, (share + least) / 2)
         notes = [f"planned for {less:.1%} of the memory, as {over}"]
@@ -207,7 +211,7 @@ def _within_memory(
             least, failure = less, str(error)
             continue
         plan, share, bound = with_capacities(space.plan_of(result.answer), cluster), less, min(bound, result.bound)
-        over = overfull(plan, analysis, cluster)
+        over = over_memory(plan)
     if over is not None:
         told = f"{over}; planned for less memory, {failure}"
         raise InfeasibleError(told, over.held_bytes - over.room_bytes)
