@@ -78,6 +78,15 @@ def test_measured_layers_are_priced(only: str, near: float) -> None:
         assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=near), row
 
 
+@pytest.mark.parametrize(("only", "near"), [("pp 1", 0.05), pytest.param("", 0.12, marks=pytest.mark.slow)])
+def test_measured_tensor_ranks_and_pipelines_are_priced(only: str, near: float) -> None:
+    """A Llama on one node, to which nothing was fitted; with one sample that engine's host sets the pace."""
+    rows = [row for row in run("published_llama.py", "--only", only) if row["samples"] > 1]
+    assert len(rows) >= 3
+    for row in rows:
+        assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=near), row
+
+
 def test_measured_convolutional_networks_are_priced() -> None:
     """Groups of four channels, and depthwise convolutions: no constant was fitted to them."""
     rows = run("published_convnets.py", "--only", "A100")
