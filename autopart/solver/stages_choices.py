@@ -379,26 +379,28 @@ class _Knapsack:
         order = sorted(range(len(allowed)), key=lambda number: most[number])
         others = [other for other in self._counts if other != family]
         mixes = np.zeros((1, 0), dtype=np.intp)
+        left, seconds, bytes_ = np.array([count]), np.zeros(1), np.zeros(1)
         bound = math.inf
         for place, number in enumerate(order):
-            left = count - mixes.sum(axis=1)
             if place == len(order) - 1:
                 taken, parents = left, np.arange(len(left))
             else:
                 options = np.minimum(left, most[number]) + 1
                 parents = np.repeat(np.arange(len(left)), options)
                 taken = np.arange(len(parents)) - np.repeat(np.cumsum(options) - options, options)
-            mixes = np.column_stack([mixes[parents], taken])
             left = left[parents] - taken
-            amounts = mixes @ np.array([allowed[at][:2] for at in order[: place + 1]])
-            reach = amounts[:, 0] + self._rest_seconds(others, amounts[:, 1], (family, left))
-            least = amounts[:, 1] + left * self._hulls[family][-1][1] + self._least_rest(others)
-            found = np.flatnonzero((least <= self._room) & (reach < limit))
+            each_s, each = allowed[number][:2]
+            seconds, bytes_ = seconds[parents] + taken * each_s, bytes_[parents] + taken * each
+            least = bytes_ + left * self._hulls[family][-1][1] + self._least_rest(others)
+            found = np.flatnonzero((least <= self._room) & (seconds < limit))
+            reach = seconds[found] + self._rest_seconds(others, bytes_[found], (family, left[found]))
+            found, reach = found[reach < limit], reach[reach < limit]
             if len(found) > _MOST_PARTIAL:
-                found = found[np.argsort(reach[found], kind="stable")]
-                bound = min(bound, float(reach[found[_MOST_PARTIAL]]))
-                found = found[:_MOST_PARTIAL]
-            mixes = mixes[found]
+                ranked = np.argsort(reach, kind="stable")
+                bound = min(bound, float(reach[ranked[_MOST_PARTIAL]]))
+                found = found[ranked[:_MOST_PARTIAL]]
+            mixes = np.column_stack([mixes[parents[found]], taken[found]])
+            left, seconds, bytes_ = left[found], seconds[found], bytes_[found]
             if not len(mixes):
                 return np.zeros((0, len(allowed)), dtype=np.intp), bound
         mixes = mixes[:, np.argsort(order)]
