@@ -18,7 +18,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import is_fake
 from torch.overrides import TorchFunctionMode
 
-from autopart.capture_errors import Where, depends_on_data
+from autopart.capture_errors import depends_on_data
+from autopart.capture_place import Where, own_frame
 from autopart.passes import graph as graphs
 from autopart.passes.blocks import is_random
 from autopart.passes.emit.totals import conditions_source
@@ -56,10 +57,8 @@ class Decisions(TorchFunctionMode):
         return answer
 
     def _place(self) -> str:
-        frames = [
-            f for f in traceback.extract_stack() if "/torch/" not in f.filename and "/autopart/" not in f.filename
-        ]
-        line = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else "a branch"
+        frame = own_frame(traceback.extract_stack())
+        line = f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}" if frame else "a branch"
         path = self.where.path if self.where is not None else ""
         return f"{path}: {line}" if path else line
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import traceback
-from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from autopart.capture_place import Where, own_frame
 from autopart.runtime.errors import CaptureError
 
 # How export fails where a bound of the batch's size is no whole number, as that of `(batch - 4) * 5 >= 2`.
@@ -58,42 +57,10 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-class Where:
-    """Follows which module's forward is running, so that a failure can name it."""
-
-    def __init__(self, root: nn.Module):
-        self._names = {id(module): name for name, module in root.named_modules()}
-        self._stack: list[str] = []
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> None:
-        def enter(module: nn.Module, _inputs: Any) -> None:
-            if id(module) in self._names:
-                self._stack.append(self._names[id(module)])
-
-        def leave(module: nn.Module, _inputs: Any, _output: Any) -> None:
-            if id(module) in self._names and self._stack:
-                self._stack.pop()
-
-        self._handles = [
-            nn.modules.module.register_module_forward_pre_hook(enter),
-            nn.modules.module.register_module_forward_hook(leave),
-        ]
-
-    def __exit__(self, *_exc: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    @property
-    def path(self) -> str:
-        names = [name.removeprefix("model").strip(".") for name in self._stack]
-        return next((name for name in reversed(names) if name), "")
-
-
 def capture_error(error: Exception, where: Where) -> CaptureError:
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "/torch/" not in frame.filename and "/autopart/" not in frame.filename]
-    place = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "unknown source line"
+    own = own_frame(frames)
+    place = f"{own.filename}:{own.lineno}: {own.line}" if own else "unknown source line"
     text = _first_line(error)
     suggestion = "the line cannot be traced with symbolic sizes; express it with tensor ops"
     recurrent = {frame.name for frame in frames if frame.filename.endswith("/rnn.py")}

@@ -22,11 +22,13 @@ from torch.nn.parameter import is_lazy
 from autopart.argument_checks import unchecked_arguments
 from autopart.assembled import assemble
 from autopart.assumed_branches import Decisions, settle
-from autopart.capture_errors import Where, batch_reason, capture_error, fixes_batch, largest_batch
+from autopart.capture_errors import batch_reason, capture_error, fixes_batch, largest_batch
+from autopart.capture_place import Where
 from autopart.example_inputs import batch_dims_of, bind, examples
 from autopart.export_noise import without_graphs
 from autopart.flat_model import TARGETS, FlatModel
 from autopart.kept_buffers import kept_buffers
+from autopart.long_traces import told_where
 from autopart.meta_capture import all_on_meta
 from autopart.mixed_precision import autocast_of, check_sums, current_precision
 from autopart.other_draws import note_on_draws, other_draws
@@ -181,7 +183,7 @@ def _export(
             flat.decisions.where = where
         try:
             # passes of export make a dozen modules, whose Python code nobody runs
-            with where, without_graphs(), _use_lazy_graph_module(True):
+            with where, told_where(where), without_graphs(), _use_lazy_graph_module(True):
                 specs = None if reason else (shapes,)
                 inputs = given if reason else arguments
                 export = partial(torch.export.export, flat, inputs, dynamic_shapes=specs, strict=False)
