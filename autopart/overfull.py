@@ -14,9 +14,10 @@ from autopart.analysis import Analysis
 from autopart.candidate_settings import overhead_bytes
 from autopart.cluster import Cluster
 from autopart.cost.devices import Device
-from autopart.plan import Plan
+from autopart.plan import Plan, StagePlan
 from autopart.rank_peaks import rank_peaks
 from autopart.report.units import format_bytes
+from autopart.step_memory import replica_rows
 
 SURELY = 0.5
 """Of what a device has besides what libraries take: plans that count on no more than this are not walked over."""
@@ -51,18 +52,50 @@ class Overfull:
 
 def overfull(plan: Plan, analysis: Analysis, cluster: Cluster) -> Overfull | None:
     """The rank that is the most over what its device has; None where all fit, or have more ops than are walked over."""
+    if len(analysis.block_of) > MOST_OPS:
+        return None
     kind = cluster.device(0).kind
     overhead = overhead_bytes(kind)
-    rooms = {stage: room - overhead for stage, room in enumerate(_capacities(plan, cluster))}
-    held = dict.fromkeys(plan.places, -overhead)
+    replicas = [_replicas(plan, stage, cluster) for stage in plan.stages]
+    rounds = max(map(len, replicas))
+    if rounds == 1 and not _near(plan, overhead):
+        return None
+    over: list[Overfull] = []
+    for number in range(rounds):
+        looked_at = [own[min(number, len(own) - 1)] for own in replicas]
+        rooms = [capacity - overhead for capacity, _ in looked_at]
+        for peak in rank_peaks(plan, analysis, kind, [samples for _, samples in looked_at]):
+            first = peak.stages[0]
+            if peak.total > rooms[first]:
+                over.append(Overfull(first, peak.total, rooms[first]))
+    return min(over, key=lambda item: item.share, default=None)
+
+
+def _near(plan: Plan, overhead: int) -> bool:
+    """Whether a rank counts on more than that share of what its device has."""
+    held, rooms = dict.fromkeys(plan.places, -overhead), dict.fromkeys(plan.places, -overhead)
     for place, stage in zip(plan.places, plan.stages, strict=True):
         held[place] += stage.memory_bytes
-    near = any(held[place] > SURELY * rooms[index] for index, place in enumerate(plan.places))
-    if not near or len(analysis.block_of) > MOST_OPS:
-        return None
-    found = [Overfull(peak.stages[0], peak.total, rooms[peak.stages[0]]) for peak in rank_peaks(plan, analysis, kind)]
-    over = [item for item in found if item.held_bytes > item.room_bytes]
-    return min(over, key=lambda item: item.share, default=None)
+        rooms[place] += stage.capacity_bytes
+    return any(held[place] > SURELY * rooms[place] for place in held)
+
+
+def _replicas(plan: Plan, stage: StagePlan, cluster: Cluster) -> list[tuple[int, int]]:
+    """Bytes of the smallest device of a replica, and its samples of a microbatch: of the largest ones with as much.
+
+    Left out are those with more memory and no more samples.
+    """
+    rows, ranks = replica_rows(plan, stage), len(stage.devices) // stage.dp
+    most = dict[int, int]()
+    for replica, samples in enumerate(rows):
+        among = stage.devices[replica * ranks : (replica + 1) * ranks]
+        capacity = min(cluster.device(device).memory_bytes for device in among)
+        most[capacity] = max(most.get(capacity, 0), samples)
+    found: list[tuple[int, int]] = []
+    for capacity, samples in sorted(most.items()):
+        if not found or samples > found[-1][1]:
+            found.append((capacity, samples))
+    return found
 
 
 def with_share(cluster: Cluster, share: float) -> Cluster:
@@ -75,17 +108,17 @@ def with_share(cluster: Cluster, share: float) -> Cluster:
     return cluster.with_memory(memory)
 
 
-def with_capacities(plan: Plan, cluster: Cluster) -> Plan:
-    """The plan, made for less memory, as one of the cluster."""
-    shared = [plan.places.count(place) for place in plan.places]
-    stages = [
-        replace(stage, capacity_bytes=capacity // count)
-        for stage, capacity, count in zip(plan.stages, _capacities(plan, cluster), shared, strict=True)
-    ]
+def with_capacities(plan: Plan, cluster: Cluster, share: float) -> Plan:
+    """The plan, made for this share of the memory, as one of the cluster."""
+    less = with_share(cluster, share)
+
+    def capacity(stage: StagePlan, stages: int) -> int:
+        planned = stage.capacity_bytes * stages
+        device = min(stage.devices, key=lambda device: abs(less.device(device).memory_bytes - planned))
+        return cluster.device(device).memory_bytes // stages
+
+    stages = (
+        replace(stage, capacity_bytes=capacity(stage, plan.places.count(place)))
+        for place, stage in zip(plan.places, plan.stages, strict=True)
+    )
     return replace(plan, stages=tuple(stages), cluster=str(cluster))
-
-
-def _capacities(plan: Plan, cluster: Cluster) -> list[int]:
-    """Of each stage the bytes of its smallest device."""
-    nodes = [{cluster.node_of(device) for device in stage.devices} for stage in plan.stages]
-    return [min(cluster.nodes[node].device.memory_bytes for node in among) for among in nodes]

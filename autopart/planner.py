@@ -210,7 +210,11 @@ def _within_memory(
         except (InfeasibleError, NotBetter) as error:
             least, failure = less, str(error)
             continue
-        plan, share, bound = with_capacities(space.plan_of(result.answer), cluster), less, min(bound, result.bound)
+        plan, share, bound = (
+            with_capacities(space.plan_of(result.answer), cluster, less),
+            less,
+            min(bound, result.bound),
+        )
         over = over_memory(plan)
     if over is not None:
         told = f"{over}; planned for less memory, {failure}"

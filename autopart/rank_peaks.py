@@ -19,7 +19,7 @@ from autopart.step_memory import step_peaks
 
 @dataclass(frozen=True, slots=True)
 class RankPeak:
-    """Bytes of a rank of the pipeline, the fullest of its stage's.
+    """Bytes of a rank of the pipeline, of the replica that is looked at.
 
     stages: that it runs. parameters: between steps, buffers left out. optimizer: its state. step: the most of
     gradients, activations, temporary tensors, gathered weights and messages at once (:mod:`autopart.step_memory`);
@@ -42,14 +42,14 @@ class RankPeak:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def rank_peaks(plan: Plan, analysis: Analysis, kind: str) -> list[RankPeak]:
-    """kind: of devices, "cuda" or "cpu"."""
+def rank_peaks(plan: Plan, analysis: Analysis, kind: str, samples: Sequence[int] | None = None) -> list[RankPeak]:
+    """kind: of devices, "cuda" or "cpu". samples: of a microbatch on each stage's replica, by default the largest."""
     check_plan(analysis.program, analysis, plan)
     settings = settings_of(analysis, plan)
     found = sharded(analysis, plan, settings)
     specs = specs_by_stage(analysis, found, settings)
     peaks = []
-    for place, step in enumerate(step_peaks(analysis, plan, found, kind, settings)):
+    for place, step in enumerate(step_peaks(analysis, plan, found, kind, settings, samples)):
         stages = tuple(index for index, there in enumerate(plan.places) if there == place)
         parameters, optimizer = _held(specs[stages[0]], stages, plan)
         planned = sum(plan.stages[index].memory_bytes for index in stages)

@@ -31,7 +31,7 @@ from autopart.passes.peak_weights import divided_weights
 from autopart.passes.program import Role
 from autopart.passes.storage import is_contiguous
 from autopart.passes.unlike_meshes import StageSetting
-from autopart.plan import Plan
+from autopart.plan import Plan, StagePlan
 from autopart.realize import Realization, axes_of, recomputed, settings_of
 from autopart.runtime.buckets import tensor_bytes
 from autopart.runtime.manifest import ParameterSpec
@@ -95,6 +95,11 @@ def _bytes(node: fx.Node, axes: Axes, samples: int) -> float:
     return stored_bytes(value.fake).at(samples) * share_of_rank(value.node, axes, value.index)
 
 
+def replica_rows(plan: Plan, stage: StagePlan) -> tuple[int, ...]:
+    """Samples of a microbatch on each of the stage's replicas."""
+    return rows_of(plan.batch // plan.microbatches, stage.shares or (1,) * stage.dp)
+
+
 @dataclass(frozen=True, slots=True)
 class StepPeak:
     """The most bytes of one rank. call: while it goes forward and back. update: while the plan's optimizer updates."""
@@ -108,11 +113,18 @@ class StepPeak:
 
 
 def step_peaks(
-    analysis: Analysis, plan: Plan, found: Realization, kind: str, settings: Sequence[StageSetting] | None = None
+    analysis: Analysis,
+    plan: Plan,
+    found: Realization,
+    kind: str,
+    settings: Sequence[StageSetting] | None = None,
+    samples: Sequence[int] | None = None,
 ) -> list[StepPeak]:
-    """Of a rank of each rank of the pipeline. kind: of devices, "cuda" or "cpu". settings: of stages, where known."""
-    whole = plan.batch // plan.microbatches
-    samples = [max(rows_of(whole, stage.shares or (1,) * stage.dp)) for stage in plan.stages]
+    """Of a rank of each rank of the pipeline. kind: of devices, "cuda" or "cpu". settings: of stages, where known.
+
+    samples: of a microbatch on each stage's replica, by default on its largest.
+    """
+    samples = samples or [max(replica_rows(plan, stage)) for stage in plan.stages]
     axes = [axes_of(stage) for stage in plan.stages]
     crossing = exchanged_bytes(found, samples, axes, not plan.is_uniform)
     back = [edge for edge, values in crossing.items() if any(value.differentiable for value in values)]

@@ -96,3 +96,35 @@ def test_code_of_plans_far_from_full_and_of_large_programs_is_not_walked_over(
     assert _plan(analysis, free.fullest_bytes / overfull.SURELY + 1).step_time_s == free.step_time_s
     monkeypatch.setattr(overfull, "MOST_OPS", len(analysis.block_of) - 1)
     assert _plan(analysis, free.fullest_bytes).step_time_s == free.step_time_s
+
+
+def test_each_kind_of_replica_has_room_for_its_own_samples(analysis: Analysis) -> None:
+    """Three of four samples on a device that is three times as fast: what it holds is no matter of the slower one's."""
+
+    def cluster(fast_bytes: float, slow_bytes: float) -> Cluster:
+        link = Link("plain", 1e12, 0.0)
+        devices = (
+            Device("fast", "cpu", int(fast_bytes), {"float32": 3e10}, 3e12, 0.0),
+            Device("slow", "cpu", int(slow_bytes), {"float32": 1e10}, 1e12, 0.0),
+        )
+        return Cluster(tuple(Node(device, 1, link, link, 1) for device in devices))
+
+    def plan_of(given: Cluster) -> Plan:
+        limits: dict[str, Any] = {"pp": 1, "dp": 2, "tp": 1, "microbatches": 2, "batch": 16, "meshes": "unlike"}
+        return make_plan(analysis.program, given, analysis=analysis, **limits)
+
+    free = plan_of(cluster(2**40, 2**40))
+    (stage,) = free.stages
+    assert stage.shares == (3, 1)
+    fast, slow = (rank_peaks(free, analysis, "cpu", [samples])[0].total for samples in (6, 2))
+    assert slow < 0.8 * fast and fast == _held(free, analysis)
+    tight = cluster(fast, slow)
+    assert overfull.overfull(free, analysis, tight) is None
+    found = overfull.overfull(free, analysis, cluster(fast, slow - 1))
+    assert found is not None and (found.held_bytes, found.room_bytes) == (slow, slow - 1)
+    found = overfull.overfull(free, analysis, cluster(fast - 1, slow))
+    assert found is not None and (found.held_bytes, found.room_bytes) == (fast, fast - 1)
+    wide = cluster(2 * fast, 2 * slow)
+    made = plan_of(overfull.with_share(wide, 0.75))
+    assert made.stages[0].shares == (3, 1) and made.stages[0].capacity_bytes == 2 * fast * 3 // 4
+    assert overfull.with_capacities(made, wide, 0.75).stages[0].capacity_bytes == 2 * fast
