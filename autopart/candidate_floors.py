@@ -28,7 +28,7 @@ from autopart.solver.pipeline_pieces import Family, Piece, Pipeline
 from autopart.solver.pipeline_row import Boundary, Place, Row, Tied
 from autopart.solver.stages_least import MOST_STEPS, least_share
 from autopart.step_time import STEADY_SCHEDULES, WHOLE_SCHEDULES, one_stage_floor, pipeline_floor
-from autopart.tensor_choice import work_bound
+from autopart.tensor_choice import TensorChoice, work_bound
 
 MOST_APART = 64
 """Blocks outside of layers that are alike, up to which a pipeline is bounded piece by piece."""
@@ -105,6 +105,22 @@ class CandidateFloors(CandidateTied):
                 )
                 self._work_bounds[key], self._enough[key] = max(found, more), wanted
         return self._known_floor(config, self._work_bounds.get(key, 0.0), below)
+
+    def sharing_floor(
+        self, config: Degrees, whose: Degrees, fastest: TensorChoice, choice: TensorChoice, most: float
+    ) -> float:
+        """Seconds that a candidate with tensor axes takes at least. most: from which more are of no interest.
+
+        fastest: its strategies without a limit of memory. choice: those of an answer, whose bound says nothing of what
+        was not among its choices.
+        """
+        others = choice.levels and self.zero is None
+        if others or fastest.levels or config.pp > 1 or self._divides(config):
+            return self.work_floor(whose, most)
+        assert fastest.solution is not None
+        sums = self.sum_seconds(config)
+        floor = one_stage_floor(fastest.solution.bound + self.free_seconds(config), sums, config)
+        return max(floor, self.work_floor(whose, most)) if sums and floor < most else floor
 
     def _known_floor(self, config: Degrees, least: float, below: float, priced: bool = True) -> float:
         """The same from what is known of a microbatch's ops, which take at least ``least``.

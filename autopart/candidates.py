@@ -22,7 +22,7 @@ from autopart.solver.degrees import Degrees
 from autopart.solver.search_space import Evaluation, NotBetter
 from autopart.solver.stages_problem import StageProblem, StageSolution
 from autopart.solver.time_limits import OutOfTime
-from autopart.step_time import WHOLE_SCHEDULES, one_stage_floor
+from autopart.step_time import WHOLE_SCHEDULES
 from autopart.tensor_choice import TensorChoice
 
 # How often strategies are chosen again under a tighter memory limit when the fastest ones do not fit.
@@ -69,7 +69,7 @@ class Candidates(CandidatePassed):
         except OutOfTime:
             if below == math.inf:
                 raise
-            raise NotBetter(below, self.work_floor(config)) from None
+            raise NotBetter(below, self.work_floor(config, below)) from None
         answer, most = best.answer, (1 + _ALIKE) * best.objective
         if not answer.others and answer.choice.levels:
             near = dict[object, Answer]()
@@ -148,7 +148,8 @@ class Candidates(CandidatePassed):
             return found
         if found is not None and config.recompute == "auto" and _as_they_are(found.answer, fastest):
             self._fitted |= {config, plain}  # and bounds are of such plans from here on
-            found = replace(found, bound=min(found.objective, max(found.bound, self.work_floor(config))))
+            floor = self.work_floor(config, found.objective)
+            found = replace(found, bound=min(found.objective, max(found.bound, floor)))
         if found is not None and config.recompute != "auto":
             other = self._of_one_level(config, fastest, min(below, (1 - _NEAR) * found.objective))
             if other is not None:
@@ -420,15 +421,7 @@ class Candidates(CandidatePassed):
 
         among: what this is a part of, whose bound is asked for. level: of ZeRO, of strategies that hold less too.
         """
-        free, whose = self.free_seconds(config), among or config
-        if choice.solution is None:
-            floor = 0.0
-        elif config.pp == 1 and not choice.levels and not self._divides(config):
-            sums = self.sum_seconds(config)
-            floor = one_stage_floor(choice.solution.bound + free, sums, config)
-            floor = max(floor, self.work_floor(whose)) if sums else floor
-        else:
-            floor = self.work_floor(whose)
+        whose, fastest = among or config, choice
         # without other strategies what holds for these choices holds for the candidate, but for what replicas exchange,
         # of which more may pass unseen
         alone = choice.solution is None and not self._divides(config) and not (self.zero and config.dp > 1)
@@ -436,7 +429,7 @@ class Candidates(CandidatePassed):
         for attempt in range(tightenings + 1):
             least = self._least_seconds(config, choice) if below < math.inf else 0.0
             if least >= below:
-                raise NotBetter(least, least if alone else self.work_floor(whose))
+                raise NotBetter(least, least if alone else self.work_floor(whose, below))
             alike = config, self._priced_by(config, choice), *choice.levels.items()
             if alike in self._divisions:
                 problem, cut = self._divisions[alike]
@@ -451,7 +444,7 @@ class Candidates(CandidatePassed):
                 if alone and complete:
                     raise NotBetter(seconds, seconds) from None
                 uncut = self._uncut(config, problem) if alone else 0.0
-                raise NotBetter(seconds, max(self.work_floor(whose), uncut)) from None
+                raise NotBetter(seconds, max(self.work_floor(whose, below), uncut)) from None
             except InfeasibleError as error:
                 if (
                     alone
@@ -460,7 +453,7 @@ class Candidates(CandidatePassed):
                     or (attempt == 0 and below == math.inf and self._never_fits(config, choice))
                 ):
                     if below < math.inf:  # what fits may take longer
-                        least = below if alone and complete else self.work_floor(whose)
+                        least = below if alone and complete else self.work_floor(whose, below)
                         raise NotBetter(below, least) from None
                     raise
                 if attempt == 0:  # limits take the solver longer than levels of ZeRO, which tell what is of interest
@@ -473,24 +466,23 @@ class Candidates(CandidatePassed):
                     choice = self.choose(config, limit, below, level, gap)
                 except (InfeasibleError, NotBetter, OutOfTime):
                     if below < math.inf:
-                        raise NotBetter(below, self.work_floor(whose)) from None
+                        raise NotBetter(below, self.work_floor(whose, below)) from None
                     raise error from None
                 problem = None
         assert problem is not None
-        # of what was not among the choices a bound of theirs says nothing
-        if choice.solution is not None and choice.levels and self.zero is None:
-            floor = self.work_floor(whose)
-        elif choice.solution is None:
-            floor = cut.lower_bound_s / self.faster(config)
+        seconds = self._step_seconds(config, choice, problem, cut.way)
+        if choice.solution is not None:
+            floor = self.sharing_floor(config, whose, fastest, choice, seconds)
+        elif not alone:
+            floor = self.work_floor(whose, seconds)
+        elif config.stages == 1 and not cut.way[0].choices:
+            floor = seconds  # the only division; slower ways to run its blocks hide no more than they take longer
+        elif complete:
+            floor, free = cut.lower_bound_s / self.faster(config), self.free_seconds(config)
             whole = config.schedule in WHOLE_SCHEDULES
             floor = self._tied_floor(config, floor) if whole else max(floor, self.step_floor(free, config))
-            if not alone:
-                floor = self.work_floor(whose)
-            elif not complete:
-                floor = max(self.work_floor(whose), self._uncut(config, problem))
-        seconds = self._step_seconds(config, choice, problem, cut.way)
-        if alone and config.stages == 1 and not cut.way[0].choices:
-            floor = seconds  # the only division; slower ways to run its blocks hide no more than they take longer
+        else:
+            floor = max(self.work_floor(whose, seconds), self._uncut(config, problem))
         self._answers.append(Evaluation(Answer(config, choice, problem, cut), seconds, min(floor, seconds)))
         return self._answers[-1]
 
