@@ -188,6 +188,8 @@ class CandidateSums(CandidateLayers):
         ends, adding = [0.0] * len(forward), [0.0] * len(forward)
         sums, tied = list[GradientSum](), list[TiedGroup]()
         for node, blocks in self.readers.items():
+            if not node.meta.get("trainable") and len(blocks) > 1:
+                tied.append(TiedGroup(node.name, blocks, 0.0, 0.0, 0.0))  # as stages' parts with memory have it
             if node.meta.get("trainable"):
                 size = self._block_costs.size(Value(node)).at(1)
                 seconds = size * byte_s

@@ -7,19 +7,24 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from test_unlike_planning import ROOMY, plan_of, subject_of, unlike
+from torch import Tensor, nn
 
 from autopart.candidates import Candidates
 from autopart.cluster import Cluster
 from autopart.mesh_prices import MeshPrices
 from autopart.passes.data_axis import LEVELS
+from autopart.planner import make_plan
 from autopart.runtime.errors import InfeasibleError, PlanError
 from autopart.solver.degrees import UnlikeMeshes
 from autopart.solver.search_space import NotBetter
 from autopart.solver.stages_parts import Block, Cut, Shape
 from autopart.solver.stages_problem import Slot, StageProblem
+from autopart.tracing import capture
 from autopart.unlike import UnlikeCandidates
 from autopart.unlike_ends import stages_of, ways_through, with_ends
+from clusters import ideal
 
 CLUSTERS = (unlike((2, 1.0, ROOMY), (2, 0.5, ROOMY)), unlike((1, 3.0, ROOMY), (2, 1.0, ROOMY)))
 
@@ -155,3 +160,26 @@ def test_stages_that_blocks_may_be_in() -> None:
         assert {tuple(stages[block] for block in blocks) for stages in stage_of} <= set(found)
         assert len(set(found)) == len(found)
     assert list(stages_of(problem, (0, 3))) == [(0, 2)]
+
+
+class FrozenEnds(nn.Module):
+    """An embedding that nothing trains, read where the model begins and where it ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(23, 12).requires_grad_(False)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        logits = hidden @ self.embedding.weight.T
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())}
+
+
+def test_stages_may_share_what_is_frozen() -> None:
+    """Bounds of meshes with tensor axes, and of those without, count it as one group of blocks."""
+    program = capture(FrozenEnds(), (torch.randint(23, (8, 5)),))
+    plan = make_plan(program, ideal(4), pp=2, meshes="unlike", microbatches=2)
+    assert plan.pp == 2 and 0 < plan.bound_s <= plan.step_time_s
