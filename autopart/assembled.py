@@ -251,10 +251,13 @@ def _outputs(flat: FlatModel, nodes: list[fx.Node]) -> tuple[list[OutputInfo], s
         for info in outputs
         if info.node is not None and info.node.meta["val"].dim() == 0 and info.differentiable
     ]
+    # What is called "loss" goes before what comes first, and the whole model's before that of a part of it.
+    named = sorted((name for name in scalars if name.split(".")[-1] == "loss"), key=lambda name: name.count("."))
+    if named:
+        return outputs, named[0]
     tensors = [info.name for info in outputs if info.node is not None]
-    for scalar in scalars:
-        if scalar.split(".")[-1] == "loss" or scalar == tensors[0]:
-            return outputs, scalar
+    if scalars and scalars[0] == tensors[0]:
+        return outputs, scalars[0]
     return outputs, None
 
 

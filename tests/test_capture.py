@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +112,26 @@ def test_model_output_and_no_cache() -> None:
     assert program.tensors["transformer.wte.weight"].aliases == ("lm_head.weight",)
     assert [node.meta["name"] for node in program.placeholders(Role.INPUT)] == ["input_ids", "labels"]
     assert all(node.users for node in program.placeholders(Role.INPUT))
+
+
+@pytest.mark.parametrize(
+    ("returned", "loss"),
+    [
+        (lambda a, b: {"nll": a, "loss": b}, "loss"),
+        (lambda a, b: {"parts": {"loss": a}, "loss": b}, "loss"),
+        (lambda a, b: {"teacher": {"loss": a}, "aux": b}, "teacher.loss"),
+        (lambda a, b: {"nll": a, "aux": b}, "nll"),
+    ],
+)
+def test_the_loss_is_what_is_called_so(returned: Callable[[Tensor, Tensor], Any], loss: str) -> None:
+    """Before what comes first, and the whole model's before that of a part."""
+
+    class Losses(Net):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+            found = super().forward(x, labels)
+            return returned(found["logits"].square().mean(), found["loss"])
+
+    assert capture(Losses(), (), inputs()).loss == loss
 
 
 @pytest.mark.parametrize("module", [False, True])
