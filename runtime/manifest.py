@@ -29,7 +29,8 @@ MIXED = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 # Names that mean something else inside an emitted function.
 _RESERVED = frozenset(
-    "b B self torch nn F Tensor Mesh Namespace collectives parameter buffer checkpoint float int tuple".split()  # noqa: SIM905
+    "b B self torch nn F Tensor Mesh Namespace collectives invariant local_forms parameter buffer checkpoint "  # noqa: SIM905
+    "float int tuple".split()
 )
 
 

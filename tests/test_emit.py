@@ -217,6 +217,40 @@ def test_odd_names_and_nested_lists(tmp_path: Path, recompute: bool) -> None:
     assert "grid.0 to grid.2 (3 layers)" in text and ("checkpoint(" in text) == recompute
 
 
+class Acting(nn.Module):
+    def __init__(self, act: str) -> None:
+        super().__init__()
+        self.linear, self.back, self.act = nn.Linear(4, 8), nn.Linear(8, 4), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.back(getattr(torch, self.act)(self.linear(x)))
+
+
+class OddLists(nn.Module):
+    """Lists of layers whose classes cannot be called as they are, and a module by a name of the runtime's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.ModuleList(Acting("sin") for _ in range(2))
+        self.none = nn.ModuleList(Acting("cos") for _ in range(2))
+        self.by_size = nn.ModuleDict({"3x3-a": nn.ModuleList(Acting("tanh") for _ in range(2))})
+        self.invariant = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = F.softmax(self.invariant(x), -1)
+        for layer in (*self.f, *self.none, *self.by_size["3x3-a"]):  # type: ignore[misc]
+            x = layer(x)
+        return {"loss": F.mse_loss(x, torch.ones_like(x))}
+
+
+def test_lists_by_names_that_no_class_may_have(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    same_training(tmp_path, OddLists().double(), x_only(), microbatches=2)
+    text = (tmp_path / "stage_0.py").read_text()
+    assert text.count("class ") == 4, text
+    assert "class F_(" in text and "class None_(" in text and "class F(" not in text
+
+
 class Plain(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).square().mean()

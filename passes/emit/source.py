@@ -260,9 +260,10 @@ class StageSource:
     def _class_name(self, path: str) -> str:
         parts = [part for part in path.split(".") if not part.isdigit()]
         base = "".join(word.capitalize() for part in parts[-2:] for word in part.split("_")) or "Layer"
+        base = argument_name(base)  # a list of layers may be called "f", "none" or, in a ModuleDict, "3x3"
         taken = {layer.name for layer in self.classes.values()}
         name, number = base, 2
-        while name in taken or name in ("Stage", "Namespace"):
+        while name in taken or name == "Stage":
             name, number = f"{base}{number}", number + 1
         return name
 
