@@ -42,10 +42,12 @@ def special() -> list[Case]:
         Case(key("prelu"), (f(4, 6, 2) - 0.5, f(6)), minimum=5),
         Case(key("prelu"), (f(4, 6) - 0.5, f(1)), minimum=4),
         *[Case(key("_weight_norm"), (f(4, 6, 2), f(*shape), dim), minimum=4) for shape, dim in _SIZES],
+        *[Case(key("_weight_norm"), (f(4, 6, 2), f(*shape), -1), minimum=3) for shape in _OF_ALL],
     ]
 
 
 _SIZES = (((4, 1, 1), 0), ((1, 1, 2), 2))
+_OF_ALL = ((), (1, 1, 2))  # what weight norm is given where the norm is over all dims
 
 
 def drawn() -> list[Case]:

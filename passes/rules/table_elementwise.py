@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from autopart.passes import graph
-from autopart.passes.rules.arguments import argument, names, operands, positive, rank_of, words
+from autopart.passes.rules.arguments import argument, names, operands, rank_of, words
 from autopart.passes.rules.book import Entry, shape_of
 from autopart.passes.rules.notation import Annotation
 from autopart.passes.sizes import ONE
@@ -130,10 +130,13 @@ def _prelu(node: fx.Node) -> str:
 
 
 def _weight_norm(node: fx.Node) -> Annotation:
-    """Directions over their norm, which is over all dims but one, times sizes: linear in these."""
-    dim = positive(argument(node, 2, "dim", 0), rank_of(node))
+    """Directions over their norm, which is over all dims but one, times sizes: linear in these.
+
+    For torch -1 is no last dim here: the norm is then over all, and there may be one size for all too.
+    """
+    dim, size = argument(node, 2, "dim", 0), graph.inputs(node)[1].fake
     terms = [name if index == dim else f"^{name}" for index, name in enumerate(names(rank_of(node)))]
-    sizes = [name if index == dim else "1" for index, name in enumerate(terms)]
+    sizes = ["1" if extent == ONE else term for extent, term in zip(shape_of(size), terms, strict=bool(size.dim()))]
     return Annotation(f"{' '.join(terms)}, {' '.join(sizes)} -> {' '.join(terms)}", linear=((1,),))
 
 
