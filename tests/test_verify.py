@@ -159,6 +159,16 @@ class Noisy(nn.Module):
         return (self.fc(x) + torch.rand_like(x)).mean()
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning", "ignore:The tensor attribute:UserWarning")
+@pytest.mark.parametrize("dim", [0, None])
+def test_weights_that_hooks_compute(dim: int | None) -> None:
+    """As torch's older weight norm does, with one size for each output or for all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 6), dim=dim), nn.Tanh(), nn.Linear(6, 2))  # type: ignore[arg-type]
+    found = verify(model, (torch.randn(4, 4),), cluster=Cluster.parse("cpu:1"), steps=1)
+    assert found.equal and any("weight_g" in group.group for group in found.groups)
+
+
 def test_what_cannot_be_compared() -> None:
     cluster = Cluster.parse("cpu:1")
     with pytest.raises(VerifyError, match="draws random numbers"):

@@ -53,7 +53,7 @@ def prepare(
     """A float64 copy of the model without dropout, captured. Raises VerifyError when it draws random numbers still."""
     module, args, kwargs, name, model_file = _parts(model, args, kwargs)
     notes: list[str] = []
-    module = copy.deepcopy(module).double().train()
+    module = _copied(module).double().train()
     module._apply(lambda tensor: in_float64(tensor) if tensor.is_complex() else tensor)
     if disable_dropout(module):
         notes.append("dropout is set to 0, since two programs draw different masks")
@@ -81,6 +81,17 @@ def prepare(
     if program.loss is None:
         notes.append("the model has no loss inside; compared is the sum of its outputs' mean squares")
     return Subject(module, call, leaves, structure, program, notes, model_file)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A deep copy, which torch refuses of what hooks such as ``weight_norm``'s compute and leave behind until the next
+    call: of that the values.
+    """
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    computed = {
+        id(value): value.detach().clone() for value in attributes if isinstance(value, Tensor) and value.grad_fn
+    }
+    return copy.deepcopy(model, computed)
 
 
 def disable_dropout(model: nn.Module) -> int:
