@@ -86,7 +86,8 @@ class Gathering:
 
 def kept_of(node: fx.Node) -> list[Value]:
     """What an op keeps for its backward: of layer_norm the bias as well, which its formula does not read."""
-    return [*saved_tensors(node), *(graphs.inputs(node)[1:] if op_name(node) == "layer_norm" else ())]
+    kept = saved_tensors(node)
+    return [*kept, *(graphs.inputs(node)[1:] if kept and op_name(node) == "layer_norm" else ())]
 
 
 def cut_of(node: fx.Node, cuts: Mapping[str, DataCut]) -> DataCut | None:
@@ -200,7 +201,7 @@ def _with_views(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """The nodes, and those that read what some of them only pass on."""
     found = dict.fromkeys(nodes)
     for node in list(found):
-        if is_view(node) or shares_memory(node):
+        if _passes_on(node):
             found.update(dict.fromkeys(_with_views(node.users)))
     return list(found)
 
@@ -209,5 +210,12 @@ def passed_on(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes, and the ops that only pass on what these make."""
     found = set(nodes)
     for node in list(found):
-        found |= passed_on(user for user in node.users if is_view(user) or shares_memory(user))
+        found |= passed_on(filter(_passes_on, node.users))
     return found
+
+
+def _passes_on(node: fx.Node) -> bool:
+    """Whether what a node makes is memory that it reads, as each of the pieces of a split is."""
+    if graphs.is_getitem(node):
+        return is_view(node.all_input_nodes[0])
+    return is_view(node) or shares_memory(node)

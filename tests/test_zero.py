@@ -408,8 +408,33 @@ class _Convolutions(nn.Module):
         return self.layers(x).square().mean()
 
 
+class _Pieces(nn.Module):
+    """Of one weight two products keep a piece each, outside of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Parameter(torch.randn(16, 8) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.both.chunk(2)
+        return (torch.tanh(x @ first) @ second).square().mean()
+
+
+class _FrozenNorm(nn.Module):
+    """What nothing that is trained stands before has no backward, which would keep its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(8).requires_grad_(False), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(x)).square().mean()
+
+
 @pytest.mark.parametrize(
-    ("model", "shape"), [(_Transformed, (8, 16, 2)), (_Convolutions, (8, 4, 8, 8))], ids=["complex", "convolutions"]
+    ("model", "shape"),
+    [(_Transformed, (8, 16, 2)), (_Convolutions, (8, 4, 8, 8)), (_Pieces, (8, 8)), (_FrozenNorm, (8, 8))],
+    ids=["complex", "convolutions", "pieces", "frozen norm"],
 )
 def test_what_autograd_keeps_of_weights_is_gathered_again(
     model: type[nn.Module], shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
