@@ -13,6 +13,8 @@ from autopart.runtime.errors import CaptureError
 
 # How export fails where a bound of the batch's size is no whole number, as that of `(batch - 4) * 5 >= 2`.
 _FRACTION = "Expected op to be '==', got"
+# Where torch.func's transformations run; export itself uses others of torch's files of that name.
+_TRANSFORMS = ("/_functorch/apis.py", "/_functorch/vmap.py")
 
 
 def fixes_batch(error: Exception) -> bool:
@@ -75,8 +77,16 @@ def capture_error(error: Exception, where: Where) -> CaptureError:
         suggestion = (
             "the branch depends on tensor values; replace it with torch.where, or decide it from the configuration"
         )
+    elif "functorch tensor" in text or any(frame.filename.endswith(_TRANSFORMS) for frame in frames):
+        suggestion = (
+            "no graph has the transformations of torch.func, such as grad, jacrev or vmap; write what they compute "
+            "with plain tensor ops"
+        )
     elif "fake tensor in the exported program constant" in str(error):
-        suggestion = "forward reads a tensor's .data (use .detach()), or calls autograd.grad: no graph has these"
+        suggestion = (
+            "forward reads a tensor's .data (use .detach()), or calls autograd.grad (write the derivative with tensor "
+            "ops): no graph has these"
+        )
     elif isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         suggestion = (
             "the line calls an op that looks at values, or makes as many as these say, which no graph has; write it "

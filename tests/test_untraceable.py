@@ -39,7 +39,15 @@ def slope(linear: nn.Module, x: Tensor) -> Tensor:
             r"(?s)satisfy the constraint.*leave validate_args out, or False",
         ),
         (lambda linear, x: linear(x + x.data), r"(?s)reads a tensor's \.data.*use \.detach"),
-        (lambda linear, x: slope(linear, x.detach().requires_grad_()), r"calls autograd\.grad: no graph has"),
+        (lambda linear, x: slope(linear, x.detach().requires_grad_()), r"calls autograd\.grad \(.*: no graph has"),
+        (
+            lambda linear, x: torch.func.grad(lambda p: linear(p).sum())(x),
+            "no graph has the transformations of torch.func",
+        ),
+        (
+            lambda linear, x: torch.func.vmap(torch.func.grad(lambda p: linear(p).sum()))(x),
+            "no graph has the transformations of torch.func",
+        ),
     ],
 )
 def test_what_no_graph_has_is_named(take: Callable[[nn.Module, Tensor], Tensor], match: str) -> None:
