@@ -17,9 +17,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.meta_utils import MetaConverter
 from torch.overrides import TorchFunctionMode
 
 from autopart.passes.default_dtype import default_dtype
@@ -54,7 +56,22 @@ def float64_throughout() -> Iterator[None]:
 
     So is torch's default type: float64's least number, by which masks are multiplied, does not fit into float32.
     """
-    with default_dtype(torch.float64), _Widen():
+    with default_dtype(torch.float64), _constants_as_they_are(), _Widen():
+        yield
+
+
+@contextlib.contextmanager
+def _constants_as_they_are() -> Iterator[None]:
+    """Inside, export's own copies of tensors without values are of their types, as it asserts: of a float32 tensor that
+    a model keeps as a plain attribute too.
+    """
+    convert = MetaConverter.__call__
+
+    def as_it_is(self: MetaConverter[Any], *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return convert(self, *args, **kwargs)
+
+    with mock.patch.object(MetaConverter, "__call__", as_it_is):
         yield
 
 

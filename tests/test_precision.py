@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopart.precision import eager_in_float64, float64_throughout
+from autopart.tracing import capture
 from families import FAMILIES, Family, family
 
 
@@ -77,3 +79,19 @@ def test_the_least_number_of_float64_becomes_a_tensor() -> None:
     with float64_throughout():
         assert torch.tensor(least).item() == torch.full((), least).item() == least
         assert torch.tensor(3).dtype == torch.int64
+
+
+def test_tensors_that_a_model_keeps_outside_of_its_state_are_captured() -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.scale = torch.linspace(0.1, 1.0, 4)  # no buffer, so that double() leaves it
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.scale.to(x)).square().mean()
+
+    model = Scaled().double()
+    with float64_throughout():
+        program = capture(model, (torch.randn(8, 4, dtype=torch.float64),), check_eval=False)
+    (constant,) = program.constants.values()
+    assert constant.dtype == torch.float32 and torch.equal(constant, model.scale)
