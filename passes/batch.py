@@ -303,11 +303,11 @@ class Splitter:
                 assert isinstance(node.target, torch._ops.OpOverload)
                 return self.put(self.call(node.target, given.get(sources[0], self.env[sources[0]]), shift), SUMMED)
         # A sum of losses over one of labels that count: linear in the first, which stays a sum; the other is completed.
-        for group in () if rule is None else rule.linear:
-            rest = [position for position in summed if position not in group]
-            if 0 < len(rest) < len(summed):
-                summed = rest
-                break
+        outside = [[item for item in summed if item not in group] for group in (() if rule is None else rule.linear)]
+        parted = [rest for rest in outside if 0 < len(rest) < len(summed)]
+        # of a product whichever can be: one of parameters stays a sum
+        known = (rest for rest in parted if all(self.env[sources[item]] not in self.bound for item in rest))
+        summed = next(known, parted[0] if parted else summed)
         completed = {sources[position]: self.completed(self.env[sources[position]]) for position in summed}
         return self.by_rule(node, {**given, **completed})
 

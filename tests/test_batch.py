@@ -140,6 +140,7 @@ LOSSES: dict[str, Body] = {
     "times a root of the batch size": lambda m, x, y: m.linear(x).square().sum() * x.shape[0] ** -0.5,
     "sum over sum": lambda m, x, y: (m.linear(x).square().sum(1) * (y >= 0)).sum() / (y >= 0).sum(),
     "masked mean": lambda m, x, y: (m.linear(x).square().sum(1) * (y >= 0)).sum() / (y >= 0).sum().clamp(min=1),
+    "times a mean of the inputs": lambda m, x, y: x.square().mean() * m.linear(x).square().mean(),
     "weight penalty": lambda m, x, y: F.cross_entropy(m.linear(x), y) + 0.1 * m.linear.weight.square().sum(),
     "shifted": lambda m, x, y: 2.0 - (F.cross_entropy(m.linear(x), y) + 1.5),
     "standardised by inputs' mean": lambda m, x, y: m.linear(x - x.mean(0)).square().mean(),
