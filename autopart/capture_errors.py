@@ -48,7 +48,7 @@ def batch_reason(error: Exception) -> str:
         return f"the model's code holds for a batch of {constant[1]} samples only"
     guard = re.search(r"satisfy the generated guard (.+?)\.?\n", text)
     if guard:
-        return "the model's code asks that " + re.sub(r"L\['\w+'\]\.size\(\)\[\d+\]", "b", guard[1])
+        return "the model's code asks that " + re.sub(r"L\['\w+'\](\[\d+\])*\.size\(\)\[\d+\]", "b", guard[1])
     if _FRACTION in text:
         return "the model's code asks that " + re.sub(r"\bbatch\b", "b", text.rpartition(" for ")[2].strip())
     return _first_line(error)

@@ -67,6 +67,19 @@ def batch_dims_of(named: dict[str, Any], given: Mapping[str, int | None]) -> dic
     return found
 
 
+def guess_of(named: dict[str, Any], dims: dict[str, int | None], given: Mapping[str, int | None]) -> str:
+    """What was guessed of inputs by their sizes, where these differ, for a batch that cannot be split; else ''."""
+    leaves = {path: leaf for path, leaf in named.items() if isinstance(leaf, torch.Tensor) and path not in given}
+    other = [f"{path!r} {list(leaf.shape)}" for path, leaf in leaves.items() if leaf.dim() and dims[path] is None]
+    taken = [f"{path!r} {list(leaf.shape)}" for path, leaf in leaves.items() if dims[path] is not None]
+    if not other or not taken:
+        return ""
+    return (
+        f" (samples were looked for in the first dim of {', '.join(taken)}, and not in {', '.join(other)}; batch_dims "
+        "says in which dim of an input they are, if in any)"
+    )
+
+
 def examples(named: dict[str, Any], dims: dict[str, int | None]) -> tuple[dict[str, Any], int]:
     """The example leaves with one storage each, and at least two samples: export takes a size of 1 for a constant.
 

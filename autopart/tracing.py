@@ -24,7 +24,7 @@ from autopart.assembled import assemble
 from autopart.assumed_branches import Decisions, settle
 from autopart.capture_errors import batch_reason, capture_error, fixes_batch, largest_batch
 from autopart.capture_place import Where
-from autopart.example_inputs import batch_dims_of, bind, examples
+from autopart.example_inputs import batch_dims_of, bind, examples, guess_of
 from autopart.export_noise import without_graphs
 from autopart.flat_model import TARGETS, FlatModel
 from autopart.kept_buffers import kept_buffers
@@ -118,6 +118,8 @@ def capture(
             other_draws() as drawn,
         ):
             exported, static_batch, most = _export(flat, leaves, dims, batch)
+        if static_batch:
+            static_batch += guess_of(named, dims, batch_dims or {})
         with entered({}):
             program = assemble(flat, exported, named, dims, tuple(bound), batch, static_batch, name, autocast)
         program.most_samples = most

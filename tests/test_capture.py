@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -359,6 +360,34 @@ def test_errors_of_the_call() -> None:
     with pytest.raises(CaptureError, match=r"(?s)module first .*run the model once") as raised:
         capture(Net(), (torch.ones(2, 5),))
     assert "test_capture.py:" in str(raised.value)
+
+
+class Nodes(nn.Module):
+    """The first input is of all nodes, of which samples pick some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, nodes: Tensor, picked: Tensor) -> Tensor:
+        found: Tensor = self.linear(nodes.reshape(6, 4))[picked]
+        return found.square().mean()
+
+
+def test_a_guess_of_samples_is_told_where_the_batch_is_fixed() -> None:
+    given = (torch.randn(6, 4), torch.arange(3))
+    guessed = r"in the first dim of 'nodes' \[6, 4\], and not in 'picked' \[3\]; batch_dims says"
+    assert re.search(guessed, capture(Nodes(), given).static_batch)
+    assert capture(Nodes(), given, batch_dims={"nodes": None}).static_batch == ""
+
+
+def test_what_a_model_asks_of_its_batch_is_told_by_its_size() -> None:
+    class Pairs(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            left, right = super().forward(x).chunk(2)
+            return (left - right).square().mean()
+
+    assert "L[" not in capture(Pairs(4, 2), (torch.randn(6, 4),)).static_batch
 
 
 def test_batch_size_that_the_model_fixes() -> None:
