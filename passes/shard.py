@@ -113,9 +113,16 @@ class _Sharder:
             if "placements" in node.meta:
                 node.meta["axes"] = self.axes
         graphs.prune(self.graph)
+        self.stop_gradients()
         reorder(self.graph)
         self.graph.lint()
         return self.graph
+
+    def stop_gradients(self) -> None:
+        """A collective has no backward where nothing that reads its result has, as what only takes its shape."""
+        for node in reversed(self.graph.nodes):
+            if "transition" in node.meta and node.meta["differentiable"]:
+                node.meta["differentiable"] = any(user.meta.get("differentiable", True) for user in node.users)
 
     def placeholder(self, node: fx.Node) -> None:
         new = self.graph.node_copy(node)

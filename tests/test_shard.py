@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from autopart.passes.conversion import Axes
 from autopart.passes.program import Role
@@ -18,7 +18,9 @@ from autopart.passes.shard import collective_counts
 from autopart.precision import eager_in_float64
 from autopart.runtime import ParallelModule
 from autopart.runtime.placement import Placements
+from autopart.verify import prepare
 from families import captured, family
+from forcing import forced, op, run
 from launch import launch
 from programs import Choose, compile_program, randomly, tensors_of
 
@@ -199,3 +201,24 @@ def test_one_collective_for_all_uses(tmp_path: Path) -> None:
     assert len(moved) == len(set(moved)) > 20
     for node, _, step in inserted:
         assert node.meta["placements"] == (step.target,)
+
+
+class Shaped(nn.Module):
+    """A value of which one reader takes the shape alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        return (hidden.tanh() + torch.zeros_like(hidden).cos()).square().mean()
+
+
+def test_collectives_for_what_has_no_gradient_have_no_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep(node: fx.Node, strategy: Strategy) -> bool:
+        return strategy.outputs[0].is_shard if op(node) == "zeros_like" else strategy.name == "R"
+
+    subject = prepare(Shaped(), (torch.randn(8, 4),))
+    _, source = run(subject, forced(subject, 2, keep), tmp_path, monkeypatch)
+    assert "torch.zeros_like(split)" in source
