@@ -1,56 +1,96 @@
 """Which gradients of its own a model makes while a capture runs it: export records forwards, and autograd the rest.
 
-A ``torch.autograd.Function`` has a backward of its own, a hook changes a gradient on its way. A hook on a forward runs
-in the trace, once, with tensors that have no values. What ``torch.utils.checkpoint`` runs in a Function is taken as it
+A ``torch.autograd.Function`` has a backward of its own, which may be another than its forward's derivative
+(:mod:`autopart.own_functions`); a hook changes a gradient on its way. A hook on a forward runs in the trace, once, with
+tensors that have no values. What ``torch.utils.checkpoint`` runs in a Function is taken as it
 is: it would come without gradients, and which layers run again is the plan's.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
+
+from autopart.capture_place import own_frame
+from autopart.own_functions import Applied
+from autopart.runtime.errors import CaptureError
+
+
+@dataclass(slots=True)
+class OwnBackwards:
+    """hooks: what is said of them. functions: by Function and place what it was applied to."""
+
+    hooks: dict[str, None] = field(default_factory=dict)
+    functions: dict[tuple[Any, str], dict[str, Applied]] = field(default_factory=dict)
+
+    def notes(self) -> list[str]:
+        """Of hooks, and of Functions of which is not known whether they have the derivative of their forward.
+
+        Raises CaptureError for one that has another.
+        """
+        found = dict(self.hooks)
+        for (function, place), applied in self.functions.items():
+            differ = [item.differs() for item in applied.values()]
+            if True in differ:
+                raise CaptureError(_on_other(function.__qualname__, place))
+            if None in differ:
+                found[_on_function(function.__qualname__)] = None
+        return list(found)
 
 
 @contextmanager
-def own_backwards(model: nn.Module) -> Iterator[dict[str, None]]:
-    """Inside, what is said of each Function that is applied, torch's own left out, and of hooks."""
-    found = dict.fromkeys(
+def own_backwards(model: nn.Module) -> Iterator[OwnBackwards]:
+    """Inside, hooks and Functions that are applied, torch's own left out, are noted."""
+    own = OwnBackwards()
+    own.hooks |= dict.fromkeys(
         _on_hooks(f"module {path or '(root)'}", type(module).__name__)
         for path, module in model.named_modules()
         if module._backward_hooks or module._backward_pre_hooks
     )
-    found |= dict.fromkeys(
+    own.hooks |= dict.fromkeys(
         _on_forward_hooks(path, hook)
         for path, module in model.named_modules()
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         if not _of_torch(hook)
     )
-    original, register = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
+    register, before = torch.Tensor.register_hook, vars(_SingleLevelFunction).get("apply")
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
             run, _, *inputs = args
             return run(*inputs)
-        if not cls.__module__.startswith("torch."):
-            found[_on_function(cls.__qualname__)] = None
-        return original.__func__(cls, *args, **kwargs)
+        trained = torch.is_grad_enabled() and any(
+            isinstance(item, torch.Tensor) and item.requires_grad for item in args
+        )
+        if trained and not cls.__module__.startswith("torch."):
+            frame = own_frame(traceback.extract_stack())
+            place = f"{frame.filename}:{frame.lineno}" if frame else "unknown source line"
+            applied = Applied.of(cls, args)
+            own.functions.setdefault((cls, place), {}).setdefault(repr(applied.arguments), applied)
+        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 
     def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
         if not isinstance(tensor, nn.Parameter):
-            found[_on_hooks("a tensor in forward", getattr(hook, "__qualname__", type(hook).__name__))] = None
+            own.hooks[_on_hooks("a tensor in forward", getattr(hook, "__qualname__", type(hook).__name__))] = None
         return register(tensor, hook)
 
-    setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010
+    # Where Function.apply ends, also one that the model's code looked up before, as in `swish = Swish.apply`.
+    setattr(_SingleLevelFunction, "apply", classmethod(apply))  # noqa: B010
     setattr(torch.Tensor, "register_hook", register_hook)  # noqa: B010
     try:
-        yield found
+        yield own
     finally:
-        setattr(torch.autograd.Function, "apply", original)  # noqa: B010
+        delattr(_SingleLevelFunction, "apply")
+        if before is not None:
+            setattr(_SingleLevelFunction, "apply", before)  # noqa: B010
         setattr(torch.Tensor, "register_hook", register)  # noqa: B010
 
 
@@ -72,6 +112,15 @@ def _on_function(name: str) -> str:
     return (
         f"{name} has a backward of its own, which is not used: its forward is differentiated. Where the two differ "
         "(straight-through estimators) the model trains otherwise than on one device"
+    )
+
+
+def _on_other(name: str, place: str) -> str:
+    return (
+        f"{name}, applied at {place}, has a backward that is not the derivative of its forward, which is what a "
+        "program has: the model would train otherwise than on one device. Write it with tensor ops that have this "
+        "derivative: x + (x.round() - x).detach() for a straight-through estimator, 2 * x.detach() - x for a reversed "
+        "gradient"
     )
 
 

@@ -123,7 +123,7 @@ def capture(
         with entered({}):
             program = assemble(flat, exported, named, dims, tuple(bound), batch, static_batch, name, autocast)
         program.most_samples = most
-        program.notes = (*program.notes, *own, *map(note_on_draws, drawn))
+        program.notes = (*program.notes, *own.notes(), *map(note_on_draws, drawn))
         return program
 
     program = settle(trace, named, dims, batch)

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import _SingleLevelFunction
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import autopart
+from autopart.runtime.errors import CaptureError
 from autopart.tracing import capture
 from programs import run_graph
 
@@ -31,37 +33,119 @@ class Round(torch.autograd.Function):
         return gradients[0]
 
 
-class Rounded(nn.Module):
-    def __init__(self) -> None:
+class Reversed(torch.autograd.Function):
+    """A gradient that turns back on its way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return -gradients[0], None
+
+
+class Swish(torch.autograd.Function):
+    """Keeps its input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate = torch.sigmoid(x)
+        return gradients[0] * gate * (1 + x * (1 - gate))
+
+
+class Product(torch.autograd.Function):
+    """The newer form, whose forward has no context; of a constant there is no gradient."""
+
+    @staticmethod
+    def forward(x: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+        return x * factor, x > 0
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.saved_tensors[0], None
+
+
+class Kernel(torch.autograd.Function):
+    """Runs on no device that is here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        if not torch.compiler.is_exporting():
+            raise RuntimeError("no kernel")
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class Speaking(Kernel):
+    """Would wait for others, if it was run."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        if not torch.compiler.is_exporting():
+            torch.distributed.all_reduce(x)
+        return x.sin()
+
+
+class Between(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.first, self.last, self.function = nn.Linear(4, 4), nn.Linear(4, 1), function
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(self.last(Round.apply(self.first(x))).mean())
+        found = self.function(self.first(x))
+        return torch.as_tensor(self.last(found[0] if isinstance(found, tuple) else found).mean())
 
 
-def test_it_is_said_once() -> None:
-    before = torch.autograd.Function.__dict__["apply"]
-    (note,) = [
-        note
-        for note in capture(Rounded(), (torch.randn(4, 4),), check_eval=False).notes
-        if "backward of its own" in note
-    ]
-    assert note.startswith("Round has")
-    assert torch.autograd.Function.__dict__["apply"] is before
-    assert not any(
-        "backward of its own" in note for note in capture(nn.Linear(4, 4), (torch.randn(4, 4),), check_eval=False).notes
-    )
+def _notes(function: Callable[[Tensor], Any]) -> list[str]:
+    found = capture(Between(function), (torch.randn(4, 4),), check_eval=False).notes
+    return [note for note in found if "backward of its own" in note]
+
+
+@pytest.mark.parametrize(("function", "name"), [(Round.apply, "Round"), (lambda x: Reversed.apply(x, 1.0), "Reversed")])
+def test_a_backward_that_is_another_derivative_is_refused(function: Callable[[Tensor], Any], name: str) -> None:
+    with pytest.raises(CaptureError, match=rf"(?s){name}, applied at .*test_own_backwards.py:\d+, has a backward that"):
+        _notes(function)
+
+
+def test_one_that_is_its_forward_s_is_not_spoken_of() -> None:
+    factor = torch.rand(4)
+    assert not _notes(Swish.apply)
+    assert not _notes(lambda x: Product.apply(x, factor))
+    assert not _notes(lambda x: x + Round.apply(x.detach())), "it has no gradient"
+
+
+def test_of_one_that_cannot_be_run_is_said_once_that_it_is_not_used() -> None:
+    (note,) = _notes(lambda x: Kernel.apply(Kernel.apply(x)))
+    assert note.startswith("Kernel has")
+    (note,) = _notes(Speaking.apply)
+    assert note.startswith("Speaking has")
+    assert "apply" not in vars(_SingleLevelFunction)
+    assert not _notes(nn.Identity())
 
 
 def test_a_script_is_warned_where_no_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(UserWarning, match="Round has a backward of its own"):
-        autopart.parallelize(Rounded(), verbose=False, example=(torch.randn(4, 4),))
-    assert "Rounded on cpu" not in capsys.readouterr().err
+    with pytest.warns(UserWarning, match="Kernel has a backward of its own"):
+        autopart.parallelize(Between(Kernel.apply), verbose=False, example=(torch.randn(4, 4),))
+    assert "Between on cpu" not in capsys.readouterr().err
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        autopart.parallelize(Rounded(), example=(torch.randn(4, 4),))
-    assert "Round has a backward of its own" in capsys.readouterr().err
+        autopart.parallelize(Between(Kernel.apply), example=(torch.randn(4, 4),))
+    assert "Kernel has a backward of its own" in capsys.readouterr().err
 
 
 class Hooked(nn.Module):
