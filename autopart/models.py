@@ -88,8 +88,11 @@ def _load_file(
     match result:
         case (nn.Module() as model, tuple() | list() as args, dict() as kwargs):
             pass
+        case (nn.Module() as model, tuple() | list() as args):
+            kwargs = {}
         case _:
-            got = type(result).__name__
+            parts = result if isinstance(result, tuple) else ()
+            got = type(result).__name__ + (f" ({', '.join(type(part).__name__ for part in parts)})" if parts else "")
             raise ModelError(f"{spec}: {function}() has to return a model or (model, args, kwargs), it returned {got}")
     if dtype is not None:
         model = model.to(dtype)

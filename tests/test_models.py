@@ -267,6 +267,9 @@ MLP = """
     def text():
         return "a model"
 
+    def swapped():
+        return (torch.ones(2, 4),), nn.Linear(4, 4)
+
     def wrong():
         x = torch.ones(2, 4)
         return nn.Linear(5, 4)(x)
@@ -274,6 +277,12 @@ MLP = """
     def leaves():
         raise SystemExit("no data\\nhere")
 """
+
+
+def test_arguments_need_no_keywords_beside_them(write: Any) -> None:
+    path = write("import torch\ndef f(): return torch.nn.Linear(3, 1), [torch.ones(2, 3)]")
+    found = load_model(f"{path}:f")
+    assert [tuple(item.shape) for item in found.args] == [(2, 3)] and found.kwargs == {}
 
 
 def test_a_function_returns_a_model_or_a_call(write: Any) -> None:
@@ -304,8 +313,9 @@ def test_a_file_may_import_its_neighbours(write: Any) -> None:
     [
         ("plane", "user.py has no function 'plane'; did you mean plain?"),
         ("text", "text() has to return a model or (model, args, kwargs), it returned str"),
-        ("wrong", "user.py:25 raised in wrong(): RuntimeError: "),
-        ("leaves", "user.py:28 raised in leaves(): SystemExit: no data here"),
+        ("swapped", "swapped() has to return a model or (model, args, kwargs), it returned tuple (tuple, Linear)"),
+        ("wrong", "user.py:28 raised in wrong(): RuntimeError: "),
+        ("leaves", "user.py:31 raised in leaves(): SystemExit: no data here"),
     ],
 )
 def test_a_users_mistakes_name_the_line(write: Any, function: str, expected: str) -> None:
