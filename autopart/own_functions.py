@@ -33,12 +33,20 @@ class Applied:
 
     @staticmethod
     def of(function: Any, arguments: Sequence[Any]) -> Applied:
-        return Applied(function, tuple(_Like.of(item) if isinstance(item, Tensor) else item for item in arguments))
+        def plain(item: Any) -> Any:
+            return (
+                _Like.of(item) if isinstance(item, Tensor) else _size(item) if isinstance(item, torch.SymInt) else item
+            )
+
+        return Applied(function, tuple(map(plain, arguments)))
 
     def differs(self) -> bool | None:
-        """None: it cannot be run here, or is not, as it is large or speaks to other processes."""
+        """None: it cannot be run here, or is not, as it is large, speaks to other processes, or is given what it may
+        change, such as modules, whose parameters a backward may add gradients to.
+        """
         tensors = [item for item in self.arguments if isinstance(item, _Like)]
-        if sum(item.numbers for item in tensors) > _MOST_NUMBERS or _speaks(self.function):
+        large = sum(item.numbers for item in tensors) > _MOST_NUMBERS
+        if large or _speaks(self.function) or not all(map(_is_plain, self.arguments)):
             return None
         try:
             with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.autocast("cpu", enabled=False):
@@ -78,8 +86,7 @@ class _Like:
 
     @staticmethod
     def of(tensor: Tensor) -> _Like:
-        sizes = (size.node.hint if isinstance(size, torch.SymInt) else size for size in tensor.shape)
-        return _Like(tuple(int(size or 1) for size in sizes), tensor.dtype, tensor.requires_grad)
+        return _Like(tuple(map(_size, tensor.shape)), tensor.dtype, tensor.requires_grad)
 
     @property
     def numbers(self) -> int:
@@ -89,6 +96,11 @@ class _Like:
         if not (self.dtype.is_floating_point or self.dtype.is_complex):
             return torch.ones(self.shape, dtype=self.dtype)
         return torch.randn(self.shape, dtype=self.dtype).requires_grad_(self.trained)
+
+
+def _size(value: int | torch.SymInt) -> int:
+    """Of a symbol what it is at capture."""
+    return int(value.node.hint or 1) if isinstance(value, torch.SymInt) else value
 
 
 class _Context:
@@ -106,6 +118,12 @@ class _Context:
     def mark_non_differentiable(self, *tensors: Any) -> None: ...
 
     def set_materialize_grads(self, value: bool) -> None: ...
+
+
+def _is_plain(argument: Any) -> bool:
+    if isinstance(argument, tuple | list):
+        return all(map(_is_plain, argument))
+    return isinstance(argument, _Like | int | float | complex | str | torch.dtype | None)
 
 
 def _far(own: Tensor, derived: Tensor) -> bool:

@@ -101,6 +101,23 @@ class Speaking(Kernel):
         return x.sin()
 
 
+class Reversible(torch.autograd.Function):
+    """Adds its layer's gradients up by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.save_for_backward(x.detach())
+        ctx.layer = layer
+        return torch.as_tensor(layer(x))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].requires_grad_()
+            ctx.layer(x).backward(gradients[0])
+        return x.grad, None
+
+
 class Between(nn.Module):
     def __init__(self, function: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -116,7 +133,9 @@ def _notes(function: Callable[[Tensor], Any]) -> list[str]:
     return [note for note in found if "backward of its own" in note]
 
 
-@pytest.mark.parametrize(("function", "name"), [(Round.apply, "Round"), (lambda x: Reversed.apply(x, 1.0), "Reversed")])
+@pytest.mark.parametrize(
+    ("function", "name"), [(Round.apply, "Round"), (lambda x: Reversed.apply(x, x.shape[0]), "Reversed")]
+)
 def test_a_backward_that_is_another_derivative_is_refused(function: Callable[[Tensor], Any], name: str) -> None:
     with pytest.raises(CaptureError, match=rf"(?s){name}, applied at .*test_own_backwards.py:\d+, has a backward that"):
         _notes(function)
@@ -134,6 +153,9 @@ def test_of_one_that_cannot_be_run_is_said_once_that_it_is_not_used() -> None:
     assert note.startswith("Kernel has")
     (note,) = _notes(Speaking.apply)
     assert note.startswith("Speaking has")
+    layer = nn.Linear(4, 4)
+    (note,) = _notes(lambda x: Reversible.apply(x, layer))
+    assert note.startswith("Reversible has") and layer.weight.grad is None
     assert "apply" not in vars(_SingleLevelFunction)
     assert not _notes(nn.Identity())
 
