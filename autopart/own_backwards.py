@@ -20,23 +20,30 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopart.capture_place import own_frame
-from autopart.own_functions import Applied
+from autopart.own_functions import Applied, Hook
 from autopart.runtime.errors import CaptureError
 
 
 @dataclass(slots=True)
 class OwnBackwards:
-    """hooks: what is said of them. functions: by Function and place what it was applied to."""
+    """hooks: what is said of them. functions: by Function and place what it was applied to. on_tensors: hooks on
+    gradients of tensors in the forward, by place.
+    """
 
     hooks: dict[str, None] = field(default_factory=dict)
     functions: dict[tuple[Any, str], dict[str, Applied]] = field(default_factory=dict)
+    on_tensors: dict[str, Hook] = field(default_factory=dict)
 
     def notes(self) -> list[str]:
         """Of hooks, and of Functions of which is not known whether they have the derivative of their forward.
 
-        Raises CaptureError for one that has another.
+        Raises CaptureError for one that has another, and for a hook that changes a tensor's gradient.
         """
         found = dict(self.hooks)
+        for place, hook in self.on_tensors.items():
+            if hook.changes():
+                raise CaptureError(_on_change(_name(hook.called), place))
+            found[_on_hooks("a tensor in forward", _name(hook.called))] = None
         for (function, place), applied in self.functions.items():
             differ = [item.differs() for item in applied.values()]
             if True in differ:
@@ -71,15 +78,13 @@ def own_backwards(model: nn.Module) -> Iterator[OwnBackwards]:
             isinstance(item, torch.Tensor) and item.requires_grad for item in args
         )
         if trained and not cls.__module__.startswith("torch."):
-            frame = own_frame(traceback.extract_stack())
-            place = f"{frame.filename}:{frame.lineno}" if frame else "unknown source line"
             applied = Applied.of(cls, args)
-            own.functions.setdefault((cls, place), {}).setdefault(repr(applied.arguments), applied)
+            own.functions.setdefault((cls, _place()), {}).setdefault(repr(applied.arguments), applied)
         return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 
     def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
         if not isinstance(tensor, nn.Parameter):
-            own.hooks[_on_hooks("a tensor in forward", getattr(hook, "__qualname__", type(hook).__name__))] = None
+            own.on_tensors.setdefault(_place(), Hook.of(tensor, hook))
         return register(tensor, hook)
 
     # Where Function.apply ends, also one that the model's code looked up before, as in `swish = Swish.apply`.
@@ -94,17 +99,25 @@ def own_backwards(model: nn.Module) -> Iterator[OwnBackwards]:
         setattr(torch.Tensor, "register_hook", register)  # noqa: B010
 
 
+def _place() -> str:
+    frame = own_frame(traceback.extract_stack())
+    return f"{frame.filename}:{frame.lineno}" if frame else "unknown source line"
+
+
+def _name(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", type(hook).__name__))
+
+
 def _of_torch(hook: Any) -> bool:
     """Such as those of ``weight_norm`` and ``prune``, which compute and keep nothing else."""
     return str(getattr(hook, "__module__", type(hook).__module__)).startswith("torch.")
 
 
 def _on_forward_hooks(path: str, hook: Any) -> str:
-    name = getattr(hook, "__qualname__", type(hook).__name__)
     return (
-        f"module {path or '(root)'} has a hook on forward ({name}), of which the program has what it computes with "
-        "tensors, but which is not called: what it keeps or prints is of the capture alone. Give what it looks at as "
-        "an output of forward"
+        f"module {path or '(root)'} has a hook on forward ({_name(hook)}), of which the program has what it computes "
+        "with tensors, but which is not called: what it keeps or prints is of the capture alone. Give what it looks at "
+        "as an output of forward"
     )
 
 
@@ -121,6 +134,14 @@ def _on_other(name: str, place: str) -> str:
         "program has: the model would train otherwise than on one device. Write it with tensor ops that have this "
         "derivative: x + (x.round() - x).detach() for a straight-through estimator, 2 * x.detach() - x for a reversed "
         "gradient"
+    )
+
+
+def _on_change(name: str, place: str) -> str:
+    return (
+        f"the hook ({name}) that {place} registers on a tensor changes its gradient, and a program does not call it: "
+        "the model would train otherwise than on one device. Write what it does with tensor ops: "
+        "s * x + (x - s * x).detach() for a gradient times s"
     )
 
 

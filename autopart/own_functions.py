@@ -1,7 +1,8 @@
 """Whether a ``torch.autograd.Function``'s backward is the derivative of its forward, which is what a program has.
 
 Both are run once on drawn numbers of the shapes that the model gives it: the Function as it is, and its forward with
-autograd. A straight-through estimator, or a reversed gradient, is told so; a Function that only saves memory is not.
+autograd. A straight-through estimator, or a reversed gradient, is told so; a Function that only saves memory is not. So
+is a hook that changes the gradient that it is given.
 """
 
 from __future__ import annotations
@@ -76,6 +77,32 @@ class Applied:
         """Without the Function's backward."""
         apart = self.function.setup_context is not torch.autograd.Function.setup_context
         return self.function.forward(*(() if apart else (_Context(len(arguments)),)), *arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """On a tensor's gradient. like: the tensor."""
+
+    called: Any
+    like: _Like
+
+    @staticmethod
+    def of(tensor: Tensor, hook: Any) -> Hook:
+        return Hook(hook, _Like.of(tensor))
+
+    def changes(self) -> bool:
+        """Whether it surely makes another gradient of a drawn one, which is the only one that it is given."""
+        if self.like.numbers > _MOST_NUMBERS:
+            return False
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                gradient = self.like.drawn().detach()
+                given = gradient.clone()
+                found = self.called(given)
+        except Exception:  # what it is for is not to be had here
+            return False
+        made = given if found is None else found
+        return not (isinstance(made, Tensor) and made.shape == gradient.shape and torch.equal(made, gradient))
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,24 +171,34 @@ def test_a_script_is_warned_where_no_plan_is_printed(capsys: pytest.CaptureFixtu
 
 
 class Hooked(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.first, self.last, self.hook = nn.Linear(4, 4), nn.Linear(4, 1), hook
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
         if hidden.requires_grad:
-            hidden.register_hook(lambda gradient: gradient / 2)
+            hidden.register_hook(self.hook)
         return torch.as_tensor(self.last(hidden).mean())
 
 
 def test_hooks_on_gradients_are_said() -> None:
-    before, model = torch.Tensor.register_hook, Hooked()
+    before, model = torch.Tensor.register_hook, Hooked(lambda gradient: None)
     model.first.register_full_backward_hook(lambda module, there, back: None)
     model.first.weight.register_hook(lambda gradient: gradient)
     notes = [note for note in capture(model, (torch.randn(4, 4),), check_eval=False).notes if "hook" in note]
     assert [note.partition(" has a hook")[0] for note in notes] == ["module first", "a tensor in forward"]
     assert torch.Tensor.register_hook is before
+
+
+@pytest.mark.parametrize("hook", [lambda found: found / 2, lambda found: found.mul_(2), torch.sum])
+def test_a_hook_that_changes_a_gradient_is_refused(hook: Callable[[Tensor], Tensor | None]) -> None:
+    with pytest.raises(
+        CaptureError, match=r"that .*test_own_backwards.py:\d+ registers on a tensor changes its gradient"
+    ):
+        capture(Hooked(hook), (torch.randn(4, 4),), check_eval=False)
+    (note,) = capture(Hooked(lambda gradient: gradient), (torch.randn(4, 4),), check_eval=False).notes
+    assert "a tensor in forward has a hook on its gradients" in note
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
