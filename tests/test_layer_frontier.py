@@ -15,7 +15,7 @@ import torch
 from chains import chain_of, subject_of
 from test_planner import GPT2, analysis_of
 from test_saved_in_runs import watch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import autopart.verify
@@ -145,6 +145,26 @@ def test_each_choice_keeps_what_its_stage_keeps(name: str, tp: tuple[int, ...]) 
         freed = plain - kept_bytes(graph, axes, 2, again)
         expected = family[0].activation_bytes - point.activation_bytes
         assert freed == pytest.approx(expected, rel=0.05, abs=0.01 * family[0].activation_bytes), point.name
+
+
+def test_a_module_whose_gather_is_begun_before_another_module_runs_again_behind_it() -> None:
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+
+    def op(path: str, target: Any, *read: fx.Node) -> fx.Node:
+        node = graph.call_function(target, read)
+        node.meta.update(path=path, layer="h.0", val=torch.empty(2, 2))
+        return node
+
+    gathered = op("h.0.mlp.up", torch.ops.aten.clone.default, weight)
+    gathered.meta["transition"] = "all_gather"
+    norm = op("h.0.norm", torch.ops.aten.tanh.default, op("h.0.norm", torch.ops.aten.exp.default, x))
+    up = op("h.0.mlp.up", torch.ops.aten.mm.default, norm, gathered)
+    act = op("h.0.mlp", torch.ops.aten.relu.default, up)
+    op("h.0", torch.ops.aten.add.Tensor, x, act)
+    ((_, is_layer, found),) = segments_of(graph, ("h.0.norm", "h.0.mlp"))
+    assert is_layer and [item.path for item in found] == ["", "h.0.norm", "h.0.mlp", ""]
+    assert found[0].nodes == (gathered,) and found[2].nodes == (up, act)
 
 
 class Residual(nn.Sequential):

@@ -132,9 +132,9 @@ def _modules_between(path: str, layer: str) -> tuple[str, ...]:
 
 
 def _in_order(run: Run, recompute: Collection[str]) -> list[str]:
-    """The modules inside a layer that are computed again, as their first ops come."""
+    """The modules inside a layer that are computed again, as their first ops come; gathers may be begun long before."""
     order: dict[str, None] = {}
-    for node in run.nodes:
+    for node in filter(_is_op, run.nodes):
         found = [path for path in _modules_between(graphs.module_path(node), run.path) if path in recompute]
         order.update(dict.fromkeys(found[:1]))
     return list(order)
