@@ -20,8 +20,11 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopart.capture_place import own_frame
-from autopart.own_functions import Applied, Hook
+from autopart.own_functions import Applied, Backward, Hook, with_scaled_gradient
 from autopart.runtime.errors import CaptureError
+
+Place = tuple[Any, str]
+"""A Function, and the file and line that apply it."""
 
 
 @dataclass(slots=True)
@@ -31,7 +34,7 @@ class OwnBackwards:
     """
 
     hooks: dict[str, None] = field(default_factory=dict)
-    functions: dict[tuple[Any, str], dict[str, Applied]] = field(default_factory=dict)
+    functions: dict[Place, dict[str, Applied]] = field(default_factory=dict)
     on_tensors: dict[str, Hook] = field(default_factory=dict)
 
     def notes(self) -> list[str]:
@@ -45,17 +48,28 @@ class OwnBackwards:
                 raise CaptureError(_on_change(_name(hook.called), place))
             found[_on_hooks("a tensor in forward", _name(hook.called))] = None
         for (function, place), applied in self.functions.items():
-            differ = [item.differs() for item in applied.values()]
-            if True in differ:
+            backwards = {item.backward() for item in applied.values()}
+            if Backward.OTHER in backwards or Backward.SCALED in backwards:
                 raise CaptureError(_on_other(function.__qualname__, place))
-            if None in differ:
+            if Backward.UNKNOWN in backwards:
                 found[_on_function(function.__qualname__)] = None
         return list(found)
 
+    def scaled(self) -> frozenset[Place]:
+        """Functions whose backward scales the gradient wherever they were applied at a place."""
+        return frozenset(
+            place
+            for place, applied in self.functions.items()
+            if all(item.backward() is Backward.SCALED for item in applied.values())
+        )
+
 
 @contextmanager
-def own_backwards(model: nn.Module) -> Iterator[OwnBackwards]:
-    """Inside, hooks and Functions that are applied, torch's own left out, are noted."""
+def own_backwards(model: nn.Module, scaled: frozenset[Place]) -> Iterator[OwnBackwards]:
+    """Inside, hooks and Functions that are applied, torch's own left out, are noted.
+
+    scaled: Functions of which it is known that their backward scales the gradient; they become tensor ops that do so.
+    """
     own = OwnBackwards()
     own.hooks |= dict.fromkeys(
         _on_hooks(f"module {path or '(root)'}", type(module).__name__)
@@ -78,8 +92,11 @@ def own_backwards(model: nn.Module) -> Iterator[OwnBackwards]:
             isinstance(item, torch.Tensor) and item.requires_grad for item in args
         )
         if trained and not cls.__module__.startswith("torch."):
+            place = cls, _place()
+            if place in scaled:
+                return with_scaled_gradient(cls, args)
             applied = Applied.of(cls, args)
-            own.functions.setdefault((cls, _place()), {}).setdefault(repr(applied.arguments), applied)
+            own.functions.setdefault(place, {}).setdefault(repr(applied.arguments), applied)
         return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 
     def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
@@ -131,9 +148,9 @@ def _on_function(name: str) -> str:
 def _on_other(name: str, place: str) -> str:
     return (
         f"{name}, applied at {place}, has a backward that is not the derivative of its forward, which is what a "
-        "program has: the model would train otherwise than on one device. Write it with tensor ops that have this "
-        "derivative: x + (x.round() - x).detach() for a straight-through estimator, 2 * x.detach() - x for a reversed "
-        "gradient"
+        "program has, and does not scale the gradient number by number: the model would train otherwise than on one "
+        "device. Write it with tensor ops that have this derivative, such as x + (f(x) - x).detach(), which is f(x) "
+        "with the gradient of x"
     )
 
 

@@ -1,8 +1,8 @@
 """Whether a ``torch.autograd.Function``'s backward is the derivative of its forward, which is what a program has.
 
 Both are run once on drawn numbers of the shapes that the model gives it: the Function as it is, and its forward with
-autograd. A straight-through estimator, or a reversed gradient, is told so; a Function that only saves memory is not. So
-is a hook that changes the gradient that it is given.
+autograd. A Function that only saves memory has the same. Straight-through estimators and reversed gradients scale what
+they are given, which tensor ops do as well; others are refused, and hooks that change the gradient that they are given.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dis
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum, auto
 from typing import Any
 
 import torch
@@ -23,6 +24,17 @@ _COARSE = 0.05
 """Of narrower types."""
 _SPEAKS = ("distributed", "dist", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "isend")
 """Names in the code of a Function that speaks to other processes, which need not run it here."""
+
+
+class Backward(StrEnum):
+    """Of a Function. DERIVED: its forward's derivative. SCALED: the gradient times numbers that do not depend on it.
+    OTHER: neither.
+    """
+
+    DERIVED = auto()
+    SCALED = auto()
+    OTHER = auto()
+    UNKNOWN = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,42 +53,74 @@ class Applied:
 
         return Applied(function, tuple(map(plain, arguments)))
 
-    def differs(self) -> bool | None:
-        """None: it cannot be run here, or is not, as it is large, speaks to other processes, or is given what it may
-        change, such as modules, whose parameters a backward may add gradients to.
+    def backward(self) -> Backward:
+        """What is found of its backward. UNKNOWN: it cannot be run here, or is not, as it is large, speaks to other
+        processes, or is given what it may change, such as modules, whose parameters a backward may add gradients to.
         """
         tensors = [item for item in self.arguments if isinstance(item, _Like)]
         large = sum(item.numbers for item in tensors) > _MOST_NUMBERS
         if large or _speaks(self.function) or not all(map(_is_plain, self.arguments)):
-            return None
+            return Backward.UNKNOWN
         try:
             with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-                own = self._gradients(self.function.apply)
-                derived = self._gradients(self._forward)
+                (inputs, result, given, own), (*_, derived) = map(self._run, (self.function.apply, self._forward))
+                alike = isinstance(result, Tensor) and all(item.shape == result.shape for item in inputs)
+                ones = self._run(self.function.apply, ones=True)[-1] if alike else []
         except Exception:  # a kernel of another device, or indices that numbers drawn here are not
-            return None
-        if not all(bool(part.isfinite().all()) for part in (*own, *derived)):
-            return None
-        return any(_far(one, other) for one, other in zip(own, derived, strict=True))
+            return Backward.UNKNOWN
+        if not all(bool(part.isfinite().all()) for part in (*own, *derived, *ones)):
+            return Backward.UNKNOWN
+        if not _far(own, derived):
+            return Backward.DERIVED
+        scaled = alike and not _far(own, [part * given[0] for part in ones])
+        return Backward.SCALED if scaled else Backward.OTHER
 
-    def _gradients(self, function: Any) -> list[Tensor]:
-        """Of drawn sums of what it returns, the same at each call, by every input that has a gradient."""
+    def _run(self, function: Any, ones: bool = False) -> tuple[list[Tensor], Any, list[Tensor], list[Tensor]]:
+        """Inputs that have a gradient, the result, gradients that are given for what has one in it, and the inputs'.
+
+        All is drawn, the same at each call; ones: given is 1.
+        """
         torch.manual_seed(0)
         arguments = [item.drawn() if isinstance(item, _Like) else item for item in self.arguments]
         inputs = [item for item in arguments if isinstance(item, Tensor) and item.requires_grad]
         # what is written in place is no leaf
         found = function(*(item.clone() if isinstance(item, Tensor) else item for item in arguments))
         results = [item for item in (found if isinstance(found, tuple | list) else [found]) if isinstance(item, Tensor)]
-        summed = [(item * torch.randn_like(item)).sum() for item in results if item.requires_grad]
-        if not summed or not inputs:
-            return [torch.zeros_like(item) for item in inputs]
-        made = torch.autograd.grad(sum(summed[1:], summed[0]), inputs, allow_unused=True)
-        return [torch.zeros_like(item) if part is None else part for item, part in zip(inputs, made, strict=True)]
+        results = [item for item in results if item.requires_grad]
+        given = [torch.ones_like(item) if ones else torch.randn_like(item) for item in results]
+        made = torch.autograd.grad(results, inputs, given, allow_unused=True) if results else [None] * len(inputs)
+        own = [torch.zeros_like(item) if part is None else part for item, part in zip(inputs, made, strict=True)]
+        return inputs, found, given, own
 
     def _forward(self, *arguments: Any) -> Any:
         """Without the Function's backward."""
-        apart = self.function.setup_context is not torch.autograd.Function.setup_context
-        return self.function.forward(*(() if apart else (_Context(len(arguments)),)), *arguments)
+        return _applied(self.function, _Context(len(arguments)), arguments, keeps=False)
+
+
+def with_scaled_gradient(function: Any, arguments: Sequence[Any]) -> Tensor:
+    """What a Function of a scaled backward returns, as tensor ops with its gradients: where these are m times the given
+
+    f(x) + (m x - [m x]),    m = the backward of ones, [...] without a gradient.
+    """
+    context = _Context(len(arguments))
+    apart = [item.detach() if isinstance(item, Tensor) else item for item in arguments]
+    result: Tensor = _applied(function, context, apart, keeps=True)
+    made = function.backward(context, torch.ones_like(result))
+    for item, factor in zip(arguments, made if isinstance(made, tuple) else (made,), strict=False):
+        if isinstance(item, Tensor) and item.requires_grad and factor is not None:
+            scaled = factor.detach() * item
+            result = result + (scaled - scaled.detach())
+    return result
+
+
+def _applied(function: Any, context: _Context, arguments: Sequence[Any], keeps: bool) -> Any:
+    """The forward's result; keeps: with what the backward needs in the context."""
+    if function.setup_context is torch.autograd.Function.setup_context:
+        return function.forward(context, *arguments)
+    found = function.forward(*arguments)
+    if keeps:
+        function.setup_context(context, tuple(arguments), found)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +177,13 @@ def _size(value: int | torch.SymInt) -> int:
 class _Context:
     """What a forward may ask of its context."""
 
+    saved_tensors: tuple[Any, ...] = ()
+
     def __init__(self, inputs: int) -> None:
         self.needs_input_grad = (True,) * inputs
 
-    def save_for_backward(self, *tensors: Any) -> None: ...
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
 
     def save_for_forward(self, *tensors: Any) -> None: ...
 
@@ -153,10 +200,13 @@ def _is_plain(argument: Any) -> bool:
     return isinstance(argument, _Like | int | float | complex | str | torch.dtype | None)
 
 
-def _far(own: Tensor, derived: Tensor) -> bool:
-    tolerance = _TOLERANCE.get(own.dtype, _COARSE)
-    largest = max(float(own.abs().max()), float(derived.abs().max())) if own.numel() else 0.0
-    return bool((own - derived).abs().max() > tolerance * largest) if largest else False
+def _far(own: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return any(_differs(one, other) for one, other in zip(own, others, strict=True))
+
+
+def _differs(own: Tensor, other: Tensor) -> bool:
+    largest = max(float(own.abs().max()), float(other.abs().max())) if own.numel() else 0.0
+    return bool((own - other).abs().max() > _TOLERANCE.get(own.dtype, _COARSE) * largest) if largest else False
 
 
 def _speaks(function: Any) -> bool:

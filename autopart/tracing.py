@@ -32,7 +32,7 @@ from autopart.long_traces import told_where
 from autopart.meta_capture import all_on_meta
 from autopart.mixed_precision import autocast_of, check_sums, current_precision
 from autopart.other_draws import note_on_draws, other_draws
-from autopart.own_backwards import own_backwards
+from autopart.own_backwards import Place, own_backwards
 from autopart.own_numbers import carried, note_on_numbers
 from autopart.parameter_memory import check_apart
 from autopart.passes.autocast import entered
@@ -105,7 +105,7 @@ def capture(
     autocast = autocast_of(precision, flat)
     name = name or type(model).__name__
 
-    def trace(decisions: Decisions | None) -> Program:
+    def trace(decisions: Decisions | None, scaled: frozenset[Place] = frozenset()) -> Program:
         flat.decisions = decisions
         with (
             _training(model),
@@ -114,10 +114,12 @@ def capture(
             unchecked_arguments(),
             symbolic_lengths(flat),
             all_on_meta(flat, named) as leaves,
-            own_backwards(model) as own,
+            own_backwards(model, scaled) as own,
             other_draws() as drawn,
         ):
             exported, static_batch, most = _export(flat, leaves, dims, batch)
+        if more := own.scaled():
+            return trace(decisions, scaled | more)
         if static_batch:
             static_batch += guess_of(named, dims, batch_dims or {})
         with entered({}):

@@ -16,8 +16,10 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import autopart
+from autopart.cluster import Cluster
 from autopart.runtime.errors import CaptureError
 from autopart.tracing import capture
+from autopart.verify import verify
 from programs import run_graph
 
 
@@ -101,6 +103,38 @@ class Speaking(Kernel):
         return x.sin()
 
 
+class Clipped(torch.autograd.Function):
+    """A straight-through estimator of small numbers, in the newer form."""
+
+    @staticmethod
+    def forward(x: Tensor, most: float) -> Tensor:
+        return torch.sign(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Any) -> None:
+        x, ctx.most = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * (x.abs() <= ctx.most), None
+
+
+class Spread(Round):
+    """Every number's gradient to all."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].sum().expand_as(gradients[0])
+
+
+class Clamped(Round):
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].clamp(-0.1, 0.1)
+
+
 class Reversible(torch.autograd.Function):
     """Adds its layer's gradients up by itself."""
 
@@ -133,19 +167,58 @@ def _notes(function: Callable[[Tensor], Any]) -> list[str]:
     return [note for note in found if "backward of its own" in note]
 
 
-@pytest.mark.parametrize(
-    ("function", "name"), [(Round.apply, "Round"), (lambda x: Reversed.apply(x, x.shape[0]), "Reversed")]
-)
-def test_a_backward_that_is_another_derivative_is_refused(function: Callable[[Tensor], Any], name: str) -> None:
+@pytest.mark.parametrize("function", [Spread, Clamped])
+def test_a_backward_that_is_another_derivative_is_refused(function: Any) -> None:
+    name = function.__name__
     with pytest.raises(CaptureError, match=rf"(?s){name}, applied at .*test_own_backwards.py:\d+, has a backward that"):
-        _notes(function)
+        _notes(function.apply)
+
+
+SCALED: dict[str, Callable[[Tensor], Tensor]] = {
+    "straight through": Round.apply,
+    "clipped": lambda x: Clipped.apply(x, 0.5),
+    "reversed": lambda x: Reversed.apply(x, x.shape[0]),
+    "twice": lambda x: Round.apply(2 * Round.apply(x)),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_one_that_scales_the_gradient_is_made_of_tensor_ops(name: str) -> None:
+    model, x = Between(SCALED[name]), torch.randn(4, 4)
+    program = capture(model, (x,), check_eval=False)
+    assert not program.notes
+    (found,) = run_graph(program, program.graph, model, {"x": x}, 4)
+    assert torch.equal(found, model(x))
+    made, expected = (torch.autograd.grad(loss, list(model.parameters())) for loss in (found, model(x)))
+    assert all(map(torch.equal, made, expected)) and made[0].any()
+
+
+class Quantized(nn.Module):
+    """Of layers whose weights are rounded, trained straight through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            weight = torch.as_tensor(Round.apply(8 * layer.weight)) / 8  # type: ignore[operator]
+            x = torch.as_tensor(Clipped.apply(nn.functional.linear(x, weight, layer.bias), 0.5))  # type: ignore[arg-type]
+        return x.square().mean() + (x - 1).abs().mean()
+
+
+@pytest.mark.parametrize("limits", [{"pp": 2, "microbatches": 2}, {"tp": 2}])
+def test_it_trains_as_in_one_process(limits: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    found = verify(Quantized(), (torch.randn(8, 4),), cluster=Cluster.parse("cpu:2"), limits=limits)
+    assert found.equal
 
 
 def test_one_that_is_its_forward_s_is_not_spoken_of() -> None:
     factor = torch.rand(4)
     assert not _notes(Swish.apply)
     assert not _notes(lambda x: Product.apply(x, factor))
-    assert not _notes(lambda x: x + Round.apply(x.detach())), "it has no gradient"
+    assert not _notes(lambda x: x + Spread.apply(x.detach())), "it has no gradient"
 
 
 def test_of_one_that_cannot_be_run_is_said_once_that_it_is_not_used() -> None:
