@@ -15,6 +15,8 @@ from autopart.runtime.errors import CaptureError
 _FRACTION = "Expected op to be '==', got"
 # Where torch.func's transformations run; export itself uses others of torch's files of that name.
 _TRANSFORMS = ("/_functorch/apis.py", "/_functorch/vmap.py")
+# What is said of the tensors that they leave behind; the latter by PyTorch 2.11, without a line.
+_TRANSFORMED = ("functorch tensor", "Expected FakeTensor, got <class 'torch.Tensor'>")
 
 
 def fixes_batch(error: Exception) -> bool:
@@ -77,7 +79,7 @@ def capture_error(error: Exception, where: Where) -> CaptureError:
         suggestion = (
             "the branch depends on tensor values; replace it with torch.where, or decide it from the configuration"
         )
-    elif "functorch tensor" in text or any(frame.filename.endswith(_TRANSFORMS) for frame in frames):
+    elif any(sign in text for sign in _TRANSFORMED) or any(frame.filename.endswith(_TRANSFORMS) for frame in frames):
         suggestion = (
             "no graph has the transformations of torch.func, such as grad, jacrev or vmap; write what they compute "
             "with plain tensor ops"
