@@ -2,8 +2,8 @@
 
 A ``torch.autograd.Function`` has a backward of its own, which may be another than its forward's derivative
 (:mod:`autopart.own_functions`); a hook changes a gradient on its way. A hook on a forward runs in the trace, once, with
-tensors that have no values. What ``torch.utils.checkpoint`` runs in a Function is taken as it
-is: it would come without gradients, and which layers run again is the plan's.
+tensors that have no values. What ``torch.utils.checkpoint`` runs in a Function is taken as it is: it would come without
+gradients, and which layers run again is the plan's.
 """
 
 from __future__ import annotations
@@ -36,6 +36,14 @@ class OwnBackwards:
     hooks: dict[str, None] = field(default_factory=dict)
     functions: dict[Place, dict[str, Applied]] = field(default_factory=dict)
     on_tensors: dict[str, Hook] = field(default_factory=dict)
+    _backwards: dict[Place, set[Backward]] = field(default_factory=dict)
+
+    def backwards(self) -> dict[Place, set[Backward]]:
+        """What is found of each Function's backward at each place."""
+        for place, applied in self.functions.items():
+            if place not in self._backwards:
+                self._backwards[place] = {item.backward() for item in applied.values()}
+        return self._backwards
 
     def notes(self) -> list[str]:
         """Of hooks, and of Functions of which is not known whether they have the derivative of their forward.
@@ -47,8 +55,7 @@ class OwnBackwards:
             if hook.changes():
                 raise CaptureError(_on_change(_name(hook.called), place))
             found[_on_hooks("a tensor in forward", _name(hook.called))] = None
-        for (function, place), applied in self.functions.items():
-            backwards = {item.backward() for item in applied.values()}
+        for (function, place), backwards in self.backwards().items():
             if Backward.OTHER in backwards or Backward.SCALED in backwards:
                 raise CaptureError(_on_other(function.__qualname__, place))
             if Backward.UNKNOWN in backwards:
@@ -57,11 +64,7 @@ class OwnBackwards:
 
     def scaled(self) -> frozenset[Place]:
         """Functions whose backward scales the gradient wherever they were applied at a place."""
-        return frozenset(
-            place
-            for place, applied in self.functions.items()
-            if all(item.backward() is Backward.SCALED for item in applied.values())
-        )
+        return frozenset(place for place, found in self.backwards().items() if found == {Backward.SCALED})
 
 
 @contextmanager

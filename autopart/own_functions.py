@@ -10,7 +10,7 @@ from __future__ import annotations
 import dis
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum, auto
 from typing import Any
 
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 _MOST_NUMBERS = 2**22
-"""Of all inputs, beyond which nothing is run."""
+_SMALL = 16
+"""Of all inputs, beyond which large sizes are taken to be about the latter."""
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 _COARSE = 0.05
 """Of narrower types."""
@@ -46,55 +47,53 @@ class Applied:
 
     @staticmethod
     def of(function: Any, arguments: Sequence[Any]) -> Applied:
-        def plain(item: Any) -> Any:
-            return (
-                _Like.of(item) if isinstance(item, Tensor) else _size(item) if isinstance(item, torch.SymInt) else item
-            )
-
-        return Applied(function, tuple(map(plain, arguments)))
+        return Applied(function, tuple(map(_described, arguments)))
 
     def backward(self) -> Backward:
-        """What is found of its backward. UNKNOWN: it cannot be run here, or is not, as it is large, speaks to other
-        processes, or is given what it may change, such as modules, whose parameters a backward may add gradients to.
+        """What is found of its backward. UNKNOWN: it cannot be run here, or is not, as it speaks to other processes, or
+        is given what it may change, such as modules, whose parameters a backward may add gradients to.
         """
-        tensors = [item for item in self.arguments if isinstance(item, _Like)]
-        large = sum(item.numbers for item in tensors) > _MOST_NUMBERS
-        if large or _speaks(self.function) or not all(map(_is_plain, self.arguments)):
+        if _speaks(self.function) or not all(map(_is_plain, self.arguments)):
             return Backward.UNKNOWN
+        context, arguments = _Context(len(self.arguments)), _small(self.arguments)
+
+        def forward(*given: Any) -> Any:
+            return _applied(self.function, context, given)
+
         try:
             with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-                (inputs, result, given, own), (*_, derived) = map(self._run, (self.function.apply, self._forward))
+                inputs, result, given, own = _run(self.function.apply, arguments)
+                derived = _run(forward, arguments)[-1]
                 alike = isinstance(result, Tensor) and all(item.shape == result.shape for item in inputs)
-                ones = self._run(self.function.apply, ones=True)[-1] if alike else []
+                ones = _run(self.function.apply, arguments, ones=True)[-1] if alike else []
         except Exception:  # a kernel of another device, or indices that numbers drawn here are not
             return Backward.UNKNOWN
         if not all(bool(part.isfinite().all()) for part in (*own, *derived, *ones)):
             return Backward.UNKNOWN
         if not _far(own, derived):
             return Backward.DERIVED
-        scaled = alike and not _far(own, [part * given[0] for part in ones])
+        scaled = alike and not context.writes and not _far(own, [part * given[0] for part in ones])
         return Backward.SCALED if scaled else Backward.OTHER
 
-    def _run(self, function: Any, ones: bool = False) -> tuple[list[Tensor], Any, list[Tensor], list[Tensor]]:
-        """Inputs that have a gradient, the result, gradients that are given for what has one in it, and the inputs'.
 
-        All is drawn, the same at each call; ones: given is 1.
-        """
-        torch.manual_seed(0)
-        arguments = [item.drawn() if isinstance(item, _Like) else item for item in self.arguments]
-        inputs = [item for item in arguments if isinstance(item, Tensor) and item.requires_grad]
-        # what is written in place is no leaf
-        found = function(*(item.clone() if isinstance(item, Tensor) else item for item in arguments))
-        results = [item for item in (found if isinstance(found, tuple | list) else [found]) if isinstance(item, Tensor)]
-        results = [item for item in results if item.requires_grad]
-        given = [torch.ones_like(item) if ones else torch.randn_like(item) for item in results]
-        made = torch.autograd.grad(results, inputs, given, allow_unused=True) if results else [None] * len(inputs)
-        own = [torch.zeros_like(item) if part is None else part for item, part in zip(inputs, made, strict=True)]
-        return inputs, found, given, own
+def _run(
+    function: Any, described: Sequence[Any], ones: bool = False
+) -> tuple[list[Tensor], Any, list[Tensor], list[Tensor]]:
+    """Inputs that have a gradient, the result, gradients that are given for what has one in it, and the inputs'.
 
-    def _forward(self, *arguments: Any) -> Any:
-        """Without the Function's backward."""
-        return _applied(self.function, _Context(len(arguments)), arguments, keeps=False)
+    All is drawn, the same at each call; ones: given is 1.
+    """
+    torch.default_generator.manual_seed(0)  # of a GPU's nothing is drawn, nor changed
+    arguments = [item.drawn() if isinstance(item, _Like) else item for item in described]
+    inputs = [item for item in arguments if isinstance(item, Tensor) and item.requires_grad]
+    # what is written in place is no leaf
+    found = function(*(item.clone() if isinstance(item, Tensor) else item for item in arguments))
+    results = [item for item in (found if isinstance(found, tuple | list) else [found]) if isinstance(item, Tensor)]
+    results = [item for item in results if item.requires_grad]
+    given = [torch.ones_like(item) if ones else torch.randn_like(item) for item in results]
+    made = torch.autograd.grad(results, inputs, given, allow_unused=True) if results else [None] * len(inputs)
+    own = [torch.zeros_like(item) if part is None else part for item, part in zip(inputs, made, strict=True)]
+    return inputs, found, given, own
 
 
 def with_scaled_gradient(function: Any, arguments: Sequence[Any]) -> Tensor:
@@ -104,7 +103,7 @@ def with_scaled_gradient(function: Any, arguments: Sequence[Any]) -> Tensor:
     """
     context = _Context(len(arguments))
     apart = [item.detach() if isinstance(item, Tensor) else item for item in arguments]
-    result: Tensor = _applied(function, context, apart, keeps=True)
+    result: Tensor = _applied(function, context, apart)
     made = function.backward(context, torch.ones_like(result))
     for item, factor in zip(arguments, made if isinstance(made, tuple) else (made,), strict=False):
         if isinstance(item, Tensor) and item.requires_grad and factor is not None:
@@ -113,13 +112,12 @@ def with_scaled_gradient(function: Any, arguments: Sequence[Any]) -> Tensor:
     return result
 
 
-def _applied(function: Any, context: _Context, arguments: Sequence[Any], keeps: bool) -> Any:
-    """The forward's result; keeps: with what the backward needs in the context."""
+def _applied(function: Any, context: _Context, arguments: Sequence[Any]) -> Any:
+    """The forward's result, with what the backward needs in the context."""
     if function.setup_context is torch.autograd.Function.setup_context:
         return function.forward(context, *arguments)
     found = function.forward(*arguments)
-    if keeps:
-        function.setup_context(context, tuple(arguments), found)
+    function.setup_context(context, tuple(arguments), found)
     return found
 
 
@@ -136,11 +134,10 @@ class Hook:
 
     def changes(self) -> bool:
         """Whether it surely makes another gradient of a drawn one, which is the only one that it is given."""
-        if self.like.numbers > _MOST_NUMBERS:
-            return False
+        (like,) = _small([self.like])
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                gradient = self.like.drawn().detach()
+                gradient = like.drawn().detach()
                 given = gradient.clone()
                 found = self.called(given)
         except Exception:  # what it is for is not to be had here
@@ -169,6 +166,28 @@ class _Like:
         return torch.randn(self.shape, dtype=self.dtype).requires_grad_(self.trained)
 
 
+def _described(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return _Like.of(argument)
+    return _size(argument) if isinstance(argument, torch.SymInt) else argument
+
+
+def _small(arguments: Sequence[Any]) -> list[Any]:
+    """With fewer numbers where they are many: every size that is large, the same wherever it is."""
+    tensors = [item for item in arguments if isinstance(item, _Like)]
+    if sum(item.numbers for item in tensors) <= _MOST_NUMBERS:
+        return list(arguments)
+    large = sorted({size for item in tensors for size in item.shape if size > _SMALL})
+    less = {size: _SMALL + number for number, size in enumerate(large)}
+
+    def small(item: Any) -> Any:
+        return (
+            replace(item, shape=tuple(less.get(size, size) for size in item.shape)) if isinstance(item, _Like) else item
+        )
+
+    return list(map(small, arguments))
+
+
 def _size(value: int | torch.SymInt) -> int:
     """Of a symbol what it is at capture."""
     return int(value.node.hint or 1) if isinstance(value, torch.SymInt) else value
@@ -180,14 +199,15 @@ class _Context:
     saved_tensors: tuple[Any, ...] = ()
 
     def __init__(self, inputs: int) -> None:
-        self.needs_input_grad = (True,) * inputs
+        self.needs_input_grad, self.writes = (True,) * inputs, False
 
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors
 
     def save_for_forward(self, *tensors: Any) -> None: ...
 
-    def mark_dirty(self, *tensors: Any) -> None: ...
+    def mark_dirty(self, *tensors: Any) -> None:
+        self.writes = True
 
     def mark_non_differentiable(self, *tensors: Any) -> None: ...
 

@@ -135,6 +135,17 @@ class Clamped(Round):
         return gradients[0].clamp(-0.1, 0.1)
 
 
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.round_()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
 class Reversible(torch.autograd.Function):
     """Adds its layer's gradients up by itself."""
 
@@ -167,7 +178,7 @@ def _notes(function: Callable[[Tensor], Any]) -> list[str]:
     return [note for note in found if "backward of its own" in note]
 
 
-@pytest.mark.parametrize("function", [Spread, Clamped])
+@pytest.mark.parametrize("function", [Spread, Clamped, InPlace])
 def test_a_backward_that_is_another_derivative_is_refused(function: Any) -> None:
     name = function.__name__
     with pytest.raises(CaptureError, match=rf"(?s){name}, applied at .*test_own_backwards.py:\d+, has a backward that"):
@@ -179,6 +190,7 @@ SCALED: dict[str, Callable[[Tensor], Tensor]] = {
     "clipped": lambda x: Clipped.apply(x, 0.5),
     "reversed": lambda x: Reversed.apply(x, x.shape[0]),
     "twice": lambda x: Round.apply(2 * Round.apply(x)),
+    "of many": lambda x: Round.apply(x.mean() * torch.ones(2049, 2048))[:4, :4],
 }
 
 
