@@ -254,7 +254,9 @@ class Splitter:
     def why_refused(self, node: fx.Node, rule: Rule | None) -> str:
         if any(free_unbacked_symbols(size) for value in graphs.outputs(node) for size in value.fake.shape):
             return "makes as many elements as the values say, of any samples; use torch.where, or weigh by the mask"
-        return "combines different samples" if rule else "may combine different samples: it has no rule"
+        if rule:
+            return "combines different samples"
+        return "may combine different samples: it has no rule (`autopart rules --help` says how to give it one)"
 
     def followed(self, node: fx.Node, placements: list[Placement]) -> tuple[Rule | None, tuple[Placement, ...] | None]:
         """An op's rule, and the placements that follow; found once for ops of copied layers, which share values."""
