@@ -17,7 +17,7 @@ from autopart.passes.conversion import Axes
 from autopart.passes.data_axis import DataCut, cut_of, cut_parameters, data_dim
 from autopart.passes.emit.layers import recomputable_layers
 from autopart.passes.emit.program import Emitted, Layout, StageMesh, emit_program
-from autopart.passes.emit.segments import is_inside, recomputable, segments_of
+from autopart.passes.emit.segments import is_inside, layer_of_each, segments_of
 from autopart.passes.partition import Crossing, StageGraph, partition
 from autopart.passes.program import Program, Role
 from autopart.passes.rules import RULES, RuleBook, Strategy, compatible
@@ -341,14 +341,15 @@ def recomputed(plan: Plan, local: Sequence[fx.Graph]) -> tuple[frozenset[str], .
         if plan.recompute != "some":
             found.append(frozenset(recomputable_layers(graph) if plan.recompute == "full" else ()))
             continue
-        where, offered = f"stages[{index}].recompute", recomputable(graph)
+        where, offered = f"stages[{index}].recompute", layer_of_each(graph)
         for path in stage.recompute:
             if path not in offered:
                 raise PlanError(
                     f"{where}: {path!r} is no layer of this stage, or module in one, that can be computed again; "
                     f"it has {', '.join(offered) or 'none'}"
                 )
-            around = [other for other in stage.recompute if other != path and is_inside(path, other)]
+            own = [other for other in stage.recompute if other != path and offered.get(other) == offered[path]]
+            around = [other for other in own if is_inside(path, other)]
             if around:
                 raise PlanError(f"{where}: {path!r} lies in {around[0]!r}, which is computed again; name one of them")
         apart = {own.path for _, _, parts in segments_of(graph, stage.recompute) for own in parts}

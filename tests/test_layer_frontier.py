@@ -306,3 +306,48 @@ def test_what_cannot_be_computed_again_by_itself() -> None:
     divided = make_plan(subject.program, ideal(2), analysis=analysis, recompute="none", **limits)
     with pytest.raises(PlanError, match=r"'transformer.h.0.mlp' reads 'transformer.h.0.mlp.c_fc.bias'.* whole layer"):
         realize(subject.program, with_modules(divided, (f"{H}.0.mlp",)), analysis)
+
+
+class Level(nn.Module):
+    """Blocks of their own list, and behind them ops that are a layer of the outer list's."""
+
+    def __init__(self, down: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+        ops = OrderedDict(norm=nn.LayerNorm(8), product=nn.Linear(8, 8), act=nn.Tanh())
+        self.down = nn.Sequential(ops) if down else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x if self.down is None else self.down(x)
+
+
+class Levels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Level(down) for down in (True, False))
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = inputs
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": functional.mse_loss(x, labels)}
+
+
+def test_a_layer_runs_again_beside_others_whose_paths_lie_in_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autopart.verify, "run_local_job", run_kept_job)
+    batch = {"inputs": torch.randn(8, 8).double(), "labels": torch.randn(8, 8).double()}
+    subject = prepare(Levels().double(), (), batch)
+    analysis = analyze(subject.program)
+    plan = make_plan(analysis.program, ideal(1), analysis=analysis, recompute="none")
+    assert {"layers.0", "layers.0.blocks.0"} <= set(recomputable(realized(analysis, plan).local[0]))
+    plan = with_modules(plan, ("layers.0", "layers.0.blocks.0", "layers.0.blocks.1.1"))
+    emitted = realize(analysis.program, plan, analysis)
+    assert emitted.files["stage_0.py"].count("checkpoint(") == 3
+    emitted.save(tmp_path / "program")
+    assert compare_emitted(tmp_path / "program", subject, plan=plan).equal
+    with pytest.raises(PlanError, match=r"'layers.0.blocks.0.1' lies in 'layers.0.blocks.0'"):
+        realize(analysis.program, with_modules(plan, ("layers.0.blocks.0", "layers.0.blocks.0.1")), analysis)

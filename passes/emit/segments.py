@@ -101,12 +101,16 @@ def spans_of(run: Run) -> dict[str, tuple[fx.Node, ...]]:
 
 def recomputable(graph: fx.Graph) -> tuple[str, ...]:
     """The layers of a stage's graph and the modules inside them that can be computed again, layer by layer."""
-    found: list[str] = []
+    return tuple(layer_of_each(graph))
+
+
+def layer_of_each(graph: fx.Graph) -> dict[str, str]:
+    """The same, each with the layer whose ops it has: one layer's path may lie in another's, but none of its ops do."""
+    found: dict[str, str] = {}
     for run, is_layer in runs_of(graph):
         if is_layer:
-            found += [run.path] if is_recomputable(run) else []
-            found += spans_of(run)
-    return tuple(found)
+            found |= dict.fromkeys((*([run.path] if is_recomputable(run) else []), *spans_of(run)), run.path)
+    return found
 
 
 def is_inside(path: str, module: str) -> bool:
