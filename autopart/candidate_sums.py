@@ -188,8 +188,6 @@ class CandidateSums(CandidateLayers):
         ends, adding = [0.0] * len(forward), [0.0] * len(forward)
         sums, tied = list[GradientSum](), list[TiedGroup]()
         for node, blocks in self.readers.items():
-            if not node.meta.get("trainable") and len(blocks) > 1:
-                tied.append(TiedGroup(node.name, blocks, 0.0, 0.0, 0.0))  # as stages' parts with memory have it
             if node.meta.get("trainable"):
                 size = self._block_costs.size(Value(node)).at(1)
                 seconds = size * byte_s
@@ -202,6 +200,8 @@ class CandidateSums(CandidateLayers):
                     ends[blocks[0]] += seconds
                 else:
                     tied.append(TiedGroup(node.name, blocks, 0.0, 0.0, seconds))
+            elif len(blocks) > 1:
+                tied.append(TiedGroup(node.name, blocks, 0.0, 0.0, 0.0))  # as stages' parts with memory have it
         own = enumerate(zip(forward, backward, ends, strict=True))
         shared = (Block(f"block {at}", there, back, step_end_s=end) for at, (there, back, end) in own)
         return LeastParts(tuple(shared), tuple(tied), tuple(sums), tuple(adding))

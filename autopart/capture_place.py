@@ -16,7 +16,7 @@ from autopart import passes, runtime
 
 _STANDARD = sysconfig.get_path("stdlib")
 _PACKAGES = tuple(str(Path(folder)) + os.sep for package in (torch, passes, runtime) for folder in package.__path__)
-_OWN = str(Path(__file__).parent) + os.sep
+_OWN = str(Path(__file__).parent) + os.sep  # passes and runtime lie elsewhere in a checkout
 
 
 def own_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
@@ -26,6 +26,12 @@ def own_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummar
         if not standard and not frame.filename.startswith((*_PACKAGES, _OWN, "<frozen ")):
             return frame
     return None
+
+
+def own_place(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Its file and line."""
+    frame = own_frame(frames)
+    return f"{frame.filename}:{frame.lineno}" if frame else "unknown source line"
 
 
 class Where:

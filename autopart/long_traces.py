@@ -8,9 +8,8 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
-from autopart.capture_place import Where, own_frame
+from autopart.capture_place import Where, own_place
 
 AFTER_S = 60.0
 """Of the first line; each further one comes after twice as long."""
@@ -29,9 +28,9 @@ def told_where(where: Where) -> Iterator[None]:
         wait, passed = AFTER_S, 0.0
         while not done.wait(wait):
             passed += wait
-            frame = sys._current_frames().get(traced)
+            place = own_place(traceback.extract_stack(sys._current_frames()[traced]))
             print(
-                f"[autopart] capturing for {passed:.0f} s, now in {where.path or 'the model'}{_line(frame)}; loops in "
+                f"[autopart] capturing for {passed:.0f} s, now in {where.path or 'the model'} at {place}; loops in "
                 "Python are traced op by op: fewer turns, or tensor ops in their place, are captured sooner",
                 file=stream,
                 flush=True,
@@ -45,8 +44,3 @@ def told_where(where: Where) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-
-
-def _line(frame: FrameType | None) -> str:
-    own = own_frame(traceback.extract_stack(frame)) if frame is not None else None
-    return f" at {own.filename}:{own.lineno}" if own else ""

@@ -72,7 +72,7 @@ def overfull(plan: Plan, analysis: Analysis, cluster: Cluster) -> Overfull | Non
 
 
 def _near(plan: Plan, overhead: int) -> bool:
-    """Whether a rank counts on more than that share of what its device has."""
+    """Whether a rank counts on more than SURELY of what its device has."""
     held, rooms = dict.fromkeys(plan.places, -overhead), dict.fromkeys(plan.places, -overhead)
     for place, stage in zip(plan.places, plan.stages, strict=True):
         held[place] += stage.memory_bytes

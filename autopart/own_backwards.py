@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
-from autopart.capture_place import own_frame
+from autopart.capture_place import own_place
 from autopart.own_functions import Applied, Backward, Hook, with_scaled_gradient
 from autopart.runtime.errors import CaptureError
 
@@ -95,7 +95,7 @@ def own_backwards(model: nn.Module, scaled: frozenset[Place]) -> Iterator[OwnBac
             isinstance(item, torch.Tensor) and item.requires_grad for item in args
         )
         if trained and not cls.__module__.startswith("torch."):
-            place = cls, _place()
+            place = cls, own_place(traceback.extract_stack())
             if place in scaled:
                 return with_scaled_gradient(cls, args)
             applied = Applied.of(cls, args)
@@ -104,7 +104,7 @@ def own_backwards(model: nn.Module, scaled: frozenset[Place]) -> Iterator[OwnBac
 
     def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
         if not isinstance(tensor, nn.Parameter):
-            own.on_tensors.setdefault(_place(), Hook.of(tensor, hook))
+            own.on_tensors.setdefault(own_place(traceback.extract_stack()), Hook.of(tensor, hook))
         return register(tensor, hook)
 
     # Where Function.apply ends, also one that the model's code looked up before, as in `swish = Swish.apply`.
@@ -117,11 +117,6 @@ def own_backwards(model: nn.Module, scaled: frozenset[Place]) -> Iterator[OwnBac
         if before is not None:
             setattr(_SingleLevelFunction, "apply", before)  # noqa: B010
         setattr(torch.Tensor, "register_hook", register)  # noqa: B010
-
-
-def _place() -> str:
-    frame = own_frame(traceback.extract_stack())
-    return f"{frame.filename}:{frame.lineno}" if frame else "unknown source line"
 
 
 def _name(hook: Any) -> str:

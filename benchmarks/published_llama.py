@@ -5,7 +5,8 @@
 The rows of ``autopart/cost/published/nanotron_llama.csv``, eager PyTorch on 8 H100: captured without weights and priced
 by ``make_plan`` with the published degrees, microbatches and layers on each stage, all activations kept, sequence
 parallelism on the tensor ranks and the optimizer's states in shares (ZeRO-1). Nothing was fitted to them, and memory is
-not asked, as all ran. What the host takes is that of another engine.
+not asked, as all ran. The model is written out here, as its norms ran in one kernel, which transformers' do not. What
+the host takes is that of another engine.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil
+from math import ceil, gcd
 
 from autopart.cost.devices import Device
 
@@ -121,6 +121,11 @@ class Product:
     def __post_init__(self) -> None:
         if min(self.m, self.n, self.k, self.groups) < 1 or self.row < 0 or self.slower <= 0:
             raise ValueError(f"a matrix product's sizes are at least 1: {self}")
+
+    @staticmethod
+    def contiguous(m: int, n: int, k: int, groups: int = 1) -> Product:
+        """Of tensors that lie in memory row by row, as they are multiplied."""
+        return Product(m, n, k, groups, row=gcd(n, k))
 
     @property
     def flops(self) -> float:

@@ -26,7 +26,6 @@ moves 6 and nothing, the rotation of queries and keys 4 each, and a gated MLP's 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from math import gcd
 
 from autopart.cost.compute import Product, copy_seconds, op_seconds, slower_attention
 from autopart.cost.devices import Device
@@ -206,18 +205,13 @@ def layer_products(model: Gpt, samples: int, tensor: int, context: int = 1) -> t
     tokens, width, size = samples * rows, model.width, model.width // model.heads
     inner, mlp = heads * size, max(1, model.mlp // tensor)
     return (
-        _product(tokens, inner + 2 * max(1, model.kv_heads // tensor) * size, width),
-        _product(rows, model.sequence, size, samples * heads),
-        _product(rows, size, model.sequence, samples * heads),
-        _product(tokens, width, inner),
-        _product(tokens, model.ups * mlp, width),
-        _product(tokens, width, mlp),
+        Product.contiguous(tokens, inner + 2 * max(1, model.kv_heads // tensor) * size, width),
+        Product.contiguous(rows, model.sequence, size, samples * heads),
+        Product.contiguous(rows, size, model.sequence, samples * heads),
+        Product.contiguous(tokens, width, inner),
+        Product.contiguous(tokens, model.ups * mlp, width),
+        Product.contiguous(tokens, width, mlp),
     )
-
-
-def _product(m: int, n: int, k: int, groups: int = 1) -> Product:
-    """Of tensors that lie in memory as they are multiplied: heads of 108 are not aligned."""
-    return Product(m, n, k, groups, row=gcd(n, k))
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +299,6 @@ def head_part(model: Gpt, device: Device, samples: int, tensor: int, context: in
     """Norm, logits, cross entropy in float32: converted, maximum, exponential, sum, gradient, converted back."""
     tokens = samples * (model.sequence // context)
     whole, logits = tokens * model.width, tokens * model.vocabulary / tensor
-    products = (_product(tokens, max(1, model.vocabulary // tensor), model.width),)
+    products = (Product.contiguous(tokens, max(1, model.vocabulary // tensor), model.width),)
     forward, backward = 4 * whole + (6 + 4 + 8 + 8 + 4) * logits, 10 * whole + (8 + 6) * logits
     return _part(device, products, forward, backward, 6, model.head_parameters / tensor, 1 if tensor > 1 else 0)

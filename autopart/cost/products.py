@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import gcd, prod
+from math import prod
 
 from torch import fx
 
@@ -99,9 +99,9 @@ def forward_products(
         columns = right[0] if name == "linear" else right[1]
         # Panel by panel, one product for each rank along an axis.
         panels = next((parts for item, parts in zip(chosen, sizes, strict=True) if item.is_joint), 1)
-        return (Product(prod(left[:-1]), columns, left[-1], row=gcd(columns, left[-1])),) * panels
+        return (Product.contiguous(prod(left[:-1]), columns, left[-1]),) * panels
     groups = max(prod(left[:-2]), prod(right[:-2]))
-    return (Product(left[-2], right[-1], left[-1], groups, row=gcd(right[-1], left[-1])),)
+    return (Product.contiguous(left[-2], right[-1], left[-1], groups),)
 
 
 def backward_products(node: fx.Node, forward: tuple[Product, ...]) -> tuple[Product, ...]:
