@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,11 @@ from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.placement import BROADCAST, PARTIAL, REPLICATE, nested, shard
 from autopart.solver import brute, tensor
 from autopart.solver.linear import LinearModel
-from autopart.solver.tensor_arrays import compiled
+from autopart.solver.tensor_arrays import ProblemArrays, compiled
 from autopart.solver.tensor_ascent import Ascent
 from autopart.solver.tensor_bound import completed, free
-from autopart.solver.tensor_flow import Duals, Flow, largest_seconds, whole
-from autopart.solver.tensor_problem import Choice, CostTable, Edge, Op, TensorProblem
+from autopart.solver.tensor_flow import Duals, Flow, Part, largest_seconds, whole
+from autopart.solver.tensor_problem import IMPOSSIBLE, Choice, CostTable, Edge, Op, TensorProblem
 
 SIZES = (2, 4)
 PRICES = ConversionPrices(
@@ -81,6 +82,41 @@ def test_equals_brute_force(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     solution = tensor.solve(problem)
     assert solution.objective == pytest.approx(best[1], rel=1e-6)
     assert solution.gap == 0 and problem.fits(solution.choices)
+
+
+def test_bytes_are_priced_until_something_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where most conversions are impossible, what local search finds does not fit, and parts need an assignment."""
+    rng = random.Random(0)
+    problem = two_axes(rng, 12, 20, memory=True)
+    edges = []
+    for edge in problem.edges:
+        have = sorted({choice.outputs[0] for choice in problem.ops[edge.source].choices})
+        want = sorted({choice.inputs[slot] for op, slot in edge.uses for choice in problem.ops[op].choices})
+        seconds = edge.table(have, want)
+        seconds[np.array([[p != t and rng.random() < 0.6 for t in want] for p in have])] = IMPOSSIBLE
+        edges.append(replace(edge, cost=CostTable(have, want, seconds)))
+    problem = replace(problem, edges=tuple(edges), memory_limit=300.0)
+    sizes, priced = list[int](), list[float]()
+    price = tensor._Search._price_bytes
+
+    def counting(arrays: ProblemArrays) -> Part:
+        sizes.append(arrays.pairs)
+        return whole(arrays)
+
+    def pricing(search: tensor._Search, unit: float) -> None:
+        assert search.best.choices is None
+        price(search, unit)
+        priced.append(search.best.objective)
+
+    monkeypatch.setattr(tensor, "whole", counting)
+    found = tensor.solve(problem)
+    assert sizes and not priced
+    sizes.clear()
+    monkeypatch.setattr(tensor._Search, "_price_bytes", pricing)
+    monkeypatch.setattr(tensor, "_FEW_PAIRS", 0)
+    parts = tensor.solve(problem)
+    assert priced and priced[0] < np.inf and not sizes
+    assert parts.objective == pytest.approx(found.objective, rel=1e-6) and parts.gap == found.gap == 0
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -21,6 +21,8 @@ moved within a box (boxstep; Marsten, Hogan, Blankenship, Operations Research 23
 1. Choices that are dominated or unreachable go (:mod:`autopart.solver.tensor_presolve`), local search finds a first
    assignment (:mod:`autopart.solver.tensor_descent`), and a first bound is climbed to without a linear solver
    (:mod:`autopart.solver.tensor_ascent`): choices whose excess over it is more than the distance between the two go.
+   Where nothing found that way fits in memory, bytes are priced ever higher until something does (Everett,
+   Operations Research 11(3), 1963), and the price that gave the highest bound stays           _Search._price_bytes
 2. GLOP solves the model over what the bound's prices have least against, which contains the best assignment
    known; assignments outside take longer than the part reaches                                       _Search._approach
 3. Again with prices that may leave the known ones by so many seconds only, as pairs outside allow little more. They
@@ -70,6 +72,9 @@ _RELAXED = 0.1
 _ROOMS = (0.0005, 0.0025, 0.0125, 0.0625, 0.25, 1.0)
 # Passes of message passing before the first relaxation and after each, at most.
 _PASSES = 100
+# Prices of bytes that are tried, in the bound's seconds over the limit's bytes: the first, the next, the last.
+_CHEAP, _DEARER, _DEAREST = 2.0**-4, 4.0, 2.0**10
+_NEARER = 2.0, 2.0**0.5, 2.0**0.25
 # Leaving choices out is worth starting over while no more than this share of them stays.
 _WORTHWHILE = 0.8
 
@@ -122,6 +127,7 @@ class _Search:
     best: Incumbent = field(init=False)
     bound: float = 0.0
     _proof: Bound | None = None  # of the prices that gave the highest bound
+    _byte_s: float = 0.0  # what a byte is priced at before there is a relaxation
 
     def __post_init__(self) -> None:
         self.best = Incumbent(self.arrays, self.gap)
@@ -167,8 +173,10 @@ class _Search:
     def _climb(self) -> bool:
         """Raises the bound by message passing and leaves out what it excludes; False where that is little."""
         arrays, best = self.arrays, self.best
-        self._ascend(free(arrays))
+        self._ascend(free(arrays, self._byte_s))
         assert self._proof is not None
+        if best.choices is None and arrays.limit:
+            self._price_bytes(self._proof.seconds / arrays.limit)
         if best.choices is None:
             return False
         room = (best.objective - self._proof.seconds) * (1 + 1e-6)
@@ -183,6 +191,31 @@ class _Search:
         self.best = Incumbent(reduced, self.gap)
         self.best.offer(best.choices)
         return True
+
+    def _price_bytes(self, unit: float) -> None:
+        """Raises the price of a byte until an assignment fits and the bound falls, then goes to where it is highest.
+
+        unit: seconds of a byte.
+        """
+        bounds: dict[float, float] = {}
+
+        def tried(byte_s: float) -> bool:
+            """Whether to go on."""
+            prices = free(self.arrays, byte_s)
+            self._ascend(prices)
+            bounds[byte_s] = prices.bound(self.arrays).seconds
+            self._byte_s = max(bounds, key=bounds.__getitem__)
+            return not self._surpassed and time.perf_counter() < self.until
+
+        byte_s = _CHEAP * unit
+        while tried(byte_s) and byte_s < _DEAREST * unit:
+            if self.best.choices is not None and byte_s != self._byte_s:
+                break
+            byte_s *= _DEARER
+        for step in _NEARER:
+            highest = self._byte_s
+            if not (tried(highest / step) and tried(highest * step)):
+                break
 
     def _ascend(self, prices: Prices) -> None:
         ascent = Ascent(self.arrays, prices)

@@ -71,8 +71,8 @@ class Bound:
         return found
 
 
-def free(arrays: ProblemArrays) -> Prices:
-    """Prices of nothing."""
+def free(arrays: ProblemArrays, byte_s: float = 0.0) -> Prices:
+    """Prices of no placement. byte_s: seconds that a byte costs."""
     yielded, wanted = [], []
     for edge in arrays.edges:
         rows, columns = edge.seconds.shape
@@ -80,7 +80,7 @@ def free(arrays: ProblemArrays) -> Prices:
         wanted.append([np.full(columns, -np.inf) for _ in edge.uses])
         for use, column in zip(edge.uses, wanted[-1], strict=True):
             column[use.columns] = 0.0
-    return Prices(yielded, wanted)
+    return Prices(yielded, wanted, byte_s)
 
 
 def completed(arrays: ProblemArrays, duals: Duals) -> Prices:
