@@ -154,7 +154,10 @@ def test_layers_that_do_not_divide_into_the_stages() -> None:
         (f"{HEAD},cp\n{ROW},3", "line 2: 8 devices do not divide by tp x pp x cp"),
         (f"{HEAD},cp,sequence\n{ROW},2,1025", "line 2: a sequence of 1025 does not divide among 2 ranks"),
         (f"{HEAD}\n{ROW.replace('24,', '1,', 1)}", "line 2: 2 stages need as many layers, there are 1"),
-        (f"{HEAD},chunks\n{ROW},13", "line 2: 2 stages x 13 chunks need as many layers, there are 24"),
+        (
+            f"{HEAD},chunks\n{ROW},14",
+            "line 2: 2 stages x 14 chunks need as many layers, embedding and head counted as one each, there are 26$",
+        ),
         (f"{HEAD},balanced\n{ROW.replace('24,', '1,', 1).replace('2,2,', '1,8,')},yes", "8 .* halves of layers, .* 2"),
     ],
 )

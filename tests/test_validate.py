@@ -270,6 +270,19 @@ def test_interleaving_divides_the_bubble() -> None:
     assert twice.total < once.total
 
 
+def test_embedding_and_head_may_be_chunks_of_their_own() -> None:
+    """126 layers on 16 stages of 8 chunks, as Llama 3 405B was trained (arXiv 2407.21783)."""
+    model, cluster = replace(GPT, layers=126, untied=True), Cluster.parse("2x8xA100-80GB")
+    seven, eight = (step_seconds(model, cluster, Layout(1, 16, 1, 1, chunks), 32) for chunks in (7, 8))
+    assert eight.bubble < 0.9 * seven.bubble
+    assert eight.forward == seven.forward
+    step_seconds(replace(model, layers=22), Cluster.parse("8xA100-80GB"), Layout(1, 8, 1, 1, 3), 32)
+    with pytest.raises(PlanError, match=r"16 stages x 8 chunks need as many layers, .*, there are 127$"):
+        step_seconds(replace(model, layers=125), cluster, Layout(1, 16, 1, 1, 8), 32)
+    with pytest.raises(PlanError, match=r"16 stages need as many layers, there are 15$"):
+        step_seconds(replace(model, layers=15), cluster, Layout(1, 16, 1, 1), 32)
+
+
 def test_more_work_and_slower_machines_take_longer() -> None:
     cluster, layout = Cluster.parse("8xA100-80GB"), Layout(2, 2, 2, 1)
     seconds = step_seconds(GPT, cluster, layout, 32).total

@@ -29,6 +29,7 @@ from autopart.cost.gpt import MEGATRON, Gpt, Part, Style, embedding_part, head_p
 from autopart.runtime.errors import PlanError
 
 _HALF = 2
+_ENDS = 2
 _BISECTIONS = 50
 _RECOMPUTE = ("full", "selective", "none")
 # Of mixed-precision Adam on one parameter: gradient converted (6), looked through for infinities (4), its norm (4),
@@ -45,12 +46,12 @@ class Layout:
     """A published plan.
 
     samples: of one microbatch on one replica. recompute: "full", each layer from its input; "selective", attention's
-    scores only; "none". chunks: of the model per stage (interleaving). scatter: a message between
-    stages is sent in ``tp`` pieces and gathered on arrival. overlap: the gradients' reduction hides behind the last
-    microbatches' backward, and weights' gathering behind the first ones' forward. sharded: ranks reduce-scatter
-    gradients and update one share of the weights each. cp: ranks that share each sequence, and pass keys and values
-    around beside attention (ring attention, arXiv 2310.01889). message_overlap: messages between stages pass beside
-    computation, but for those of filling and draining.
+    scores only; "none". chunks: of the model per stage (interleaving), of which embedding and head may be one each.
+    scatter: a message between stages is sent in ``tp`` pieces and gathered on arrival. overlap: the gradients'
+    reduction hides behind the last microbatches' backward, and weights' gathering behind the first ones' forward.
+    sharded: ranks reduce-scatter gradients and update one share of the weights each. cp: ranks that share each
+    sequence, and pass keys and values around beside attention (ring attention, arXiv 2310.01889). message_overlap:
+    messages between stages pass beside computation, but for those of filling and draining.
     balanced: stages are cut where the slowest is fastest, also between a layer's attention and MLP; otherwise they have
     equally many layers, and where these do not divide, whole layers so that the slowest is fastest.
     """
@@ -257,13 +258,21 @@ class _Exchanges:
 def _cut(
     halves: Sequence[Part], layout: Layout, seconds: Callable[[Part], float], first: Part, last: Part
 ) -> list[Sequence[Part]]:
-    """The stages' runs of layers' halves. Raises PlanError where there are fewer pieces than stages."""
+    """The stages' runs of layers' halves. Raises PlanError where there are fewer pieces than stages.
+
+    Of an interleaved stage the first chunk may be the embedding alone, and the last the head: Megatron-LM and Llama 3
+    (arXiv 2407.21783) leave a layer out of each, so that ``k p - 2`` layers make equal stages.
+    """
     count, grain = layout.pp, 1 if layout.balanced else 2
     pieces = [halves[start : start + grain] for start in range(0, len(halves), grain)]
-    if len(pieces) < count * layout.chunks:
-        kind = "halves of layers" if layout.balanced else "layers"
-        parts = f"{count} stages" if layout.chunks == 1 else f"{count} stages x {layout.chunks} chunks"
-        raise PlanError(f"{parts} need as many {kind}, there are {len(pieces)}")
+    kind = "halves of layers" if layout.balanced else "layers"
+    if len(pieces) < count:
+        raise PlanError(f"{count} stages need as many {kind}, there are {len(pieces)}")
+    if layout.chunks > 1 and len(pieces) + _ENDS < count * layout.chunks:
+        raise PlanError(
+            f"{count} stages x {layout.chunks} chunks need as many {kind}, embedding and head counted as one each, "
+            f"there are {len(pieces) + _ENDS}"
+        )
     if not layout.balanced and len(pieces) % count == 0:
         size = len(halves) // count
         return [halves[start : start + size] for start in range(0, len(halves), size)]
