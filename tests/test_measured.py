@@ -24,6 +24,7 @@ from autopart.runtime.errors import InputError
 
 HEAD = "layers,hidden,heads,cluster,batch,tp,pp,seconds"
 ROW = "24,1024,16,8xA100-80GB,64,2,2,1.5"
+TAB = "\t"
 LIMITS = {"nemo_h100": 0.05, "megatron_sc21_table2": 0.06, "megatron_recomputation": 0.06, "nemo_gpt": 0.04}
 
 
@@ -151,6 +152,14 @@ def test_layers_that_do_not_divide_into_the_stages() -> None:
         (f"{HEAD.replace('seconds', 'tflops')}\n{ROW.removesuffix('1.5')}1.2e14", "line 2: .* beyond A100-80GB"),
         (f'{HEAD},name\n{ROW},"of two\nlines"\n{ROW.replace("24,", "x,")},b', "line 4: layers is a whole number"),
         (f"{HEAD},name\n{ROW},{'a' * 200_000}", "cannot be read as comma-separated values: field larger"),
+        (f"{HEAD.replace(',', ';')}\n{ROW.replace(',', ';')}", "values are separated by commas, not by semicolons$"),
+        (f"{HEAD.replace(',', TAB)}\n{ROW.replace(',', TAB)}", "values are separated by commas, not by tabs$"),
+        (f"{HEAD},,\n{ROW},4,", "line 2: has a value in a column without a name$"),
+        (
+            f"{HEAD}\n{ROW.replace('2,2,', '32,2,').replace('8x', '64x')}",
+            "line 2: heads are divided .*16 is no .* of 32$",
+        ),
+        (f"{HEAD}\n{ROW}e3", "line 2: 1500 s are far beyond the 0.949 s .*: is it milliseconds[?]$"),
         (f"{HEAD}\n{ROW.removesuffix('1.5')}", "line 2: one of seconds and tflops"),
         (f"{HEAD}\n{ROW.removesuffix('1.5')}-1", "line 2: seconds is a number above 0, not '-1'"),
         (f"{HEAD}\n{ROW.replace('8xA100-80GB', '8xA1')}", "line 2: .*A1"),
@@ -195,6 +204,8 @@ def test_a_file_of_a_spreadsheet(tmp_path: Path) -> None:
     spaced = f'{HEAD.replace(",", ", ")}, name\n{ROW.replace(",", ", ")}, "of two\nlines"\n{ROW},b\n'
     file.write_text(spaced.replace(', "', ',"'))
     assert [item.name for item in read_file(file)] == ["of two lines", "b"]
+    file.write_text(f"{HEAD.title()},,\n{ROW},,\n")
+    assert len(read_file(file)) == 1
 
 
 def test_sums_beside_weights_gradients_hide_no_more_than_these_take() -> None:

@@ -1,6 +1,7 @@
 """Measured steps of GPT and Llama models as a table that anyone can write: one row for each run, with its plan.
 
-A file of comma-separated values; lines that start with ``#`` are left out. The first line names the columns:
+A file of comma-separated values; lines that start with ``#`` are left out, and so are columns without a name that hold
+nothing, as spreadsheets leave them at the end. The first line names the columns:
 
 ==================================  ==================================================================================
 layers, hidden, heads               of the model
@@ -51,6 +52,8 @@ _MOST, _MOST_LAYERS, _DIGITS = 2**31, 2**16, 10
 """Of a size: more is a slip of the pen, by which no step can be priced."""
 _ABOVE_PEAK = 2.0
 """Times a device's peak from which figures are in another unit; a kernel may leave out half of the attention."""
+_ABOVE_PRICE = 300.0
+"""Times the price from which they are too, milliseconds for one."""
 _FLAGS = (*_MODEL_FLAGS, *_LAYOUT_FLAGS, *_STYLE_FLAGS)
 _COLUMNS = ("name", "cluster", "recompute", *_SIZES, *_MORE_SIZES, *_FLAGS, *_MEASURED, "half")
 
@@ -64,7 +67,7 @@ def read_file(path: Path) -> list[Measurement]:
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}; expected is a table of runs as CSV") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
+        raise InputError(f"{path}: cannot be read: {error}; expected is text in UTF-8") from None
     return read_measurements(text.splitlines(), path.stem, str(path))
 
 
@@ -73,7 +76,8 @@ def read_measurements(lines: Iterable[str], table: str, file: str) -> list[Measu
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
     rows = csv.DictReader(f"{line}\n" for _, line in numbered)
     try:
-        rows.fieldnames = [name.strip() for name in rows.fieldnames or ()]
+        # Columns without a name keep one each, of blanks.
+        rows.fieldnames = [name.strip().lower() or " " * index for index, name in enumerate(rows.fieldnames or ())]
         found = list(_read(rows, numbered, table, file))
     except csv.Error as error:
         raise InputError(f"{file}: cannot be read as comma-separated values: {error}") from None
@@ -91,12 +95,17 @@ def _read(
         number, _ = numbered[rows.line_num - 1]  # a quoted cell may go over several lines
         if None in cells:
             raise InputError(f"{file}, line {number}: has more values than there are columns")
-        own = {name: " ".join((cell or "").split()) for name, cell in cells.items() if name}
+        own = {name: " ".join((cell or "").split()) for name, cell in cells.items()}
+        if any(cell and not name.strip() for name, cell in own.items()):
+            raise InputError(f"{file}, line {number}: has a value in a column without a name")
         yield _Row(f"{file}, line {number}", own, Path(file).parent).measurement(table)
 
 
 def _check_columns(given: Sequence[str], file: str) -> None:
-    unknown = [name for name in given if name not in _COLUMNS]
+    for separator, name in ((";", "semicolons"), ("\t", "tabs")):
+        if len(given) == 1 and separator in given[0]:
+            raise InputError(f"{file}: values are separated by commas, not by {name}")
+    unknown = [name for name in given if name.strip() and name not in _COLUMNS]
     twice = [name for name, count in Counter(given).items() if count > 1]
     missing = [name for name in (*_SIZES, "cluster") if name not in given]
     said = [f"unknown columns: {', '.join(map(repr, unknown))}"] if unknown else []
@@ -159,6 +168,10 @@ class _Row:
             dp, rest = divmod(cluster.device_count, sizes["tp"] * sizes["pp"] * cp)
             if rest:
                 raise InputError(f"{cluster.device_count} devices do not divide by tp x pp{' x cp' if cp > 1 else ''}")
+            if model.heads % sizes["tp"]:
+                raise InputError(
+                    f"heads are divided among tensor ranks, but {model.heads} is no multiple of {sizes['tp']}"
+                )
             layout = Layout(
                 *(sizes["tp"], sizes["pp"], dp, self.size("samples", 1), self.size("chunks", 1)),
                 recompute=self.cells.get("recompute") or "full",
@@ -166,8 +179,12 @@ class _Row:
                 cp=cp,
                 **{name: self.flag(name) for name in _LAYOUT_FLAGS},
             )
-            step_seconds(model, cluster, layout, sizes["batch"])
+            priced = step_seconds(model, cluster, layout, sizes["batch"]).total
             _check_units(model, cluster, sizes["batch"], seconds, tflops)
+            if (seconds or 0.0) > _ABOVE_PRICE * priced:
+                raise InputError(
+                    f"{seconds:.4g} s are far beyond the {priced:.3g} s that it is priced at: is it milliseconds?"
+                )
         except InputError as error:
             raise InputError(str(error) if str(error).startswith(self.place) else f"{self.place}: {error}") from None
         except (AutopartError, ValueError) as error:
