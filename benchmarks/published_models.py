@@ -3,9 +3,10 @@
     python benchmarks/published_models.py [--only TEXT] [--every N] [--json]
 
 The rows of ``autopart/cost/published/mpt_fsdp.csv``, a GPT with fused attention in bfloat16, and of
-``torchtitan_fsdp.csv``, transformers' Llamas: captured without weights and priced by ``make_plan`` with the published
-batch, microbatches, recomputation and weights divided over all GPUs (ZeRO-3). Nothing was fitted to them, and memory is
-not asked, as all ran. Beside it what one constant says: the median FLOP/s of a table's rows on that device.
+``torchtitan_fsdp.csv`` and ``pytorch_fsdp.csv``, transformers' Llamas and GPT-2: captured without weights and priced by
+``make_plan`` with the published batch, microbatches, recomputation and weights divided over all GPUs (ZeRO-3). Nothing
+was fitted to them, and memory is not asked, as all ran. Beside it what one constant says: the median FLOP/s of a
+table's rows on that device.
 """
 
 from __future__ import annotations
@@ -46,8 +47,17 @@ LLAMAS = {
         "num_hidden_layers=40&hidden_size=5120&intermediate_size=13824&num_attention_heads=40"
         "&num_key_value_heads=40&vocab_size=32000"
     ),
+    "llama2-7b": (
+        "num_hidden_layers=32&hidden_size=4096&intermediate_size=11008&num_attention_heads=32"
+        "&num_key_value_heads=32&vocab_size=32000"
+    ),
+    "codellama-34b": (
+        "num_hidden_layers=48&hidden_size=8192&intermediate_size=22016&num_attention_heads=64"
+        "&num_key_value_heads=8&vocab_size=32000"
+    ),
 }
-TABLES = ("mpt_fsdp", "torchtitan_fsdp")
+GPTS = {"gpt-175b": "n_layer=96&n_embd=12288&n_head=96&vocab_size=50000&bos_token_id=0&eos_token_id=0"}
+TABLES = ("mpt_fsdp", "torchtitan_fsdp", "pytorch_fsdp")
 VOCABULARY = 50368
 NODE = 8
 
@@ -115,8 +125,10 @@ class Priced:
 
 @functools.cache
 def analysis_of(model: str, sequence: int) -> Analysis:
-    if model in LLAMAS:
-        spec = f"hf:llama?{LLAMAS[model]}&max_position_embeddings={sequence}&seq={sequence}&padding=no"
+    if model in LLAMAS or model in GPTS:
+        spec = f"hf:gpt2?{GPTS.get(model)}&n_positions={sequence}&seq={sequence}&padding=no"
+        if model in LLAMAS:
+            spec = f"hf:llama?{LLAMAS[model]}&max_position_embeddings={sequence}&seq={sequence}&padding=no"
         loaded = load_model(spec, meta=True, dtype=torch.bfloat16)
         return analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False))
     with torch.device("meta"):
