@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from autopart import ctc_capture
 from autopart.assumed_branches import Decisions, conditions_graph
-from autopart.example_inputs import input_spec, plain, unread_arguments
+from autopart.example_inputs import arguments_of, input_spec, plain, unread_arguments
 from autopart.flat_model import TARGETS, FlatModel, module_path, stripped
 from autopart.kept_buffers import drop_unread
 from autopart.passes.attention_masks import simplify_masks
@@ -79,6 +79,7 @@ def assemble(
         imports=_imports(graph),
         assumptions=assumptions,
         conditions=conditions,
+        arguments=arguments_of(flat.model.forward),
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autopart.runtime.errors import CaptureError
-from autopart.runtime.manifest import InputSpec
+from autopart.runtime.manifest import ArgumentSpec, InputSpec
 
 # What names of a function's code may read all of its arguments.
 _SEE_ALL = {"locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe", "stack"}
@@ -33,6 +33,19 @@ def bind(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
             )
         named.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
     return named
+
+
+def arguments_of(forward: Callable[..., Any]) -> tuple[ArgumentSpec, ...]:
+    """The arguments of a forward, but for ``*args`` and ``**kwargs``; defaults that are objects count as none."""
+    found = []
+    for parameter in inspect.signature(forward).parameters.values():
+        if parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            by_position = parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+            if type(parameter.default) in (int, float, str, bool, type(None)):
+                found.append(ArgumentSpec(parameter.name, by_position, True, parameter.default))
+            else:
+                found.append(ArgumentSpec(parameter.name, by_position))
+    return tuple(found)
 
 
 def batch_dims_of(named: dict[str, Any], given: Mapping[str, int | None]) -> dict[str, int | None]:

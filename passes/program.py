@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autopart.passes.graph import RECURRENT, is_getitem, may_have_gradient, results
-from autopart.runtime.manifest import InputSpec
+from autopart.runtime.manifest import ArgumentSpec, InputSpec
 
 
 class Role(enum.Enum):
@@ -86,6 +86,7 @@ class Program:
     precision: "bf16-mixed", "fp16-mixed", or '' where the ops compute in the types that the model names.
     reduce_dtype: in which ranks add gradients up ("float32"); '': in the parameters' own types.
     assumptions: what the model's branches were decided by, each a result of the graph ``conditions`` of the inputs.
+    arguments: of the model's own forward, also those that the example inputs leave out.
     constants: tensors that the state dict does not hold (non-persistent buffers, literals), where they are real.
     """
 
@@ -109,6 +110,7 @@ class Program:
     check_evaluation: Callable[[], Evaluation] = _nobody_knows
     assumptions: tuple[Assumption, ...] = ()
     conditions: fx.Graph | None = None
+    arguments: tuple[ArgumentSpec, ...] = ()
     _fingerprint: str = ""
 
     @property

@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from autopart.passes.program import OutputInfo, Program, Role, TensorInfo
 from autopart.passes.rules.examples import overload
 from autopart.passes.sizes import Extent, extent
-from autopart.runtime.manifest import InputSpec
+from autopart.runtime.manifest import ArgumentSpec, InputSpec
 
 _PLAIN = (bool, int, float, str, type(None))
 _KINDS: dict[str, type] = {
@@ -34,9 +34,10 @@ _KINDS: dict[str, type] = {
     "layout": torch.layout,
     "memory_format": torch.memory_format,
 }
-# Fields that are written by a rule of their own, or not at all.
-_OWN = {"graph", "tensors", "inputs", "outputs", "constants", "check_evaluation", "assumptions", "conditions"}
-_REST = tuple(item.name for item in fields(Program) if item.name not in {*_OWN, "_fingerprint"})
+# Fields that are written by a rule of their own, and those that are not.
+_OWN = {"graph", "tensors", "inputs", "arguments", "outputs"}
+_LEFT_OUT = {"constants", "check_evaluation", "assumptions", "conditions", "_fingerprint"}
+_REST = tuple(item.name for item in fields(Program) if item.name not in _OWN | _LEFT_OUT)
 
 
 class NotWritten(Exception):
@@ -85,12 +86,13 @@ class _Writer:
                 [self.plain(getattr(info, item.name)) for item in fields(info)] for info in program.tensors.values()
             ],
             "inputs": [self.row(info) for info in program.inputs],
+            "arguments": [self.row(info) for info in program.arguments],
             "outputs": [self.row(info) for info in program.outputs],
             "rest": {name: self.plain(getattr(program, name)) for name in _REST},
             "hint": self.hint,
         }
 
-    def row(self, info: TensorInfo | InputSpec | OutputInfo) -> list[Any]:
+    def row(self, info: TensorInfo | InputSpec | ArgumentSpec | OutputInfo) -> list[Any]:
         return [self.plain(getattr(info, item.name)) for item in fields(info)]
 
     def target(self, node: fx.Node) -> str:
@@ -196,6 +198,7 @@ class _Reader:
             graph=self.graph,
             tensors={info.name: info for info in tensors},
             inputs=tuple(InputSpec(*map(self.plain, info)) for info in data["inputs"]),
+            arguments=tuple(ArgumentSpec(*map(self.plain, info)) for info in data["arguments"]),
             outputs=tuple(OutputInfo(*map(self.plain, info)) for info in data["outputs"]),
             **{name: self.plain(data["rest"][name]) for name in _REST},
         )

@@ -87,15 +87,27 @@ def check_modes(batch: str, outputs: str) -> None:
 
 
 def bind(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of a call's arguments by path. Raises InputError for too many or doubled arguments."""
-    names = manifest.input_names
+    """The leaves of a call's arguments by path, named as the model's own forward would take them.
+
+    Arguments that have their defaults are as good as left out. Raises InputError for too many or doubled arguments.
+    """
+    by_position = [spec.name for spec in manifest.arguments if spec.by_position]
+    names = [*by_position, *(name for name in manifest.input_names if name not in by_position)]
     if len(args) > len(names):
-        raise InputError(f"{len(args)} positional inputs were given, the model was captured with {list(names)}")
+        raise InputError(f"{len(args)} positional inputs were given, the model was captured with {names}")
     arguments = dict(zip(names, args, strict=False))
     doubled = sorted(arguments.keys() & kwargs.keys())
     if doubled:
         raise InputError(f"input {doubled[0]!r} is given twice, by position and by name")
     arguments.update(kwargs)
+    constants = {spec.name for spec in manifest.inputs if spec.kind == "constant"}
+    for spec in manifest.arguments:
+        if not spec.has_default:
+            continue
+        if spec.name in constants:
+            arguments.setdefault(spec.name, spec.default)
+        elif spec.name not in manifest.input_names and _same(spec.default, arguments.get(spec.name, spec.default)):
+            arguments.pop(spec.name, None)
     leaves: dict[str, Any] = {}
     for name, value in arguments.items():
         leaves.update(flatten(value, name)[0])
@@ -172,7 +184,7 @@ def check(manifest: Manifest, leaves: Mapping[str, Any]) -> int:
         if name not in specs and name.split(".")[0] not in unread:
             raise InputError(
                 f"input {name!r} ({_describe(leaf)}) was not there when the model was captured; expected are "
-                f"{sorted(specs)}. Capture the model again with it"
+                f"{sorted(specs)}. Pass it from the first call on, or with the example inputs"
             )
     batch: int | None = None
     for spec in manifest.inputs:

@@ -95,6 +95,16 @@ class InputSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ArgumentSpec:
+    """An argument of the model's own forward, captured or not. default: where it has one that is no object."""
+
+    name: str
+    by_position: bool
+    has_default: bool = False
+    default: Any = None
+
+
+@dataclass(frozen=True, slots=True)
 class OutputSpec:
     """A leaf of the model's outputs, named by its path in the returned structure.
 
@@ -211,6 +221,7 @@ class Manifest:
     as the plan has them; 0: unknown.
     assumptions: of which the function ``conditions(*, b, B, <assumption_inputs>)`` of ``assumptions.py`` computes the
     values for a whole batch, in this order.
+    arguments: of the model's own forward, in its order; empty: unknown, and ``input_names`` are all.
     outline: equal for programs of one model that are made for inputs of other sizes; '': unknown. fixed_batch: samples,
     where the program takes no other number; 0: any. most_samples: of a microbatch, 0: any. bucket_bytes: of gradients
     that share a message; 0: :data:`autopart.runtime.buckets.BUCKET_BYTES`.
@@ -247,6 +258,7 @@ class Manifest:
     fixed_batch: int = 0
     most_samples: int = 0
     bucket_bytes: int = 0
+    arguments: tuple[ArgumentSpec, ...] = ()
 
     @property
     def is_uniform(self) -> bool:
@@ -306,6 +318,7 @@ class Manifest:
                     **{key: tuple(data[key]) for key in _NAME_LISTS},
                     "assumptions": tuple(AssumptionSpec(**item) for item in data.get("assumptions", ())),
                     "assumption_inputs": tuple(data.get("assumption_inputs", ())),
+                    "arguments": tuple(ArgumentSpec(**item) for item in data.get("arguments", ())),
                     "warmup": tuple(data.get("warmup", ())),  # older programs have none
                 }
             )

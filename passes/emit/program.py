@@ -158,6 +158,7 @@ def emit_program(
         parameters=parameters,
         parameter_order=tuple(info.name for info in program.parameters),
         input_names=program.input_names,
+        arguments=program.arguments,
         loss=program.loss,
         totals=split.total_names,
         totals_inputs=totals_inputs,
