@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from autopart.attribute_forms import Forms
 from autopart.runtime.elsewhere import restore
 from autopart.runtime.inputs import BatchMode, fits
 from autopart.runtime.mesh import job_size
@@ -41,9 +42,8 @@ class _Module:
     path: str
     type: type
     training: bool
-    hooks: list[list[Callable[..., Any]]]
     kinds: tuple[Any, ...]
-    attributes: dict[str, Any]
+    attributes: dict[str, Any]  # and hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +55,18 @@ class Likeness:
 
     @staticmethod
     def of(model: nn.Module) -> Likeness:
+        forms = Forms(model)
         return Likeness(
             tuple(
                 _Module(
                     path,
                     type(module),
                     module.training == model.training,
-                    [[*vars(module)[name].values()] for name in _HOOKS],
                     _kinds(module),
-                    dict(attributes(module)),
+                    {
+                        **{name: [*map(forms.of, vars(module)[name].values())] for name in _HOOKS},
+                        **{name: forms.of(value) for name, value in attributes(module)},
+                    },
                 )
                 for path, module in model.named_modules(remove_duplicate=False)
             ),
@@ -75,7 +78,7 @@ class Likeness:
         if len(self.modules) != len(other.modules) or not other.trained <= self.trained:
             return False
         return all(
-            (a.path, a.type, a.training, a.hooks, a.kinds) == (b.path, b.type, b.training, b.hooks, b.kinds)
+            (a.path, a.type, a.training, a.kinds) == (b.path, b.type, b.training, b.kinds)
             and _equal(a.attributes, b.attributes)
             for a, b in zip(self.modules, other.modules, strict=True)
         )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import autopart
+from autopart.model_copies import Likeness
 from autopart.runtime.errors import PlanError
 from clusters import ideal
 from launch import launch
@@ -127,3 +128,66 @@ def unlike() -> None:
 
 def test_models_that_are_divided_otherwise_are_told() -> None:
     launch(unlike, 2)
+
+
+class _Settings:
+    """Of no class that says when its objects are equal."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale, self.parent = scale, self
+
+
+class _Recurrent(nn.Module):
+    """Keeps lists of its weights, as torch's recurrent modules do, its own methods and layers, and an old hook."""
+
+    def __init__(self, scale: float = 0.5) -> None:
+        super().__init__()
+        self.settings = _Settings(scale)
+        self.gru = nn.GRU(8, 8, batch_first=True)
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.utils.spectral_norm(nn.Linear(8, 8))])
+        self.order = {"last": (self.layers[1], self._scaled)}
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x * self.settings.scale
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = self.layers[0](self.gru(x[:, None])[0][:, 0])
+        for function in self.order["last"]:
+            x = function(x)
+        return (x - target).square().mean()
+
+
+def averaged(wrap: Wrap) -> Any:
+    torch.manual_seed(0)
+    model = wrap(_Recurrent().double())
+    mean: Any = AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(3):
+        model(*batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean.update_parameters(model)
+    return {name: value.clone() for name, value in mean.module.state_dict().items()}
+
+
+def compare_averaged(limits: dict[str, int]) -> None:
+    expected = averaged(lambda model: model)
+    torch.testing.assert_close(averaged(wrapped(limits)), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("limits", [{"pp": 2}, {"dp": 2, "zero": 3}], ids=str)
+def test_a_copy_of_a_model_whose_attributes_lead_into_it(limits: dict[str, int]) -> None:
+    launch(compare_averaged, 2, limits)
+
+
+def test_forms_are_those_of_what_was_copied() -> None:
+    model = _Recurrent()
+    likeness = Likeness.of(model)
+    assert likeness.covers(Likeness.of(copy.deepcopy(model)))
+    assert not likeness.covers(Likeness.of(_Recurrent(scale=2.0)))
+    other = copy.deepcopy(model)
+    other.order["last"] = (other.layers[0], other._scaled)
+    assert not likeness.covers(Likeness.of(other))
+    other = copy.deepcopy(model)
+    other.gru._flat_weights[0] = torch.zeros(24, 8)
+    assert not likeness.covers(Likeness.of(other))
