@@ -134,7 +134,10 @@ class _RunBackward(torch.autograd.Function):
     def forward(ctx: Any, later: Backward, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.later = later
         ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+        # No views, which the script could not write into, as normalizing what a generator made in place does.
+        outputs = tuple(tensor.clone() if tensor._is_view() else tensor for tensor in tensors[:count])
+        ctx.mark_dirty(*(output for output, tensor in zip(outputs, tensors, strict=False) if output is tensor))
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:

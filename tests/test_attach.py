@@ -77,3 +77,40 @@ def test_gradients_that_are_there_when_a_second_model_is_planned_stay() -> None:
     expected = in_turn(False)
     for losses in launch(in_turn, 2, True):
         assert losses == pytest.approx(expected, rel=1e-12)
+
+
+class Parts(nn.Module):
+    """Returns rows, a view of them, a sum over the samples, and a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8).double(), nn.Linear(8, 3).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        y = self.second(torch.tanh(self.first(x)))
+        return y * 2.0, y.unsqueeze(1)[:, 0], y.sum(), self.second.bias * 2.0
+
+
+def written_into(limits: dict[str, Any]) -> list[Tensor]:
+    torch.manual_seed(0)
+    model: Any = Parts()
+    if limits:
+        model = autopart.parallelize(model, cluster=ideal(2), verbose=False, **limits)
+    found = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        outputs = model(batch()["x"])
+        loss = sum(output.sub_(0.5).div_(2.0).square().sum() for output in outputs)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.detach(), *(output.detach() for output in outputs)]
+    return [*found, *(value.clone() for value in model.state_dict().values())]
+
+
+@pytest.mark.filterwarnings("ignore:the loss is computed outside")
+@pytest.mark.parametrize("limits", [{"pp": 2, "microbatches": 1}, {"pp": 2, "microbatches": 2}, {"tp": 2}, {"dp": 2}])
+def test_outputs_may_be_written_into(limits: dict[str, int]) -> None:
+    expected = written_into({})
+    for found in launch(written_into, 2, limits):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
