@@ -8,7 +8,9 @@ and rebuilt on machines that never saw the original.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
+from collections import namedtuple
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,14 +78,30 @@ def rebuild(structure: Structure, leaves: Mapping[str, Any]) -> Any:
     members = dict(zip(structure["keys"], items, strict=True))
     if kind == "dict":
         return members
+    if kind == "namedtuple":
+        return _named_tuple(structure["class"], tuple(structure["keys"]))(*items)
     made = _find_class(structure["class"])
-    if kind in ("dataclass", "namedtuple") or dataclasses.is_dataclass(made):
+    if kind == "dataclass" or dataclasses.is_dataclass(made):
         return made(**members)
     return made(members)
 
 
 def _class_name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _named_tuple(name: str, fields: tuple[str, ...]) -> Any:
+    """The class; one that is made where a model returns, or is kept under another name, as its like."""
+    try:
+        found = _find_class(name)
+    except PlanError:
+        found = None
+    return found if getattr(found, "_fields", None) == fields else _like(name.split(".")[-1].split(":")[-1], fields)
+
+
+@functools.cache
+def _like(name: str, fields: tuple[str, ...]) -> Any:
+    return namedtuple(name, fields)
 
 
 def _find_class(name: str) -> Any:

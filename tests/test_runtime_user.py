@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import OrderedDict, namedtuple
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -311,6 +311,22 @@ def test_model_outputs_come_back() -> None:
     leaves, structure = flatten(value)
     again = rebuild(structure, {"loss": leaves["loss"]})
     assert type(again) is type(value) and again.loss is value.loss and again.logits is None
+
+
+def test_named_tuples_that_forward_makes() -> None:
+    """One of which another object of its module has the name, too."""
+
+    class Local(NamedTuple):
+        early: int
+        late: list[int]
+
+    Features = namedtuple("Features", ["early", "late"])
+    Other = namedtuple("Output", ["early", "late"])  # type: ignore[name-match]
+    for value in (Local(1, [2]), Features(1, [2]), Other(1, [2])):
+        leaves, structure = flatten(value)
+        again = rebuild(structure, leaves)
+        assert again == value and (again.early, again._fields) == (1, ("early", "late"))
+        assert type(again) is type(rebuild(structure, leaves)) and type(again).__name__ == type(value).__name__
 
 
 def test_a_class_that_cannot_be_imported() -> None:
