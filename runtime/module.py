@@ -206,6 +206,8 @@ class ParallelModule(HeldStages):
             return self._evaluate(variant, feed, division)
         if self._buffer is not None:
             return self._train_without_flush(feed, division)
+        if not self._learns(feed):  # all is frozen, as in the network of a perceptual loss: outputs have no gradient
+            return self._evaluate(variant, feed, division)
         train = self._train_with_loss if self.manifest.loss else self._train_without
         return train(variant, feed, division)
 
@@ -333,8 +335,9 @@ class ParallelModule(HeldStages):
         run.execute(schedules.own(forward_part(schedule)))
         run.settle_buffers(self.own_buffers())
         values = self._collected(variant.outputs, run, division)
-        types = {spec.name: dtype_of(spec.dtype) for spec in variant.outputs}
-        differentiable = [s for s in variant.outputs if types[s.name].is_floating_point or types[s.name].is_complex]
+        differentiable = [spec for spec in variant.outputs if spec.differentiable]
+        if not differentiable:
+            return rebuild(variant.manifest.output_structure, {**values, **_constants(variant)})
 
         def backward(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
             check_weights()
@@ -370,7 +373,7 @@ class ParallelModule(HeldStages):
         run.execute(variant.schedules.own(schedule), flush=self._buffer is None)
         run.settle_buffers(self.own_buffers())
         values = self._collected(variant.outputs, run, division)
-        if torch.is_grad_enabled() and (self._trainable() or feed.gradients.asked):
+        if torch.is_grad_enabled() and self._learns(feed):
             values.update(refused(variant.outputs, values))
         return rebuild(variant.manifest.output_structure, {**values, **_constants(variant)})
 
@@ -452,6 +455,12 @@ class ParallelModule(HeldStages):
 
     def _trainable(self) -> list[nn.Parameter]:
         return [p for p in self._parameters_in_order.values() if p.requires_grad]
+
+    def _learns(self, feed: Feed) -> bool:
+        """Whether anything requires a gradient, here or on other ranks: an input, or a parameter."""
+        return bool(feed.gradients.asked or self._trainable()) or any(
+            parameter.requires_grad for parameter in self._parameters_elsewhere()
+        )
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:

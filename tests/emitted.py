@@ -126,7 +126,7 @@ def emit(
     example = dict.fromkeys(outputs, 0)
     output_specs = {
         "loss": OutputSpec("loss", last, "sum", (), DTYPE),
-        "logits": OutputSpec("logits", last, "cat", ("b", classes), DTYPE),
+        "logits": OutputSpec("logits", last, "cat", ("b", classes), DTYPE, differentiable=user_loss),
     }
     Manifest(
         fingerprint="by hand",

@@ -114,3 +114,51 @@ def test_outputs_may_be_written_into(limits: dict[str, int]) -> None:
     expected = written_into({})
     for found in launch(written_into, 2, limits):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+class Features(nn.Module):
+    """Returns features, and where they are positive, which has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.second(torch.tanh(self.first(x)))
+        return y, (y > 0).to(y.dtype)
+
+
+def perceptual(limits: dict[str, Any]) -> list[Tensor]:
+    """A frozen network's features of one batch are kept, and compared with those of what another network makes."""
+    torch.manual_seed(0)
+    frozen: Any = Features().requires_grad_(False)
+    trained: Any = Features()
+    if limits:
+        settings: dict[str, Any] = {"cluster": ideal(2), "verbose": False, **limits}
+        frozen, trained = autopart.parallelize(frozen, **settings), autopart.parallelize(trained, **settings)
+    x = batch()["x"]
+    wanted = frozen(x)
+    for _ in range(2):
+        made, positive = trained(x)
+        assert made.requires_grad and not positive.requires_grad
+        kept = frozen(x)
+        assert not any(output.requires_grad for output in (*wanted, *kept))
+        (frozen(made)[0] - wanted[0] + 0.1 * kept[0]).square().mean().backward()
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+    for parameter in trained.parameters():
+        parameter.requires_grad = False
+    outputs = trained(x)
+    assert not any(output.requires_grad for output in outputs)
+    return [output.detach() for output in outputs]
+
+
+@pytest.mark.filterwarnings("ignore:the loss is computed outside")
+@pytest.mark.parametrize("limits", [{"pp": 2, "microbatches": 2}, {"tp": 2}, {"dp": 2, "zero": 3}], ids=str)
+def test_what_has_no_gradient_in_the_original_has_none(limits: dict[str, Any]) -> None:
+    expected = perceptual({})
+    for found in launch(perceptual, 2, limits):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
