@@ -1,5 +1,5 @@
-"""What torch.export prints before it fails: whole graphs, of models that are captured by another try, or are refused in
-words of autopart's own.
+"""What torch.export prints: whole graphs before it fails, of models that are captured by another try, or are refused in
+words of autopart's own; and that attributes were assigned, of lists of weights that recurrent modules keep.
 """
 
 from __future__ import annotations
@@ -7,24 +7,30 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 _LOGGER = "torch.fx.experimental.symbolic_shapes"
 _GRAPH = "def forward(self, arg"
+_WEIGHTS = r"The tensor attributes? (self\.[\w.]*\._flat_weights\[\d+\](, )?)+ (was|were) assigned during export"
 
 
 @contextmanager
 def without_graphs() -> Iterator[None]:
-    """Inside, graphs stay off stderr, and so do warnings of shapes; with ``TORCH_LOGS`` set all is as it is."""
+    """Inside, graphs stay off stderr, and so do warnings of shapes and of recurrent modules' weights.
+
+    With ``TORCH_LOGS`` set all is as it is.
+    """
     if os.environ.get("TORCH_LOGS") or sys.stderr is None:
         yield
         return
     logger = logging.getLogger(_LOGGER)
     logger.addFilter(_is_error)
     try:
-        with redirect_stderr(_WithoutGraphs(sys.stderr)):
+        with redirect_stderr(_WithoutGraphs(sys.stderr)), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=_WEIGHTS)
             yield
     finally:
         logger.removeFilter(_is_error)

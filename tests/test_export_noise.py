@@ -1,8 +1,9 @@
-"""Graphs that export prints before it fails stay off the screen, and nothing else does."""
+"""What export prints of graphs and of recurrent modules stays off the screen, and nothing else does."""
 
 from __future__ import annotations
 
 import sys
+import warnings
 
 import pytest
 import torch
@@ -33,3 +34,26 @@ def test_graphs_are_not_printed(logs: str, capsys: pytest.CaptureFixture[str], m
     assert sys.stderr is stream and "in forward" in said
     assert ("def forward(self, arg0_1" in said) == bool(logs)
     assert logs or set(said.splitlines()) == {"in forward"}
+
+
+class Recurrent(nn.Module):
+    """Its GRU keeps a list of its weights, which export takes for assigned, as it does what forward keeps."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.gru, self.keeps, self.last = nn.GRU(4, 4, batch_first=True), keeps, torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.gru(x)[0]
+        if self.keeps:
+            self.last = y.detach()
+        return y.sum()
+
+
+def test_weights_of_recurrent_modules_are_not_told_to_be_buffers() -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        capture(Recurrent(keeps=False), (torch.randn(3, 2, 4),), check_eval=False)
+    assert not [warning for warning in told if "assigned during export" in str(warning.message)]
+    with pytest.warns(UserWarning, match=r"self.model.last.*assigned during export"):
+        capture(Recurrent(keeps=True), (torch.randn(3, 2, 4),), check_eval=False)
