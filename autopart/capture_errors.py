@@ -75,6 +75,11 @@ def capture_error(error: Exception, where: Where) -> CaptureError:
         )
     elif depends_on_data(error) and any(frame.filename.endswith("/batchnorm.py") for frame in frames):
         suggestion = "a batch norm with momentum=None divides by the number of batches so far; give it a momentum"
+    elif depends_on_data(error) and "specialized integer" in text:
+        suggestion = (
+            "a whole number is read off a tensor, as by int(), item() or range(), and sizes or positions follow from "
+            "it; index by the tensor itself (torch.where, index_copy, arange), or pass the number as an input"
+        )
     elif depends_on_data(error):
         suggestion = (
             "the branch depends on tensor values; replace it with torch.where, or decide it from the configuration"

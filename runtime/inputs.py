@@ -228,7 +228,12 @@ def _check_tensor(spec: InputSpec, leaf: Tensor, batch: int | None) -> int | Non
         if isinstance(size, str):
             factor = size_of(size, 1)
             if found % factor or (batch is not None and found != factor * batch) or found == 0:
-                raise InputError(where + ("" if batch is None else f" with b = {batch} as in the inputs before"))
+                if batch is None:
+                    raise InputError(where)
+                raise InputError(
+                    f"{where} with b = {batch} as in the inputs before. Where one of these dims has no samples, pass "
+                    "batch_dims with the dim that has, or None, for each input"
+                )
             batch = found // factor
         elif size != found:
             samples = ", with b samples" * ("b" in _shape_text(spec.shape))

@@ -35,7 +35,12 @@ def model_in(directory: Path, **options: Any) -> ParallelModule:
         ((*data(), 3), {}, InputError, "3 positional inputs"),
         (data(), {"x": torch.ones(2)}, InputError, "'x' is given twice"),
         ((data()[0][:, :5], data()[1]), {}, InputError, r"'x' has the shape \[8, 5\]; expected is \[b, 8\]"),
-        ((data()[0][:4], data()[1]), {}, InputError, r"'target' has the shape \[8\]; expected is \[b\] with b = 4"),
+        (
+            (data()[0][:4], data()[1]),
+            {},
+            InputError,
+            r"'target' .* \[8\]; expected is \[b\] with b = 4.*batch_dims",
+        ),
         ((data()[0].float(), data()[1]), {}, InputError, "'x' has the dtype torch.float32; expected is torch.float64"),
         ((data()[0].clone().requires_grad_(), data()[1]), {}, InputError, "detach it"),
         (([1.0], data()[1]), {}, InputError, r"'x.0' \(1.0\) was not there"),

@@ -34,6 +34,7 @@ def slope(linear: nn.Module, x: Tensor) -> Tensor:
     [
         (lambda linear, x: torch.func.vmap(linear)(x), r"vmap, in module 1 \(.*test_untraceable\.py:"),
         (lambda linear, x: linear(x) + torch.cov(x), r"(?s)aten.equal.*an op that looks at values"),
+        (lambda linear, x: linear(x)[: int(x.argmax())], r"a whole number is read off a tensor.*index by the tensor"),
         (
             lambda linear, x: torch.distributions.Normal(linear(x), 1.0, validate_args=True).mean,
             r"(?s)satisfy the constraint.*leave validate_args out, or False",
