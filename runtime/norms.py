@@ -28,6 +28,7 @@ from autopart.runtime.hooks import weakly
 from autopart.runtime.loading import cuts_of
 from autopart.runtime.manifest import Manifest, ParameterSpec
 from autopart.runtime.mesh import Mesh
+from autopart.runtime.penalties import Penalties
 
 NORMS: frozenset[Callable[..., Any]] = frozenset(
     {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm, torch.functional.norm}
@@ -81,6 +82,7 @@ class GradientNorms:
         self._told = False
         self._given: list[str] = []  # of what, by the last backward
         self._parts = len(manifest.stages) > 1 or any(divided(spec, mesh) for spec in manifest.parameters)
+        self._penalties = Penalties(parameters if self._parts else {})
         if self._parts:
             for name, parameter in parameters.items():
                 if parameter.requires_grad:
@@ -89,11 +91,11 @@ class GradientNorms:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Inside, gradients belong to the running step and are plain."""
-        self._running = True
+        self._running = self._penalties.resting = True
         try:
             yield
         finally:
-            self._running = False
+            self._running = self._penalties.resting = False
 
     def _hook(self, name: str, parameter: Tensor) -> None:
         if not self._running and type(parameter.grad) is Tensor:
@@ -113,6 +115,7 @@ class GradientNorms:
             None if gradient is None else self._share(names[id(parameter)], gradient)
             for parameter, gradient in zip(parameters, gradients, strict=True)
         ]
+        self._penalties.hand_out(found, parameters)
         self._given = sorted(share.owner[1] for share in found if share is not None and share.owner is not None)
         return found
 
