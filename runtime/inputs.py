@@ -184,7 +184,8 @@ def check(manifest: Manifest, leaves: Mapping[str, Any]) -> int:
         if name not in specs and name.split(".")[0] not in unread:
             raise InputError(
                 f"input {name!r} ({_describe(leaf)}) was not there when the model was captured; expected are "
-                f"{sorted(specs)}. Pass it from the first call on, or with the example inputs"
+                f"{sorted(specs)}. Pass it from the first call on, or with the example inputs; for single calls that "
+                "compute otherwise, load what state_dict() gives into a model of one process"
             )
     batch: int | None = None
     for spec in manifest.inputs:
