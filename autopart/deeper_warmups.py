@@ -5,7 +5,8 @@ then done for p of them at once, so that what passes between stages is waited fo
 one transfer there and back takes. A deeper warm-up hides these, all but those of the first and the last microbatch, and
 lets stages be less even. Tried are the best plan's configuration, and those whose seconds under the least, less what
 may be hidden, are fewer than the best plan's, on each mesh the best of them with the next fewer and more microbatches,
-and others while these are few.
+and others while these are few; and unlike meshes of a few devices that were not evaluated, as their bounds under the
+least warm-up told that they take longer, where those under a deeper one do not.
 
 What is not tried is not in a plan's bound, nor is what is: bounds are of the least warm-up.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopart.candidates import Candidates
@@ -25,8 +26,8 @@ from autopart.solver.stages_problem import StageProblem, Way
 
 DEPTHS = (2, 3)
 """Forwards that each stage runs ahead of the next, which stages are cut for."""
-_MOST = 6
-"""Configurations that are tried."""
+_MOST, _MOST_LEFT_OUT = 6, 4
+"""Configurations that are tried, and how many more of those that bounds ruled out under the least warm-up."""
 
 
 @dataclass(slots=True)
@@ -39,13 +40,13 @@ class DeeperWarmups:
 
     def was_solved(self, config: Config, seconds: float, problem: StageProblem, way: Way) -> None:
         """Takes what an evaluation gave."""
-        if self._has_others(config):
+        if self.has_others(config):
             longest = max(problem.crossing_seconds(*steps) for steps in itertools.pairwise(way))
             self._taken[config] = seconds, config.microbatches * longest
 
     def was_stopped(self, config: Degrees, seconds: float, estimates: Estimates) -> None:
         """Takes what is expected of a configuration that took no less than the best."""
-        if self._has_others(config):
+        if self.has_others(config):
             self._taken[config] = seconds, estimates.passed_seconds(config)
 
     def promising(self, best: Config, best_seconds: float, configs: Iterable[Config]) -> list[Config]:
@@ -71,13 +72,24 @@ class DeeperWarmups:
         found |= dict.fromkeys(sorted(order, key=order.__getitem__))
         return [*found][:_MOST]
 
+    def left_out(self, best_seconds: float, tried: Iterable[Config], bounds: Mapping[Config, float]) -> list[Config]:
+        """Those that bounds left out of the search under the least warm-up, and do not under a deeper one.
+
+        bounds: seconds of these under a deeper one. tried: configurations that need not be among them.
+        """
+        known = {*tried, *self._taken}
+        most = (1 - WORTH) * best_seconds
+        found = [config for config, seconds in bounds.items() if config not in known and seconds < most]
+        return sorted(found, key=bounds.__getitem__)[:_MOST_LEFT_OUT]
+
     def under(self, depth: int) -> Candidates:
         """The candidates with a warm-up of so many forwards ahead; 0: as they are."""
         if depth not in self._under:
             self._under[depth] = self.candidates.warmed(depth) if depth else self.candidates
         return self._under[depth]
 
-    def _has_others(self, config: Config) -> bool:
+    def has_others(self, config: Config) -> bool:
+        """Whether deeper warm-ups of it are others."""
         return (
             self.candidates.warmup is None and config.schedule == "1f1b" and config.pp > 1 and config.microbatches > 1
         )

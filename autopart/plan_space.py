@@ -223,7 +223,9 @@ class PlanSpace(Space[Config, AnyAnswer]):
     def better(self, config: Config, best: Evaluation[AnyAnswer]) -> Iterator[tuple[Config, Evaluation[AnyAnswer]]]:
         """Answers under deeper warm-ups, with stages and strategies that are found under these."""
         least, searched = best.objective, list[Config](self._equal) + list(self._others or ())
-        for other, depth in itertools.product(self._deeper.promising(config, least, searched), DEPTHS):
+        promising = self._deeper.promising(config, least, searched)
+        promising += self._deeper.left_out(least, promising, self._bounds_when_deeper(least))
+        for other, depth in itertools.product(promising, DEPTHS):
             most = (1 - LEAST_GAIN) * least
             try:
                 if isinstance(other, Degrees):
@@ -239,6 +241,18 @@ class PlanSpace(Space[Config, AnyAnswer]):
             if settled.objective < most:
                 least = settled.objective
                 yield other, settled
+
+    def _bounds_when_deeper(self, below: float) -> dict[Config, float]:
+        """Of a few devices' unlike meshes under the deepest warm-up, where that may take less than the least one."""
+        if self.candidates.cluster.device_count > MOST_UNLIKE:
+            return {}
+        found: dict[Config, float] = {}
+        for config in self._others or ():
+            if self._deeper.has_others(config):
+                seconds = self._unlike_under(DEPTHS[-1]).refined(config, below)
+                if seconds < below and seconds < self.unlike.refined(config, below):
+                    found[config] = seconds
+        return found
 
     def _settled(self, evaluation: Evaluation[AnyAnswer], depth: int) -> Evaluation[AnyAnswer]:
         """depth: of the warm-up under which it was found; 0: as candidates have it."""

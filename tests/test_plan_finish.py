@@ -75,6 +75,7 @@ def test_stages_are_cut_for_the_warm_up_that_they_run_with(monkeypatch: pytest.M
         (WIDE, "2x2xH100", {"batch": 256, "pp": 4}),  # in fewer microbatches than under the least
         (BART, "2xV100-16GB", {"batch": 48, "pp": 2}),
         (GPT, "2x1xL40S@Ethernet-100+2x1xV100-16GB@Ethernet-100", {"batch": 32, "pp": 3}),  # unlike meshes
+        (VIT, "2xRTX-4090+2xRTX-3090", {"batch": 16}),  # ruled out by a bound under the least
     ],
 )
 def test_no_warm_up_that_is_given_is_faster_than_the_chosen(name: str, cluster: str, limits: dict[str, Any]) -> None:
