@@ -257,7 +257,9 @@ def _outputs(flat: FlatModel, nodes: list[fx.Node]) -> tuple[list[OutputInfo], s
     if named:
         return outputs, named[0]
     tensors = [info.name for info in outputs if info.node is not None]
-    if scalars and scalars[0] == tensors[0]:
+    # Several losses, as detectors return them ("loss_cls", "loss_box"), are added up in a way that the script knows.
+    several = sum("loss" in name.lower() for name in scalars) > 1
+    if scalars and scalars[0] == tensors[0] and not several:
         return outputs, scalars[0]
     return outputs, None
 

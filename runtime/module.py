@@ -324,7 +324,8 @@ class ParallelModule(HeldStages):
             warnings.warn(
                 "the loss is computed outside the model, so every stage keeps the activations of all "
                 f"{division.microbatches} microbatches until backward(), and each rank receives all outputs; "
-                "autopart.parallelize(model, loss_fn=...) moves the loss inside and avoids both",
+                "autopart.parallelize(model, loss_fn=...) moves the loss inside and avoids both, and so does a forward "
+                "that returns one scalar called 'loss'",
                 stacklevel=4,
             )
         parameters = self._trainable()
