@@ -108,9 +108,9 @@ class ArgumentSpec:
 class OutputSpec:
     """A leaf of the model's outputs, named by its path in the returned structure.
 
-    combine: how the pieces of microbatches and data-parallel replicas make the whole: "sum", "cat" (along batch_dim),
-    "same" (equal everywhere), "constant". placements: how it lies on the stage's tensor axes; put together only when it
-    is returned. differentiable: whether the model's own has a gradient.
+    combine: how the pieces of microbatches and data-parallel replicas make the whole: "sum", "cat" (along batch_dim,
+    within each of so many blocks of it), "same" (equal everywhere), "constant". placements: how it lies on the stage's
+    tensor axes; put together only when it is returned. differentiable: whether the model's own has a gradient.
     """
 
     name: str
@@ -119,6 +119,7 @@ class OutputSpec:
     shape: tuple[Size, ...] = ()
     dtype: str = ""
     batch_dim: int = 0
+    blocks: int = 1
     constant: Any = None
     placements: tuple[str, ...] = ()
     differentiable: bool = False

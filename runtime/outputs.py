@@ -81,22 +81,31 @@ def _combine(spec: OutputSpec, pieces: Sequence[Tensor], data: Axis, division: D
     assert spec.combine == "cat", f"unknown way to combine an output: {spec.combine!r}"
     if division.shares:
         return _fill(spec, pieces, data, division)
-    whole = torch.cat(tuple(pieces), spec.batch_dim)
+    whole = torch.cat([_in_blocks(spec, piece) for piece in pieces], spec.batch_dim + 1)
+    whole = whole.flatten(spec.batch_dim, spec.batch_dim + 1)
     if data.size > 1:
-        whole = gather_shards(whole, data, spec.batch_dim, 1, "step")
+        whole = gather_shards(whole, data, spec.batch_dim, spec.blocks, "step")
     return whole.contiguous()
+
+
+def _in_blocks(spec: OutputSpec, tensor: Tensor) -> Tensor:
+    """A view whose dim behind ``batch_dim`` holds samples and what belongs to one, and the one before it the blocks."""
+    return tensor.unflatten(spec.batch_dim, (spec.blocks, tensor.size(spec.batch_dim) // spec.blocks))
 
 
 def _fill(spec: OutputSpec, pieces: Sequence[Tensor], data: Axis, division: Division) -> Tensor:
     """Pieces of unlike sizes, which alternate with those of other replicas: each at its place, added up."""
-    rows = size_of(spec.shape[spec.batch_dim], 1)
+    rows = size_of(spec.shape[spec.batch_dim], 1) // spec.blocks
     first = pieces[0]
     # sums know no booleans
     kind = torch.uint8 if first.dtype is torch.bool else first.dtype
     whole = torch.zeros([size_of(size, division.batch) for size in spec.shape], dtype=kind, device=first.device)
     for microbatch, piece in enumerate(pieces):
-        place = whole.narrow(spec.batch_dim, division.start(microbatch) * rows, piece.size(spec.batch_dim))
-        place.copy_(piece.detach())
+        piece = _in_blocks(spec, piece.detach())
+        place = _in_blocks(spec, whole).narrow(
+            spec.batch_dim + 1, division.start(microbatch) * rows, piece.size(spec.batch_dim + 1)
+        )
+        place.copy_(piece)
     sum_in_place(whole, data, "step")
     return whole.to(first.dtype)
 
@@ -108,5 +117,7 @@ def gradient_piece(spec: OutputSpec, gradient: Tensor, division: Division, micro
     if spec.combine == "same":
         # Every microbatch and replica computes the same value; one of them stands for it.
         return gradient if microbatch == 0 and division.replica == 0 else torch.zeros_like(gradient)
-    rows = gradient.size(spec.batch_dim) // division.batch
-    return gradient.narrow(spec.batch_dim, division.start(microbatch) * rows, division.samples * rows)
+    blocks = _in_blocks(spec, gradient)
+    rows = blocks.size(spec.batch_dim + 1) // division.batch
+    piece = blocks.narrow(spec.batch_dim + 1, division.start(microbatch) * rows, division.samples * rows)
+    return piece.flatten(spec.batch_dim, spec.batch_dim + 1)

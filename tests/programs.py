@@ -101,9 +101,13 @@ def in_shares(
         if program.loss is not None:
             parts[-1][program.loss].backward()
     whole: dict[str, Any] = {}
-    for name, (kind, dim) in split.combine.items():
+    for name, (kind, dim, blocks) in split.combine.items():
         pieces = [part[name] for part in parts]
-        whole[name] = torch.cat(pieces, dim) if kind == "cat" else sum(pieces) if kind == "sum" else pieces[0]
+        if kind == "cat":
+            inside = [piece.unflatten(dim, (blocks, -1)) for piece in pieces]
+            whole[name] = torch.cat(inside, dim + 1).flatten(dim, dim + 1)
+        else:
+            whole[name] = sum(pieces) if kind == "sum" else pieces[0]
     return whole, gradients(model)
 
 

@@ -158,7 +158,7 @@ def test_losses(name: str, shares: int) -> None:
     if split.flaw:  # of a cross entropy with probabilities, whose export takes the batch size as it is
         assert torch.__version__ < "2.13" and "probabilities" in name and "batch size is fixed" in split.flaw
         return
-    assert split.combine["loss"] == ("sum", 0)
+    assert split.combine["loss"] == ("sum", 0, 1)
     whole, ours = in_shares(program, split, model, given, BATCH, shares)
     reference = copy.deepcopy(model)
     expected = reference(**given)["loss"]
@@ -322,7 +322,7 @@ def test_flaws_are_named_and_not_split(name: str) -> None:
     # op, module and line
     assert re.match(r"aten\.\w+\.\w+ in the model \(\S+test_batch\.py:\d+\) |the output in the model ", split.flaw)
     assert split.graph is program.graph and split.totals is None
-    assert split.combine == {"loss": ("same", 0)}
+    assert split.combine == {"loss": ("same", 0, 1)}
 
 
 def test_flaw_names_the_module() -> None:
@@ -349,12 +349,15 @@ def test_outputs_are_joined_along_their_batch_dim() -> None:
 
         def forward(self, x: Tensor) -> dict[str, Tensor]:
             y = self.linear(x)
-            return {"rows": y, "turned": y.t(), "penalty": self.linear.weight.sum(), "total": y.sum(0)}
+            blocks = y.t().reshape(-1)
+            penalty = self.linear.weight.sum()
+            return {"rows": y, "turned": y.t(), "blocks": blocks, "penalty": penalty, "total": y.sum(0)}
 
     model, given = Several().double(), {"x": torch.randn(4, 3, dtype=torch.float64)}
     program = capture(model, (), given, check_eval=False)
     split = split_batch(program, RULES)
-    assert split.combine == {"rows": ("cat", 0), "turned": ("cat", 1), "penalty": ("same", 0), "total": ("sum", 0)}
+    joined = {"rows": ("cat", 0, 1), "turned": ("cat", 1, 1), "blocks": ("cat", 0, 3)}
+    assert split.combine == {**joined, "penalty": ("same", 0, 1), "total": ("sum", 0, 1)}
     whole, _ = in_shares(program, split, model, given, 4, 2)
     for name, expected in model(**given).items():
         torch.testing.assert_close(whole[name], expected)

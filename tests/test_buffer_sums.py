@@ -127,7 +127,7 @@ class Hits(Routed):
 
 def test_counts_that_are_returned_stay_whole() -> None:
     split = analyze(autopart.capture(Hits(), inputs(), check_eval=False)).split
-    assert split.combine == {"loss": ("sum", 0), "hits": ("sum", 0), "positive": ("same", 0)}
+    assert split.combine == {"loss": ("sum", 0, 1), "hits": ("sum", 0, 1), "positive": ("same", 0, 1)}
     values = split.graph.output_node().args[0]
     assert isinstance(values, tuple) and values[2].meta["val"].dtype is torch.int64  # type: ignore[union-attr]
 
