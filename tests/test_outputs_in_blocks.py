@@ -18,7 +18,6 @@ from clusters import ideal
 from launch import launch
 
 TOKENS, WIDTH, BATCH, STEPS = 11, 6, 8, 5
-State = tuple[Tensor, Tensor]
 
 
 class Language(nn.Module):
@@ -28,17 +27,17 @@ class Language(nn.Module):
         super().__init__()
         self.encoder, self.rnn, self.decoder = (
             nn.Embedding(TOKENS, WIDTH),
-            nn.LSTM(WIDTH, WIDTH, 2),
+            nn.GRU(WIDTH, WIDTH, 2),
             nn.Linear(WIDTH, TOKENS),
         )
         self.decoder.weight = self.encoder.weight
 
-    def forward(self, tokens: Tensor, hidden: State) -> tuple[Tensor, State]:
+    def forward(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         output, hidden = self.rnn(self.encoder(tokens), hidden)
         return F.log_softmax(self.decoder(output).view(-1, TOKENS), -1), hidden
 
 
-DIMS = {"tokens": 1, "hidden.0": 1, "hidden.1": 1}
+DIMS = {"tokens": 1, "hidden": 1}
 
 
 def trained(limits: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor]]:
@@ -48,11 +47,11 @@ def trained(limits: dict[str, Any] | None) -> tuple[list[float], dict[str, Tenso
     text = torch.randint(TOKENS, (4 * STEPS + 1, BATCH))
     if limits is not None:
         model = autopart.parallelize(model, cluster=ideal(2), verbose=False, batch_dims=DIMS, **limits)
-    hidden = torch.zeros(2, BATCH, WIDTH, dtype=torch.float64), torch.zeros(2, BATCH, WIDTH, dtype=torch.float64)
+    hidden = torch.zeros(2, BATCH, WIDTH, dtype=torch.float64)
     losses = []
     for start in range(0, 4 * STEPS, STEPS):
         model.zero_grad()
-        output, hidden = model(text[start : start + STEPS], (hidden[0].detach(), hidden[1].detach()))
+        output, hidden = model(text[start : start + STEPS], hidden.detach())
         loss = F.nll_loss(output, text[start + 1 : start + STEPS + 1].view(-1))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.25)
