@@ -53,7 +53,9 @@ def load(
     has another number of processes than the plan, PlanError when the folder holds no program, or one of another model.
     """
     if isinstance(originals, nn.Module):
-        originals = tensors_of(originals)
+        program = ParallelModule(directory, tensors_of(originals), **options)
+        program.state_order = state_order(originals)
+        return program
     return ParallelModule(directory, originals, **options)
 
 
@@ -89,6 +91,15 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor | None]:
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
+
+
+def state_order(model: nn.Module) -> list[str]:
+    """Names of parameters and buffers in the order of ``state_dict()``: a module's own, then its parts'."""
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in (*module._parameters, *module._buffers)
+    ]
 
 
 def parallelize(
@@ -255,6 +266,7 @@ class Parallelized(Twin):
         object.__setattr__(self, "parallel", program)
         self._watch()
         program.taken_too = self._take_set_buffers
+        program.state_order = state_order(self.original)
         program.train(self.training)
         while self._callbacks:
             self._callbacks.pop(0)()

@@ -34,6 +34,8 @@ class HeldStages(nn.Module):
         self.stages = nn.ModuleList(stages.values())
         # Empty ones of other ranks by their specs' names, in no module, so as not to be registered.
         self.elsewhere: Mapping[str, Tensor] = {}
+        # Names of the original's state dict in its order; empty: unknown.
+        self.state_order: Sequence[str] = ()
 
     @property
     def traffic(self) -> Traffic:
@@ -107,7 +109,9 @@ class HeldStages(nn.Module):
 
         rank0_only: the other ranks return an empty dict.
         """
-        return gather_state(self.manifest, self.mesh, self.own_tensors(), rank0_only)
+        state = gather_state(self.manifest, self.mesh, self.own_tensors(), rank0_only)
+        # Averages of weights go over two models' states in turn, one of which need not be parallelized.
+        return {**{name: state[name] for name in self.state_order if name in state}, **state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads the original's state dict: each rank takes its share. Raises InputError where it does not fit."""

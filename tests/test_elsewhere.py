@@ -92,6 +92,22 @@ def test_lists_are_the_same_before_and_after_on_all_ranks() -> None:
     launch(listed, 2)
 
 
+def states_in_turn() -> None:
+    net = build()
+    mean = copy.deepcopy(net)
+    model = parallelized(net)
+    model(*batch()).backward()
+    assert [*model.state_dict()] == [*mean.state_dict()]
+    assert [*nn.Sequential(model).state_dict()] == [*nn.Sequential(mean).state_dict()]
+    for average, value in zip(mean.state_dict().values(), model.state_dict().values(), strict=True):
+        average.copy_(value)
+    assert all(torch.equal(mean.state_dict()[name], value) for name, value in model.state_dict().items())
+
+
+def test_states_are_in_the_order_of_the_original() -> None:
+    launch(states_in_turn, 2)
+
+
 def by_zip(mean: Any, model: Any) -> None:
     for average, value in zip(mean.parameters(), model.parameters(), strict=True):
         average.mul_(0.75).add_(value, alpha=0.25)
