@@ -244,7 +244,7 @@ def _symbol(
 def _outputs(flat: FlatModel, nodes: list[fx.Node]) -> tuple[list[OutputInfo], str | None]:
     remaining = iter(nodes)
     outputs = [
-        _output(path, next(remaining)) if isinstance(leaf, torch.Tensor) else OutputInfo(path, None, plain(leaf))
+        _output(path, next(remaining)) if isinstance(leaf, torch.Tensor) else _untouched(path, leaf)
         for path, leaf in flat.returned.leaves.items()
     ]
     scalars = [
@@ -262,6 +262,11 @@ def _outputs(flat: FlatModel, nodes: list[fx.Node]) -> tuple[list[OutputInfo], s
     if scalars and scalars[0] == tensors[0] and not several:
         return outputs, scalars[0]
     return outputs, None
+
+
+def _untouched(path: str, leaf: Any) -> OutputInfo:
+    kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}" if plain(leaf) is None else ""
+    return OutputInfo(path, None, plain(leaf), kind=kind)
 
 
 def _output(path: str, node: fx.Node) -> OutputInfo:

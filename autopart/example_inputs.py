@@ -121,7 +121,7 @@ def examples(named: dict[str, Any], dims: dict[str, int | None]) -> tuple[dict[s
 
 
 def plain(leaf: Any) -> Any:
-    """Numbers, strings and None pass through; objects (a cache) are left out of a parallel model's output."""
+    """Numbers, strings and None pass through; a parallel model has nothing of objects (a cache)."""
     return leaf if isinstance(leaf, int | float | str | bool | None) else None
 
 

@@ -44,13 +44,15 @@ class TensorInfo:
 class OutputInfo:
     """A leaf of what the model returns; ``constant`` when it is not a tensor.
 
-    differentiable: whether the model's own has a gradient, which is a loss's alone where there is one.
+    differentiable: whether the model's own has a gradient, which is a loss's alone where there is one. kind: the class
+    of an object, of which nothing is kept.
     """
 
     name: str
     node: fx.Node | None
     constant: Any = None
     differentiable: bool = False
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from autopart.runtime.errors import BatchError, InputError
 from autopart.runtime.links import dtype_of
 from autopart.runtime.manifest import InputSpec, Manifest, Size, size_of
 from autopart.runtime.mesh import Mesh
+from autopart.runtime.not_returned import NotReturned
 from autopart.runtime.resharding import rows_of
 from autopart.runtime.structure import flatten
 
@@ -181,6 +182,8 @@ def check(manifest: Manifest, leaves: Mapping[str, Any]) -> int:
     specs = {spec.name: spec for spec in manifest.inputs}
     unread = {name.split(".")[0] for name, spec in specs.items() if spec.kind == "unread"}
     for name, leaf in leaves.items():
+        if isinstance(leaf, NotReturned):
+            raise InputError(f"input {name!r} is {leaf!r}")
         if name not in specs and name.split(".")[0] not in unread:
             raise InputError(
                 f"input {name!r} ({_describe(leaf)}) was not there when the model was captured; expected are "

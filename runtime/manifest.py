@@ -110,7 +110,8 @@ class OutputSpec:
 
     combine: how the pieces of microbatches and data-parallel replicas make the whole: "sum", "cat" (along batch_dim,
     within each of so many blocks of it), "same" (equal everywhere), "constant". placements: how it lies on the stage's
-    tensor axes; put together only when it is returned. differentiable: whether the model's own has a gradient.
+    tensor axes; put together only when it is returned. differentiable: whether the model's own has a gradient. kind: of
+    a constant that is an object, its class; it is not returned.
     """
 
     name: str
@@ -123,6 +124,7 @@ class OutputSpec:
     constant: Any = None
     placements: tuple[str, ...] = ()
     differentiable: bool = False
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)

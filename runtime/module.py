@@ -45,6 +45,7 @@ from autopart.runtime.loss_scale import Gradients, LossScale
 from autopart.runtime.manifest import Manifest, OutputSpec
 from autopart.runtime.mesh import Mesh
 from autopart.runtime.norms import GradientNorms
+from autopart.runtime.not_returned import NotReturned
 from autopart.runtime.optimizers import OptimizerCheck
 from autopart.runtime.outputs import collect, collect_later, gradient_piece
 from autopart.runtime.pipelining import PipelineStages, to_pipeline_stages
@@ -487,4 +488,8 @@ class ParallelModule(HeldStages):
 
 
 def _constants(variant: Variant) -> dict[str, Any]:
-    return {spec.name: spec.constant for spec in variant.manifest.outputs if spec.combine == "constant"}
+    return {
+        spec.name: NotReturned(spec.name, spec.kind) if spec.kind else spec.constant
+        for spec in variant.manifest.outputs
+        if spec.combine == "constant"
+    }
