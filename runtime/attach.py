@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autopart.runtime.elsewhere import empty_gradient
 from autopart.runtime.errors import InputError
+from autopart.runtime.hooks import pass_over_none
 
 # Runs the backward half of a schedule: gradients of the outputs -> gradients of the parameters.
 Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
@@ -132,7 +133,7 @@ class _RunBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, later: Backward, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.later = later
+        ctx.later, ctx.reached = later, tensors[count + 1 :]
         ctx.set_materialize_grads(False)
         # No views, which the script could not write into, as normalizing what a generator made in place does.
         outputs = tuple(tensor.clone() if tensor._is_view() else tensor for tensor in tensors[:count])
@@ -148,7 +149,11 @@ class _RunBackward(torch.autograd.Function):
             )
         _check_once()
         later, ctx.later = ctx.later, None
+        reached, ctx.reached = ctx.reached, ()
         made = later(gradients)
+        for tensor, gradient in zip(reached, made, strict=True):
+            if gradient is None:
+                pass_over_none(tensor)
         return (None, None, *(None for _ in gradients), None, *made)
 
 
