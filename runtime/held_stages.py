@@ -34,6 +34,8 @@ class HeldStages(nn.Module):
         self.stages = nn.ModuleList(stages.values())
         # Empty ones of other ranks by their specs' names, in no module, so as not to be registered.
         self.elsewhere: Mapping[str, Tensor] = {}
+        # Names of outputs that calls in training do not return.
+        self.none_for: tuple[str, ...] = ()
         # Names of the original's state dict in its order; empty: unknown.
         self.state_order: Sequence[str] = ()
 

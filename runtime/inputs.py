@@ -210,8 +210,13 @@ def check(manifest: Manifest, leaves: Mapping[str, Any]) -> int:
             continue
         if not isinstance(leaf, Tensor):
             found = "is missing" if leaf is None else f"is {_describe(leaf)}"
+            otherwise = (
+                ". The program computes with it in every call, as when the model was captured; for single calls that "
+                "compute otherwise, as without labels, load what state_dict() gives into a model of one process"
+            )
             raise InputError(
                 f"input {spec.name!r} {found}; expected is a tensor {spec.dtype} {_shape_text(spec.shape)}"
+                f"{otherwise if leaf is None else ''}"
             )
         batch = _check_tensor(spec, leaf, batch)
     return 1 if batch is None else batch
@@ -375,7 +380,10 @@ def _instead(captured: Any, leaf: Any) -> str:
         return "pass a number that changes as a tensor, torch.tensor(...), from the first call on"
     if captured is None or leaf is None or isinstance(leaf, Tensor):
         return "pass a tensor in every call, or in none"
-    return "leave out what forward does not read, such as names of samples, and pass the same value otherwise"
+    return (
+        "leave out what forward does not read, such as names of samples, and pass the same value otherwise; where it "
+        "chooses among results, let forward return all of them, and choose in the script"
+    )
 
 
 def _describe(leaf: Any) -> str:

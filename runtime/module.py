@@ -6,7 +6,6 @@ import math
 import re
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -50,7 +49,7 @@ from autopart.runtime.optimizers import OptimizerCheck
 from autopart.runtime.outputs import collect, collect_later, gradient_piece
 from autopart.runtime.pipelining import PipelineStages, to_pipeline_stages
 from autopart.runtime.precision_check import check_autocast, computes_in_float16
-from autopart.runtime.refused import LeftOut, refused
+from autopart.runtime.refused import LeftOut, refused, tell_of_loss_outside
 from autopart.runtime.rng import default_generator, resumed
 from autopart.runtime.same_batches import SameBatches
 from autopart.runtime.schedule import backward_part, forward_part
@@ -261,7 +260,7 @@ class ParallelModule(HeldStages):
             values.update(refused(others, values, loss_name))
             values.update(_constants(variant))
         else:
-            self._left_out.tell(variant.outputs, loss_name)
+            self.none_for = self._left_out.tell(variant.outputs, loss_name)
         return rebuild(variant.manifest.output_structure, values)
 
     def _train_without_flush(self, feed: Feed, division: Division) -> Any:
@@ -321,14 +320,7 @@ class ParallelModule(HeldStages):
         return rebuild(self.manifest.output_structure, values)
 
     def _train_without(self, variant: Variant, feed: Feed, division: Division) -> Any:
-        if division.microbatches > 1 or self.schedule.stages > 1:
-            warnings.warn(
-                "the loss is computed outside the model, so every stage keeps the activations of all "
-                f"{division.microbatches} microbatches until backward(), and each rank receives all outputs; "
-                "autopart.parallelize(model, loss_fn=...) moves the loss inside and avoids both, and so does a forward "
-                "that returns one scalar called 'loss'",
-                stacklevel=4,
-            )
+        tell_of_loss_outside(variant.outputs, division, self.schedule.stages)
         parameters = self._trainable()
         part = self._part(division)
         run, check_weights = self._run(variant, feed, train=True), self.mesh.weights.watch()

@@ -6,11 +6,12 @@ A script's backward would leave these gradients out in silence, if such outputs 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from autopart.runtime.attach import refuse
+from autopart.runtime.inputs import Division
 from autopart.runtime.manifest import OutputSpec
 
 _IN_EVALUATION = (
@@ -38,8 +39,8 @@ class LeftOut:
     def __init__(self) -> None:
         self._told = False
 
-    def tell(self, specs: Iterable[OutputSpec], loss: str) -> None:
-        """Warns once, where there are such."""
+    def tell(self, specs: Sequence[OutputSpec], loss: str) -> tuple[str, ...]:
+        """Warns once, where there are such. Returns the names of all outputs but the loss."""
         others = [spec.name for spec in specs if spec.differentiable and not spec.shape and spec.name != loss]
         if others and not self._told:
             warnings.warn(
@@ -49,3 +50,25 @@ class LeftOut:
                 stacklevel=2,
             )
         self._told = True
+        return tuple(spec.name for spec in specs if spec.name != loss)
+
+
+def tell_of_loss_outside(specs: Iterable[OutputSpec], division: Division, stages: int) -> None:
+    """Warns of what a loss that the script computes of these outputs costs, and what it has to be of."""
+    if division.microbatches > 1 or stages > 1:
+        warnings.warn(
+            "the loss is computed outside the model, so every stage keeps the activations of all "
+            f"{division.microbatches} microbatches until backward(), and each rank receives all outputs; "
+            "autopart.parallelize(model, loss_fn=...) moves the loss inside and avoids both, and so does a forward "
+            "that returns one scalar called 'loss'",
+            stacklevel=5,
+        )
+    whole = [spec.name for spec in specs if spec.combine == "cat"]
+    if division.is_local and division.replicas > 1 and whole:
+        warnings.warn(
+            f'with batch="local" the outputs ({", ".join(whole)}) are those of the samples of all {division.replicas} '
+            "replicas, in their order, and the same on every rank: a loss that the script computes has to be of all of "
+            "them, with the targets of all replicas. autopart.parallelize(model, loss_fn=...) computes it inside, of "
+            "each replica's own targets",
+            stacklevel=5,
+        )

@@ -30,7 +30,8 @@ _programs: WeakSet[HeldStages] = WeakSet()
 
 def watch(program: HeldStages) -> None:
     """From now on errors that meet this program's parts are told of, if a rank has less than the whole model."""
-    if program.elsewhere or any(divided(spec, program.mesh) for spec in program.manifest.parameters):
+    left_out = program.manifest.loss is not None and len(program.manifest.outputs) > 1
+    if left_out or program.elsewhere or any(divided(spec, program.mesh) for spec in program.manifest.parameters):
         _programs.add(program)
         _install()
 
@@ -65,6 +66,13 @@ def _note(error: BaseException, trace: TracebackType | None) -> str:
         for value in values:
             if isinstance(value, ParameterElsewhere):
                 return f"{value.held} has no elements on this rank, and no gradient: pass over what has none"
+    names = [name for program in [*_programs] for name in program.none_for]
+    missed = isinstance(error, AttributeError | TypeError) and "NoneType" in text
+    if names and (missed or (isinstance(error, KeyError) and error.args and error.args[0] in names)):
+        return (
+            f"in training a parallel model returns its loss alone: {', '.join(map(repr, names))} is None then "
+            '(or left out); parallelize(model, outputs="all") returns the rest as well'
+        )
     return ""
 
 

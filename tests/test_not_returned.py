@@ -1,7 +1,12 @@
-"""Objects that a model returns beside tensors: what stands for them says so, where None would pass for an answer."""
+"""What a model returns and its program does not: objects, and in training all but the loss. Errors there say so."""
 
 from __future__ import annotations
 
+import io
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stderr
 from typing import Any
 
 import pytest
@@ -11,6 +16,8 @@ from torch.distributions import Categorical
 
 import autopart
 from autopart.runtime.errors import InputError, NotHereError
+from clusters import ideal
+from launch import launch
 
 
 class Policy(nn.Module):
@@ -45,3 +52,54 @@ def test_what_stands_for_an_object_is_no_input() -> None:
     model, found = returned(training=False)
     with pytest.raises(InputError, match=r"input 'past' is the model's output 'policy', a torch.distributions"):
         model(torch.randn(2, 4), past=found["policy"])
+
+
+class Classifier(nn.Module):
+    """Returns its loss with what it is of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        logits = self.layer(x)
+        return {"loss": nn.functional.cross_entropy(logits, y), "logits": logits}
+
+
+def shown(script: Callable[[], Any]) -> str:
+    """What a script that ends in an error prints."""
+    with pytest.raises((AttributeError, TypeError, KeyError)) as caught:
+        script()
+    with redirect_stderr(io.StringIO()) as found:
+        sys.excepthook(caught.type, caught.value, caught.tb)
+    return found.getvalue()
+
+
+def test_outputs_that_training_leaves_out_are_told() -> None:
+    model = autopart.parallelize(Classifier(), pp=1, dp=1, tp=1, verbose=False)
+    found = model(torch.randn(2, 4), torch.tensor([0, 2]))
+    scripts: list[Callable[[], Any]] = [
+        lambda: found["logits"].argmax(-1),
+        lambda: found["logits"][0],
+        lambda: {"loss": found["loss"]}["logits"],
+    ]
+    for script in scripts:
+        assert "'logits' is None then" in shown(script) and 'outputs="all"' in shown(script)
+    other = shown(lambda: {"loss": 1}["other"])
+    assert "'logits' is None then" not in other
+
+
+def local() -> None:
+    model = autopart.parallelize(
+        nn.Linear(4, 3), cluster=ideal(2), batch="local", pp=1, dp=2, tp=1, microbatches=1, verbose=False
+    )
+    with pytest.warns(UserWarning, match=r"the outputs \(output\) are those of the samples of all 2 replicas"):
+        assert model(torch.randn(2, 4)).shape == (4, 3)
+    model.eval()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        model(torch.randn(2, 4))
+
+
+def test_outputs_of_other_replicas_are_told() -> None:
+    launch(local, 2)

@@ -30,7 +30,7 @@ def model_in(directory: Path, **options: Any) -> ParallelModule:
 @pytest.mark.parametrize(
     ("arguments", "keywords", "error", "message"),
     [
-        ((), {}, InputError, "'x' is missing; expected is a tensor float64"),
+        ((), {}, InputError, "'x' is missing; expected is a tensor float64.*single calls"),
         (data(), {"mask": torch.ones(2)}, InputError, "'mask' .a tensor torch.float32"),
         ((*data(), 3), {}, InputError, "3 positional inputs"),
         (data(), {"x": torch.ones(2)}, InputError, "'x' is given twice"),
