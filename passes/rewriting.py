@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from autopart.passes.exported import fakes, origin
 from autopart.passes.functional import Aliases
@@ -101,7 +102,8 @@ class Rewriting:
         )
         key = f"{target}{named}"
         if key not in self.values:
-            with self.fake_mode, torch.no_grad():
+            # torch's own way where sizes are symbols: some ops, as bilinear, have no other
+            with self.fake_mode, torch.no_grad(), enable_python_dispatcher():
                 self.values[key] = target(*fakes(args), **fakes(kwargs))
         return self.values[key]
 

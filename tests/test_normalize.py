@@ -451,3 +451,22 @@ def test_numbers_are_drawn_into_new_tensors(draw: Callable[[Tensor], Tensor]) ->
     plain = model(x)
     torch.manual_seed(0)
     assert torch.equal(run_graph(program, program.graph, model, {"x": x}, BATCH)[0], plain)
+
+
+class Moved(nn.Module):
+    """A bilinear form of what lies otherwise in memory than exported, so that its value is found anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.form = nn.Bilinear(4, 4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned: Tensor = x.transpose(0, 1).contiguous().transpose(0, 1) * 2
+        return self.form(turned, x).square().mean()
+
+
+def test_a_bilinear_form_of_a_symbolic_batch() -> None:
+    model, x = Moved(), torch.randn(BATCH, 5, 4)
+    program = capture(model, (x,), check_eval=False)
+    assert program.static_batch == ""
+    assert torch.equal(run_graph(program, program.graph, model, {"x": x}, BATCH)[0], model(x))
