@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -289,3 +290,31 @@ def test_what_is_frozen_has_no_gradient_traffic() -> None:
     for state, _, _ in results:
         for name, tensor in expected.items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+class Spectral(nn.Module):
+    """Weights that multiply frequencies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=8).square().mean()
+
+
+def of_complex_numbers() -> None:
+    models = []
+    for limits in ({}, {"pp": 1, "dp": 2, "tp": 1, "microbatches": 1, "zero": 1}):
+        torch.manual_seed(0)
+        models.append(autopart.parallelize(Spectral(), verbose=False, **limits) if limits else Spectral())
+        optimizer = torch.optim.AdamW(models[-1].parameters(), 0.01)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # of imaginary parts that are left out
+            models[-1](torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(1))).backward()
+            optimizer.step()
+    assert torch.allclose(models[1].state_dict()["weight"], models[0].state_dict()["weight"], atol=1e-6)
+
+
+def test_optimizers_of_complex_numbers() -> None:
+    launch(of_complex_numbers, 2)
