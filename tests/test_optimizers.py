@@ -304,8 +304,9 @@ class Spectral(nn.Module):
 
 
 def of_complex_numbers() -> None:
-    models = []
-    for limits in ({}, {"pp": 1, "dp": 2, "tp": 1, "microbatches": 1, "zero": 1}):
+    models: list[Any] = []
+    zero: dict[str, Any] = {"pp": 1, "dp": 2, "tp": 1, "microbatches": 1, "zero": 1}
+    for limits in ({}, zero):
         torch.manual_seed(0)
         models.append(autopart.parallelize(Spectral(), verbose=False, **limits) if limits else Spectral())
         optimizer = torch.optim.AdamW(models[-1].parameters(), 0.01)
